@@ -1,0 +1,112 @@
+# The verbs of this repository. CI runs the same ones, and nothing else: see .ci/run.
+#
+#   make setup          .venv with all that the tests need; does nothing when nothing changed
+#   make check          format, lint, types, imports, forbidden calls, spelling
+#   make test           unit, contract and simulated tests, on a CPU
+#   make e2e            the whole system as processes, small configs, and one full demo
+#   make e2e-long       the end-to-end tests too slow for CI
+#   make sim            the simulator alone, over many seeds            SEEDS=1000
+#   make chaos          kill processes of a running demo                KILLS=20
+#   make docs           build the documentation into site/
+#   make constraints    refresh constraints/*.txt from fresh environments
+#   make mutants | bench | setup-engine     not there yet; each says why
+
+SHELL := /usr/bin/env bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := check
+.PHONY: setup check test e2e e2e-long sim mutants bench chaos docs setup-engine constraints
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+EXTRAS := train,tokens,dev
+
+# Exactly this torch, and with pip: a range or another client may bring gigabytes of CUDA libraries.
+TORCH := $(shell grep '^torch==' constraints/dev.txt)
+
+# Programs the checks and tests call, as program:debian-package. node runs pyright; tmux captures the live panel.
+# A test that opens a web page adds chromium:chromium here.
+SYSTEM_TOOLS := node:nodejs tmux:tmux
+
+PYTEST_ARGS ?=
+SEEDS ?= 200
+KILLS ?= 20
+NEEDS_MORE := slow or gpu or vllm or ray or postgres
+# No test reaches for the network, and no tokenizer starts threads before a fork.
+PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
+
+setup: $(STAMP)
+	@missing=""; \
+	for tool in $(SYSTEM_TOOLS); do \
+	  command -v "$${tool%%:*}" >/dev/null || missing="$$missing $${tool##*:}"; \
+	done; \
+	if [[ -z "$$missing" ]]; then exit 0; fi; \
+	if [[ "$$(id -u)" == 0 ]] && command -v apt-get >/dev/null; then \
+	  export DEBIAN_FRONTEND=noninteractive; \
+	  apt-get update -qq; \
+	  apt-get install -y -qq --no-install-recommends $$missing </dev/null; \
+	else \
+	  echo "setup: please install with your package manager:$$missing"; \
+	fi
+
+$(STAMP): pyproject.toml constraints/dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "setup: $(PYTHON) is older than Python 3.11; name another with PYTHON=..."; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -c constraints/dev.txt -e ".[$(EXTRAS)]"
+	touch $@
+
+check:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports --cache-dir .cache/import-linter
+	$(BIN)/python scripts/check_forbidden.py
+	$(BIN)/codespell
+
+# Tests of one file stay on one worker, so what a file's fixtures build is built once.
+test:
+	$(PYTEST) -n auto --dist loadfile -m "not ($(NEEDS_MORE))" tests/unit tests/contract tests/sim $(PYTEST_ARGS)
+
+# Whole runs share the cores with nobody: one test at a time.
+e2e:
+	$(PYTEST) --timeout 300 -m "not ($(NEEDS_MORE))" tests/e2e $(PYTEST_ARGS)
+
+e2e-long:
+	$(PYTEST) --timeout 1800 -m "slow and not (gpu or vllm or ray or postgres)" tests/e2e $(PYTEST_ARGS)
+
+sim:
+	PENSTOCK_SIM_SEEDS=$(SEEDS) $(PYTEST) -n auto --timeout 3600 tests/sim $(PYTEST_ARGS)
+
+chaos:
+	PENSTOCK_CHAOS_KILLS=$(KILLS) $(PYTEST) --timeout 3600 tests/chaos $(PYTEST_ARGS)
+
+docs:
+	$(BIN)/zensical build --clean --strict
+
+mutants:
+	@echo "mutants: no mutation tests yet; they start with the dataflow core, once its simulator is complete"; exit 2
+
+bench:
+	@echo "bench: no benchmarks yet; they come with the first performance promise to hold"; exit 2
+
+setup-engine:
+	@echo "setup-engine: no engine environment yet; it comes with the vLLM adapter"; exit 2
+
+# Fresh environments, then only name==version lines: no index addresses, no files, no build tags such as +cpu.
+# torch stays at the version written in dev.txt; change it there by hand. Review the difference before a commit.
+constraints:
+	@rm -rf .cache/constraints
+	@for set in core: train:train,tokens dev:$(EXTRAS); do \
+	  name="$${set%%:*}"; extras="$${set#*:}"; env=".cache/constraints/$$name"; \
+	  echo "constraints: $$name"; \
+	  $(PYTHON) -m venv "$$env"; \
+	  if [[ -n "$$extras" ]]; then "$$env/bin/pip" install --quiet "$(TORCH)"; fi; \
+	  "$$env/bin/pip" install --quiet -e ".$${extras:+[$$extras]}"; \
+	  "$$env/bin/pip" freeze --exclude-editable | sed -E 's/\+[^+]*$$//' \
+	    | grep -E '^[A-Za-z0-9._-]+==[^ ]+$$' | LC_ALL=C sort -f >"$$env.txt"; \
+	  mv "$$env.txt" "constraints/$$name.txt"; \
+	done
+	@rm -rf .cache/constraints

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The independent reader: proves from a run's files that nothing was lost or trained twice.
+
+Owns its own idea of what is on disk (`evidence`, `payloads`), of who trained what (`lineage`), and
+one function per law. Imports nothing of the services it judges and writes nothing; a bug in their
+types cannot hide here. Works on a finished, a stopped and a running run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.audit.batches import check_batches, check_staleness
+from penstock.audit.commits import check_trained_twice, check_versions, summarise
+from penstock.audit.evidence import read
+from penstock.audit.flow import check_groups, check_slots
+from penstock.audit.lineage import read_lineages
+from penstock.audit.report import AuditReport, Check, Summary
+from penstock.audit.rows import check_lost, check_rows, check_sampled
+
+__all__ = ["AuditReport", "Check", "Summary", "audit", "summary"]
+
+
+def audit(run_dir: Path) -> AuditReport:
+    """Check every law over the run in this folder; StoreError when there is no ledger to read."""
+    evidence = read(run_dir)
+    lineages = read_lineages(evidence)
+    checks = (
+        check_lost(evidence),
+        check_rows(evidence),
+        check_slots(evidence),
+        check_groups(evidence),
+        check_batches(evidence),
+        check_trained_twice(evidence, lineages),
+        check_sampled(evidence),
+        check_staleness(evidence, lineages),
+        check_versions(evidence, lineages),
+    )
+    return AuditReport(checks=checks, summary=summarise(evidence, lineages, checks[0]))
+
+
+def summary(run_dir: Path) -> Summary:
+    """The numbers of a run that its last line shows; whoever has the report already has them."""
+    return audit(run_dir).summary

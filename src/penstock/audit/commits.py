@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of training: nothing twice along the surviving lineage, and every version stands on a
+commit. Also the numbers a run is known by."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from penstock.audit.evidence import Commit, Evidence, Fork, Version
+from penstock.audit.lineage import Lineage
+from penstock.audit.report import Check, Findings, Summary
+
+NUM_FIRST = 2
+NUM_LAST = 5
+
+
+def check_trained_twice(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
+    """Along the surviving lineage each batch is committed once, in order, and no row is in two."""
+    findings = Findings("trained_twice")
+    for policy, lineage in lineages.items():
+        for where, why in _order_faults(lineage):
+            findings.add(where, why)
+        for row_id, times in _times_trained(evidence, lineage).items():
+            if times > 1:
+                findings.add(row_id, f"trained {times} times by {policy}")
+    return findings.result(sum(len(lineage.surviving) for lineage in lineages.values()))
+
+
+def _order_faults(lineage: Lineage) -> Iterator[tuple[str, str]]:
+    for due, fork in enumerate(lineage.forks.values(), start=1):
+        where = f"{lineage.policy}@{fork.incarnation}"
+        if fork.incarnation != due:
+            yield where, f"incarnation {fork.incarnation} where {due} is due"
+        before = {c.seq: c.number for c in lineage.chain(fork.incarnation - 1)} | {0: 0}
+        if before.get(fork.seq) != fork.number:
+            yield (
+                where,
+                (f"forks at batch {fork.seq}, number {fork.number}, where nothing was committed"),
+            )
+        yield from _life_faults(fork, lineage.commits.get(fork.incarnation, []))
+    for incarnation in lineage.commits.keys() - lineage.forks.keys():
+        yield f"{lineage.policy}@{incarnation}", "committed, and was never allocated"
+
+
+def _life_faults(fork: Fork, commits: list[Commit]) -> Iterator[tuple[str, str]]:
+    """Within one incarnation: batches one by one from its fork, numbers as they were trained."""
+    seq, number = fork.seq, fork.number
+    for commit in commits:
+        where = f"{fork.policy}.{commit.seq}"
+        if commit.seq != seq + 1:
+            yield where, f"committed by incarnation {fork.incarnation} after batch {seq}"
+        due = number if commit.skipped else number + 1
+        if commit.number != due:
+            kind = "skipped" if commit.skipped else "trained"
+            yield where, f"{kind} after number {number} and committed as number {commit.number}"
+        seq, number = commit.seq, commit.number
+
+
+def _times_trained(evidence: Evidence, lineage: Lineage) -> Counter[str]:
+    """By row: in how many surviving trained commits."""
+    times: Counter[str] = Counter()
+    for commit in _trained(lineage):
+        times.update(_row_ids(evidence, commit))
+    return times
+
+
+def _trained(lineage: Lineage) -> list[Commit]:
+    return [commit for commit in lineage.surviving if not commit.skipped]
+
+
+def _row_ids(evidence: Evidence, commit: Commit) -> Iterable[str]:
+    manifest = evidence.manifests.get(f"{commit.consumer}.{commit.seq}")
+    groups = () if manifest is None else manifest.groups
+    return [row.row_id for group in groups for row in group.rows]
+
+
+def check_versions(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
+    """Each published version is a fork point or was committed, and its manifest is in the store."""
+    findings = Findings("versions")
+    manifests = evidence.weights / "manifests"
+    proved: dict[tuple[str, int, str], str] = {}
+    for version in evidence.versions:
+        lineage = lineages[version.policy]
+        fork = lineage.forks.get(version.incarnation)
+        committed = {c.number for c in lineage.commits.get(version.incarnation, [])}
+        if fork is None or version.number not in committed | {fork.number}:
+            findings.add(version.name, "published, and neither committed nor a fork point")
+        if manifests.is_dir():
+            content = (version.policy, version.number, version.manifest_digest)
+            if content not in proved:  # a replay publishes the same bytes again
+                proved[content] = _manifest_fault(manifests, version)
+            if why := proved[content]:
+                findings.add(version.name, why)
+    return findings.result(len(evidence.versions))
+
+
+def _manifest_fault(folder: Path, version: Version) -> str:
+    digest = version.manifest_digest
+    if len(digest) != 64 or not digest.isalnum():
+        return f"{digest[:80]!r} is no digest"
+    try:
+        data = (folder / f"{digest}.json").read_bytes()
+    except OSError as error:
+        return f"its manifest {digest} cannot be read: {error.strerror}"
+    if blake3(data).hexdigest() != digest:
+        return f"its manifest {digest} has other bytes than its name says"
+    try:
+        written: Any = json.loads(data)
+        found = (written["policy"], written["number"], written["weights_digest"])
+    except (ValueError, KeyError, TypeError):
+        return f"its manifest {digest} is no manifest"
+    if found != (version.policy, version.number, version.weights_digest):
+        return f"its manifest {digest} is that of {found[0]} number {found[1]}"
+    return ""
+
+
+def summarise(evidence: Evidence, lineages: dict[str, Lineage], lost: Check) -> Summary:
+    trained = {name: _trained(lineage) for name, lineage in lineages.items()}
+    twice = 0
+    for lineage in lineages.values():
+        twice += sum(times - 1 for times in _times_trained(evidence, lineage).values())
+    return Summary(
+        reward_first=_reward(
+            evidence, (c for found in trained.values() for c in found[:NUM_FIRST])
+        ),
+        reward_last=_reward(evidence, (c for found in trained.values() for c in found[-NUM_LAST:])),
+        steps=min((len(found) for found in trained.values()), default=0),
+        trajectories=len(evidence.rows),
+        lost=lost.num_violations,
+        trained_twice=twice,
+    )
+
+
+def _reward(evidence: Evidence, commits: Iterable[Commit]) -> float | None:
+    """Mean over all rows of these batches."""
+    rows = (evidence.rows.get(row_id) for c in commits for row_id in _row_ids(evidence, c))
+    rewards = [row.reward for row in rows if row is not None and row.reward is not None]
+    return math.fsum(rewards) / len(rewards) if rewards else None

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One policy's chain of trainers' lives: which commits survive, and what a version counts as.
+
+Each incarnation starts at a fork of the one before it; what was committed after the fork is
+abandoned. Owns that reconstruction, from forks, commits and versions alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from penstock.audit.evidence import Commit, Evidence, Fork, Pair, Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    policy: str
+    forks: dict[int, Fork]
+    """By incarnation, in order."""
+    commits: dict[int, list[Commit]]
+    """By incarnation, in order of seq."""
+    versions: dict[Pair, Version]
+    """By (incarnation, number), in that order."""
+    replays: list[Version]
+    """Those made again bit for bit after a fork, one after the other, in the same order."""
+
+    @property
+    def surviving(self) -> list[Commit]:
+        """What the newest trainer stands on and did itself, in order of seq."""
+        return self.chain(max(self.forks, default=0))
+
+    def chain(self, incarnation: int) -> list[Commit]:
+        """Commits of this incarnation and those of earlier ones that it stands on. A sound ledger
+        has each seq once."""
+        limit: float = float("inf")
+        found: list[Commit] = []
+        for life in sorted((i for i in self.forks if i <= incarnation), reverse=True):
+            found += [commit for commit in self.commits.get(life, []) if commit.seq <= limit]
+            limit = min(limit, self.forks[life].seq)
+        return sorted(found, key=lambda commit: commit.seq)
+
+    def meets(self, at: float) -> dict[int, int]:
+        """By incarnation, up to which number it equals the one before it, as known at this time:
+        its fork, or higher if what followed was made again bit for bit."""
+        found = {life: fork.number for life, fork in self.forks.items()}
+        for version in self.replays:
+            if version.at <= at:
+                found[version.incarnation] = version.number
+        return found
+
+
+def effective(version: Pair, incarnation: int, meets: dict[int, int]) -> int:
+    """The number this version counts as for that incarnation: cut at every fork in between."""
+    life, number = version
+    for later in range(life + 1, incarnation + 1):
+        number = min(number, meets.get(later, number))
+    return number
+
+
+def read_lineages(evidence: Evidence) -> dict[str, Lineage]:
+    """By policy: those of the run file and any other that the ledger names."""
+    names = dict.fromkeys(
+        [
+            *evidence.run_file.models,
+            *(fork.policy for fork in evidence.forks),
+            *(commit.consumer for commit in evidence.commits),
+            *(version.policy for version in evidence.versions),
+            *(batch.consumer for batch in evidence.batches),
+        ]
+    )
+    return {name: _read_lineage(evidence, name) for name in names}
+
+
+def _read_lineage(evidence: Evidence, policy: str) -> Lineage:
+    commits: defaultdict[int, list[Commit]] = defaultdict(list)
+    for commit in evidence.commits:
+        if commit.consumer == policy:
+            commits[commit.incarnation].append(commit)
+    forks = {fork.incarnation: fork for fork in evidence.forks if fork.policy == policy}
+    versions = {
+        (version.incarnation, version.number): version
+        for version in evidence.versions
+        if version.policy == policy
+    }
+    return Lineage(
+        policy=policy,
+        forks=forks,
+        commits=dict(commits),
+        versions=versions,
+        replays=_replays(forks, versions),
+    )
+
+
+def _replays(forks: dict[int, Fork], versions: dict[Pair, Version]) -> list[Version]:
+    found: list[Version] = []
+    reached = {life: fork.number for life, fork in forks.items()}
+    for (life, number), version in versions.items():
+        twin = versions.get((life - 1, number))
+        if twin is None or number != reached.get(life, number) + 1:
+            continue
+        if twin.weights_digest == version.weights_digest:
+            reached[life] = number
+            found.append(version)
+    return found

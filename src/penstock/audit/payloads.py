@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trajectories as they lie in the segments: found, proved by checksum and digest, and summed up.
+
+Owns the auditor's own idea of a segment record and of a trajectory. Compares nothing with the
+ledger's tables but the digest.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import crc32c
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+MAGIC = b"PSR1"
+HEADER = struct.Struct("<4sII")
+"""Magic, length of the payload, CRC32C of the payload."""
+MAX_LOG_PROB = 1e-3
+"""Log-probabilities are at most 0; engines round."""
+TOKEN_BYTES = 4
+
+Versions = dict[str, tuple[tuple[int, int], ...]]
+"""By policy: each (incarnation, number) that sampled some of the tokens, once."""
+
+
+class Span(msgspec.Struct, frozen=True, gc=False):
+    start: int
+    end: int
+    incarnation: int
+    number: int
+
+
+class Turn(msgspec.Struct, frozen=True, gc=False):
+    policy: str
+    sampled_ids: bytes
+    logprobs: bytes
+    spans: tuple[Span, ...]
+    finish: str
+    reached_agent: bool = True
+
+    @property
+    def is_trainable(self) -> bool:
+        return self.reached_agent and self.finish != "abort"
+
+
+class Outcome(msgspec.Struct, frozen=True, gc=False):
+    kind: str
+
+
+class Trajectory(msgspec.Struct, frozen=True, gc=False):
+    row_id: str
+    group_id: str
+    slot: int
+    epoch: int
+    node_id: str
+    turns: tuple[Turn, ...]
+    reward: float | None
+    outcome: Outcome
+
+
+class Content(msgspec.Struct, frozen=True, gc=False):
+    """One payload, without its tokens."""
+
+    damage: str = ""
+    """Why it cannot be read, or is not what was delivered; then all below is empty."""
+    name: tuple[str, str, int, int, str] = ("", "", 0, 0, "")
+    """(row id, group, slot, epoch, node) as the record names itself."""
+    outcome: str = ""
+    reward: float | None = None
+    fault: str = ""
+    """What is wrong with its tokens."""
+    sampled: dict[str, int] = {}
+    """Trainable sampled tokens by policy."""
+    trainable: Versions = {}
+    """Who sampled those."""
+    all_versions: Versions = {}
+    """Who sampled any token, trainable or not."""
+
+
+class Segments:
+    """The segment files of one ledger, opened as they are needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[int, int] = {}
+        self._decoder = msgspec.msgpack.Decoder(Trajectory)
+        self._shared: dict[tuple[object, ...], tuple[dict[str, int], Versions, Versions]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._open.values():
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def content(self, segment: int, offset: int, length: int, digest: str) -> Content:
+        payload = self._read(segment, offset, length)
+        if isinstance(payload, str):
+            return Content(damage=payload)
+        if blake3(payload).hexdigest() != digest:
+            return Content(damage="its bytes have another BLAKE3 than the ledger says")
+        try:
+            trajectory = self._decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            return Content(damage=f"it is no trajectory: {error}")
+        return self._sum_up(trajectory)
+
+    def _read(self, segment: int, offset: int, length: int) -> bytes | str:
+        """The payload, or what is wrong with it."""
+        name = f"seg-{segment:08d}.dat"
+        if segment not in self._open:
+            self._open[segment] = -1
+            with suppress(OSError):
+                flags = os.O_RDONLY | os.O_CLOEXEC
+                self._open[segment] = os.open(self._folder / name, flags)
+        descriptor = self._open[segment]
+        if descriptor < 0 or offset < 0 or length < 0:
+            return f"{name} at {offset} cannot be opened"
+        data = os.pread(descriptor, HEADER.size + length, offset)
+        if len(data) != HEADER.size + length:
+            return f"{name} at {offset} is cut off"
+        magic, written, checksum = HEADER.unpack_from(data)
+        payload = data[HEADER.size :]
+        if (magic, written) != (MAGIC, length):
+            return f"{name} at {offset} starts no record of {length} bytes"
+        if checksum != crc32c.crc32c(payload):
+            return f"{name} at {offset} has another checksum than its bytes"
+        return payload
+
+    def _sum_up(self, trajectory: Trajectory) -> Content:
+        turns = trajectory.turns
+        key = tuple((t.policy, len(t.sampled_ids), t.is_trainable, t.spans) for t in turns)
+        shared = self._shared.get(key)
+        if shared is None:  # most rows of a run look alike: one copy serves them all
+            shared = self._shared[key] = _count(turns)
+        sampled, trainable, all_versions = shared
+        return Content(
+            name=(
+                trajectory.row_id,
+                trajectory.group_id,
+                trajectory.slot,
+                trajectory.epoch,
+                trajectory.node_id,
+            ),
+            outcome=trajectory.outcome.kind,
+            reward=trajectory.reward,
+            fault=_fault(turns),
+            sampled=sampled,
+            trainable=trainable,
+            all_versions=all_versions,
+        )
+
+
+def _count(turns: tuple[Turn, ...]) -> tuple[dict[str, int], Versions, Versions]:
+    sampled: dict[str, int] = {}
+    trainable: dict[str, dict[tuple[int, int], None]] = {}
+    everything: dict[str, dict[tuple[int, int], None]] = {}
+    for turn in turns:
+        pairs = {(span.incarnation, span.number): None for span in turn.spans}
+        everything.setdefault(turn.policy, {}).update(pairs)
+        if turn.is_trainable and turn.sampled_ids:
+            num_tokens = len(turn.sampled_ids) // TOKEN_BYTES
+            sampled[turn.policy] = sampled.get(turn.policy, 0) + num_tokens
+            trainable.setdefault(turn.policy, {}).update(pairs)
+    return sampled, _frozen(trainable), _frozen(everything)
+
+
+def _frozen(pairs: dict[str, dict[tuple[int, int], None]]) -> Versions:
+    return {policy: tuple(found) for policy, found in pairs.items()}
+
+
+def _fault(turns: tuple[Turn, ...]) -> str:
+    for index, turn in enumerate(turns):
+        if wrong := _turn_fault(turn):
+            return f"turn {index}: {wrong}"
+    return ""
+
+
+def _turn_fault(turn: Turn) -> str:
+    if len(turn.sampled_ids) % TOKEN_BYTES or len(turn.logprobs) != len(turn.sampled_ids):
+        return "not one log-prob per sampled token"
+    position = 0
+    for span in turn.spans:
+        if span.start != position or span.end <= span.start:
+            return f"a span of tokens {span.start} to {span.end} follows token {position}"
+        position = span.end
+    num_tokens = len(turn.sampled_ids) // TOKEN_BYTES
+    if position != num_tokens:
+        return f"spans name the version of {position} of {num_tokens} sampled tokens"
+    values = np.frombuffer(turn.logprobs, "<f4")
+    # A NaN makes both extremes NaN, which no comparison lets through.
+    if values.size and not -np.inf < values.min() <= values.max() <= MAX_LOG_PROB:
+        return "a log-prob is above 0 or not finite"
+    return ""

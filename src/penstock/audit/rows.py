@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of single trajectories: acknowledged ones are there, each answers its lease, and its tokens
+were sampled by the policy it is counted for.
+
+A payload that cannot be read is told once: as lost when a node was promised it, else as a damaged
+row. The other laws then pass over what it would have said.
+"""
+
+from __future__ import annotations
+
+from penstock.audit.evidence import Evidence, Lease, Row, decode_map
+from penstock.audit.payloads import Content
+from penstock.audit.report import Check, Findings
+
+ENDS_WITH = {
+    "completed": "delivered",
+    "truncated": "delivered",
+    "failed": "failed",
+    "cancelled": "released",
+}
+"""How the lease of a row ended, by the row's outcome."""
+
+
+def check_lost(evidence: Evidence) -> Check:
+    """Every acknowledged id is a row whose payload is readable and has the row's digest."""
+    findings = Findings("lost")
+    for row_id in sorted(evidence.acknowledged):
+        content = evidence.contents.get(row_id)
+        if content is None:
+            findings.add(row_id, "acknowledged, and not in the ledger")
+        elif content.damage:
+            findings.add(row_id, f"acknowledged, and {content.damage}")
+    return findings.result(len(evidence.acknowledged))
+
+
+def check_rows(evidence: Evidence) -> Check:
+    """Every row stands in a group and under one lease that ended as the row says."""
+    findings = Findings("rows")
+    leases = {(lease.group_id, lease.slot, lease.epoch): lease for lease in evidence.leases}
+    for row in evidence.rows.values():
+        content = evidence.contents[row.row_id]
+        if content.damage:
+            if row.row_id not in evidence.acknowledged:
+                findings.add(row.row_id, content.damage)
+        elif wrong := _against_payload(row, content):
+            findings.add(row.row_id, wrong)
+        lease = leases.get((row.group_id, row.slot, row.epoch))
+        if wrong := _against_lease(evidence, row, lease):
+            findings.add(row.row_id, wrong)
+    return findings.result(len(evidence.rows))
+
+
+def _against_payload(row: Row, content: Content) -> str:
+    if content.name != (row.row_id, row.group_id, row.slot, row.epoch, row.node_id):
+        return f"its record names itself {content.name}"
+    if (content.outcome, content.reward) != (row.outcome, row.reward):
+        return (
+            f"{row.outcome} with reward {row.reward}; its record says {content.outcome} with "
+            f"{content.reward}"
+        )
+    return ""
+
+
+def _against_lease(evidence: Evidence, row: Row, lease: Lease | None) -> str:
+    group = evidence.groups.get(row.group_id)
+    if row.row_id != f"{row.group_id}.{row.slot}.{row.epoch}":
+        return "is not named by its group, slot and epoch"
+    if group is None or not 0 <= row.slot < group.num_slots:
+        return "belongs to no slot of any group"
+    if lease is None:
+        return "was delivered under a lease that nobody granted"
+    if lease.node_id != row.node_id:
+        return f"came from {row.node_id}; {lease.node_id} held the lease"
+    if (row.reward is not None) != (row.outcome in ("completed", "truncated")):
+        return f"{row.outcome} with reward {row.reward}: failure is not a reward"
+    if lease.ended != ENDS_WITH.get(row.outcome):
+        return f"{row.outcome}, but its lease {lease.ended or 'still runs'}"
+    return ""
+
+
+def check_sampled(evidence: Evidence) -> Check:
+    """Every trainable token was sampled by the policy it counts for, under a published version."""
+    findings = Findings("sampled_by_policy")
+    published = {(v.policy, v.incarnation, v.number) for v in evidence.versions}
+    counts: dict[str, dict[str, int]] = {}
+    for row in evidence.rows.values():
+        content = evidence.contents[row.row_id]
+        if content.damage:
+            continue
+        if content.fault:
+            findings.add(row.row_id, content.fault)
+        for policy, versions in content.all_versions.items():
+            for incarnation, number in versions:
+                if (policy, incarnation, number) not in published:
+                    findings.add(row.row_id, f"{policy}@{incarnation}.{number} was never published")
+        if content.sampled != decode_map(row.sampled, dict[str, int], counts):
+            findings.add(
+                row.row_id, f"counted as {row.sampled}; its record holds {content.sampled}"
+            )
+    return findings.result(len(evidence.rows))

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`penstock audit`: an independent reader proves what the ledger promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def audit(run: Path, /, *, json: bool = False) -> int:
+    """Prove from the files alone that nothing was lost, nothing trained twice, nothing too stale.
+
+    Parameters
+    ----------
+    run
+        The run folder; finished, stopped or running.
+    json
+        Print one JSON object as the last line.
+    """
+    from penstock.audit import audit as read_and_check
+    from penstock.cli.output import print_json
+
+    report = read_and_check(run)
+    print("\n".join(report.lines()))
+    if json:
+        print_json({"ok": report.ok, "checks": report.checks, "summary": report.summary})
+    return 0 if report.ok else 1

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`penstock check`: what will fail, in seconds, before it costs hours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.cli.probe import Findings
+    from penstock.cli.target import Target
+
+DEADLINE_S = 30.0
+"""How long the user's modules may take to import and to answer once."""
+
+
+def check(target: Path, /, *overrides: str, json: bool = False) -> int:
+    """Find what will fail before anything is started: config, packages, task, reward, workflow,
+    disk.
+
+    Parameters ---------- target A config file, or a run folder. overrides Settings that win over
+    the file, like training.steps=20. json Print one JSON object as the last line.
+    """
+    from penstock.cli.output import counted, print_json
+    from penstock.cli.preflight import problems
+    from penstock.cli.target import read_target
+
+    meant = read_target(target, overrides)
+    findings = ask_probe(meant)
+    found = [*problems(meant), *findings.problems]
+    facts = derived(meant)
+    if json:
+        print_json({"ok": not found, "problems": found, **facts})
+    elif not found:
+        _show(meant, findings, facts)
+    for number, text in enumerate(found, 1):
+        print(f"{number}. {text}", file=sys.stderr)
+    if found:
+        print(f"error: {counted(len(found), 'problem')} in {target}", file=sys.stderr)
+    return 1 if found else 0
+
+
+def refuse_problems(target: Target) -> None:
+    """What `run` asks before it starts anything; the built-in tasks need no trying."""
+    from penstock.cli.preflight import problems
+    from penstock.errors import ConfigError
+
+    config = target.config
+    named = [*(source.task for source in config.sources), config.reward, _function(config.workflow)]
+    has_own_code = any(name and not name.startswith("penstock.") for name in named)
+    found = [*problems(target), *(ask_probe(target).problems if has_own_code else ())]
+    if found:
+        raise ConfigError("this run cannot start:\n" + "\n".join(f"  - {text}" for text in found))
+
+
+def ask_probe(target: Target) -> Findings:
+    """The user's code, tried in a process of its own."""
+    from penstock.cli.probe import Findings, Question
+    from penstock.wire.codec import JSON, decode, encode_json
+
+    config = target.config
+    question = Question(
+        sources=[(source.name, source.task) for source in config.sources],
+        reward=config.reward or "",
+        workflow=_function(config.workflow),
+        seed=config.seed,
+        python_path=[*target.python_path],
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock.cli.probe"],
+            input=encode_json(question),
+            stdout=subprocess.PIPE,
+            timeout=DEADLINE_S,
+        )
+    except subprocess.TimeoutExpired:
+        return Findings(
+            problems=[
+                f"your task, reward or workflow did not answer within {DEADLINE_S:.0f} s; "
+                "a node would wait as long for each of them"
+            ]
+        )
+    if done.returncode != 0:
+        how = f"exit code {done.returncode}"
+        return Findings(problems=[f"your task, reward or workflow ended its process ({how})"])
+    return decode(done.stdout, Findings, media_type=JSON)
+
+
+def _function(workflow: object) -> str:
+    """The user's own `module:function`; shipped workflows need no trying."""
+    return workflow if isinstance(workflow, str) and ":" in workflow else ""
+
+
+def derived(target: Target) -> dict[str, object]:
+    """What follows from the config: sizes that nobody wants to compute by hand."""
+    config = target.config
+    policies: dict[str, dict[str, int]] = {}
+    for name in config.models:
+        policy = config.for_policy(name)
+        rows = policy.training.groups_per_batch * policy.algorithm.num_generations
+        updates = policy.training.minibatches * policy.training.epochs
+        policies[name] = {
+            "steps": policy.training.steps,
+            "rows_per_batch": rows,
+            "trajectories": rows * policy.training.steps,
+            "updates_per_step": updates,
+            "nodes": policy.model.replicas,
+        }
+    return {"run": config.name, "folder": str(target.folder.path), "policies": policies}
+
+
+def _show(target: Target, findings: Findings, facts: dict[str, object]) -> None:
+    from typing import cast
+
+    from penstock.cli.output import counted
+
+    config = target.config
+    print(f"{config.name}: ready to run in {target.folder.path}")
+    for name, numbers in cast("dict[str, dict[str, int]]", facts["policies"]).items():
+        model = config.models[name]
+        print(
+            f"  policy {name}: {model.init}, {counted(numbers['nodes'], f'{model.engine} node')}\n"
+            f"    {counted(numbers['steps'], 'step')} of {numbers['rows_per_batch']:,} "
+            f"trajectories ({numbers['trajectories']:,} in all), "
+            f"{counted(numbers['updates_per_step'], 'update')} each"
+        )
+    for source, task in findings.tasks.items():
+        print(f"  source {source}: first task {str(task)[:100]}")
+    if config.reward:
+        print(f"  reward {config.reward}: an empty answer earns {findings.reward:g}")

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`penstock`: the table of commands, and how each of them ends.
+
+Owns names, one-line helps and exit codes (0 done, 1 failed, 2 wrong usage, 128 + n signal n).
+Imports no command before it is called, so `penstock --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, Group, Parameter
+
+from penstock import __version__
+from penstock.errors import PenstockError
+
+START = Group("Start here", sort_key=1)
+RUNS = Group("Runs", sort_key=2)
+SERVICES = Group("One service alone", sort_key=3)
+
+COMMANDS = (
+    ("demo", START, "A real run on this CPU in two minutes: reward rises."),
+    ("init", START, "Write a task, a reward and a config, ready to edit."),
+    ("check", START, "Find what will fail, in seconds, before it costs hours."),
+    ("run", START, "Run everything a config names on this machine; resumes by default."),
+    ("status", RUNS, "What a run does now, and who waits for whom."),
+    ("stop", RUNS, "End a run in order; `penstock run` resumes it."),
+    ("audit", RUNS, "Prove from the files that nothing was lost or trained twice."),
+    ("token", RUNS, "Mint a token for somebody who joins a run."),
+    ("join", RUNS, "Lend this machine to a run as a rollout node."),
+    ("dataflow", SERVICES, "The ledger between rollout nodes and trainers."),
+    ("rollout", SERVICES, "One rollout node of a run folder."),
+    ("trainer", SERVICES, "The trainer of one policy."),
+)
+
+
+def build() -> App:
+    app = App(
+        name="penstock",
+        help="Train language-model agents: reinforcement learning as a flow of data.",
+        version=__version__,
+        help_format="plaintext",
+        default_parameter=Parameter(
+            negative=(), show_default=lambda value: value not in (None, False)
+        ),
+        usage="Usage: penstock COMMAND [OPTIONS]   (penstock COMMAND --help tells more)",
+    )
+    for order, (name, group, text) in enumerate(COMMANDS):
+        path = f"penstock.cli.{name}:{name}"
+        app.command(path, name=name, help=text, group=group, sort_key=order)
+    weights = App(name="weights", help="The weight store of a run.", group=SERVICES)
+    weights.command("penstock.cli.weights:serve", name="serve", help="Its read-only HTTP front.")
+    app.command(weights)
+    conformance = App(
+        name="conformance", help="Check a node or trainer written by somebody else.", group=RUNS
+    )
+    for party in ("rollout", "trainer"):
+        conformance.command(
+            f"penstock.cli.conformance:{party}", name=party, help=f"Open a double for a {party}."
+        )
+    app.command(conformance)
+    app["--help"].group = app["--version"].group = Group("Options", sort_key=9)
+    return app
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run one command and exit with its code; our own errors are told without a traceback."""
+    given = list(sys.argv[1:] if words is None else words)
+    try:
+        code = build()(given, result_action="return_value")
+    except PenstockError as error:
+        sys.stdout.flush()
+        print(f"error: {error}", file=sys.stderr)
+        if "--json" in given:
+            from penstock.cli.output import print_json
+
+            print_json({"error": str(error)})
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # `penstock status | head`
+        sys.stderr.close()
+        code = 141
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

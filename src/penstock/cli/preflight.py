@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What would make a run fail for sure, found without importing torch or the user's code.
+
+Owns the list of such facts about this machine: packages, programs, model files, a folder to write
+into, disk.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from penstock.cli.target import Target
+from penstock.config import CommandWorkflow, RunConfig
+from penstock.fleet.folder import free_bytes
+
+MIN_FREE_BYTES = 1 << 30
+EXTRAS = {
+    "train": ("torch", "transformers", "safetensors"),
+    "tokens": ("tokenizers", "jinja2"),
+}
+"""Which packages each extra of penstock brings; every run that trains needs both."""
+
+
+def problems(target: Target) -> Iterator[str]:
+    yield from _missing_extras()
+    yield from _missing_models(target.config)
+    yield from _missing_program(target.config)
+    yield from _unwritable(target.folder.path)
+
+
+def _missing_extras() -> Iterator[str]:
+    missing = {
+        extra: [name for name in names if find_spec(name) is None]
+        for extra, names in EXTRAS.items()
+    }
+    extras = [extra for extra, names in missing.items() if names]
+    if extras:
+        packages = ", ".join(name for names in missing.values() for name in names)
+        yield f"not installed: {packages}; run: pip install 'penstock[{','.join(extras)}]'"
+
+
+def _missing_models(config: RunConfig) -> Iterator[str]:
+    for policy, model in config.models.items():
+        if model.init.startswith("builtin:"):
+            continue
+        path = Path(model.init).expanduser()
+        if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
+            yield (
+                f"models.{policy}.init: no model with config.json and *.safetensors in {path}; "
+                f"`hf download {model.init} --local-dir DIR` makes such a folder"
+            )
+
+
+def _missing_program(config: RunConfig) -> Iterator[str]:
+    if not isinstance(config.workflow, CommandWorkflow):
+        return
+    program = config.workflow.command[0]
+    if shutil.which(program) is None:
+        yield f"workflow.command: no program {program!r} on this machine; give its full path"
+
+
+def _unwritable(folder: Path) -> Iterator[str]:
+    nearest = folder
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        yield f"output_dir: cannot write into {nearest}; set output_dir to a folder of yours"
+        return
+    free = free_bytes(nearest)
+    if free < MIN_FREE_BYTES:
+        yield f"only {free / 1e9:.1f} GB free at {nearest}; a run needs at least 1 GB"

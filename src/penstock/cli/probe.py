@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the user's task, reward and workflow once, in a process that `penstock check` can kill.
+
+Started as `python -m penstock.cli.probe`: a Question as JSON on stdin, Findings as JSON on stdout.
+What the user's code prints goes to stderr. Uses the same loading and calling as dataflow and nodes,
+so what passes here passes there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import penstock
+from penstock.errors import ConfigError
+from penstock.types import JsonObject
+
+_OURS = (str(Path(penstock.__file__).parent), str(Path(importlib.__file__).parent), "<frozen ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    sources: list[tuple[str, str]]
+    """(name, module or file)."""
+    reward: str
+    workflow: str
+    """Empty for a command, which is not run."""
+    seed: int
+    python_path: list[str]
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    problems: list[str] = field(default_factory=list[str])
+    tasks: dict[str, JsonObject] = field(default_factory=dict[str, JsonObject])
+    """The first task of each source."""
+    reward: float | None = None
+    """What an empty answer to the first task earns."""
+
+
+def probe(question: Question) -> Findings:
+    findings = Findings()
+    for name, where in question.sources:
+        _try_source(name, where, question.seed, findings)
+    if question.reward and findings.tasks:
+        _try_reward(question.reward, next(iter(findings.tasks.values())), findings)
+    if question.workflow:
+        _try_workflow(question.workflow, findings)
+    return findings
+
+
+def _try_source(name: str, where: str, seed: int, findings: Findings) -> None:
+    from penstock.dataflow.sources import open_source
+
+    try:
+        source = open_source(name, where)
+        task = source.task(0, seed=seed, workflow="")
+        again = source.task(0, seed=seed, workflow="")
+    except ConfigError as error:
+        findings.problems.append(_explained(str(error), error))
+    except (Exception, SystemExit) as error:
+        findings.problems.append(f"source {name!r}: {where} raised\n{_theirs(error)}")
+    else:
+        if task != again:
+            findings.problems.append(
+                f"source {name!r}: make_task(0, {seed}) gave two different tasks; draw randomness "
+                "from the seed alone, so that a restart repeats it"
+            )
+        findings.tasks[name] = task.payload
+
+
+def _try_reward(reward: str, payload: JsonObject, findings: Findings) -> None:
+    from penstock.rollout.functions import load_function
+    from penstock.rollout.rewards.frames import ScoreRequest
+    from penstock.rollout.rewards.worker import score
+
+    try:
+        function = load_function(reward)
+    except ConfigError as error:
+        findings.problems.append(_explained(f"reward: {error}", error))
+        return
+    answer = score(function, ScoreRequest(completions=[""], payloads=[payload]))
+    if answer.error:
+        findings.problems.append(f"reward {reward}, asked about an empty answer:\n{answer.error}")
+    elif isinstance(answer.values[0], str):
+        findings.problems.append(f"reward {reward} gave {answer.values[0]}, which is no number")
+    else:
+        findings.reward = answer.values[0]
+
+
+def _try_workflow(workflow: str, findings: Findings) -> None:
+    from penstock.rollout.workflows import find_workflow
+
+    try:
+        find_workflow(workflow)
+    except ConfigError as error:
+        findings.problems.append(_explained(f"workflow: {error}", error))
+
+
+def _explained(text: str, error: ConfigError) -> str:
+    """Our message, and under it the user's own traceback when their module broke."""
+    cause = error.__cause__
+    if cause is None or isinstance(cause, ModuleNotFoundError):
+        return text
+    return f"{text}\n{_theirs(cause)}"
+
+
+def _theirs(error: BaseException) -> str:
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_OURS)
+    ]
+    lines = traceback.format_list(frames) + traceback.format_exception_only(error)
+    return "".join(lines).rstrip()
+
+
+def main() -> None:
+    from penstock.wire.codec import JSON, decode, encode_json
+
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    question = decode(sys.stdin.buffer.read(), Question, media_type=JSON)
+    sys.path[:0] = question.python_path
+    os.write(answers, encode_json(probe(question)))
+
+
+if __name__ == "__main__":
+    main()

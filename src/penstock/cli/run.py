@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`penstock run`: everything a config names, on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def run(
+    target: Path,
+    /,
+    *overrides: str,
+    headless: bool = False,
+    json: bool = False,
+    accept_changes: bool = False,
+) -> int:
+    """Start or resume a run and stay with it until its last step.
+
+    Parameters
+    ----------
+    target
+        A config file, or a run folder to resume.
+    overrides
+        Settings that win over the file, like training.steps=20.
+    headless
+        Plain lines instead of the live panel.
+    json
+        Print one JSON object as the last line.
+    accept_changes
+        Resume although the config differs from the one the run was started with.
+    """
+    from penstock.cli.check import refuse_problems
+    from penstock.cli.launch import launch, report
+    from penstock.cli.output import print_json
+    from penstock.cli.target import read_target
+
+    meant = read_target(target, overrides)
+    refuse_problems(meant)
+    ended = launch(
+        meant.config,
+        meant.folder,
+        python_path=meant.python_path,
+        headless=headless,
+        accept_changes=accept_changes,
+    )
+    code = report(ended)
+    if json:
+        print_json(ended)
+    return code

@@ -1,0 +1,25 @@
+"""The problem to learn, and how an answer is scored. Change both to make them yours.
+
+The tiny built-in model knows the letters a to j and the sign `>`; one letter is one token.
+"""
+
+import random
+from typing import Any
+
+LETTERS = "abcdefghij"
+
+
+def make_task(ordinal: int, seed: int) -> dict[str, Any]:
+    """Problem number `ordinal`; the same arguments must make the same problem after a restart.
+
+    `prompt` is what the model sees; all other keys are for the reward."""
+    letters = "".join(random.Random(f"{seed}/{ordinal}").choices(LETTERS, k=3))
+    return {"prompt": f"{letters}>", "answer": letters[::-1]}
+
+
+def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """One number per completion: here the share of letters in the right place."""
+    return [
+        sum(a == b for a, b in zip(text, truth, strict=False)) / len(truth)
+        for text, truth in zip(completions, answer, strict=True)
+    ]

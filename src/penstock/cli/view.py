@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What there is to see of a run: the newest status, and what can only be known by having watched.
+
+Owns the thread that asks the dataflow once a second. Draws nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.dataflow.client import ReaderClient
+from penstock.dataflow.protocol import PolicyStatus, Status
+from penstock.errors import WireError
+
+PERIOD_S = 1.0
+RATE_STEPS = 20
+"""The time left is judged by the pace of so many last steps."""
+ERROR_MARKS = (b'"level": "error"', b'"level": "critical"')
+
+
+@dataclass(slots=True)
+class Curve:
+    """Reward by step of one policy."""
+
+    rewards: dict[int, float] = field(default_factory=dict[int, float])
+    times: deque[tuple[int, float]] = field(
+        default_factory=lambda: deque[tuple[int, float]](maxlen=RATE_STEPS)
+    )
+
+    def add(self, policy: PolicyStatus, now: float) -> None:
+        if policy.reward_mean is not None:
+            self.rewards[policy.number] = policy.reward_mean
+        if not self.times or self.times[-1][0] != policy.number:
+            if self.times and policy.number < self.times[-1][0]:
+                self.times.clear()  # a trainer went back to its checkpoint
+            self.times.append((policy.number, now))
+
+    def eta_s(self, steps: int, now: float) -> float | None:
+        """Seconds to the last step, None before two steps were seen."""
+        if len(self.times) < 2:
+            return None
+        (first, since), (last, until) = self.times[0], self.times[-1]
+        pace_s = max(until - since, (now - since) * 0.5) / (last - first)
+        return max(0.0, (steps - last) * pace_s - (now - until))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """One look at a run."""
+
+    name: str
+    elapsed_s: float
+    status: Status | None
+    """The newest answer, None before the first."""
+    away_s: float
+    """Seconds since the dataflow last answered."""
+    curves: dict[str, list[float]]
+    """Rewards in order of steps, by policy."""
+    eta_s: float | None
+    note: str
+    """The last thing that went wrong: a death, or an error in a log."""
+
+
+class Watch:
+    """Asks for the status in a thread of its own; `view()` never waits."""
+
+    def __init__(self, name: str, make_reader: Callable[[], ReaderClient]) -> None:
+        """`make_reader` is called again after a refusal, to get a fresh token."""
+        self._name = name
+        self._make_reader = make_reader
+        self._began_at = time.monotonic()
+        self._answered_at = self._began_at
+        self._status: Status | None = None
+        self._curves: dict[str, Curve] = {}
+        self._note = ""
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(timeout=10.0)
+
+    def progress(self) -> int:
+        """Grows whenever the run advances."""
+        status = self._status
+        if status is None:
+            return 0
+        return status.trajectories + sum(policy.number for policy in status.policies)
+
+    def is_finished(self) -> bool:
+        return self._status is not None and self._status.finished
+
+    def tell(self, text: str) -> None:
+        with self._lock:
+            self._note = text
+
+    def view(self) -> View:
+        now = time.monotonic()
+        with self._lock:
+            etas = [
+                self._curves[policy.policy].eta_s(policy.steps, now)
+                for policy in (self._status.policies if self._status else ())
+            ]
+            known = [eta for eta in etas if eta is not None]
+            return View(
+                name=self._name,
+                elapsed_s=now - self._began_at,
+                status=self._status,
+                away_s=now - self._answered_at,
+                curves={
+                    name: [curve.rewards[step] for step in sorted(curve.rewards)]
+                    for name, curve in self._curves.items()
+                },
+                eta_s=max(known) if etas and len(known) == len(etas) else None,
+                note=self._note,
+            )
+
+    def _watch(self) -> None:
+        """consumes: the dataflow's status · produces: the newest view
+        waits for: the next second · woken by: the end of the run"""
+        reader = self._make_reader()
+        while not self._ended.wait(PERIOD_S):
+            try:
+                self._add(reader.status())
+            except WireError:
+                reader.close()
+                reader = self._make_reader()
+        reader.close()
+
+    def _add(self, status: Status) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._status = status
+            self._answered_at = now
+            for policy in status.policies:
+                self._curves.setdefault(policy.policy, Curve()).add(policy, now)
+
+
+class ErrorTail:
+    """The newest error line over a set of growing logs; reads each byte once."""
+
+    def __init__(self, logs: dict[str, Path]) -> None:
+        self._logs = logs
+        self._read_bytes: dict[str, int] = {}
+
+    def newest(self) -> str | None:
+        found = None
+        for name, path in self._logs.items():
+            for line in self._new_lines(name, path):
+                if any(mark in line for mark in ERROR_MARKS):
+                    found = f"{name}: {_message(line)}"
+        return found
+
+    def _new_lines(self, name: str, path: Path) -> list[bytes]:
+        try:
+            with path.open("rb") as file:
+                file.seek(self._read_bytes.get(name, 0))
+                text = file.read(1 << 20)
+        except OSError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read_bytes[name] = self._read_bytes.get(name, 0) + len(whole)
+        return whole.splitlines()
+
+
+def _message(line: bytes) -> str:
+    import json
+
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return line.decode(errors="replace")[:300]
+    error = str(record.get("exception") or record.get("error") or "").strip().splitlines()
+    return ": ".join([str(record.get("msg", "")), *error[-1:]])[:300]

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a run file: YAML and overrides in, `RunConfig` or a complete list of mistakes out.
+
+Owns files, lines, interpolation and dotted overrides. Holds no schema and no defaults; every
+mistake leaves as `ConfigError`, one line each: `FILE:LINE: path.to.key: what; cure`."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from penstock.config.checks import KeyPath, did_you_mean
+from penstock.config.explain import Problem, path_text, problems_of
+from penstock.config.positions import Positions, scan
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
+
+_OVERRIDE_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+|\[[0-9]+\])*", re.ASCII)
+_UNREADABLE = (OmegaConfBaseException, yaml.YAMLError, ValueError, OverflowError)
+"""What OmegaConf raises for a text it cannot take: its own errors, PyYAML's, and number parsing."""
+_MISPLACED = (OmegaConfBaseException, ValueError, IndexError, TypeError)
+"""What OmegaConf raises for a dotted key that does not fit the tree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Override:
+    text: str
+    path: tuple[str, ...]
+
+    def covers(self, path: KeyPath) -> bool:
+        return self.path == tuple(map(str, path[: len(self.path)]))
+
+
+@dataclass(slots=True)
+class _Report:
+    """Mistakes, each with where it stands."""
+
+    origin: str
+    positions: Positions
+    given: Sequence[str]
+    """Overrides as the user wrote them."""
+    overrides: list[_Override] = field(default_factory=list[_Override])
+    """Those that could be applied, in order."""
+    lines: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    """Messages and what to sort them by: file lines first, then overrides in order."""
+
+    def in_file(self, line: int, path: KeyPath, text: str) -> None:
+        where = f"{path_text(path)}: " if path else ""
+        self.lines.append((line, _one_line(f"{self.origin}:{line}: {where}{text}")))
+
+    def in_override(self, override: str, text: str) -> None:
+        after_the_file = 1_000_000_000 + self.given.index(override)
+        self.lines.append((after_the_file, _one_line(f'override "{override}": {text}')))
+
+    def add(self, problem: Problem) -> None:
+        """Point at the override that wrote one of the keys, else at the first key in the file."""
+        for path in problem.keys:
+            override = self._writer(path, is_missing=problem.is_missing)
+            if override is not None:
+                self.in_override(override.text, f"{path_text(path)}: {problem.text}")
+                return
+        written = (path for path in problem.keys if path in self.positions.lines)
+        path = next(written, problem.keys[0])
+        self.in_file(self.positions.line_of(path), path, problem.text)
+
+    def _writer(self, path: KeyPath, *, is_missing: bool) -> _Override | None:
+        """The last override that wrote this key, or that made the section it is missing from."""
+        parent = path[:-1]
+        for override in reversed(self.overrides):
+            if override.covers(path):
+                return override
+            made_parent = parent and parent not in self.positions.lines
+            if is_missing and made_parent and override.path[: len(parent)] == parent:
+                return override
+        return None
+
+    def is_written(self, path: KeyPath) -> bool:
+        """Whether the file or an override says anything at this key."""
+        return path in self.positions.lines or any(o.covers(path) for o in self.overrides)
+
+    def fail(self) -> NoReturn:
+        unique = dict.fromkeys(text for _, text in sorted(self.lines, key=lambda line: line[0]))
+        raise ConfigError("\n".join(unique)) from None
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file, apply `a.b=c` overrides in order, and validate the whole."""
+    return parse(_read(path), origin=str(path), overrides=overrides)
+
+
+def demo(seed: int) -> RunConfig:
+    """The built-in demo: a tiny model learns to reverse three letters on a CPU."""
+    text = resources.files("penstock.config").joinpath("demo.yaml").read_text(encoding="utf-8")
+    return parse(text, origin="demo.yaml", overrides=[f"seed={seed}"])
+
+
+def parse(text: str, *, origin: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """As `load`, for a text that is already in hand; `origin` is its name in messages."""
+    positions = scan(text)
+    report = _Report(origin, positions, overrides)
+    for problem in positions.problems:
+        report.in_file(problem.line, problem.path, problem.text)
+    if positions.is_empty:
+        report.in_file(1, (), "the file is empty; `penstock init DIR` writes one to start from")
+    elif not positions.problems and not positions.is_mapping:
+        report.in_file(1, (), "must be a mapping at its top, starting like `name: my-run`")
+    if report.lines:
+        report.fail()
+    tree = _tree(text, report)
+    for override in overrides:
+        _apply(override, tree, report)
+    values = _resolved(tree, report)
+    config = _validated(values, report)
+    if config is None or report.lines:
+        report.fail()
+    return config
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        beside = [entry.name for entry in path.parent.glob("*.y*ml")]
+        near = did_you_mean(path.name, beside)
+        cure = (
+            f'did you mean "{path.with_name(near)}"?'
+            if near
+            else ("`penstock init DIR` writes one to start from")
+        )
+        raise ConfigError(f"{path}: no such file; {cure}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{path}: cannot be read: {reason}; give a readable file") from None
+
+
+def _tree(text: str, report: _Report) -> DictConfig:
+    try:
+        tree = OmegaConf.create(text)
+    except _UNREADABLE as error:
+        path = _path_of(error)
+        report.in_file(report.positions.line_of(path), path, _reason(error))
+        report.fail()
+    assert isinstance(tree, DictConfig), "the text was found to be a mapping"
+    return tree
+
+
+def _apply(text: str, tree: DictConfig, report: _Report) -> None:
+    key, sign, value_text = text.partition("=")
+    key = key.strip()
+    if not sign or not _OVERRIDE_KEY.fullmatch(key):
+        report.in_override(text, "cannot be read; write a dotted key, = and a value: a.b=c")
+        return
+    if problems := scan(value_text).problems:
+        report.in_override(text, f"{key}: {problems[0].text}")
+        return
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value_text}"]))
+    except _UNREADABLE as error:
+        report.in_override(text, f"{key}: {_reason(error)}")
+        return
+    value = cast(dict[str, Any], parsed)["value"]
+    try:
+        OmegaConf.update(tree, key, value, merge=False, force_add=True)
+    except _MISPLACED as error:
+        report.in_override(text, f"{key}: no such place in the file ({_reason(error)})")
+        return
+    path = tuple(re.findall(r"[^.\[\]]+", key))
+    report.overrides.append(_Override(text=text, path=path))
+
+
+def _resolved(tree: DictConfig, report: _Report) -> Any:
+    """The plain values, every `${}` replaced; fails with all that cannot be."""
+    num_before = len(report.lines)
+    for path, leaf in _leaves(OmegaConf.to_container(tree), ()):
+        if leaf == "???":
+            report.add(Problem(keys=(path,), text="??? stands for a missing value; give one"))
+        elif isinstance(leaf, str) and "${" in leaf:
+            try:
+                _at(tree, path)
+            except (OmegaConfBaseException, RecursionError) as error:
+                report.add(Problem(keys=(path,), text=_reason(error)))
+    if len(report.lines) > num_before:
+        report.fail()
+    try:
+        return OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        path = _path_of(error)
+        report.in_file(report.positions.line_of(path), path, _reason(error))
+        report.fail()
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(value, dict):
+        for key, below in cast(dict[str, Any], value).items():
+            yield from _leaves(below, (*path, key))
+    elif isinstance(value, list):
+        for index, below in enumerate(cast(list[Any], value)):
+            yield from _leaves(below, (*path, index))
+    else:
+        yield path, value
+
+
+def _at(tree: Any, path: KeyPath) -> Any:
+    for part in path:
+        tree = tree[part]
+    return tree
+
+
+def _validated(values: Any, report: _Report) -> RunConfig | None:
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        problems = problems_of(error)
+        blamed = {path for problem in problems for path in problem.keys}
+        for problem in problems:
+            if not _is_echo(problem, blamed, report):
+                report.add(problem)
+        return None
+
+
+def _is_echo(problem: Problem, blamed: set[KeyPath], report: _Report) -> bool:
+    """A mistake of a shared section, seen again in a policy that takes the key from there."""
+    for path in problem.keys:
+        is_own = len(path) > 3 and path[0] == "models" and path[2] in ("algorithm", "training")
+        if not is_own or path[2:] not in blamed or report.is_written(path):
+            return False
+    return True
+
+
+def _one_line(text: str) -> str:
+    """Line ends and control characters, from keys and overrides, written as escapes."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def _path_of(error: BaseException) -> KeyPath:
+    key = getattr(error, "full_key", None)
+    parts = re.findall(r"\[([0-9]+)\]|([^.\[\]]+)", key) if isinstance(key, str) else []
+    return tuple(int(index) if index else word for index, word in parts)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error of OmegaConf, with what to do about it."""
+    if isinstance(error, RecursionError):
+        return "refers to itself; write the value out"
+    what = str(error).partition("\n")[0] or type(error).__name__
+    if isinstance(error, OmegaConfBaseException):
+        return f"{what}; check the ${{...}} in it, or write \\${{...}} for the text itself"
+    return f"{what}; put quotes around it if it is text"

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole run file: `RunConfig`, its models, sources and workflow, and one policy's view of it.
+
+Owns the shape of run.yaml and the contradictions between its sections. Plain data: it reads no
+file, imports no user code and builds nothing."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
+
+from penstock.config.checks import (
+    FUNCTION,
+    MODULE,
+    NAME,
+    Contradiction,
+    KeyPath,
+    Section,
+    did_you_mean,
+    filled,
+    matching,
+    one_of,
+    only,
+    refuse,
+    shown,
+)
+from penstock.config.dataflow import (
+    DataflowConfig,
+    PolicyDataflowConfig,
+    RuleConfig,
+    SurvivorsClosing,
+    layered,
+)
+from penstock.config.trainer import AlgorithmConfig, SamplingConfig, TrainingConfig
+from penstock.errors import ConfigError
+
+BUILTIN_MODELS = ("builtin:tiny-qwen3",)
+"""Models that penstock builds itself, without a download."""
+WORKFLOWS = ("single_turn",)
+"""Workflows that penstock ships, by name."""
+
+_LATER_TASKS = (".parquet", ".csv", ".arrow")
+_NAME_CURE = "use up to 64 letters, digits, _ or -, starting with a letter or digit"
+Name = Annotated[str, AfterValidator(matching(NAME, _NAME_CURE))]
+"""Name of a policy or source."""
+
+
+def _run_name(value: str) -> str:
+    if not all(NAME.fullmatch(part) for part in value.split(".")) or len(value) > 100:
+        raise ValueError(
+            f"{shown(value)} does not fit; it names the run folder: use up to 100 letters, "
+            "digits, _, - and single dots, starting with a letter or digit"
+        )
+    return value
+
+
+def _text(value: str) -> str:
+    if not value.strip():
+        raise ValueError("is empty; give a value")
+    return value
+
+
+def _init(value: str) -> str:
+    if value.startswith("builtin:") and value not in BUILTIN_MODELS:
+        near = did_you_mean(value, BUILTIN_MODELS) or BUILTIN_MODELS[0]
+        raise ValueError(f'{shown(value)} is not a built-in model; did you mean "{near}"?')
+    return _text(value)
+
+
+def _task(value: str) -> str:
+    if value.endswith(_LATER_TASKS) or value.startswith(("hf:", "hf://")):
+        raise ValueError(f"{shown(value)} is not served yet; use a module or a .jsonl file")
+    if value.endswith(".jsonl") or MODULE.fullmatch(value):
+        return value
+    if FUNCTION.fullmatch(value):
+        cure = f"name the module alone: {value.partition(':')[0]}"
+    else:
+        cure = "use a module like penstock.tasks.reverse or a path ending in .jsonl"
+    raise ValueError(f"{shown(value)} names no source of tasks; {cure}")
+
+
+def _workflow(value: str) -> str:
+    if value in WORKFLOWS or FUNCTION.fullmatch(value):
+        return value
+    near = did_you_mean(value, WORKFLOWS)
+    cure = (
+        f'did you mean "{near}"?'
+        if near
+        else (f"use {' | '.join(WORKFLOWS)}, module:function, or {{command: [...]}}")
+    )
+    raise ValueError(f"{shown(value)} is no workflow; {cure}")
+
+
+def _report_to(value: object) -> object:
+    if isinstance(value, str | list | tuple) and value:
+        trackers = shown(cast(object, value))
+        raise ValueError(
+            f"{trackers} is not served yet; leave report_to: [] (metrics.jsonl is always written)"
+        )
+    return cast(object, value)
+
+
+class ModelConfig(Section):
+    """One policy: its model, who serves it, and what it does differently from the others."""
+
+    init: Annotated[str, AfterValidator(_init)]
+    """Initial weights: `builtin:NAME`, or a folder or hub id in Hugging Face form."""
+    engine: Annotated[
+        Literal["hf", "scripted", "simulated"],
+        one_of("hf", "scripted", "simulated", later=("vllm", "sglang")),
+    ] = "hf"
+    """What generates: transformers in process, a table of answers, or a simulation of timing."""
+    replicas: NonNegativeInt = 1
+    """Rollout nodes the launcher starts; 0 leaves generating to nodes that join."""
+    frozen: Annotated[Literal[False], only(False, "set frozen: false, or leave it out")] = False
+    """Served and never trained (judges, teachers); only false is served yet."""
+    capacity: PositiveInt = 256
+    """Slots one node works on at once."""
+    torch_threads: PositiveInt = 1
+    """CPU threads of torch in each process of this policy."""
+    algorithm: AlgorithmConfig | None = None
+    """This policy's algorithm; keys not written here come from the shared section."""
+    training: TrainingConfig | None = None
+    """This policy's training; keys not written here come from the shared section."""
+    dataflow: PolicyDataflowConfig | None = None
+    """This policy's rules."""
+
+
+class SourceConfig(Section):
+    """A named, ordered supplier of tasks."""
+
+    name: Name
+    """Names the source in ids and metrics."""
+    task: Annotated[str, AfterValidator(_task)]
+    """A module with tasks, or a .jsonl file, relative to the working directory."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of this source in the mix, relative to the others."""
+    limit: PositiveInt | None = None
+    """Use the first tasks only, so many; all when null."""
+
+
+class CommandWorkflow(Section):
+    """A program of any kind, trained through the gateway's address in its environment."""
+
+    command: Annotated[tuple[str, ...], Field(strict=False), filled()]
+    """The program and its arguments, without a shell."""
+
+
+def _workflow_kind(value: object) -> str:
+    return "<mapping>" if isinstance(value, Mapping | CommandWorkflow) else "<word>"
+
+
+WorkflowConfig = Annotated[
+    Annotated[str, AfterValidator(_workflow), Tag("<word>")]
+    | Annotated[CommandWorkflow, Tag("<mapping>")],
+    Discriminator(_workflow_kind),
+]
+"""A shipped name, `module:function`, or a command."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """Everything that holds for one policy, after its own settings have won."""
+
+    name: str
+    """The policy."""
+    model: ModelConfig
+    """Its entry in the file."""
+    algorithm: AlgorithmConfig
+    """Its algorithm in force."""
+    training: TrainingConfig
+    """Its training in force."""
+    sampling: SamplingConfig
+    """How its tokens are sampled."""
+    rules: tuple[RuleConfig, ...]
+    """Its rules in force, hook by hook, defaults included."""
+
+
+class RunConfig(Section):
+    """One run, as its file describes it."""
+
+    name: Annotated[str, AfterValidator(_run_name)]
+    """Names the run and its folder."""
+    output_dir: Annotated[str, AfterValidator(_text)] = "outputs"
+    """Holds the run folders; relative to the working directory."""
+    launcher: Annotated[Literal["local"], one_of("local", later=("ray", "kubernetes", "slurm"))] = (
+        "local"
+    )
+    """What starts the processes."""
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    """Seeds everything random in the run."""
+    models: Annotated[Mapping[Name, ModelConfig], filled()]
+    """One entry per policy."""
+    sources: Annotated[tuple[SourceConfig, ...], Field(strict=False), filled()]
+    """Where tasks come from."""
+    workflow: WorkflowConfig = "single_turn"
+    """What attempts a task."""
+    reward: (
+        Annotated[
+            str, AfterValidator(matching(FUNCTION, "write module:function, like my_task:reward"))
+        ]
+        | None
+    ) = None
+    """What scores a trajectory; null when the workflow does it itself."""
+    dataflow: DataflowConfig = DataflowConfig()
+    """The dataflow service."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How tokens are sampled."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """The algorithm of every policy that names no other."""
+    training: TrainingConfig
+    """The training of every policy that names no other."""
+    pipeline: Annotated[None, only(None, "leave pipeline null")] = None
+    """A graph of training stages; only the algorithm's own is served yet."""
+    eval: Annotated[None, only(None, "leave eval null")] = None
+    """Scored runs beside training; not served yet."""
+    report_to: Annotated[
+        tuple[str, ...],
+        Field(strict=False),
+        BeforeValidator(_report_to),
+    ] = ()
+    """Trackers beside metrics.jsonl; none is served yet."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_with_policies(cls, data: Any) -> Any:
+        """Complete each policy's own algorithm and training from the shared sections."""
+        if not isinstance(data, Mapping):
+            return data
+        whole = dict(cast(Mapping[str, Any], data))
+        models = whole.get("models")
+        if isinstance(models, Mapping):
+            entries = cast(Mapping[str, Any], models)
+            whole["models"] = {name: _completed(entry, whole) for name, entry in entries.items()}
+        return whole
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        refuse([*self._repeated_sources(), *self._groups_that_cannot_close()])
+        return self
+
+    def _repeated_sources(self) -> Iterator[Contradiction]:
+        names = [source.name for source in self.sources]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield Contradiction(
+                    text=f"a source named {shown(name)} stands above; give each its own name",
+                    keys=(("sources", index, "name"),),
+                )
+
+    def _groups_that_cannot_close(self) -> Iterator[Contradiction]:
+        closing = self.dataflow.closing
+        if not isinstance(closing, SurvivorsClosing):
+            return
+        at: KeyPath = ("dataflow", "closing")
+        for name in self.models:
+            num_generations = self.for_policy(name).algorithm.num_generations
+            if closing.survivors.min > num_generations:
+                yield Contradiction(
+                    text=f"survivors min {closing.survivors.min} is more than the "
+                    f"{num_generations} members of a group of policy {name}; "
+                    f"set min <= {num_generations} or raise num_generations",
+                    keys=((*at, "survivors", "min"), at, ("algorithm", "num_generations")),
+                )
+
+    def for_policy(self, name: str) -> PolicyConfig:
+        """What holds for this policy: its own settings where it has any, else the shared ones."""
+        if name not in self.models:
+            near = did_you_mean(name, tuple(self.models))
+            cure = f'did you mean "{near}"?' if near else f"known: {', '.join(self.models)}"
+            raise ConfigError(f"no policy {shown(name)} under models; {cure}")
+        model = self.models[name]
+        return PolicyConfig(
+            name=name,
+            model=model,
+            algorithm=model.algorithm or self.algorithm,
+            training=model.training or self.training,
+            sampling=self.sampling,
+            rules=layered(model.dataflow.rules if model.dataflow else (), self.dataflow.rules),
+        )
+
+
+def _completed(entry: Any, whole: Mapping[str, Any]) -> Any:
+    """A model's entry with the keys that its own sections leave out."""
+    if not isinstance(entry, Mapping):
+        return entry
+    completed = dict(cast(Mapping[str, Any], entry))
+    for section in ("algorithm", "training"):
+        own, shared = completed.get(section), whole.get(section)
+        if isinstance(shared, Section):
+            shared = shared.model_dump()
+        if isinstance(own, Mapping) and isinstance(shared, Mapping):
+            completed[section] = {**cast(Mapping[str, Any], shared), **cast(Mapping[str, Any], own)}
+    return completed

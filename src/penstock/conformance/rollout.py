@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout node under test: every call it makes, held against the contract.
+
+Owns the rules of the node's side and the mishaps it must survive: a lost lease answer, a delivery
+that is stored and answered 503, a lease that ends behind its back, a service that forgot it, damaged
+and wrong weights, the order to drain. Which version comes when belongs to `play`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+from penstock.conformance.double import HEARTBEAT_S, POLICY, CutOff, Double, Handler
+from penstock.conformance.fetches import Fetches
+from penstock.conformance.findings import Findings, Rule
+from penstock.conformance.rows import Lease, judge_row, read_row
+from penstock.conformance.stand_in import row_id_of
+from penstock.dataflow.protocol import (
+    DeliveryAnswer,
+    DeliveryRequest,
+    DeliveryStatus,
+    Grant,
+    Heartbeat,
+    HeartbeatAnswer,
+    LeaseAnswer,
+    LeaseRequest,
+    LiveVersion,
+    NodeState,
+    Orders,
+    Register,
+    Registered,
+)
+from penstock.errors import NotFound, Unreachable
+from penstock.types import NodeId, RowId, Trajectory
+from penstock.weights.client import StoredVersion
+from penstock.wire.server import Call
+
+MAX_CAPACITY = 8
+"""However much the node offers: the stand-in must find work too."""
+LATEST_BEAT_S = 3 * HEARTBEAT_S
+DRAIN_S = 10.0
+IN_FLIGHT_S = 1.0
+"""Calls that were under way when an order reached the node are forgiven so long."""
+
+RULES = (
+    Rule("register-first", "the first call registers; node id and session stay"),
+    Rule("heartbeat-in-time", f"a heartbeat every {HEARTBEAT_S:g} s, from joining to leaving"),
+    Rule("rejoin-when-unknown", "after 404 the node registers again"),
+    Rule("fetch-before-live", "a version is live only after its manifest and weights were fetched"),
+    Rule("corrupt-blob-refused", "a damaged blob is fetched again before its version is live"),
+    Rule("wrong-tensor-refused", "a version whose tensors are not the manifest's is never live"),
+    Rule("lease-before-live", "no lease is asked for before a version is live"),
+    Rule("lease-repeated", "a lease without an answer is asked for again under its request_id"),
+    Rule("delivery-repeated", "after 503 the same rows come again, byte for byte"),
+    Rule("row-names-lease", "a row names itself, its node and a lease it was granted"),
+    Rule("spans-cover", "spans cover the sampled tokens without gap or overlap"),
+    Rule("spans-name-live", "spans name fetched versions, none older than was live at the lease"),
+    Rule("logprobs-at-most-0", "one finite log-prob per sampled token, none above 0"),
+    Rule("reward-by-outcome", "completed and truncated rows carry a reward, others none"),
+    Rule("fenced-dropped", "a row answered `fenced` is not sent again"),
+    Rule("new-version-loaded", "a newly published version is loaded and sampled from"),
+    Rule("every-lease-ends", "each granted slot is delivered or handed back before leaving"),
+    Rule("drain-obeyed", f"once told to drain, no lease, and gone within {DRAIN_S:g} s"),
+)
+
+
+class RolloutWatch:
+    def __init__(self, double: Double) -> None:
+        self.findings = Findings(RULES)
+        self.fetches = Fetches(double.store)
+        self.draining = asyncio.Event()
+        self.joined_at = 0.0
+        self.left_at = 0.0
+        self.last_call_at = time.monotonic()
+        self.num_beats = 0
+        self.num_stored = 0
+        self.sampled_numbers: set[int] = set()
+        self._service = double.service
+        self._node_id = NodeId("")
+        self._session = ""
+        self._versions: dict[tuple[int, int], str] = {}
+        self._wrong: set[tuple[int, int]] = set()
+        self._damaged: set[tuple[int, int]] = set()
+        self._last_beat_at = 0.0
+        self._forgot_at: float | None = None
+        self._lost_request: LeaseRequest | None = None
+        self._has_lost_lease = False
+        self._leases: dict[RowId, Lease] = {}
+        self._ended: set[RowId] = set()
+        self._payloads: dict[RowId, bytes] = {}
+        self._not_repeated: set[RowId] | None = None
+        self._has_stolen = False
+        self._answered_fenced: set[RowId] = set()
+        self._drain_told_at = 0.0
+
+    def expect(
+        self, incarnation: int, number: int, stored: StoredVersion, *, mishap: str = ""
+    ) -> None:
+        """This version is about to be published; `mishap` is "damaged", "wrong" or nothing."""
+        key = (incarnation, number)
+        self._versions[key] = stored.manifest_digest
+        if mishap == "damaged":
+            self._damaged.add(key)
+            self.fetches.damage(stored.manifest_digest)
+        elif mishap == "wrong":
+            self._wrong.add(key)
+
+    @property
+    def has_met_all(self) -> bool:
+        """Every mishap of the first version has come and gone."""
+        return all(
+            self.findings.has_seen(rule)
+            for rule in (
+                "lease-repeated",
+                "delivery-repeated",
+                "fenced-dropped",
+                "rejoin-when-unknown",
+            )
+        )
+
+    @property
+    def fetches_wrong(self) -> bool:
+        """It had the chance to go live on the version with the wrong tensor."""
+        return any(self.fetches.has_all(self._versions[key]) for key in self._wrong)
+
+    # --- calls --------------------------------------------------------------------------------
+
+    async def __call__(self, name: str, call: Call, handler: Handler) -> object:
+        self.last_call_at = time.monotonic()
+        watch = {
+            "POST /v1/nodes": self._register,
+            "PUT /v1/nodes/{node_id}": self._heartbeat,
+            "DELETE /v1/nodes/{node_id}": self._leave,
+            "POST /v1/leases": self._lease,
+            "POST /v1/trajectories": self._deliver,
+            "GET /v1/manifests/{digest}": self.fetches.manifest,
+            "GET /v1/blobs/{digest}": self.fetches.blob,
+        }.get(name)
+        if watch is None:
+            return await handler(call)
+        if not self.joined_at:
+            is_first = name == "POST /v1/nodes"
+            self.findings.check("register-first", is_first, f"{name} came first")
+        if self.left_at:
+            self.findings.broke("drain-obeyed", f"{name} after the node had left")
+        return await watch(call, handler)
+
+    async def _register(self, call: Call, handler: Handler) -> object:
+        body: Register = call.body
+        if not self.joined_at:
+            self.joined_at = self._last_beat_at = time.monotonic()
+            self._node_id, self._session = body.node_id, body.session
+        elif (body.node_id, body.session) != (self._node_id, self._session):
+            self.findings.broke("register-first", f"{body.node_id} registers under a new session")
+        if self._forgot_at is not None:
+            self._forgot_at = None
+            self.findings.kept("rejoin-when-unknown")
+        capped = replace(body, capacity=min(body.capacity, MAX_CAPACITY))
+        answer = await handler(replace(call, body=capped))
+        assert isinstance(answer, Registered)
+        return replace(answer, orders=self._orders(answer.orders))
+
+    async def _heartbeat(self, call: Call, handler: Handler) -> object:
+        body: Heartbeat = call.body
+        self.note_beat_gap()
+        self._last_beat_at = time.monotonic()
+        self.num_beats += 1
+        self._check_live(body.live)
+        is_live = body.state is NodeState.LIVE
+        if is_live and not body.live:
+            self.findings.broke("fetch-before-live", "state live without a live version")
+        if is_live and self.num_stored and not self.findings.has_seen("rejoin-when-unknown"):
+            if self._forgot_at is None:
+                self._forgot_at = time.monotonic()
+                raise NotFound(f"node {self._node_id} is not registered; POST /v1/nodes first")
+            self.findings.broke("rejoin-when-unknown", "the next heartbeat came without")
+        answer = await handler(call)
+        assert isinstance(answer, HeartbeatAnswer)
+        return replace(answer, orders=self._orders(answer.orders))
+
+    async def _leave(self, call: Call, handler: Handler) -> object:
+        answer = await handler(call)
+        self.note_beat_gap()
+        self.left_at = time.monotonic()
+        held = self._leases.keys() - self._ended
+        seen = f"{len(held)} leases were kept, among them {min(held, default='')}"
+        self.findings.check("every-lease-ends", not held, seen)
+        if self._drain_told_at:
+            took_s = self.left_at - self._drain_told_at
+            self.findings.check("drain-obeyed", took_s <= DRAIN_S, f"it took {took_s:.1f} s")
+        return answer
+
+    async def _lease(self, call: Call, handler: Handler) -> object:
+        body: LeaseRequest = call.body
+        self.findings.check("lease-before-live", bool(body.live), "a lease with nothing live")
+        self._check_live(body.live)
+        self._check_repeated_lease(body)
+        if self._drain_told_at and time.monotonic() - self._drain_told_at > IN_FLIGHT_S:
+            self.findings.broke("drain-obeyed", "a lease was asked for after the order to drain")
+        if not self._has_lost_lease:  # few: should the node not ask again, most slots are left
+            call = replace(call, body=replace(body, max_slots=min(2, body.max_slots)))
+        answer = await self._until_drained(call, handler)
+        if answer.grants and not self._has_lost_lease:
+            self._has_lost_lease, self._lost_request = True, body
+            return CutOff()
+        for grant in answer.grants:
+            self._leases.setdefault(row_id_of(grant), Lease(grant=grant, live=body.live))
+        if answer.grants and not self._has_stolen:
+            await self._steal(answer.grants[-1])
+        return replace(answer, orders=self._orders(answer.orders))
+
+    def _check_repeated_lease(self, body: LeaseRequest) -> None:
+        lost = self._lost_request
+        if lost is None:
+            return
+        self._lost_request = None
+        seen = f"request {lost.request_id} had no answer, then came {body.request_id}"
+        self.findings.check("lease-repeated", body.request_id == lost.request_id, seen)
+
+    async def _until_drained(self, call: Call, handler: Handler) -> LeaseAnswer:
+        """A lease held open is answered early when orders change, as the real service does."""
+        handling = asyncio.ensure_future(handler(call))
+        drained = asyncio.ensure_future(self.draining.wait())
+        await asyncio.wait({handling, drained}, return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+        if handling.done():
+            answer = handling.result()
+            assert isinstance(answer, LeaseAnswer)
+            return answer
+        handling.cancel()
+        return LeaseAnswer(tasks=(), grants=(), orders=self._service.orders(self._node_id))
+
+    async def _steal(self, grant: Grant) -> None:
+        """End a lease behind the node's back; the slot comes again under the next epoch."""
+        self._has_stolen = True
+        released = (row_id_of(grant),)
+        await self._service.deliver(
+            DeliveryRequest(
+                node_id=self._node_id, session=self._session, deliveries=(), released=released
+            )
+        )
+
+    async def _deliver(self, call: Call, handler: Handler) -> object:
+        body: DeliveryRequest = call.body
+        for delivery in body.deliveries:
+            row_id = delivery.row_id
+            for judged in judge_row(delivery, self._leases.get(row_id), self._node_id):
+                self.findings.check(judged.rule, not judged.wrong, judged.wrong)
+            trajectory = read_row(delivery)
+            if isinstance(trajectory, Trajectory):
+                self._check_versions(trajectory)
+            if self._payloads.setdefault(row_id, delivery.payload) != delivery.payload:
+                self.findings.broke("delivery-repeated", f"row {row_id} came with other bytes")
+            if row_id in self._answered_fenced:
+                self.findings.broke("fenced-dropped", f"row {row_id} came again")
+        sent = {delivery.row_id for delivery in body.deliveries}
+        self._check_repeated_delivery(sent)
+        self._ended |= sent | set(body.released)
+        answer = await handler(call)
+        assert isinstance(answer, DeliveryAnswer)
+        stored = [r for r in answer.results if r.status is DeliveryStatus.STORED]
+        self.num_stored += len(stored)
+        if self._not_repeated is None and sent & {result.row_id for result in stored}:
+            self._not_repeated = sent
+            raise Unreachable("conformance: stored, but you do not know", retry_after_s=0.1)
+        for result in answer.results:
+            if result.status is DeliveryStatus.FENCED and result.row_id in sent:
+                self._answered_fenced.add(result.row_id)
+                self.findings.kept("fenced-dropped")
+        return answer
+
+    def _check_repeated_delivery(self, sent: set[RowId]) -> None:
+        if self._not_repeated:
+            self._not_repeated -= sent
+            if not self._not_repeated:
+                self.findings.kept("delivery-repeated")
+
+    # --- versions -----------------------------------------------------------------------------
+
+    def _check_live(self, live: tuple[LiveVersion, ...]) -> None:
+        for version in live:
+            key = (version.incarnation, version.number)
+            digest = self._versions.get(key)
+            if digest is None or version.policy != POLICY:
+                self.findings.broke("fetch-before-live", f"live on {version}, never published")
+            elif key in self._wrong:
+                seen = f"{version.incarnation}.{version.number} is live"
+                self.findings.broke("wrong-tensor-refused", seen)
+            else:
+                seen = f"{version.incarnation}.{version.number} is live and was not fetched whole"
+                self.findings.check("fetch-before-live", self.fetches.has_all(digest), seen)
+                if key in self._damaged:
+                    is_whole = self.fetches.has_all(digest, undamaged=True)
+                    self.findings.check("corrupt-blob-refused", is_whole, seen)
+
+    def _check_versions(self, trajectory: Trajectory) -> None:
+        for turn in trajectory.turns:
+            for span in turn.spans:
+                key = (span.incarnation, span.number)
+                digest = self._versions.get(key)
+                seen = f"row {trajectory.row_id}: {key} was never fetched"
+                is_fetched = digest is not None and self.fetches.has_all(digest)
+                self.findings.check("spans-name-live", is_fetched or key in self._wrong, seen)
+                self.sampled_numbers.add(span.number)
+
+    # --- orders and ends ----------------------------------------------------------------------
+
+    def _orders(self, orders: Orders) -> Orders:
+        if not self.draining.is_set():
+            return orders
+        self._drain_told_at = self._drain_told_at or time.monotonic()
+        return replace(orders, drain=True)
+
+    def note_beat_gap(self) -> None:
+        silent_s = time.monotonic() - self._last_beat_at
+        seen = f"{silent_s:.1f} s without one"
+        self.findings.check("heartbeat-in-time", silent_s <= LATEST_BEAT_S, seen)
+
+    def conclude(self) -> None:
+        """Name what should have come and did not."""
+        if self._not_repeated:
+            self.findings.broke("delivery-repeated", f"{min(self._not_repeated)} never came again")
+        if self._drain_told_at and not self.left_at:
+            self.findings.broke("drain-obeyed", "the node did not leave")
+        if self.joined_at and not self.left_at:
+            self.note_beat_gap()
+        if self.left_at and self._has_stolen and not self._answered_fenced:
+            # Handing the slot back, or dropping it unseen, obeys the rule as well.
+            self.findings.kept("fenced-dropped")

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny but complete Hugging Face folder, made of bytes alone, that any engine can load.
+
+Owns its few tensors, its tokenizer and its template. Learns nothing and imports no tensor library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import struct
+from array import array
+from pathlib import Path
+from typing import Any
+
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+VOCABULARY = (*SPECIAL, ">", *"abcdefghij")
+HIDDEN, INTERMEDIATE, HEAD_DIM = 8, 16, 4
+SHAPES: dict[str, tuple[int, ...]] = {
+    "model.embed_tokens.weight": (len(VOCABULARY), HIDDEN),
+    "model.layers.0.input_layernorm.weight": (HIDDEN,),
+    "model.layers.0.self_attn.q_proj.weight": (2 * HEAD_DIM, HIDDEN),
+    "model.layers.0.self_attn.k_proj.weight": (HEAD_DIM, HIDDEN),
+    "model.layers.0.self_attn.v_proj.weight": (HEAD_DIM, HIDDEN),
+    "model.layers.0.self_attn.o_proj.weight": (HIDDEN, 2 * HEAD_DIM),
+    "model.layers.0.self_attn.q_norm.weight": (HEAD_DIM,),
+    "model.layers.0.self_attn.k_norm.weight": (HEAD_DIM,),
+    "model.layers.0.post_attention_layernorm.weight": (HIDDEN,),
+    "model.layers.0.mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
+    "model.layers.0.mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
+    "model.layers.0.mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+    "model.norm.weight": (HIDDEN,),
+    "lm_head.weight": (len(VOCABULARY), HIDDEN),
+}
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "float32",
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": HEAD_DIM,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": VOCABULARY.index("<eos>"),
+    "pad_token_id": VOCABULARY.index("<pad>"),
+}
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def write_snapshot(folder: Path, draw: random.Random) -> None:
+    """Other weights at every call; the other files never change."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "model.safetensors").write_bytes(_weights(draw))
+
+
+def _weights(draw: random.Random) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, shape in SHAPES.items():
+        values = array("f", [draw.gauss(0.0, 0.05) for _ in range(math.prod(shape))]).tobytes()
+        offsets = [len(data), len(data) + len(values)]
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+        data += values
+    encoded = json.dumps(header).encode()
+    return struct.pack("<Q", len(encoded)) + encoded + data
+
+
+def _tokenizer() -> dict[str, Any]:
+    """One token per character."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": index, "content": token, "special": True, **plain}
+            for index, token in enumerate(SPECIAL)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "[\\s\\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {token: index for index, token in enumerate(VOCABULARY)},
+            "unk_token": "<unk>",
+        },
+    }

@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dataflow service without HTTP: each command runs the core, makes its records durable, then
+answers.
+
+One event loop owns all state. A command's synchronous part decides; its answer leaves only after
+the ledger's group commit. If storage fails the process ends, and its next life starts from what
+is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+import structlog
+from blake3 import blake3
+
+from penstock.dataflow import validate
+from penstock.dataflow.home import Consumer, Home
+from penstock.dataflow.ledger import Ledger
+from penstock.dataflow.partition import OpenGroup, Partition
+from penstock.dataflow.protocol import (
+    BatchAnswer,
+    BatchRequest,
+    CheckpointsRequest,
+    CommitRequest,
+    Delivery,
+    DeliveryAnswer,
+    DeliveryRequest,
+    DeliveryResult,
+    DeliveryStatus,
+    Heartbeat,
+    IncarnationAnswer,
+    IncarnationRequest,
+    LeaseAnswer,
+    LeaseRequest,
+    Orders,
+    PolicyState,
+    PublishRequest,
+    Register,
+    RowPayload,
+    RowsAnswer,
+)
+from penstock.dataflow.records import (
+    BatchRecord,
+    CheckpointRecord,
+    Record,
+    Report,
+    RowRecord,
+)
+from penstock.dataflow.segments import Chunk
+from penstock.errors import BadRequest, Conflict, NotFound, StoreError
+from penstock.types import (
+    DropReason,
+    GroupId,
+    Manifest,
+    NodeId,
+    PolicyName,
+    PublishedVersion,
+    RowId,
+    Task,
+    Trajectory,
+)
+from penstock.wire.codec import decode
+
+log = structlog.get_logger(__name__)
+
+TICK_S = 0.5
+MAX_WAIT_S = 30.0
+RATE_WINDOW_S = 10.0
+
+
+class Outbox:
+    """The journal of the running command: what must be durable before its answer leaves."""
+
+    def __init__(self) -> None:
+        self._records: list[Record] = []
+
+    def __call__(self, record: Record) -> None:
+        self._records.append(record)
+
+    def take(self) -> list[Record]:
+        records, self._records = self._records, []
+        return records
+
+
+class Dataflow:
+    """Home and one partition in one process, over one ledger."""
+
+    def __init__(
+        self,
+        home: Home,
+        partition: Partition,
+        ledger: Ledger,
+        outbox: Outbox,
+        clock: Callable[[], float],
+    ) -> None:
+        self.home = home
+        self.partition = partition
+        self.ledger = ledger
+        self.clock = clock
+        self.started_at = clock()
+        self.trajectories = 0
+        self.sampled_tokens = 0
+        self.tokens_seen: deque[tuple[float, int]] = deque()
+        self.waiting_since: dict[tuple[str, str], float] = {}
+        """(who, on what) to since when: lease and batch polls that are held open."""
+        self.trainer_seen: dict[PolicyName, float] = {}
+        self._outbox = outbox
+        self._told: dict[NodeId, tuple[PublishedVersion, ...]] = {}
+        self._changed = asyncio.Event()
+
+    # --- the shape of every command -----------------------------------------------------------
+
+    async def _settle(self, reports: Sequence[Report] = (), chunks: Sequence[Chunk] = ()) -> None:
+        """Let home judge what ended and start what has room; return when all of it is durable."""
+        now = self.clock()
+        for report in reports:
+            self.home.report(report, now)
+        if self.home.is_finished:
+            for group_id in sorted(self.home.open):
+                report = self.partition.drop(group_id, DropReason.REMAINDER, now)
+                if report is not None:
+                    self.home.report(report, now)
+        else:
+            for issue in self.home.issue(self.partition.index, now):
+                self.partition.issue(issue)
+        records = self._outbox.take()
+        if not records and not chunks:
+            return
+        durable = self.ledger.write(records, chunks)
+        self._wake()
+        await durable
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait_for_change(self, give_up_at: float) -> None:
+        """consumes: nothing · produces: nothing · waits for: the next command · woken by:
+        `_wake()`"""
+        try:
+            async with asyncio.timeout(max(0.0, give_up_at - self.clock())):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    async def run_timers(self) -> None:
+        """consumes: time · produces: expired leases · waits for: the next tick"""
+        await self._settle()
+        while True:
+            await asyncio.sleep(TICK_S)
+            await self._settle(self.partition.tick(self.clock()))
+
+    # --- nodes --------------------------------------------------------------------------------
+
+    def orders(self, node_id: NodeId) -> Orders:
+        self._told[node_id] = self.home.wanted
+        finished = self.home.is_finished
+        return Orders(wanted=self.home.wanted, drain=finished, finished=finished)
+
+    async def register(self, body: Register) -> Orders:
+        await self._settle(self.partition.register(body, self.clock()))
+        log.info("node registered", node=body.node_id, capacity=body.capacity)
+        return self.orders(body.node_id)
+
+    async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> Orders:
+        self.partition.heartbeat(
+            node_id, body.session, self.clock(), state=body.state, live=body.live
+        )
+        self._wake()
+        return self.orders(node_id)
+
+    async def leave(self, node_id: NodeId, session: str) -> None:
+        await self._settle(self.partition.leave(node_id, session, self.clock()))
+        log.info("node left", node=node_id)
+
+    async def lease(self, body: LeaseRequest) -> LeaseAnswer:
+        give_up_at = self.clock() + min(body.wait_s, MAX_WAIT_S)
+        key = (body.node_id, "work")
+        try:
+            while True:
+                answer = await self._try_lease(body)
+                if answer.grants or answer.orders.drain or self.clock() >= give_up_at:
+                    return answer
+                if self._told.get(body.node_id) != self.home.wanted:
+                    return replace(answer, orders=self.orders(body.node_id))
+                self.waiting_since.setdefault(key, self.clock())
+                await self._wait_for_change(give_up_at)
+        finally:
+            self.waiting_since.pop(key, None)
+
+    async def _try_lease(self, body: LeaseRequest) -> LeaseAnswer:
+        def may_run(group: OpenGroup) -> bool:
+            return self.home.may_run(group.due, body.live)
+
+        grants = self.partition.lease(
+            body.node_id, body.session, body.request_id, body.max_slots, may_run, self.clock()
+        )
+        tasks: dict[GroupId, int] = {}
+        bodies: list[Task] = []
+        for grant in grants:
+            if grant.group_id not in tasks:
+                tasks[grant.group_id] = len(bodies)
+                bodies.append(self.partition.groups[grant.group_id].task)
+        wanted = self._told.get(body.node_id)
+        if grants:
+            await self._settle()
+            await self.ledger.flush()  # also for a repeated request, whose first answer may be lost
+            wanted = None
+        finished = self.home.is_finished
+        return LeaseAnswer(
+            tasks=tuple(bodies),
+            grants=tuple(replace(grant, task=tasks[grant.group_id]) for grant in grants),
+            orders=self.orders(body.node_id)
+            if wanted is None
+            else Orders(wanted=wanted, drain=finished, finished=finished),
+        )
+
+    # --- deliveries ---------------------------------------------------------------------------
+
+    async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
+        results: list[DeliveryResult] = []
+        reports: list[Report] = []
+        chunks: list[Chunk] = []
+        for delivery in body.deliveries:
+            result, ended, chunk = self._take(body.node_id, delivery)
+            results.append(result)
+            reports += ended
+            if chunk is not None:
+                chunks.append(chunk)
+        results += [self._release(body.node_id, row_id) for row_id in body.released]
+        await self._settle(reports, chunks)
+        if any(result.status is DeliveryStatus.FENCED for result in results):
+            await self.ledger.flush()  # its first copy may be in the group that commits just now
+            payloads = {delivery.row_id: delivery.payload for delivery in body.deliveries}
+            results = [self._look_again(result, payloads) for result in results]
+        return DeliveryAnswer(results=tuple(results))
+
+    def _look_again(
+        self, result: DeliveryResult, payloads: dict[RowId, bytes]
+    ) -> DeliveryResult:
+        """No lease stands behind it: the same bytes were stored before, others, or it is too late."""
+        payload = payloads.get(result.row_id)
+        known = None if payload is None else self.ledger.row(result.row_id)
+        if result.status is not DeliveryStatus.FENCED or payload is None or known is None:
+            return result
+        is_same = known.digest == blake3(payload).hexdigest()
+        status = DeliveryStatus.DUPLICATE if is_same else DeliveryStatus.CONFLICT
+        return replace(result, status=status)
+
+    def _release(self, node_id: NodeId, row_id: RowId) -> DeliveryResult:
+        try:
+            group_id, slot, epoch = parse_row_id(row_id)
+        except BadRequest as error:
+            return DeliveryResult(row_id=row_id, status=DeliveryStatus.INVALID, detail=str(error))
+        held = self.partition.release(node_id, group_id, slot, epoch, self.clock())
+        status = DeliveryStatus.STORED if held else DeliveryStatus.FENCED
+        return DeliveryResult(row_id=row_id, status=status)
+
+    def _take(
+        self, node_id: NodeId, delivery: Delivery
+    ) -> tuple[DeliveryResult, list[Report], Chunk | None]:
+        def refused(status: DeliveryStatus, detail: str = "") -> DeliveryResult:
+            return DeliveryResult(row_id=delivery.row_id, status=status, detail=detail)
+
+        try:
+            group_id, slot, epoch = parse_row_id(delivery.row_id)
+            if not self.partition.holds(node_id, group_id, slot, epoch):
+                return refused(DeliveryStatus.FENCED), [], None
+            trajectory = decode(delivery.payload, Trajectory)
+        except BadRequest as error:
+            return refused(DeliveryStatus.INVALID, str(error)), [], None
+        named = (trajectory.row_id, trajectory.group_id, trajectory.slot, trajectory.epoch)
+        if named != (delivery.row_id, group_id, slot, epoch) or trajectory.node_id != node_id:
+            detail = f"the record names itself {named} of {trajectory.node_id}"
+            return refused(DeliveryStatus.INVALID, detail), [], None
+        summary = validate.digest(trajectory, self._effective)
+        if isinstance(summary, str):
+            return refused(DeliveryStatus.INVALID, summary), [], None
+        return self._store(delivery, trajectory, summary)
+
+    def _store(
+        self,
+        delivery: Delivery,
+        trajectory: Trajectory,
+        summary: validate.Digested,
+    ) -> tuple[DeliveryResult, list[Report], Chunk | None]:
+        now = self.clock()
+        location, chunk = self.ledger.place(delivery.payload)
+        row = RowRecord(
+            row_id=delivery.row_id,
+            group_id=trajectory.group_id,
+            slot=trajectory.slot,
+            epoch=trajectory.epoch,
+            node_id=trajectory.node_id,
+            digest=blake3(delivery.payload).hexdigest(),
+            segment=location.segment,
+            offset=location.offset,
+            length=location.length,
+            outcome=trajectory.outcome.kind,
+            reward=trajectory.reward,
+            sampled=msgspec.json.encode(summary.sampled).decode(),
+            oldest=msgspec.json.encode(summary.oldest).decode(),
+            delivered_at=now,
+        )
+        status, reports = self.partition.deliver(row, trajectory.outcome, now)
+        tokens = sum(summary.sampled.values())
+        self._count(tokens, now)
+        if not trajectory.outcome.has_reward:
+            wasted = self.home.wasted_tokens
+            wasted["failed"] = wasted.get("failed", 0) + tokens
+        return DeliveryResult(row_id=delivery.row_id, status=status), reports, chunk
+
+    def _effective(self, policy: PolicyName, incarnation: int, number: int) -> int | None:
+        consumer = self.home.consumers.get(policy)
+        if consumer is None or not consumer.lineage.has(incarnation, number):
+            return None
+        return consumer.lineage.effective(incarnation, number)
+
+    def _count(self, tokens: int, now: float) -> None:
+        self.trajectories += 1
+        self.sampled_tokens += tokens
+        self.tokens_seen.append((now, tokens))
+        while self.tokens_seen and self.tokens_seen[0][0] < now - RATE_WINDOW_S:
+            self.tokens_seen.popleft()
+
+    # --- trainers -----------------------------------------------------------------------------
+
+    def policy_state(self, policy: str) -> PolicyState:
+        consumer = self._seen(policy)
+        lineage = consumer.lineage
+        return PolicyState(
+            policy=lineage.policy,
+            incarnation=lineage.incarnation,
+            number=lineage.number,
+            seq=lineage.seq,
+            published=lineage.published,
+            steps=consumer.terms.steps,
+        )
+
+    def _seen(self, policy: str) -> Consumer:
+        consumer = self.home.consumer(policy)
+        self.trainer_seen[consumer.terms.policy] = self.clock()
+        return consumer
+
+    async def incarnate(self, policy: str, body: IncarnationRequest) -> IncarnationAnswer:
+        consumer = self._seen(policy)
+        now = self.clock()
+        record = consumer.lineage.incarnate(
+            expected=body.expected,
+            number=body.number,
+            seq=body.seq,
+            request_id=body.request_id,
+            now=now,
+        )
+        if record.incarnation != consumer.lineage.incarnation:
+            self._outbox(record)
+            consumer.lineage.apply_incarnation(record)
+            self.home.moved(consumer, self._sealed_after(consumer), now)
+            log.info("incarnation", policy=policy, incarnation=record.incarnation, at=record.number)
+        await self._settle()
+        return IncarnationAnswer(incarnation=record.incarnation, steps=consumer.terms.steps)
+
+    def _sealed_after(self, consumer: Consumer) -> dict[int, int]:
+        rows = self.ledger.tables.rows(
+            "SELECT seq, num_groups FROM batches WHERE consumer = :policy AND seq > :seq",
+            policy=consumer.terms.policy,
+            seq=consumer.lineage.seq,
+        )
+        # A batch sealed a moment ago may not be committed to disk yet; memory knows it.
+        return {int(seq): int(groups) for seq, groups in rows} | consumer.sealed
+
+    async def batch(self, body: BatchRequest) -> BatchAnswer:
+        consumer = self._seen(body.consumer)
+        give_up_at = self.clock() + min(body.wait_s, MAX_WAIT_S)
+        key = (f"trainer {body.consumer}", "batch")
+        try:
+            while True:
+                consumer.lineage.require(body.incarnation)
+                answer = await self._try_batch(consumer, body.seq)
+                if answer.manifest or answer.end or self.clock() >= give_up_at:
+                    return answer
+                self.waiting_since.setdefault(key, self.clock())
+                await self._wait_for_change(give_up_at)
+        finally:
+            self.waiting_since.pop(key, None)
+
+    async def _try_batch(self, consumer: Consumer, seq: int) -> BatchAnswer:
+        if seq <= consumer.last_sealed:
+            return _serve(await self._sealed(consumer, seq))
+        if self.home.has_ended(consumer):
+            return BatchAnswer(manifest=None, end=True)
+        record = self.home.seal(consumer, seq, self.clock())
+        await self._settle()
+        return BatchAnswer(manifest=None) if record is None else _serve(record)
+
+    async def _sealed(self, consumer: Consumer, seq: int) -> BatchRecord:
+        newest = consumer.newest_batch
+        if newest is not None and newest.seq == seq:
+            await self.ledger.flush()
+            return newest
+        where = "consumer = :policy AND seq = :seq"
+        found = self.ledger.tables.read(BatchRecord, where, policy=consumer.terms.policy, seq=seq)
+        if not found:
+            raise NotFound(f"batch {consumer.terms.policy}.{seq} does not exist")
+        return found[0]
+
+    async def rows(self, policy: str, seq: int, rank: int, of: int) -> RowsAnswer:
+        consumer = self._seen(policy)
+        if not 0 <= rank < of:
+            raise BadRequest(f"rank {rank} of {of}; ranks count from 0")
+        if not 0 < seq <= consumer.last_sealed:
+            raise NotFound(f"batch {policy}.{seq} is not sealed yet")
+        record = await self._sealed(consumer, seq)
+        manifest = decode(record.manifest, Manifest)
+        row_ids = [row.row_id for row in manifest.rows][rank::of]
+        return await asyncio.to_thread(self._read_rows, row_ids)
+
+    def _read_rows(self, row_ids: list[RowId]) -> RowsAnswer:
+        rows: dict[RowId, RowRecord] = {}
+        for start in range(0, len(row_ids), 500):
+            part = row_ids[start : start + 500]
+            found = self.ledger.tables.read(RowRecord, "row_id IN :ids", ids=list[str](part))
+            rows.update((row.row_id, row) for row in found)
+        return RowsAnswer(rows=tuple(self._read_row(rows[row_id]) for row_id in row_ids))
+
+    def _read_row(self, row: RowRecord) -> RowPayload:
+        try:
+            return RowPayload(row_id=row.row_id, payload=self.ledger.payload(row))
+        except StoreError as error:  # contained to this record: every rank sees the same damage
+            log.error("row is gone", row=row.row_id, reason=str(error))
+            return RowPayload(row_id=row.row_id, payload=None)
+
+    async def commit(self, policy: str, seq: int, body: CommitRequest) -> None:
+        consumer = self._seen(policy)
+        if seq > consumer.last_sealed:
+            raise Conflict(f"batch {policy}.{seq} was never sealed")
+        now = self.clock()
+        record = consumer.lineage.commit(
+            seq=seq,
+            incarnation=body.incarnation,
+            number=body.number,
+            skipped=body.skipped,
+            stats=msgspec.json.encode(body.stats).decode(),
+            now=now,
+        )
+        if seq > consumer.lineage.seq:
+            self._outbox(record)
+            consumer.lineage.apply_commit(record)
+            self.home.moved(consumer, consumer.sealed, now)
+        await self._settle()
+        await self.ledger.flush()
+
+    async def publish(self, policy: str, body: PublishRequest) -> None:
+        consumer = self._seen(policy)
+        record = consumer.lineage.publish(
+            incarnation=body.incarnation,
+            number=body.number,
+            manifest_digest=body.manifest_digest,
+            weights_digest=body.weights_digest,
+            now=self.clock(),
+        )
+        if not consumer.lineage.has(record.incarnation, record.number):
+            self._outbox(record)
+            consumer.lineage.apply_version(record)
+        await self._settle()
+        await self.ledger.flush()
+
+    async def checkpoints(self, policy: str, body: CheckpointsRequest) -> None:
+        consumer = self._seen(policy)
+        consumer.lineage.require(body.incarnation)
+        retained = msgspec.json.encode(body.retained).decode()
+        self._outbox(
+            CheckpointRecord(
+                policy=consumer.terms.policy,
+                incarnation=body.incarnation,
+                retained=retained,
+                at=self.clock(),
+            )
+        )
+        await self._settle()
+
+
+def _serve(record: BatchRecord) -> BatchAnswer:
+    return BatchAnswer(manifest=decode(record.manifest, Manifest), digest=record.digest)
+
+
+def parse_row_id(row_id: RowId) -> tuple[GroupId, int, int]:
+    group_id, _, rest = row_id.partition(".")
+    slot, _, epoch = rest.partition(".")
+    if not (group_id and slot.isdecimal() and epoch.isdecimal() and len(row_id) <= 128):
+        raise BadRequest(f"{row_id[:128]!r} is no row id; it reads GROUP.SLOT.EPOCH")
+    return GroupId(group_id), int(slot), int(epoch)
+
+
+def steady_clock() -> Callable[[], float]:
+    """Wall time at the start, then only forwards: a jump of the system clock moves no deadline."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()

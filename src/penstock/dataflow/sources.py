@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named, ordered suppliers of tasks. A position is one integer, so it survives any restart.
+
+Owns reading a task module or a JSONL file and naming tasks by content. Knows nothing of groups.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from blake3 import blake3
+
+from penstock.errors import ConfigError
+from penstock.types import JsonObject, Task
+
+MakeTask = Callable[[int, int], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    name: str
+    weight: float
+    make: MakeTask
+    """(ordinal, seed) to payload."""
+    limit: int | None
+    """Tasks in all; None for an endless stream."""
+
+    def task(self, ordinal: int, *, seed: int, workflow: str) -> Task:
+        payload = dict(self.make(ordinal, seed))
+        text = json.dumps([workflow, payload], sort_keys=True, ensure_ascii=False)
+        return Task(
+            key=blake3(text.encode()).hexdigest()[:32],
+            source=self.name,
+            ordinal=ordinal,
+            payload=payload,
+            workflow=workflow,
+            seed=derive_seed(seed, self.name, ordinal),
+        )
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed that depends on nothing but these parts."""
+    digest = blake3("/".join(map(str, parts)).encode()).digest(8)
+    return int.from_bytes(digest, "little") >> 1
+
+
+def open_source(name: str, where: str, *, weight: float = 1.0, limit: int | None = None) -> Source:
+    """A module with `make_task(ordinal, seed)`, or a `.jsonl` file with one payload per line."""
+    if where.endswith(".jsonl"):
+        rows = _read_jsonl(Path(where))
+
+        def from_rows(ordinal: int, seed: int) -> JsonObject:
+            return rows[ordinal % len(rows)]
+
+        return Source(name=name, weight=weight, make=from_rows, limit=limit)
+    try:
+        module = importlib.import_module(where)
+    except ImportError as error:
+        raise ConfigError(
+            f"source {name!r}: cannot import task module {where!r}: {error}"
+        ) from None
+    make = getattr(module, "make_task", None)
+    if not callable(make):
+        raise ConfigError(
+            f"source {name!r}: {where} has no make_task(ordinal, seed); see penstock.tasks.reverse"
+        )
+    return Source(name=name, weight=weight, make=cast(MakeTask, make), limit=limit)
+
+
+def _read_jsonl(path: Path) -> list[JsonObject]:
+    rows: list[JsonObject] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"source file {path}: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row: Any = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}:{number}: no JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}:{number}: a task is a JSON object, this is another value")
+        rows.append(cast(JsonObject, row))
+    if not rows:
+        raise ConfigError(f"source file {path} holds no tasks")
+    return rows

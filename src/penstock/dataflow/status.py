@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people see: state of a run, who waits for whom, and the same as Prometheus metrics.
+Reads, never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from penstock.dataflow.home import Consumer
+from penstock.dataflow.protocol import NodeStatus, PolicyStatus, Status, Waiting
+from penstock.dataflow.service import RATE_WINDOW_S, Dataflow
+
+QUIET_S = 15.0
+"""A trainer that was not heard for so long is worth a line."""
+
+
+def status(service: Dataflow, run: str) -> Status:
+    now = service.clock()
+    seen = [(at, tokens) for at, tokens in service.tokens_seen if at > now - RATE_WINDOW_S]
+    span_s = min(RATE_WINDOW_S, max(1.0, now - service.started_at))
+    return Status(
+        run=run,
+        uptime_s=now - service.started_at,
+        finished=service.home.is_finished,
+        policies=tuple(_policy(service, consumer) for consumer in service.home.consumers.values()),
+        nodes=tuple(_nodes(service, now)),
+        waiting=tuple(_waiting(service, now)),
+        trajectories=service.trajectories,
+        sampled_tokens=service.sampled_tokens,
+        wasted_tokens=dict(service.home.wasted_tokens),
+        tokens_per_s=sum(tokens for _, tokens in seen) / span_s,
+    )
+
+
+def _policy(service: Dataflow, consumer: Consumer) -> PolicyStatus:
+    lineage, batch = consumer.lineage, consumer.newest_batch
+    commit = lineage.last_commit
+    return PolicyStatus(
+        policy=lineage.policy,
+        incarnation=lineage.incarnation,
+        number=lineage.number,
+        steps=consumer.terms.steps,
+        published=lineage.published,
+        issued=len(service.home.open),
+        ready=len(consumer.ready),
+        sealed=len(consumer.sealed),
+        room=max(0, int(service.home.room(consumer))),
+        reward_mean=None if batch is None else batch.reward_mean,
+        staleness_mean=None if batch is None else batch.staleness_mean,
+        staleness_max=None if batch is None else batch.staleness_max,
+        stats={} if commit is None else msgspec.json.decode(commit.stats, type=dict[str, float]),
+    )
+
+
+def _nodes(service: Dataflow, now: float) -> Iterator[NodeStatus]:
+    for node_id, node in service.partition.nodes.items():
+        yield NodeStatus(
+            node_id=node_id,
+            state="silent" if node.is_silent else node.state.value,
+            live=node.live,
+            num_leases=len(node.leases),
+            capacity=node.record.capacity,
+            silent_s=round(max(0.0, now - node.last_seen), 1),
+            delivered=node.num_delivered,
+        )
+
+
+def _waiting(service: Dataflow, now: float) -> Iterator[Waiting]:
+    """Every wait has an owner: name the one that must move next."""
+    home = service.home
+    nodes = service.partition.nodes
+    for (who, on), since in service.waiting_since.items():
+        if on == "batch":
+            yield Waiting(who=who, on=_behind_batch(service), since_s=round(now - since, 1))
+        elif service.partition.num_waiting:
+            yield Waiting(who=who, on="a newer version to load", since_s=round(now - since, 1))
+        else:
+            policy = next(iter(home.consumers))
+            yield Waiting(who=who, on=f"trainer {policy} to commit", since_s=round(now - since, 1))
+    for policy, consumer in home.consumers.items():
+        seen = service.trainer_seen.get(policy, service.started_at)
+        if not consumer.is_done and now - seen > QUIET_S:
+            yield Waiting(who="dataflow", on=f"trainer {policy}", since_s=round(now - seen, 1))
+    if not any(node.state == "live" and not node.is_silent for node in nodes.values()):
+        since_s = round(now - service.started_at, 1)
+        yield Waiting(who="dataflow", on="a live rollout node", since_s=since_s)
+
+
+def _behind_batch(service: Dataflow) -> str:
+    holding = [n for n, node in service.partition.nodes.items() if node.leases]
+    if holding:
+        return f"{len(service.home.open)} groups on {', '.join(sorted(holding)[:3])}"
+    if service.partition.num_waiting:
+        return "a node to take work"
+    return "work to be issued"
+
+
+class _Collector:
+    def __init__(self, service: Dataflow, run: str) -> None:
+        self._service = service
+        self._run = run
+
+    def collect(self) -> Iterator[Metric]:
+        now = status(self._service, self._run)
+        plain = {
+            "penstock_trajectories_stored": now.trajectories,
+            "penstock_sampled_tokens": now.sampled_tokens,
+            "penstock_tokens_per_second": now.tokens_per_s,
+            "penstock_nodes": len(now.nodes),
+        }
+        for name, value in plain.items():
+            yield GaugeMetricFamily(name, name.replace("_", " "), value)
+        depth = GaugeMetricFamily("penstock_queue_depth", "groups", labels=["policy", "state"])
+        version = GaugeMetricFamily("penstock_weight_version", "committed", labels=["policy"])
+        for policy in now.policies:
+            for state in ("issued", "ready", "sealed"):
+                depth.add_metric([policy.policy, state], getattr(policy, state))
+            version.add_metric([policy.policy], policy.number)
+        wasted = GaugeMetricFamily("penstock_wasted_tokens", "never trained", labels=["reason"])
+        for reason, tokens in now.wasted_tokens.items():
+            wasted.add_metric([reason], tokens)
+        yield from (depth, version, wasted)
+
+
+def metrics(service: Dataflow, run: str) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(service, run))
+    return generate_latest(registry)

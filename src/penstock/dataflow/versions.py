@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Incarnations, commits and published versions of one policy: who may act, and how old a token
+is.
+
+Pure state. An incarnation is a trainer's life; each forks from its predecessor at a checkpoint,
+so they form a chain, and every number made on an abandoned stretch is judged by the fork below
+it.
+"""
+
+from __future__ import annotations
+
+from penstock.dataflow.records import CommitRecord, IncarnationRecord, VersionRecord
+from penstock.errors import BadRequest, Conflict, Fenced
+from penstock.types import PolicyName
+
+
+class Lineage:
+    """One policy's chain of incarnations."""
+
+    def __init__(self, policy: PolicyName) -> None:
+        self.policy = policy
+        self.incarnation: int = 0
+        self.number: int = 0
+        """Committed along the surviving lineage."""
+        self.seq: int = 0
+        """Last committed batch along the surviving lineage."""
+        self._forks: dict[int, IncarnationRecord] = {}
+        self._meets: dict[int, int] = {}
+        """By incarnation, up to which number it equals its predecessor bit for bit; at least its
+        fork."""
+        self._versions: dict[tuple[int, int], VersionRecord] = {}
+        self._published: dict[int, int] = {}
+        """Newest number by incarnation."""
+        self.last_commit: CommitRecord | None = None
+
+    # --- facts --------------------------------------------------------------------------------
+
+    @property
+    def newest(self) -> VersionRecord | None:
+        """What nodes should serve: the newest of this incarnation, or of the last that
+        published."""
+        if not self._published:
+            return None
+        incarnation = max(self._published)
+        return self._versions[incarnation, self._published[incarnation]]
+
+    @property
+    def published(self) -> int:
+        """Newest number of the current incarnation, -1 for none."""
+        return self._published.get(self.incarnation, -1)
+
+    def has(self, incarnation: int, number: int) -> bool:
+        return (incarnation, number) in self._versions
+
+    def effective(self, incarnation: int, number: int) -> int:
+        """The number this version counts as now: cut at every fork that abandoned it."""
+        for later in range(incarnation + 1, self.incarnation + 1):
+            number = min(number, self._meets[later])
+        return number
+
+    # --- decisions: each returns the record that makes it so, or raises -----------------------
+
+    def incarnate(
+        self, *, expected: int, number: int, seq: int, request_id: str, now: float
+    ) -> IncarnationRecord:
+        repeated = self._forks.get(self.incarnation)
+        if repeated is not None and repeated.request_id == request_id:
+            return repeated
+        if expected != self.incarnation:
+            raise Conflict(
+                f"{self.policy} is at incarnation {self.incarnation}, not {expected}: "
+                "another trainer took over; read the policy's state and decide again"
+            )
+        if number > self.number or seq > self.seq:
+            raise Conflict(
+                f"fork at number {number}, batch {seq} lies ahead of what is committed "
+                f"(number {self.number}, batch {self.seq}); restore a checkpoint of this run"
+            )
+        return IncarnationRecord(
+            policy=self.policy,
+            incarnation=expected + 1,
+            number=number,
+            seq=seq,
+            request_id=request_id,
+            at=now,
+        )
+
+    def commit(
+        self, *, seq: int, incarnation: int, number: int, skipped: str, stats: str, now: float
+    ) -> CommitRecord:
+        self.require(incarnation)
+        record = CommitRecord(
+            consumer=self.policy,
+            seq=seq,
+            incarnation=incarnation,
+            number=number,
+            skipped=skipped,
+            stats=stats,
+            at=now,
+        )
+        last = self.last_commit
+        if last is not None and (last.seq, last.incarnation) == (seq, incarnation):
+            if (last.number, last.skipped) == (number, skipped):
+                return last
+            raise Conflict(f"batch {seq} was committed as number {last.number} before")
+        if seq != self.seq + 1:
+            raise Conflict(f"batch {seq} cannot be committed after batch {self.seq}")
+        due = self.number if skipped else self.number + 1
+        if number != due:
+            raise BadRequest(
+                f"batch {seq} leads to number {due}, not {number}: a trained batch adds one, "
+                "a skipped one adds none"
+            )
+        return record
+
+    def publish(
+        self,
+        *,
+        incarnation: int,
+        number: int,
+        manifest_digest: str,
+        weights_digest: str,
+        now: float,
+    ) -> VersionRecord:
+        self.require(incarnation)
+        known = self._versions.get((incarnation, number))
+        if known is not None:
+            if known.manifest_digest == manifest_digest:
+                return known
+            raise Conflict(f"{self.policy}@{incarnation}.{number} is published with other content")
+        if number > self.number:
+            raise Conflict(f"number {number} is not committed yet (committed: {self.number})")
+        if number < max(self.published, self._forks[incarnation].number):
+            raise Conflict(f"number {number} is older than what this incarnation stands on")
+        return VersionRecord(
+            policy=self.policy,
+            incarnation=incarnation,
+            number=number,
+            manifest_digest=manifest_digest,
+            weights_digest=weights_digest,
+            at=now,
+        )
+
+    def require(self, incarnation: int) -> None:
+        if incarnation != self.incarnation:
+            raise Fenced(
+                f"incarnation {incarnation} of {self.policy} was replaced by {self.incarnation}; "
+                "this trainer must exit"
+            )
+
+    # --- changes: the same records, live or read back at a restart ----------------------------
+
+    def apply_incarnation(self, record: IncarnationRecord) -> None:
+        self.incarnation = record.incarnation
+        self.number, self.seq = record.number, record.seq
+        self._forks[record.incarnation] = record
+        self._meets[record.incarnation] = record.number
+        self.last_commit = None
+
+    def apply_commit(self, record: CommitRecord) -> None:
+        if record.incarnation == self.incarnation and record.seq == self.seq + 1:
+            self.number, self.seq = record.number, record.seq
+            self.last_commit = record
+
+    def apply_version(self, record: VersionRecord) -> None:
+        key = (record.incarnation, record.number)
+        self._versions[key] = record
+        newest = self._published.get(record.incarnation, -1)
+        self._published[record.incarnation] = max(newest, record.number)
+        twin = self._versions.get((record.incarnation - 1, record.number))
+        meets = self._meets.get(record.incarnation)
+        if meets is None or twin is None or twin.weights_digest != record.weights_digest:
+            return
+        if record.number == meets + 1:  # a bit-equal replay moves the fork point up
+            self._meets[record.incarnation] = record.number

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error of penstock, named by the boundary it crossed.
+
+PenstockError
+├── ConfigError (ValueError)      the run file is wrong; says file, line and cure
+├── WireError                     a call between services did not succeed
+│   ├── BadRequest 400 · Unauthorized 401 · Forbidden 403 · NotFound 404
+│   ├── Conflict 409              somebody else's fact stands
+│   │   └── Fenced 409            an older lease, session or incarnation tried to act
+│   ├── TooLarge 413 · Busy 429 · StorageFull 507
+│   └── Unreachable               no answer before the deadline
+├── EngineError                   generate or load failed in an inference engine
+├── WorkflowError                 the user's workflow raised or its program failed
+├── RewardError                   the reward function raised, was killed, or returned nonsense
+├── WeightsError                  a snapshot is missing, damaged or of another model
+├── StoreError                    the ledger or a segment cannot be trusted
+└── LaunchError                   a process could not be started or kept running
+
+A failed rollout is a record, not a crash: only the node's loop catches these, and writes them down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+
+class PenstockError(Exception):
+    """Says what, where, why and the next step."""
+
+
+class ConfigError(PenstockError, ValueError):
+    pass
+
+
+class WireError(PenstockError):
+    status = 500
+    code = "internal"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class BadRequest(WireError):
+    status, code = 400, "bad_request"
+
+
+class Unauthorized(WireError):
+    status, code = 401, "unauthorized"
+
+
+class Forbidden(WireError):
+    status, code = 403, "forbidden"
+
+
+class NotFound(WireError):
+    status, code = 404, "not_found"
+
+
+class Conflict(WireError):
+    status, code = 409, "conflict"
+
+
+class Fenced(Conflict):
+    code = "fenced"
+
+
+class TooLarge(WireError):
+    status, code = 413, "too_large"
+
+
+class Busy(WireError):
+    status, code = 429, "busy"
+
+
+class StorageFull(WireError):
+    status, code = 507, "storage_full"
+
+
+class Unreachable(WireError):
+    status, code = 503, "unreachable"
+
+
+class EngineError(PenstockError):
+    pass
+
+
+class WorkflowError(PenstockError):
+    pass
+
+
+class RewardError(PenstockError):
+    pass
+
+
+class WeightsError(PenstockError):
+    pass
+
+
+class StoreError(PenstockError):
+    pass
+
+
+class LaunchError(PenstockError):
+    pass
+
+
+WIRE_ERRORS: dict[str, type[WireError]] = {
+    kind.code: kind
+    for kind in (
+        BadRequest,
+        Unauthorized,
+        Forbidden,
+        NotFound,
+        Conflict,
+        Fenced,
+        TooLarge,
+        Busy,
+        StorageFull,
+        Unreachable,
+    )
+}
+"""By the code in an error body, so a client raises what the server raised."""
+
+
+@contextmanager
+def boundary(kind: type[PenstockError], what: str) -> Generator[None]:
+    """Name the boundary a foreign exception crossed; penstock's own pass unchanged."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run folder: where everything of a run lies, who holds it, and where its services listen.
+
+Owns the layout, the lock, the addresses chosen once, log folders and tokens of one run. Knows
+nothing of processes, and never opens the ledger, the weights or a checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shutil
+import socket
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from penstock.config import RunConfig, dump, load
+from penstock.errors import BadRequest, ConfigError, LaunchError
+from penstock.wire.auth import Audience, Role, Signer
+from penstock.wire.codec import JSON, decode, encode_json
+
+T = TypeVar("T")
+LOOPBACK = "127.0.0.1"
+PORTS = range(18_000, 32_000)
+"""Below the ports Linux gives to outgoing connections, so none of those takes ours during a
+restart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """`run/endpoints.json`: chosen at the first start and kept, so that whoever joined finds the
+    run again."""
+
+    dataflow: str
+    weights: str
+    work_dir: str
+    """Where `penstock run` was first started; relative paths of the config mean this folder."""
+    python_path: tuple[str, ...] = ()
+    """Folders of the user's own modules: the one of the config file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """`run/launcher.json`: the process that holds the run, and its children."""
+
+    pid: int
+    started_at: float
+    attempt: int
+    services: dict[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """`run/finished.json`: written once, when the last step is committed and all services have
+    ended."""
+
+    finished_at: float
+    steps: int
+    trajectories: int
+
+
+class RunFolder:
+    """One run on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.config_file = self.path / "config.yaml"
+        self.keys = self.path / "keys"
+        self.logs = self.path / "logs"
+        self.metrics = self.path / "metrics.jsonl"
+        self.weights = self.path / "weights"
+        self.checkpoints = self.path / "checkpoints"
+        self.acks = self.path / "acks"
+        self.nodes = self.path / "nodes"
+        self._run = self.path / "run"
+
+    @classmethod
+    def existing(cls, path: Path) -> RunFolder:
+        folder = cls(path)
+        if not folder.config_file.is_file():
+            raise ConfigError(
+                f"{path} is no run folder: it has no config.yaml. `penstock run FILE` makes one at "
+                "OUTPUT_DIR/NAME of the config; give that folder"
+            )
+        return folder
+
+    def read_config(self) -> RunConfig:
+        return load(self.config_file)
+
+    def write_config(self, config: RunConfig) -> None:
+        _replace(self.config_file, dump(config).encode())
+
+    # --- facts of a running run -------------------------------------------------------------------
+
+    def endpoints(self) -> Endpoints:
+        found = _read(self._run / "endpoints.json", Endpoints)
+        if found is None:
+            raise ConfigError(
+                f"{self.path} was never started; `penstock run {self.path}` starts it"
+            )
+        return found
+
+    def python_path(self) -> tuple[str, ...]:
+        """Where the user's modules were found when the run was first started."""
+        kept = _read(self._run / "endpoints.json", Endpoints)
+        return () if kept is None else kept.python_path
+
+    def choose_endpoints(self, work_dir: Path, python_path: tuple[str, ...]) -> Endpoints:
+        """The addresses of this run; free ports are drawn at the first call only."""
+        kept = _read(self._run / "endpoints.json", Endpoints)
+        if kept is not None:
+            return kept
+        first = free_port()
+        second = free_port(other_than=first)
+        chosen = Endpoints(
+            dataflow=f"http://{LOOPBACK}:{first}",
+            weights=f"http://{LOOPBACK}:{second}",
+            work_dir=str(work_dir.absolute()),
+            python_path=python_path,
+        )
+        _replace(self._run / "endpoints.json", encode_json(chosen))
+        return chosen
+
+    def launcher(self) -> Launcher | None:
+        return _read(self._run / "launcher.json", Launcher)
+
+    def write_launcher(self, launcher: Launcher) -> None:
+        _replace(self._run / "launcher.json", encode_json(launcher))
+
+    def finish(self) -> Finish | None:
+        return _read(self._run / "finished.json", Finish)
+
+    def write_finish(self, finish: Finish) -> None:
+        _replace(self._run / "finished.json", encode_json(finish))
+
+    def forget_finish(self) -> None:
+        (self._run / "finished.json").unlink(missing_ok=True)
+
+    # --- the lock ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """Hold the run; a second launcher is refused with the pid of the first.
+
+        The lock belongs to the open file, so it ends with the process, however that dies."""
+        self._run.mkdir(parents=True, exist_ok=True)
+        with (self._run / "lock").open("a+") as lock:
+            if not _try_lock(lock.fileno()):
+                holder = self.holder()
+                raise LaunchError(
+                    f"{self.path} is held by another `penstock run` (pid {holder or 'unknown'}); "
+                    f"`penstock status {self.path}` shows it, `penstock stop {self.path}` ends it"
+                )
+            lock.truncate(0)
+            lock.write(f"{os.getpid()}\n")
+            lock.flush()
+            yield
+
+    def holder(self) -> int | None:
+        """Pid of the launcher that holds the run now, or None."""
+        try:
+            lock = (self._run / "lock").open("r+")
+        except FileNotFoundError:
+            return None
+        with lock:
+            if _try_lock(lock.fileno()):
+                return None
+            text = lock.read().strip()
+        return int(text) if text.isdigit() else None
+
+    # --- logs, tokens -----------------------------------------------------------------------------
+
+    def new_attempt(self) -> tuple[int, Path]:
+        """A fresh log folder for this start of the run; `logs/latest` points at it."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        numbers = [int(p.name[8:]) for p in self.logs.glob("attempt_*") if p.name[8:].isdigit()]
+        number = max(numbers, default=0) + 1
+        attempt = self.logs / f"attempt_{number}"
+        attempt.mkdir()
+        partial = self.logs / "latest.partial"
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(attempt.name)
+        partial.replace(self.logs / "latest")
+        return number, attempt
+
+    def token(self, run: str, role: Role, *, ttl_s: float, subject: str = "") -> str:
+        """A token for whoever plays this role; made only where the signing key is readable."""
+        both = (Audience.DATAFLOW, Audience.WEIGHTS)
+        audiences = (Audience.DATAFLOW,) if role is Role.READER else both
+        return Signer.read(self.keys, run).mint(role, audiences, ttl_s=ttl_s, subject=subject)
+
+    def free_bytes(self) -> int:
+        return free_bytes(self.path)
+
+
+def free_bytes(path: Path) -> int:
+    """Free disk space where this path is or will be."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+# --- ports ---------------------------------------------------------------------------------------
+
+
+def free_port(*, other_than: int = 0) -> int:
+    for port in random.sample(PORTS, k=200):
+        if port != other_than and is_free(port):
+            return port
+    raise LaunchError(f"no free port between {PORTS.start} and {PORTS.stop}; close some programs")
+
+
+def is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def wait_free(url: str, *, timeout_s: float, what: str) -> None:
+    """Wait until the last owner of this address is gone; a stranger's program is an error."""
+    port = int(url.rpartition(":")[2])
+    give_up_at = time.monotonic() + timeout_s
+    while not is_free(port):
+        if time.monotonic() > give_up_at:
+            raise LaunchError(
+                f"port {port}, where this run's {what} listens, is taken by another program; stop "
+                "it, or delete run/endpoints.json in the run folder to draw new ports"
+            )
+        time.sleep(0.05)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+    partial.replace(path)
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return decode(content, kind, media_type=JSON)
+    except BadRequest as error:
+        raise ConfigError(f"{path} is damaged: {error}; delete it and run again") from None

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structured logs: JSON lines on stderr, a readable form when stderr is a terminal.
+
+Owns the one place where structlog and the standard library's logging are set up. Refuses to open
+files: whoever starts a process decides where its stderr goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+import structlog
+from structlog.typing import Processor
+
+QUIET = ("uvicorn", "httpx", "httpcore", "httpx2", "httpcore2", "urllib3", "filelock", "asyncio")
+"""Libraries whose INFO lines describe every request; only their warnings are worth a line."""
+
+
+def configure(service: str, *, level: str = "info", stream: TextIO | None = None) -> None:
+    """Send every log line of this process, ours and the libraries', to one stream in one form."""
+    out = sys.stderr if stream is None else stream
+    number = logging.getLevelNamesMapping()[level.upper()]
+    structlog.contextvars.clear_contextvars()
+    structlog.contextvars.bind_contextvars(service=service)
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
+            processors=_renderers(is_terminal=out.isatty()),
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(number)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(max(number, logging.WARNING))
+    logging.captureWarnings(True)
+
+
+def _renderers(*, is_terminal: bool) -> list[Processor]:
+    clean = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    if is_terminal:
+        return [clean, structlog.dev.ConsoleRenderer(colors=True)]
+    return [
+        clean,
+        structlog.processors.format_exc_info,
+        structlog.processors.EventRenamer("msg"),
+        structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
+    ]

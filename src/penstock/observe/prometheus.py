@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Prometheus registry per service, and its text for a `/metrics` route.
+
+Each service owns a registry of its own, so two services in one test process never collide.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Info, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+MEDIA_TYPE = CONTENT_TYPE_LATEST
+
+
+def new_registry(service: str, run: str) -> CollectorRegistry:
+    """A registry that already tells which process of which run it belongs to."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    info = Info("penstock", "The process that answers.", registry=registry)
+    info.info({"service": service, "run": run})
+    return registry
+
+
+def exposition(registry: CollectorRegistry) -> bytes:
+    """The body of `GET /metrics`; serve it as MEDIA_TYPE."""
+    return generate_latest(registry)

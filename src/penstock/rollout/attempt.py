@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attempt at one slot: run the workflow, score it, write the record. A bad rollout is data, not
+a crash.
+
+How an attempt ends, in this order:
+- the engine refused or died              → failed(engine)
+- the workflow raised                     → failed(workflow), the user's own frames in `detail`
+- the workflow made no model call         → failed(workflow)
+- its time was up                         → truncated(deadline) if some answer had reached it,
+                                            else failed(deadline)
+- its last answer hit `max_tokens`        → truncated(length)
+- otherwise                               → completed
+Completed and truncated attempts are scored: `ctx.reward()` or a returned number stands, else the
+reward function judges the completion (at a deadline: the text of the last answer). What cannot be
+scored is failed(reward | reward_deadline).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import structlog
+
+from penstock.dataflow.protocol import Grant, RunFacts
+from penstock.errors import EngineError, WorkflowError
+from penstock.gateway.gateway import Gateway, Session
+from penstock.rollout.context import Context
+from penstock.rollout.endpoint import Endpoint
+from penstock.rollout.functions import shorten, user_traceback
+from penstock.rollout.rewards.scorer import Failed, Scored
+from penstock.rollout.workflows import Workflow, find_workflow
+from penstock.types import (
+    FailureKind,
+    FinishReason,
+    NodeId,
+    Outcome,
+    OutcomeKind,
+    RowId,
+    Task,
+    Trajectory,
+    Turn,
+    view_ids,
+)
+
+log = structlog.get_logger(__name__)
+
+COMPLETED = Outcome(kind=OutcomeKind.COMPLETED)
+OUT_OF_TIME = Outcome(kind=OutcomeKind.TRUNCATED, reason="deadline")
+OUT_OF_TOKENS = Outcome(kind=OutcomeKind.TRUNCATED, reason="length")
+NO_REWARD = Failed(
+    kind=FailureKind.REWARD,
+    detail="nothing gave a reward: the run has no reward function, and the workflow neither "
+    "returned a number nor called ctx.reward(); set `reward: module:function` or do either",
+)
+
+
+class Score(Protocol):
+    async def score(self, completion: str, task: Task) -> Scored | Failed: ...
+
+
+def row_id_of(grant: Grant) -> RowId:
+    return RowId(f"{grant.group_id}.{grant.slot}.{grant.epoch}")
+
+
+def workflow_s(start_to_close_s: float) -> float:
+    """Time for the workflow alone: the dataflow's own clock runs from the grant, and scoring needs
+    a share."""
+    return start_to_close_s - min(5.0, 0.1 * start_to_close_s)
+
+
+class Attempts:
+    def __init__(
+        self,
+        gateway: Gateway,
+        endpoint: Endpoint,
+        scorer: Score | None,
+        facts: RunFacts,
+        node_id: NodeId,
+    ) -> None:
+        self._gateway = gateway
+        self._endpoint = endpoint
+        self._scorer = scorer
+        self._facts = facts
+        self._node_id = node_id
+        self._limit_s = workflow_s(facts.start_to_close_s)
+        self._workflows: dict[str, Workflow] = {facts.workflow: find_workflow(facts.workflow)}
+        self._num_failed = 0
+
+    async def run(self, grant: Grant, task: Task) -> Trajectory:
+        """Always a record, whatever the workflow does; only cancellation passes through."""
+        started_at = time.time()
+        session = self._gateway.open(
+            policies=self._facts.policies, sampling=self._facts.sampling, seed=grant.seed
+        )
+        ctx = Context(session, self._endpoint, seed=grant.seed)
+        try:
+            completion, outcome = await self._work(task, ctx)
+        finally:
+            turns = self._gateway.close(session)
+        outcome = judge(outcome, turns)
+        reward = None
+        if outcome.has_reward:
+            if completion is None:
+                completion = last_text(session, turns)
+            reward, outcome = await self._score(completion, task, ctx, outcome)
+        if outcome.kind is OutcomeKind.FAILED:
+            self._report(outcome, task)
+        return Trajectory(
+            row_id=row_id_of(grant),
+            group_id=grant.group_id,
+            slot=grant.slot,
+            epoch=grant.epoch,
+            attempt=grant.attempt,
+            node_id=self._node_id,
+            turns=turns,
+            reward=reward,
+            outcome=outcome,
+            started_at=started_at,
+            ended_at=time.time(),
+        )
+
+    async def _work(self, task: Task, ctx: Context) -> tuple[str | None, Outcome]:
+        """The completion, None for the last answer's text, and how the workflow ended."""
+        limit = asyncio.timeout(self._limit_s)
+        try:
+            workflow = self._workflow(task.workflow or self._facts.workflow)
+            async with limit:
+                returned: Any = await workflow(task, ctx)
+            return _completion(returned, ctx), COMPLETED
+        except (Exception, SystemExit) as error:
+            if limit.expired():
+                return None, OUT_OF_TIME
+            if isinstance(error, EngineError):
+                return None, failed(FailureKind.ENGINE, str(error))
+            is_ours = isinstance(error, WorkflowError)
+            detail = str(error) if is_ours else user_traceback(error)
+            return None, failed(FailureKind.WORKFLOW, detail)
+
+    async def _score(
+        self, completion: str, task: Task, ctx: Context, outcome: Outcome
+    ) -> tuple[float | None, Outcome]:
+        if ctx.given_reward is not None:
+            return ctx.given_reward, outcome
+        result = NO_REWARD
+        if self._scorer is not None:
+            result = await self._scorer.score(completion, task)
+        if isinstance(result, Scored):
+            return result.reward, outcome
+        return None, failed(result.kind, result.detail)
+
+    def _workflow(self, name: str) -> Workflow:
+        workflow = self._workflows.get(name)
+        if workflow is None:
+            workflow = self._workflows[name] = find_workflow(name)
+        return workflow
+
+    def _report(self, outcome: Outcome, task: Task) -> None:
+        self._num_failed += 1
+        if self._num_failed & (self._num_failed - 1) == 0:  # 1, 2, 4, 8, …: a storm stays readable
+            log.warning(
+                "rollout failed",
+                task=task.key,
+                reason=outcome.reason,
+                detail=outcome.detail,
+                num_failed=self._num_failed,
+            )
+
+
+def failed(kind: FailureKind, detail: str) -> Outcome:
+    return Outcome(kind=OutcomeKind.FAILED, reason=kind, detail=shorten(detail))
+
+
+def judge(outcome: Outcome, turns: Sequence[Turn]) -> Outcome:
+    """What the turns say about the end of an attempt whose workflow did not fail."""
+    if not outcome.has_reward:
+        return outcome
+    reached = [turn for turn in turns if turn.reached_agent]
+    if not reached:
+        if outcome is OUT_OF_TIME:
+            return failed(FailureKind.DEADLINE, "time was up before the first model answer")
+        return failed(FailureKind.WORKFLOW, "the workflow ended without any model answer")
+    if outcome is COMPLETED and reached[-1].finish is FinishReason.LENGTH:
+        return OUT_OF_TOKENS
+    return outcome
+
+
+def last_text(session: Session, turns: Sequence[Turn]) -> str:
+    """What the workflow last heard from a model, however it called it."""
+    turn = next(turn for turn in reversed(turns) if turn.reached_agent)
+    return session.renderer(turn.policy).decode_visible(view_ids(turn.sampled_ids).tolist())
+
+
+def _completion(returned: Any, ctx: Context) -> str | None:
+    if returned is None or isinstance(returned, str):
+        return returned
+    if isinstance(returned, (int, float)):
+        ctx.reward(returned)
+        return None
+    raise WorkflowError(
+        f"the workflow returned a {type(returned).__name__}; return the completion as text, "
+        "a number as the reward, or None"
+    )

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a workflow gets: chat with the policies, an address for programs, a place for the reward.
+
+Owns one attempt's view of the gateway. Knows nothing of leases, deliveries or other attempts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.gateway.gateway import Answer, Session
+from penstock.rollout.endpoint import Endpoint
+from penstock.rollout.programs import run_program
+from penstock.types import JsonObject, PolicyName
+
+
+class BoundPolicy:
+    """Chat with one policy; every call is recorded as a turn of this attempt."""
+
+    __slots__ = ("_name", "_session")
+
+    def __init__(self, session: Session, name: PolicyName | None) -> None:
+        self._session = session
+        self._name = name
+
+    async def chat(self, messages: Sequence[JsonObject], **overrides: Any) -> Answer:
+        """One model call. `overrides` are fields of the sampling spec: `temperature=0.7,
+        max_tokens=64`."""
+        return await self._session.chat(messages, policy=self._name, **overrides)
+
+
+class Context:
+    """Lives as long as one attempt."""
+
+    def __init__(self, session: Session, endpoint: Endpoint, *, seed: int) -> None:
+        self.seed = seed
+        """Of this slot: the same for every attempt on every node."""
+        self.given_reward: float | None = None
+        """What `reward()` was last told; None leaves the reward to the run's function."""
+        self._session = session
+        self._endpoint = endpoint
+
+    def policy(self, name: str | None = None) -> BoundPolicy:
+        """The policy of that name; a run with one policy need not name it."""
+        return BoundPolicy(self._session, None if name is None else PolicyName(name))
+
+    @property
+    def base_url(self) -> str:
+        """For any OpenAI client in this or a child process."""
+        return self._endpoint.url
+
+    @property
+    def api_key(self) -> str:
+        """Names this attempt's session: model calls made with it are recorded here."""
+        return self._session.api_key
+
+    def reward(self, value: float) -> None:
+        """Set the reward; the run's reward function is then not asked. The last call counts."""
+        if not math.isfinite(value):
+            raise ValueError(f"a reward is a finite number, not {value}")
+        self.given_reward = float(value)
+
+    async def run_program(
+        self,
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> str:
+        """Run a program whose OpenAI client finds this attempt by itself; returns what it printed.
+
+        Raises WorkflowError when it does not end with 0. It dies, with all it started in its
+        process group, when the attempt ends in any way, and with the node.
+        """
+        # The node's own credentials are none of the program's business.
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")}
+        address = {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+        return await run_program(
+            words, env={**inherited, **address, **(env or {})}, stdin=stdin, timeout_s=timeout_s
+        )

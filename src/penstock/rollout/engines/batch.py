@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows being decoded together: admission, one sampling step for all, retirement, resumption.
+
+Owns spans and stop conditions. Knows no thread, no queue and no model: a decoder turns contexts
+into logits.
+
+Stop strings are looked for in the decoded tail of the answer after each token. The tokens of the
+stop string stay in the answer: they were sampled, so they are trained; hiding them from the agent
+is the gateway's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from penstock.errors import EngineError
+from penstock.gateway.generate import Completion
+from penstock.rollout.engines.base import SpanLog
+from penstock.rollout.engines.sampling import SpecColumns, sample
+from penstock.rollout.engines.snapshot import Snapshot
+from penstock.types import FinishReason, SamplingSpec, Version, log_probs, token_ids
+
+Logits = NDArray[np.float32]
+
+
+class Staged(Protocol):
+    """Weights beside the live ones, checked and ready to swap in."""
+
+    @property
+    def snapshot(self) -> Snapshot: ...
+
+    def apply(self) -> None:
+        """Make them live; called by the decoding thread while no step runs."""
+        ...
+
+
+class Decoder(Protocol):
+    """The model with its rows, in order. Only `stage` is called by other threads than the
+    decoding one."""
+
+    def stage(self, folder: Path) -> Staged:
+        """Raises EngineError and changes nothing if the folder does not fit."""
+        ...
+
+    def join(self, contexts: Sequence[Sequence[int]]) -> Logits:
+        """Append one row per context; the logits that follow each of them."""
+        ...
+
+    def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> Logits:
+        """Keep only `rows`, give each its next token; the logits that follow."""
+        ...
+
+    def clear(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Row:
+    """One answer in the making."""
+
+    prompt_ids: Sequence[int]
+    sampling: SamplingSpec
+    future: asyncio.Future[Completion]
+    """Only read here (is the caller gone?); the engine resolves it in the caller's event loop."""
+    spans: SpanLog
+    limit: int = 0
+    """Most tokens it may have, set on admission."""
+    sampled: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+
+    def complete(self, finish: FinishReason) -> Completion:
+        return Completion(
+            sampled_ids=token_ids(self.sampled),
+            logprobs=log_probs(self.logprobs),
+            spans=self.spans.spans(len(self.sampled)),
+            finish=finish,
+        )
+
+
+Result = tuple[Row, Completion | EngineError]
+
+
+class Batch:
+    def __init__(self, decoder: Decoder) -> None:
+        self.rows: list[Row] = []
+        self.snapshot: Snapshot | None = None
+        self.tokenizer: Tokenizer | None = None
+        self._decoder = decoder
+        self._specs = SpecColumns.of(())
+        self._logits: Logits | None = None
+        """Of each row's next token."""
+
+    def admit(self, row: Row, version: Version) -> EngineError | None:
+        """Prepare a row for `step`, or say why it cannot be decoded."""
+        assert self.snapshot is not None
+        window, vocab_size = self.snapshot.window, self.snapshot.vocab_size
+        room = window - len(row.prompt_ids)
+        if not row.prompt_ids or room < 1:
+            return EngineError(
+                f"prompt of {len(row.prompt_ids)} tokens; the model takes 1 to {window - 1}, so "
+                "that its answer has room: shorten the context"
+            )
+        if min(row.prompt_ids) < 0 or max(row.prompt_ids) >= vocab_size:
+            return EngineError(
+                f"prompt holds ids outside the model's vocabulary of {vocab_size}; "
+                "tokenizer and model of this snapshot do not belong together"
+            )
+        if row.sampling.stop and self.tokenizer is None:
+            return EngineError("stop strings need tokenizer.json in the snapshot; it has none")
+        row.limit = min(row.sampling.max_tokens, room)
+        row.spans.switch(0, version)
+        return None
+
+    def step(self, admitted: list[Row]) -> list[Result]:
+        """Prefill new rows, sample a token for every row, decode once for those that go on."""
+        self._join(admitted)
+        assert self._logits is not None
+        position = np.array([len(row.sampled) for row in self.rows], np.int64)
+        tokens, logprobs = sample(self._logits, self._specs, position)
+        finished: list[Result] = []
+        kept: list[int] = []
+        columns = zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True)
+        for index, (row, token, logprob) in enumerate(columns):
+            row.sampled.append(token)
+            row.logprobs.append(logprob)
+            finish = self._finish(row, token)
+            if finish is not None:
+                finished.append((row, row.complete(finish)))
+            elif not row.future.cancelled():
+                kept.append(index)
+        self._keep(kept, tokens)
+        return finished
+
+    def resume(self, version: Version) -> None:
+        """After a swap: compute all rows again from their own tokens."""
+        self._decoder.clear()
+        self._logits = None
+        if self.rows:
+            contexts = [[*row.prompt_ids, *row.sampled] for row in self.rows]
+            self._logits = self._decoder.join(contexts)
+            for row in self.rows:
+                row.spans.switch(len(row.sampled), version)
+
+    def drop_all(self) -> list[Row]:
+        """Give up every row and say which they were."""
+        rows, self.rows = self.rows, []
+        self._specs = SpecColumns.of(())
+        self._logits = None
+        self._decoder.clear()
+        return rows
+
+    def _join(self, rows: list[Row]) -> None:
+        if not rows:
+            return
+        self.rows.extend(rows)
+        logits = self._decoder.join([row.prompt_ids for row in rows])
+        self._specs = self._specs.join(SpecColumns.of([row.sampling for row in rows]))
+        self._logits = logits if self._logits is None else np.concatenate((self._logits, logits))
+
+    def _keep(self, kept: list[int], tokens: NDArray[np.int64]) -> None:
+        if not kept:
+            self.drop_all()
+            return
+        index = np.array(kept, np.int64)
+        if len(kept) < len(self.rows):
+            self.rows = [self.rows[i] for i in kept]
+            self._specs = self._specs.take(index)
+        self._logits = self._decoder.advance(index, tokens[index])
+
+    def _finish(self, row: Row, token: int) -> FinishReason | None:
+        assert self.snapshot is not None
+        if token in self.snapshot.stop_ids:
+            return FinishReason.STOP
+        if row.sampling.stop and self._has_stop_string(row):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(row.sampled) >= row.limit else None
+
+    def _has_stop_string(self, row: Row) -> bool:
+        assert self.tokenizer is not None
+        # A character is at most four tokens, so this tail holds any stop string that just ended.
+        tail = 4 * max(len(text) for text in row.sampling.stop) + 8
+        text = self.tokenizer.decode(row.sampled[-tail:], skip_special_tokens=True)
+        return any(stop in text for stop in row.sampling.stop)

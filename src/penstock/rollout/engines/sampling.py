@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logits to tokens, for a whole batch at once and without state.
+
+The distribution under a spec is: softmax of logits / temperature, then only the `top_k` likeliest
+tokens, then of those (renormalised) the fewest whose probability reaches `top_p`, renormalised
+again. The recorded log-prob is that of the token under this distribution. Temperature 0 takes the
+likeliest token (the lowest id on a tie), whose log-prob is that of the plain softmax at
+temperature 1: the spec's own distribution has no density to speak of.
+
+The uniform number of a token is a hash of (seed, index in the answer), so a draw depends
+neither on batch mates nor on the order of requests, and an answer resumed at token n continues
+the same stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import EngineError
+from penstock.gateway.seeds import GAMMA, MASK_64
+from penstock.types import SamplingSpec
+
+# B = rows of the batch, V = vocabulary
+MAX_CELLS = 1 << 21
+"""Rows are worked off in blocks of about so many logits, which keeps temporaries in the cache."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SpecColumns:
+    """The sampling specs of a batch, one array per field."""
+
+    temperature_B: Floats
+    top_p_B: Floats
+    top_k_B: Ints
+    seed_B: NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, specs: Sequence[SamplingSpec]) -> SpecColumns:
+        return cls(
+            np.array([spec.temperature for spec in specs], np.float64),
+            np.array([spec.top_p for spec in specs], np.float64),
+            np.array([spec.top_k for spec in specs], np.int64),
+            np.array([spec.seed & MASK_64 for spec in specs], np.uint64),
+        )
+
+    def take(self, rows: Ints | slice) -> SpecColumns:
+        return SpecColumns(*(getattr(self, column.name)[rows] for column in fields(self)))
+
+    def join(self, other: SpecColumns) -> SpecColumns:
+        pairs = ((getattr(self, c.name), getattr(other, c.name)) for c in fields(self))
+        return SpecColumns(*(np.concatenate(pair) for pair in pairs))
+
+
+def uniform(seed_B: NDArray[np.uint64], position_B: Ints) -> Floats:
+    """Numbers in [0, 1) from splitmix64 over (seed, position)."""
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
+        counter = _mix(seed_B) + (position_B.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA)
+        bits = _mix(counter) >> np.uint64(12)
+    return bits.astype(np.float64) * 2.0**-52
+
+
+def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def sample(
+    logits_BV: NDArray[np.float32], specs: SpecColumns, position_B: Ints
+) -> tuple[Ints, NDArray[np.float32]]:
+    """One token per row and its log-prob; `position_B` is each token's index in its answer."""
+    num_rows, vocab_size = logits_BV.shape
+    block = max(1, MAX_CELLS // vocab_size)
+    token_B = np.empty(num_rows, np.int64)
+    logprob_B = np.empty(num_rows, np.float32)
+    uniform_B = uniform(specs.seed_B, position_B)
+    with np.errstate(invalid="ignore"):  # NaN is looked for below
+        for start in range(0, num_rows, block):
+            rows = slice(start, start + block)
+            token_B[rows], logprob_B[rows] = _sample_block(
+                logits_BV[rows].astype(np.float64), specs.take(rows), uniform_B[rows]
+            )
+    if not np.isfinite(logprob_B).all():
+        raise EngineError(
+            "the model's logits are no distribution (NaN or infinite), so the snapshot is broken; "
+            "look at the trainer's loss before this version"
+        )
+    return token_B, logprob_B
+
+
+def _sample_block(logits_BV: Floats, specs: SpecColumns, uniform_B: Floats) -> tuple[Ints, Floats]:
+    is_greedy_B = specs.temperature_B == 0.0
+    divisor_B = np.where(is_greedy_B, 1.0, specs.temperature_B)
+    logprob_BV = _log_softmax(logits_BV / divisor_B[:, None])
+    is_cut_B = ~is_greedy_B & ((specs.top_k_B > 0) | (specs.top_p_B < 1.0))
+    if is_cut_B.any():
+        logprob_BV[is_cut_B] = _truncate(
+            logprob_BV[is_cut_B], specs.top_k_B[is_cut_B], specs.top_p_B[is_cut_B]
+        )
+    cdf_BV = np.exp(logprob_BV).cumsum(axis=1)
+    token_B: Ints = (cdf_BV <= (uniform_B * cdf_BV[:, -1])[:, None]).sum(axis=1)
+    if is_greedy_B.any():
+        token_B = np.where(is_greedy_B, logprob_BV.argmax(axis=1), token_B)
+    token_B = np.minimum(token_B, logits_BV.shape[1] - 1)  # only NaN rows, refused by the caller
+    logprob_B = logprob_BV[np.arange(len(token_B)), token_B]
+    return token_B, np.minimum(logprob_B, 0.0)
+
+
+def _log_softmax(logits_BV: Floats) -> Floats:
+    shifted_BV = logits_BV - logits_BV.max(axis=1, keepdims=True)
+    return shifted_BV - np.log(np.exp(shifted_BV).sum(axis=1, keepdims=True))
+
+
+def _truncate(logprob_BV: Floats, top_k_B: Ints, top_p_B: Floats) -> Floats:
+    vocab_size = logprob_BV.shape[1]
+    order_BV = np.argsort(-logprob_BV, axis=1, kind="stable")
+    sorted_BV = np.take_along_axis(logprob_BV, order_BV, axis=1)
+    kept_k_B = np.where(top_k_B > 0, np.minimum(top_k_B, vocab_size), vocab_size)
+    rank_V = np.arange(vocab_size, dtype=np.int64)
+    sorted_BV = _log_softmax(np.where(np.less(rank_V, kept_k_B[:, None]), sorted_BV, -np.inf))
+    mass_BV = np.exp(sorted_BV).cumsum(axis=1)
+    before_BV = mass_BV - np.exp(sorted_BV)
+    is_kept_BV = np.less(before_BV, top_p_B[:, None]) | np.greater_equal(top_p_B, 1.0)[:, None]
+    sorted_BV = _log_softmax(np.where(is_kept_BV, sorted_BV, -np.inf))
+    result_BV = np.empty_like(sorted_BV)
+    np.put_along_axis(result_BV, order_BV, sorted_BV, axis=1)
+    return result_BV

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that answers from a script: for unit tests and dry runs. It samples nothing, so
+every log-prob is 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from penstock.errors import EngineError
+from penstock.gateway.generate import Completion
+from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
+from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
+from penstock.types import (
+    FinishReason,
+    PolicyName,
+    SamplingSpec,
+    Version,
+    log_probs,
+    token_ids,
+)
+
+Script = Callable[[Sequence[int], SamplingSpec], Sequence[int]]
+
+
+def echo(prompt_ids: Sequence[int], sampling: SamplingSpec) -> Sequence[int]:
+    """The first tokens of the prompt, backwards."""
+    return list(prompt_ids[: sampling.max_tokens])[::-1]
+
+
+class ScriptedEngine:
+    """Answers by a function of prompt and spec, or from a list, one entry per request in order."""
+
+    def __init__(self, script: Script | Sequence[Sequence[int]] = echo) -> None:
+        self._answers = None if callable(script) else iter(script)
+        self._script: Script | None = script if callable(script) else None
+        self._snapshot: Snapshot | None = None
+        self._live: Version | None = None
+        self._is_closed = False
+
+    @property
+    def live(self) -> Version | None:
+        return self._live
+
+    async def load(self, folder: Path, version: Version) -> None:
+        self._snapshot = read_snapshot(folder)
+        self._live = version
+
+    async def __call__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSpec,
+        *,
+        policy: PolicyName,
+        session: str,
+    ) -> Completion:
+        version = live_for(policy, self._live)
+        answer = self._next(prompt_ids, sampling)[: sampling.max_tokens]
+        spans = SpanLog(version)
+        for index in range(len(answer)):
+            await asyncio.sleep(0)  # a decoding step: others run, a swap may happen
+            if self._is_closed:
+                break
+            if self._live != version:
+                version = live_for(policy, self._live)
+                spans.switch(index, version)
+        if self._is_closed:
+            raise EngineError(CLOSED)
+        assert self._snapshot is not None
+        has_ended = len(answer) < sampling.max_tokens or answer[-1] in self._snapshot.stop_ids
+        return Completion(
+            sampled_ids=token_ids(answer),
+            logprobs=log_probs([0.0] * len(answer)),
+            spans=spans.spans(len(answer)),
+            finish=FinishReason.STOP if has_ended else FinishReason.LENGTH,
+        )
+
+    async def close(self) -> None:
+        self._is_closed = True
+
+    def _next(self, prompt_ids: Sequence[int], sampling: SamplingSpec) -> Sequence[int]:
+        if self._script is not None:
+            return self._script(prompt_ids, sampling)
+        assert self._answers is not None
+        answer = next(self._answers, None)
+        if answer is None:
+            raise EngineError("the script has no answer left; give ScriptedEngine a longer list")
+        return answer

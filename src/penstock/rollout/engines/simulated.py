@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine without a model: latencies, lengths and failures from declared distributions, for load
+and scheduling tests.
+
+Everything drawn is a hash of (engine seed, request seed), so a run repeats exactly; only the
+clock is real. Tokens are uniform over the vocabulary. A token belongs to the version that was
+live at the moment it would have been sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+from penstock.errors import EngineError
+from penstock.gateway.generate import Completion
+from penstock.gateway.seeds import derive
+from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
+from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
+from penstock.types import (
+    FinishReason,
+    PolicyName,
+    SamplingSpec,
+    Version,
+    log_probs,
+    token_ids,
+)
+
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How the simulated model behaves."""
+
+    first_token_s: float = 0.0
+    """Median time to the first token."""
+    token_s: float = 0.0
+    """Time between two tokens."""
+    median_tokens: float | None = None
+    """Median length of an answer; None always uses all of `max_tokens`."""
+    spread: float = 0.5
+    """Sigma of the log-normal around both medians; 0 makes them exact."""
+    failure_probability: float = 0.0
+
+
+class SimulatedEngine:
+    def __init__(self, load: Load | None = None, *, seed: int = 0) -> None:
+        self._load = load or Load()
+        self._seed = seed
+        self._history: list[tuple[float, Version]] = []
+        """When each version went live, by the event loop's clock."""
+        self._snapshot: Snapshot | None = None
+        self._pending: set[asyncio.Future[None]] = set()
+        self._is_closed = False
+
+    @property
+    def live(self) -> Version | None:
+        return self._history[-1][1] if self._history else None
+
+    async def load(self, folder: Path, version: Version) -> None:
+        self._snapshot = read_snapshot(folder)
+        self._history.append((asyncio.get_running_loop().time(), version))
+
+    async def __call__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSpec,
+        *,
+        policy: PolicyName,
+        session: str,
+    ) -> Completion:
+        live_for(policy, self.live)
+        if self._is_closed:
+            raise EngineError(CLOSED)
+        assert self._snapshot is not None
+        seed = derive(self._seed, sampling.seed)
+        num_tokens = self._num_tokens(seed, sampling.max_tokens)
+        delay_s = self._lognormal(self._load.first_token_s, derive(seed, 0))
+        first_at = asyncio.get_running_loop().time() + delay_s
+        await self._sleep_until(first_at + self._load.token_s * (num_tokens - 1))
+        if _unit(derive(seed, 2)) < self._load.failure_probability:
+            raise EngineError("simulated failure, as the declared probability demands")
+        vocab_size = self._snapshot.vocab_size
+        ids = [int(_unit(derive(seed, 3 + at)) * vocab_size) for at in range(num_tokens)]
+        return Completion(
+            sampled_ids=token_ids(ids),
+            logprobs=log_probs([-math.log(vocab_size)] * num_tokens),
+            spans=self._spans(first_at, num_tokens).spans(num_tokens),
+            finish=FinishReason.STOP if num_tokens < sampling.max_tokens else FinishReason.LENGTH,
+        )
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for future in self._pending:
+            if not future.done():
+                future.set_exception(EngineError(CLOSED))
+
+    async def _sleep_until(self, when: float) -> None:
+        """One timer per request, not per token: thousands run at once."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_at(when, _finish, future)
+        self._pending.add(future)
+        try:
+            await future
+        finally:
+            self._pending.discard(future)
+            timer.cancel()
+
+    def _num_tokens(self, seed: int, max_tokens: int) -> int:
+        median = self._load.median_tokens
+        if median is None:
+            return max_tokens
+        return min(max_tokens, max(1, round(self._lognormal(median, derive(seed, 1)))))
+
+    def _lognormal(self, median: float, seed: int) -> float:
+        unit = max(_unit(seed), 1e-12)
+        return median * math.exp(self._load.spread * _NORMAL.inv_cdf(unit))
+
+    def _spans(self, first_at: float, num_tokens: int) -> SpanLog:
+        times = [when for when, _ in self._history]
+        at = max(0, bisect_right(times, first_at) - 1)
+        spans = SpanLog(self._history[at][1])
+        for when, version in self._history[at + 1 :]:
+            token_s = self._load.token_s
+            index = math.ceil((when - first_at) / token_s) if token_s else num_tokens
+            if index < num_tokens:
+                spans.switch(index, version)
+        return spans
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _unit(seed: int) -> float:
+    """A 63-bit seed as a number in [0, 1)."""
+    return (seed >> 10) * 2.0**-53

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts of a snapshot folder that every engine needs, read without torch.
+
+Refuses a folder whose tensor files are cut off or whose config is unreadable; the content of
+tensors was verified by digest before it came here.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from penstock.errors import EngineError
+from penstock.types import JsonObject
+
+MAX_HEADER_BYTES = 100 << 20
+DEFAULT_WINDOW = 4096
+DEFAULT_VOCAB = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    stop_ids: frozenset[int]
+    """Ids that end an answer, from generation_config.json, else config.json."""
+    window: int
+    """Most tokens a context may have."""
+    vocab_size: int
+    tensors: tuple[str, ...]
+    """Names of all tensors, sorted."""
+
+
+def read_snapshot(folder: Path) -> Snapshot:
+    config = _read_object(folder / "config.json")
+    generation: JsonObject = {}
+    if (folder / "generation_config.json").exists():
+        generation = _read_object(folder / "generation_config.json")
+    names: list[str] = []
+    for path in tensor_files(folder):
+        names.extend(_read_names(path))
+    return Snapshot(
+        stop_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
+        window=_positive(config, "max_position_embeddings", DEFAULT_WINDOW),
+        vocab_size=_positive(config, "vocab_size", DEFAULT_VOCAB),
+        tensors=tuple(sorted(names)),
+    )
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _read_object(path: Path) -> JsonObject:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise EngineError(f"cannot read {path}: {error}; fetch the snapshot again") from None
+    if not isinstance(value, dict):
+        raise EngineError(f"{path} holds no JSON object; fetch the snapshot again")
+    return cast(JsonObject, value)
+
+
+def _read_names(path: Path) -> list[str]:
+    """Names in a safetensors header, after checking that the file holds all bytes it speaks of."""
+    try:
+        with path.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            if header_bytes > MAX_HEADER_BYTES:
+                raise ValueError(f"header of {header_bytes} bytes")
+            header: dict[str, JsonObject] = json.loads(file.read(header_bytes))
+        header.pop("__metadata__", None)
+        ends = [int(entry["data_offsets"][1]) for entry in header.values()]
+        expected = 8 + header_bytes + max(ends, default=0)
+        found = path.stat().st_size
+        if found != expected:
+            raise ValueError(f"{found} bytes, its header speaks of {expected}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise EngineError(f"{path} is damaged: {error}; fetch the snapshot again") from None
+    return list(header)
+
+
+def _ids(value: Any) -> frozenset[int]:
+    if isinstance(value, int):
+        return frozenset({value})
+    return frozenset(cast(list[int], value)) if isinstance(value, list) else frozenset()
+
+
+def _positive(config: JsonObject, name: str, default: int) -> int:
+    value = config.get(name, default)
+    if not isinstance(value, int) or value < 1:
+        raise EngineError(f"config.json: {name} is {value!r}, not a positive number")
+    return value

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This node as the dataflow knows it: who it is, that it lives, what it serves. Holds no work."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+import structlog
+
+from penstock.dataflow.protocol import (
+    Heartbeat,
+    HeartbeatAnswer,
+    LiveVersion,
+    NodeState,
+    Register,
+    Registered,
+)
+from penstock.errors import Fenced, NotFound, WireError
+from penstock.rollout.orders import StandingOrders
+from penstock.types import NodeId
+
+T = TypeVar("T")
+REJOIN_S = 0.2
+log = structlog.get_logger(__name__)
+
+
+class Members(Protocol):
+    async def register(self, body: Register) -> Registered: ...
+    async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> HeartbeatAnswer: ...
+    async def leave(self, node_id: NodeId, session: str) -> None: ...
+
+
+class Membership:
+    """One life of one node: a session that no other process shares."""
+
+    def __init__(
+        self, calls: Members, orders: StandingOrders, *, node_id: NodeId, capacity: int
+    ) -> None:
+        self.node_id = node_id
+        self.session = secrets.token_hex(8)
+        self._calls = calls
+        self._orders = orders
+        self._capacity = capacity
+        self._live: tuple[LiveVersion, ...] = ()
+        self.ready = asyncio.Event()
+        """Set once every policy has a live version; from then on the node may lease."""
+        self._announced = asyncio.Event()
+
+    @property
+    def live(self) -> tuple[LiveVersion, ...]:
+        return self._live
+
+    def announce(self, live: tuple[LiveVersion, ...], *, is_ready: bool) -> None:
+        """Tell the dataflow at once what is live; `is_ready` when every policy has a version."""
+        self._live = live
+        if is_ready:
+            self.ready.set()
+        self._announced.set()
+
+    async def join(self) -> Registered:
+        registered = await self._calls.register(
+            Register(
+                node_id=self.node_id, session=self.session, capacity=self._capacity, policies=()
+            )
+        )
+        self._orders.follow(registered.orders, registered.weights_url)
+        log.info("joined", node=self.node_id, run=registered.facts.run, capacity=self._capacity)
+        return registered
+
+    async def known(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The call's answer; a service that does not know this node is told again who it is."""
+        while True:
+            try:
+                return await call()
+            except NotFound:
+                log.warning("unknown to the dataflow, joining again", node=self.node_id)
+                await asyncio.sleep(REJOIN_S)
+                await self.join()
+            except Fenced as error:
+                raise Fenced(
+                    f"another process took the place of node {self.node_id}: {error}; "
+                    "this one stops. Give each process a node id of its own"
+                ) from error
+
+    async def beat(self, interval_s: float, num_held: Callable[[], int]) -> None:
+        """consumes: what is live and held · produces: renewed leases, orders
+        waits for: the next beat · woken by: `announce()`"""
+        while True:
+            self._announced.clear()
+            answer = await self.known(
+                lambda: self._calls.heartbeat(self.node_id, self._heartbeat(num_held()))
+            )
+            self._orders.follow(answer.orders, answer.weights_url)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self._announced.wait()
+
+    async def leave(self) -> None:
+        """Say goodbye; a service that is away or forgot us loses nothing by not hearing it."""
+        try:
+            await self._calls.leave(self.node_id, self.session)
+        except WireError as error:
+            log.warning("left without an answer", node=self.node_id, error=str(error))
+
+    def _heartbeat(self, num_held: int) -> Heartbeat:
+        state = NodeState.LIVE if self.ready.is_set() else NodeState.STARTING
+        if self._orders.drained.is_set():
+            state = NodeState.DRAINING
+        return Heartbeat(session=self.session, state=state, live=self._live, num_held=num_held)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout node: lease → run workflow → score → deliver, hundreds at a time in one process.
+
+    dataflow ──orders──► StandingOrders ──wanted──► Loader ──live──► Membership ──beat──► dataflow
+    dataflow ──grants──► Slots ──► Attempts (workflow ► gateway ► engine, Scorer) ──► Outbox
+
+Owns the wiring, the signals and the order of leaving. All it must know of a run comes from the
+dataflow's answer to its registration, so a URL and a token are enough to join.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import zlib
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import structlog
+
+from penstock.dataflow.client import NodeClient
+from penstock.dataflow.protocol import RunFacts
+from penstock.gateway.gateway import Gateway
+from penstock.rollout.attempt import Attempts
+from penstock.rollout.endpoint import Endpoint
+from penstock.rollout.engines import make_engine
+from penstock.rollout.engines.base import Engine
+from penstock.rollout.loader import Fetch, FrontFetch, Loader
+from penstock.rollout.membership import Members, Membership
+from penstock.rollout.orders import StandingOrders
+from penstock.rollout.outbox import Acknowledgements, Deliveries, Outbox
+from penstock.rollout.rewards.scorer import Scorer
+from penstock.rollout.serving import Engines
+from penstock.rollout.slots import Leases, Slots
+from penstock.types import NodeId
+
+CAPACITY = 256
+GRACE_S = 5.0
+FLUSH_S = 10.0
+"""How long a leaving node tries to deliver what it finished; the rest is done again elsewhere."""
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    orders: StandingOrders
+    membership: Membership
+    loader: Loader
+    scorer: Scorer | None
+    slots: Slots
+    outbox: Outbox
+    heartbeat_s: float
+    grace_s: float = GRACE_S
+
+    async def run(self) -> None:
+        """Until drained. A loop that dies takes the node with it, and its error is the node's."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                leasing = tasks.create_task(self.slots.lease(tasks), name="lease")
+                serving = self._serve(tasks)
+                await self.orders.drained.wait()
+                leasing.cancel()
+                await self.slots.finish(self.grace_s)
+                await self._flush()
+                for loop in serving:
+                    loop.cancel()
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+        await self.membership.leave()
+
+    def _serve(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        beat = self.membership.beat(self.heartbeat_s, self.slots.num_held)
+        loops = {"beat": beat, "load": self.loader.run(), "deliver": self.outbox.deliver()}
+        if self.scorer is not None:
+            loops["score"] = self.scorer.run()
+        return [tasks.create_task(loop, name=name) for name, loop in loops.items()]
+
+    async def _flush(self) -> None:
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await self.outbox.at_most(0)
+        except TimeoutError:
+            log.warning("leaving without delivering all", num_undelivered=len(self.outbox))
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error inside nested groups that came first; the others are its consequences."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    group = cast("BaseExceptionGroup[BaseException]", error)
+    return _first(group.exceptions[0])
+
+
+class Dataflow(Members, Leases, Deliveries, Protocol):
+    """All that a node asks of the dataflow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """What lies beyond the node; tests bring their own."""
+
+    dataflow: Dataflow
+    fetch: Fetch
+    make_engine: Callable[[RunFacts], Engine]
+
+
+@asynccontextmanager
+async def build(
+    outside: Outside,
+    acknowledgements: Acknowledgements,
+    *,
+    node_id: NodeId,
+    capacity: int = CAPACITY,
+    grace_s: float = GRACE_S,
+) -> AsyncGenerator[Node]:
+    """Register, and wire the node that the run's facts ask for."""
+    orders = StandingOrders()
+    membership = Membership(outside.dataflow, orders, node_id=node_id, capacity=capacity)
+    registered = await membership.join()
+    facts = registered.facts
+    engines = Engines(facts.policies, lambda: outside.make_engine(facts))
+    gateway = Gateway(engines)
+    endpoint = Endpoint(gateway)
+    scorer = Scorer(facts.reward) if facts.reward else None
+    attempts = Attempts(gateway, endpoint, scorer, facts, node_id)
+    outbox = Outbox(outside.dataflow, membership, acknowledgements)
+    try:
+        yield Node(
+            orders=orders,
+            membership=membership,
+            loader=Loader(orders, membership, engines, gateway, outside.fetch),
+            scorer=scorer,
+            slots=Slots(outside.dataflow, membership, orders, attempts, outbox, capacity=capacity),
+            outbox=outbox,
+            heartbeat_s=registered.heartbeat_s,
+            grace_s=grace_s,
+        )
+    finally:
+        await endpoint.close()
+        await engines.close()
+
+
+async def run_node(
+    url: str,
+    token: str,
+    *,
+    node_id: NodeId,
+    state_dir: Path,
+    acks: Path | None = None,
+    capacity: int | None = None,
+    engine: str | None = None,
+) -> None:
+    """Join the run at `url` and work until it ends, the node is drained, or SIGTERM or SIGINT
+    comes.
+
+    `acks` takes the acknowledged row ids, by default `state_dir/acks.txt`; `engine` overrides the
+    run's engine kind. Returns after an orderly leave; raises what ended the node otherwise.
+    """
+
+    def make(facts: RunFacts) -> Engine:
+        seed = zlib.crc32(node_id.encode())
+        return make_engine(engine or facts.engine, seed=seed, torch_threads=facts.torch_threads)
+
+    client = NodeClient(url, token)
+    fetch = FrontFetch(token, state_dir / "weights")
+    acknowledgements = Acknowledgements(acks or state_dir / "acks.txt")
+    outside = Outside(dataflow=client, fetch=fetch, make_engine=make)
+    try:
+        async with build(
+            outside, acknowledgements, node_id=node_id, capacity=capacity or CAPACITY
+        ) as node:
+            with _told_by_signals(node.orders.drain):
+                await node.run()
+    finally:
+        acknowledgements.close()
+        await fetch.close()
+        await client.close()
+
+
+@contextmanager
+def _told_by_signals(drain: Callable[[], None]) -> Generator[None]:
+    """The first SIGTERM or SIGINT drains; a second one finds the default handler and kills."""
+    loop = asyncio.get_running_loop()
+    kinds = (signal.SIGTERM, signal.SIGINT)
+
+    def told() -> None:
+        for kind in kinds:
+            loop.remove_signal_handler(kind)
+        drain()
+
+    for kind in kinds:
+        pass
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            loop.remove_signal_handler(kind)

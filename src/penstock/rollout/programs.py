@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""External programs of a workflow: started in a process group of their own, never outliving who
+asked for them.
+
+Input and output are files, not pipes: a grandchild that keeps a pipe open cannot hold anybody up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from penstock.errors import WorkflowError
+from penstock.rollout.functions import shorten
+
+TETHER = str(Path(__file__).with_name("tether.py"))
+MAX_OUTPUT_BYTES = 1 << 20
+
+
+async def run_program(
+    words: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdin: bytes = b"",
+    timeout_s: float | None = None,
+) -> str:
+    """Its standard output (the last MiB). WorkflowError when it does not start, or end in time, or
+    end with code 0.
+
+    The program dies with this node, and its whole group at the end, at cancellation and at the
+    deadline.
+    """
+    with (
+        tempfile.TemporaryFile() as source,
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):
+        source.write(stdin)
+        source.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", TETHER, str(os.getpid()), *words),
+            stdin=source,
+            stdout=out,
+            stderr=err,
+            env=env,
+            start_new_session=True,
+        )
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                code = await process.wait()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise WorkflowError(
+                f"`{shlex.join(words)}` was killed after {timeout_s:g} s: {_tail(err, 1500)}"
+            ) from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if code != 0:
+            raise WorkflowError(
+                shorten(f"`{shlex.join(words)}` ended with code {code}: {_tail(err, 1500)}")
+            )
+        return _tail(out, MAX_OUTPUT_BYTES)
+
+
+def _tail(file: IO[bytes], num_bytes: int) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - num_bytes))
+    return file.read().decode(errors="replace").strip()

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a node and its reward worker say to each other: length-prefixed msgpack frames over two
+pipes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from penstock.types import JsonObject
+
+PREFIX_BYTES = 4
+MAX_FRAME_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    completions: list[str]
+    payloads: list[JsonObject]
+    """The task's payload of each completion; its keys become columns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreAnswer:
+    """Also the worker's first word after its import: no values, and the error if there was one."""
+
+    values: list[float | str] = field(default_factory=list[float | str])
+    """One per completion: its reward, or a description of what the function returned instead."""
+    error: str = ""
+    """The user's traceback when the function raised, or what is wrong with its result as a whole.
+    """
+
+
+def pack(message: ScoreRequest | ScoreAnswer) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(PREFIX_BYTES, "little") + body
+
+
+def frame_bytes(prefix: bytes) -> int:
+    return int.from_bytes(prefix, "little")
+
+
+def unpack_request(body: bytes) -> ScoreRequest:
+    return _request.decode(body)
+
+
+def unpack_answer(body: bytes) -> ScoreAnswer:
+    return _answer.decode(body)
+
+
+_request = msgspec.msgpack.Decoder(ScoreRequest)
+_answer = msgspec.msgpack.Decoder(ScoreAnswer)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completions in, `Scored | Failed` out: batches for a reward function that may hang, raise, crash
+or babble.
+
+A batch has a deadline, kept by killing its process. A batch of several that fails in any way is
+tried again one completion at a time, once, so only the culprits fail. Failure is never a number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from penstock.errors import RewardError
+from penstock.rollout.functions import shorten
+from penstock.rollout.rewards.frames import ScoreAnswer, ScoreRequest
+from penstock.rollout.rewards.process import WorkerProcess
+from penstock.types import FailureKind, Task
+
+MAX_BATCH = 256
+DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    kind: FailureKind
+    """`reward` or `reward_deadline`."""
+    detail: str
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Item:
+    completion: str
+    task: Task
+    result: asyncio.Future[Scored | Failed]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Queue:
+    fresh: deque[_Item] = field(default_factory=deque["_Item"])
+    suspects: deque[_Item] = field(default_factory=deque["_Item"])
+    """Members of a batch that failed; each is tried alone."""
+    is_suspects_turn: bool = False
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self) -> list[_Item]:
+        """A batch of fresh completions and single suspects in turn, so neither waits for the
+        other's end."""
+        use_suspect = bool(self.suspects) and (self.is_suspects_turn or not self.fresh)
+        self.is_suspects_turn = not use_suspect
+        if use_suspect:
+            return [self.suspects.popleft()]
+        return [self.fresh.popleft() for _ in range(min(MAX_BATCH, len(self.fresh)))]
+
+
+class Scorer:
+    """One reward function behind `num_workers` processes."""
+
+    def __init__(
+        self, function: str, *, num_workers: int = 1, deadline_s: float = DEADLINE_S
+    ) -> None:
+        self._function = function
+        self._num_workers = num_workers
+        self._deadline_s = deadline_s
+        self._queue = _Queue()
+
+    async def score(self, completion: str, task: Task) -> Scored | Failed:
+        result = asyncio.get_running_loop().create_future()
+        self._queue.fresh.append(_Item(completion=completion, task=task, result=result))
+        self._queue.filled.set()
+        return await result
+
+    async def run(self) -> None:
+        """Serve until cancelled. A function that cannot even be imported ends this, and with it the
+        node."""
+        async with asyncio.TaskGroup() as workers:
+            for number in range(self._num_workers):
+                workers.create_task(self._work(), name=f"reward-{number}")
+
+    async def _work(self) -> None:
+        """consumes: completions · produces: the result of each
+        waits for: a completion, then its worker or the deadline · woken by: `score()`"""
+        worker = WorkerProcess(self._function)
+        await worker.start()
+        try:
+            while True:
+                await self._queue.filled.wait()
+                await asyncio.sleep(0)  # those that finish in the same turn of the loop come along
+                items = [item for item in self._queue.take() if not item.result.done()]
+                if not (self._queue.fresh or self._queue.suspects):
+                    self._queue.filled.clear()
+                if items:
+                    await self._settle(worker, items)
+        finally:
+            await worker.kill()
+
+    async def _settle(self, worker: WorkerProcess, items: list[_Item]) -> None:
+        request = ScoreRequest(
+            completions=[item.completion for item in items],
+            payloads=[item.task.payload for item in items],
+        )
+        try:
+            answer = await worker.ask(request, self._deadline_s)
+        except TimeoutError:
+            detail = f"took longer than {self._deadline_s:g} s and was killed"
+            self._fail(items, FailureKind.REWARD_DEADLINE, detail)
+        except RewardError as error:
+            self._fail(items, FailureKind.REWARD, str(error))
+        else:
+            self._accept(items, answer)
+
+    def _accept(self, items: list[_Item], answer: ScoreAnswer) -> None:
+        if answer.error or len(answer.values) != len(items):
+            self._fail(items, FailureKind.REWARD, answer.error or "answered another batch")
+            return
+        for item, value in zip(items, answer.values, strict=True):
+            if isinstance(value, float) and math.isfinite(value):
+                _tell(item, Scored(reward=value))
+            else:
+                what = f"returned {value}; return one finite number per completion"
+                _tell(item, self._failed(item, FailureKind.REWARD, what))
+
+    def _fail(self, items: list[_Item], kind: FailureKind, detail: str) -> None:
+        if len(items) == 1:
+            _tell(items[0], self._failed(items[0], kind, detail))
+            return
+        self._queue.suspects.extend(items)
+        self._queue.filled.set()
+
+    def _failed(self, item: _Item, kind: FailureKind, detail: str) -> Failed:
+        where = f"reward {self._function}, task {item.task.key}"
+        return Failed(kind=kind, detail=shorten(f"{where}: {detail}"))
+
+
+def _tell(item: _Item, result: Scored | Failed) -> None:
+    if not item.result.done():  # the rollout may have been cancelled meanwhile
+        item.result.set_result(result)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One reward function in a process of its own: `python -m penstock.rollout.rewards.worker
+MODULE:FUNCTION PARENT_PID`.
+
+Owns the calling convention (TRL's): `reward(completions, **columns) -> list of numbers`, sync or
+async. Columns are lists taken from the task payloads, plus `prompts` when payloads have a `prompt`.
+A function without `**kwargs` gets only the columns it names. Judges nothing: the node does.
+
+Imports no more than it needs: a killed worker must be back within a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
+from typing import Any, BinaryIO, cast
+
+from penstock.errors import ConfigError
+from penstock.rollout.functions import load_function, user_traceback
+from penstock.rollout.rewards.frames import (
+    PREFIX_BYTES,
+    ScoreAnswer,
+    ScoreRequest,
+    frame_bytes,
+    pack,
+    unpack_request,
+)
+from penstock.rollout.tether import die_with
+from penstock.types import JsonObject
+
+
+def columns_of(payloads: Sequence[JsonObject]) -> dict[str, list[Any]]:
+    """Payloads turned on their side; a key that some lack is None there."""
+    names = dict.fromkeys(name for payload in payloads for name in payload)
+    columns = {name: [payload.get(name) for payload in payloads] for name in names}
+    if "prompt" in columns:
+        columns.setdefault("prompts", columns["prompt"])
+    columns.pop("completions", None)
+    return columns
+
+
+def wanted_columns(function: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return columns
+    return {p.name: columns[p.name] for p in parameters if p.name in columns}
+
+
+def score(function: Callable[..., Any], request: ScoreRequest) -> ScoreAnswer:
+    try:
+        columns = wanted_columns(function, columns_of(request.payloads))
+        returned: Any = function(completions=request.completions, **columns)
+        if inspect.isawaitable(returned):
+            returned = _finish(returned)
+        return _answer(returned, len(request.completions))
+    except (Exception, SystemExit) as error:
+        return ScoreAnswer(error=user_traceback(error))
+
+
+def _finish(awaitable: Awaitable[Any]) -> Any:
+    """Run an async function's answer in the one loop of this process, which clients it keeps may
+    hold on to."""
+    return _runner().run(_awaited(awaitable))
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+@cache
+def _runner() -> Any:
+    import asyncio  # a third of the start-up time, and most functions are not async
+
+    return asyncio.Runner()
+
+
+def _answer(returned: Any, num_completions: int) -> ScoreAnswer:
+    try:
+        values = list(cast("Sequence[Any]", returned))
+    except TypeError:
+        return ScoreAnswer(error=f"returned {_describe(returned)} instead of a list of numbers")
+    if len(values) != num_completions:
+        return ScoreAnswer(
+            error=f"returned {len(values)} values for {num_completions} completions; "
+            "return one number per completion, in their order"
+        )
+    return ScoreAnswer(values=[_number(value) for value in values])
+
+
+def _number(value: Any) -> float | str:
+    if value is None or isinstance(value, (str, bytes)):
+        return _describe(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return _describe(value)
+    return number if math.isfinite(number) else _describe(number)
+
+
+def _describe(value: Any) -> str:
+    return "None" if value is None else f"{str(value)[:80]!r} ({type(value).__name__})"
+
+
+def take_channel() -> tuple[BinaryIO, BinaryIO]:
+    """Move the frames to private descriptors; from here on `print` goes to the log and `input` ends
+    at once."""
+    requests, answers = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return os.fdopen(requests, "rb"), os.fdopen(answers, "wb")
+
+
+def read_request(requests: BinaryIO) -> ScoreRequest | None:
+    """The next batch; None when the node closed the pipe."""
+    prefix = requests.read(PREFIX_BYTES)
+    if len(prefix) < PREFIX_BYTES:
+        return None
+    return unpack_request(requests.read(frame_bytes(prefix)))
+
+
+def main() -> None:
+    die_with(int(sys.argv[2]))
+    requests, answers = take_channel()
+
+    def say(answer: ScoreAnswer) -> None:
+        answers.write(pack(answer))
+        answers.flush()
+
+    try:
+        function = load_function(sys.argv[1])
+    except ConfigError as error:
+        say(ScoreAnswer(error=str(error)))
+        return
+    say(ScoreAnswer())
+    while (request := read_request(requests)) is not None:
+        say(score(function, request))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leased slots and the tasks that fill them. Asks for as many as are free, few large leases instead
+of many small."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from functools import partial
+from typing import Protocol
+
+from penstock.dataflow.protocol import Grant, LeaseAnswer, LeaseRequest
+from penstock.rollout.attempt import row_id_of
+from penstock.rollout.membership import Membership
+from penstock.rollout.orders import StandingOrders
+from penstock.rollout.outbox import Outbox
+from penstock.types import RowId, Task, Trajectory
+
+WAIT_S = 10.0
+PAUSE_S = 0.05
+"""After an answer without work: it came early because orders changed, so give them a moment."""
+
+
+class Leases(Protocol):
+    async def lease(self, body: LeaseRequest) -> LeaseAnswer: ...
+
+
+class Attempt(Protocol):
+    async def run(self, grant: Grant, task: Task) -> Trajectory: ...
+
+
+class Slots:
+    def __init__(
+        self,
+        calls: Leases,
+        membership: Membership,
+        orders: StandingOrders,
+        attempts: Attempt,
+        outbox: Outbox,
+        *,
+        capacity: int,
+    ) -> None:
+        self._calls = calls
+        self._membership = membership
+        self._orders = orders
+        self._attempts = attempts
+        self._outbox = outbox
+        self._capacity = capacity
+        self._running: dict[RowId, asyncio.Task[None]] = {}
+        self._freed = asyncio.Event()
+
+    def num_held(self) -> int:
+        return len(self._running) + len(self._outbox)
+
+    async def lease(self, tasks: asyncio.TaskGroup) -> None:
+        """consumes: free slots · produces: one task per grant
+        waits for: a live version, a quarter of the capacity free, work
+        woken by: `Membership.announce()`, the end of a slot"""
+        await self._membership.ready.wait()
+        while True:
+            await self._room()
+            request = LeaseRequest(
+                request_id=secrets.token_hex(8),
+                node_id=self._membership.node_id,
+                session=self._membership.session,
+                max_slots=self._capacity - len(self._running),
+                wait_s=WAIT_S,
+                live=self._membership.live,
+            )
+            answer = await self._membership.known(partial(self._calls.lease, request))
+            self._orders.follow(answer.orders)
+            for grant in answer.grants:
+                filling = tasks.create_task(self._fill(grant, answer.tasks[grant.task]))
+                self._running[row_id_of(grant)] = filling
+            if not answer.grants:
+                await asyncio.sleep(PAUSE_S)
+
+    async def finish(self, grace_s: float) -> None:
+        """Let running slots end within the grace period; hand back the rest."""
+        held = dict(self._running)
+        if held:
+            await asyncio.wait(held.values(), timeout=grace_s)
+        late = {row_id: task for row_id, task in held.items() if not task.done()}
+        for row_id, task in late.items():
+            task.cancel()
+            self._outbox.release(row_id)
+        await asyncio.gather(*late.values(), return_exceptions=True)
+        self._running.clear()
+
+    async def _room(self) -> None:
+        await self._outbox.at_most(self._capacity)
+        while self._capacity - len(self._running) < max(1, self._capacity // 4):
+            self._freed.clear()
+            await self._freed.wait()
+
+    async def _fill(self, grant: Grant, task: Task) -> None:
+        try:
+            self._outbox.put(await self._attempts.run(grant, task))
+        finally:
+            self._running.pop(row_id_of(grant), None)
+            self._freed.set()

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program as the workflow: it gets the task, calls the model over HTTP, and prints its
+completion.
+
+The task's payload stands as JSON in PENSTOCK_TASK and on standard input, the slot's seed in
+PENSTOCK_SEED; OPENAI_BASE_URL and OPENAI_API_KEY lead to the model. The last line it prints is the
+completion that the reward sees; when it prints nothing, the text of its last model answer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from penstock.rollout.context import Context
+from penstock.types import Task
+from penstock.wire.codec import encode_json
+
+MAX_ENV_BYTES = 100_000
+"""Linux takes at most 128 KiB per variable; a larger task is only on standard input."""
+
+
+def command(words: Sequence[str]) -> Callable[[Task, Context], Awaitable[str | None]]:
+    async def run(task: Task, ctx: Context) -> str | None:
+        payload = encode_json(task.payload)
+        env = {"PENSTOCK_SEED": str(ctx.seed)}
+        if len(payload) <= MAX_ENV_BYTES:
+            env["PENSTOCK_TASK"] = payload.decode()
+        printed = await ctx.run_program(words, env=env, stdin=payload)
+        return printed.splitlines()[-1] if printed else None
+
+    return run

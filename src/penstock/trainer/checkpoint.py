@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: what a trainer resumes from, with the cursor inside.
+
+`step_N/` is an ordinary Hugging Face folder with two more files: the learner's other state as
+safetensors, and `trainer.json` with the cursor and the BLAKE3 of every other file. That one is
+written last, in a hidden folder that is renamed when all of it is on disk; a folder without it, or
+one that does not fit its digests, does not count, and the next older one does.
+
+Owns these folders. Reads only files whose digest it has checked, and unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+from blake3 import blake3
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.errors import BadRequest
+from penstock.trainer.models import WEIGHTS
+from penstock.wire.codec import JSON, decode, encode_json
+
+OPTIMIZER = "optimizer.safetensors"
+STATE = "trainer.json"
+NUM_KEPT = 2
+_NAME = re.compile(r"step_(\d+)")
+_HIDDEN = ".writing-"
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """Where in its data a trainer stands."""
+
+    number: int
+    """Version number: batches that changed the weights."""
+    seq: int
+    """The last batch inside, trained or skipped."""
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """`trainer.json`."""
+
+    policy: str
+    cursor: Cursor
+    config_digest: str
+    files: dict[str, str]
+    """BLAKE3 of each other file, by name."""
+    format: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete one, its digests checked when it was found or written."""
+
+    folder: Path
+    state: TrainerState
+
+    @property
+    def cursor(self) -> Cursor:
+        return self.state.cursor
+
+    def read_state(self) -> dict[str, Tensor]:
+        return load_file(self.folder / OPTIMIZER)
+
+
+class Checkpoints:
+    """The checkpoints of one policy in one folder, at most `NUM_KEPT` of them."""
+
+    def __init__(self, root: Path, *, policy: str, config_digest: str, every: int) -> None:
+        self._root = root
+        self._policy = policy
+        self._config_digest = config_digest
+        self._every = every
+        self._complete: list[Checkpoint] = []
+
+    @property
+    def last(self) -> Checkpoint:
+        """The newest complete one; there is one once `newest` found or `save` wrote it."""
+        return self._complete[-1]
+
+    @property
+    def retained(self) -> tuple[tuple[int, int], ...]:
+        """(number, seq) of each complete checkpoint, oldest first."""
+        return tuple((one.cursor.number, one.cursor.seq) for one in self._complete)
+
+    def newest(self) -> Checkpoint | None:
+        """Read the folder anew; the newest complete checkpoint wins."""
+        found = [self._read(folder) for _, folder in sorted(_numbered(self._root))]
+        self._complete = [one for one in found if one is not None]
+        return self._complete[-1] if self._complete else None
+
+    def is_due(self, cursor: Cursor) -> bool:
+        return cursor.number >= self.last.cursor.number + self._every
+
+    def save(
+        self,
+        cursor: Cursor,
+        *,
+        weights: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        static: Sequence[Path],
+    ) -> Checkpoint:
+        """Make this state durable; complete when this returns, never half visible."""
+        if self._complete and self._complete[-1].cursor.number == cursor.number:
+            self._complete[-1] = _move_cursor(self._complete[-1], cursor)
+            return self._complete[-1]
+        self._root.mkdir(parents=True, exist_ok=True)
+        _remove(path for path in self._root.glob(f"{_HIDDEN}*"))
+        hidden = self._root / f"{_HIDDEN}{secrets.token_hex(4)}"
+        hidden.mkdir()
+        for path in static:
+            shutil.copyfile(path, hidden / path.name)
+        save_file(dict(weights), hidden / WEIGHTS, metadata={"format": "pt"})
+        save_file(dict(state), hidden / OPTIMIZER)
+        files = {path.name: _digest(path) for path in sorted(hidden.iterdir())}
+        for name in files:
+            _sync(hidden / name)
+        described = TrainerState(
+            policy=self._policy,
+            cursor=cursor,
+            config_digest=self._config_digest,
+            files=files,
+        )
+        _write_state(hidden, described)
+        folder = self._root / f"step_{cursor.number}"
+        # What stands at this number or beyond is damaged or of a trainer that was replaced.
+        _remove(path for number, path in _numbered(self._root) if number >= cursor.number)
+        hidden.rename(folder)
+        _sync(self._root)
+        self._complete.append(Checkpoint(folder=folder, state=described))
+        self._prune()
+        return self._complete[-1]
+
+    def _prune(self) -> None:
+        self._complete = self._complete[-NUM_KEPT:]
+        kept = {one.folder for one in self._complete}
+        _remove(path for _, path in _numbered(self._root) if path not in kept)
+
+    def _read(self, folder: Path) -> Checkpoint | None:
+        try:
+            state = decode((folder / STATE).read_bytes(), TrainerState, media_type=JSON)
+            wrong = next(
+                (name for name, digest in state.files.items() if _digest(folder / name) != digest),
+                None,
+            )
+        except (OSError, BadRequest) as error:
+            _log.warning("checkpoint passed over", folder=str(folder), why=str(error))
+            return None
+        if wrong is not None or state.policy != self._policy:
+            why = f"{wrong} is damaged" if wrong else f"it is of policy {state.policy}"
+            _log.warning("checkpoint passed over", folder=str(folder), why=why)
+            return None
+        if state.config_digest != self._config_digest:
+            _log.warning("checkpoint of another config", folder=str(folder))
+        return Checkpoint(folder=folder, state=state)
+
+
+def _move_cursor(known: Checkpoint, cursor: Cursor) -> Checkpoint:
+    """Batches skipped since change nothing but the cursor."""
+    if known.cursor == cursor:
+        return known
+    state = replace(known.state, cursor=cursor)
+    _write_state(known.folder, state)
+    return Checkpoint(folder=known.folder, state=state)
+
+
+def _write_state(folder: Path, state: TrainerState) -> None:
+    temporary = folder / f".{STATE}"
+    temporary.write_text(json.dumps(json.loads(encode_json(state)), indent=2) + "\n")
+    _sync(temporary)
+    temporary.rename(folder / STATE)
+    _sync(folder)
+
+
+def _numbered(root: Path) -> list[tuple[int, Path]]:
+    if not root.is_dir():
+        return []
+    matches = ((_NAME.fullmatch(path.name), path) for path in root.iterdir())
+    return [(int(match[1]), path) for match, path in matches if match]
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in list(folders):
+        shutil.rmtree(folder)
+
+
+def _digest(path: Path) -> str:
+    return blake3().update_mmap(path).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's loop: batches in, versions out.
+
+Owns the order of calls that makes training exactly-once: commit before publish, publish before the
+next batch, the cursor inside the checkpoint. A crash at any point loses nothing: the next life
+restores the newest checkpoint, takes a new incarnation at its cursor, and the same sealed batches
+come again.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import structlog
+
+from penstock.dataflow.protocol import (
+    BatchAnswer,
+    BatchRequest,
+    CheckpointsRequest,
+    CommitRequest,
+    IncarnationAnswer,
+    IncarnationRequest,
+    PolicyState,
+    PublishRequest,
+    RowsAnswer,
+)
+from penstock.errors import Conflict, StoreError
+from penstock.observe.metrics import MetricsFile
+from penstock.trainer.batches import Batch, assemble
+from penstock.trainer.checkpoint import Checkpoints
+from penstock.trainer.learner import Learner, Stats
+from penstock.trainer.snapshots import Snapshots, weights_of
+from penstock.types import PolicyName
+
+_log = structlog.get_logger(__name__)
+
+
+class Batches(Protocol):
+    """Sealed batches and what became of them."""
+
+    def batch(self, body: BatchRequest) -> BatchAnswer: ...
+
+    def rows(self, policy: PolicyName, seq: int, rank: int = 0, of: int = 1) -> RowsAnswer: ...
+
+    def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None: ...
+
+
+class Versions(Protocol):
+    """Who trains a policy, and what it has published."""
+
+    def state(self, policy: PolicyName) -> PolicyState: ...
+
+    def incarnate(self, policy: PolicyName, body: IncarnationRequest) -> IncarnationAnswer: ...
+
+    def publish(self, policy: PolicyName, body: PublishRequest) -> None: ...
+
+    def checkpoints(self, policy: PolicyName, body: CheckpointsRequest) -> None: ...
+
+
+class Dataflow(Batches, Versions, Protocol):
+    """All that a trainer asks of the dataflow."""
+
+
+class Trainer:
+    """One life of one policy's trainer."""
+
+    def __init__(
+        self,
+        *,
+        policy: PolicyName,
+        learner: Learner,
+        dataflow: Dataflow,
+        snapshots: Snapshots,
+        checkpoints: Checkpoints,
+        metrics: MetricsFile,
+    ) -> None:
+        self._policy = policy
+        self._learner = learner
+        self._dataflow = dataflow
+        self._snapshots = snapshots
+        self._checkpoints = checkpoints
+        self._metrics = metrics
+        self._cursor = checkpoints.last.cursor
+        self._seconds: dict[str, float] = {}
+
+    def run(self) -> None:
+        """consumes: sealed batches · produces: commits, versions, checkpoints
+        waits for: the next batch · ends: when no batch will follow, or when it is fenced"""
+        self._take_over()
+        self._publish()
+        for batch in self._batches():
+            stats = self._learner.step(batch)
+            self._commit(batch, stats)
+            if stats.skipped is None:
+                self._publish()
+            if self._checkpoints.is_due(self._cursor):
+                self._save()
+        self._save()
+
+    def _take_over(self) -> None:
+        """Become the policy's one trainer, forking at the cursor of the restored checkpoint."""
+        while True:
+            known = self._dataflow.state(self._policy).incarnation
+            request = IncarnationRequest(
+                request_id=secrets.token_hex(16),
+                expected=known,
+                number=self._cursor.number,
+                seq=self._cursor.seq,
+            )
+            try:
+                answer = self._dataflow.incarnate(self._policy, request)
+                break
+            except Conflict as error:
+                if self._dataflow.state(self._policy).incarnation == known:
+                    raise StoreError(
+                        f"{self._policy}: the ledger refuses to go on from the checkpoint at "
+                        f"number {request.number}, batch {request.seq}: {error}"
+                    ) from error
+        self._cursor = replace(self._cursor, incarnation=answer.incarnation)
+        self._snapshots.remove_others()
+        self._name_checkpoints()
+        _log.info(
+            "trainer took over",
+            policy=self._policy,
+            incarnation=answer.incarnation,
+            number=self._cursor.number,
+            seq=self._cursor.seq,
+            steps=answer.steps,
+        )
+
+    def _batches(self) -> Iterator[Batch]:
+        """Each sealed batch after the cursor, until there is no more."""
+        asked_at = time.perf_counter()
+        while True:
+            request = BatchRequest(
+                consumer=self._policy,
+                seq=self._cursor.seq + 1,
+                incarnation=self._cursor.incarnation,
+            )
+            answer = self._dataflow.batch(request)
+            if answer.checkpoint_now:
+                self._save()
+            if answer.end:
+                return
+            if answer.manifest is None:
+                continue
+            came_at = time.perf_counter()
+            rows = self._dataflow.rows(self._policy, request.seq).rows
+            batch = assemble(answer.manifest, rows, self._policy, self._learner.vocab_size)
+            self._seconds["wait"] = came_at - asked_at
+            self._seconds["read"] = time.perf_counter() - came_at
+            yield batch
+            asked_at = time.perf_counter()
+
+    def _commit(self, batch: Batch, stats: Stats) -> None:
+        trained = stats.skipped is None
+        cursor = replace(
+            self._cursor, seq=batch.seq, number=self._cursor.number + (1 if trained else 0)
+        )
+        seconds = {f"seconds/{what}": value for what, value in self._seconds.items()}
+        values = {**stats.values, **seconds}
+        values["seconds"] = values["seconds/read"] + values["seconds/train"]
+        body = CommitRequest(
+            incarnation=cursor.incarnation,
+            number=cursor.number,
+            skipped=stats.skipped or "",
+            stats=values,
+        )
+        self._dataflow.commit(self._policy, batch.seq, body)
+        self._cursor = cursor
+        self._metrics.append(
+            {
+                "policy": self._policy,
+                "number": cursor.number,
+                "seq": cursor.seq,
+                "incarnation": cursor.incarnation,
+                "skipped": body.skipped,
+                **values,
+            }
+        )
+        if not trained:
+            _log.warning("batch skipped", policy=self._policy, seq=batch.seq, why=body.skipped)
+
+    def _publish(self) -> None:
+        started = time.perf_counter()
+        stored = self._snapshots.put(weights_of(self._learner.model), self._cursor.number)
+        body = PublishRequest(
+            incarnation=self._cursor.incarnation,
+            number=self._cursor.number,
+            manifest_digest=stored.manifest_digest,
+            weights_digest=stored.weights_digest,
+        )
+        self._dataflow.publish(self._policy, body)
+        self._seconds["publish"] = time.perf_counter() - started
+
+    def _save(self) -> None:
+        if self._checkpoints.last.cursor == self._cursor:
+            return
+        started = time.perf_counter()
+        self._checkpoints.save(
+            self._cursor,
+            weights=weights_of(self._learner.model),
+            state=self._learner.state_tensors(),
+            static=self._snapshots.static,
+        )
+        self._name_checkpoints()
+        self._seconds["checkpoint"] = time.perf_counter() - started
+
+    def _name_checkpoints(self) -> None:
+        """Tell the ledger what could be restored, so that it keeps the rows after the oldest."""
+        body = CheckpointsRequest(
+            incarnation=self._cursor.incarnation, retained=self._checkpoints.retained
+        )
+        self._dataflow.checkpoints(self._policy, body)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities under a sampling spec, and the clipped policy loss. Pure functions of tensors.
+
+The ratio is taken against the behaviour policy: the log-probs the engine recorded when it sampled.
+They cost no second forward pass, stay right over several updates of one batch, and bound the
+distance from what was sampled, which with a staleness bound of a few versions is the trust region
+that matters. The price: a mismatch between engine and trainer counts as a change of policy; it is
+reported apart, as `mismatch`.
+
+K = trained tokens, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_NEVER = -1e30
+"""Logit of a token outside the kept set; finite, so that 0 · log 0 is 0 and no gradient is NaN."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """What the loss is made of."""
+
+    epsilon: float
+    """Clips the ratio below at 1 - epsilon."""
+    epsilon_high: float
+    """Clips the ratio above at 1 + epsilon_high."""
+    entropy_coef: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truncation:
+    """The kept part of the vocabulary, by token."""
+
+    top_k_K: Tensor
+    """0 keeps all."""
+    top_p_K: Tensor
+
+
+def spec_log_softmax(
+    logits_KV: Tensor, targets_K: Tensor, temperature_K: Tensor | None, kept: Truncation | None
+) -> Tensor:
+    """Log-probabilities over the vocabulary under each token's sampling spec.
+
+    Temperature, then top-k, then top-p. The token that was sampled is always kept: weights that
+    moved since may have pushed it out, and its ratio must stay a number.
+    """
+    if temperature_K is not None:
+        logits_KV = logits_KV / temperature_K[:, None]
+    if kept is not None:
+        outside_KV = _outside(logits_KV.detach(), kept)
+        outside_KV.scatter_(1, targets_K[:, None], False)
+        logits_KV = logits_KV.masked_fill(outside_KV, _NEVER)
+    return torch.log_softmax(logits_KV, dim=-1)
+
+
+def _outside(logits_KV: Tensor, kept: Truncation) -> Tensor:
+    """True for the tokens that top-k, then top-p over what is left, take away."""
+    num_tokens = logits_KV.shape[1]
+    sorted_KV, order_KV = logits_KV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(num_tokens, device=logits_KV.device)
+    top_k_K = torch.where(kept.top_k_K > 0, kept.top_k_K, num_tokens)
+    beyond_KV = rank_V[None, :] >= top_k_K[:, None]
+    probs_KV = sorted_KV.masked_fill(beyond_KV, _NEVER).softmax(dim=-1)
+    before_KV = probs_KV.cumsum(dim=-1) - probs_KV
+    is_cut_K = kept.top_p_K < 1
+    beyond_KV |= is_cut_K[:, None] & (before_KV >= kept.top_p_K[:, None])
+    return torch.zeros_like(beyond_KV).scatter_(1, order_KV, beyond_KV)
+
+
+def entropy(logprobs_KV: Tensor) -> Tensor:
+    """Of each token's distribution, in nats."""
+    return -(logprobs_KV.exp() * logprobs_KV).sum(dim=-1)
+
+
+def clipped_loss(log_ratio_K: Tensor, advantages_K: Tensor, spec: LossSpec) -> Tensor:
+    """PPO's clipped objective by token, to be minimised."""
+    ratio_K = log_ratio_K.exp()
+    bounded_K = ratio_K.clamp(1 - spec.epsilon, 1 + spec.epsilon_high)
+    return -torch.minimum(ratio_K * advantages_K, bounded_K * advantages_K)
+
+
+def is_clipped(log_ratio_K: Tensor, advantages_K: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    """Tokens without a gradient: (too unlikely already, too likely already)."""
+    ratio_K = log_ratio_K.exp()
+    low_K = (ratio_K < 1 - spec.epsilon) & (advantages_K < 0)
+    high_K = (ratio_K > 1 + spec.epsilon_high) & (advantages_K > 0)
+    return low_K, high_K
+
+
+def behaviour_kl(log_ratio_K: Tensor) -> Tensor:
+    """Estimate of KL(behaviour ‖ current) by token: never negative, unbiased (k3)."""
+    return log_ratio_K.exp() - 1 - log_ratio_K

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trajectories cut into flat token sequences for one policy.
+
+Owns which tokens are trained: those this policy sampled, in an answer that reached its agent, each
+exactly once and in the context in which it was sampled. Knows nothing of rewards, torch or text.
+
+T = tokens of all samples one after another, S = samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.types import FinishReason, PolicyName, Trajectory, Turn
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Columns over all tokens; where `mask_T` is false the columns below it mean nothing."""
+
+    starts_S: Ints
+    """First token of each sample."""
+    ends_S: Ints
+    rows_S: Ints
+    """Index in the manifest of the row each sample was cut from; never falls."""
+    ids_T: npt.NDArray[np.int32]
+    mask_T: Bools
+    """True where this policy sampled the token and it is to be trained."""
+    logprobs_T: Floats
+    """As sampled, under the token's own sampling spec."""
+    numbers_T: npt.NDArray[np.int32]
+    """Number of the version that sampled it."""
+    temperature_T: Floats
+    top_k_T: npt.NDArray[np.int32]
+    top_p_T: Floats
+
+    @property
+    def num_trained(self) -> int:
+        return int(np.count_nonzero(self.mask_T))
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """What `cut` collects before it is joined once: a segment is one prompt part or one answer."""
+
+    ids: list[bytes] = field(default_factory=list[bytes])
+    logprobs: list[bytes] = field(default_factory=list[bytes])
+    lengths: list[int] = field(default_factory=list[int])
+    specs: list[tuple[bool, float, int, float]] = field(
+        default_factory=list[tuple[bool, float, int, float]]
+    )
+    span_lengths: list[int] = field(default_factory=list[int])
+    span_numbers: list[int] = field(default_factory=list[int])
+    sample_lengths: list[int] = field(default_factory=list[int])
+    rows: list[int] = field(default_factory=list[int])
+
+    def add_context(self, ids: bytes) -> int:
+        num_ids = len(ids) // 4
+        self.ids.append(ids)
+        self.logprobs.append(bytes(len(ids)))
+        self.lengths.append(num_ids)
+        self.specs.append(_CONTEXT)
+        self.span_lengths.append(num_ids)
+        self.span_numbers.append(-1)
+        return num_ids
+
+    def add_answer(self, turn: Turn) -> int:
+        num_ids = len(turn.sampled_ids) // 4
+        spec = turn.sampling
+        self.ids.append(turn.sampled_ids)
+        self.logprobs.append(turn.logprobs)
+        self.lengths.append(num_ids)
+        self.specs.append((True, spec.temperature, spec.top_k, spec.top_p))
+        for span in turn.spans:
+            self.span_lengths.append(span.end - span.start)
+            self.span_numbers.append(span.number)
+        return num_ids
+
+
+_CONTEXT = (False, 1.0, 0, 1.0)
+
+
+def cut(rows: Iterable[tuple[int, Trajectory]], policy: PolicyName) -> Samples:
+    """Samples of these (manifest index, trajectory) pairs, in their order."""
+    pieces = _Pieces()
+    for row, trajectory in rows:
+        for path, trained in _paths(trajectory.turns, policy):
+            num_ids = 0
+            for index in path:
+                turn = trajectory.turns[index]
+                num_ids += pieces.add_context(turn.prompt_ids)
+                if index in trained:
+                    num_ids += pieces.add_answer(turn)
+                else:
+                    num_ids += pieces.add_context(turn.sampled_ids)
+            pieces.sample_lengths.append(num_ids)
+            pieces.rows.append(row)
+    return _join(pieces)
+
+
+def is_trained(turn: Turn, policy: PolicyName) -> bool:
+    """Whether this policy learns from the turn's answer."""
+    return (
+        turn.policy == policy
+        and turn.reached_agent
+        and turn.finish is not FinishReason.ABORT
+        and turn.sampling.temperature > 0  # a greedy choice has no gradient under its own spec
+        and bool(turn.sampled_ids)
+    )
+
+
+def _paths(
+    turns: Sequence[Turn], policy: PolicyName
+) -> Iterator[tuple[Sequence[int], frozenset[int]]]:
+    """Each root-to-leaf path with the turns to train in it, cut behind the last of these.
+
+    A turn shared by several branches is trained in the first; a path left with none is left out.
+    """
+    left = {index for index, turn in enumerate(turns) if is_trained(turn, policy)}
+    if len(turns) == 1:
+        if left:
+            yield (0,), frozenset(left)
+        return
+    parents = {turn.parent for turn in turns}
+    for leaf in range(len(turns)):
+        if leaf in parents or not left:
+            continue
+        path = _path_to(leaf, turns)
+        trained = left.intersection(path)
+        if trained:
+            left -= trained
+            yield path[: path.index(max(trained)) + 1], frozenset(trained)
+
+
+def _path_to(leaf: int, turns: Sequence[Turn]) -> list[int]:
+    path: list[int] = []
+    while leaf >= 0:
+        path.append(leaf)
+        leaf = turns[leaf].parent
+    return path[::-1]
+
+
+def _join(pieces: _Pieces) -> Samples:
+    lengths = np.array(pieces.lengths, np.int64)
+    specs = np.array(pieces.specs, np.float64).reshape(-1, 4)
+    ends = np.cumsum(np.array(pieces.sample_lengths, np.int64))
+    starts = ends - np.array(pieces.sample_lengths, np.int64)
+    span_lengths = np.array(pieces.span_lengths, np.int64)
+    mask = np.repeat(specs[:, 0] > 0, lengths)
+    mask[starts] = False  # nothing stands before it, so no forward pass predicts it
+    return Samples(
+        starts_S=starts,
+        ends_S=ends,
+        rows_S=np.array(pieces.rows, np.int64),
+        ids_T=np.frombuffer(b"".join(pieces.ids), "<i4"),
+        mask_T=mask,
+        logprobs_T=np.frombuffer(b"".join(pieces.logprobs), "<f4"),
+        numbers_T=np.repeat(np.array(pieces.span_numbers, np.int32), span_lengths),
+        temperature_T=np.repeat(specs[:, 1].astype(np.float32), lengths),
+        top_k_T=np.repeat(specs[:, 2].astype(np.int32), lengths),
+        top_p_T=np.repeat(specs[:, 3].astype(np.float32), lengths),
+    )

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learner's weights as an ordinary Hugging Face folder, fast enough to write after every step.
+
+Owns one folder of this process beside the weight store: the static files are linked into it once,
+the weights are a new file each time, because whoever reads a file must never see it change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from penstock.trainer.models import WEIGHTS, static_files
+from penstock.types import PolicyName
+from penstock.weights.client import StoredVersion, put_snapshot
+
+_PREFIX = ".snapshot-"
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Tensors by the names its files use; one that several names share stands under the first."""
+    seen: set[int] = set()
+    weights: dict[str, Tensor] = {}
+    for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            weights[name] = tensor.detach().cpu().contiguous()
+    return weights
+
+
+class Snapshots:
+    """Writes versions of one policy."""
+
+    def __init__(self, store_root: Path, policy: PolicyName, model_folder: Path) -> None:
+        self._store_root = store_root
+        self._policy = policy
+        self._beside = store_root.parent
+        self._prefix = f"{_PREFIX}{policy}-"
+        self._beside.mkdir(parents=True, exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._beside))
+        for path in static_files(model_folder):
+            if path.name not in _NOT_SERVED:
+                _link(path, self._folder / path.name)
+        self._dtype = _dtype(model_folder)
+
+    @property
+    def static(self) -> list[Path]:
+        """Files that every folder of this policy's weights carries unchanged."""
+        return static_files(self._folder)
+
+    def put(self, weights: Mapping[str, Tensor], number: int) -> StoredVersion:
+        """Store these weights as a version; publishing it is the ledger's business."""
+        folder = self.write(weights)
+        return put_snapshot(self._store_root, folder, policy=self._policy, number=number)
+
+    def write(self, weights: Mapping[str, Tensor]) -> Path:
+        """The folder with these weights, in the precision its config.json names."""
+        served = {
+            name: tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in weights.items()
+        }
+        temporary = self._folder / f".{WEIGHTS}"
+        save_file(served, temporary, metadata={"format": "pt"})
+        temporary.replace(self._folder / WEIGHTS)
+        return self._folder
+
+    def remove_others(self) -> None:
+        """Delete what earlier lives of this trainer left; call it once they are fenced."""
+        for path in self._beside.glob(f"{self._prefix}*"):
+            if path != self._folder:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+_NOT_SERVED = ("trainer.json",)
+"""In a checkpoint's folder beside the model, and of no use to an engine."""
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copyfile(source, target)
+
+
+def _dtype(model_folder: Path) -> torch.dtype:
+    config = json.loads((model_folder / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nouns of penstock. Any module may import this one; it imports only the standard library.
+
+Arrays are little-endian bytes with typed views, never Python lists: a record of 8,000 tokens costs
+microseconds to encode instead of milliseconds, and nothing in between can re-tokenise it.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NewType, Protocol
+
+assert sys.byteorder == "little", "token arrays are little-endian on the wire and in memory"
+
+PolicyName = NewType("PolicyName", str)
+"""A model being trained, by name. Never a data rule."""
+NodeId = NewType("NodeId", str)
+"""One rollout process that joined the run; chosen by the node and kept over its restarts."""
+GroupId = NewType("GroupId", str)
+"""One issue of a task, `p{partition}-{issue}`; carries its partition for ever, so nothing is
+ever re-hashed."""
+RowId = NewType("RowId", str)
+"""A trajectory by name, `{group_id}.{slot}.{epoch}`: the slot it answers and the lease it was
+made under."""
+TokenIds = NewType("TokenIds", bytes)
+"""Token ids as little-endian int32."""
+LogProbs = NewType("LogProbs", bytes)
+"""One float32 per sampled token, little-endian, defined under the turn's sampling spec."""
+JsonObject = dict[str, Any]
+
+
+def token_ids(ids: Iterable[int]) -> TokenIds:
+    return TokenIds(array("i", ids).tobytes())
+
+
+def view_ids(ids: TokenIds) -> memoryview[int]:
+    """The ids as integers, without a copy."""
+    return memoryview(ids).cast("i")
+
+
+def log_probs(values: Iterable[float]) -> LogProbs:
+    return LogProbs(array("f", values).tobytes())
+
+
+def view_log_probs(values: LogProbs) -> memoryview[float]:
+    """The log-probabilities as floats, without a copy."""
+    return memoryview(values).cast("f")
+
+
+class Draw(Protocol):
+    """The randomness a rule may use; always an argument, so that decisions replay."""
+
+    def random(self) -> float: ...
+
+
+# --- versions ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Version:
+    """One state of a policy's weights: `policy@incarnation.number`."""
+
+    policy: PolicyName
+    incarnation: int
+    """Which life of the trainer made it; the ledger allocates these by compare-and-set."""
+    number: int
+    """How many batches changed the weights; 0 is the initial model."""
+
+    def __str__(self) -> str:
+        return f"{self.policy}@{self.incarnation}.{self.number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """A run of sampled tokens and the version that sampled them."""
+
+    start: int
+    end: int
+    incarnation: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedVersion:
+    """A version a node should hold, with the proof of its content."""
+
+    policy: PolicyName
+    incarnation: int
+    number: int
+    manifest_digest: str
+    """BLAKE3 of the manifest in the weight store; the manifest names every tensor's own digest."""
+
+
+# --- work -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One immutable problem."""
+
+    key: str
+    """Content hash without epoch: the same problem has the same key in every pass and every run."""
+    source: str
+    ordinal: int
+    """Position in its source; with the source it says which problem this is."""
+    payload: JsonObject
+    """What the workflow and the reward see."""
+    workflow: str
+    seed: int
+    """Drawn from (run seed, source, ordinal); slots derive theirs from it, so no retry or node
+    changes it."""
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSpec:
+    """How tokens were drawn; a log-probability means nothing without it."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    max_tokens: int = 16
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """The model ended its answer, or a stop string appeared."""
+    LENGTH = "length"
+    """`max_tokens` or the context window was reached."""
+    ABORT = "abort"
+    """The engine gave up; the turn is kept and never trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One model call, exactly as the engine performed it."""
+
+    policy: PolicyName
+    parent: int
+    """Index of the turn whose whole context this one extends, -1 for a fresh context.
+    The full prompt is: context of the parent, then its sampled ids, then `prompt_ids`."""
+    prompt_ids: TokenIds
+    """Only the ids that follow the parent's context; a session costs memory by distinct tokens."""
+    sampled_ids: TokenIds
+    """Token ids exactly as the engine sampled them; never re-tokenised."""
+    logprobs: LogProbs
+    spans: tuple[VersionSpan, ...]
+    """Which version sampled which of these tokens; several when weights changed in mid-answer."""
+    sampling: SamplingSpec
+    finish: FinishReason
+    reached_agent: bool = True
+    """An answer that never reached its agent stays in the tree untrained."""
+    started_at: float = 0.0
+    ended_at: float = 0.0
+
+
+class OutcomeKind(StrEnum):
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    """Cut by a declared limit; its tokens count."""
+    FAILED = "failed"
+    """Something around the model broke. Failure is not a reward: retried, then excluded, never
+    0."""
+    CANCELLED = "cancelled"
+    """Abandoned on purpose: drained node, doomed group."""
+
+
+class FailureKind(StrEnum):
+    ENGINE = "engine"
+    """The inference engine refused or died."""
+    WORKFLOW = "workflow"
+    """The workflow raised, or its program exited non-zero."""
+    REWARD = "reward"
+    """The reward function raised or returned something that is no finite number."""
+    REWARD_DEADLINE = "reward_deadline"
+    """The reward function was killed at its deadline."""
+    DEADLINE = "deadline"
+    """The attempt used up its start-to-close time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    kind: OutcomeKind
+    reason: str = ""
+    """`length | deadline` for truncated, a FailureKind for failed, free text for cancelled."""
+    detail: str = ""
+    """For people: the error with its place. Never a secret, never longer than 2,000 characters."""
+
+    @property
+    def has_reward(self) -> bool:
+        return self.kind in (OutcomeKind.COMPLETED, OutcomeKind.TRUNCATED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """The record of one rollout of one slot; immutable once delivered."""
+
+    row_id: RowId
+    group_id: GroupId
+    slot: int
+    epoch: int
+    attempt: int
+    node_id: NodeId
+    turns: tuple[Turn, ...]
+    reward: float | None
+    outcome: Outcome
+    started_at: float = 0.0
+    ended_at: float = 0.0
+
+
+class DropReason(StrEnum):
+    """Why a group was not trained; each is counted in tokens."""
+
+    STALE = "stale"
+    """Its oldest token fell behind `max_staleness` for every batch it could still enter."""
+    FAILED_SLOTS = "failed_slots"
+    """The closing policy found too few good members after all attempts."""
+    UNIFORM_REWARD = "uniform_reward"
+    """Every member earned the same reward, so no advantage exists."""
+    OUTPACED = "outpaced"
+    """The policy already holds all the groups its staleness bound has room for."""
+    REMAINDER = "remainder"
+    """The run ended before a batch could use it."""
+    RULE_ERROR = "rule_error"
+    """A user's rule raised; the data is kept, the decision is reported."""
+
+
+# --- batches ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSummary:
+    """What home knows of a delivered row: about 100 bytes, never its tokens."""
+
+    row_id: RowId
+    digest: str
+    """BLAKE3 of the payload as delivered."""
+    reward: float
+    outcome: OutcomeKind
+    sampled: Mapping[PolicyName, int]
+    """Trainable sampled tokens by policy."""
+    oldest: Mapping[PolicyName, tuple[int, int]]
+    """Oldest (incarnation, number) among those tokens, by policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedGroup:
+    group_id: GroupId
+    task_key: str
+    rows: tuple[RowSummary, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The content of one batch, fixed for ever; serving it again re-checks nothing."""
+
+    consumer: str
+    seq: int
+    """1, 2, 3, … per consumer."""
+    trains_from: int
+    """Number of the version this batch trains from, as judged at sealing."""
+    groups: tuple[SealedGroup, ...]
+
+    @property
+    def rows(self) -> Iterable[RowSummary]:
+        return (row for group in self.groups for row in group.rows)

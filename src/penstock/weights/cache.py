@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node's folder of pulled weights: verified blobs, cut-off ones to resume, staged versions.
+
+Owns locks, so that tasks and processes may share it, and atomic names: `blobs/DIGEST` and
+`versions/DIGEST/` appear complete. Nothing is synced to disk: whatever a crash leaves is digested
+again before use. Knows no network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from collections.abc import AsyncGenerator, Collection, Generator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from penstock.errors import WeightsError
+from penstock.weights.manifest import FileEntry, SnapshotManifest
+from penstock.weights.store import open_regular
+from penstock.weights.tensors import Scan, scan
+
+LOCK_POLL_S = 0.02
+RESUMABLE_S = 3600.0
+"""A cut-off blob nobody touched for so long is not worth resuming."""
+PARTIAL = ".partial"
+
+
+class BlobCache:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._blobs = root / "blobs"
+        self._versions = root / "versions"
+        self._blobs.mkdir(parents=True, exist_ok=True)
+        self._versions.mkdir(exist_ok=True)
+
+    @asynccontextmanager
+    async def in_use(self) -> AsyncGenerator[None]:
+        """While any pull is inside, `prune` deletes nothing."""
+        while True:
+            with self._lock(fcntl.LOCK_SH) as is_held:
+                if is_held:
+                    yield
+                    return
+            await asyncio.sleep(LOCK_POLL_S)
+
+    def has(self, file: FileEntry) -> bool:
+        """Something lies there under this name; `check` says whether it is any good."""
+        return (self._blobs / file.blob).exists()
+
+    def check(self, file: FileEntry) -> Scan | None:
+        """Digest the cached blob; one that is damaged is deleted and counts as absent."""
+        path = self._blobs / file.blob
+        try:
+            found = _verify(path, file)
+        except FileNotFoundError:
+            return None
+        if found is None:
+            path.unlink(missing_ok=True)
+        return found
+
+    @asynccontextmanager
+    async def partial(self, file: FileEntry) -> AsyncGenerator[Partial]:
+        """The blob on its way in, for one writer at a time; it keeps what an earlier writer had."""
+        path = self._blobs / f"{file.blob}{PARTIAL}"
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            try:
+                if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_at(descriptor, path):
+                    yield Partial(path, self._blobs / file.blob, file)
+                    return
+            finally:
+                os.close(descriptor)
+            await asyncio.sleep(LOCK_POLL_S)
+
+    def stage(self, digest: str, manifest: SnapshotManifest) -> Path:
+        """Hard-link the blobs into a folder that appears complete or not at all."""
+        folder = self._versions / digest
+        if self._is_staged(folder, manifest):
+            return folder
+        staging = self._versions / f".{secrets.token_hex(8)}"
+        staging.mkdir()
+        try:
+            for file in manifest.files:
+                os.link(self._blobs / file.blob, staging / file.name)
+            self._move_in(staging, folder, manifest)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        return folder
+
+    def prune(self, keep: Collection[str]) -> None:
+        with self._lock(fcntl.LOCK_EX) as is_held:
+            if not is_held:
+                return
+            for folder in self._versions.iterdir():
+                if folder.name not in keep:
+                    shutil.rmtree(folder, ignore_errors=True)
+            for blob in self._blobs.iterdir():
+                found = blob.stat()
+                is_resumable = time.time() - found.st_mtime < RESUMABLE_S
+                if found.st_nlink == 1 and not (blob.suffix == PARTIAL and is_resumable):
+                    blob.unlink()
+
+    @contextmanager
+    def _lock(self, kind: int) -> Generator[bool]:
+        descriptor = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            yield _is_locked(descriptor, kind)
+        finally:
+            os.close(descriptor)
+
+    def _is_staged(self, folder: Path, manifest: SnapshotManifest) -> bool:
+        """The folder holds the very inodes that were just verified, and nothing else."""
+        try:
+            return set(os.listdir(folder)) == {file.name for file in manifest.files} and all(
+                os.path.samestat(os.lstat(folder / file.name), os.lstat(self._blobs / file.blob))
+                for file in manifest.files
+            )
+        except FileNotFoundError:
+            return False
+
+    def _move_in(self, staging: Path, folder: Path, manifest: SnapshotManifest) -> None:
+        try:
+            staging.rename(folder)
+        except OSError:
+            if self._is_staged(folder, manifest):  # another pull of this version was first
+                return
+            damaged = self._versions / f".{secrets.token_hex(8)}"
+            folder.rename(damaged)
+            staging.rename(folder)
+            shutil.rmtree(damaged, ignore_errors=True)
+
+
+class Partial:
+    """A blob on its way into the cache. Works by name: its threads may outlive their caller."""
+
+    def __init__(self, path: Path, final: Path, file: FileEntry) -> None:
+        self._path = path
+        self._final = final
+        self._file = file
+
+    @property
+    def num_bytes(self) -> int:
+        return self._path.stat().st_size
+
+    def append(self, piece: bytes) -> None:
+        with self._path.open("ab") as out:
+            out.write(piece)
+
+    def finish(self) -> Scan | None:
+        """Give the blob its name if it is the right one, else start over."""
+        found = _verify(self._path, self._file)
+        if found is None:
+            os.truncate(self._path, 0)
+            return None
+        # Engines open hard links of this file; a stray write must not reach the other versions.
+        self._path.chmod(0o444)
+        self._path.rename(self._final)
+        return found
+
+    def drop(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def _verify(path: Path, file: FileEntry) -> Scan | None:
+    """None when the bytes are not those of the digest; WeightsError when they are, and wrong."""
+    try:
+        with open_regular(path) as blob:
+            found = scan(blob, file.name)
+    except WeightsError:
+        with open_regular(path) as blob:
+            if scan(blob, "").blob == file.blob:
+                raise
+        return None
+    return found if (found.blob, found.num_bytes) == (file.blob, file.bytes) else None
+
+
+def _is_locked(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_file_at(descriptor: int, path: Path) -> bool:
+    """Unset when an earlier holder of the lock gave the file its final name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A directory of immutable blobs and manifests, each under its own BLAKE3.
+
+Owns atomic, durable, create-if-absent writing and name-safe reading. Has no head and no authority:
+which version is current only the ledger knows. Nothing is ever overwritten, and a half-written file
+never has a name that can be read.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from penstock.errors import WeightsError
+from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of, is_digest
+from penstock.weights.tensors import Scan, Sink, scan
+
+T = TypeVar("T")
+ABANDONED_S = 86_400.0
+"""A file still incoming after a day belongs to a writer that died."""
+
+
+class DirectoryStore:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._blobs = root / "blobs"
+        self._manifests = root / "manifests"
+        self._incoming = root / "incoming"
+
+    def prepare(self) -> None:
+        """Make the folders and drop what dead writers left; a reader needs neither."""
+        if not self._manifests.is_dir():
+            for folder in (self._blobs, self._incoming, self._manifests):
+                folder.mkdir(parents=True, exist_ok=True)
+            _sync_folder(self._root)
+            _sync_folder(self._root.parent)
+        for path in self._incoming.iterdir():
+            if time.time() - path.stat().st_mtime > ABANDONED_S:
+                path.unlink(missing_ok=True)
+
+    def put_blob(self, source: BinaryIO, name: str) -> Scan:
+        """Copy a file in and digest it on the way; it is lasting only after `sync_blobs`."""
+        return self._write(
+            lambda sink: scan(source, name, sink), lambda found: self._blobs / found.blob
+        )
+
+    def sync_blobs(self) -> None:
+        _sync_folder(self._blobs)
+
+    def put_manifest(self, data: bytes) -> str:
+        """The last write of a version, after `sync_blobs`; lasting when this returns."""
+
+        def write(sink: Sink) -> str:
+            sink(data)
+            return digest_of(data)
+
+        digest = self._write(write, lambda digest: self._manifests / f"{digest}.json")
+        _sync_folder(self._manifests)
+        return digest
+
+    def open_blob(self, digest: str) -> BinaryIO:
+        return _open(self._blobs, digest, "")
+
+    def read_manifest(self, digest: str) -> bytes:
+        with _open(self._manifests, digest, ".json") as file:
+            data = file.read(MAX_MANIFEST_BYTES + 1)
+        if digest_of(data) != digest:
+            raise WeightsError(
+                f"{self._manifests}/{digest}.json is damaged: its bytes have another digest; "
+                "delete it and publish the version again"
+            )
+        return data
+
+    def _write(self, fill: Callable[[Sink], T], place: Callable[[T], Path]) -> T:
+        temporary = self._incoming / secrets.token_hex(16)
+        # Read-only from birth: nodes hard-link such files into the folders that engines open.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            with open(os.open(temporary, flags, 0o444), "wb", buffering=0) as file:
+                filled = fill(lambda piece: _write_all(file.fileno(), piece))
+                final = place(filled)
+                if final.exists():
+                    _check_same_size(final, os.fstat(file.fileno()).st_size)
+                    return filled
+                os.fsync(file.fileno())
+            try:
+                os.link(temporary, final)
+            except FileExistsError:
+                _check_same_size(final, temporary.stat().st_size)
+            return filled
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The file itself: not through a symbolic link, and never a pipe or device that could block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no regular file")
+    return open(descriptor, "rb", buffering=1 << 16)
+
+
+def _open(folder: Path, digest: str, suffix: str) -> BinaryIO:
+    if not is_digest(digest):
+        raise ValueError(f"{digest[:80]!r} is no BLAKE3 digest in 64 lower-case hex digits")
+    return open_regular(folder / f"{digest}{suffix}")
+
+
+def _write_all(descriptor: int, piece: bytes) -> None:
+    view = memoryview(piece)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _check_same_size(path: Path, num_bytes: int) -> None:
+    found = path.stat().st_size
+    if found != num_bytes:
+        raise WeightsError(
+            f"{path} is damaged: {found} bytes where its digest belongs to {num_bytes}; "
+            "delete it and publish again"
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

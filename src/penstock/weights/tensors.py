@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads files of a snapshot once, front to back, and digests them, safetensors tensor by tensor.
+
+Owns the safetensors header (8 bytes of length, then JSON) and its limits: nothing is allocated or
+trusted before its size is checked. Works on bytes alone: no torch, no arrays, and nothing here
+knows where the bytes came from.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import msgspec
+from blake3 import blake3
+
+from penstock.errors import WeightsError
+
+ITEM_BYTES: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+}
+"""Every dtype a snapshot may hold, by its safetensors name."""
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors format's own bound."""
+MAX_TENSORS = 1_000_000
+MAX_DIMS = 16
+PIECE_BYTES = 4 << 20
+TENSOR_NAME = re.compile(r"[\x21-\x7e]{1,256}")
+"""Printable and without blanks, or the lines of `weights_digest` would not be unique."""
+METADATA = "__metadata__"
+
+Sink = Callable[[bytes], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    """BLAKE3 (hex) of the tensor's raw little-endian bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """What one pass over a file found."""
+
+    blob: str
+    """BLAKE3 (hex) of the whole file."""
+    num_bytes: int
+    tensors: tuple[TensorEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Range:
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def check_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """How many bytes such a tensor has, or WeightsError when there can be no such tensor."""
+    if not TENSOR_NAME.fullmatch(name):
+        raise WeightsError(f"tensor name {name[:80]!r} is empty, too long or not printable ASCII")
+    if dtype not in ITEM_BYTES:
+        raise WeightsError(
+            f"tensor {name}: dtype {dtype[:20]!r} is none of {', '.join(ITEM_BYTES)}"
+        )
+    if len(shape) > MAX_DIMS or any(not 0 <= size < 1 << 48 for size in shape):
+        raise WeightsError(
+            f"tensor {name}: {str(shape)[:80]} is no shape of at most {MAX_DIMS} sizes"
+        )
+    return math.prod(shape) * ITEM_BYTES[dtype]
+
+
+def scan(source: BinaryIO, name: str, sink: Sink | None = None) -> Scan:
+    """Digest the file, and its tensors if it has any; `sink` gets exactly the bytes digested."""
+    reading = _Reading(source, name, sink)
+    tensors = _scan_tensors(reading) if name.endswith(".safetensors") else ()
+    while reading.take(PIECE_BYTES):
+        pass
+    return Scan(blob=reading.digest(), num_bytes=reading.num_bytes, tensors=tensors)
+
+
+class _Reading:
+    """One pass over a file: each piece goes to the file's digest, the sink and the caller."""
+
+    def __init__(self, source: BinaryIO, name: str, sink: Sink | None) -> None:
+        self.name = name
+        self.num_bytes = 0
+        self._source = source
+        self._sink = sink
+        self._hash = blake3()
+
+    def take(self, max_bytes: int) -> bytes:
+        piece = self._source.read(max_bytes)
+        self.num_bytes += len(piece)
+        self._hash.update(piece)
+        if self._sink is not None:
+            self._sink(piece)
+        return piece
+
+    def exactly(self, num_bytes: int) -> bytes:
+        pieces: list[bytes] = []
+        while num_bytes > 0:
+            piece = self.take(min(num_bytes, PIECE_BYTES))
+            if not piece:
+                raise WeightsError(f"{self.name} is cut off at byte {self.num_bytes}")
+            pieces.append(piece)
+            num_bytes -= len(piece)
+        return b"".join(pieces)
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def _scan_tensors(reading: _Reading) -> tuple[TensorEntry, ...]:
+    header_bytes = int.from_bytes(reading.exactly(8), "little")
+    if not 2 <= header_bytes <= MAX_HEADER_BYTES:
+        raise WeightsError(
+            f"{reading.name}: header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} allowed; "
+            "this is no safetensors file"
+        )
+    ranges = parse_header(reading.exactly(header_bytes), reading.name)
+    tensors = tuple(_digest_tensor(reading, name, found) for name, found in ranges)
+    if reading.take(1):
+        raise WeightsError(f"{reading.name}: bytes after the last tensor belong to none")
+    return tensors
+
+
+def _digest_tensor(reading: _Reading, name: str, found: _Range) -> TensorEntry:
+    start, end = found.data_offsets
+    left = end - start
+    digest = blake3()
+    while left > 0:
+        piece = reading.take(min(left, PIECE_BYTES))
+        if not piece:
+            raise WeightsError(f"{reading.name} is cut off inside tensor {name}")
+        digest.update(piece)
+        left -= len(piece)
+    return TensorEntry(name=name, dtype=found.dtype, shape=found.shape, digest=digest.hexdigest())
+
+
+_raw_header = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_raw_range = msgspec.json.Decoder(_Range)
+
+
+def parse_header(header: bytes, where: str) -> list[tuple[str, _Range]]:
+    """The tensors in file order; together they must cover the data without gap or overlap."""
+    try:
+        raw = _raw_header.decode(header)
+        raw.pop(METADATA, None)
+        if len(raw) > MAX_TENSORS:
+            raise WeightsError(f"{where}: {len(raw)} tensors, at most {MAX_TENSORS} allowed")
+        ranges = [(name, _raw_range.decode(value)) for name, value in raw.items()]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WeightsError(f"{where}: safetensors header is damaged: {error}") from None
+    ranges.sort(key=lambda item: item[1].data_offsets)
+    position = 0
+    for name, found in ranges:
+        num_bytes = check_tensor(name, found.dtype, found.shape)
+        if found.data_offsets != (position, position + num_bytes):
+            raise WeightsError(
+                f"{where}: tensor {name} should take bytes {position} to {position + num_bytes}, "
+                f"its header says {found.data_offsets[0]} to {found.data_offsets[1]}"
+            )
+        position += num_bytes
+    return ranges

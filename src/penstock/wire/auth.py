@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ed25519-signed, expiring tokens with a role and audiences.
+
+Verifiers hold only the public key; a token shown to one service is worth nothing at another that
+is not among its audiences. Owns key files and tokens; knows nothing of routes.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
+from penstock.errors import ConfigError, Forbidden, Unauthorized
+
+PREFIX = "penstock1"
+MAX_TOKEN_CHARS = 4096
+
+
+class Role(StrEnum):
+    ADMIN = "admin"
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+    STAGE = "stage"
+    GATEWAY = "gateway"
+    SESSION = "session"
+    RELAY = "relay"
+    READER = "reader"
+
+
+class Audience(StrEnum):
+    DATAFLOW = "dataflow"
+    WEIGHTS = "weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credential:
+    """Who calls, as the signed token says."""
+
+    run: str
+    role: Role
+    audiences: tuple[str, ...]
+    expires_at: float
+    subject: str = ""
+
+
+def _pack(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def _unpack(text: str) -> bytes:
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+
+
+class Signer:
+    """Mints tokens; lives only where the signing key file is readable."""
+
+    def __init__(self, key: Ed25519PrivateKey, run: str) -> None:
+        self._key = key
+        self.run = run
+
+    @classmethod
+    def create(cls, folder: Path, run: str) -> Signer:
+        """Make the run's keys once: `signing.key` (0600) and `public.key`; later calls read
+        them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        private = folder / "signing.key"
+        if not private.exists():
+            key = Ed25519PrivateKey.generate()
+            raw = key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
+            public = key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+            (folder / "public.key").write_text(_pack(public) + "\n")
+            partial = folder / "signing.key.partial"
+            partial.unlink(missing_ok=True)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as out:
+                out.write(_pack(raw) + "\n")
+            partial.rename(private)
+        return cls.read(folder, run)
+
+    @classmethod
+    def read(cls, folder: Path, run: str) -> Signer:
+        try:
+            raw = _unpack((folder / "signing.key").read_text().strip())
+        except OSError as error:
+            raise ConfigError(
+                f"no signing key in {folder}: {error.strerror}; "
+                "tokens are minted where the run was started"
+            ) from None
+        return cls(Ed25519PrivateKey.from_private_bytes(raw), run)
+
+    def mint(
+        self, role: Role, audiences: Iterable[Audience], *, ttl_s: float, subject: str = ""
+    ) -> str:
+        credential = Credential(
+            run=self.run,
+            role=role,
+            audiences=tuple(audiences),
+            expires_at=time.time() + ttl_s,
+            subject=subject,
+        )
+        body = _pack(msgspec.json.encode(credential))
+        return f"{PREFIX}.{body}.{_pack(self._key.sign(body.encode()))}"
+
+    def verifier(self, audience: Audience) -> Verifier:
+        return Verifier(self._key.public_key(), run=self.run, audience=audience)
+
+
+class Verifier:
+    """Checks tokens for one service of one run."""
+
+    def __init__(self, key: Ed25519PublicKey, *, run: str, audience: Audience) -> None:
+        self._key = key
+        self.run = run
+        self._audience = audience
+        self._seen: dict[str, Credential] = {}
+
+    @classmethod
+    def read(cls, folder: Path, *, run: str, audience: Audience) -> Verifier:
+        raw = _unpack((folder / "public.key").read_text().strip())
+        return cls(Ed25519PublicKey.from_public_bytes(raw), run=run, audience=audience)
+
+    def verify(self, token: str, *, now: float | None = None) -> Credential:
+        """The credential, or Unauthorized (no valid token) or Forbidden (valid, but not here)."""
+        credential = self._seen.get(token) or self._check_signature(token)
+        if credential.expires_at <= (time.time() if now is None else now):
+            self._seen.pop(token, None)
+            raise Unauthorized("token has expired; mint a new one with `penstock token RUN`")
+        if credential.run != self.run:
+            raise Forbidden(f"token belongs to run {credential.run!r}, this is {self.run!r}")
+        if self._audience not in credential.audiences:
+            raise Forbidden(f"token is not for the {self._audience} service")
+        if len(self._seen) < 4096:  # signature checks cost 100 µs; live tokens are few
+            self._seen[token] = credential
+        return credential
+
+    def _check_signature(self, token: str) -> Credential:
+        if not token:
+            raise Unauthorized("no credential; send `Authorization: Bearer TOKEN`")
+        prefix, _, rest = token.partition(".")
+        body, _, signature = rest.partition(".")
+        if prefix != PREFIX or len(token) > MAX_TOKEN_CHARS:
+            raise Unauthorized("this is not a penstock token; mint one with `penstock token RUN`")
+        try:
+            self._key.verify(_unpack(signature), body.encode())
+            return msgspec.json.decode(_unpack(body), type=Credential)
+        except (InvalidSignature, ValueError, msgspec.MsgspecError):
+            raise Unauthorized("token signature does not match this run's key") from None

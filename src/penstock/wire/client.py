@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP calls with a deadline, retries and typed errors; one class for async callers, one for the
+trainer.
+
+Every mutating call of penstock is idempotent by a client-chosen id, so a call without an answer
+is simply repeated, with jittered back-off, until its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import httpx2
+
+from penstock.errors import (
+    WIRE_ERRORS,
+    BadRequest,
+    Busy,
+    StorageFull,
+    TooLarge,
+    Unreachable,
+    WireError,
+)
+from penstock.wire.codec import JSON, MSGPACK, decode, encode
+from penstock.wire.server import ErrorAnswer
+
+T = TypeVar("T")
+OUTAGE_S = 600.0
+"""How long a caller sits out an outage of a service before it gives up."""
+REQUEST_S = 30.0
+
+
+def _headers(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}", "accept": MSGPACK, "content-type": MSGPACK}
+
+
+def _raise_for(response: httpx2.Response, url: str) -> None:
+    if response.status_code < 400:
+        return
+    try:
+        error = decode(response.content, ErrorAnswer, media_type=JSON).error
+        code, message = error.code, error.message
+    except BadRequest:
+        code, message = "", response.text[:200]
+    kind = WIRE_ERRORS.get(code, WireError)
+    retry_after = response.headers.get("retry-after", "")
+    raise kind(
+        f"{url}: {response.status_code} {message}",
+        retry_after_s=float(retry_after) if retry_after.replace(".", "").isdigit() else None,
+    )
+
+
+def _check_length(response: httpx2.Response, url: str, max_bytes: int | None) -> None:
+    if max_bytes is None or response.status_code >= 400:
+        return
+    declared = response.headers.get("content-length", "")
+    if "content-encoding" in response.headers or not declared.isdigit():
+        raise TooLarge(f"{url}: an answer of unknown length, at most {max_bytes} bytes are taken")
+    if int(declared) > max_bytes:
+        raise TooLarge(f"{url}: an answer of {declared} bytes, at most {max_bytes} are taken")
+
+
+def _is_passing(error: Exception) -> bool:
+    """Worth another try: nobody answered, or the service said 'later'."""
+    if isinstance(error, (httpx2.TransportError, Busy, StorageFull, Unreachable)):
+        return True
+    return isinstance(error, WireError) and type(error) is WireError
+
+
+def _delay_s(attempt: int, error: Exception) -> float:
+    hinted = error.retry_after_s if isinstance(error, WireError) else None
+    return hinted or random.uniform(0.5, 1.0) * min(2.0, 0.05 * 2**attempt)
+
+
+def _gave_up(url: str, deadline_s: float, error: Exception) -> Unreachable:
+    return Unreachable(
+        f"no answer from {url} for {deadline_s:g} s ({type(error).__name__}: {error}); "
+        "is the service running? `penstock status RUN` tells"
+    )
+
+
+class AsyncCaller:
+    """Calls one service from an event loop."""
+
+    def __init__(self, base_url: str, token: str, *, max_connections: int = 64) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._http = httpx2.AsyncClient(
+            headers=_headers(token),
+            limits=httpx2.Limits(
+                max_connections=max_connections, max_keepalive_connections=max_connections
+            ),
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: object,
+        kind: type[T],
+        *,
+        deadline_s: float = OUTAGE_S,
+        timeout_s: float = REQUEST_S,
+        headers: dict[str, str] | None = None,
+    ) -> T:
+        content = None if body is None else encode(body)
+        raw = await self.request(
+            method, path, content, deadline_s=deadline_s, timeout_s=timeout_s, headers=headers
+        )
+        return decode(raw.content, kind, media_type=raw.headers.get("content-type", MSGPACK))
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None = None,
+        *,
+        deadline_s: float = OUTAGE_S,
+        timeout_s: float = REQUEST_S,
+        headers: dict[str, str] | None = None,
+        max_answer_bytes: int | None = None,
+    ) -> httpx2.Response:
+        """With `max_answer_bytes`, a longer answer, or one of undeclared length, is never read."""
+        url = self.base_url + path
+        give_up_at = time.monotonic() + deadline_s
+        attempt = 0
+        while True:
+            try:
+                async with self._http.stream(
+                    method, url, content=content, timeout=timeout_s, headers=headers
+                ) as response:
+                    _check_length(response, url, max_answer_bytes)
+                    await response.aread()
+                _raise_for(response, url)
+                return response
+            except (httpx2.TransportError, WireError) as error:
+                if not _is_passing(error):
+                    raise
+                delay_s = _delay_s(attempt, error)
+                if time.monotonic() + delay_s > give_up_at:
+                    raise _gave_up(url, deadline_s, error) from error
+            attempt += 1
+            await asyncio.sleep(delay_s)
+
+
+@asynccontextmanager
+async def connect(base_url: str, token: str) -> AsyncGenerator[AsyncCaller]:
+    caller = AsyncCaller(base_url, token)
+    try:
+        yield caller
+    finally:
+        await caller.close()
+
+
+class Caller:
+    """Calls one service from plain synchronous code: the trainer, the command line."""
+
+    def __init__(self, base_url: str, token: str) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._http = httpx2.Client(headers=_headers(token))
+
+    def close(self) -> None:
+        self._http.close()
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: object,
+        kind: type[T],
+        *,
+        deadline_s: float = OUTAGE_S,
+        timeout_s: float = REQUEST_S,
+    ) -> T:
+        url = self.base_url + path
+        content = None if body is None else encode(body)
+        give_up_at = time.monotonic() + deadline_s
+        attempt = 0
+        while True:
+            try:
+                response = self._http.request(method, url, content=content, timeout=timeout_s)
+                _raise_for(response, url)
+                media_type: Any = response.headers.get("content-type", MSGPACK)
+                return decode(response.content, kind, media_type=media_type)
+            except (httpx2.TransportError, WireError) as error:
+                if not _is_passing(error):
+                    raise
+                delay_s = _delay_s(attempt, error)
+                if time.monotonic() + delay_s > give_up_at:
+                    raise _gave_up(url, deadline_s, error) from error
+            attempt += 1
+            time.sleep(delay_s)

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP base of every service: a table of routes in, a Starlette app and its OpenAPI document
+out.
+
+Owns credentials per route, body limits, decoding, error bodies. One declaration per route is the
+only source of routing, authorisation, validation and documentation, so none of them can forget a
+route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import structlog
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route as StarletteRoute
+
+from penstock.errors import BadRequest, ConfigError, Forbidden, TooLarge, WireError
+from penstock.wire.auth import Credential, Role, Verifier
+from penstock.wire.codec import JSON, MSGPACK, decode, encode, encode_json
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_BODY_BYTES = 1 << 20
+EVERYBODY = frozenset(Role)
+Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One authorised request, decoded."""
+
+    body: Any
+    credential: Credential
+    path: dict[str, str]
+    query: dict[str, str]
+    headers: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    method: str
+    path: str
+    handler: Callable[[Call], Awaitable[object]]
+    """Returns a record to encode, or a Starlette Response as it is."""
+    roles: frozenset[Role]
+    summary: str
+    request: type[Any] | None = None
+    response: type[Any] | None = None
+    max_body_bytes: int = DEFAULT_BODY_BYTES
+    query: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    certificate: Path
+    key: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorBody:
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorAnswer:
+    error: ErrorBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    status: str = "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """An answer that is already msgpack bytes (a sealed manifest, rows)."""
+
+    body: bytes
+    media_type: str = MSGPACK
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def build_app(
+    routes: Sequence[Route], verifier: Verifier, *, title: str, lifespan: Lifespan | None = None
+) -> Starlette:
+    """Every route answers only to its roles; `/healthz` alone is open."""
+    document: dict[str, Any] = {}
+
+    async def openapi(call: Call) -> object:
+        return Raw(encode_json(document), JSON)
+
+    published = [
+        *routes,
+        Route(
+            method="GET",
+            path="/openapi.json",
+            handler=openapi,
+            roles=EVERYBODY,
+            summary="This document.",
+        ),
+    ]
+    document.update(_openapi(published, title))
+    app = Starlette(
+        routes=[
+            StarletteRoute("/healthz", _healthz, methods=["GET"]),
+            *(_starlette_route(route, verifier) for route in published),
+        ],
+        lifespan=lifespan,
+    )
+    return app
+
+
+async def _healthz(request: Request) -> Response:
+    return Response(encode_json(Health()), media_type=JSON)
+
+
+def _starlette_route(route: Route, verifier: Verifier) -> StarletteRoute:
+    async def endpoint(request: Request) -> Response:
+        try:
+            credential = _authorise(request, route, verifier)
+            body = await _read_body(request, route)
+            call = Call(
+                body=body,
+                credential=credential,
+                path={name: str(value) for name, value in request.path_params.items()},
+                query=dict(request.query_params),
+                headers=dict(request.headers),
+            )
+            return _answer(request, await route.handler(call))
+        except WireError as error:
+            return error_response(error)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception:
+            log.exception("handler failed", method=route.method, path=route.path)
+            return error_response(WireError("internal error; see this service's log"))
+
+    endpoint.__name__ = f"{route.method.lower()} {route.path}"
+    starlette_route = StarletteRoute(route.path, endpoint, methods=[route.method])
+    starlette_route.methods = {route.method}  # Starlette adds HEAD to GET; the table is exact
+    return starlette_route
+
+
+def _authorise(request: Request, route: Route, verifier: Verifier) -> Credential:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    credential = verifier.verify(token.strip() if scheme.lower() == "bearer" else "")
+    if credential.role not in route.roles:
+        raise Forbidden(f"role {credential.role} may not {route.method} {route.path}")
+    return credential
+
+
+async def _read_body(request: Request, route: Route) -> Any:
+    if route.request is None:
+        return None
+    limit = route.max_body_bytes
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise TooLarge(f"body of {declared} bytes; {route.path} takes at most {limit}")
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise TooLarge(f"body over {limit} bytes at {route.path}")
+        chunks.append(chunk)
+    media_type = request.headers.get("content-type", MSGPACK).split(";")[0].strip().lower()
+    if media_type not in (MSGPACK, JSON):
+        raise BadRequest(f"content-type {media_type!r}; send {MSGPACK} or {JSON}")
+    return decode(b"".join(chunks), route.request, media_type=media_type)
+
+
+def _answer(request: Request, value: object) -> Response:
+    if isinstance(value, Response):
+        return value
+    if isinstance(value, Raw):
+        return Response(value.body, media_type=value.media_type, headers=value.headers)
+    if MSGPACK in request.headers.get("accept", ""):
+        return Response(encode(value), media_type=MSGPACK)
+    return Response(encode_json(value), media_type=JSON)
+
+
+def error_response(error: WireError) -> Response:
+    headers = {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
+    body = ErrorAnswer(error=ErrorBody(code=error.code, message=str(error)))
+    return Response(encode_json(body), status_code=error.status, media_type=JSON, headers=headers)
+
+
+# --- OpenAPI ----------------------------------------------------------------------------------
+
+
+def _openapi(routes: Sequence[Route], title: str) -> dict[str, Any]:
+    kinds = [kind for r in routes for kind in (r.request, r.response) if kind is not None]
+    schemas, components = msgspec.json.schema_components(
+        [*kinds, Health, ErrorAnswer], ref_template="#/components/schemas/{name}"
+    )
+    by_kind = dict(zip([*kinds, Health, ErrorAnswer], schemas, strict=True))
+    paths: dict[str, Any] = {
+        "/healthz": {
+            "get": {
+                "summary": "Alive; the only route without a credential.",
+                "security": [],
+                "responses": {"200": _content(by_kind[Health])},
+            }
+        }
+    }
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, by_kind)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": "1"},
+        "paths": paths,
+        "security": [{"token": []}],
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
+    names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in names
+    ] + [{"name": name, "in": "query", "schema": {"type": "string"}} for name in route.query]
+    answer = (
+        {"description": "done"} if route.response is None else _content(schemas[route.response])
+    )
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "x-roles": sorted(route.roles),
+        "parameters": parameters,
+        "responses": {"200": answer, "4XX": _content(schemas[ErrorAnswer])},
+    }
+    if route.request is not None:
+        schema = {"schema": schemas[route.request]}
+        operation["requestBody"] = {"required": True, "content": {MSGPACK: schema, JSON: schema}}
+    return operation
+
+
+def _content(schema: Any) -> dict[str, Any]:
+    return {"description": "done", "content": {JSON: {"schema": schema}}}
+
+
+# --- listening --------------------------------------------------------------------------------
+
+
+def check_bind(host: str, tls: Tls | None) -> None:
+    """Nothing listens beyond loopback without TLS; credentials are part of every app."""
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    if not is_loopback and tls is None:
+        raise ConfigError(
+            f"refusing to listen on {host} without TLS: tokens would cross the network in clear. "
+            "Give --tls-cert and --tls-key, or listen on 127.0.0.1"
+        )
+
+
+async def serve(app: Starlette, host: str, port: int, tls: Tls | None = None) -> None:
+    """Serve until SIGTERM or cancellation; open long-polls are cut after two seconds."""
+    await server(app, host, port, tls).serve()
+
+
+async def serve_on(app: Starlette, listener: socket.socket) -> None:
+    """Serve inside somebody else's process until cancelled; signals stay the host's business."""
+    guest = _Guest(_config(app, *listener.getsockname()[:2]))
+    try:
+        await guest.serve(sockets=[listener])
+    except asyncio.CancelledError:
+        if guest.started:
+            await guest.shutdown(sockets=[listener])
+        raise
+
+
+class _Guest(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def server(app: Starlette, host: str, port: int, tls: Tls | None = None) -> uvicorn.Server:
+    return uvicorn.Server(_config(app, host, port, tls))
+
+
+def _config(app: Starlette, host: str, port: int, tls: Tls | None = None) -> uvicorn.Config:
+    check_bind(host, tls)
+    return uvicorn.Config(
+        cast(Any, app),
+        host=host,
+        port=port,
+        loop="uvloop",
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=75,
+        ssl_certfile=None if tls is None else str(tls.certificate),
+        ssl_keyfile=None if tls is None else str(tls.key),
+    )

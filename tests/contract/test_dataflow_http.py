@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract over real HTTP: idempotent, fenced, durable before the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from pathlib import Path
+
+import pytest
+
+from penstock.dataflow.client import NodeClient
+from penstock.dataflow.protocol import (
+    BatchRequest,
+    DeliveryRequest,
+    DeliveryStatus,
+    Grant,
+    Heartbeat,
+    LeaseRequest,
+    LiveVersion,
+    NodeState,
+    Register,
+)
+from penstock.errors import Fenced
+from penstock.types import NodeId, PublishedVersion
+from penstock.wire.auth import Role
+from penstock.wire.codec import encode
+from tests.contract.running import (
+    POLICY,
+    Running,
+    SmallTrainer,
+    dataflow,
+    small_config,
+    trajectory,
+)
+
+
+class SmallNode:
+    def __init__(self, running: Running, name: str = "n0") -> None:
+        self.client = NodeClient(running.url, running.token(Role.ROLLOUT))
+        self.node_id = NodeId(name)
+        self.session = uuid.uuid4().hex
+        self.live = LiveVersion(policy=POLICY, incarnation=1, number=0)
+
+    async def join(self) -> None:
+        body = Register(node_id=self.node_id, session=self.session, capacity=64, policies=())
+        self.take((await self.client.register(body)).orders.wanted)
+        await self.beat()
+
+    async def beat(self) -> None:
+        body = Heartbeat(session=self.session, state=NodeState.LIVE, live=(self.live,))
+        self.take((await self.client.heartbeat(self.node_id, body)).orders.wanted)
+
+    def take(self, wanted: tuple[PublishedVersion, ...]) -> None:
+        for version in wanted:
+            self.live = LiveVersion(
+                policy=POLICY, incarnation=version.incarnation, number=version.number
+            )
+
+    def request(self, num: int = 64, wait_s: float = 2.0) -> LeaseRequest:
+        return LeaseRequest(
+            request_id=uuid.uuid4().hex,
+            node_id=self.node_id,
+            session=self.session,
+            max_slots=num,
+            wait_s=wait_s,
+            live=(self.live,),
+        )
+
+    async def deliver(self, *grants: Grant, reward: float = 0.5) -> list[DeliveryStatus]:
+        deliveries = tuple(trajectory(g, self.node_id, self.live, reward) for g in grants)
+        body = DeliveryRequest(node_id=self.node_id, session=self.session, deliveries=deliveries)
+        return [result.status for result in (await self.client.deliver(body)).results]
+
+
+async def test_a_whole_small_run(tmp_path: Path) -> None:
+    with dataflow(tmp_path, small_config(steps=4)) as running:
+        trainer = await asyncio.to_thread(SmallTrainer, running)
+        node = SmallNode(running)
+        await node.join()
+
+        async def work() -> int:
+            rows = 0
+            while True:
+                answer = await node.client.lease(node.request())
+                node.take(answer.orders.wanted)
+                if answer.orders.drain:
+                    return rows
+                rows += len(await node.deliver(*answer.grants)) if answer.grants else 0
+                await node.beat()
+
+        def train() -> None:
+            while trainer.step():
+                pass
+
+        rows, _ = await asyncio.gather(work(), asyncio.to_thread(train))
+        assert rows == 4 * 2 * 2
+        status = await asyncio.to_thread(running.reader().status)
+        assert status.finished and status.policies[0].number == 4 and not status.wasted_tokens
+        await node.client.close()
+
+
+async def test_deliveries_are_idempotent_across_a_restart(tmp_path: Path) -> None:
+    config = small_config()
+    with dataflow(tmp_path, config) as running:
+        await asyncio.to_thread(SmallTrainer, running)
+        node = SmallNode(running)
+        await node.join()
+        request = node.request(2)
+        grants = (await node.client.lease(request)).grants
+        assert (await node.client.lease(request)).grants == grants, "a lost answer loses nothing"
+        assert await node.deliver(*grants) == ["stored", "stored"]
+        assert await node.deliver(*grants) == ["duplicate", "duplicate"]
+        assert await node.deliver(*grants, reward=0.75) == ["conflict", "conflict"]
+        held = (await node.client.lease(node.request(1))).grants
+        await node.client.close()
+    with dataflow(tmp_path, config) as running:
+        node.client = NodeClient(running.url, running.token(Role.ROLLOUT))
+        assert await node.deliver(*grants) == ["duplicate", "duplicate"]
+        assert await node.deliver(*held) == ["stored"], "its lease survived the restart"
+        other = SmallNode(running, "n1")
+        await other.join()
+        assert await other.deliver(*held) == ["conflict"], "not its lease, not its bytes"
+        await node.client.close()
+        await other.client.close()
+
+
+async def test_a_batch_is_sealed_once_and_served_byte_for_byte(tmp_path: Path) -> None:
+    config = small_config()
+    with dataflow(tmp_path, config) as running:
+        trainer = await asyncio.to_thread(SmallTrainer, running)
+        node = SmallNode(running)
+        await node.join()
+        await node.deliver(*(await node.client.lease(node.request())).grants)
+        request = BatchRequest(consumer=POLICY, seq=1, incarnation=trainer.incarnation)
+        first = await asyncio.to_thread(trainer.client.batch, request)
+        rows = await asyncio.to_thread(trainer.client.rows, POLICY, 1)
+        halves = [await asyncio.to_thread(trainer.client.rows, POLICY, 1, r, 2) for r in (0, 1)]
+        assert first.manifest is not None and len(rows.rows) == 4
+        assert [r.row_id for r in rows.rows] == [r.row_id for r in first.manifest.rows]
+        assert [r for h in halves for r in h.rows] == [*rows.rows[::2], *rows.rows[1::2]]
+        await node.client.close()
+    with dataflow(tmp_path, config) as running:
+        successor = await asyncio.to_thread(SmallTrainer, running)
+        request = BatchRequest(consumer=POLICY, seq=1, incarnation=successor.incarnation)
+        again = await asyncio.to_thread(successor.client.batch, request)
+        assert encode(again.manifest) == encode(first.manifest) and again.digest == first.digest
+        assert await asyncio.to_thread(successor.client.rows, POLICY, 1) == rows
+        with pytest.raises(Fenced):
+            old = BatchRequest(consumer=POLICY, seq=1, incarnation=1)
+            await asyncio.to_thread(successor.client.batch, old)
+
+
+async def test_a_handed_back_slot_is_leased_again_at_once(tmp_path: Path) -> None:
+    with dataflow(tmp_path, small_config()) as running:
+        await asyncio.to_thread(SmallTrainer, running)
+        one, two = SmallNode(running, "one"), SmallNode(running, "two")
+        await one.join()
+        await two.join()
+        grants = (await one.client.lease(one.request())).grants
+        assert not (await two.client.lease(two.request(wait_s=0))).grants
+        await one.client.leave(one.node_id, one.session)
+        taken = (await two.client.lease(two.request())).grants
+        assert {(g.group_id, g.slot) for g in taken} == {(g.group_id, g.slot) for g in grants}
+        assert all(g.epoch == 2 and g.attempt == 1 for g in taken)
+        await one.client.close()
+        await two.client.close()

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One contract over every engine: spans, swaps, damaged snapshots, seeds, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError, EngineError
+from penstock.gateway.generate import Completion
+from penstock.rollout.engines import (
+    Engine,
+    HfEngine,
+    ScriptedEngine,
+    SimulatedEngine,
+    make_engine,
+)
+from penstock.rollout.engines.simulated import Load
+from penstock.types import (
+    FinishReason,
+    PolicyName,
+    SamplingSpec,
+    Version,
+    view_ids,
+    view_log_probs,
+)
+
+pytest.importorskip("transformers")
+
+POLICY = PolicyName("policy")
+PROMPT = [1, 2, 3, 10]
+
+
+def long_script(prompt_ids: object, sampling: SamplingSpec) -> list[int]:
+    return [(sampling.seed + at) % 11 for at in range(sampling.max_tokens)]
+
+
+def simulated() -> SimulatedEngine:
+    return SimulatedEngine(Load(first_token_s=0.001, token_s=0.001), seed=5)
+
+
+MAKERS: dict[str, Callable[[], Engine]] = {
+    "scripted": lambda: ScriptedEngine(long_script),
+    "simulated": simulated,
+    "hf": HfEngine,
+}
+
+
+def version(number: int) -> Version:
+    return Version(policy=POLICY, incarnation=1, number=number)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    from tests.unit.rollout.engines.tiny import VOCAB_SIZE, write_snapshot
+
+    root = tmp_path_factory.mktemp("snapshots")
+    return [write_snapshot(root / str(seed), seed=seed, end_id=VOCAB_SIZE) for seed in (0, 1)]
+
+
+@pytest.fixture(params=MAKERS)
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+    engine = MAKERS[request.param]()
+    yield engine
+    await engine.close()
+
+
+async def ask(
+    engine: Engine, *, seed: int = 0, num_tokens: int = 5, prompt: list[int] = PROMPT
+) -> Completion:
+    spec = SamplingSpec(max_tokens=num_tokens, seed=seed)
+    return await engine(prompt, spec, policy=POLICY, session="s")
+
+
+async def pause(engine: Engine) -> None:
+    """Long enough for a few tokens; a script makes one per turn of the event loop."""
+    if isinstance(engine, ScriptedEngine):
+        for _ in range(5):
+            await asyncio.sleep(0)
+    else:
+        await asyncio.sleep(0.005)
+
+
+def check(completion: Completion) -> None:
+    num_tokens = len(view_ids(completion.sampled_ids))
+    logprobs = list(view_log_probs(completion.logprobs))
+    assert len(logprobs) == num_tokens
+    assert all(logprob <= 0 for logprob in logprobs)
+    covered = [at for span in completion.spans for at in range(span.start, span.end)]
+    assert covered == list(range(num_tokens))
+    assert all(span.start < span.end for span in completion.spans)
+    for one, two in zip(completion.spans, completion.spans[1:], strict=False):
+        assert (one.incarnation, one.number) != (two.incarnation, two.number)
+
+
+async def test_nothing_is_served_before_a_first_load(engine: Engine) -> None:
+    assert engine.live is None
+    with pytest.raises(EngineError, match="no version"):
+        await ask(engine)
+
+
+async def test_an_answer_is_covered_by_the_live_version(
+    engine: Engine, folders: list[Path]
+) -> None:
+    await engine.load(folders[0], version(0))
+    assert engine.live == version(0)
+    completion = await ask(engine)
+    check(completion)
+    assert len(view_ids(completion.sampled_ids)) == 5
+    assert completion.finish is FinishReason.LENGTH
+    await engine.load(folders[1], version(4))
+    assert engine.live == version(4)
+    assert [span.number for span in (await ask(engine)).spans] == [4]
+
+
+async def test_another_policy_is_refused(engine: Engine, folders: list[Path]) -> None:
+    await engine.load(folders[0], version(0))
+    with pytest.raises(EngineError, match="serves 'policy', not 'judge'"):
+        await engine(PROMPT, SamplingSpec(), policy=PolicyName("judge"), session="s")
+
+
+async def test_a_swap_in_mid_answer_gives_two_spans(engine: Engine, folders: list[Path]) -> None:
+    await engine.load(folders[0], version(0))
+    call = asyncio.create_task(ask(engine, num_tokens=150))
+    number = 0
+    while not call.done():
+        number += 1
+        await engine.load(folders[number % 2], version(number))
+        await pause(engine)
+    completion = await call
+    check(completion)
+    assert len(view_ids(completion.sampled_ids)) == 150
+    numbers = [span.number for span in completion.spans]
+    assert len(numbers) >= 2
+    assert numbers == sorted(numbers)
+
+
+async def test_loading_the_same_version_again_keeps_one_span(
+    engine: Engine, folders: list[Path]
+) -> None:
+    await engine.load(folders[0], version(0))
+    call = asyncio.create_task(ask(engine, num_tokens=60))
+    while not call.done():
+        await engine.load(folders[0], version(0))
+        await pause(engine)
+    completion = await call
+    check(completion)
+    assert len(completion.spans) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut tensors", "no config", "broken config", "gone"])
+async def test_a_damaged_folder_keeps_the_old_version(
+    engine: Engine, folders: list[Path], tmp_path: Path, damage: str
+) -> None:
+    await engine.load(folders[0], version(0))
+    before = await ask(engine, seed=9)
+    folder = tmp_path / "damaged"
+    shutil.copytree(folders[1], folder)
+    if damage == "cut tensors":
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "no config":
+        (folder / "config.json").unlink()
+    elif damage == "broken config":
+        (folder / "config.json").write_text("{")
+    else:
+        shutil.rmtree(folder)
+    with pytest.raises(EngineError):
+        await engine.load(folder, version(1))
+    assert engine.live == version(0)
+    assert await ask(engine, seed=9) == before
+
+
+async def test_seeds_are_reproducible_alone_and_in_a_crowd(
+    engine: Engine, folders: list[Path]
+) -> None:
+    await engine.load(folders[0], version(0))
+    alone = [await ask(engine, seed=seed) for seed in range(4)]
+    crowd = await asyncio.gather(*(ask(engine, seed=seed % 4) for seed in range(32)))
+    for number, completion in enumerate(crowd):
+        assert completion.sampled_ids == alone[number % 4].sampled_ids
+    assert len({completion.sampled_ids for completion in alone}) == 4
+
+
+async def test_many_requests_at_once(engine: Engine, folders: list[Path]) -> None:
+    await engine.load(folders[0], version(0))
+    answers = await asyncio.gather(
+        *(
+            ask(engine, seed=n, num_tokens=1 + n % 7, prompt=[n % 11] * (1 + n % 29))
+            for n in range(1500)
+        )
+    )
+    for number, completion in enumerate(answers):
+        check(completion)
+        assert len(view_ids(completion.sampled_ids)) == 1 + number % 7
+
+
+async def test_a_cancelled_request_disturbs_nobody(engine: Engine, folders: list[Path]) -> None:
+    await engine.load(folders[0], version(0))
+    expected = await ask(engine, seed=1, num_tokens=150)
+    calls = [asyncio.create_task(ask(engine, seed=n, num_tokens=150)) for n in range(4)]
+    await pause(engine)
+    calls[0].cancel()
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert not isinstance(results[1], BaseException)
+    assert results[1].sampled_ids == expected.sampled_ids
+
+
+async def test_close_fails_what_is_running_and_what_comes(
+    engine: Engine, folders: list[Path]
+) -> None:
+    await engine.load(folders[0], version(0))
+    calls = [asyncio.create_task(ask(engine, seed=n, num_tokens=400)) for n in range(5)]
+    await pause(engine)
+    late = asyncio.create_task(ask(engine, num_tokens=400))
+    await asyncio.sleep(0)
+    await engine.close()
+    for result in await asyncio.gather(*calls, late, return_exceptions=True):
+        assert isinstance(result, EngineError), result
+    with pytest.raises(EngineError, match="closed"):
+        await ask(engine)
+    await engine.close()
+
+
+async def test_make_engine_knows_every_kind() -> None:
+    for kind, expected in (
+        ("hf", HfEngine),
+        ("simulated", SimulatedEngine),
+        ("scripted", ScriptedEngine),
+    ):
+        engine = make_engine(kind, seed=0, torch_threads=1)
+        assert isinstance(engine, expected)
+        await engine.close()
+    with pytest.raises(ConfigError, match="one of: hf, simulated, scripted"):
+        make_engine("vllm", seed=0, torch_threads=1)
+
+
+async def test_simulated_failures_and_lengths_follow_the_declared_load(
+    folders: list[Path],
+) -> None:
+    engine = SimulatedEngine(Load(median_tokens=20, failure_probability=0.25), seed=1)
+    await engine.load(folders[0], version(0))
+    calls = (ask(engine, seed=n, num_tokens=100) for n in range(800))
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    lengths = sorted(len(view_ids(r.sampled_ids)) for r in results if isinstance(r, Completion))
+    assert 0.2 < 1 - len(lengths) / 800 < 0.3
+    assert 17 <= lengths[len(lengths) // 2] <= 23
+    assert lengths[0] < 10 and lengths[-1] > 40
+
+
+async def test_a_script_that_runs_out_says_so(folders: list[Path]) -> None:
+    engine = ScriptedEngine([[1, 2], [3]])
+    await engine.load(folders[0], version(0))
+    assert list(view_ids((await ask(engine)).sampled_ids)) == [1, 2]
+    assert (await ask(engine)).finish is FinishReason.STOP
+    with pytest.raises(EngineError, match="no answer left"):
+        await ask(engine)

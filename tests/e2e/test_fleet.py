@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A third node joins a run with a URL and a token; then the run is stopped, and resumes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.system import PENSTOCK, System, assert_complete, penstock, until
+
+ENDLESS = (
+    "training.steps=100000",
+    "training.groups_per_batch=8",
+    "training.checkpoint_every=5",
+    "algorithm.num_generations=4",
+)
+
+
+def node(system: System, name: str) -> dict[str, Any]:
+    status = system.status()
+    nodes = status["nodes"] if status is not None else []
+    return next((node for node in nodes if node["node_id"] == name), {})
+
+
+@pytest.fixture
+def guest(system: System, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A third node, started with what `penstock token` printed and nothing else."""
+    system.start(*ENDLESS)
+    system.until_step(1)
+    minted = penstock("token", str(system.folder.path), "--role", "rollout")
+    url = system.folder.endpoints().dataflow
+    env = {
+        **os.environ,
+        "PENSTOCK_TOKEN": minted.stdout.strip(),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    with (tmp_path / "guest.log").open("wb") as log:
+        joined = subprocess.Popen(
+            [*PENSTOCK, "join", url, "--name", "guest", "--capacity", "16"], env=env, stderr=log
+        )
+    yield joined
+    joined.kill()
+    joined.wait()
+
+
+def test_a_guest_works_survives_a_restart_and_leaves(
+    system: System, guest: subprocess.Popen[bytes]
+) -> None:
+    until(lambda: node(system, "guest").get("state") == "live", timeout_s=90.0, what="guest live")
+    live_at = time.monotonic()
+    until(lambda: node(system, "guest").get("delivered"), timeout_s=10.0, what="guest works")
+    assert time.monotonic() - live_at <= 5.0
+
+    dataflow = system.kill("dataflow")
+    system.until_back("dataflow", other_than=dataflow)
+    until(lambda: node(system, "guest").get("delivered"), timeout_s=30.0, what="guest goes on")
+    assert guest.poll() is None
+
+    guest.send_signal(signal.SIGTERM)
+    assert guest.wait(timeout=20.0) == 0
+    assert node(system, "guest").get("num_leases", 0) == 0
+    assert not system.folder.launcher() or "guest" not in system.pids()
+
+    refused = penstock("run", str(system.folder.path))
+    assert refused.returncode == 1
+    assert system.launcher is not None
+    assert f"pid {system.launcher.pid}" in refused.stderr
+
+    system.pids()
+    stopped = penstock("stop", str(system.folder.path))
+    assert stopped.returncode == 0, stopped.stderr
+    assert system.wait(10.0) == 128 + signal.SIGTERM
+    assert "Resume with: penstock run" in system.output()
+    system.until_nothing_is_left()
+    assert penstock("status", str(system.folder.path)).stdout.startswith("not running")
+
+    step = system.step() + 3
+    short = ["run", str(system.folder.path), f"training.steps={step}", "--headless", "--json"]
+    changed = penstock(*short)
+    assert changed.returncode == 1
+    assert f"training.steps: 100000 -> {step}" in changed.stderr
+    resumed = penstock(*short, "--accept-changes")
+    assert resumed.returncode == 0, resumed.stderr
+    assert_complete(system, steps=step)
+    again = penstock("run", str(system.folder.path))
+    assert again.returncode == 0
+    assert "finished before" in again.stderr

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Violations, written straight into the files of a run behind the back of its service."""
+
+from __future__ import annotations
+
+import sqlite3
+import struct
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import crc32c
+import msgspec
+from blake3 import blake3
+
+Record = dict[str, Any]
+
+
+@contextmanager
+def ledger(run_dir: Path) -> Generator[sqlite3.Connection]:
+    connection = sqlite3.connect(run_dir / "ledger" / "ledger.db")
+    try:
+        yield connection
+        connection.commit()
+    finally:
+        connection.close()
+
+
+def one(run_dir: Path, query: str, *values: object) -> tuple[Any, ...]:
+    """The first result; a plant without a victim would prove nothing."""
+    with ledger(run_dir) as connection:
+        found = connection.execute(query, values).fetchone()
+    assert found is not None, f"no victim for {query} {values}"
+    return found
+
+
+def change(run_dir: Path, statement: str, *values: object) -> None:
+    with ledger(run_dir) as connection:
+        assert connection.execute(statement, values).rowcount > 0, statement
+
+
+def insert(run_dir: Path, table: str, record: Record) -> None:
+    columns = ", ".join(f'"{column}"' for column in record)
+    marks = ", ".join("?" * len(record))
+    change(run_dir, f"INSERT INTO {table} ({columns}) VALUES ({marks})", *record.values())
+
+
+def whole(run_dir: Path, table: str, where: str, *values: object) -> Record:
+    """One row of a table with all its columns."""
+    with ledger(run_dir) as connection:
+        connection.row_factory = sqlite3.Row
+        query = f"SELECT * FROM {table} WHERE {where} LIMIT 1"
+        found = connection.execute(query, values).fetchone()
+    assert found is not None, f"no {table} with {where} {values}"
+    return dict(found)
+
+
+# --- payload ------------------------------------------------------------------------------------
+
+
+def segment(run_dir: Path, number: int) -> Path:
+    return run_dir / "ledger" / "segments" / f"seg-{number:08d}.dat"
+
+
+def payload(run_dir: Path, row: Record) -> Record:
+    data = segment(run_dir, row["segment"]).read_bytes()
+    start = row["offset"] + 12
+    return msgspec.msgpack.decode(data[start : start + row["length"]])
+
+
+def store(run_dir: Path, row: Record, body: Record) -> Record:
+    """The row with another payload, sound in itself; not yet in the ledger."""
+    data = msgspec.msgpack.encode(body)
+    number = 900
+    header = struct.pack("<4sII", b"PSR1", len(data), crc32c.crc32c(data))
+    segment(run_dir, number).write_bytes(header + data)
+    return {
+        **row,
+        "segment": number,
+        "offset": 0,
+        "length": len(data),
+        "digest": blake3(data).hexdigest(),
+    }
+
+
+def rewrite_payload(run_dir: Path, row_id: str, spoil: Callable[[Record], None]) -> None:
+    """Other content for a row, with every digest that names it made to fit."""
+    row = whole(run_dir, "rows", "row_id = ?", row_id)
+    body = payload(run_dir, row)
+    spoil(body)
+    new = store(run_dir, row, body)
+    change(
+        run_dir,
+        "UPDATE rows SET segment = ?, offset = ?, length = ?, digest = ? WHERE row_id = ?",
+        *(new[name] for name in ("segment", "offset", "length", "digest", "row_id")),
+    )
+
+    def refresh(manifest: Record) -> None:
+        for group in manifest["groups"]:
+            for member in group["rows"]:
+                if member["row_id"] == row_id:
+                    member["digest"] = new["digest"]
+
+    with ledger(run_dir) as connection:
+        seqs = [seq for (seq,) in connection.execute("SELECT seq FROM batches")]
+    for seq in seqs:
+        rewrite_manifest(run_dir, seq, refresh)
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+def manifest(run_dir: Path, seq: int) -> Record:
+    (body,) = one(run_dir, "SELECT manifest FROM batches WHERE seq = ?", seq)
+    return msgspec.msgpack.decode(body)
+
+
+def rewrite_manifest(run_dir: Path, seq: int, spoil: Callable[[Record], None]) -> None:
+    """Other content for a batch, under a digest that fits it."""
+    content = manifest(run_dir, seq)
+    spoil(content)
+    body = msgspec.msgpack.encode(content)
+    rows = [row for group in content["groups"] for row in group["rows"]]
+    change(
+        run_dir,
+        "UPDATE batches SET manifest = ?, digest = ?, num_groups = ?, num_rows = ?, reward_mean = ?"
+        " WHERE seq = ?",
+        body,
+        blake3(body).hexdigest(),
+        len(content["groups"]),
+        len(rows),
+        sum(row["reward"] for row in rows) / len(rows),
+        seq,
+    )
+
+
+def row_in_batch(run_dir: Path, seq: int, index: int = 0) -> str:
+    rows = [row for group in manifest(run_dir, seq)["groups"] for row in group["rows"]]
+    return rows[index]["row_id"]

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands as a shell sees them: exit codes, stdout, stderr. None of these starts a service."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main as command_line
+from penstock.cli.main import COMMANDS, main
+from penstock.config import demo
+from penstock.fleet.folder import Finish, RunFolder
+from penstock.wire.auth import Audience, Role, Signer
+
+ALL = [name for name, _, _ in COMMANDS] + [
+    "weights serve",
+    "conformance rollout",
+    "conformance trainer",
+]
+
+
+def penstock(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock.cli.main", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd)
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    captured = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, captured.out, captured.err
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> RunFolder:
+    """A run that was started once."""
+    folder = RunFolder(tmp_path / "outputs" / "reverse")
+    folder.write_config(demo(0))
+    folder.choose_endpoints(tmp_path, ())
+    Signer.create(folder.keys, "reverse")
+    return folder
+
+
+# --- help, errors, exit codes ---------------------------------------------------------------------
+
+
+def test_help_answers_at_once_and_names_every_command() -> None:
+    durations: list[float] = []
+    for _ in range(3):
+        began_at = time.perf_counter()
+        done = penstock("--help")
+        durations.append(time.perf_counter() - began_at)
+        assert done.returncode == 0
+        for name in ALL:
+            assert name.split()[0] in done.stdout
+    assert min(durations) <= 0.7
+
+
+@pytest.mark.parametrize("command", ALL)
+def test_every_command_explains_its_parameters(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    code, out, _ = run_main(capsys, *command.split(), "--help")
+    assert code == 0
+    assert "Usage: penstock " + command in out
+
+
+def test_no_command_line_imports_torch() -> None:
+    script = (
+        "import sys, importlib, pkgutil, penstock.cli as cli\n"
+        "for found in pkgutil.iter_modules(cli.__path__):\n"
+        "    importlib.import_module(f'penstock.cli.{found.name}')\n"
+        "print([name for name in ('torch', 'transformers', 'uvicorn') if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "torch" not in done.stdout
+    assert "transformers" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [["bogus"], ["run"], ["run", "x", "--bogus"], ["token", "x", "--role", "king"]]
+)
+def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    code, out, err = run_main(capsys, *words)
+    assert code == 2
+    assert out == ""
+    assert err
+
+
+def test_our_errors_have_no_traceback_and_json_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    missing = tmp_path / "absent.yaml"
+    code, out, err = run_main(capsys, "run", str(missing), "--json")
+    assert code == 1
+    assert err.startswith(f"error: {missing}: no such file")
+    assert "Traceback" not in err
+    assert "no such file" in json.loads(out.splitlines()[-1])["error"]
+
+
+def test_every_command_module_is_thin() -> None:
+    folder = Path(command_line.__file__).parent
+    for name, _, _ in COMMANDS:
+        assert len((folder / f"{name}.py").read_text().splitlines()) <= 150
+
+
+# --- init and check -------------------------------------------------------------------------------
+
+
+def test_init_writes_a_run_that_passes_check_in_three_seconds(tmp_path: Path) -> None:
+    done = penstock("init", "my-run", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "penstock run my-run/run.yaml" in done.stdout
+    began_at = time.perf_counter()
+    checked = penstock("check", "my-run/run.yaml", cwd=tmp_path)
+    assert time.perf_counter() - began_at <= 6.0  # 3 on a machine of its own
+    assert checked.returncode == 0, checked.stderr
+    assert "40 steps of 768 trajectories (30,720 in all)" in checked.stdout
+    assert "an empty answer earns 0" in checked.stdout
+    assert not (tmp_path / "outputs").exists(), "check leaves no trace"
+
+
+def test_init_overwrites_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("mine")
+    code, _, err = run_main(capsys, "init", str(tmp_path))
+    assert code == 1
+    assert "already has task.py" in err
+    assert os.listdir(tmp_path) == ["task.py"]
+
+
+@pytest.fixture
+def my_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Path:
+    run_main(capsys, "init", str(tmp_path))
+    return tmp_path / "run.yaml"
+
+
+def test_check_lists_every_problem_at_once(
+    capsys: pytest.CaptureFixture[str], my_run: Path
+) -> None:
+    code, out, err = run_main(
+        capsys,
+        "check",
+        str(my_run),
+        "--json",
+        "models.policy.init=/no/such/model",
+        "reward=task:absent",
+        "workflow={command: [no-such-program]}",
+    )
+    assert code == 1
+    report = json.loads(out.splitlines()[-1])
+    assert report["ok"] is False
+    assert len(report["problems"]) == 3
+    for part in ("/no/such/model", "no function 'absent'", "no-such-program", "3 problems"):
+        assert part in err
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("raise ValueError('mine')", "ValueError: mine"),
+        ("def make_task(ordinal, seed):\n    return {}['x']\n", "KeyError: 'x'"),
+        ("import no_such_package", "no_such_package"),
+        (
+            "import random\ndef make_task(ordinal, seed): return {'a': random.random()}\n",
+            "two different tasks",
+        ),
+        ("import os\nos._exit(3)", "ended its process (exit code 3)"),
+    ],
+)
+def test_check_shows_the_users_error_and_no_frame_of_ours(
+    capsys: pytest.CaptureFixture[str], my_run: Path, code: str, expected: str
+) -> None:
+    (my_run.parent / "task.py").write_text(code)
+    exit_code, _, err = run_main(capsys, "check", str(my_run), "reward=null")
+    assert exit_code == 1
+    assert expected in err
+    assert "penstock/cli" not in err
+    assert "importlib" not in err
+
+
+def test_check_catches_a_reward_that_gives_no_number(
+    capsys: pytest.CaptureFixture[str], my_run: Path
+) -> None:
+    task = my_run.parent / "task.py"
+    task.write_text(task.read_text() + "\ndef bad(completions, **_):\n    return ['good']\n")
+    code, _, err = run_main(capsys, "check", str(my_run), "reward=task:bad")
+    assert code == 1
+    assert "'good' (str), which is no number" in err
+
+
+def test_check_does_not_hang_with_the_users_code(
+    capsys: pytest.CaptureFixture[str], my_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.cli.check.DEADLINE_S", 1.5)
+    (my_run.parent / "task.py").write_text("import time\ntime.sleep(60)")
+    code, _, err = run_main(capsys, "check", str(my_run))
+    assert code == 1
+    assert "did not answer within" in err
+
+
+# --- runs that need no service --------------------------------------------------------------------
+
+
+def test_a_finished_run_exits_0_at_once_and_says_so(
+    capsys: pytest.CaptureFixture[str], run_folder: RunFolder
+) -> None:
+    run_folder.write_finish(Finish(finished_at=1.0, steps=70, trajectories=71_680))
+    code, out, err = run_main(capsys, "run", str(run_folder.path), "--json")
+    assert code == 0
+    assert "finished before: 70 steps, 71,680 trajectories" in err
+    assert json.loads(out.splitlines()[-1])["was_finished"] is True
+    code, out, _ = run_main(capsys, "status", str(run_folder.path))
+    assert (code, out) == (0, "finished: 70 steps, 71,680 trajectories\n")
+
+
+def test_a_changed_config_is_refused_with_the_differences(
+    capsys: pytest.CaptureFixture[str], run_folder: RunFolder
+) -> None:
+    code, _, err = run_main(capsys, "run", str(run_folder.path), "training.steps=71")
+    assert code == 1
+    assert "training.steps: 70 -> 71" in err
+    assert "--accept-changes" in err
+    assert run_folder.read_config() == demo(0)
+
+
+def test_a_held_run_is_refused_with_the_pid_of_its_holder(
+    capsys: pytest.CaptureFixture[str], run_folder: RunFolder
+) -> None:
+    with run_folder.locked():
+        code, _, err = run_main(capsys, "run", str(run_folder.path))
+    assert code == 1
+    assert f"pid {os.getpid()}" in err
+
+
+def test_status_and_stop_of_a_run_that_does_not_run(
+    capsys: pytest.CaptureFixture[str], run_folder: RunFolder
+) -> None:
+    code, out, _ = run_main(capsys, "status", str(run_folder.path))
+    assert (code, out.startswith("not running; `penstock run")) == (0, True)
+    code, out, _ = run_main(capsys, "status", str(run_folder.path), "--json")
+    assert json.loads(out)["running"] is False
+    code, out, err = run_main(capsys, "stop", str(run_folder.path), "--json")
+    assert (code, json.loads(out)["stopped"]) == (0, False)
+    assert "is not running" in err
+
+
+def test_status_of_a_run_whose_dataflow_is_away(
+    capsys: pytest.CaptureFixture[str], run_folder: RunFolder
+) -> None:
+    with run_folder.locked():
+        code, out, _ = run_main(capsys, "status", str(run_folder.path))
+    assert code == 0
+    assert f"running (pid {os.getpid()}), but its dataflow does not answer" in out
+
+
+def test_a_token_is_one_line_on_stdout(
+    capsys: pytest.CaptureFixture[str], run_folder: RunFolder
+) -> None:
+    code, out, err = run_main(capsys, "token", str(run_folder.path), "--role", "rollout")
+    assert code == 0
+    assert "penstock join http://127.0.0.1:" in err
+    signer = Signer.read(run_folder.keys, "reverse")
+    for audience in Audience:
+        assert signer.verifier(audience).verify(out.strip()).role is Role.ROLLOUT
+    code, out, _ = run_main(
+        capsys, "token", str(run_folder.path), "--role", "reader", "--ttl-h", "1", "--json"
+    )
+    minted = json.loads(out)
+    assert minted["url"] == run_folder.endpoints().dataflow
+    assert minted["expires_at"] == pytest.approx(time.time() + 3600, abs=60)
+    code, _, err = run_main(
+        capsys, "token", str(run_folder.path), "--role", "reader", "--ttl-h", "0"
+    )
+    assert code == 1
+    assert "expired at once" in err
+
+
+def test_commands_for_runs_refuse_other_folders(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for words in (["status"], ["stop"], ["token", "--role", "reader"], ["run"]):
+        code, _, err = run_main(capsys, words[0], str(tmp_path), *words[1:])
+        assert code == 1
+        assert "is no run folder" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["http://127.0.0.1:1"], "no token"), (["127.0.0.1:1", "--token", "x"], "is no address")],
+)
+def test_join_says_what_it_needs(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    expected: str,
+) -> None:
+    monkeypatch.delenv("PENSTOCK_TOKEN", raising=False)
+    code, _, err = run_main(capsys, "join", *words)
+    assert code == 1
+    assert expected in err
+
+
+def test_missing_packages_are_named_with_the_command(
+    capsys: pytest.CaptureFixture[str], my_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "penstock.cli.preflight.EXTRAS", {"train": ("no_such_torch",), "tokens": ("json",)}
+    )
+    code, _, err = run_main(capsys, "run", str(my_run))
+    assert code == 1
+    assert "not installed: no_such_torch; run: pip install 'penstock[train]'" in err

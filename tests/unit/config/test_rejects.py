@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Broken run files: each is refused with the key, the line and the cure.
+
+A case replaces one part of the design's file; `#@` marks the line that must be named."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from penstock.config import RunConfig
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One broken file."""
+
+    old: str
+    """Text of the good file that is replaced."""
+    new: str
+    """What stands there instead, `#@` at the end of the line to be named."""
+    key: str
+    """Path that the message names."""
+    says: str
+    """Words of the message: what is wrong, or the cure."""
+
+
+def case(old: str, new: str, key: str, says: str) -> Case:
+    return Case(old=old, new=new, key=key, says=says)
+
+
+POLICY = "  policy: {init: builtin:tiny-qwen3, engine: hf, replicas: 2}"
+SOURCE = "  - {name: train, task: penstock.tasks.reverse, weight: 1.0}"
+ALGORITHM = (
+    "algorithm: {name: grpo, num_generations: 16, epsilon: 0.2, entropy_coef: 0.01, beta: 0.0}"
+)
+RULES = "  rules: [{admit: reward-spread}, {select: edf}]"
+
+
+def policy(inside: str) -> str:
+    return f"  policy: {{init: builtin:tiny-qwen3, {inside}}} #@"
+
+
+def source(inside: str) -> str:
+    return f"  - {{{inside}}} #@"
+
+
+def algorithm(inside: str) -> str:
+    return f"algorithm: {{{inside}}} #@"
+
+
+def rules(inside: str) -> str:
+    return f"  rules: [{inside}] #@"
+
+
+UNKNOWN = [
+    case("max_staleness: 1", "max_stalenes: 1 #@", "training.max_stalenes",
+         'did you mean "max_staleness"?'),
+    case("seed: 0", "sead: 0 #@", "sead", 'did you mean "seed"?'),
+    case("seed: 0", "max_staleness: 0 #@", "max_staleness",
+         'did you mean "training.max_staleness"?'),
+    case("seed: 0", "lr: 0.1 #@", "lr", 'did you mean "training.learning_rate"?'),
+    case("epochs: 1", "num_iterations: 1 #@", "training.num_iterations",
+         'did you mean "training.epochs"?'),
+    case("epochs: 1", "zzz: 1 #@", "training.zzz", "known here: steps, learning_rate"),
+    case("  lease: {ttl_s: 12}", "  lease: {ttl: 12} #@", "dataflow.lease.ttl",
+         'did you mean "ttl_s"?'),
+    case("  lease: {ttl_s: 12}", "  lease:\n    max_attempts: 2\n    max-attempts: 2 #@",
+         "dataflow.lease.max-attempts", 'did you mean "max_attempts"?'),
+    case(POLICY, policy("replica: 2"), "models.policy.replica", 'did you mean "replicas"?'),
+    case(POLICY, policy("algorithm: {epsilo: 0.1}"), "models.policy.algorithm.epsilo",
+         'did you mean "epsilon"?'),
+    case(POLICY, policy("dataflow: {rule: []}"), "models.policy.dataflow.rule",
+         'did you mean "rules"?'),
+    case(POLICY, policy("dataflow: {store: sqlite}"), "models.policy.dataflow.store",
+         "unknown key"),
+    case(SOURCE, source("name: a, task: b, weigth_: 2"), "sources[0].weigth_",
+         'did you mean "weight"?'),
+    case(RULES, rules("{admitt: all}"), "dataflow.rules[0].admitt", 'did you mean "admit"?'),
+    case("training:", "trainingg: #@", "trainingg", 'did you mean "training"?'),
+    case("workflow: single_turn", "workflow: {commnd_: [a]} #@", "workflow.commnd_",
+         'did you mean "command"?'),
+    case("closing: complete", "closing: {survivor: {min: 2}} #@", "dataflow.closing.survivor",
+         'did you mean "survivors"?'),
+]  # fmt: skip
+
+MISSING = [
+    case("name: reverse\n", "", "name", 'missing required key "name" (Names the run'),
+    case("  steps: 80\n", "", "training.steps", "(Batches to train on"),
+    case(POLICY, "  policy: {engine: hf} #@", "models.policy.init", 'missing required key "init"'),
+    case(SOURCE, source("name: train"), "sources[0].task", 'missing required key "task"'),
+    case(SOURCE, source("task: a.b"), "sources[0].name", 'missing required key "name"'),
+    case("workflow: single_turn", "workflow: {} #@", "workflow.command",
+         "(The program and its arguments"),
+    case("closing: complete", "closing: {survivors: {}} #@", "dataflow.closing.survivors.min",
+         'missing required key "min"'),
+    case("name: reverse", "name: ??? #@", "name", "??? stands for a missing value; give one"),
+]  # fmt: skip
+
+TYPES = [
+    case("seed: 0", 'seed: "0" #@', "seed", "must be a whole number, so remove the quotes"),
+    case("seed: 0", "seed: 1.5 #@", "seed", "1.5 is a number; must be a whole number"),
+    case("seed: 0", "seed: true #@", "seed", "true is a truth value; must be a whole number"),
+    case("seed: 0", "seed: #@", "seed", "null is null; must be a whole number"),
+    case("name: reverse", "name: 7 #@", "name", "must be text, so put quotes around it"),
+    case("epochs: 1", "epochs: [1] #@", "training.epochs", "[1] is a list"),
+    case("  lease: {ttl_s: 12}", "  lease: 12 #@", "dataflow.lease",
+         "must be a mapping of keys"),
+    case(POLICY, "  policy: builtin:tiny-qwen3 #@", "models.policy", "must be a mapping of keys"),
+    case("workflow: single_turn", "workflow: {command: ls} #@", "workflow.command",
+         "must be a list, so write [ls]"),
+    case("workflow: single_turn", "workflow: {command: [ls, 1]} #@", "workflow.command[1]",
+         "must be text, so put quotes around it"),
+    case("workflow: single_turn", "workflow: 3 #@", "workflow", "must be text"),
+    case("workflow: single_turn", "workflow: {command: []} #@", "workflow.command",
+         "give at least one entry"),
+    case("learning_rate: 2.0e-3", "learning_rate: .nan #@", "training.learning_rate",
+         "must be a finite number"),
+    case(f"sources:\n{SOURCE}", "sources: {name: train} #@", "sources", "must be a list"),
+    case("  closing: complete", "  closing: 4 #@", "dataflow.closing", "complete"),
+]  # fmt: skip
+
+RANGES = [
+    case("seed: 0", "seed: -1 #@", "seed", "must be at least 0"),
+    case("seed: 0", "seed: 4294967296 #@", "seed", "must be at most 4294967295"),
+    case("steps: 80", "steps: 0 #@", "training.steps", "must be greater than 0"),
+    case("learning_rate: 2.0e-3", "learning_rate: -1e-3 #@", "training.learning_rate",
+         "must be at least 0"),
+    case("  lease: {ttl_s: 12}", "  lease: {ttl_s: 0} #@", "dataflow.lease.ttl_s",
+         "must be greater than 0"),
+    case(ALGORITHM, algorithm("epsilon: 1.0"), "algorithm.epsilon", "must be less than 1"),
+    case("seed: 0", "sampling: {top_p: 1.1} #@", "sampling.top_p", "must be at most 1"),
+    case("seed: 0", "sampling: {max_tokens: 0} #@", "sampling.max_tokens",
+         "must be greater than 0"),
+    case(SOURCE, source("name: a, task: b, weight: 0"), "sources[0].weight",
+         "must be greater than 0"),
+    case(SOURCE, source("name: a, task: b, limit: 0"), "sources[0].limit",
+         "must be greater than 0"),
+    case(f"sources:\n{SOURCE}", "sources: [] #@", "sources", "give at least one entry"),
+    case(f"models:\n{POLICY}", "models: {} #@", "models", "give at least one entry"),
+]  # fmt: skip
+
+WORDS = [
+    case("name: reverse", "name: ../escape #@", "name", "it names the run folder"),
+    case("name: reverse", "name: a/b #@", "name", "use up to 100 letters"),
+    case("output_dir: outputs", "output_dir: '' #@", "output_dir", "is empty; give a value"),
+    case("launcher: local", "launcher: locl #@", "launcher", 'did you mean "local"?'),
+    case(POLICY, "  a.b: {init: x} #@", "models.a.b", "use up to 64 letters"),
+    case(POLICY, "  policy: {init: builtin:tiny-qwen} #@", "models.policy.init",
+         'did you mean "builtin:tiny-qwen3"?'),
+    case(POLICY, policy("engine: hff"), "models.policy.engine", 'did you mean "hf"?'),
+    case(SOURCE, source("name: a, task: 'b:c'"), "sources[0].task", "name the module alone: b"),
+    case(SOURCE, source("name: a, task: b/c.txt"), "sources[0].task", "a path ending in .jsonl"),
+    case("workflow: single_turn", "workflow: single_trun #@", "workflow",
+         'did you mean "single_turn"?'),
+    case("workflow: single_turn", "workflow: mine.py #@", "workflow",
+         "module:function, or {command: [...]}"),
+    case("reward: penstock.tasks.reverse:reward", "reward: penstock.tasks.reverse #@", "reward",
+         "write module:function"),
+    case("store: sqlite", "store: sqlit #@", "dataflow.store", 'did you mean "sqlite"?'),
+    case("closing: complete", "closing: completed #@", "dataflow.closing",
+         'did you mean "complete"?'),
+    case("closing: complete", "closing: survivors #@", "dataflow.closing", "survivors(4)"),
+    case(RULES, rules("{admit: reward_spread}"), "dataflow.rules[0].admit",
+         'did you mean "reward-spread"?'),
+    case(RULES, rules("{select: lifo}"), "dataflow.rules[0].select", 'did you mean "fifo"?'),
+    case(ALGORITHM, algorithm("name: ppo"), "algorithm.name", "use grpo"),
+]  # fmt: skip
+
+NOT_SERVED = [
+    case("launcher: local", "launcher: ray #@", "launcher", "is not served yet; use local"),
+    case("store: sqlite", "store: postgresql://h/d #@", "dataflow.store", "is not served yet"),
+    case(POLICY, policy("engine: vllm"), "models.policy.engine",
+         "is not served yet; use hf | scripted | simulated"),
+    case(POLICY, policy("frozen: true"), "models.policy.frozen", "is not served yet"),
+    case(ALGORITHM, algorithm("beta: 0.04"), "algorithm.beta", "set beta to 0.0"),
+    case("pipeline: null", "pipeline: {stages: []} #@", "pipeline", "leave pipeline null"),
+    case("eval: null", "eval: {every: 10} #@", "eval", "leave eval null"),
+    case("report_to: []", "report_to: [wandb] #@", "report_to", "is not served yet"),
+    case("report_to: []", "report_to: wandb #@", "report_to", "is not served yet"),
+    case(RULES, rules("{mix: round-robin}"), "dataflow.rules[0].mix", "use weights"),
+    case(RULES, rules("{admit: dedup}"), "dataflow.rules[0].admit", "is not served yet"),
+    case(RULES, rules("{replay: ratio}"), "dataflow.rules[0].replay", "leave replay out"),
+    case(RULES, rules("{route: shared}"), "dataflow.rules[0].route", "leave route out"),
+    case(SOURCE, source("name: a, task: d.parquet"), "sources[0].task", "is not served yet"),
+]  # fmt: skip
+
+CONTRADICTIONS = [
+    case(ALGORITHM, algorithm("num_generations: 1"), "algorithm.num_generations",
+         "set num_generations >= 2"),
+    case(ALGORITHM, algorithm("epsilon: 0.2, epsilon_high: 0.1"), "algorithm.epsilon_high",
+         "set epsilon_high >= epsilon"),
+    case("minibatches: 1", "minibatches: 65 #@", "training.minibatches",
+         "set minibatches <= 64 or groups_per_batch >= 65"),
+    case("closing: complete", "closing: survivors(17) #@", "dataflow.closing",
+         "set min <= 16 or raise num_generations"),
+    case("closing: complete", "closing:\n    survivors:\n      min: 17 #@",
+         "dataflow.closing.survivors.min", "set min <= 16"),
+    case("closing: complete", "closing: survivors(1) #@", "dataflow.closing.survivors.min",
+         "must be at least 2"),
+    case(RULES, rules("{}"), "dataflow.rules[0]", "names exactly one hook, here none"),
+    case(RULES, rules("{admit: all, select: edf}"), "dataflow.rules[0]", "here admit, select"),
+    case(RULES, rules("{select: edf}, {select: fifo}"), "dataflow.rules[1]", "keep one of them"),
+    case(RULES, rules("{admit: all}, {admit: all}"), "dataflow.rules[1]", "delete this entry"),
+    case(SOURCE, SOURCE + "\n  - name: train #@\n    task: a.b", "sources[1].name",
+         "give each its own name"),
+    case("seed: 0", "sampling: {temperature: 0} #@", "sampling.temperature",
+         "set temperature > 0"),
+    case(POLICY, policy("dataflow: {rules: [{mix: weights}]}"), "models.policy.dataflow.rules[0]",
+         "move this entry to dataflow.rules"),
+    case(POLICY, policy("training: {minibatches: 100}"), "models.policy.training.minibatches",
+         "set minibatches <= 64"),
+    case(POLICY, policy("algorithm: {num_generations: 1}"),
+         "models.policy.algorithm.num_generations", "set num_generations >= 2"),
+]  # fmt: skip
+
+YAML = [
+    case("seed: 0", "seed: 0\nseed: 1 #@", "seed", "duplicate key"),
+    case("epochs: 1", "epochs: 1\n  epochs: 1 #@", "training.epochs", "keep one of them"),
+    case("seed: 0", "1: 0 #@", "", "put quotes around the key"),
+    case("seed: 0", "seed: !!int 0 #@", "", "delete it"),
+    case("seed: 0", "seed: !!python/name:os.system #@", "", "is not allowed"),
+    case("seed: 0", "seed: 'a\nzzz: 1' b #@", "", "not YAML"),
+    case("seed: 0", "seed: &s [*s] #@", "seed[0]", "refers to itself"),
+    case("seed: 0", "seed: ${sead} #@", "seed", "'sead' not found"),
+    case("seed: 0", "seed: ${seed} #@", "seed", "Recursive interpolation"),
+    case("seed: 0", "seed: ${ #@", "seed", "check the ${...}"),
+    case("seed: 0", "seed: ${oc.env:PENSTOCK_SURELY_UNSET} #@", "seed", "not found"),
+    case("seed: 0", f"seed: {'[' * 50} #@", "", "too deep"),
+]  # fmt: skip
+
+ALL = UNKNOWN + MISSING + TYPES + RANGES + WORDS + NOT_SERVED + CONTRADICTIONS + YAML
+
+
+def expected_line(text: str, key: str) -> int:
+    """The marked line, else the line of the parent section of a key that was taken out."""
+    lines = text.splitlines()
+    marked = [number for number, line in enumerate(lines, 1) if "#@" in line]
+    if marked:
+        return marked[0]
+    parent = key.rpartition(".")[0]
+    return next((n for n, line in enumerate(lines, 1) if line.startswith(f"{parent}:")), 1)
+
+
+@pytest.mark.parametrize("broken", ALL, ids=[f"{c.key or 'file'}-{c.new[:30]!r}" for c in ALL])
+def test_names_line_key_and_cure(
+    broken: Case, design: str, load_text: Callable[[str], RunConfig]
+) -> None:
+    text = design.replace(broken.old, broken.new, 1)
+    assert text != design
+    with pytest.raises(ConfigError) as caught:
+        load_text(text)
+    where = f"{broken.key}: " if broken.key else ""
+    message = str(caught.value)
+    assert message.startswith(f"run.yaml:{expected_line(text, broken.key)}: {where}"), message
+    assert broken.says in message
+    assert len(message.splitlines()) == 1, message
+
+
+def test_there_are_many_cases() -> None:
+    assert len(ALL) >= 40
+
+
+def test_every_problem_is_listed_in_order_of_lines(
+    design: str, load_text: Callable[[str], RunConfig]
+) -> None:
+    text = design.replace("seed: 0", "seed: x").replace("store: sqlite", "stor: sqlite")
+    text = text.replace("steps: 80", "steps: 0").replace("name: reverse", "name: a b")
+    with pytest.raises(ConfigError) as caught:
+        load_text(text)
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[:2] for line in lines] == [
+        ["run.yaml:1", "name"],
+        ["run.yaml:4", "seed"],
+        ["run.yaml:12", "dataflow.stor"],
+        ["run.yaml:22", "training.steps"],
+    ]
+
+
+def test_two_contradictions_of_one_section_are_both_listed(
+    design: str, load_text: Callable[[str], RunConfig]
+) -> None:
+    text = design.replace(ALGORITHM, algorithm("num_generations: 1, epsilon_high: 0.1"))
+    with pytest.raises(ConfigError) as caught:
+        load_text(text)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_shared_mistake_is_told_once(design: str, load_text: Callable[[str], RunConfig]) -> None:
+    text = design.replace(POLICY, policy("training: {epochs: 2}").removesuffix(" #@"))
+    text = text.replace("  steps: 80\n", "").replace("max_staleness: 1", "max_staleness: -1")
+    with pytest.raises(ConfigError) as caught:
+        load_text(text)
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["training.steps", "training.max_staleness"]

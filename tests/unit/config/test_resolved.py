@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stored form: reading a dump gives the same config, and changes are named."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config import RunConfig, demo, differences, digest, dump, load, run_dir
+from penstock.config.loader import parse
+
+LoadText = Callable[..., RunConfig]
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,8}", fullmatch=True)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
+    lambda text: bool(text.strip()) and text != "???"
+)
+TRICKY = st.text(alphabet=st.sampled_from(list("\\${}a.'\"#: -?1e\n")), min_size=1).filter(
+    lambda text: bool(text.strip()) and text != "???"
+)
+RATES = st.floats(min_value=1e-300, max_value=0.9)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> RunConfig:
+    """Any valid config, built without the loader."""
+    size = draw(st.integers(2, 50))
+    own_training = st.fixed_dictionaries({"learning_rate": RATES})
+    model = st.fixed_dictionaries(
+        {"init": TEXTS.filter(lambda text: not text.startswith("builtin:"))},
+        optional={
+            "replicas": st.integers(0, 9),
+            "training": own_training,
+            "dataflow": st.just({"rules": [{"select": "fifo"}]}),
+        },
+    )
+    command = st.lists(TEXTS | TRICKY | st.just(""), min_size=1)
+    return RunConfig.model_validate(
+        {
+            "name": draw(NAMES),
+            "output_dir": draw(TEXTS | TRICKY),
+            "models": draw(st.dictionaries(NAMES, model, min_size=1, max_size=3)),
+            "sources": [{"name": draw(NAMES), "task": "tasks", "weight": draw(RATES)}],
+            "workflow": {"command": [arg for arg in draw(command) if arg != "???"] or ["x"]},
+            "dataflow": {
+                "closing": draw(st.sampled_from(["complete", "drop", "survivors(2)"])),
+                "rules": draw(st.sampled_from([[], [{"admit": "reward-spread"}]])),
+            },
+            "algorithm": {"num_generations": size, "epsilon": draw(RATES)},
+            "training": {"steps": draw(st.integers(1, 10**9)), "learning_rate": draw(RATES)},
+        }
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(config=configs())
+def test_reading_a_dump_gives_an_equal_config(config: RunConfig) -> None:
+    again = parse(dump(config), origin="config.yaml")
+    assert again == config
+    assert digest(again) == digest(config)
+    assert differences(config, again) == []
+    assert dump(again) == dump(config)
+
+
+def test_dump_survives_a_file(tmp_path: Path) -> None:
+    config = demo(3)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(config), encoding="utf-8")
+    assert load(path) == config
+
+
+def test_digest_is_the_same_in_every_process() -> None:
+    assert digest(demo(0)) == digest(demo(0))
+    assert len(digest(demo(0))) == 64
+
+
+def test_writing_out_a_default_changes_nothing(design: str, load_text: LoadText) -> None:
+    written_out = load_text(design, ["sampling.top_p=1", "models.policy.capacity=256"])
+    assert digest(load_text(design)) == digest(written_out)
+
+
+def test_moving_the_folder_changes_nothing(design: str, load_text: LoadText) -> None:
+    here, there = load_text(design), load_text(design, ["output_dir=/elsewhere"])
+    assert digest(here) == digest(there)
+    assert differences(here, there) == []
+
+
+def test_differences_name_keys_and_values(design: str, load_text: LoadText) -> None:
+    old = load_text(design)
+    new = load_text(
+        design,
+        ["training.steps=81", "reward=null", "models.b={init: x}", "dataflow.rules=[{admit: all}]"],
+    )
+    assert digest(old) != digest(new)
+    found = differences(old, new)
+    assert "training.steps: 80 -> 81" in found
+    assert 'reward: "penstock.tasks.reverse:reward" -> null' in found
+    assert 'models.b.init: (absent) -> "x"' in found
+    assert 'dataflow.rules[0].admit: "reward-spread" -> "all"' in found
+    assert 'dataflow.rules[1].select: "edf" -> (absent)' in found
+
+
+def test_run_dir() -> None:
+    assert run_dir(demo(0)) == Path("outputs/reverse")

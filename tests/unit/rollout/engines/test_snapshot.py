@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts of a snapshot folder, and folders that are none."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import EngineError
+from penstock.rollout.engines.snapshot import read_snapshot
+
+
+def write(folder: Path, config: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    data = struct.pack("<Q", len(header)) + header + bytes(8)
+    (folder / "model.safetensors").write_bytes(data)
+    return folder
+
+
+def test_facts(tmp_path: Path) -> None:
+    config = {"eos_token_id": 3, "max_position_embeddings": 9, "vocab_size": 5}
+    snapshot = read_snapshot(write(tmp_path, config))
+    assert snapshot.stop_ids == {3}
+    assert (snapshot.window, snapshot.vocab_size) == (9, 5)
+    assert snapshot.tensors == ("w",)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    assert read_snapshot(tmp_path).stop_ids == {1, 2}
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 8, 40, -1])
+def test_cut_tensor_files_are_refused(tmp_path: Path, num_bytes: int) -> None:
+    path = write(tmp_path, {}) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(EngineError, match="damaged"):
+        read_snapshot(tmp_path)
+
+
+@pytest.mark.parametrize("header", [b"\xff" * 8 + b"{}", b"\x02" + bytes(7) + b"[]"])
+def test_nonsense_headers_are_refused(tmp_path: Path, header: bytes) -> None:
+    (write(tmp_path, {}) / "model.safetensors").write_bytes(header)
+    with pytest.raises(EngineError, match="damaged"):
+        read_snapshot(tmp_path)
+
+
+@pytest.mark.parametrize("config", [[], {"vocab_size": 0}, {"max_position_embeddings": "x"}])
+def test_unusable_configs_are_refused(tmp_path: Path, config: object) -> None:
+    with pytest.raises(EngineError, match=r"config\.json"):
+        read_snapshot(write(tmp_path, config))
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="cannot read"):
+        read_snapshot(tmp_path / "nowhere")

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How attempts end: each line of the table in `attempt.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests.unit.rollout.fake_dataflow import POLICY, facts, task
+
+from penstock.dataflow.protocol import Grant
+from penstock.errors import ConfigError, EngineError
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.generate import Generate
+from penstock.gateway.renderer import Renderer
+from penstock.rollout.attempt import Attempts
+from penstock.rollout.endpoint import Endpoint
+from penstock.rollout.engines import ScriptedEngine
+from penstock.rollout.rewards.scorer import Failed, Scored
+from penstock.rollout.workflows import find_workflow
+from penstock.tasks import reverse
+from penstock.types import (
+    FailureKind,
+    GroupId,
+    NodeId,
+    OutcomeKind,
+    SamplingSpec,
+    Task,
+    Trajectory,
+    Version,
+)
+
+WORKFLOWS = "tests.unit.rollout.user_workflows"
+GRANT = Grant(group_id=GroupId("p0-7"), slot=2, epoch=3, attempt=1, task=0, seed=11)
+
+
+class DirectScorer:
+    """The reverse reward in this process; remembers what it judged."""
+
+    def __init__(self, failure: Failed | None = None) -> None:
+        self.seen: list[str] = []
+        self.failure = failure
+
+    async def score(self, completion: str, task: Task) -> Scored | Failed:
+        self.seen.append(completion)
+        if self.failure is not None:
+            return self.failure
+        return Scored(reward=reverse.reward([completion], [task.payload["answer"]])[0])
+
+
+async def loaded_engine(snapshot: Path) -> ScriptedEngine:
+    engine = ScriptedEngine()
+    await engine.load(snapshot, Version(policy=POLICY, incarnation=1, number=0))
+    return engine
+
+
+async def attempt(
+    snapshot: Path,
+    name: str,
+    *,
+    scorer: DirectScorer | None = None,
+    generate: Generate | None = None,
+    start_to_close_s: float = 60.0,
+    max_tokens: int = 3,
+) -> Trajectory:
+    workflow = name if name.startswith("[") or name == "single_turn" else f"{WORKFLOWS}:{name}"
+    run_facts = facts(
+        workflow=workflow,
+        start_to_close_s=start_to_close_s,
+        sampling=SamplingSpec(max_tokens=max_tokens),
+    )
+    gateway = Gateway(generate or await loaded_engine(snapshot))
+    gateway.set_renderer(POLICY, Renderer.load(snapshot))
+    endpoint = Endpoint(gateway)
+    try:
+        attempts = Attempts(gateway, endpoint, scorer, run_facts, NodeId("n"))
+        return await asyncio.wait_for(attempts.run(GRANT, task()), 30)
+    finally:
+        await endpoint.close()
+
+
+async def test_single_turn_hands_the_answer_to_the_reward(snapshot: Path) -> None:
+    scorer = DirectScorer()
+    row = await attempt(snapshot, "single_turn", scorer=scorer)
+    assert scorer.seen == [task().payload["answer"]]
+    assert row.reward == 1.0 and row.outcome.kind is OutcomeKind.TRUNCATED
+    assert (row.row_id, row.attempt, row.node_id) == ("p0-7.2.3", 1, "n")
+    assert row.started_at <= row.turns[0].started_at <= row.turns[0].ended_at <= row.ended_at
+
+
+async def test_an_answer_that_ends_by_itself_is_completed(snapshot: Path) -> None:
+    row = await attempt(snapshot, "single_turn", scorer=DirectScorer(), max_tokens=5)
+    assert row.outcome.kind is OutcomeKind.COMPLETED and row.outcome.reason == ""
+
+
+async def test_none_means_the_text_of_the_last_answer(snapshot: Path) -> None:
+    scorer = DirectScorer()
+    row = await attempt(snapshot, "returns_none", scorer=scorer)
+    assert scorer.seen == [task().payload["answer"]] and len(row.turns) == 2
+
+
+@pytest.mark.parametrize(("name", "reward"), [("returns_number", 0.25), ("sets_reward", 0.75)])
+async def test_a_workflow_may_score_itself(snapshot: Path, name: str, reward: float) -> None:
+    scorer = DirectScorer()
+    row = await attempt(snapshot, name, scorer=scorer)
+    assert row.reward == reward and scorer.seen == []
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("raises", "my own mistake"),
+        ("exits", "SystemExit: goodbye"),
+        ("calls_nobody", "without any model answer"),
+        ("own_timeout", "of the user's own client"),
+        ("returns_nonsense", "returned a dict"),
+        ("bad_reward", "finite number"),
+    ],
+)
+async def test_what_goes_wrong_in_the_workflow_is_its_failure(
+    snapshot: Path, name: str, says: str
+) -> None:
+    row = await attempt(snapshot, name, scorer=DirectScorer())
+    assert row.outcome.kind is OutcomeKind.FAILED and row.outcome.reason == FailureKind.WORKFLOW
+    assert row.reward is None
+    assert says in row.outcome.detail and len(row.outcome.detail) <= 2000
+    assert "rollout/attempt.py" not in row.outcome.detail
+
+
+async def test_the_users_traceback_stands_in_the_record(snapshot: Path) -> None:
+    row = await attempt(snapshot, "raises", scorer=DirectScorer())
+    assert "user_workflows.py" in row.outcome.detail and "in raises" in row.outcome.detail
+    assert len(row.turns) == 1  # what was sampled stays on the record
+
+
+async def test_an_engine_that_refuses_is_the_engines_failure(snapshot: Path) -> None:
+    async def broken(
+        prompt_ids: Sequence[int], sampling: SamplingSpec, *, policy: str, session: str
+    ) -> object:
+        raise EngineError("out of memory")
+
+    row = await attempt(snapshot, "returns_text", generate=broken)  # type: ignore[arg-type]
+    assert row.outcome.reason == FailureKind.ENGINE and "out of memory" in row.outcome.detail
+
+
+async def test_time_that_is_up_truncates_if_there_is_an_answer(snapshot: Path) -> None:
+    scorer = DirectScorer()
+    row = await attempt(snapshot, "answers_then_hangs", scorer=scorer, start_to_close_s=0.3)
+    assert row.outcome.kind is OutcomeKind.TRUNCATED and row.outcome.reason == "deadline"
+    assert row.reward == 1.0 and scorer.seen == [task().payload["answer"]]
+
+
+async def test_time_that_is_up_fails_if_there_is_none(snapshot: Path) -> None:
+    row = await attempt(snapshot, "hangs", scorer=DirectScorer(), start_to_close_s=0.3)
+    assert row.outcome.kind is OutcomeKind.FAILED and row.outcome.reason == FailureKind.DEADLINE
+    assert row.reward is None
+
+
+async def test_a_reward_that_failed_is_no_reward(snapshot: Path) -> None:
+    failure = Failed(kind=FailureKind.REWARD_DEADLINE, detail="took too long")
+    row = await attempt(snapshot, "single_turn", scorer=DirectScorer(failure))
+    assert row.reward is None
+    assert row.outcome.reason == FailureKind.REWARD_DEADLINE
+    assert row.outcome.detail == "took too long"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("single-turn", "there is single_turn"),
+        ("no_such_module:run", "cannot import"),
+        (f"{WORKFLOWS}:nothing", "has no function"),
+        (f"{WORKFLOWS}:not_async", "no async function"),
+        ("[1, 2]", "list of words"),
+        ("[oops", "no valid JSON"),
+    ],
+)
+def test_a_workflow_that_cannot_be_found_is_refused_with_its_cure(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        find_workflow(name)

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node against a double of the dataflow over real HTTP, with the scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.unit.rollout.fake_dataflow import POLICY, FakeDataflow, facts, wanted
+
+from penstock.dataflow.client import NodeClient
+from penstock.dataflow.protocol import NodeState, Orders, RunFacts
+from penstock.errors import Fenced, RewardError, WeightsError
+from penstock.rollout.engines import ScriptedEngine
+from penstock.rollout.node import Node, Outside, build
+from penstock.rollout.outbox import Acknowledgements
+from penstock.types import (
+    FailureKind,
+    NodeId,
+    OutcomeKind,
+    PublishedVersion,
+    RowId,
+)
+
+NODE = NodeId("node-1")
+WORKFLOWS = "tests.unit.rollout.user_workflows"
+
+
+class FolderFetch:
+    """Every version is the same folder; the damaged ones cannot be had."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.damaged: set[int] = set()
+        self.num_tries = 0
+
+    async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
+        self.num_tries += 1
+        if wanted.number in self.damaged:
+            raise WeightsError(f"number {wanted.number} is damaged")
+        return self.folder
+
+    def forget_but(self, keep: Collection[str]) -> None:
+        assert len(keep) == 1
+
+
+class Bench:
+    """One node at work, its double and its files."""
+
+    def __init__(self, dataflow: FakeDataflow, fetch: FolderFetch, node: Node, acks: Path) -> None:
+        self.dataflow = dataflow
+        self.fetch = fetch
+        self.node = node
+        self.acks = acks
+        self.running = asyncio.create_task(node.run())
+
+    def acknowledged(self) -> set[str]:
+        return set(self.acks.read_text().splitlines())
+
+    async def drain(self) -> None:
+        await self.dataflow.order(Orders(wanted=self.dataflow.orders.wanted, drain=True))
+        await asyncio.wait_for(self.running, 20)
+
+
+@asynccontextmanager
+async def bench(
+    tmp_path: Path,
+    snapshot: Path,
+    *,
+    num_slots: int = 0,
+    capacity: int = 16,
+    grace_s: float = 5.0,
+    run_facts: RunFacts | None = None,
+) -> AsyncGenerator[Bench]:
+    dataflow = FakeDataflow(tmp_path / "keys", num_slots=num_slots, run_facts=run_facts)
+    acks = tmp_path / "acks.txt"
+    acknowledgements = Acknowledgements(acks)
+    fetch = FolderFetch(snapshot)
+    async with dataflow.served():
+        client = NodeClient(dataflow.url, dataflow.token)
+        outside = Outside(dataflow=client, fetch=fetch, make_engine=lambda facts: ScriptedEngine())
+        async with build(
+            outside, acknowledgements, node_id=NODE, capacity=capacity, grace_s=grace_s
+        ) as node:
+            desk = Bench(dataflow, fetch, node, acks)
+            try:
+                yield desk
+            finally:
+                desk.running.cancel()
+                await asyncio.gather(desk.running, return_exceptions=True)
+        await client.close()
+    acknowledgements.close()
+
+
+async def eventually(condition: object, timeout_s: float = 10.0) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+# --- the flow --------------------------------------------------------------------------------------
+
+
+async def test_every_slot_is_run_scored_delivered_and_acknowledged(
+    tmp_path: Path, snapshot: Path
+) -> None:
+    async with bench(tmp_path, snapshot, num_slots=100) as desk:
+        await asyncio.wait_for(desk.dataflow.until_stored(100), 20)
+        await desk.drain()
+        rows = desk.dataflow.trajectories()
+        assert {row.row_id for row in rows} == desk.acknowledged()
+        assert len(rows) == 100
+        for row in rows:
+            assert row.reward == 1.0  # the script answers backwards
+            assert row.outcome.kind is OutcomeKind.TRUNCATED and row.outcome.reason == "length"
+            assert row.row_id == f"{row.group_id}.{row.slot}.{row.epoch}"
+            (turn,) = row.turns
+            assert turn.policy == POLICY and len(turn.sampled_ids) == 12
+            assert [(s.incarnation, s.number) for s in turn.spans] == [(1, 0)]
+        assert desk.dataflow.left == [NODE]
+        assert desk.dataflow.released == []
+
+
+async def test_leases_ask_for_free_slots_only_and_not_one_by_one(
+    tmp_path: Path, snapshot: Path
+) -> None:
+    staggered = facts(workflow=f"{WORKFLOWS}:staggered")
+    async with bench(tmp_path, snapshot, num_slots=100, run_facts=staggered) as desk:
+        await asyncio.wait_for(desk.dataflow.until_stored(100), 20)
+        asked = [lease.max_slots for lease in desk.dataflow.leases]
+        assert asked[0] == 16 and min(asked) >= 4
+        assert max(beat.num_held for beat in desk.dataflow.beats) <= 2 * 16
+
+
+async def test_starting_until_a_version_is_live_then_live(tmp_path: Path, snapshot: Path) -> None:
+    async with bench(tmp_path, snapshot, num_slots=4) as desk:
+        await desk.dataflow.order(Orders(wanted=()))
+        await eventually(lambda: desk.dataflow.beats)
+        states = {beat.state for beat in desk.dataflow.beats}
+        assert states <= {NodeState.STARTING, NodeState.LIVE}  # it may have seen number 0
+        await desk.dataflow.order(Orders(wanted=(wanted(0),)))
+        await asyncio.wait_for(desk.dataflow.until_stored(4), 10)
+        assert all(lease.live[0].number == 0 for lease in desk.dataflow.leases)
+        await eventually(lambda: desk.dataflow.beats[-1].state is NodeState.LIVE)
+
+
+async def test_an_outage_in_mid_run_loses_nothing(tmp_path: Path, snapshot: Path) -> None:
+    async with bench(tmp_path, snapshot, num_slots=400) as desk:
+        await desk.dataflow.until_stored(40)
+        await desk.dataflow.down()
+        assert len(desk.dataflow.stored) < 400
+        await asyncio.sleep(2)
+        desk.dataflow.up()
+        await asyncio.wait_for(desk.dataflow.until_stored(400), 30)
+        await desk.drain()
+        assert desk.acknowledged() == set(desk.dataflow.stored)
+        assert len(desk.acknowledged()) == 400
+
+
+async def test_a_lost_lease_answer_is_asked_for_again(tmp_path: Path, snapshot: Path) -> None:
+    async with bench(tmp_path, snapshot, num_slots=8) as desk:
+        desk.dataflow.lose_next_lease_answer = True
+        await asyncio.wait_for(desk.dataflow.until_stored(8), 20)
+        ids = [lease.request_id for lease in desk.dataflow.leases]
+        assert ids[0] == ids[1] and len(set(ids)) < len(ids)
+
+
+async def test_fenced_rows_are_not_acknowledged(tmp_path: Path, snapshot: Path) -> None:
+    async with bench(tmp_path, snapshot, num_slots=8) as desk:
+        taken = RowId("p0-0.1.1")
+        desk.dataflow.fenced_rows.add(taken)
+        await asyncio.wait_for(desk.dataflow.until_stored(7), 20)
+        await desk.drain()
+        assert taken not in desk.acknowledged()
+        assert len(desk.acknowledged()) == 7
+
+
+async def test_a_service_that_forgot_the_node_is_told_again(tmp_path: Path, snapshot: Path) -> None:
+    async with bench(tmp_path, snapshot, num_slots=40) as desk:
+        await desk.dataflow.until_stored(8)
+        desk.dataflow.sessions.clear()
+        await asyncio.wait_for(desk.dataflow.until_stored(40), 20)
+        assert desk.dataflow.num_registered >= 2
+
+
+async def test_a_node_whose_place_was_taken_stops_with_an_error(
+    tmp_path: Path, snapshot: Path
+) -> None:
+    async with bench(tmp_path, snapshot) as desk:
+        desk.dataflow.sessions[NODE] = "somebody newer"
+        with pytest.raises(Fenced, match="took the place of node node-1"):
+            await asyncio.wait_for(desk.running, 10)
+
+
+# --- versions --------------------------------------------------------------------------------------
+
+
+async def test_a_damaged_version_leaves_the_old_one_live_until_it_is_mended(
+    tmp_path: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.rollout.loader.RETRY_S", 0.1)
+    async with bench(tmp_path, snapshot, num_slots=4) as desk:
+        await asyncio.wait_for(desk.dataflow.until_stored(4), 10)
+        desk.fetch.damaged.add(1)
+        await desk.dataflow.order(Orders(wanted=(wanted(1),)))
+        await eventually(lambda: desk.fetch.num_tries >= 3)
+        desk.dataflow.waiting.extend((slot, 1) for slot in range(4, 8))
+        await asyncio.wait_for(desk.dataflow.until_stored(8), 10)
+        assert desk.dataflow.beats[-1].live[0].number == 0
+        desk.fetch.damaged.clear()
+        await eventually(lambda: desk.dataflow.beats[-1].live[0].number == 1)
+        desk.dataflow.waiting.extend((slot, 1) for slot in range(8, 12))
+        await asyncio.wait_for(desk.dataflow.until_stored(12), 10)
+        numbers = [row.turns[0].spans[0].number for row in desk.dataflow.trajectories()]
+        assert numbers == [0] * 8 + [1] * 4
+
+
+async def test_orders_that_overtook_each_other_never_bring_an_older_version_back(
+    tmp_path: Path, snapshot: Path
+) -> None:
+    async with bench(tmp_path, snapshot) as desk:
+        await desk.dataflow.order(Orders(wanted=(wanted(5),)))
+        await eventually(lambda: desk.dataflow.beats and desk.dataflow.beats[-1].live)
+        await eventually(lambda: desk.dataflow.beats[-1].live[0].number == 5)
+        await desk.dataflow.order(Orders(wanted=(wanted(4),)))
+        num_beats = len(desk.dataflow.beats)
+        await eventually(lambda: len(desk.dataflow.beats) > num_beats + 3)
+        assert desk.dataflow.beats[-1].live[0].number == 5
+        await desk.dataflow.order(Orders(wanted=(wanted(3, incarnation=2),)))
+        await eventually(lambda: desk.dataflow.beats[-1].live[0].incarnation == 2)
+
+
+# --- leaving ---------------------------------------------------------------------------------------
+
+
+async def test_what_does_not_end_in_the_grace_period_is_handed_back(
+    tmp_path: Path, snapshot: Path
+) -> None:
+    hanging = facts(workflow=f"{WORKFLOWS}:hangs")
+    async with bench(tmp_path, snapshot, num_slots=5, grace_s=0.2, run_facts=hanging) as desk:
+        await eventually(lambda: not desk.dataflow.waiting)
+        await eventually(lambda: desk.dataflow.beats[-1].num_held == 5)
+        await desk.drain()
+        assert len(desk.dataflow.released) == 5
+        assert desk.dataflow.stored == {} and desk.acknowledged() == set()
+        assert desk.dataflow.left == [NODE]
+
+
+async def test_a_finished_run_ends_the_node(tmp_path: Path, snapshot: Path) -> None:
+    async with bench(tmp_path, snapshot) as desk:
+        await desk.dataflow.order(Orders(wanted=(wanted(0),), finished=True))
+        await asyncio.wait_for(desk.running, 10)
+
+
+# --- failures are records --------------------------------------------------------------------------
+
+
+async def test_a_reward_that_cannot_be_imported_ends_the_node_aloud(
+    tmp_path: Path, snapshot: Path
+) -> None:
+    lost = facts(reward="no_such_module_here:reward")
+    async with bench(tmp_path, snapshot, num_slots=4, run_facts=lost) as desk:
+        with pytest.raises(RewardError, match="cannot import 'no_such_module_here'"):
+            await asyncio.wait_for(desk.running, 10)
+        assert desk.dataflow.stored == {}
+
+
+async def test_failed_rollouts_are_delivered_without_a_reward(
+    tmp_path: Path, snapshot: Path
+) -> None:
+    async with bench(tmp_path, snapshot, num_slots=4, run_facts=facts(reward="")) as desk:
+        await asyncio.wait_for(desk.dataflow.until_stored(4), 10)
+        for row in desk.dataflow.trajectories():
+            assert row.reward is None
+            assert row.outcome.kind is OutcomeKind.FAILED
+            assert row.outcome.reason == FailureKind.REWARD
+            assert "ctx.reward()" in row.outcome.detail
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+
+def test_half_a_line_of_acknowledgements_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "acks.txt"
+    path.write_text("p0-1.0.1\np0-1.1.1\np0-1.")
+    acknowledgements = Acknowledgements(path)
+    acknowledgements.append([RowId("p0-2.0.1")])
+    acknowledgements.close()
+    assert path.read_text() == "p0-1.0.1\np0-1.1.1\np0-2.0.1\n"
+    with contextlib.closing(Acknowledgements(path)):
+        assert path.read_text().endswith("p0-2.0.1\n")

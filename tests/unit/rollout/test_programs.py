@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs as workflows: they find their session by environment, and never outlive it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.unit.rollout.fake_dataflow import task
+from tests.unit.rollout.test_attempt import DirectScorer, attempt
+
+import penstock
+from penstock.errors import WorkflowError
+from penstock.rollout.programs import run_program
+from penstock.types import FailureKind, OutcomeKind
+
+AGENT = """
+import json, os, sys, urllib.request
+task = json.loads(os.environ["PENSTOCK_TASK"])
+assert json.load(sys.stdin) == task
+assert not os.environ.get("PENSTOCK_TOKEN")
+body = {"model": "policy", "messages": [{"role": "user", "content": task["prompt"]}]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    data=json.dumps(body).encode(),
+    headers={
+        "authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+        "content-type": "application/json",
+    },
+)
+answer = json.load(urllib.request.urlopen(request))
+text = answer["choices"][0]["message"]["content"]
+print("thinking aloud")
+if "quiet" not in sys.argv:
+    print(text)
+"""
+
+
+def agent(folder: Path, *words: str) -> str:
+    path = folder / "agent.py"
+    path.write_text(AGENT)
+    return json.dumps([sys.executable, str(path), *words])
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+async def eventually_dead(pid: int) -> None:
+    async with asyncio.timeout(5):
+        while is_alive(pid):
+            await asyncio.sleep(0.02)
+
+
+async def pid_in(path: Path) -> int:
+    async with asyncio.timeout(10):
+        while not path.exists() or not path.read_text().strip():
+            await asyncio.sleep(0.02)
+    return int(path.read_text())
+
+
+async def test_an_unchanged_agent_is_recorded_over_http(
+    tmp_path: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_TOKEN", "secret of the node")
+    scorer = DirectScorer()
+    row = await attempt(snapshot, agent(tmp_path), scorer=scorer)
+    assert row.outcome.kind is OutcomeKind.TRUNCATED, row.outcome.detail
+    assert row.reward == 1.0 and len(row.turns) == 1
+    assert scorer.seen == [task().payload["answer"]]
+
+
+async def test_a_program_that_fails_is_a_failed_workflow(tmp_path: Path, snapshot: Path) -> None:
+    words = json.dumps(
+        [sys.executable, "-c", "import sys; print('why', file=sys.stderr); sys.exit(3)"]
+    )
+    row = await attempt(snapshot, words, scorer=DirectScorer())
+    assert row.outcome.reason == FailureKind.WORKFLOW
+    assert "ended with code 3: why" in row.outcome.detail
+
+
+async def test_output_is_what_it_printed_and_a_lingering_child_holds_nobody_up(
+    tmp_path: Path,
+) -> None:
+    script = f"sleep 300 & echo $! > {tmp_path}/pid; echo first; echo last"
+    async with asyncio.timeout(10):
+        printed = await run_program(["sh", "-c", script], env=dict(os.environ))
+    assert printed.splitlines() == ["first", "last"]
+    await eventually_dead(await pid_in(tmp_path / "pid"))
+
+
+async def test_ten_megabytes_of_output_are_cut_not_kept() -> None:
+    printed = await run_program(
+        [sys.executable, "-c", "print('x' * (10 << 20)); print('end')"], env=dict(os.environ)
+    )
+    assert printed.endswith("end") and len(printed) <= 1 << 20
+
+
+async def test_a_program_that_cannot_start_says_so() -> None:
+    with pytest.raises(WorkflowError, match="cannot start 'no-such-program'"):
+        await run_program(["no-such-program"], env=dict(os.environ))
+
+
+async def test_a_program_past_its_time_is_killed_with_its_group(tmp_path: Path) -> None:
+    script = f"sleep 300 & echo $! > {tmp_path}/pid; wait"
+    with pytest.raises(WorkflowError, match="killed after 0.5 s"):
+        await run_program(["sh", "-c", script], env=dict(os.environ), timeout_s=0.5)
+    await eventually_dead(await pid_in(tmp_path / "pid"))
+
+
+async def test_cancelling_kills_the_whole_group(tmp_path: Path) -> None:
+    script = f"sleep 300 & echo $! > {tmp_path}/pid; echo $$ > {tmp_path}/shell; wait"
+    running = asyncio.create_task(run_program(["sh", "-c", script], env=dict(os.environ)))
+    child, shell = await pid_in(tmp_path / "pid"), await pid_in(tmp_path / "shell")
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await eventually_dead(shell)
+    await eventually_dead(child)
+
+
+async def test_the_deadline_of_an_attempt_kills_its_program(tmp_path: Path, snapshot: Path) -> None:
+    words = json.dumps(["sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 300"])
+    row = await attempt(snapshot, words, start_to_close_s=1.0)
+    assert row.outcome.reason == FailureKind.DEADLINE
+    await eventually_dead(await pid_in(tmp_path / "pid"))
+
+
+async def test_a_program_dies_with_its_node(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, os\n"
+        "from penstock.rollout.programs import run_program\n"
+        f"words = ['sh', '-c', 'echo $$ > {tmp_path}/pid; exec sleep 300']\n"
+        "asyncio.run(run_program(words, env=dict(os.environ)))\n"
+    )
+    source = str(Path(penstock.__file__).parents[1])
+    node = subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": source}
+    )
+    pid = await pid_in(tmp_path / "pid")
+    node.kill()
+    node.wait()
+    await eventually_dead(pid)
+
+
+async def test_a_program_gets_ordinary_signals() -> None:
+    """Python ignores SIGPIPE, and exec would hand that down: `yes | head` should still end."""
+    printed = await run_program(["grep", "SigIgn", "/proc/self/status"], env=dict(os.environ))
+    ignored = int(printed.split()[1], 16)
+    assert ignored & (1 << (signal.SIGPIPE - 1)) == 0

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions that hang, raise, abort and babble: typed failures, and only for the culprits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.unit.rollout.fake_dataflow import task
+
+import penstock
+from penstock.errors import RewardError
+from penstock.rollout.rewards.scorer import Failed, Scored, Scorer
+from penstock.rollout.rewards.worker import columns_of
+from penstock.types import FailureKind
+
+FUNCTIONS = "tests.unit.rollout.reward_functions"
+
+
+@asynccontextmanager
+async def scorer(
+    name: str, *, num_workers: int = 1, deadline_s: float = 20.0
+) -> AsyncGenerator[Scorer]:
+    scores = Scorer(f"{FUNCTIONS}:{name}", num_workers=num_workers, deadline_s=deadline_s)
+    running = asyncio.create_task(scores.run())
+    try:
+        yield scores
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def score_all(scores: Scorer, completions: list[str]) -> list[Scored | Failed]:
+    async with asyncio.timeout(60):
+        return list(
+            await asyncio.gather(
+                *(scores.score(text, task(index)) for index, text in enumerate(completions))
+            )
+        )
+
+
+async def eventually_gone(pid: int) -> None:
+    async with asyncio.timeout(5):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.02)
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+async def test_a_batch_is_scored_in_order() -> None:
+    async with scorer("mixed") as scores:
+        results = await score_all(scores, ["a", "bb", "ccc"] * 30)
+        assert results == [Scored(reward=float(n)) for n in (1, 2, 3)] * 30
+
+
+async def test_async_functions_and_functions_that_name_their_columns() -> None:
+    async with scorer("awaited") as scores:
+        right = task(0).payload["answer"]
+        assert await score_all(scores, [right, "no"]) == [Scored(reward=1.0), Scored(reward=0.0)]
+        assert await scores.score(right, task(0)) == Scored(reward=1.0)
+
+
+async def test_trls_names_are_understood() -> None:
+    async with scorer("trl") as scores:
+        assert await score_all(scores, ["a", "b"]) == [Scored(reward=4.0)] * 2
+
+
+def test_a_column_has_a_place_for_every_payload() -> None:
+    assert columns_of([{"a": 1}, {"b": 2, "completions": 0}]) == {"a": [1, None], "b": [None, 2]}
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ("raise", "the grader is out of ink"),
+        ("abort", "signal 6"),
+        ("exit", "SystemExit"),
+        ("none", "returned None"),
+        ("nan", "'nan' (float)"),
+        ("text", "'0.5' (str)"),
+    ],
+)
+async def test_only_the_culprit_fails_and_is_named(bad: str, says: str) -> None:
+    async with scorer("mixed") as scores:
+        results = await score_all(scores, ["a", bad, "ccc"])
+        assert results[0] == Scored(reward=1.0) and results[2] == Scored(reward=3.0)
+        culprit = results[1]
+        assert isinstance(culprit, Failed) and culprit.kind is FailureKind.REWARD
+        assert says in culprit.detail
+        assert f"{FUNCTIONS}:mixed" in culprit.detail and "task-1" in culprit.detail
+        assert len(culprit.detail) <= 2000
+        assert "worker.py" not in culprit.detail  # the user's frames, not ours
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("too_few", "returned 0 values for 1"), ("no_list", "instead of a list")]
+)
+async def test_a_result_of_the_wrong_shape_is_no_reward(name: str, says: str) -> None:
+    async with scorer(name) as scores:
+        for result in await score_all(scores, ["a", "b"]):
+            assert isinstance(result, Failed) and result.kind is FailureKind.REWARD
+            assert says in result.detail
+
+
+async def test_printing_and_reading_do_not_touch_the_channel() -> None:
+    async with scorer("mixed") as scores:
+        results = await score_all(scores, ["print", "a", "read"])
+        assert results == [Scored(reward=5.0), Scored(reward=1.0), Scored(reward=0.0)]
+
+
+async def test_the_deadline_kills_the_whole_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
+    async with scorer("leaves_a_child", deadline_s=0.5) as scores:
+        result = await scores.score("hang", task())
+        assert isinstance(result, Failed) and result.kind is FailureKind.REWARD_DEADLINE
+        assert "took longer than 0.5 s" in result.detail
+        await eventually_gone(int((tmp_path / "pid").read_text()))
+
+
+async def test_p11_every_kind_of_misbehaviour_at_once() -> None:
+    """64 completions, 4 workers, deadline 1 s: under 5 s, the loop stays awake, no zombie."""
+    culprits = {7: "hang", 19: "raise", 33: "abort", 47: "print", 60: "hang"}
+    completions = [culprits.get(index, "fine") for index in range(64)]
+    lags_s: list[float] = []
+
+    async def feel_lag() -> None:
+        while True:
+            asleep_at = time.monotonic()
+            await asyncio.sleep(0.005)
+            lags_s.append(time.monotonic() - asleep_at - 0.005)
+
+    async with scorer("mixed", num_workers=4, deadline_s=1.0) as scores:
+        assert await scores.score("warm", task()) == Scored(reward=4.0)
+        lag = asyncio.create_task(feel_lag())
+        started_at = time.monotonic()
+        results = await score_all(scores, completions)
+        took_s = time.monotonic() - started_at
+        lag.cancel()
+        kinds = {i: r.kind for i, r in enumerate(results) if isinstance(r, Failed)}
+        assert kinds == {
+            7: FailureKind.REWARD_DEADLINE,
+            19: FailureKind.REWARD,
+            33: FailureKind.REWARD,
+            60: FailureKind.REWARD_DEADLINE,
+        }
+        assert took_s < 5
+        assert sorted(lags_s)[int(len(lags_s) * 0.99)] < 0.05
+        assert await scores.score("fine", task()) == Scored(reward=4.0)
+        assert [child for child in children() if child.status() == psutil.STATUS_ZOMBIE] == []
+    assert children() == []
+
+
+async def test_a_worker_killed_while_idle_is_replaced() -> None:
+    async with scorer("mixed") as scores:
+        await scores.score("a", task())
+        (worker,) = children()
+        worker.send_signal(signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        assert await score_all(scores, ["a", "bb"]) == [Scored(reward=1.0), Scored(reward=2.0)]
+
+
+async def test_a_function_that_cannot_be_found_is_refused_at_the_start() -> None:
+    scores = Scorer("penstock.tasks.reverse:rewrad")
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(scores.run(), 20)
+    (error,) = caught.value.exceptions
+    assert isinstance(error, RewardError) and "has no function 'rewrad'" in str(error)
+
+
+async def test_a_worker_dies_with_its_node() -> None:
+    program = (
+        "import asyncio, sys\n"
+        "from penstock.rollout.rewards.process import WorkerProcess\n"
+        "async def main():\n"
+        "    worker = WorkerProcess('penstock.tasks.reverse:reward')\n"
+        "    await worker.start()\n"
+        "    print(worker._process.pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    source = str(Path(penstock.__file__).parents[1])
+    node = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": source},
+    )
+    assert node.stdout is not None
+    pid = int(node.stdout.readline())
+    node.kill()
+    node.wait()
+    node.stdout.close()
+    await eventually_gone(pid)
+
+
+def test_a_worker_starts_fast_and_without_heavy_libraries() -> None:
+    code = (
+        "import sys; import penstock.rollout.rewards.worker\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'httpx2', 'pydantic', 'asyncio'}\n"
+        "print(sorted(heavy & sys.modules.keys()))"
+    )
+    source = str(Path(penstock.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": source}
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True
+    )
+    assert said.stdout.strip() == "[]"

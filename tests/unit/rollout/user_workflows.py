@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workflows as users write them, good and bad."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from penstock.rollout.context import Context
+from penstock.types import Task
+
+
+async def ask(ctx: Context, text: str = "abc>") -> str:
+    answer = await ctx.policy("policy").chat([{"role": "user", "content": text}])
+    return answer.text
+
+
+async def returns_text(task: Task, ctx: Context) -> str:
+    return await ask(ctx, task.payload["prompt"])
+
+
+async def staggered(task: Task, ctx: Context) -> str:
+    await asyncio.sleep(0.01 * (ctx.seed % 16))
+    return await ask(ctx, task.payload["prompt"])
+
+
+async def returns_none(task: Task, ctx: Context) -> None:
+    await ask(ctx, "jjj>")
+    await ask(ctx, task.payload["prompt"])
+
+
+async def returns_number(task: Task, ctx: Context) -> float:
+    await ask(ctx)
+    return 0.25
+
+
+async def sets_reward(task: Task, ctx: Context) -> None:
+    await ask(ctx)
+    ctx.reward(1)
+    ctx.reward(0.75)
+
+
+async def returns_nonsense(task: Task, ctx: Context) -> dict[str, int]:
+    await ask(ctx)
+    return {"reward": 1}
+
+
+async def raises(task: Task, ctx: Context) -> None:
+    await ask(ctx)
+    raise KeyError("my own mistake" + "!" * 10_000)
+
+
+async def exits(task: Task, ctx: Context) -> None:
+    sys.exit("goodbye")
+
+
+async def calls_nobody(task: Task, ctx: Context) -> str:
+    return "made up"
+
+
+async def answers_then_hangs(task: Task, ctx: Context) -> None:
+    await ask(ctx, task.payload["prompt"])
+    await asyncio.sleep(60)
+
+
+async def hangs(task: Task, ctx: Context) -> None:
+    await asyncio.sleep(60)
+
+
+async def own_timeout(task: Task, ctx: Context) -> None:
+    raise TimeoutError("of the user's own client")
+
+
+async def bad_reward(task: Task, ctx: Context) -> float:
+    await ask(ctx)
+    return float("nan")
+
+
+def not_async(task: Task, ctx: Context) -> str:
+    return ""

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the trainer's tests share: records made by hand, and a dataflow in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from blake3 import blake3
+
+from penstock.dataflow.protocol import (
+    BatchAnswer,
+    BatchRequest,
+    CheckpointsRequest,
+    CommitRequest,
+    IncarnationAnswer,
+    IncarnationRequest,
+    PolicyState,
+    PublishRequest,
+    RowPayload,
+    RowsAnswer,
+)
+from penstock.errors import Conflict, Fenced
+from penstock.trainer.batches import Batch, assemble
+from penstock.types import (
+    FinishReason,
+    GroupId,
+    Manifest,
+    NodeId,
+    Outcome,
+    OutcomeKind,
+    PolicyName,
+    RowId,
+    RowSummary,
+    SamplingSpec,
+    SealedGroup,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    log_probs,
+    token_ids,
+)
+from penstock.wire.codec import encode
+
+POLICY = PolicyName("policy")
+VOCAB_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed:
+    """A batch as the ledger would serve it."""
+
+    manifest: Manifest
+    rows: tuple[RowPayload, ...]
+
+    def assembled(self) -> Batch:
+        return assemble(self.manifest, self.rows, POLICY, VOCAB_SIZE)
+
+
+def make_turn(
+    prompt: Sequence[int],
+    sampled: Sequence[int],
+    *,
+    logprobs: Sequence[float] | None = None,
+    parent: int = -1,
+    policy: PolicyName = POLICY,
+    number: int = 0,
+    sampling: SamplingSpec | None = None,
+    finish: FinishReason = FinishReason.STOP,
+    reached_agent: bool = True,
+) -> Turn:
+    values = [-0.5 - 0.25 * i for i in range(len(sampled))] if logprobs is None else logprobs
+    span = VersionSpan(start=0, end=len(sampled), incarnation=1, number=number)
+    return Turn(
+        policy=policy,
+        parent=parent,
+        prompt_ids=token_ids(prompt),
+        sampled_ids=token_ids(sampled),
+        logprobs=log_probs(values),
+        spans=(span,) if sampled else (),
+        sampling=sampling or SamplingSpec(),
+        finish=finish,
+        reached_agent=reached_agent,
+    )
+
+
+def make_trajectory(*turns: Turn, name: str = "p0-0.0.1", reward: float = 0.0) -> Trajectory:
+    group, slot, epoch = name.split(".")
+    return Trajectory(
+        row_id=RowId(name),
+        group_id=GroupId(group),
+        slot=int(slot),
+        epoch=int(epoch),
+        attempt=1,
+        node_id=NodeId("node"),
+        turns=turns,
+        reward=reward,
+        outcome=Outcome(kind=OutcomeKind.COMPLETED),
+    )
+
+
+def seal(
+    groups: Sequence[Sequence[tuple[Turn, float]]], *, seq: int = 1, trains_from: int = 0
+) -> Sealed:
+    """A batch of one-turn rows, each with its reward."""
+    sealed: list[SealedGroup] = []
+    rows: list[RowPayload] = []
+    for index, members in enumerate(groups):
+        summaries: list[RowSummary] = []
+        for slot, (turn, reward) in enumerate(members):
+            name = f"p0-{seq * 1000 + index}.{slot}.1"
+            payload = encode(make_trajectory(turn, name=name, reward=reward))
+            rows.append(RowPayload(row_id=RowId(name), payload=payload))
+            summaries.append(
+                RowSummary(
+                    row_id=RowId(name),
+                    digest=blake3(payload).hexdigest(),
+                    reward=reward,
+                    outcome=OutcomeKind.COMPLETED,
+                    sampled={POLICY: len(turn.sampled_ids) // 4},
+                    oldest={POLICY: (1, turn.spans[0].number)},
+                )
+            )
+        group_id = GroupId(f"p0-{seq * 1000 + index}")
+        sealed.append(SealedGroup(group_id=group_id, task_key="", rows=tuple(summaries)))
+    manifest = Manifest(consumer=POLICY, seq=seq, trains_from=trains_from, groups=tuple(sealed))
+    return Sealed(manifest=manifest, rows=tuple(rows))
+
+
+def random_batch(
+    seed: int, *, seq: int = 1, num_groups: int = 4, size: int = 4, spec: SamplingSpec | None = None
+) -> Sealed:
+    """Ragged rows of random tokens and rewards."""
+    draw = np.random.default_rng([seed, seq])
+    groups: list[list[tuple[Turn, float]]] = []
+    for _ in range(num_groups):
+        prompt = draw.integers(3, 14, draw.integers(1, 6)).tolist()
+        members: list[tuple[Turn, float]] = []
+        for _ in range(size):
+            sampled = draw.integers(0, VOCAB_SIZE, draw.integers(1, 5)).tolist()
+            logprobs = (-2.77 + 0.3 * draw.standard_normal(len(sampled))).tolist()
+            turn = make_turn(prompt, sampled, logprobs=logprobs, number=seq - 1, sampling=spec)
+            members.append((turn, float(draw.random())))
+        groups.append(members)
+    return seal(groups, seq=seq, trains_from=seq - 1)
+
+
+@dataclass(slots=True)
+class MemoryDataflow:
+    """The trainer's side of the dataflow, with the ledger's rules and a log of every call."""
+
+    batches: list[Sealed]
+    incarnation: int = 0
+    number: int = 0
+    seq: int = 0
+    published: list[PublishRequest] = field(default_factory=list[PublishRequest])
+    commits: list[tuple[int, CommitRequest]] = field(
+        default_factory=list[tuple[int, CommitRequest]]
+    )
+    retained: tuple[tuple[int, int], ...] = ()
+    calls: list[str] = field(default_factory=list[str])
+    checkpoint_now: bool = False
+    rivals: int = 0
+    """So many other trainers take over between our look and our compare-and-set."""
+    die_after: str = ""
+    """Stop as a crash would, once this call has succeeded, e.g. `commit 3`."""
+
+    def state(self, policy: PolicyName) -> PolicyState:
+        newest = max((p.number for p in self.published), default=-1)
+        return PolicyState(
+            policy=policy,
+            incarnation=self.incarnation,
+            number=self.number,
+            seq=self.seq,
+            published=newest,
+            steps=len(self.batches),
+        )
+
+    def incarnate(self, policy: PolicyName, body: IncarnationRequest) -> IncarnationAnswer:
+        if self.rivals:
+            self.rivals -= 1
+            self.incarnation += 1
+        if body.expected != self.incarnation:
+            raise Conflict(f"{policy} is at incarnation {self.incarnation}")
+        if body.number > self.number or body.seq > self.seq:
+            raise Conflict("the fork lies ahead of what is committed")
+        self.incarnation += 1
+        self.number, self.seq = body.number, body.seq
+        self._done(f"incarnate {body.number} {body.seq}")
+        return IncarnationAnswer(incarnation=self.incarnation, steps=len(self.batches))
+
+    def batch(self, body: BatchRequest) -> BatchAnswer:
+        self._require(body.incarnation)
+        self._done(f"batch {body.seq}")
+        if body.seq > len(self.batches):
+            return BatchAnswer(manifest=None, end=True)
+        sealed = self.batches[body.seq - 1]
+        return BatchAnswer(manifest=sealed.manifest, checkpoint_now=self.checkpoint_now)
+
+    def rows(self, policy: PolicyName, seq: int, rank: int = 0, of: int = 1) -> RowsAnswer:
+        return RowsAnswer(rows=self.batches[seq - 1].rows[rank::of])
+
+    def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None:
+        self._require(body.incarnation)
+        assert seq == self.seq + 1
+        assert body.number == self.number + (0 if body.skipped else 1)
+        self.number, self.seq = body.number, seq
+        self.commits.append((seq, body))
+        self._done(f"commit {seq}")
+
+    def publish(self, policy: PolicyName, body: PublishRequest) -> None:
+        self._require(body.incarnation)
+        assert body.number <= self.number, "published before it was committed"
+        self.published.append(body)
+        self._done(f"publish {body.number}")
+
+    def checkpoints(self, policy: PolicyName, body: CheckpointsRequest) -> None:
+        self._require(body.incarnation)
+        self.retained = body.retained
+        self._done(f"checkpoints {body.retained}")
+
+    def _require(self, incarnation: int) -> None:
+        if incarnation != self.incarnation:
+            raise Fenced(f"incarnation {incarnation} was replaced by {self.incarnation}")
+
+    def _done(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.die_after:
+            raise KeyboardInterrupt(call)

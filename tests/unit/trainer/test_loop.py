@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.unit.trainer.doubles import (
+    POLICY,
+    MemoryDataflow,
+    Sealed,
+    make_turn,
+    random_batch,
+    seal,
+)
+from torch import Tensor
+
+from penstock.config import RunConfig
+from penstock.errors import Fenced, StoreError
+from penstock.observe.metrics import MetricsFile
+from penstock.trainer.loop import Trainer
+from penstock.trainer.models import WEIGHTS
+from penstock.trainer.service import make_checkpoints, make_learner
+from penstock.trainer.snapshots import Snapshots, weights_of
+
+BATCHES = [random_batch(0, seq=seq) for seq in range(1, 7)]
+
+
+def config(folder: Path, *, checkpoint_every: int = 2) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "test",
+            "models": {"policy": {"init": str(folder)}},
+            "sources": [{"name": "train", "task": "penstock.tasks.reverse"}],
+            "algorithm": {"entropy_coef": 0.01},
+            "training": {
+                "steps": 6,
+                "learning_rate": 2e-3,
+                "weight_decay": 0.01,
+                "checkpoint_every": checkpoint_every,
+            },
+        }
+    )
+
+
+def run(dataflow: MemoryDataflow, run_dir: Path, settings: RunConfig) -> dict[str, Tensor]:
+    """One life of the trainer; the weights it ends with."""
+    checkpoints = make_checkpoints(settings, POLICY, run_dir)
+    learner, checkpoint = make_learner(settings.for_policy(POLICY), checkpoints, seed=0)
+    snapshots = Snapshots(run_dir / "weights", POLICY, checkpoint.folder)
+    metrics = MetricsFile(run_dir / "metrics.jsonl")
+    trainer = Trainer(
+        policy=POLICY,
+        learner=learner,
+        dataflow=dataflow,
+        snapshots=snapshots,
+        checkpoints=checkpoints,
+        metrics=metrics,
+    )
+    try:
+        trainer.run()
+    finally:
+        metrics.close()
+    snapshots.close()
+    return weights_of(learner.model)
+
+
+def metric_lines(run_dir: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def equal_rewards(seq: int) -> Sealed:
+    rows = [(make_turn([3, 4], [5]), 0.5), (make_turn([3, 4], [6]), 0.5)]
+    return seal([rows], seq=seq, trains_from=seq - 1)
+
+
+def test_a_run_in_the_order_that_makes_it_exactly_once(model_folder: Path, tmp_path: Path) -> None:
+    dataflow = MemoryDataflow(batches=BATCHES[:2])
+    run(dataflow, tmp_path, config(model_folder))
+    assert dataflow.calls == [
+        "incarnate 0 0",
+        "checkpoints ((0, 0),)",
+        "publish 0",
+        "batch 1",
+        "commit 1",
+        "publish 1",
+        "batch 2",
+        "commit 2",
+        "publish 2",
+        "checkpoints ((0, 0), (2, 2))",
+        "batch 3",
+    ]
+    numbers = [(line["number"], line["seq"]) for line in metric_lines(tmp_path)]
+    assert numbers == [(1, 1), (2, 2)]
+    stats = dataflow.commits[0][1].stats
+    assert {"reward/mean", "loss", "grad_norm", "seconds", "seconds/wait"} <= stats.keys()
+
+
+def test_the_published_bytes_are_the_weights(model_folder: Path, tmp_path: Path) -> None:
+    dataflow = MemoryDataflow(batches=BATCHES[:1])
+    final = run(dataflow, tmp_path, config(model_folder))
+    store = tmp_path / "weights"
+    path = store / "manifests" / f"{dataflow.published[-1].manifest_digest}.json"
+    manifest = json.loads(path.read_text())
+    blobs = {entry["name"]: entry["blob"] for entry in manifest["files"]}
+    assert "trainer.json" not in blobs and {"tokenizer.json", "config.json"} <= blobs.keys()
+    stored = load_file(store / "blobs" / blobs[WEIGHTS])
+    assert stored.keys() == final.keys()
+    assert all(torch.equal(stored[name], value) for name, value in final.items())
+    assert not list(tmp_path.glob(".snapshot-*"))
+
+
+def test_a_skipped_batch_changes_no_number_and_publishes_nothing(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    dataflow = MemoryDataflow(batches=[equal_rewards(1), equal_rewards(2), BATCHES[2]])
+    run(dataflow, tmp_path, config(model_folder))
+    assert [(seq, body.number, body.skipped) for seq, body in dataflow.commits] == [
+        (1, 0, "zero_advantage"),
+        (2, 0, "zero_advantage"),
+        (3, 1, ""),
+    ]
+    assert [body.number for body in dataflow.published] == [0, 1]
+
+
+def test_only_skipped_batches_still_move_the_cursor_of_the_last_checkpoint(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    dataflow = MemoryDataflow(batches=[equal_rewards(1), equal_rewards(2)])
+    run(dataflow, tmp_path, config(model_folder))
+    assert dataflow.retained == ((0, 2),)
+
+
+@pytest.mark.parametrize(
+    "moment", ["publish 0", "commit 1", "commit 3", "publish 3", "commit 4", "batch 6", "commit 6"]
+)
+def test_a_crash_anywhere_ends_in_the_same_bits(
+    model_folder: Path, tmp_path: Path, moment: str
+) -> None:
+    settings = config(model_folder)
+    straight = run(MemoryDataflow(batches=BATCHES), tmp_path / "straight", settings)
+    dataflow = MemoryDataflow(batches=BATCHES, die_after=moment)
+    with pytest.raises(KeyboardInterrupt):
+        run(dataflow, tmp_path / "crashed", settings)
+    dataflow.die_after = ""
+    resumed = run(dataflow, tmp_path / "crashed", settings)
+    assert dataflow.incarnation == 2
+    assert (dataflow.number, dataflow.seq) == (6, 6)
+    assert all(torch.equal(straight[name], value) for name, value in resumed.items())
+    digests = {body.number: body.weights_digest for body in dataflow.published}
+    again = {(body.number, body.weights_digest) for body in dataflow.published}
+    assert len(again) == len(digests), "a replayed version has the digest it had before"
+    assert not list((tmp_path / "crashed").glob(".snapshot-*")), "the dead life left nothing"
+
+
+def test_starting_again_after_the_end_is_harmless(model_folder: Path, tmp_path: Path) -> None:
+    dataflow = MemoryDataflow(batches=BATCHES[:3])
+    first = run(dataflow, tmp_path, config(model_folder))
+    second = run(dataflow, tmp_path, config(model_folder))
+    assert (dataflow.number, dataflow.seq) == (3, 3)
+    assert all(torch.equal(first[name], value) for name, value in second.items())
+
+
+def test_a_lost_compare_and_set_is_looked_at_again(model_folder: Path, tmp_path: Path) -> None:
+    dataflow = MemoryDataflow(batches=BATCHES[:1], rivals=2)
+    run(dataflow, tmp_path, config(model_folder))
+    assert dataflow.incarnation == 3
+    assert dataflow.number == 1
+
+
+def test_a_refused_fork_point_is_an_error_not_a_loop(model_folder: Path, tmp_path: Path) -> None:
+    settings = config(model_folder)
+    run(MemoryDataflow(batches=BATCHES[:2]), tmp_path, settings)
+    with pytest.raises(StoreError, match="number 2, batch 2"):
+        run(MemoryDataflow(batches=BATCHES[:2]), tmp_path, settings)  # a ledger that was emptied
+
+
+def test_a_fenced_trainer_stops(model_folder: Path, tmp_path: Path) -> None:
+    class Replaced(MemoryDataflow):
+        def rows(self, policy, seq, rank=0, of=1):  # pyright: ignore
+            self.incarnation += 1
+            return super().rows(policy, seq, rank, of)
+
+    dataflow = Replaced(batches=BATCHES)
+    with pytest.raises(Fenced):
+        run(dataflow, tmp_path, config(model_folder))
+    assert dataflow.commits == []
+
+
+def test_the_ledger_may_ask_for_a_checkpoint(model_folder: Path, tmp_path: Path) -> None:
+    dataflow = MemoryDataflow(batches=BATCHES[:3], checkpoint_now=True)
+    run(dataflow, tmp_path, config(model_folder, checkpoint_every=100))
+    assert "checkpoints ((0, 0), (1, 1))" in dataflow.calls
+    assert "checkpoints ((1, 1), (2, 2))" in dataflow.calls
+    assert dataflow.retained == ((2, 2), (3, 3))

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses against float64 NumPy written apart from them, and against central differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.trainer.losses import (
+    LossSpec,
+    Truncation,
+    behaviour_kl,
+    clipped_loss,
+    entropy,
+    is_clipped,
+    spec_log_softmax,
+)
+
+Floats = npt.NDArray[np.float64]
+SPEC = LossSpec(epsilon=0.2, epsilon_high=0.28, entropy_coef=0.01)
+DRAW = np.random.default_rng(0)
+
+
+def oracle_logprobs(
+    logits: Floats, target: int, temperature: float, top_k: int, top_p: float
+) -> Floats:
+    """One token: temperature, top-k, top-p; the sampled token stays. Ties do not occur here."""
+    scaled = logits / temperature
+    order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
+    kept = order[: top_k or None]
+    weights = [float(np.exp(scaled[i] - scaled[order[0]])) for i in kept]
+    total, running, nucleus = sum(weights), 0.0, list[int]()
+    for index, weight in zip(kept, weights, strict=True):
+        if running / total >= top_p and top_p < 1:
+            break
+        nucleus.append(index)
+        running += weight
+    if target not in nucleus:
+        nucleus.append(target)
+    out = np.full(len(scaled), -np.inf)
+    normaliser = np.log(sum(np.exp(scaled[i]) for i in nucleus))
+    for index in nucleus:
+        out[index] = scaled[index] - normaliser
+    return out
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 3, 7, 99])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
+def test_log_probs_under_a_spec(top_k: int, top_p: float) -> None:
+    logits = DRAW.standard_normal((20, 7)) * 2
+    targets = DRAW.integers(0, 7, 20)
+    temperature = DRAW.uniform(0.3, 2.0, 20)
+    got = spec_log_softmax(
+        torch.tensor(logits),
+        torch.tensor(targets),
+        torch.tensor(temperature),
+        Truncation(top_k_K=torch.full((20,), top_k), top_p_K=torch.full((20,), top_p)),
+    ).numpy()
+    for k in range(20):
+        want = oracle_logprobs(logits[k], int(targets[k]), temperature[k], top_k, top_p)
+        kept = np.isfinite(want)
+        np.testing.assert_allclose(got[k][kept], want[kept], rtol=1e-12, atol=1e-14)
+        assert (got[k][~kept] < -1e29).all()
+
+
+def test_entropy_of_a_truncated_distribution_is_finite_and_right() -> None:
+    logits = torch.tensor([[0.0, 0.0, 5.0, -3.0]], dtype=torch.float64, requires_grad=True)
+    kept = Truncation(top_k_K=torch.tensor([1]), top_p_K=torch.tensor([1.0]))
+    logprobs = spec_log_softmax(logits, torch.tensor([0]), None, kept)
+    p = 1 / (1 + np.exp(5.0))
+    value = entropy(logprobs)
+    assert value.item() == pytest.approx(-(p * np.log(p) + (1 - p) * np.log(1 - p)))
+    value.sum().backward()
+    assert logits.grad is not None and torch.isfinite(logits.grad).all()
+
+
+def test_clipped_loss_against_the_oracle() -> None:
+    log_ratio, advantages = DRAW.normal(0, 0.5, 1000), DRAW.normal(0, 1, 1000)
+    got = clipped_loss(torch.tensor(log_ratio), torch.tensor(advantages), SPEC).numpy()
+    for k in range(1000):
+        ratio = np.exp(log_ratio[k])
+        bounded = min(max(ratio, 0.8), 1.28)
+        want = -min(ratio * advantages[k], bounded * advantages[k])
+        assert got[k] == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "flat"),
+    [
+        (1.3, 1.0, True),
+        (1.27, 1.0, False),
+        (0.5, 1.0, False),
+        (0.79, -1.0, True),
+        (0.81, -1.0, False),
+        (1.9, -1.0, False),
+    ],
+)
+def test_the_gradient_is_flat_exactly_where_the_clip_bites(
+    ratio: float, advantage: float, flat: bool
+) -> None:
+    log_ratio = torch.tensor([np.log(ratio)], requires_grad=True)
+    advantages = torch.tensor([advantage], dtype=torch.float64)
+    clipped_loss(log_ratio, advantages, SPEC).sum().backward()
+    want = 0.0 if flat else -ratio * advantage
+    assert log_ratio.grad is not None
+    assert log_ratio.grad.item() == pytest.approx(want)
+    low, high = is_clipped(log_ratio, advantages, SPEC)
+    assert bool(low | high) is flat
+    assert bool(high) is (flat and advantage > 0)
+
+
+def test_at_ratio_one_the_gradient_is_the_plain_policy_gradient() -> None:
+    log_ratio = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([2.0, -1.0, 0.0], dtype=torch.float64)
+    clipped_loss(log_ratio, advantages, SPEC).sum().backward()
+    assert log_ratio.grad is not None
+    assert log_ratio.grad.tolist() == [-2.0, 1.0, 0.0]
+
+
+def test_behaviour_kl_is_unbiased_and_never_negative() -> None:
+    behaviour = np.array([0.5, 0.3, 0.2])
+    current = np.array([0.4, 0.4, 0.2])
+    values = behaviour_kl(torch.tensor(np.log(current / behaviour)))
+    assert (values >= 0).all()
+    exact = float((behaviour * np.log(behaviour / current)).sum())
+    assert float((torch.tensor(behaviour) * values).sum()) == pytest.approx(exact)
+
+
+def central_differences(function: Callable[[Tensor], Tensor], at: Floats) -> Floats:
+    out = np.zeros_like(at)
+    for index in np.ndindex(at.shape):
+        step = np.zeros_like(at)
+        step[index] = 1e-6
+        above, below = function(torch.tensor(at + step)), function(torch.tensor(at - step))
+        out[index] = (above.item() - below.item()) / 2e-6
+    return out
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_the_gradient_in_the_logits_by_central_differences(truncated: bool) -> None:
+    draw = np.random.default_rng(3)
+    logits = draw.standard_normal((12, 5))
+    targets = torch.tensor(draw.integers(0, 5, 12))
+    behaviour = torch.tensor(draw.uniform(-2.5, -0.5, 12))
+    advantages = torch.tensor(draw.standard_normal(12))
+    temperature = torch.tensor(draw.uniform(0.5, 1.5, 12))
+    kept = Truncation(
+        top_k_K=torch.full((12,), 4), top_p_K=torch.full((12,), 0.95, dtype=torch.float64)
+    )
+
+    def loss(values: Tensor) -> Tensor:
+        spec = (temperature, kept if truncated else None)
+        logprobs = spec_log_softmax(values, targets, *spec)
+        chosen = logprobs.gather(1, targets[:, None]).squeeze(1)
+        policy = clipped_loss(chosen - behaviour, advantages, SPEC).sum()
+        return policy - SPEC.entropy_coef * entropy(logprobs).sum()
+
+    at = torch.tensor(logits, requires_grad=True)
+    loss(at).backward()
+    assert at.grad is not None
+    np.testing.assert_allclose(at.grad.numpy(), central_differences(loss, logits), atol=1e-7)
