@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx2
 import pytest
 from starlette.routing import Route as StarletteRoute
-from tests.contract.test_weights import listening
 from tests.unit.weights.folders import write_folder
+from tests.unit.weights.fronts import listening
 
 from penstock.types import PolicyName
 from penstock.weights import server as module

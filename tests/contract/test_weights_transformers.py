@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from tests.contract.test_weights import listening
+from tests.unit.weights.fronts import listening
 
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.client import pull, put_snapshot

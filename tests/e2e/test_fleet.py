@@ -9,10 +9,11 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.e2e.system import PENSTOCK, System, assert_complete, penstock, until
+
+from penstock.dataflow.protocol import NodeStatus
 
 ENDLESS = (
     "training.steps=100000",
@@ -22,10 +23,20 @@ ENDLESS = (
 )
 
 
-def node(system: System, name: str) -> dict[str, Any]:
+def guest_status(system: System) -> NodeStatus | None:
     status = system.status()
-    nodes = status["nodes"] if status is not None else []
-    return next((node for node in nodes if node["node_id"] == name), {})
+    nodes = status.nodes if status is not None else ()
+    return next((node for node in nodes if node.node_id == "guest"), None)
+
+
+def is_live(system: System) -> bool:
+    guest = guest_status(system)
+    return guest is not None and guest.state == "live"
+
+
+def has_delivered(system: System) -> bool:
+    guest = guest_status(system)
+    return guest is not None and guest.delivered > 0
 
 
 @pytest.fixture
@@ -53,19 +64,20 @@ def guest(system: System, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_a_guest_works_survives_a_restart_and_leaves(
     system: System, guest: subprocess.Popen[bytes]
 ) -> None:
-    until(lambda: node(system, "guest").get("state") == "live", timeout_s=90.0, what="guest live")
+    until(lambda: is_live(system), timeout_s=90.0, what="guest live")
     live_at = time.monotonic()
-    until(lambda: node(system, "guest").get("delivered"), timeout_s=10.0, what="guest works")
+    until(lambda: has_delivered(system), timeout_s=10.0, what="guest works")
     assert time.monotonic() - live_at <= 5.0
 
     dataflow = system.kill("dataflow")
     system.until_back("dataflow", other_than=dataflow)
-    until(lambda: node(system, "guest").get("delivered"), timeout_s=30.0, what="guest goes on")
+    until(lambda: has_delivered(system), timeout_s=30.0, what="guest goes on")
     assert guest.poll() is None
 
     guest.send_signal(signal.SIGTERM)
     assert guest.wait(timeout=20.0) == 0
-    assert node(system, "guest").get("num_leases", 0) == 0
+    left = guest_status(system)
+    assert left is None or left.num_leases == 0
     assert not system.folder.launcher() or "guest" not in system.pids()
 
     refused = penstock("run", str(system.folder.path))

@@ -47,6 +47,8 @@ def line(view: View) -> str:
     parts = [_policy(policy, many=len(status.policies) > 1) for policy in status.policies]
     parts.append(f"{status.trajectories:,} trajectories")
     parts.append(f"{status.tokens_per_s:,.0f} tokens/s")
+    if status.finished:
+        return " · ".join([*parts, "finished"])
     live = sum(node.state == "live" for node in status.nodes)
     parts.append(f"{live} node{'s' if live != 1 else ''} live")
     if status.waiting:

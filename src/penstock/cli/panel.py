@@ -180,7 +180,7 @@ def _nodes(nodes: tuple[NodeStatus, ...]) -> RenderableType:
 
 def _waiting(status: Status) -> Text:
     """Always one line, so that the panel keeps its height: who, for whom, how long."""
-    if not status.waiting:
+    if status.finished or not status.waiting:
         return Text("nobody", style="dim")
     longest = max(status.waiting, key=lambda waiting: waiting.since_s)
     who = ", ".join(waiting.who for waiting in status.waiting if waiting.on == longest.on)

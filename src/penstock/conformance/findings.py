@@ -30,7 +30,7 @@ class Finding:
     seen: str
 
     def __str__(self) -> str:
-        head = f"{self.verdict:<4} {self.rule:<22} {self.meaning}"
+        head = f"{self.verdict:<4} {self.rule:<23} {self.meaning}"
         return head if self.verdict is Verdict.OK else f"{head}: {self.seen}"
 
 

@@ -2,8 +2,8 @@
 """A rollout node under test: every call it makes, held against the contract.
 
 Owns the rules of the node's side and the mishaps it must survive: a lost lease answer, a delivery
-that is stored and answered 503, a lease that ends behind its back, a service that forgot it, damaged
-and wrong weights, the order to drain. Which version comes when belongs to `play`.
+that is stored and answered 503, a lease that ends behind its back, a service that forgot it, bad
+weights, the order to drain. Which version comes when, its caller decides.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class RolloutWatch:
         )
 
     @property
-    def fetches_wrong(self) -> bool:
+    def has_fetched_wrong(self) -> bool:
         """It had the chance to go live on the version with the wrong tensor."""
         return any(self.fetches.has_all(self._versions[key]) for key in self._wrong)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a delivered row what its lease and the contract ask for? Pure: one row in, the rules it keeps or
-breaks out."""
+"""Is a delivered row what its lease and the contract ask for? Pure: one row in, the rules it keeps
+or breaks out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The course of an examination: what happens to the party under test, in which order, and the report.
+"""The course of an examination: what happens to the party under test, when, and the report.
 
 Every wait has a limit, so a party that is stuck costs time and not the answer.
 """
@@ -24,12 +24,15 @@ from penstock.wire.codec import encode_json
 Invite = Callable[[Invitation], object]
 """Told once, when the party may join."""
 POLL_S = 0.02
+FOREVER = float("inf")
+"""The deadline of the whole examination is the limit."""
 STEP_S = 10.0
 """Patience with one expected reaction; after that the examination goes on without it."""
 QUIET_S = 15.0
 """A party that joined and then makes no call for so long is gone."""
 NOT_LIVE_S = 0.4
-LOADING_S = 2.0
+LOADING_S = 1.0
+"""From the last byte to live, for a party that checks too little."""
 AFTERWARDS_S = 2.0
 """For calls that a party makes though it should not."""
 
@@ -72,21 +75,23 @@ async def _play_rollout(watch: RolloutWatch, trainer: StandInTrainer) -> None:
         seen = f"no row of number {number} within {STEP_S:g} s"
         watch.findings.check("new-version-loaded", is_sampled, seen)
 
-    await _forever(lambda: watch.joined_at > 0)
+    await _until(lambda: watch.joined_at > 0, FOREVER, _nothing, time.monotonic)
     await until(lambda: watch.num_beats > 0, STEP_S)
     await asyncio.sleep(NOT_LIVE_S)
     await publish()
+    await until(lambda: watch.num_stored > 0, FOREVER)
     await until(lambda: watch.has_met_all, STEP_S)
     await trainer.train()
     await publish("damaged")
     await expect_samples(1)
     await trainer.train()
     await publish("wrong")
+    await until(lambda: watch.has_fetched_wrong, STEP_S)
     await asyncio.sleep(LOADING_S)
     await trainer.train()
     await publish()
     await expect_samples(3)
-    if watch.fetches_wrong:
+    if watch.has_fetched_wrong:
         watch.findings.kept("wrong-tensor-refused")
     await until(lambda: time.monotonic() - watch.joined_at > LATEST_BEAT_S + 1.0, STEP_S)
     watch.draining.set()
@@ -113,16 +118,15 @@ async def examine_trainer(
     return watch.findings.all()
 
 
-async def _play_trainer(
-    watch: TrainerWatch, node: StandInNode, successor: StandInTrainer
-) -> None:
+async def _play_trainer(watch: TrainerWatch, node: StandInNode, successor: StandInTrainer) -> None:
     async def until(is_there: Callable[[], bool], limit_s: float, feed: Work) -> bool:
         return await _until(is_there, limit_s, feed, lambda: watch.last_call_at)
 
-    await _forever(lambda: watch.num_asked > 0)
-    await until(lambda: watch.last_asked > NUM_BATCHES, float("inf"), node.feed)
+    await _until(lambda: watch.num_asked > 0, FOREVER, _nothing, time.monotonic)
+    await until(lambda: watch.last_asked > NUM_BATCHES, FOREVER, node.feed)
     await until(lambda: watch.is_settled, STEP_S / 2, _nothing)
     await successor.take_over()
+    watch.succeeded.set()
     await until(lambda: watch.fenced_at > 0, 2 * STEP_S, _nothing)
     await asyncio.sleep(AFTERWARDS_S)
 
@@ -134,11 +138,6 @@ Work = Callable[[], Awaitable[None]]
 
 async def _nothing() -> None:
     pass
-
-
-async def _forever(is_there: Callable[[], bool]) -> None:
-    while not is_there():  # the deadline of the examination is the limit
-        await asyncio.sleep(POLL_S)
 
 
 async def _until(

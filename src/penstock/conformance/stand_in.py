@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other side of the run, without HTTP: a node that feeds batches, a trainer that makes versions.
+"""The other side of the run, without HTTP: a node that feeds batches, a trainer with versions.
 
 Both act through the service's own commands, so the party under test meets a run that really moves.
 """
@@ -111,7 +111,7 @@ def _row(grant: Grant, live: LiveVersion) -> Delivery:
         attempt=grant.attempt,
         node_id=NODE,
         turns=(turn,),
-        reward=0.0,
+        reward=float(grant.slot % 2),
         outcome=Outcome(kind=OutcomeKind.TRUNCATED, reason="length"),
     )
     return Delivery(row_id=trajectory.row_id, payload=encode(trajectory))
@@ -157,9 +157,7 @@ class StandInTrainer:
     async def _commit(self, *, skipped: str) -> bool:
         state = self._service.policy_state(POLICY)
         seq = state.seq + 1
-        request = BatchRequest(
-            consumer=POLICY, seq=seq, incarnation=state.incarnation, wait_s=0.0
-        )
+        request = BatchRequest(consumer=POLICY, seq=seq, incarnation=state.incarnation, wait_s=0.0)
         if (await self._service.batch(request)).manifest is None:
             return False
         number = state.number if skipped else state.number + 1
@@ -176,7 +174,7 @@ class StandInTrainer:
         return self._with_wrong_tensor(stored) if with_wrong_tensor else stored
 
     def _with_wrong_tensor(self, stored: StoredVersion) -> StoredVersion:
-        """The same files under a manifest that promises another tensor; its own digests are right."""
+        """The same files under a manifest that promises another tensor, and is sound in itself."""
         store = DirectoryStore(self._store)
         good = parse_manifest(store.read_manifest(stored.manifest_digest))
         first = replace(good.tensors[0], digest=good.tensors[1].digest)

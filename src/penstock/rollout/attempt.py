@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import structlog
 
@@ -194,10 +194,12 @@ def last_text(session: Session, turns: Sequence[Turn]) -> str:
 
 
 def _completion(returned: Any, ctx: Context) -> str | None:
-    if returned is None or isinstance(returned, str):
-        return returned
-    if isinstance(returned, (int, float)):
-        ctx.reward(returned)
+    if returned is None:
+        return None
+    if isinstance(returned, str):
+        return returned.encode(errors="replace").decode()  # lone surrogates cannot travel
+    if isinstance(returned, SupportsFloat):
+        ctx.reward(float(returned))
         return None
     raise WorkflowError(
         f"the workflow returned a {type(returned).__name__}; return the completion as text, "

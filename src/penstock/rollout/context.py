@@ -7,13 +7,12 @@ Owns one attempt's view of the gateway. Knows nothing of leases, deliveries or o
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.gateway.gateway import Answer, Session
 from penstock.rollout.endpoint import Endpoint
-from penstock.rollout.programs import run_program
+from penstock.rollout.programs import inherited_env, run_program
 from penstock.types import JsonObject, PolicyName
 
 
@@ -76,9 +75,10 @@ class Context:
         Raises WorkflowError when it does not end with 0. It dies, with all it started in its
         process group, when the attempt ends in any way, and with the node.
         """
-        # The node's own credentials are none of the program's business.
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")}
         address = {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
         return await run_program(
-            words, env={**inherited, **address, **(env or {})}, stdin=stdin, timeout_s=timeout_s
+            words,
+            env={**inherited_env(), **address, **(env or {})},
+            stdin=stdin,
+            timeout_s=timeout_s,
         )

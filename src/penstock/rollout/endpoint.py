@@ -19,23 +19,20 @@ class Endpoint:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._listener: socket.socket | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._url = ""
+        self._wanted = asyncio.Event()
 
     @property
     def url(self) -> str:
-        """What an OpenAI client calls `base_url`. Connections wait in the backlog until the server
-        is up."""
-        if self._serving is None:
+        """An OpenAI client's `base_url`; callers queue at the socket until `run()` serves."""
+        if self._listener is None:
             self._listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-            self._url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
-            self._serving = asyncio.create_task(
-                serve_on(build_app(self._gateway), self._listener), name="gateway"
-            )
-        return self._url
+            self._wanted.set()
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
 
-    async def close(self) -> None:
-        if self._serving is not None and self._listener is not None:
-            self._serving.cancel()
-            await asyncio.gather(self._serving, return_exceptions=True)
-            self._listener.close()
+    async def run(self) -> None:
+        """consumes: HTTP calls of agents · produces: turns of their sessions
+        waits for: an agent that needs HTTP · woken by: `url`"""
+        await self._wanted.wait()
+        assert self._listener is not None
+        with self._listener:
+            await serve_on(build_app(self._gateway), self._listener)

@@ -46,7 +46,8 @@ def user_traceback(error: BaseException) -> str:
 
 
 def shorten(text: str) -> str:
-    """At most 2,000 characters, keeping the end, where the error itself stands."""
+    """At most 2,000 encodable characters, keeping the end, where the error itself stands."""
+    text = text.encode(errors="replace").decode()
     if len(text) <= MAX_DETAIL_CHARS:
         return text
     return text[:300] + " … " + text[-(MAX_DETAIL_CHARS - 303) :]

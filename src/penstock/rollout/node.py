@@ -49,6 +49,7 @@ class Node:
     orders: StandingOrders
     membership: Membership
     loader: Loader
+    endpoint: Endpoint
     scorer: Scorer | None
     slots: Slots
     outbox: Outbox
@@ -63,7 +64,8 @@ class Node:
                 serving = self._serve(tasks)
                 await self.orders.drained.wait()
                 leasing.cancel()
-                await self.slots.finish(self.grace_s)
+                # Nobody wants the late results of a run that is over.
+                await self.slots.finish(0.0 if self.orders.is_finished else self.grace_s)
                 await self._flush()
                 for loop in serving:
                     loop.cancel()
@@ -73,7 +75,12 @@ class Node:
 
     def _serve(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         beat = self.membership.beat(self.heartbeat_s, self.slots.num_held)
-        loops = {"beat": beat, "load": self.loader.run(), "deliver": self.outbox.deliver()}
+        loops = {
+            "beat": beat,
+            "load": self.loader.run(),
+            "deliver": self.outbox.deliver(),
+            "gateway": self.endpoint.run(),
+        }
         if self.scorer is not None:
             loops["score"] = self.scorer.run()
         return [tasks.create_task(loop, name=name) for name, loop in loops.items()]
@@ -132,6 +139,7 @@ async def build(
             orders=orders,
             membership=membership,
             loader=Loader(orders, membership, engines, gateway, outside.fetch),
+            endpoint=endpoint,
             scorer=scorer,
             slots=Slots(outside.dataflow, membership, orders, attempts, outbox, capacity=capacity),
             outbox=outbox,
@@ -139,7 +147,6 @@ async def build(
             grace_s=grace_s,
         )
     finally:
-        await endpoint.close()
         await engines.close()
 
 
@@ -192,7 +199,7 @@ def _told_by_signals(drain: Callable[[], None]) -> Generator[None]:
         drain()
 
     for kind in kinds:
-        pass
+        loop.add_signal_handler(kind, told)
     try:
         yield
     finally:

@@ -104,7 +104,7 @@ class Outbox:
             await asyncio.sleep(0)  # those that finish in the same turn of the loop come along
             request = self._next_request()
             answer = await self._membership.known(partial(self._calls.deliver, request))
-            self._settle(answer.results)
+            self._settle(request, answer.results)
             self._num_sending = 0
             self._shrunk.set()
             if not self._waiting and not self._released:
@@ -121,16 +121,22 @@ class Outbox:
             released=released,
         )
 
-    def _settle(self, results: Iterable[DeliveryResult]) -> None:
+    def _settle(self, request: DeliveryRequest, results: Iterable[DeliveryResult]) -> None:
+        # A released slot has a result too, but no row stands behind it.
+        delivered = {delivery.row_id for delivery in request.deliveries}
         acknowledged: list[RowId] = []
+        num_late = 0
         for result in results:
             if result.status in ACKNOWLEDGED:
-                acknowledged.append(result.row_id)
+                if result.row_id in delivered:
+                    acknowledged.append(result.row_id)
             elif result.status is DeliveryStatus.FENCED:
-                log.info("came too late", row=result.row_id)
+                num_late += 1
             else:  # ours: the record breaks the contract, and no retry will mend it
                 log.error("refused", row=result.row_id, status=result.status, detail=result.detail)
         self._acknowledgements.append(acknowledged)
+        if num_late:
+            log.info("leases had ended before their results came", num_rows=num_late)
 
 
 def split(deliveries: list[Delivery]) -> tuple[list[Delivery], list[Delivery]]:

@@ -25,6 +25,11 @@ TETHER = str(Path(__file__).with_name("tether.py"))
 MAX_OUTPUT_BYTES = 1 << 20
 
 
+def inherited_env() -> dict[str, str]:
+    """This process's environment without the node's own credentials."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")}
+
+
 async def run_program(
     words: Sequence[str],
     *,

@@ -2,9 +2,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -73,6 +71,21 @@ async def test_running_run_passes(tmp_path: Path) -> None:
     run.close()
 
 
+async def test_killed_run_passes(tmp_path: Path) -> None:
+    """The files as a SIGKILL leaves them: the newest facts are only in the write-ahead log."""
+    run = Run(tmp_path / "alive", small_config())
+    await run.start()
+    await run.step()
+    killed = shutil.copytree(tmp_path / "alive", tmp_path / "killed")
+    run.close()
+    assert (killed / "ledger" / "ledger.db-wal").stat().st_size > 0
+    assert_passes(killed)
+    assert summary(killed) == summary(tmp_path / "alive")
+    (killed / "ledger" / "ledger.db-wal").unlink()
+    with pytest.raises(StoreError):  # what was acknowledged stood there
+        audit(killed)
+
+
 async def test_run_that_never_trained_passes(tmp_path: Path) -> None:
     run = Run(tmp_path, small_config())
     run.close()
@@ -95,15 +108,6 @@ def test_audit_changes_nothing(run_dir: Path) -> None:
     before = files()
     assert_passes(run_dir)
     assert files() == before
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_folder_that_may_not_be_written_passes(run_dir: Path) -> None:
-    os.chmod(run_dir / "ledger", 0o555)
-    try:
-        assert_passes(run_dir)
-    finally:
-        os.chmod(run_dir / "ledger", 0o755)
 
 
 def test_run_without_weights_folder_passes(run_dir: Path) -> None:
@@ -150,14 +154,28 @@ def test_survivors_may_close_without_all(run_dir: Path) -> None:
     assert_passes(run_dir)
 
 
-def test_ledger_is_opened_read_only(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-    connect = sqlite3.connect
-
-    def watch(database: str, **options: bool | None) -> sqlite3.Connection:
-        opened.append(database)
-        return connect(database, uri=True, isolation_level=None)
-
-    monkeypatch.setattr(sqlite3, "connect", watch)
-    audit(original)
-    assert len(opened) == 1 and "mode=ro" in opened[0]
+@pytest.mark.xfail(
+    reason="validate.digest keeps the older incarnation of two equally old tokens, and a bit-equal "
+    "replay then makes exactly that one younger: the service understates the row's staleness",
+)
+async def test_row_of_two_lives_is_as_old_as_its_oldest_token(tmp_path: Path) -> None:
+    """Tokens by 1.5 and 2.4, where life 2 started from number 4 and makes number 5 again."""
+    run = Run(tmp_path, small_config(), choose=always_completed)
+    run.trainer.makes_same_weights = True
+    await run.start()
+    node, other = run.nodes
+    while run.trainer.number < 5:
+        while await run.trainer.batch() is None:
+            await node.work(12)
+        await run.trainer.commit()
+        await node.load()
+    await node.lease(12)
+    await run.trainer.incarnate(4, 4)
+    await node.load()
+    assert await node.deliver(across_load=True) == 12
+    assert await run.trainer.batch() is not None
+    await run.trainer.commit()
+    assert await run.trainer.batch() is not None
+    await other.load()
+    run.close()
+    assert_passes(tmp_path)

@@ -16,6 +16,7 @@ from penstock.cli import main as command_line
 from penstock.cli.main import COMMANDS, main
 from penstock.config import demo
 from penstock.fleet.folder import Finish, RunFolder
+from penstock.fleet.processes import cpu_s
 from penstock.wire.auth import Audience, Role, Signer
 
 ALL = [name for name, _, _ in COMMANDS] + [
@@ -54,13 +55,13 @@ def run_folder(tmp_path: Path) -> RunFolder:
 def test_help_answers_at_once_and_names_every_command() -> None:
     durations: list[float] = []
     for _ in range(3):
-        began_at = time.perf_counter()
+        began_at = cpu_s()
         done = penstock("--help")
-        durations.append(time.perf_counter() - began_at)
+        durations.append(cpu_s() - began_at)
         assert done.returncode == 0
         for name in ALL:
             assert name.split()[0] in done.stdout
-    assert min(durations) <= 0.7
+    assert min(durations) <= 0.7, "CPU seconds; wall time would judge the machine's other users"
 
 
 @pytest.mark.parametrize("command", ALL)
@@ -120,9 +121,9 @@ def test_init_writes_a_run_that_passes_check_in_three_seconds(tmp_path: Path) ->
     done = penstock("init", "my-run", cwd=tmp_path)
     assert done.returncode == 0
     assert "penstock run my-run/run.yaml" in done.stdout
-    began_at = time.perf_counter()
+    began_at = cpu_s()
     checked = penstock("check", "my-run/run.yaml", cwd=tmp_path)
-    assert time.perf_counter() - began_at <= 6.0  # 3 on a machine of its own
+    assert cpu_s() - began_at <= 3.0
     assert checked.returncode == 0, checked.stderr
     assert "40 steps of 768 trajectories (30,720 in all)" in checked.stdout
     assert "an empty answer earns 0" in checked.stdout

@@ -107,6 +107,7 @@ def test_the_line_says_who_waits_for_whom() -> None:
         "1 node live · trainer policy waits for 4 groups on node-0"
     )
     assert line(view(None)).startswith("starting")
+    assert line(view(status(finished=True))).endswith("2,145 tokens/s · finished")
     assert line(view(status(), away_s=8.2)) == "the dataflow has not answered for 8.0 s"
     assert "reward" not in line(view(status(policy_status(number=0, reward=None))))
 

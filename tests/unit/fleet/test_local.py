@@ -123,6 +123,8 @@ def test_back_off_doubles_and_ends_with_the_last_log_lines(
         poll_for_ever()
     assert "no such model" in str(e.value)
     assert [death.delay_s for death in deaths] == [0.2, *[0.3] * 6]
+    assert "node-0 ended with exit code 1 after 0." in str(deaths[0])
+    assert ": no such model; starting it again in 0.2 s (log: " in str(deaths[0])
 
 
 def test_failures_with_progress_between_them_never_end_the_run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -27,7 +28,7 @@ TEMPLATE = """{%- for message in messages %}
 
 def write_snapshot(folder: Path, *, template: str = TEMPLATE) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer(BPE(vocab=VOCAB, merges=[("a", "b")]))
+    tokenizer: Any = Tokenizer(BPE(vocab=VOCAB, merges=[("a", "b")]))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([START, END])
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -126,7 +126,7 @@ async def test_rewritten_history_starts_a_branch(renderer: Renderer) -> None:
     engine = FakeEngine([*ids_of("abc"), END_ID], ids_of("d"))
     session = open_session(engine, renderer)
     await session.chat([user("hi")])
-    await session.chat([user("hi"), assistant("abd"), user("x")])
+    await session.chat([user("hi"), assistant("abx"), user("x")])
     two = session.turns()[1]
     assert two.parent == -1
     assert list(view_ids(two.prompt_ids)) == engine.prompts[1]

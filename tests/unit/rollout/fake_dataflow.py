@@ -237,6 +237,9 @@ class FakeDataflow:
             results = tuple(
                 DeliveryResult(row_id=d.row_id, status=self._store(d.row_id, d.payload))
                 for d in body.deliveries
+            ) + tuple(
+                DeliveryResult(row_id=row_id, status=DeliveryStatus.STORED)
+                for row_id in body.released
             )
             self._changed.notify_all()
         return DeliveryAnswer(results=results)

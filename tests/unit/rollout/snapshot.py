@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest snapshot a node can serve: one token per letter, and a template that adds nothing."""
+"""The smallest snapshot a node can serve: a token per letter, a template that adds nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def write_snapshot(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     vocab = {letter: index for index, letter in enumerate(ALPHABET)}
     tokenizer = Tokenizer(WordLevel(vocab, unk_token=">"))
-    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")  # type: ignore[assignment]
-    tokenizer.decoder = Fuse()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    tokenizer.decoder = Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     (folder / "config.json").write_text(json.dumps({"vocab_size": len(ALPHABET)}))

@@ -31,6 +31,7 @@ from penstock.types import (
     Trajectory,
     Version,
 )
+from penstock.wire.codec import encode
 
 WORKFLOWS = "tests.unit.rollout.user_workflows"
 GRANT = Grant(group_id=GroupId("p0-7"), slot=2, epoch=3, attempt=1, task=0, seed=11)
@@ -74,11 +75,13 @@ async def attempt(
     gateway = Gateway(generate or await loaded_engine(snapshot))
     gateway.set_renderer(POLICY, Renderer.load(snapshot))
     endpoint = Endpoint(gateway)
+    serving = asyncio.create_task(endpoint.run())
     try:
         attempts = Attempts(gateway, endpoint, scorer, run_facts, NodeId("n"))
         return await asyncio.wait_for(attempts.run(GRANT, task()), 30)
     finally:
-        await endpoint.close()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
 
 async def test_single_turn_hands_the_answer_to_the_reward(snapshot: Path) -> None:
@@ -101,6 +104,12 @@ async def test_none_means_the_text_of_the_last_answer(snapshot: Path) -> None:
     assert scorer.seen == [task().payload["answer"]] and len(row.turns) == 2
 
 
+async def test_text_that_cannot_be_encoded_is_mended_before_it_travels(snapshot: Path) -> None:
+    scorer = DirectScorer()
+    row = await attempt(snapshot, "returns_surrogates", scorer=scorer)
+    assert scorer.seen == ["a?"] and row.outcome.has_reward
+
+
 @pytest.mark.parametrize(("name", "reward"), [("returns_number", 0.25), ("sets_reward", 0.75)])
 async def test_a_workflow_may_score_itself(snapshot: Path, name: str, reward: float) -> None:
     scorer = DirectScorer()
@@ -117,6 +126,7 @@ async def test_a_workflow_may_score_itself(snapshot: Path, name: str, reward: fl
         ("own_timeout", "of the user's own client"),
         ("returns_nonsense", "returned a dict"),
         ("bad_reward", "finite number"),
+        ("raises_surrogates", "half a character ?"),
     ],
 )
 async def test_what_goes_wrong_in_the_workflow_is_its_failure(
@@ -127,6 +137,7 @@ async def test_what_goes_wrong_in_the_workflow_is_its_failure(
     assert row.reward is None
     assert says in row.outcome.detail and len(row.outcome.detail) <= 2000
     assert "rollout/attempt.py" not in row.outcome.detail
+    assert encode(row)
 
 
 async def test_the_users_traceback_stands_in_the_record(snapshot: Path) -> None:

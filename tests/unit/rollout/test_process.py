@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psutil
 from tests.unit.rollout.fake_dataflow import POLICY, FakeDataflow, facts
+from tests.unit.rollout.waiting import SOURCE, eventually
 from tests.unit.weights.folders import TENSORS, weights_bytes
 
-import penstock
 from penstock.dataflow.protocol import NodeState, Orders, RunFacts
 from penstock.types import PublishedVersion
 from penstock.weights.client import put_snapshot
@@ -32,7 +32,7 @@ from penstock.rollout.node import run_node
 url, token, folder = sys.argv[1:]
 asyncio.run(run_node(url, token, node_id="node-1", state_dir=Path(folder), capacity=16))
 """
-PATHS = os.pathsep.join([str(Path(penstock.__file__).parents[1]), str(Path(__file__).parents[3])])
+PATHS = os.pathsep.join([SOURCE, str(Path(__file__).parents[3])])
 
 
 @asynccontextmanager
@@ -81,9 +81,7 @@ async def test_a_url_and_a_token_are_enough(tmp_path: Path, snapshot: Path) -> N
         await asyncio.wait_for(dataflow.until_stored(40), 30)
         newer = published(tmp_path / "store", snapshot, 1)
         await dataflow.order(Orders(wanted=(newer,)))
-        async with asyncio.timeout(20):
-            while dataflow.beats[-1].live[0].number != 1:
-                await asyncio.sleep(0.02)
+        await eventually(lambda: dataflow.beats[-1].live[0].number == 1)
         await dataflow.order(Orders(wanted=(newer,), finished=True))
         assert await asyncio.wait_for(node.wait(), 20) == 0
         acknowledged = (tmp_path / "node" / "acks.txt").read_text().splitlines()
@@ -96,9 +94,7 @@ async def test_a_url_and_a_token_are_enough(tmp_path: Path, snapshot: Path) -> N
 async def test_sigterm_hands_back_and_leaves_with_0(tmp_path: Path, snapshot: Path) -> None:
     hanging = facts(workflow='["sleep", "300"]')
     async with started(tmp_path, snapshot, num_slots=6, run_facts=hanging) as (dataflow, node):
-        async with asyncio.timeout(20):
-            while not dataflow.beats or dataflow.beats[-1].num_held < 6:
-                await asyncio.sleep(0.02)
+        await eventually(lambda: dataflow.beats and dataflow.beats[-1].num_held == 6)
         children = psutil.Process(node.pid).children(recursive=True)
         assert len(children) >= 6
         node.send_signal(signal.SIGTERM)

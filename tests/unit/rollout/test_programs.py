@@ -7,16 +7,14 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from tests.unit.rollout.fake_dataflow import task
 from tests.unit.rollout.test_attempt import DirectScorer, attempt
+from tests.unit.rollout.waiting import eventually_dead, kill, pid_in, start_python
 
-import penstock
 from penstock.errors import WorkflowError
 from penstock.rollout.programs import run_program
 from penstock.types import FailureKind, OutcomeKind
@@ -47,23 +45,6 @@ def agent(folder: Path, *words: str) -> str:
     path = folder / "agent.py"
     path.write_text(AGENT)
     return json.dumps([sys.executable, str(path), *words])
-
-
-def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-async def eventually_dead(pid: int) -> None:
-    async with asyncio.timeout(5):
-        while is_alive(pid):
-            await asyncio.sleep(0.02)
-
-
-async def pid_in(path: Path) -> int:
-    async with asyncio.timeout(10):
-        while not path.exists() or not path.read_text().strip():
-            await asyncio.sleep(0.02)
-    return int(path.read_text())
 
 
 async def test_an_unchanged_agent_is_recorded_over_http(
@@ -110,7 +91,7 @@ async def test_a_program_that_cannot_start_says_so() -> None:
 
 async def test_a_program_past_its_time_is_killed_with_its_group(tmp_path: Path) -> None:
     script = f"sleep 300 & echo $! > {tmp_path}/pid; wait"
-    with pytest.raises(WorkflowError, match="killed after 0.5 s"):
+    with pytest.raises(WorkflowError, match=r"killed after 0\.5 s"):
         await run_program(["sh", "-c", script], env=dict(os.environ), timeout_s=0.5)
     await eventually_dead(await pid_in(tmp_path / "pid"))
 
@@ -140,13 +121,9 @@ async def test_a_program_dies_with_its_node(tmp_path: Path) -> None:
         f"words = ['sh', '-c', 'echo $$ > {tmp_path}/pid; exec sleep 300']\n"
         "asyncio.run(run_program(words, env=dict(os.environ)))\n"
     )
-    source = str(Path(penstock.__file__).parents[1])
-    node = subprocess.Popen(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": source}
-    )
+    node = start_python(program)
     pid = await pid_in(tmp_path / "pid")
-    node.kill()
-    node.wait()
+    kill(node)
     await eventually_dead(pid)
 
 

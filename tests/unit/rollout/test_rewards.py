@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions that hang, raise, abort and babble: typed failures, and only for the culprits."""
+"""Reward functions that hang, raise, abort and babble: typed failures, for the culprits alone."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -16,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.unit.rollout.fake_dataflow import task
+from tests.unit.rollout.waiting import eventually_dead, kill, pid_in, start_python
 
-import penstock
 from penstock.errors import RewardError
 from penstock.rollout.rewards.scorer import Failed, Scored, Scorer
 from penstock.rollout.rewards.worker import columns_of
@@ -46,12 +43,6 @@ async def score_all(scores: Scorer, completions: list[str]) -> list[Scored | Fai
                 *(scores.score(text, task(index)) for index, text in enumerate(completions))
             )
         )
-
-
-async def eventually_gone(pid: int) -> None:
-    async with asyncio.timeout(5):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            await asyncio.sleep(0.02)
 
 
 def children() -> list[psutil.Process]:
@@ -127,7 +118,7 @@ async def test_the_deadline_kills_the_whole_group(
         result = await scores.score("hang", task())
         assert isinstance(result, Failed) and result.kind is FailureKind.REWARD_DEADLINE
         assert "took longer than 0.5 s" in result.detail
-        await eventually_gone(int((tmp_path / "pid").read_text()))
+        await eventually_dead(await pid_in(tmp_path / "pid"))
 
 
 async def test_p11_every_kind_of_misbehaviour_at_once() -> None:
@@ -191,18 +182,11 @@ async def test_a_worker_dies_with_its_node() -> None:
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )
-    source = str(Path(penstock.__file__).parents[1])
-    node = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": source},
-    )
+    node = start_python(program)
     assert node.stdout is not None
     pid = int(node.stdout.readline())
-    node.kill()
-    node.wait()
-    node.stdout.close()
-    await eventually_gone(pid)
+    kill(node)
+    await eventually_dead(pid)
 
 
 def test_a_worker_starts_fast_and_without_heavy_libraries() -> None:
@@ -211,9 +195,5 @@ def test_a_worker_starts_fast_and_without_heavy_libraries() -> None:
         "heavy = {'torch', 'transformers', 'numpy', 'httpx2', 'pydantic', 'asyncio'}\n"
         "print(sorted(heavy & sys.modules.keys()))"
     )
-    source = str(Path(penstock.__file__).parents[1])
-    env = {**os.environ, "PYTHONPATH": source}
-    said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True
-    )
-    assert said.stdout.strip() == "[]"
+    said = start_python(code).communicate()[0]
+    assert said.strip() == b"[]"

@@ -19,8 +19,15 @@ async def returns_text(task: Task, ctx: Context) -> str:
     return await ask(ctx, task.payload["prompt"])
 
 
+num_running = most_running = 0
+
+
 async def staggered(task: Task, ctx: Context) -> str:
+    global num_running, most_running
+    num_running += 1
+    most_running = max(most_running, num_running)
     await asyncio.sleep(0.01 * (ctx.seed % 16))
+    num_running -= 1
     return await ask(ctx, task.payload["prompt"])
 
 
@@ -48,6 +55,15 @@ async def returns_nonsense(task: Task, ctx: Context) -> dict[str, int]:
 async def raises(task: Task, ctx: Context) -> None:
     await ask(ctx)
     raise KeyError("my own mistake" + "!" * 10_000)
+
+
+async def raises_surrogates(task: Task, ctx: Context) -> None:
+    raise ValueError("half a character \ud800")
+
+
+async def returns_surrogates(task: Task, ctx: Context) -> str:
+    await ask(ctx)
+    return "a\ud800"
 
 
 async def exits(task: Task, ctx: Context) -> None:

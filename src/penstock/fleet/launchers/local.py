@@ -49,11 +49,14 @@ class Death:
     code: int
     lived_s: float
     delay_s: float
+    why: str
+    """The last line it wrote, if it ended by itself."""
     log: Path
 
     def __str__(self) -> str:
+        why = f": {self.why}" if self.why else ""
         return (
-            f"{self.service} {describe_exit(self.code)} after {self.lived_s:.1f} s; "
+            f"{self.service} {describe_exit(self.code)} after {self.lived_s:.1f} s{why}; "
             f"starting it again in {self.delay_s:.1f} s (log: {self.log})"
         )
 
@@ -213,6 +216,7 @@ class LocalLauncher:
                 code=code,
                 lived_s=lived_s,
                 delay_s=slot.delay_s,
+                why=last_lines(slot.log, 1).strip()[:200] if code > 0 else "",
                 log=slot.log,
             )
         )

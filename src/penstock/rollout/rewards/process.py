@@ -14,6 +14,7 @@ from contextlib import suppress
 import msgspec
 
 from penstock.errors import RewardError
+from penstock.rollout.programs import inherited_env
 from penstock.rollout.rewards.frames import (
     MAX_FRAME_BYTES,
     PREFIX_BYTES,
@@ -38,7 +39,7 @@ class WorkerProcess:
     async def start(self) -> None:
         """Spawn and wait until the function is imported; RewardError when it cannot be."""
         # What the node can import, the worker can too.
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        env = {**inherited_env(), "PYTHONPATH": os.pathsep.join(sys.path)}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

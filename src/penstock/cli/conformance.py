@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`penstock conformance`: a double that a foreign node or trainer joins, and a verdict per rule."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+
+def rollout(
+    *, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 60.0, json: bool = False
+) -> int:
+    """Open a double of the dataflow for a rollout node; one line per rule of the contract.
+
+    Parameters
+    ----------
+    host
+        Address to listen on.
+    port
+        Port to listen on; 0 takes a free one.
+    timeout_s
+        Seconds the whole examination may take.
+    json
+        Print one JSON object as the last line.
+    """
+    from penstock.conformance import conformance_rollout
+
+    return _examine(
+        conformance_rollout(host=host, port=port, out=_say, timeout_s=timeout_s, json=json)
+    )
+
+
+def trainer(
+    *, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 60.0, json: bool = False
+) -> int:
+    """Open a double of the dataflow for a trainer; one line per rule of the contract.
+
+    Parameters
+    ----------
+    host
+        Address to listen on.
+    port
+        Port to listen on; 0 takes a free one.
+    timeout_s
+        Seconds the whole examination may take.
+    json
+        Print one JSON object as the last line.
+    """
+    from penstock.conformance import conformance_trainer
+
+    return _examine(
+        conformance_trainer(host=host, port=port, out=_say, timeout_s=timeout_s, json=json)
+    )
+
+
+def _examine(examination: Coroutine[Any, Any, bool]) -> int:
+    import uvloop
+
+    from penstock.observe import logs
+
+    logs.configure("conformance", level="warning")
+    return 0 if uvloop.run(examination) else 1
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

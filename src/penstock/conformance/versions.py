@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is a version in the store what its digests say? Reads every byte, and trusts nothing of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.dataflow.protocol import PublishRequest
+from penstock.errors import WeightsError
+from penstock.types import PolicyName
+from penstock.weights.manifest import SnapshotManifest, digest_of, is_digest, parse_manifest
+from penstock.weights.tensors import TensorEntry, scan
+
+
+def read_manifest(store: Path, digest: str) -> SnapshotManifest | str:
+    """The manifest, or what is wrong with it; FileNotFoundError when it is not there."""
+    if not is_digest(digest):
+        return f"{digest[:80]!r} is no BLAKE3 in hex"
+    data = (store / "manifests" / f"{digest}.json").read_bytes()
+    if digest_of(data) != digest:
+        return f"manifest {digest} has other bytes"
+    try:
+        return parse_manifest(data)
+    except WeightsError as error:
+        return str(error)
+
+
+def missing_blobs(store: Path, manifest: SnapshotManifest) -> list[str]:
+    return [f.name for f in manifest.files if not (store / "blobs" / f.blob).is_file()]
+
+
+def wrong_digest(store: Path, manifest: SnapshotManifest) -> str:
+    """The first file or tensor that is not what the manifest says; empty when all are."""
+    found: list[TensorEntry] = []
+    for file in manifest.files:
+        try:
+            with (store / "blobs" / file.blob).open("rb") as blob:
+                scanned = scan(blob, file.name)
+        except (OSError, WeightsError) as error:
+            return f"{file.name}: {error}"
+        if (scanned.blob, scanned.num_bytes) != (file.blob, file.bytes):
+            return f"{file.name} has other bytes than {file.blob}"
+        found += scanned.tensors
+    promised = {tensor.name: tensor for tensor in manifest.tensors}
+    for tensor in found:
+        if promised.pop(tensor.name, None) != tensor:
+            return f"tensor {tensor.name} is not what the manifest says"
+    return f"no file holds tensor {min(promised)}" if promised else ""
+
+
+def wrong_name(manifest: SnapshotManifest, policy: PolicyName, body: PublishRequest) -> str:
+    if (manifest.policy, manifest.number) != (policy, body.number):
+        return f"the manifest is that of {manifest.policy} number {manifest.number}"
+    if manifest.weights_digest != body.weights_digest:
+        return "weights_digest is not the manifest's"
+    return ""
+
+
+def damaged_files(store: Path) -> list[str]:
+    """Blobs and manifests whose bytes are no longer those of their names."""
+    blobs = [(path, path.name) for path in (store / "blobs").iterdir()]
+    manifests = [(path, path.stem) for path in (store / "manifests").iterdir()]
+    return [
+        path.name for path, digest in blobs + manifests if digest_of(path.read_bytes()) != digest
+    ]

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The foreign rollout node with one planted fault: `python -m tests.contract.faulty_node FAULT URL TOKEN`.
+
+Each fault breaks the contract once and lets the node go on, so that only its own rules may fail.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from array import array
+from contextlib import suppress
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import msgspec
+from recipes.foreign.rollout import Node, Record, Service, Table, row_id_of
+
+
+class Once:
+    """True at the first question, then never again."""
+
+    def __init__(self) -> None:
+        self._left = 1
+
+    def __bool__(self) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+
+class ForgetfulService(Service):
+    """Asks `change` what to send when a call was not answered well, instead of the same bytes."""
+
+    def __init__(self, good: Service, path: str) -> None:
+        self.url, self.headers = good.url, good.headers
+        self.path = path
+
+    def change(self, body: Record) -> None:
+        raise NotImplementedError
+
+    def call(self, method: str, path: str, body: Record) -> Record:
+        if path == self.path:
+            data = msgspec.msgpack.encode(body)
+            request = Request(self.url + path, data, self.headers, method=method)
+            try:
+                with urlopen(request, timeout=60) as answer:
+                    return msgspec.msgpack.decode(answer.read())
+            except (OSError, HTTPException):
+                self.change(body)
+        return super().call(method, path, body)
+
+
+class WithNewRequestId(ForgetfulService):
+    def change(self, body: Record) -> None:
+        body["request_id"] = secrets.token_hex(8)
+
+
+class WithOtherRows(ForgetfulService):
+    def change(self, body: Record) -> None:
+        for delivery in body["deliveries"]:
+            row: Any = msgspec.msgpack.decode(delivery["payload"])
+            delivery["payload"] = msgspec.msgpack.encode({**row, "reward": 1.0})
+
+
+class NewRequestId(Node):
+    def register(self) -> None:
+        super().register()
+        self.dataflow = WithNewRequestId(self.dataflow, "/v1/leases")
+
+
+class OtherBytesOnRetry(Node):
+    def register(self) -> None:
+        super().register()
+        self.dataflow = WithOtherRows(self.dataflow, "/v1/trajectories")
+
+
+class BeatsBeforeRegister(Node):
+    def register(self) -> None:
+        with suppress(HTTPError):
+            body = {"session": self.session, "state": "starting", "live": []}
+            self.dataflow.call("PUT", f"/v1/nodes/{self.node_id}", body)
+        super().register()
+
+
+class LeasesBeforeLive(Node):
+    def register(self) -> None:
+        super().register()
+        if not self.live:
+            request = {"request_id": "early", "node_id": self.node_id, "session": self.session}
+            more: Record = {"max_slots": 1, "wait_s": 0.0, "live": []}
+            self.dataflow.call("POST", "/v1/leases", {**request, **more})
+
+
+class OneLiveBeat(Node):
+    def beat(self) -> None:
+        while not self.live and not self.stopping.wait(0.05):
+            super_body = {"state": "starting", "live": self.live}
+            self.follow(self.known("PUT", f"/v1/nodes/{self.node_id}", super_body))
+        self.known("PUT", f"/v1/nodes/{self.node_id}", {"state": "live", "live": self.live})
+
+
+class IgnoresUnknown(Node):
+    def known(self, method: str, path: str, body: Record) -> Record:
+        """Repeats a call that got 404 instead of registering."""
+        while True:
+            with suppress(HTTPError):
+                return self.dataflow.call(method, path, {**body, "session": self.session})
+
+
+class Unverified(Node):
+    """Fetches everything and checks `checks` of it."""
+
+    checks = ()
+
+    def load_wanted(self) -> None:
+        wanted = self.wanted
+        if wanted is None or (self.live and self.live[0]["number"] == wanted["number"]):
+            return
+        weights = Service(self.weights_url, self.token)
+        get = weights.fetch if "blobs" in self.checks else self.get_unchecked(weights)
+        try:
+            manifest = json.loads(get("manifests", wanted["manifest_digest"]))
+            files = {file["name"]: get("blobs", file["blob"]) for file in manifest["files"]}
+        except ValueError:
+            return
+        self.table = Table(files)
+        self.live = [{name: wanted[name] for name in ("policy", "incarnation", "number")}]
+        self.awake.set()
+
+    def get_unchecked(self, weights: Service) -> Any:
+        return lambda kind, digest: weights.send("GET", f"/v1/{kind}/{digest}")  # pyright: ignore
+
+
+class NoTensorCheck(Unverified):
+    checks = ("blobs",)
+
+
+class NeverFetches(Node):
+    def load_wanted(self) -> None:
+        if self.wanted is not None:
+            self.table = Table({})
+            names = ("policy", "incarnation", "number")
+            self.live = [{name: self.wanted[name] for name in names}]
+
+
+class StaysOnFirst(Node):
+    def load_wanted(self) -> None:
+        if not self.live:
+            super().load_wanted()
+
+
+class NamesFirstVersion(Node):
+    def attempt(self, table: Table, grant: Record, task: Record) -> Record:
+        row = super().attempt(table, grant, task)
+        row["turns"][0]["spans"][0]["number"] = 0
+        return row
+
+
+class Once_(Node):
+    """Spoils one row."""
+
+    def __init__(self, url: str, token: str, node_id: str) -> None:
+        super().__init__(url, token, node_id)
+        self.once = Once()
+
+    def attempt(self, table: Table, grant: Record, task: Record) -> Record:
+        row = super().attempt(table, grant, task)
+        if self.num_good():
+            self.spoil(row, row["turns"][0])
+        return row
+
+    def num_good(self) -> bool:
+        return bool(self.once)
+
+    def spoil(self, row: Record, turn: Record) -> None:
+        raise NotImplementedError
+
+
+class OldEpoch(Once_):
+    def spoil(self, row: Record, turn: Record) -> None:
+        row["epoch"] -= 1
+        row["row_id"] = row_id_of(row)
+
+
+class SpanGap(Once_):
+    def spoil(self, row: Record, turn: Record) -> None:
+        turn["spans"][0]["start"] = 1
+
+
+class PositiveLogprob(Once_):
+    def spoil(self, row: Record, turn: Record) -> None:
+        turn["logprobs"] = array("f", [0.5] * (len(turn["logprobs"]) // 4)).tobytes()
+
+
+class RewardForFailure(Once_):
+    def spoil(self, row: Record, turn: Record) -> None:
+        row["outcome"] = {"kind": "failed", "reason": "engine"}
+        row["reward"] = 0.0
+
+
+class ForgetsSlot(Once_):
+    def deliver(self, rows: list[Record], released: list[str]) -> None:
+        super().deliver(rows[1:] if self.once else rows, released)
+
+    def num_good(self) -> bool:
+        return False
+
+
+class ResendsFenced(Node):
+    def deliver(self, rows: list[Record], released: list[str]) -> None:
+        super().deliver(rows, released)
+        super().deliver(rows, [])
+
+
+class IgnoresDrain(Node):
+    def follow(self, answer: Record) -> None:
+        super().follow({**answer, "orders": {**answer["orders"], "drain": False}})
+
+
+FAULTS: dict[str, tuple[type[Node], set[str]]] = {
+    "beats-before-register": (BeatsBeforeRegister, {"register-first"}),
+    "one-live-beat": (OneLiveBeat, {"heartbeat-in-time"}),
+    "ignores-unknown": (IgnoresUnknown, {"rejoin-when-unknown"}),
+    "never-fetches": (
+        NeverFetches,
+        {
+            "fetch-before-live",
+            "corrupt-blob-refused",
+            "wrong-tensor-refused",
+            "spans-name-live",
+        },
+    ),
+    "unverified": (Unverified, {"corrupt-blob-refused", "wrong-tensor-refused"}),
+    "no-tensor-check": (NoTensorCheck, {"wrong-tensor-refused"}),
+    "leases-before-live": (LeasesBeforeLive, {"lease-before-live"}),
+    "new-request-id": (NewRequestId, {"lease-repeated"}),
+    "other-bytes-on-retry": (OtherBytesOnRetry, {"delivery-repeated"}),
+    "old-epoch": (OldEpoch, {"row-names-lease", "every-lease-ends"}),
+    "span-gap": (SpanGap, {"spans-cover"}),
+    "positive-logprob": (PositiveLogprob, {"logprobs-at-most-0"}),
+    "reward-for-failure": (RewardForFailure, {"reward-by-outcome"}),
+    "names-first-version": (NamesFirstVersion, {"spans-name-live", "new-version-loaded"}),
+    "resends-fenced": (ResendsFenced, {"fenced-dropped"}),
+    "stays-on-first": (StaysOnFirst, {"new-version-loaded"}),
+    "forgets-slot": (ForgetsSlot, {"every-lease-ends"}),
+    "ignores-drain": (IgnoresDrain, {"drain-obeyed"}),
+}
+"""By name: the node, and the rules that must fail, no others."""
+
+
+if __name__ == "__main__":
+    fault, url, token = sys.argv[1:]
+    FAULTS[fault][0](url, token, f"faulty-{fault}").run()

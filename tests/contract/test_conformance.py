@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Honest parties keep every rule of the contract; each planted fault fails by the name of its rule."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from penstock.conformance import (
+    conformance_rollout,
+    conformance_trainer,
+    examine_rollout,
+    examine_trainer,
+)
+from penstock.conformance.double import Invitation
+from penstock.conformance.findings import Finding, Verdict
+from penstock.conformance.rollout import RULES as ROLLOUT_RULES
+from penstock.conformance.trainer import RULES as TRAINER_RULES
+from tests.contract import faulty_node, faulty_trainer
+
+ROOT = Path(__file__).parents[2]
+FOREIGN = ROOT / "recipes" / "foreign"
+NUM_AT_ONCE = 4
+"""Examinations mostly wait; more at a time would make heartbeats late on a busy machine."""
+TIMEOUT_S = 60.0
+
+Command = Callable[[Invitation], Sequence[str]]
+
+
+@dataclass(slots=True)
+class Party:
+    """The process under test; started when the double invites it."""
+
+    command: Command
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
+
+    def invite(self, invitation: Invitation) -> None:
+        words = [sys.executable, *self.command(invitation)]
+        env = {**os.environ, "PENSTOCK_TOKEN": invitation.token, "PYTHONPATH": str(ROOT / "src")}
+        process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=-3, stderr=-3)
+        self.processes.append(process)
+
+    def end(self, timeout_s: float) -> int | None:
+        """Its own exit code; None when it had to be killed."""
+        (process,) = self.processes
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return None
+
+
+def node_command(fault: str) -> Command:
+    return lambda got: ["-m", "tests.contract.faulty_node", fault, got.url, got.token]
+
+
+def trainer_command(fault: str) -> Command:
+    module = "tests.contract.faulty_trainer"
+    return lambda got: ["-m", module, fault, got.url, got.token, str(got.store)]
+
+
+async def examine(kind: str, party: Party) -> tuple[Finding, ...]:
+    run = examine_rollout if kind == "rollout" else examine_trainer
+    return await run(host="127.0.0.1", port=0, invite=party.invite, timeout_s=TIMEOUT_S)
+
+
+def failed(findings: Sequence[Finding]) -> set[str]:
+    return {finding.rule for finding in findings if finding.verdict is Verdict.FAIL}
+
+
+def not_kept(findings: Sequence[Finding]) -> list[str]:
+    return [str(finding) for finding in findings if finding.verdict is not Verdict.OK]
+
+
+# --- honest parties ------------------------------------------------------------------------------
+
+
+async def test_foreign_node_keeps_every_rule() -> None:
+    party = Party(lambda got: [str(FOREIGN / "rollout.py"), got.url])
+    findings = await examine("rollout", party)
+    assert not_kept(findings) == []
+    assert party.end(5.0) == 0
+
+
+async def test_real_node_keeps_every_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    party = Party(lambda got: ["-m", "penstock.cli.main", "join", got.url])
+    findings = await examine("rollout", party)
+    assert not_kept(findings) == []
+    assert party.end(5.0) == 0
+
+
+async def test_foreign_trainer_keeps_every_rule_and_fails_when_fenced() -> None:
+    party = Party(
+        lambda got: [str(FOREIGN / "trainer.py"), got.url, "--store", str(got.store)],
+    )
+    findings = await examine("trainer", party)
+    assert not_kept(findings) == []
+    assert party.end(5.0) == 1
+
+
+# --- planted faults ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def examined() -> dict[str, tuple[Finding, ...]]:
+    """Findings by fault; one examination takes seconds of waiting, so several run at once."""
+    slots = asyncio.Semaphore(NUM_AT_ONCE)
+
+    async def one(kind: str, command: Command) -> tuple[Finding, ...]:
+        async with slots:
+            party = Party(command)
+            try:
+                return await examine(kind, party)
+            finally:
+                await asyncio.to_thread(party.end, 0.5)
+
+    async def all_of_them() -> dict[str, tuple[Finding, ...]]:
+        named = {f: one("rollout", node_command(f)) for f in faulty_node.FAULTS}
+        named |= {f: one("trainer", trainer_command(f)) for f in faulty_trainer.FAULTS}
+        return dict(zip(named, await asyncio.gather(*named.values()), strict=True))
+
+    return asyncio.run(all_of_them())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", faulty_node.FAULTS)
+def test_faulty_node_fails_by_name(examined: dict[str, tuple[Finding, ...]], fault: str) -> None:
+    assert failed(examined[fault]) == faulty_node.FAULTS[fault][1], not_kept(examined[fault])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", faulty_trainer.FAULTS)
+def test_faulty_trainer_fails_by_name(examined: dict[str, tuple[Finding, ...]], fault: str) -> None:
+    assert failed(examined[fault]) == faulty_trainer.FAULTS[fault][1], not_kept(examined[fault])
+
+
+def test_every_rule_has_a_fault_that_breaks_it() -> None:
+    by_nodes = set[str]().union(*(rules for _, rules in faulty_node.FAULTS.values()))
+    by_trainers = set[str]().union(*(rules for _, rules in faulty_trainer.FAULTS.values()))
+    assert by_nodes == {rule.name for rule in ROLLOUT_RULES}
+    assert by_trainers == {rule.name for rule in TRAINER_RULES}
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+async def test_nobody_joins_and_nothing_passes() -> None:
+    lines: list[str] = []
+    arguments = {"host": "127.0.0.1", "port": 0, "timeout_s": 0.3, "json": True}
+    assert not await conformance_rollout(out=lines.append, **arguments)
+    assert lines[0].startswith("url    http://127.0.0.1:")
+    assert lines[1].startswith("token  penstock1.")
+    assert [line for line in lines[3:-2] if not line.startswith("none ")] == []
+    assert lines[-2] == f"0 ok, 0 failed, {len(ROLLOUT_RULES)} never seen, of 18 rules"
+    assert json.loads(lines[-1])["unseen"] == len(ROLLOUT_RULES)
+
+
+async def test_trainer_is_told_the_store() -> None:
+    lines: list[str] = []
+    is_kept = await conformance_trainer(host="127.0.0.1", port=0, out=lines.append, timeout_s=0.3)
+    assert not is_kept
+    assert any(line.startswith("store  /") for line in lines)
+
+
+# --- the foreign node alone ----------------------------------------------------------------------
+
+
+async def test_foreign_node_hands_back_and_leaves_on_sigterm() -> None:
+    party = Party(lambda got: [str(FOREIGN / "rollout.py"), got.url])
+    examining = asyncio.create_task(examine("rollout", party))
+    give_up_at = time.monotonic() + 20.0
+    while not party.processes and time.monotonic() < give_up_at:
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(2.0)
+    party.processes[0].send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(party.end, 10.0) == 0
+    examining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await examining

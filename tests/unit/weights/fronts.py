@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights fronts on loopback: the real one, and one that nobody should trust."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as StarletteRoute
+from tests.unit.weights.folders import write_folder
+
+from penstock.types import PolicyName, PublishedVersion
+from penstock.weights.client import put_snapshot
+from penstock.weights.server import build
+from penstock.wire.auth import Audience, Role, Signer
+from penstock.wire.client import AsyncCaller, connect
+from penstock.wire.server import server
+
+POLICY = PolicyName("policy")
+Touch = Callable[[Request, bytes], Awaitable[bytes]]
+
+
+@asynccontextmanager
+async def listening(app: Starlette) -> AsyncGenerator[str]:
+    front = server(app, "127.0.0.1", 0)
+    task = asyncio.create_task(front.serve())
+    while not front.started:
+        assert not task.done(), "the server ended before it listened"
+        await asyncio.sleep(0.005)
+    host, port = front.servers[0].sockets[0].getsockname()
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        front.should_exit = True
+        await task
+
+
+@asynccontextmanager
+async def real_front(tmp_path: Path) -> AsyncGenerator[AsyncCaller]:
+    """A caller with a rollout token for a front over `tmp_path / "store"`."""
+    signer = Signer.create(tmp_path / "keys", "run")
+    token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=60)
+    app = build(tmp_path / "store", signer.verifier(Audience.WEIGHTS))
+    async with listening(app) as url, connect(url, token) as caller:
+        yield caller
+
+
+def put(tmp_path: Path, seed: int = 0, number: int = 0) -> PublishedVersion:
+    folder = write_folder(tmp_path / f"hf-{seed}", seed)
+    stored = put_snapshot(tmp_path / "store", folder, policy=POLICY, number=number)
+    return PublishedVersion(
+        policy=POLICY, incarnation=1, number=number, manifest_digest=stored.manifest_digest
+    )
+
+
+@asynccontextmanager
+async def meddling(store: Path, touch: Touch) -> AsyncGenerator[AsyncCaller]:
+    """A relay nobody should trust: passes what the store holds through `touch`."""
+
+    async def answer(request: Request) -> Response:
+        path = store / request.url.path.removeprefix("/v1/")
+        if path.parent.name == "manifests":
+            path = path.with_suffix(".json")
+        data = path.read_bytes()
+        asked = request.headers.get("range", "")
+        if asked:
+            first, last = asked.removeprefix("bytes=").split("-")
+            data = data[int(first) : int(last) + 1]
+        return Response(await touch(request, data), status_code=206 if asked else 200)
+
+    app = Starlette(routes=[StarletteRoute("/v1/{kind}/{digest}", answer)])
+    async with listening(app) as url, connect(url, "none") as caller:
+        yield caller
