@@ -105,6 +105,8 @@ def test_random_kills(system: System) -> None:
         print(f"{time.monotonic() - began_at:6.1f} s, step {step}: killed {kill} (pid {pid})")
         report = audit(system.folder.path)
         assert report.ok, "\n".join(report.lines())
+        lost = report.checks[0]
+        assert lost.name == "lost" and lost.num_examined > 0, "no node kept what it was promised"
     assert system.wait(STEP_S) == 0, system.output()
     print(f"{time.monotonic() - began_at:6.1f} s: finished\n{system.output()}")
     assert_complete(system, steps=STEPS)

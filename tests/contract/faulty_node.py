@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The foreign rollout node with one planted fault: `python -m tests.contract.faulty_node FAULT URL TOKEN`.
+"""The foreign rollout node with one planted fault.
 
+`python -m tests.contract.faulty_node FAULT URL TOKEN` runs one.
 Each fault breaks the contract once and lets the node go on, so that only its own rules may fail.
 """
 
@@ -18,17 +19,6 @@ from urllib.request import Request, urlopen
 
 import msgspec
 from recipes.foreign.rollout import Node, Record, Service, Table, row_id_of
-
-
-class Once:
-    """True at the first question, then never again."""
-
-    def __init__(self) -> None:
-        self._left = 1
-
-    def __bool__(self) -> bool:
-        self._left -= 1
-        return self._left >= 0
 
 
 class ForgetfulService(Service):
@@ -80,7 +70,7 @@ class OtherBytesOnRetry(Node):
 class BeatsBeforeRegister(Node):
     def register(self) -> None:
         with suppress(HTTPError):
-            body = {"session": self.session, "state": "starting", "live": []}
+            body: Record = {"session": self.session, "state": "starting", "live": []}
             self.dataflow.call("PUT", f"/v1/nodes/{self.node_id}", body)
         super().register()
 
@@ -97,8 +87,8 @@ class LeasesBeforeLive(Node):
 class OneLiveBeat(Node):
     def beat(self) -> None:
         while not self.live and not self.stopping.wait(0.05):
-            super_body = {"state": "starting", "live": self.live}
-            self.follow(self.known("PUT", f"/v1/nodes/{self.node_id}", super_body))
+            body: Record = {"state": "starting", "live": self.live}
+            self.follow(self.known("PUT", f"/v1/nodes/{self.node_id}", body))
         self.known("PUT", f"/v1/nodes/{self.node_id}", {"state": "live", "live": self.live})
 
 
@@ -111,31 +101,29 @@ class IgnoresUnknown(Node):
 
 
 class Unverified(Node):
-    """Fetches everything and checks `checks` of it."""
-
-    checks = ()
+    """Fetches everything and checks nothing."""
 
     def load_wanted(self) -> None:
         wanted = self.wanted
         if wanted is None or (self.live and self.live[0]["number"] == wanted["number"]):
             return
         weights = Service(self.weights_url, self.token)
-        get = weights.fetch if "blobs" in self.checks else self.get_unchecked(weights)
         try:
-            manifest = json.loads(get("manifests", wanted["manifest_digest"]))
-            files = {file["name"]: get("blobs", file["blob"]) for file in manifest["files"]}
+            manifest = json.loads(self.get(weights, "manifests", wanted["manifest_digest"]))
+            blobs = {f["name"]: self.get(weights, "blobs", f["blob"]) for f in manifest["files"]}
         except ValueError:
             return
-        self.table = Table(files)
+        self.table = Table(blobs)
         self.live = [{name: wanted[name] for name in ("policy", "incarnation", "number")}]
         self.awake.set()
 
-    def get_unchecked(self, weights: Service) -> Any:
-        return lambda kind, digest: weights.send("GET", f"/v1/{kind}/{digest}")  # pyright: ignore
+    def get(self, weights: Service, kind: str, digest: str) -> bytes:
+        return weights.send("GET", f"/v1/{kind}/{digest}")
 
 
 class NoTensorCheck(Unverified):
-    checks = ("blobs",)
+    def get(self, weights: Service, kind: str, digest: str) -> bytes:
+        return weights.fetch(kind, digest)
 
 
 class NeverFetches(Node):
@@ -159,54 +147,48 @@ class NamesFirstVersion(Node):
         return row
 
 
-class Once_(Node):
-    """Spoils one row."""
-
-    def __init__(self, url: str, token: str, node_id: str) -> None:
-        super().__init__(url, token, node_id)
-        self.once = Once()
+class SpoilsOneRow(Node):
+    has_spoilt = False
 
     def attempt(self, table: Table, grant: Record, task: Record) -> Record:
         row = super().attempt(table, grant, task)
-        if self.num_good():
+        if not self.has_spoilt:
+            self.has_spoilt = True
             self.spoil(row, row["turns"][0])
         return row
-
-    def num_good(self) -> bool:
-        return bool(self.once)
 
     def spoil(self, row: Record, turn: Record) -> None:
         raise NotImplementedError
 
 
-class OldEpoch(Once_):
+class OldEpoch(SpoilsOneRow):
     def spoil(self, row: Record, turn: Record) -> None:
         row["epoch"] -= 1
         row["row_id"] = row_id_of(row)
 
 
-class SpanGap(Once_):
+class SpanGap(SpoilsOneRow):
     def spoil(self, row: Record, turn: Record) -> None:
         turn["spans"][0]["start"] = 1
 
 
-class PositiveLogprob(Once_):
+class PositiveLogprob(SpoilsOneRow):
     def spoil(self, row: Record, turn: Record) -> None:
         turn["logprobs"] = array("f", [0.5] * (len(turn["logprobs"]) // 4)).tobytes()
 
 
-class RewardForFailure(Once_):
+class RewardForFailure(SpoilsOneRow):
     def spoil(self, row: Record, turn: Record) -> None:
         row["outcome"] = {"kind": "failed", "reason": "engine"}
         row["reward"] = 0.0
 
 
-class ForgetsSlot(Once_):
-    def deliver(self, rows: list[Record], released: list[str]) -> None:
-        super().deliver(rows[1:] if self.once else rows, released)
+class ForgetsSlot(Node):
+    has_forgotten = False
 
-    def num_good(self) -> bool:
-        return False
+    def deliver(self, rows: list[Record], released: list[str]) -> None:
+        super().deliver(rows if self.has_forgotten else rows[1:], released)
+        self.has_forgotten = True
 
 
 class ResendsFenced(Node):

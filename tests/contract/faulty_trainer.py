@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The foreign trainer with one planted fault: `python -m tests.contract.faulty_trainer FAULT URL TOKEN
-STORE`.
+"""The foreign trainer with one planted fault.
 
+`python -m tests.contract.faulty_trainer FAULT URL TOKEN STORE` runs one.
 Each fault breaks the contract and lets the trainer go on, so that only its own rules may fail.
 """
 
@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 
 import msgspec
 from blake3 import blake3
-from recipes.foreign.trainer import Files, Record, Service, Store, Trainer, tensors_of
+from recipes.foreign.trainer import Files, Record, Service, Store, Trainer
 
 
 class GuessesIncarnation(Trainer):
@@ -199,7 +199,6 @@ FAULTS: dict[str, tuple[type[Trainer], set[str]]] = {
 
 if __name__ == "__main__":
     fault, url, token, store = sys.argv[1:]
-    assert tensors_of is not None
     kind = FAULTS[fault][0]
     state = Path(store).parent / "state"
     kind(Service(url, token), Store(Path(store)), "policy", state).run(None)

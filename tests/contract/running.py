@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real dataflow service over HTTP on loopback, for tests: server, keys, clients, a small node and trainer."""
+"""A real dataflow service over HTTP on loopback, for tests: server, keys, clients, a small node
+and trainer."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ from penstock.wire.server import server
 POLICY = PolicyName("policy")
 
 
-def small_config(*, groups_per_batch: int = 2, num_generations: int = 2, steps: int = 3) -> RunConfig:
+def small_config(
+    *, groups_per_batch: int = 2, num_generations: int = 2, steps: int = 3
+) -> RunConfig:
     config = demo(0)
     training = config.training.model_copy(
         update={"groups_per_batch": groups_per_batch, "steps": steps}
@@ -126,9 +129,7 @@ def trajectory(grant: Grant, node_id: NodeId, live: LiveVersion, reward: float =
                 sampled_ids=token_ids([3, 4]),
                 logprobs=log_probs([-0.5, -0.25]),
                 spans=(
-                    VersionSpan(
-                        start=0, end=2, incarnation=live.incarnation, number=live.number
-                    ),
+                    VersionSpan(start=0, end=2, incarnation=live.incarnation, number=live.number),
                 ),
                 sampling=SamplingSpec(),
                 finish=FinishReason.STOP,

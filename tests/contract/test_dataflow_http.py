@@ -8,6 +8,14 @@ import uuid
 from pathlib import Path
 
 import pytest
+from tests.contract.running import (
+    POLICY,
+    Running,
+    SmallTrainer,
+    dataflow,
+    small_config,
+    trajectory,
+)
 
 from penstock.dataflow.client import NodeClient
 from penstock.dataflow.protocol import (
@@ -25,14 +33,6 @@ from penstock.errors import Fenced
 from penstock.types import NodeId, PublishedVersion
 from penstock.wire.auth import Role
 from penstock.wire.codec import encode
-from tests.contract.running import (
-    POLICY,
-    Running,
-    SmallTrainer,
-    dataflow,
-    small_config,
-    trajectory,
-)
 
 
 class SmallNode:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every route of the services: known to the OpenAPI document, closed to strangers, deaf to rubbish."""
+"""Every route of the services: known to the OpenAPI document, closed to strangers, deaf to
+rubbish."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ import httpx2
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route as StarletteRoute
+from tests.contract.running import serving, small_config
 
 from penstock.dataflow.server import build, build_server, surface
 from penstock.weights.server import build as build_front
 from penstock.wire.auth import Audience, Role, Signer
-from tests.contract.running import serving, small_config
 
 MUTATING = ("post", "put", "patch", "delete")
 
@@ -144,7 +145,11 @@ def test_rubbish_gets_a_4xx_on_every_mutating_route(
         for name, body in bodies.items():
             for media_type in types:
                 answer = service.call(
-                    method, path, service.token(), content=body, headers={"content-type": media_type}
+                    method,
+                    path,
+                    service.token(),
+                    content=body,
+                    headers={"content-type": media_type},
                 )
                 assert 400 <= answer.status_code < 500, f"{method} {path} {name} as {media_type}"
                 assert answer.json()["error"]["message"]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pacing on levels: skips, rewinds and restarts neither stop the flow nor let too much work start."""
+"""Pacing on levels: skips, rewinds and restarts neither stop the flow nor let too much work
+start."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ import os
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from penstock.dataflow.partition import Closing, ClosingKind
 from tests.sim.world import FAILED, Settings, World
+
+from penstock.dataflow.groups import Closing, ClosingKind
 
 SEEDS = int(os.environ.get("PENSTOCK_SIM_SEEDS", "60"))
 
@@ -83,7 +84,8 @@ def test_a_rewind_starts_no_more_than_there_is_room_for(
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_histories_keep_every_law(seed: int) -> None:
-    """Nodes that fail, vanish and return, a trainer that skips and rewinds, a service that crashes."""
+    """Nodes that fail, vanish and return, a trainer that skips and rewinds, a service that
+    crashes."""
     closing = [
         Closing(kind=ClosingKind.COMPLETE),
         Closing(kind=ClosingKind.SURVIVORS, min_survivors=2),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real core under virtual time: home, a partition, nodes and a trainer, no threads, no sockets, no disk.
+"""The real core under virtual time: home, a partition, nodes and a trainer, no threads, no
+sockets, no disk.
 
 What a command wrote is durable when it returns; a crash rebuilds home and partition from those
 records through the same code that a real restart uses.
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 import msgspec
 import sqlalchemy as sa
 
-from penstock.dataflow.home import Consumer, Home, IssueTerms, PolicyTerms
+from penstock.dataflow.consumers import Consumer, PolicyTerms
+from penstock.dataflow.groups import Closing, ClosingKind, LeaseTerms, OpenGroup
+from penstock.dataflow.home import Home, IssueTerms
 from penstock.dataflow.ledger import Tables
-from penstock.dataflow.partition import Closing, ClosingKind, LeaseTerms, OpenGroup, Partition
+from penstock.dataflow.partition import Partition
 from penstock.dataflow.protocol import Grant, LiveVersion, NodeState, Register
 from penstock.dataflow.records import Report, RowRecord, row_id
 from penstock.dataflow.restore import restore_home, restore_partition
@@ -25,6 +28,7 @@ from penstock.dataflow.sources import open_source
 from penstock.types import NodeId, Outcome, OutcomeKind, PolicyName
 
 POLICY = PolicyName("policy")
+COMPLETE = Closing(kind=ClosingKind.COMPLETE)
 COMPLETED = Outcome(kind=OutcomeKind.COMPLETED)
 FAILED = Outcome(kind=OutcomeKind.FAILED, reason="engine")
 
@@ -35,7 +39,7 @@ class Settings:
     max_staleness: int = 1
     steps: int = 1_000_000
     num_slots: int = 3
-    closing: Closing = Closing(kind=ClosingKind.COMPLETE)
+    closing: Closing = COMPLETE
     admit: str = "all"
     limit: int | None = None
     """Tasks in the source."""
@@ -69,7 +73,7 @@ class World:
             groups_per_batch=settings.groups_per_batch,
             max_staleness=settings.max_staleness,
             steps=settings.steps,
-            admit=(settings.admit, ADMIT[settings.admit]),
+            admit=((settings.admit, ADMIT[settings.admit]),),
             select=("edf", SELECT["edf"]),
         )
         self.home = Home(
@@ -79,9 +83,7 @@ class World:
             IssueTerms(workflow="single_turn", seed=0, num_slots=settings.num_slots),
             self.outbox,
         )
-        self.partition = Partition(
-            0, closing=settings.closing, terms=TERMS, journal=self.outbox
-        )
+        self.partition = Partition(0, closing=settings.closing, terms=TERMS, journal=self.outbox)
         restore_home(self.home, self.tables)
         restore_partition(self.partition, self.tables, self.now)
 

@@ -305,7 +305,7 @@ def _manifest(batch: Batch) -> Manifest | None:
 
 
 def _read_acknowledged(folder: Path) -> Iterable[str]:
-    for path in sorted(folder.glob("*.log")):
+    for path in sorted(folder.glob("*")):  # one file per node, whatever it is called
         # A node killed in mid-write leaves half a line; the id on it may be cut.
         whole, _, _ = path.read_bytes().rpartition(b"\n")
         yield from filter(None, whole.decode(errors="replace").split("\n"))

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 FILES = ("run.yaml", "task.py", "README.md")
+OUR_LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
+"""Of the template; what the user makes of it is the user's."""
 
 
 def init(directory: Path, /, *, template: Literal["reverse"] = "reverse") -> int:
@@ -32,7 +34,8 @@ def init(directory: Path, /, *, template: Literal["reverse"] = "reverse") -> int
         directory.mkdir(parents=True, exist_ok=True)
         source = resources.files("penstock.cli") / "templates" / template
         for name in FILES:
-            (directory / name).write_text((source / name).read_text(encoding="utf-8"))
+            text = (source / name).read_text(encoding="utf-8")
+            (directory / name).write_text(text.removeprefix(OUR_LICENCE), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write into {directory}: {error.strerror}") from None
     print(

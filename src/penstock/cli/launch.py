@@ -63,6 +63,8 @@ class Stop:
     """A request to stop, made by a signal."""
 
     number: int = 0
+    is_final: bool = False
+    """Everything is being killed; further signals change nothing."""
 
 
 class Impatient(Exception):
@@ -170,6 +172,7 @@ def _supervise(
     except Impatient:
         return
     finally:
+        stop.is_final = True
         launcher.kill()
         record()
 
@@ -213,7 +216,10 @@ def _signals() -> Generator[Stop]:
     stop = Stop()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_final:
+            return
         if stop.number:
+            stop.is_final = True
             raise Impatient
         stop.number = number
 

@@ -210,8 +210,6 @@ class DataflowConfig(Section):
     """What becomes of a group whose slots are all terminal: complete | drop | survivors(min)."""
     rules: Rules = ()
     """Data decisions; a hook without a rule has its default."""
-    retain_batches: PositiveInt = 8
-    """Sealed batches whose rows are kept until a trainer has named a checkpoint."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

@@ -94,7 +94,7 @@ class TrainingConfig(Section):
     """Versions a row may be behind the one it trains; 0 is fully synchronous."""
     checkpoint_every: PositiveInt = 20
     """Steps between two checkpoints."""
-    weight_decay: float = Field(default=0.0, ge=0, lt=10)
+    weight_decay: float = Field(default=0.01, ge=0, lt=10)
     """AdamW's weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""

@@ -31,7 +31,8 @@ from penstock.config import (
     SourceConfig,
     TrainingConfig,
 )
-from penstock.dataflow.server import build, surface
+from penstock.dataflow.build import build
+from penstock.dataflow.server import surface
 from penstock.dataflow.service import Dataflow
 from penstock.observe.prometheus import new_registry
 from penstock.types import PolicyName

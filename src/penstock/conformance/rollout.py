@@ -314,6 +314,8 @@ class RolloutWatch:
         return replace(orders, drain=True)
 
     def note_beat_gap(self) -> None:
+        if not self.joined_at:
+            return
         silent_s = time.monotonic() - self._last_beat_at
         seen = f"{silent_s:.1f} s without one"
         self.findings.check("heartbeat-in-time", silent_s <= LATEST_BEAT_S, seen)
@@ -324,7 +326,7 @@ class RolloutWatch:
             self.findings.broke("delivery-repeated", f"{min(self._not_repeated)} never came again")
         if self._drain_told_at and not self.left_at:
             self.findings.broke("drain-obeyed", "the node did not leave")
-        if self.joined_at and not self.left_at:
+        if not self.left_at:
             self.note_beat_gap()
         if self.left_at and self._has_stolen and not self._answered_fenced:
             # Handing the slot back, or dropping it unseen, obeys the rule as well.

@@ -62,6 +62,7 @@ class StandInNode:
     def __init__(self, service: Dataflow) -> None:
         self._service = service
         self._session = secrets.token_hex(8)
+        self._has_joined = False
 
     async def feed(self) -> None:
         """Lease a few slots and deliver them; nothing happens before a version is published."""
@@ -69,9 +70,11 @@ class StandInNode:
         if newest is None:
             return
         live = LiveVersion(policy=POLICY, incarnation=newest.incarnation, number=newest.number)
-        await self._service.register(
-            Register(node_id=NODE, session=self._session, capacity=NUM_SLOTS, policies=())
-        )
+        if not self._has_joined:
+            self._has_joined = True
+            await self._service.register(
+                Register(node_id=NODE, session=self._session, capacity=NUM_SLOTS, policies=())
+            )
         await self._service.heartbeat(
             NODE, Heartbeat(session=self._session, state=NodeState.LIVE, live=(live,))
         )

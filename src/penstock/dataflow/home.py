@@ -10,12 +10,13 @@ one commit point.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 from blake3 import blake3
 
 from penstock.dataflow import pacing
+from penstock.dataflow.consumers import Consumer, PolicyTerms, ReadyGroup
 from penstock.dataflow.protocol import LiveVersion
 from penstock.dataflow.records import (
     NEXT_FATE,
@@ -29,7 +30,7 @@ from penstock.dataflow.records import (
     Report,
     SourceRecord,
 )
-from penstock.dataflow.rules import Admit, Mix, Select
+from penstock.dataflow.rules import Admit, Mix
 from penstock.dataflow.sources import Source
 from penstock.dataflow.versions import Lineage
 from penstock.errors import Conflict, NotFound
@@ -46,19 +47,6 @@ from penstock.wire.codec import encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyTerms:
-    """What a policy asks of the flow."""
-
-    policy: PolicyName
-    groups_per_batch: int
-    max_staleness: int
-    steps: int
-    admit: tuple[str, Admit]
-    """Name and rule."""
-    select: tuple[str, Select]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class IssueTerms:
     """What every group is made of."""
 
@@ -67,47 +55,12 @@ class IssueTerms:
     num_slots: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyGroup:
-    group_id: GroupId
-    task_key: str
-    rows: tuple[RowSummary, ...]
-    arrival: int
-    tokens: int
-
-
-@dataclass(slots=True)
-class Consumer:
-    """One policy's reader: its lineage, its ready groups, its sealed batches."""
-
-    terms: PolicyTerms
-    lineage: Lineage
-    ready: dict[GroupId, ReadyGroup] = field(default_factory=dict[GroupId, ReadyGroup])
-    sealed: dict[int, int] = field(default_factory=dict[int, int])
-    """Groups by batch, of batches after the last committed one."""
-    last_sealed: int = 0
-    expected_yield: float = 1.0
-    num_arrived: int = 0
-    newest_batch: BatchRecord | None = None
-
-    @property
-    def next_number(self) -> int:
-        """Version the next unsealed batch will train from, if all sealed before it are trained."""
-        return self.lineage.number + max(0, self.last_sealed - self.lineage.seq)
-
-    @property
-    def is_done(self) -> bool:
-        return self.lineage.number >= self.terms.steps
-
-    def levels(self, num_open: int) -> pacing.Levels:
-        return pacing.Levels(
-            issued=num_open, admitted=len(self.ready), sealed=sum(self.sealed.values())
-        )
-
-    def oldest(self, rows: Sequence[RowSummary]) -> int:
-        """Oldest version of this policy's tokens in the group, on the surviving lineage."""
-        policy = self.terms.policy
-        return min(self.lineage.effective(*row.oldest[policy]) for row in rows)
+def _admission(
+    rules: Sequence[tuple[str, Admit]], rows: Sequence[RowSummary]
+) -> tuple[str, DropReason | None]:
+    """The first rule that refuses and its reason, or the last one that let the rows in."""
+    verdicts = ((name, admit(rows)) for name, admit in rules)
+    return next((v for v in verdicts if v[1] is not None), (rules[-1][0], None))
 
 
 class Home:
@@ -283,8 +236,7 @@ class Home:
         ):
             self._drop(consumer, group, DropReason.OUTPACED, "pacing", now)
             return
-        name, admit = consumer.terms.admit
-        reason = admit(rows)
+        name, reason = _admission(consumer.terms.admit, rows)
         consumer.expected_yield = pacing.next_yield(consumer.expected_yield, passed=reason is None)
         if reason is not None:
             self._drop(consumer, group, reason, name, now)

@@ -10,11 +10,19 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 
 import msgspec
 
+from penstock.dataflow.groups import (
+    Closing,
+    ClosingKind,
+    LeaseTerms,
+    Node,
+    OpenGroup,
+    Slot,
+    SlotState,
+)
 from penstock.dataflow.protocol import (
     DeliveryStatus,
     Grant,
@@ -36,86 +44,7 @@ from penstock.dataflow.records import (
 )
 from penstock.dataflow.sources import derive_seed
 from penstock.errors import Fenced, NotFound
-from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, RowSummary, Task
-
-
-class ClosingKind(StrEnum):
-    COMPLETE = "complete"
-    """Every member must succeed within its attempts, or the group is dropped."""
-    SURVIVORS = "survivors"
-    """Members that failed for good are left out, if enough remain."""
-    DROP = "drop"
-    """The first failure drops the group; nothing is tried twice."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closing:
-    kind: ClosingKind
-    min_survivors: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseTerms:
-    ttl_s: float
-    start_to_close_s: float
-    max_attempts: int
-
-
-class SlotState(StrEnum):
-    WAITING = "waiting"
-    LEASED = "leased"
-    DONE = "done"
-    DEAD = "dead"
-    """Out of attempts; excluded, never scored."""
-
-
-NEXT_SLOT = {
-    SlotState.WAITING: frozenset({SlotState.LEASED, SlotState.DEAD}),
-    SlotState.LEASED: frozenset({SlotState.WAITING, SlotState.DONE, SlotState.DEAD}),
-    SlotState.DONE: frozenset[SlotState](),
-    SlotState.DEAD: frozenset[SlotState](),
-}
-
-
-@dataclass(slots=True)
-class Slot:
-    state: SlotState = SlotState.WAITING
-    attempt: int = 0
-    """Attempts that cost one: failures and expiries, not hand-backs."""
-    epoch: int = 0
-    lease: LeaseRecord | None = None
-    row: RowSummary | None = None
-
-    def move(self, state: SlotState) -> None:
-        assert state in NEXT_SLOT[self.state], f"slot cannot go from {self.state} to {state}"
-        self.state = state
-
-
-@dataclass(slots=True)
-class OpenGroup:
-    record: GroupRecord
-    task: Task
-    due: dict[str, int]
-    slots: list[Slot]
-
-    @property
-    def rows(self) -> tuple[RowSummary, ...]:
-        return tuple(slot.row for slot in self.slots if slot.row is not None)
-
-
-@dataclass(slots=True)
-class Node:
-    record: NodeRecord
-    last_seen: float
-    state: NodeState = NodeState.STARTING
-    live: tuple[LiveVersion, ...] = ()
-    leases: set[tuple[GroupId, int]] = field(default_factory=set[tuple[GroupId, int]])
-    request_id: str = ""
-    """The last lease request that was granted something."""
-    num_delivered: int = 0
-    is_silent: bool = False
-    """Fell silent for a whole ttl; its leases are gone."""
-
+from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, Task
 
 MayRun = Callable[[OpenGroup], bool]
 """Home's gate: is this node's live version young enough for this group?"""
@@ -450,7 +379,7 @@ class Partition:
         """Rebuild open groups and give every live lease a full ttl; `leases` come in order of
         epoch."""
         for record in nodes:
-            # Live until its heartbeat says otherwise; the version gate looks at each request anyway.
+            # Live until it says otherwise; the version gate looks at each request anyway.
             self.nodes[record.node_id] = Node(record=record, last_seen=now, state=NodeState.LIVE)
         for group in sorted(groups, key=lambda record: record.issue):
             self._open(group)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from penstock.dataflow.home import Consumer, Home
+from penstock.dataflow.consumers import Consumer
+from penstock.dataflow.home import Home
 from penstock.dataflow.ledger import Tables
 from penstock.dataflow.partition import Partition
 from penstock.dataflow.records import (

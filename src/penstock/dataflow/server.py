@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,8 @@ import structlog
 from starlette.applications import Starlette
 
 from penstock.config import RunConfig
-from penstock.config.dataflow import SurvivorsClosing
 from penstock.dataflow import status as reading
-from penstock.dataflow.home import Home, IssueTerms, PolicyTerms
-from penstock.dataflow.ledger import Ledger
-from penstock.dataflow.partition import Closing, ClosingKind, LeaseTerms, Partition
+from penstock.dataflow.build import build, run_facts
 from penstock.dataflow.protocol import (
     BatchAnswer,
     BatchRequest,
@@ -41,12 +37,9 @@ from penstock.dataflow.protocol import (
     RunFacts,
     Status,
 )
-from penstock.dataflow.restore import restore_home, restore_partition
-from penstock.dataflow.rules import ADMIT, MIX, SELECT
-from penstock.dataflow.service import Dataflow, Outbox, steady_clock
-from penstock.dataflow.sources import open_source
+from penstock.dataflow.service import Dataflow
 from penstock.errors import BadRequest, StoreError
-from penstock.types import NodeId, PolicyName, SamplingSpec
+from penstock.types import NodeId
 from penstock.wire.auth import Role, Verifier
 from penstock.wire.server import EVERYBODY, Call, Raw, Route, Tls, build_app, server
 
@@ -277,95 +270,6 @@ def _batch_id(text: str) -> tuple[str, int]:
     if not (policy and seq.isdecimal() and len(seq) < 16):
         raise BadRequest(f"{text[:80]!r} is no batch id; it reads CONSUMER.SEQ")
     return policy, int(seq)
-
-
-# --- wiring -----------------------------------------------------------------------------------
-
-
-def build(config: RunConfig, ledger_folder: Path) -> Dataflow:
-    """Home and one partition over one ledger, as the last life left them."""
-    clock = steady_clock()
-    outbox = Outbox()
-    ledger = Ledger(ledger_folder)
-    policies = [_policy_terms(config, name) for name in config.models]
-    home = Home(
-        policies,
-        [
-            open_source(source.name, source.task, weight=source.weight, limit=source.limit)
-            for source in config.sources
-        ],
-        MIX["weights"],
-        IssueTerms(
-            workflow=_workflow(config),
-            seed=config.seed,
-            num_slots=config.algorithm.num_generations,
-        ),
-        outbox,
-    )
-    lease = config.dataflow.lease
-    partition = Partition(
-        0,
-        closing=_closing(config),
-        terms=LeaseTerms(
-            ttl_s=lease.ttl_s,
-            start_to_close_s=lease.start_to_close_s,
-            max_attempts=lease.max_attempts,
-        ),
-        journal=outbox,
-    )
-    restore_home(home, ledger.tables)
-    restore_partition(partition, ledger.tables, clock())
-    service = Dataflow(home, partition, ledger, outbox, clock)
-    service.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
-    for record in ledger.stamp():
-        outbox(record)
-    return service
-
-
-def _policy_terms(config: RunConfig, name: str) -> PolicyTerms:
-    policy = config.for_policy(name)
-    rules = {rule.hook.value: rule.name for rule in policy.rules}
-    admit, select = rules.get("admit", "all"), rules.get("select", "edf")
-    return PolicyTerms(
-        policy=PolicyName(name),
-        groups_per_batch=policy.training.groups_per_batch,
-        max_staleness=policy.training.max_staleness,
-        steps=policy.training.steps,
-        admit=(admit, ADMIT[admit]),
-        select=(select, SELECT[select]),
-    )
-
-
-def _closing(config: RunConfig) -> Closing:
-    closing = config.dataflow.closing
-    if isinstance(closing, SurvivorsClosing):
-        return Closing(kind=ClosingKind.SURVIVORS, min_survivors=closing.survivors.min)
-    return Closing(kind=ClosingKind(closing))
-
-
-def _workflow(config: RunConfig) -> str:
-    workflow = config.workflow
-    return workflow if isinstance(workflow, str) else json.dumps(list(workflow.command))
-
-
-def run_facts(config: RunConfig) -> RunFacts:
-    first = next(iter(config.models.values()))
-    sampling = config.sampling
-    return RunFacts(
-        run=config.name,
-        policies=tuple(PolicyName(name) for name in config.models),
-        workflow=_workflow(config),
-        reward=config.reward or "",
-        sampling=SamplingSpec(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-        ),
-        engine=first.engine,
-        torch_threads=first.torch_threads,
-        start_to_close_s=config.dataflow.lease.start_to_close_s,
-    )
 
 
 def surface(service: Dataflow, config: RunConfig, weights_url: str) -> Surface:

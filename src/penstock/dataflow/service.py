@@ -17,21 +17,20 @@ from dataclasses import replace
 
 import msgspec
 import structlog
-from blake3 import blake3
 
-from penstock.dataflow import validate
-from penstock.dataflow.home import Consumer, Home
+from penstock.dataflow.consumers import Consumer
+from penstock.dataflow.groups import OpenGroup
+from penstock.dataflow.home import Home
+from penstock.dataflow.intake import Intake, Taken
 from penstock.dataflow.ledger import Ledger
-from penstock.dataflow.partition import OpenGroup, Partition
+from penstock.dataflow.partition import Partition
 from penstock.dataflow.protocol import (
     BatchAnswer,
     BatchRequest,
     CheckpointsRequest,
     CommitRequest,
-    Delivery,
     DeliveryAnswer,
     DeliveryRequest,
-    DeliveryResult,
     DeliveryStatus,
     Heartbeat,
     IncarnationAnswer,
@@ -63,7 +62,6 @@ from penstock.types import (
     PublishedVersion,
     RowId,
     Task,
-    Trajectory,
 )
 from penstock.wire.codec import decode
 
@@ -111,6 +109,7 @@ class Dataflow:
         """(who, on what) to since when: lease and batch polls that are held open."""
         self.trainer_seen: dict[PolicyName, float] = {}
         self._outbox = outbox
+        self._intake = Intake(partition, ledger, self._effective)
         self._told: dict[NodeId, tuple[PublishedVersion, ...]] = {}
         self._changed = asyncio.Event()
 
@@ -224,97 +223,21 @@ class Dataflow:
     # --- deliveries ---------------------------------------------------------------------------
 
     async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
-        results: list[DeliveryResult] = []
-        reports: list[Report] = []
-        chunks: list[Chunk] = []
-        for delivery in body.deliveries:
-            result, ended, chunk = self._take(body.node_id, delivery)
-            results.append(result)
-            reports += ended
-            if chunk is not None:
-                chunks.append(chunk)
-        results += [self._release(body.node_id, row_id) for row_id in body.released]
-        await self._settle(reports, chunks)
+        now = self.clock()
+        taken = [self._intake.take(body.node_id, delivery, now) for delivery in body.deliveries]
+        results = [item.result for item in taken]
+        results += [self._intake.release(body.node_id, row_id, now) for row_id in body.released]
+        for item in taken:
+            self._count(item, now)
+        await self._settle(
+            [report for item in taken for report in item.reports],
+            [item.chunk for item in taken if item.chunk is not None],
+        )
         if any(result.status is DeliveryStatus.FENCED for result in results):
             await self.ledger.flush()  # its first copy may be in the group that commits just now
             payloads = {delivery.row_id: delivery.payload for delivery in body.deliveries}
-            results = [self._look_again(result, payloads) for result in results]
+            results = [self._intake.look_again(result, payloads) for result in results]
         return DeliveryAnswer(results=tuple(results))
-
-    def _look_again(
-        self, result: DeliveryResult, payloads: dict[RowId, bytes]
-    ) -> DeliveryResult:
-        """No lease stands behind it: the same bytes were stored before, others, or it is too late."""
-        payload = payloads.get(result.row_id)
-        known = None if payload is None else self.ledger.row(result.row_id)
-        if result.status is not DeliveryStatus.FENCED or payload is None or known is None:
-            return result
-        is_same = known.digest == blake3(payload).hexdigest()
-        status = DeliveryStatus.DUPLICATE if is_same else DeliveryStatus.CONFLICT
-        return replace(result, status=status)
-
-    def _release(self, node_id: NodeId, row_id: RowId) -> DeliveryResult:
-        try:
-            group_id, slot, epoch = parse_row_id(row_id)
-        except BadRequest as error:
-            return DeliveryResult(row_id=row_id, status=DeliveryStatus.INVALID, detail=str(error))
-        held = self.partition.release(node_id, group_id, slot, epoch, self.clock())
-        status = DeliveryStatus.STORED if held else DeliveryStatus.FENCED
-        return DeliveryResult(row_id=row_id, status=status)
-
-    def _take(
-        self, node_id: NodeId, delivery: Delivery
-    ) -> tuple[DeliveryResult, list[Report], Chunk | None]:
-        def refused(status: DeliveryStatus, detail: str = "") -> DeliveryResult:
-            return DeliveryResult(row_id=delivery.row_id, status=status, detail=detail)
-
-        try:
-            group_id, slot, epoch = parse_row_id(delivery.row_id)
-            if not self.partition.holds(node_id, group_id, slot, epoch):
-                return refused(DeliveryStatus.FENCED), [], None
-            trajectory = decode(delivery.payload, Trajectory)
-        except BadRequest as error:
-            return refused(DeliveryStatus.INVALID, str(error)), [], None
-        named = (trajectory.row_id, trajectory.group_id, trajectory.slot, trajectory.epoch)
-        if named != (delivery.row_id, group_id, slot, epoch) or trajectory.node_id != node_id:
-            detail = f"the record names itself {named} of {trajectory.node_id}"
-            return refused(DeliveryStatus.INVALID, detail), [], None
-        summary = validate.digest(trajectory, self._effective)
-        if isinstance(summary, str):
-            return refused(DeliveryStatus.INVALID, summary), [], None
-        return self._store(delivery, trajectory, summary)
-
-    def _store(
-        self,
-        delivery: Delivery,
-        trajectory: Trajectory,
-        summary: validate.Digested,
-    ) -> tuple[DeliveryResult, list[Report], Chunk | None]:
-        now = self.clock()
-        location, chunk = self.ledger.place(delivery.payload)
-        row = RowRecord(
-            row_id=delivery.row_id,
-            group_id=trajectory.group_id,
-            slot=trajectory.slot,
-            epoch=trajectory.epoch,
-            node_id=trajectory.node_id,
-            digest=blake3(delivery.payload).hexdigest(),
-            segment=location.segment,
-            offset=location.offset,
-            length=location.length,
-            outcome=trajectory.outcome.kind,
-            reward=trajectory.reward,
-            sampled=msgspec.json.encode(summary.sampled).decode(),
-            oldest=msgspec.json.encode(summary.oldest).decode(),
-            delivered_at=now,
-        )
-        status, reports = self.partition.deliver(row, trajectory.outcome, now)
-        tokens = sum(summary.sampled.values())
-        self._count(tokens, now)
-        if not trajectory.outcome.has_reward:
-            wasted = self.home.wasted_tokens
-            wasted["failed"] = wasted.get("failed", 0) + tokens
-        return DeliveryResult(row_id=delivery.row_id, status=status), reports, chunk
 
     def _effective(self, policy: PolicyName, incarnation: int, number: int) -> int | None:
         consumer = self.home.consumers.get(policy)
@@ -322,12 +245,17 @@ class Dataflow:
             return None
         return consumer.lineage.effective(incarnation, number)
 
-    def _count(self, tokens: int, now: float) -> None:
+    def _count(self, item: Taken, now: float) -> None:
+        if item.chunk is None:
+            return
         self.trajectories += 1
-        self.sampled_tokens += tokens
-        self.tokens_seen.append((now, tokens))
+        self.sampled_tokens += item.tokens
+        self.tokens_seen.append((now, item.tokens))
         while self.tokens_seen and self.tokens_seen[0][0] < now - RATE_WINDOW_S:
             self.tokens_seen.popleft()
+        if item.is_failure:
+            wasted = self.home.wasted_tokens
+            wasted["failed"] = wasted.get("failed", 0) + item.tokens
 
     # --- trainers -----------------------------------------------------------------------------
 
@@ -488,14 +416,6 @@ class Dataflow:
 
 def _serve(record: BatchRecord) -> BatchAnswer:
     return BatchAnswer(manifest=decode(record.manifest, Manifest), digest=record.digest)
-
-
-def parse_row_id(row_id: RowId) -> tuple[GroupId, int, int]:
-    group_id, _, rest = row_id.partition(".")
-    slot, _, epoch = rest.partition(".")
-    if not (group_id and slot.isdecimal() and epoch.isdecimal() and len(row_id) <= 128):
-        raise BadRequest(f"{row_id[:128]!r} is no row id; it reads GROUP.SLOT.EPOCH")
-    return GroupId(group_id), int(slot), int(epoch)
 
 
 def steady_clock() -> Callable[[], float]:

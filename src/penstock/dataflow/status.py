@@ -10,7 +10,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from penstock.dataflow.home import Consumer
+from penstock.dataflow.consumers import Consumer
 from penstock.dataflow.protocol import NodeStatus, PolicyStatus, Status, Waiting
 from penstock.dataflow.service import RATE_WINDOW_S, Dataflow
 

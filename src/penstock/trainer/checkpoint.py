@@ -152,9 +152,9 @@ class Checkpoints:
     def _read(self, folder: Path) -> Checkpoint | None:
         try:
             state = decode((folder / STATE).read_bytes(), TrainerState, media_type=JSON)
+            named = {WEIGHTS: "", OPTIMIZER: "", **state.files}
             wrong = next(
-                (name for name, digest in state.files.items() if _digest(folder / name) != digest),
-                None,
+                (name for name, digest in named.items() if _digest(folder / name) != digest), None
             )
         except (OSError, BadRequest) as error:
             _log.warning("checkpoint passed over", folder=str(folder), why=str(error))

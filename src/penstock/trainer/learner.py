@@ -201,14 +201,19 @@ def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
 
 
 def _averages(tallies: Sequence[Tensor]) -> dict[str, float]:
-    """Means over the trained tokens; `mismatch` over those sampled by the version trained from."""
+    """Means over the trained tokens of all updates.
+
+    `mismatch` is over those tokens of the first update that the version trained from has sampled:
+    there alone trainer and engine hold the same weights.
+    """
     if not tallies:
         return {}
-    *sums, num_fresh, num_tokens = reduce_tallies(tallies).tolist()
+    *sums, _, num_tokens = reduce_tallies(tallies).tolist()
     values = {name: value / num_tokens for name, value in zip(_TALLY, sums, strict=True)}
     values["clip_ratio"] = values["clip_ratio/low"] + values["clip_ratio/high"]
-    mismatch = values.pop("mismatch") * num_tokens
-    return values | ({"mismatch": mismatch / num_fresh} if num_fresh else {})
+    *_, mismatch, num_fresh, _ = tallies[0].tolist()
+    values["mismatch"] = mismatch / num_fresh if num_fresh else math.nan
+    return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
 def _describe(batch: Batch) -> dict[str, float]:

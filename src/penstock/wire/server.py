@@ -120,6 +120,7 @@ def build_app(
         ],
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # it would answer without a token
     return app
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from penstock.config import RunConfig, demo, dump
+from penstock.dataflow.build import build
 from penstock.dataflow.protocol import (
     BatchRequest,
     CommitRequest,
@@ -28,7 +29,6 @@ from penstock.dataflow.protocol import (
     Register,
 )
 from penstock.dataflow.records import row_id
-from penstock.dataflow.server import build
 from penstock.dataflow.service import Dataflow
 from penstock.types import (
     FinishReason,
@@ -161,7 +161,7 @@ class FakeNode:
         return await self.deliver()
 
     def _acknowledge(self, row_ids: list[RowId]) -> None:
-        path = self.run_dir / "acks" / f"{self.node_id}.log"
+        path = self.run_dir / "acks" / f"{self.node_id}.txt"
         path.parent.mkdir(exist_ok=True)
         with path.open("a") as log:
             log.writelines(f"{found}\n" for found in row_ids)

@@ -95,7 +95,7 @@ async def test_run_that_never_trained_passes(tmp_path: Path) -> None:
 
 
 def test_torn_last_acknowledgement_is_no_loss(run_dir: Path) -> None:
-    with (run_dir / "acks" / "node-0.log").open("a") as log:
+    with (run_dir / "acks" / "node-0.txt").open("a") as log:
         log.write("p0-17.")
     assert_passes(run_dir)
 
@@ -144,7 +144,7 @@ def test_survivors_may_close_without_all(run_dir: Path) -> None:
     )
     change(run_dir, "DELETE FROM rows WHERE group_id = ? AND slot = 1", group_id)
     change(run_dir, "UPDATE leases SET ended = 'expired' WHERE group_id = ? AND slot = 1", group_id)
-    for log in (run_dir / "acks").glob("*.log"):
+    for log in (run_dir / "acks").glob("*.txt"):
         lines = [x for x in log.read_text().split("\n") if not x.startswith(f"{group_id}.1.")]
         log.write_text("\n".join(lines))
     assert not audit(run_dir).ok

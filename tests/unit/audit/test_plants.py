@@ -47,7 +47,7 @@ def first(report: AuditReport, name: str) -> str:
 
 
 def acknowledge_unknown(run_dir: Path) -> str:
-    with (run_dir / "acks" / "node-0.log").open("a") as log:
+    with (run_dir / "acks" / "node-0.txt").open("a") as log:
         log.write("p0-1.0.7\n")
     return "p0-1.0.7"
 
@@ -99,7 +99,7 @@ def rewrite_behind_digest(run_dir: Path) -> str:
 
 def damage_unacknowledged(run_dir: Path) -> str:
     row_id = flip_payload_byte(run_dir)
-    for log in (run_dir / "acks").glob("*.log"):
+    for log in (run_dir / "acks").glob("*.txt"):
         log.write_text(log.read_text().replace(f"{row_id}\n", ""))
     return row_id
 
@@ -161,7 +161,7 @@ def leave_lease_running(run_dir: Path) -> str:
     key = (lease["node_id"], lease["session"])
     change(run_dir, "DELETE FROM leases WHERE group_id = ? AND slot = 3", group_id)
     change(run_dir, "DELETE FROM rows WHERE group_id = ? AND slot = 3", group_id)
-    for log in (run_dir / "acks").glob("*.log"):
+    for log in (run_dir / "acks").glob("*.txt"):
         log.write_text(log.read_text().replace(f"{group_id}.3.1\n", ""))
     insert(
         run_dir,
@@ -197,7 +197,7 @@ def close_without_a_slot(run_dir: Path) -> str:
         *(lease[name] for name in ("group_id", "slot", "epoch")),
     )
     change(run_dir, "DELETE FROM rows WHERE row_id = ?", row_id)
-    for log in (run_dir / "acks").glob("*.log"):
+    for log in (run_dir / "acks").glob("*.txt"):
         log.write_text(log.read_text().replace(f"{row_id}\n", ""))
     return group_id
 

@@ -121,6 +121,7 @@ def test_init_writes_a_run_that_passes_check_in_three_seconds(tmp_path: Path) ->
     done = penstock("init", "my-run", cwd=tmp_path)
     assert done.returncode == 0
     assert "penstock run my-run/run.yaml" in done.stdout
+    assert "SPDX" not in (tmp_path / "my-run" / "task.py").read_text()
     began_at = cpu_s()
     checked = penstock("check", "my-run/run.yaml", cwd=tmp_path)
     assert cpu_s() - began_at <= 3.0

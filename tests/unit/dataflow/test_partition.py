@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.sim.world import FAILED, Settings, World
 
-from penstock.dataflow.partition import Closing, ClosingKind
+from penstock.dataflow.groups import Closing, ClosingKind
 from penstock.dataflow.protocol import Register
 from penstock.errors import Fenced, NotFound
 from penstock.types import NodeId
-from tests.sim.world import FAILED, Settings, World
 
 
 def ready_world(settings: Settings | None = None) -> World:
@@ -163,7 +163,10 @@ def test_closing_policies(closing: Closing, failures: int, verdict: str) -> None
     grant = grants[0]
     for _ in range(failures):
         assert world.deliver(a, grant, FAILED) == "stored"
-        if world.tables.scalar("SELECT state FROM groups WHERE group_id = :g", g=group_id) != "open":
+        if (
+            world.tables.scalar("SELECT state FROM groups WHERE group_id = :g", g=group_id)
+            != "open"
+        ):
             break
         [grant] = world.lease(a, 1)
     else:

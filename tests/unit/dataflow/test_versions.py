@@ -61,9 +61,7 @@ def test_a_replaced_trainer_can_neither_commit_nor_publish() -> None:
     with pytest.raises(Fenced):
         commit(lineage, incarnation=1)
     with pytest.raises(Fenced):
-        lineage.publish(
-            incarnation=1, number=3, manifest_digest="m", weights_digest="w", now=0.0
-        )
+        lineage.publish(incarnation=1, number=3, manifest_digest="m", weights_digest="w", now=0.0)
 
 
 def test_two_trainers_race_for_one_incarnation() -> None:

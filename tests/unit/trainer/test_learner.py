@@ -221,6 +221,16 @@ def test_statistics(new_model: NewModel) -> None:
     assert all(math.isfinite(value) for value in values.values())
 
 
+def test_mismatch_is_measured_before_the_weights_move(new_model: NewModel) -> None:
+    batch = random_batch(14).assembled()
+    once = Learner(new_model(), LOSS, UPDATES).step(batch).values
+    often = Learner(new_model(), LOSS, replace(UPDATES, epochs=4)).step(batch).values
+    assert often["mismatch"] == once["mismatch"]
+    assert often["kl"] != once["kl"]
+    stale = replace(batch, trains_from=batch.trains_from + 1)
+    assert "mismatch" not in Learner(new_model(), LOSS, UPDATES).step(stale).values
+
+
 def test_a_row_of_another_vocabulary_is_left_out_and_its_group_keeps_its_statistics() -> None:
     good = [(make_turn([3, 4], [5]), 1.0), (make_turn([3, 4], [6]), 0.0)]
     foreign = (make_turn([3, 4], [VOCAB_SIZE]), 0.0)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The problem to learn, and how an answer is scored. Change both to make them yours.
 
 The tiny built-in model knows the letters a to j and the sign `>`; one letter is one token.

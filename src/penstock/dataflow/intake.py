@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deliveries: from the bytes a node sends to a row under a held lease, or to the reason why not.
+
+Decodes, validates and places payload. Trusts nothing but the lease; decides nothing about groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+from blake3 import blake3
+
+from penstock.dataflow import validate
+from penstock.dataflow.ledger import Ledger
+from penstock.dataflow.partition import Partition
+from penstock.dataflow.protocol import Delivery, DeliveryResult, DeliveryStatus
+from penstock.dataflow.records import Report, RowRecord
+from penstock.dataflow.segments import Chunk
+from penstock.errors import BadRequest
+from penstock.types import GroupId, NodeId, RowId, Trajectory
+from penstock.wire.codec import decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """One delivery, judged; stored once its chunk and the journal are on disk."""
+
+    result: DeliveryResult
+    reports: tuple[Report, ...] = ()
+    """Groups that ended with it."""
+    chunk: Chunk | None = None
+    """None when the delivery was refused."""
+    tokens: int = 0
+    is_failure: bool = False
+
+
+class Intake:
+    def __init__(self, partition: Partition, ledger: Ledger, effective: validate.Effective) -> None:
+        self._partition = partition
+        self._ledger = ledger
+        self._effective = effective
+
+    def take(self, node_id: NodeId, delivery: Delivery, now: float) -> Taken:
+        try:
+            group_id, slot, epoch = parse_row_id(delivery.row_id)
+            if not self._partition.holds(node_id, group_id, slot, epoch):
+                return _refused(delivery, DeliveryStatus.FENCED)
+            trajectory = decode(delivery.payload, Trajectory)
+        except BadRequest as error:
+            return _refused(delivery, DeliveryStatus.INVALID, str(error))
+        named = (trajectory.row_id, trajectory.group_id, trajectory.slot, trajectory.epoch)
+        if named != (delivery.row_id, group_id, slot, epoch) or trajectory.node_id != node_id:
+            detail = f"the record names itself {named} of {trajectory.node_id}"
+            return _refused(delivery, DeliveryStatus.INVALID, detail)
+        summary = validate.digest(trajectory, self._effective)
+        if isinstance(summary, str):
+            return _refused(delivery, DeliveryStatus.INVALID, summary)
+        return self._store(delivery, trajectory, summary, now)
+
+    def _store(
+        self, delivery: Delivery, trajectory: Trajectory, summary: validate.Digested, now: float
+    ) -> Taken:
+        location, chunk = self._ledger.place(delivery.payload)
+        row = RowRecord(
+            row_id=delivery.row_id,
+            group_id=trajectory.group_id,
+            slot=trajectory.slot,
+            epoch=trajectory.epoch,
+            node_id=trajectory.node_id,
+            digest=blake3(delivery.payload).hexdigest(),
+            segment=location.segment,
+            offset=location.offset,
+            length=location.length,
+            outcome=trajectory.outcome.kind,
+            reward=trajectory.reward,
+            sampled=msgspec.json.encode(summary.sampled).decode(),
+            oldest=msgspec.json.encode(summary.oldest).decode(),
+            delivered_at=now,
+        )
+        status, reports = self._partition.deliver(row, trajectory.outcome, now)
+        return Taken(
+            result=DeliveryResult(row_id=delivery.row_id, status=status),
+            reports=tuple(reports),
+            chunk=chunk,
+            tokens=sum(summary.sampled.values()),
+            is_failure=not trajectory.outcome.has_reward,
+        )
+
+    def release(self, node_id: NodeId, row_id: RowId, now: float) -> DeliveryResult:
+        """Hand back a slot, named by the row it would have become."""
+        try:
+            group_id, slot, epoch = parse_row_id(row_id)
+        except BadRequest as error:
+            return DeliveryResult(row_id=row_id, status=DeliveryStatus.INVALID, detail=str(error))
+        held = self._partition.release(node_id, group_id, slot, epoch, now)
+        status = DeliveryStatus.STORED if held else DeliveryStatus.FENCED
+        return DeliveryResult(row_id=row_id, status=status)
+
+    def look_again(self, result: DeliveryResult, payloads: Mapping[RowId, bytes]) -> DeliveryResult:
+        """No lease stands behind it: the same bytes were stored before, others, or it is late."""
+        payload = payloads.get(result.row_id)
+        known = None if payload is None else self._ledger.row(result.row_id)
+        if result.status is not DeliveryStatus.FENCED or payload is None or known is None:
+            return result
+        is_same = known.digest == blake3(payload).hexdigest()
+        status = DeliveryStatus.DUPLICATE if is_same else DeliveryStatus.CONFLICT
+        return replace(result, status=status)
+
+
+def _refused(delivery: Delivery, status: DeliveryStatus, detail: str = "") -> Taken:
+    return Taken(result=DeliveryResult(row_id=delivery.row_id, status=status, detail=detail))
+
+
+def parse_row_id(row_id: RowId) -> tuple[GroupId, int, int]:
+    group_id, _, rest = row_id.partition(".")
+    slot, _, epoch = rest.partition(".")
+    if not (group_id and slot.isdecimal() and epoch.isdecimal() and len(row_id) <= 128):
+        raise BadRequest(f"{row_id[:128]!r} is no row id; it reads GROUP.SLOT.EPOCH")
+    return GroupId(group_id), int(slot), int(epoch)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node and a trainer that know nothing of penstock take part in a real run of real services; and
+the real trainer is examined like a foreign one."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from tests.e2e.system import PENSTOCK, penstock, until
+
+from penstock.config import (
+    AlgorithmConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    SourceConfig,
+    TrainingConfig,
+)
+from penstock.conformance import examine_trainer
+from penstock.conformance.double import Invitation, run_config
+from penstock.conformance.findings import Verdict
+from penstock.conformance.snapshot import write_snapshot
+from penstock.dataflow.client import ReaderClient
+from penstock.dataflow.protocol import Status
+from penstock.fleet.folder import Endpoints, RunFolder
+from penstock.wire.auth import Role, Signer
+from penstock.wire.codec import encode_json
+
+FOREIGN = Path(__file__).parents[2] / "recipes" / "foreign"
+STEPS = 12
+
+
+def config() -> RunConfig:
+    return RunConfig(
+        name="foreign",
+        models={"policy": ModelConfig(init="builtin:tiny-qwen3", engine="scripted")},
+        sources=(SourceConfig(name="train", task="penstock.tasks.reverse"),),
+        reward="penstock.tasks.reverse:reward",
+        sampling=SamplingConfig(max_tokens=3),
+        algorithm=AlgorithmConfig(num_generations=4),
+        training=TrainingConfig(steps=STEPS, groups_per_batch=4, max_staleness=1),
+    )
+
+
+class Run:
+    """A run folder whose services are started one by one, without a launcher."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = RunFolder(path)
+        self.path = path
+        path.mkdir()
+        self.folder.write_config(config())
+        Signer.create(self.folder.keys, config().name)
+        self.endpoints = self.folder.choose_endpoints(path, ())
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, role: Role | None, *words: str) -> subprocess.Popen[bytes]:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if role is not None:
+            env["PENSTOCK_TOKEN"] = self.folder.token(config().name, role, ttl_s=600.0)
+        log = self.path / f"{len(self.processes)}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(words, env=env, stdout=out, stderr=out)
+        self.processes.append(process)
+        return process
+
+    def service(self, *words: str) -> subprocess.Popen[bytes]:
+        return self.start(None, *PENSTOCK, *words, "--run-dir", str(self.path))
+
+    def node(self, name: str) -> subprocess.Popen[bytes]:
+        script = str(FOREIGN / "rollout.py")
+        url = self.endpoints.dataflow
+        return self.start(Role.ROLLOUT, sys.executable, script, url, "--node-id", name)
+
+    def trainer(self, init: Path) -> subprocess.Popen[bytes]:
+        words = ["--store", str(self.folder.weights), "--init", str(init)]
+        script = str(FOREIGN / "trainer.py")
+        return self.start(Role.TRAINER, sys.executable, script, self.endpoints.dataflow, *words)
+
+    def status(self) -> Status:
+        token = self.folder.token(config().name, Role.READER, ttl_s=60.0)
+        reader = ReaderClient(self.endpoints.dataflow, token, patience_s=20.0)
+        try:
+            return reader.status()
+        finally:
+            reader.close()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path / "run")
+    made.service("dataflow")
+    made.service("weights", "serve")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def init(tmp_path: Path) -> Path:
+    folder = tmp_path / "init"
+    write_snapshot(folder, random.Random(0))
+    return folder
+
+
+def assert_trained(run: Run, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Everybody left by itself, and an independent reader finds the ledger sound."""
+    codes = [process.wait(timeout=60.0) for process in processes]
+    assert codes == [0] * len(processes)
+    audit = penstock("audit", str(run.path))
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+
+
+def test_foreign_node_and_trainer_finish_a_run_beside_a_real_node(run: Run, init: Path) -> None:
+    foreign = [run.trainer(init), run.node("foreign")]
+    real = run.start(Role.ROLLOUT, *PENSTOCK, "rollout", "--run-dir", str(run.path))
+    until(lambda: run.status().finished, timeout_s=60.0, what="last step")
+    status = run.status()
+    assert status.policies[0].number == STEPS
+    assert status.policies[0].staleness_max is not None and status.policies[0].staleness_max <= 1
+    assert_trained(run, [*foreign, real])
+
+
+def test_foreign_trainer_resumes_under_a_new_incarnation(run: Run, init: Path) -> None:
+    trainer, node = run.trainer(init), run.node("foreign")
+    until(lambda: run.status().policies[0].number >= 3, timeout_s=60.0, what="step 3")
+    trainer.kill()
+    trainer.wait()
+    number = run.status().policies[0].number
+    second = run.trainer(init)
+    assert_trained(run, [second, node])
+    policy = run.status().policies[0]
+    assert (policy.incarnation, policy.number) == (2, STEPS)
+    assert number < STEPS, "it was killed before the end"
+
+
+# --- the real trainer, examined ------------------------------------------------------------------
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes: list[subprocess.Popen[bytes]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+async def test_real_trainer_keeps_every_rule_and_fails_when_fenced(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.write_config(run_config())
+
+    def invite(got: Invitation) -> None:
+        endpoints = Endpoints(dataflow=got.url, weights=got.url, work_dir=str(tmp_path))
+        (folder.path / "run").mkdir()
+        (folder.path / "run" / "endpoints.json").write_bytes(encode_json(endpoints))
+        folder.weights.symlink_to(got.store)
+        env = {**os.environ, "PENSTOCK_TOKEN": got.token, "OMP_NUM_THREADS": "1"}
+        words = [*PENSTOCK, "trainer", "--run-dir", str(folder.path)]
+        with (tmp_path / "trainer.log").open("wb") as out:
+            started.append(subprocess.Popen(words, env=env, stdout=out, stderr=out))
+
+    findings = await examine_trainer(host="127.0.0.1", port=0, invite=invite, timeout_s=120.0)
+    log = (tmp_path / "trainer.log").read_text()
+    not_kept = [str(finding) for finding in findings if finding.verdict is not Verdict.OK]
+    assert not_kept == [], log
+    assert started[0].wait(timeout=10.0) > 0

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError, Forbidden, Unauthorized
+from penstock.wire.auth import Audience, Role, Signer, Verifier
+from penstock.wire.server import Tls, check_bind
+
+
+def test_a_token_says_who_calls_and_only_where_it_may(tmp_path: Path) -> None:
+    signer = Signer.create(tmp_path, "run")
+    token = signer.mint(Role.ROLLOUT, [Audience.DATAFLOW], ttl_s=60, subject="laptop")
+    verifier = Verifier.read(tmp_path, run="run", audience=Audience.DATAFLOW)
+    credential = verifier.verify(token)
+    assert (credential.role, credential.subject) == (Role.ROLLOUT, "laptop")
+    with pytest.raises(Forbidden, match="weights"):
+        Verifier.read(tmp_path, run="run", audience=Audience.WEIGHTS).verify(token)
+    with pytest.raises(Forbidden, match="belongs to run"):
+        Verifier.read(tmp_path, run="other", audience=Audience.DATAFLOW).verify(token)
+
+
+def test_a_token_that_was_valid_expires(tmp_path: Path) -> None:
+    signer = Signer.create(tmp_path, "run")
+    verifier = signer.verifier(Audience.DATAFLOW)
+    token = signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=60)
+    expires_at = verifier.verify(token).expires_at
+    with pytest.raises(Unauthorized, match="expired"):
+        verifier.verify(token, now=expires_at)
+
+
+def test_every_changed_character_is_noticed(tmp_path: Path) -> None:
+    signer = Signer.create(tmp_path, "run")
+    verifier = signer.verifier(Audience.DATAFLOW)
+    token = signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=60)
+    unused_bits = len(token) - 1  # base64 leaves bits over in its last character
+    for index in range(unused_bits):
+        forged = token[:index] + ("A" if token[index] != "A" else "B") + token[index + 1 :]
+        with pytest.raises(Unauthorized):
+            verifier.verify(forged)
+
+
+@pytest.mark.parametrize(
+    "token", ["", ".", "penstock1", "penstock1..", "x" * 10_000, "penstock1.é.é"]
+)
+def test_rubbish_is_unauthorized(tmp_path: Path, token: str) -> None:
+    with pytest.raises(Unauthorized):
+        Signer.create(tmp_path, "run").verifier(Audience.DATAFLOW).verify(token)
+
+
+def test_the_signing_key_is_for_its_owner_and_made_once(tmp_path: Path) -> None:
+    first = Signer.create(tmp_path, "run").mint(Role.READER, [Audience.DATAFLOW], ttl_s=60)
+    assert stat.S_IMODE((tmp_path / "signing.key").stat().st_mode) == 0o600
+    Signer.create(tmp_path, "run").verifier(Audience.DATAFLOW).verify(first)
+    with pytest.raises(ConfigError, match="no signing key"):
+        Signer.read(tmp_path / "elsewhere", "run")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "example.org", ""])
+def test_nothing_listens_beyond_loopback_without_tls(host: str) -> None:
+    with pytest.raises(ConfigError, match="TLS"):
+        check_bind(host, None)
+    check_bind(host, Tls(certificate=Path("cert.pem"), key=Path("key.pem")))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_needs_no_tls(host: str) -> None:
+    check_bind(host, None)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call survives outages and hears what a service says about retrying."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.contract.running import serving
+
+from penstock.errors import Busy, Fenced, Unreachable, WireError
+from penstock.wire.auth import Audience, Role, Signer
+from penstock.wire.client import AsyncCaller, Caller
+from penstock.wire.server import Call, Route, build_app
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    text: str
+
+
+@dataclass(slots=True)
+class Moody:
+    """Raises its next complaint, if any is left."""
+
+    complaints: list[WireError]
+    calls: int = 0
+
+    async def echo(self, call: Call) -> Echo:
+        self.calls += 1
+        if self.complaints:
+            raise self.complaints.pop(0)
+        return call.body
+
+
+@contextmanager
+def moody(folder: Path, *complaints: WireError) -> Generator[tuple[Moody, str, str]]:
+    handler = Moody(list(complaints))
+    signer = Signer.create(folder, "run")
+    route = Route(
+        method="POST",
+        path="/v1/echo",
+        handler=handler.echo,
+        roles=frozenset({Role.READER}),
+        summary="Says it again.",
+        request=Echo,
+        response=Echo,
+    )
+    with serving(build_app([route], signer.verifier(Audience.DATAFLOW), title="moody")) as url:
+        yield handler, url, signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=60)
+
+
+def test_passing_trouble_is_sat_out(tmp_path: Path) -> None:
+    trouble = [WireError("oops"), Busy("later", retry_after_s=0.3), Unreachable("not yet")]
+    with moody(tmp_path, *trouble) as (handler, url, token):
+        caller = Caller(url, token)
+        started = time.monotonic()
+        assert caller.call("POST", "/v1/echo", Echo(text="hi"), Echo) == Echo(text="hi")
+        assert handler.calls == 4 and time.monotonic() - started >= 0.3
+        caller.close()
+
+
+def test_a_verdict_is_not_repeated(tmp_path: Path) -> None:
+    with moody(tmp_path, Fenced("you were replaced")) as (handler, url, token):
+        caller = Caller(url, token)
+        with pytest.raises(Fenced, match="you were replaced"):
+            caller.call("POST", "/v1/echo", Echo(text="hi"), Echo)
+        assert handler.calls == 1
+        caller.close()
+
+
+async def test_nobody_there_is_told_after_the_deadline(tmp_path: Path) -> None:
+    caller = AsyncCaller("http://127.0.0.1:9", "token")
+    started = time.monotonic()
+    with pytest.raises(Unreachable, match="is the service running"):
+        await caller.call("POST", "/v1/echo", Echo(text="hi"), Echo, deadline_s=0.5)
+    assert time.monotonic() - started < 2
+    await caller.close()
