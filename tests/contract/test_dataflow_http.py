@@ -151,6 +151,24 @@ async def test_a_batch_is_sealed_once_and_served_byte_for_byte(tmp_path: Path) -
             await asyncio.to_thread(successor.client.batch, old)
 
 
+async def test_a_heartbeat_overtakes_a_held_request(tmp_path: Path) -> None:
+    """A node that goes live on a newer version while its request is held gets work at once."""
+    with dataflow(tmp_path, small_config()) as running:
+        trainer = await asyncio.to_thread(SmallTrainer, running)
+        node = SmallNode(running)
+        await node.join()
+        await node.deliver(*(await node.client.lease(node.request())).grants)
+        assert await asyncio.to_thread(trainer.step)
+        await node.client.lease(node.request(wait_s=0))  # told of version 1, still serves 0
+        held = asyncio.create_task(node.client.lease(node.request(wait_s=20)))
+        await asyncio.sleep(0.3)
+        assert not held.done()
+        node.live = LiveVersion(policy=POLICY, incarnation=1, number=1)
+        await node.beat()
+        assert (await asyncio.wait_for(held, 5)).grants
+        await node.client.close()
+
+
 async def test_a_handed_back_slot_is_leased_again_at_once(tmp_path: Path) -> None:
     with dataflow(tmp_path, small_config()) as running:
         await asyncio.to_thread(SmallTrainer, running)

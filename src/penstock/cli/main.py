@@ -41,9 +41,7 @@ def build() -> App:
         help="Train language-model agents: reinforcement learning as a flow of data.",
         version=__version__,
         help_format="plaintext",
-        default_parameter=Parameter(
-            negative=(), show_default=lambda value: value not in (None, False)
-        ),
+        default_parameter=Parameter(negative=()),
         usage="Usage: penstock COMMAND [OPTIONS]   (penstock COMMAND --help tells more)",
     )
     for order, (name, group, text) in enumerate(COMMANDS):

@@ -37,6 +37,7 @@ from penstock.dataflow.protocol import (
     IncarnationRequest,
     LeaseAnswer,
     LeaseRequest,
+    LiveVersion,
     Orders,
     PolicyState,
     PublishRequest,
@@ -184,18 +185,22 @@ class Dataflow:
         try:
             while True:
                 answer = await self._try_lease(body)
-                if answer.grants or answer.orders.drain or self.clock() >= give_up_at:
+                if answer.grants or answer.orders.drain:
                     return answer
                 if self._told.get(body.node_id) != self.home.wanted:
                     return replace(answer, orders=self.orders(body.node_id))
+                if self.clock() >= give_up_at:
+                    return answer
                 self.waiting_since.setdefault(key, self.clock())
                 await self._wait_for_change(give_up_at)
         finally:
             self.waiting_since.pop(key, None)
 
     async def _try_lease(self, body: LeaseRequest) -> LeaseAnswer:
+        live = self._live_now(body)
+
         def may_run(group: OpenGroup) -> bool:
-            return self.home.may_run(group.due, body.live)
+            return self.home.may_run(group.due, live)
 
         grants = self.partition.lease(
             body.node_id, body.session, body.request_id, body.max_slots, may_run, self.clock()
@@ -219,6 +224,16 @@ class Dataflow:
             if wanted is None
             else Orders(wanted=wanted, drain=finished, finished=finished),
         )
+
+    def _live_now(self, body: LeaseRequest) -> tuple[LiveVersion, ...]:
+        """What the node serves by its newest word: a heartbeat may overtake a held request."""
+        node = self.partition.nodes.get(body.node_id)
+        newest: dict[PolicyName, LiveVersion] = {}
+        for version in (*body.live, *(node.live if node is not None else ())):
+            known = newest.setdefault(version.policy, version)
+            if (version.incarnation, version.number) > (known.incarnation, known.number):
+                newest[version.policy] = version
+        return tuple(newest.values())
 
     # --- deliveries ---------------------------------------------------------------------------
 
