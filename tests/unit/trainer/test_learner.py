@@ -109,6 +109,14 @@ def test_micro_batches_and_padding_do_not_change_the_gradient(new_double_model: 
         torch.testing.assert_close(other, grads, rtol=1e-10, atol=1e-15)
 
 
+def test_a_step_divides_by_the_tokens_of_its_whole_update(new_double_model: NewModel) -> None:
+    batch = random_batch(3).assembled()
+    whole = Learner(new_double_model(), LOSS, UPDATES).step(batch).values
+    parts = Learner(new_double_model(), LOSS, replace(UPDATES, micro_batch_tokens=17)).step(batch)
+    assert parts.values["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-10)
+    assert parts.values["loss"] == pytest.approx(whole["loss"], rel=1e-10)
+
+
 def test_the_order_of_rows_does_not_change_the_gradient(new_double_model: NewModel) -> None:
     model = new_double_model()
     prompt = [4, 5, 6, 3]
@@ -206,6 +214,11 @@ def test_a_non_finite_gradient_changes_nothing(new_model: NewModel) -> None:
     assert stats.values["updates/non_finite"] == 1
     assert_same_bits(before, parameters(learner))
     assert_same_bits(state, learner.state_tensors())
+    clean = Learner(new_model(), LOSS, UPDATES)
+    clean.step(random_batch(10).assembled())
+    for one in (learner, clean):
+        one.step(random_batch(10, seq=2).assembled())
+    assert_same_bits(parameters(clean), parameters(learner))
 
 
 def test_statistics(new_model: NewModel) -> None:
