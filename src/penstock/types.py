@@ -246,8 +246,9 @@ class RowSummary:
     outcome: OutcomeKind
     sampled: Mapping[PolicyName, int]
     """Trainable sampled tokens by policy."""
-    oldest: Mapping[PolicyName, tuple[int, int]]
-    """Oldest (incarnation, number) among those tokens, by policy."""
+    versions: Mapping[PolicyName, tuple[tuple[int, int], ...]]
+    """Every (incarnation, number) that sampled those tokens, by policy. Which is the oldest may
+    change with a fork, so it is asked anew each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

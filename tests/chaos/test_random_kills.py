@@ -113,6 +113,10 @@ def test_random_kills(system: System) -> None:
     assert system.wait(STEP_S) == 0, system.output()
     print(f"{time.monotonic() - began_at:6.1f} s: finished\n{system.output()}")
     assert_complete(system, steps=STEPS)
+    report = audit(system.folder.path)
+    print("\n".join(report.lines()))
+    # Only what was under way at a kill may lack its line in a node's own record.
+    assert report.checks[0].num_examined > 0.8 * report.summary.trajectories
 
 
 def test_a_seed_names_one_plan() -> None:

@@ -224,7 +224,7 @@ class World:
             outcome=outcome.kind,
             reward=reward if outcome.has_reward else None,
             sampled=msgspec.json.encode({POLICY: 3}).decode(),
-            oldest=msgspec.json.encode({POLICY: (live.incarnation, live.number)}).decode(),
+            versions=msgspec.json.encode({POLICY: [(live.incarnation, live.number)]}).decode(),
             delivered_at=self.now,
         )
         status, reports = self.partition.deliver(row, outcome, self.now)

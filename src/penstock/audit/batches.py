@@ -94,7 +94,7 @@ class _Members:
         self._evidence = evidence
         self._by_group = evidence.rows_by_group()
         self._counts: dict[str, dict[str, int]] = {}
-        self._ages: dict[str, dict[str, Pair]] = {}
+        self._versions: dict[str, dict[str, list[Pair]]] = {}
 
     def faults(self, consumer: str, group: GroupSummary) -> Iterable[str]:
         known = self._evidence.groups.get(group.group_id)
@@ -117,8 +117,8 @@ class _Members:
             return f"sealed as {member.outcome} with reward {member.reward}; the row says otherwise"
         if member.sampled != self._sampled(row):
             return f"sealed with {member.sampled} tokens; the row says {row.sampled}"
-        if member.oldest != decode_map(row.oldest, dict[str, Pair], self._ages):
-            return f"sealed with {member.oldest} as its oldest; the row says {row.oldest}"
+        if member.versions != decode_map(row.versions, dict[str, list[Pair]], self._versions):
+            return f"sealed as made by {member.versions}; the row says {row.versions}"
         # A row that is damaged itself is told by another law; its digest proves nothing here.
         if member.digest != row.digest and not self._evidence.contents[row.row_id].damage:
             return "sealed with other bytes"

@@ -65,7 +65,7 @@ class Row(Table, frozen=True, gc=False):
     outcome: str
     reward: float | None
     sampled: str
-    oldest: str
+    versions: str
 
 
 class Fate(Table, frozen=True, gc=False):
@@ -138,7 +138,7 @@ class MemberSummary(msgspec.Struct, frozen=True, gc=False):
     reward: float
     outcome: str
     sampled: dict[str, int]
-    oldest: dict[str, Pair]
+    versions: dict[str, list[Pair]]
 
 
 class GroupSummary(msgspec.Struct, frozen=True):

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
+from types import FrameType
 
 
 def trainer(*, run_dir: Path, policy: str | None = None) -> int:
     """Train one policy until its last step; exit code 0 means that it is trained.
+
+    SIGTERM lets it finish its step and save a checkpoint; it then exits with 143.
 
     Parameters
     ----------
@@ -22,6 +27,12 @@ def trainer(*, run_dir: Path, policy: str | None = None) -> int:
     folder, config, endpoints = enter(run_dir, "trainer" if policy is None else f"trainer-{policy}")
     name = only_policy(config, policy)
     token = token_for(folder, config, Role.TRAINER)
+    stopping = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopping.set()
+
+    signal.signal(signal.SIGTERM, stop)
     from penstock.trainer.service import run_trainer  # torch loads here
 
     code = run_trainer(
@@ -31,5 +42,6 @@ def trainer(*, run_dir: Path, policy: str | None = None) -> int:
         token=token,
         run_dir=folder.path,
         store_root=folder.weights,
+        is_stopping=stopping.is_set,
     )
     leave(code)

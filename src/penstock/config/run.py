@@ -114,7 +114,7 @@ class ModelConfig(Section):
     """One policy: its model, who serves it, and what it does differently from the others."""
 
     init: Annotated[str, AfterValidator(_init)]
-    """Initial weights: `builtin:NAME`, or a folder or hub id in Hugging Face form."""
+    """Initial weights: `builtin:NAME`, or a folder in Hugging Face form."""
     engine: Annotated[
         Literal["hf", "scripted", "simulated"],
         one_of("hf", "scripted", "simulated", later=("vllm", "sglang")),

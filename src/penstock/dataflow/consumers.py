@@ -65,5 +65,7 @@ class Consumer:
 
     def oldest(self, rows: Sequence[RowSummary]) -> int:
         """Oldest version of this policy's tokens in the group, on the surviving lineage."""
-        policy = self.terms.policy
-        return min(self.lineage.effective(*row.oldest[policy]) for row in rows)
+        return min(map(self.number_of, rows))
+
+    def number_of(self, row: RowSummary) -> int:
+        return min(self.lineage.effective(*v) for v in row.versions[self.terms.policy])

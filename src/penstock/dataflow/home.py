@@ -326,9 +326,7 @@ class Home:
                 SealedGroup(group_id=g.group_id, task_key=g.task_key, rows=g.rows) for g in chosen
             ),
         )
-        ages = [
-            trains_from - consumer.lineage.effective(*row.oldest[policy]) for row in manifest.rows
-        ]
+        ages = [trains_from - consumer.number_of(row) for row in manifest.rows]
         assert max(ages) <= consumer.terms.max_staleness, "expire() ran just before"
         body = encode(manifest)
         return BatchRecord(

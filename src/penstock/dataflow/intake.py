@@ -37,10 +37,12 @@ class Taken:
 
 
 class Intake:
-    def __init__(self, partition: Partition, ledger: Ledger, effective: validate.Effective) -> None:
+    def __init__(
+        self, partition: Partition, ledger: Ledger, is_published: validate.IsPublished
+    ) -> None:
         self._partition = partition
         self._ledger = ledger
-        self._effective = effective
+        self._is_published = is_published
 
     def take(self, node_id: NodeId, delivery: Delivery, now: float) -> Taken:
         try:
@@ -54,7 +56,7 @@ class Intake:
         if named != (delivery.row_id, group_id, slot, epoch) or trajectory.node_id != node_id:
             detail = f"the record names itself {named} of {trajectory.node_id}"
             return _refused(delivery, DeliveryStatus.INVALID, detail)
-        summary = validate.digest(trajectory, self._effective)
+        summary = validate.digest(trajectory, self._is_published)
         if isinstance(summary, str):
             return _refused(delivery, DeliveryStatus.INVALID, summary)
         return self._store(delivery, trajectory, summary, now)
@@ -76,7 +78,7 @@ class Intake:
             outcome=trajectory.outcome.kind,
             reward=trajectory.reward,
             sampled=msgspec.json.encode(summary.sampled).decode(),
-            oldest=msgspec.json.encode(summary.oldest).decode(),
+            versions=msgspec.json.encode(summary.versions).decode(),
             delivered_at=now,
         )
         status, reports = self._partition.deliver(row, trajectory.outcome, now)

@@ -141,21 +141,21 @@ class RowRecord:
     reward: float | None
     sampled: str
     """JSON: trainable sampled tokens by policy."""
-    oldest: str
-    """JSON: oldest [incarnation, number] by policy."""
+    versions: str
+    """JSON: every [incarnation, number] that sampled them, by policy."""
     delivered_at: float
 
     @property
     def summary(self) -> RowSummary:
         assert self.reward is not None, "only scored rows are reported to home"
-        oldest = msgspec.json.decode(self.oldest, type=dict[str, tuple[int, int]])
+        versions = msgspec.json.decode(self.versions, type=dict[str, tuple[tuple[int, int], ...]])
         return RowSummary(
             row_id=self.row_id,
             digest=self.digest,
             reward=self.reward,
             outcome=OutcomeKind(self.outcome),
             sampled=cast(Mapping[PolicyName, int], msgspec.json.decode(self.sampled)),
-            oldest=cast(Mapping[PolicyName, tuple[int, int]], oldest),
+            versions=cast(Mapping[PolicyName, tuple[tuple[int, int], ...]], versions),
         )
 
 

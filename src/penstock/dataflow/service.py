@@ -110,7 +110,7 @@ class Dataflow:
         """(who, on what) to since when: lease and batch polls that are held open."""
         self.trainer_seen: dict[PolicyName, float] = {}
         self._outbox = outbox
-        self._intake = Intake(partition, ledger, self._effective)
+        self._intake = Intake(partition, ledger, self._is_published)
         self._told: dict[NodeId, tuple[PublishedVersion, ...]] = {}
         self._changed = asyncio.Event()
 
@@ -254,11 +254,9 @@ class Dataflow:
             results = [self._intake.look_again(result, payloads) for result in results]
         return DeliveryAnswer(results=tuple(results))
 
-    def _effective(self, policy: PolicyName, incarnation: int, number: int) -> int | None:
+    def _is_published(self, policy: PolicyName, incarnation: int, number: int) -> bool:
         consumer = self.home.consumers.get(policy)
-        if consumer is None or not consumer.lineage.has(incarnation, number):
-            return None
-        return consumer.lineage.effective(incarnation, number)
+        return consumer is not None and consumer.lineage.has(incarnation, number)
 
     def _count(self, item: Taken, now: float) -> None:
         if item.chunk is None:

@@ -16,39 +16,38 @@ MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0; engines round."""
 MAX_TURNS = 4096
 
-Effective = Callable[[PolicyName, int, int], int | None]
-"""(policy, incarnation, number) to its number on the surviving lineage; None when it was never
-published."""
+IsPublished = Callable[[PolicyName, int, int], bool]
+"""Did the ledger ever publish this (policy, incarnation, number)?"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digested:
     sampled: dict[PolicyName, int]
-    oldest: dict[PolicyName, tuple[int, int]]
+    versions: dict[PolicyName, list[tuple[int, int]]]
 
 
-def digest(trajectory: Trajectory, effective: Effective) -> Digested | str:
+def digest(trajectory: Trajectory, is_published: IsPublished) -> Digested | str:
     """The summary of a sound record, or what is wrong with it."""
     if wrong := _check_outcome(trajectory):
         return wrong
     if len(trajectory.turns) > MAX_TURNS:
         return f"{len(trajectory.turns)} turns; at most {MAX_TURNS}"
     sampled: dict[PolicyName, int] = {}
-    oldest: dict[PolicyName, tuple[int, tuple[int, int]]] = {}
+    versions: dict[PolicyName, set[tuple[int, int]]] = {}
     for index, turn in enumerate(trajectory.turns):
         if wrong := _check_turn(turn, index):
             return f"turn {index}: {wrong}"
-        for span in turn.spans:
-            number = effective(turn.policy, span.incarnation, span.number)
-            if number is None:
-                version = f"{turn.policy}@{span.incarnation}.{span.number}"
+        made_by = {(span.incarnation, span.number) for span in turn.spans}
+        for incarnation, number in made_by:
+            if not is_published(turn.policy, incarnation, number):
+                version = f"{turn.policy}@{incarnation}.{number}"
                 return f"turn {index}: {version} was never published"
-            age = (number, (span.incarnation, span.number))
-            if _is_trainable(turn) and age < oldest.get(turn.policy, (number + 1, (0, 0))):
-                oldest[turn.policy] = age
         if _is_trainable(turn) and turn.sampled_ids:
             sampled[turn.policy] = sampled.get(turn.policy, 0) + len(turn.sampled_ids) // 4
-    return Digested(sampled=sampled, oldest={p: age[1] for p, age in oldest.items()})
+            versions.setdefault(turn.policy, set()).update(made_by)
+    return Digested(
+        sampled=sampled, versions={policy: sorted(made) for policy, made in versions.items()}
+    )
 
 
 def _is_trainable(turn: Turn) -> bool:

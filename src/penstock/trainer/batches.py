@@ -104,6 +104,7 @@ def _within_vocabulary(samples: Samples, vocab_size: int, seq: int) -> Samples:
 
 
 def _staleness(manifest: Manifest, policy: PolicyName) -> Ints:
-    oldest = (row.oldest.get(policy) for row in manifest.rows)
-    lags = [manifest.trains_from - version[1] for version in oldest if version is not None]
+    versions = (row.versions.get(policy, ()) for row in manifest.rows)
+    oldest = (min(number for _, number in made_by) for made_by in versions if made_by)
+    lags = [manifest.trains_from - number for number in oldest]
     return np.maximum(np.array(lags, np.int64), 0)

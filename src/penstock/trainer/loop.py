@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -37,6 +37,10 @@ from penstock.trainer.snapshots import Snapshots, weights_of
 from penstock.types import PolicyName
 
 _log = structlog.get_logger(__name__)
+
+
+POLL_S = 5.0
+"""A trainer that is told to stop while it waits for a batch goes on waiting no longer than this."""
 
 
 class Batches(Protocol):
@@ -77,6 +81,7 @@ class Trainer:
         snapshots: Snapshots,
         checkpoints: Checkpoints,
         metrics: MetricsFile,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._policy = policy
         self._learner = learner
@@ -84,12 +89,17 @@ class Trainer:
         self._snapshots = snapshots
         self._checkpoints = checkpoints
         self._metrics = metrics
+        self._is_stopping = is_stopping
+        self._has_ended = False
         self._cursor = checkpoints.last.cursor
         self._seconds: dict[str, float] = {}
 
-    def run(self) -> None:
-        """consumes: sealed batches · produces: commits, versions, checkpoints
-        waits for: the next batch · ends: when no batch will follow, or when it is fenced"""
+    def run(self) -> bool:
+        """Train to the end (True), or until told to stop (False).
+
+        consumes: sealed batches · produces: commits, versions, checkpoints
+        waits for: the next batch · ends: when no batch will follow, when it is told to stop (after
+        its step, with a checkpoint), or when it is fenced"""
         self._take_over()
         self._publish()
         for batch in self._batches():
@@ -100,6 +110,7 @@ class Trainer:
             if self._checkpoints.is_due(self._cursor):
                 self._save()
         self._save()
+        return self._has_ended
 
     def _take_over(self) -> None:
         """Become the policy's one trainer, forking at the cursor of the restored checkpoint."""
@@ -135,16 +146,18 @@ class Trainer:
     def _batches(self) -> Iterator[Batch]:
         """Each sealed batch after the cursor, until there is no more."""
         asked_at = time.perf_counter()
-        while True:
+        while not self._is_stopping():
             request = BatchRequest(
                 consumer=self._policy,
                 seq=self._cursor.seq + 1,
                 incarnation=self._cursor.incarnation,
+                wait_s=POLL_S,
             )
             answer = self._dataflow.batch(request)
             if answer.checkpoint_now:
                 self._save()
             if answer.end:
+                self._has_ended = True
                 return
             if answer.manifest is None:
                 continue

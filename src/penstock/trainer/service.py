@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -24,13 +26,23 @@ from penstock.types import PolicyName
 EXIT_FENCED = 3
 """A newer trainer of the policy has taken over; starting this one again would take it back."""
 
+EXIT_STOPPED = 128 + signal.SIGTERM
+"""Told to stop before its last step; the next life goes on from the checkpoint it left."""
+
 _log = structlog.get_logger(__name__)
 
 
 def run_trainer(
-    config: RunConfig, policy: str, *, url: str, token: str, run_dir: Path, store_root: Path
+    config: RunConfig,
+    policy: str,
+    *,
+    url: str,
+    token: str,
+    run_dir: Path,
+    store_root: Path,
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Train until the dataflow says `end`; the exit code of the process."""
+    """Train until the dataflow says `end` or the caller says stop; the exit code of the process."""
     client = TrainerClient(url, token)
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     torch.set_num_threads(config.for_policy(policy).model.torch_threads)
@@ -38,13 +50,14 @@ def run_trainer(
     learner, checkpoint = make_learner(config.for_policy(policy), checkpoints, seed=config.seed)
     snapshots = Snapshots(store_root, PolicyName(policy), checkpoint.folder)
     try:
-        Trainer(
+        is_complete = Trainer(
             policy=PolicyName(policy),
             learner=learner,
             dataflow=client,
             snapshots=snapshots,
             checkpoints=checkpoints,
             metrics=metrics,
+            is_stopping=is_stopping,
         ).run()
     except Fenced as error:
         _log.error("trainer was replaced and exits", policy=policy, why=str(error))
@@ -53,6 +66,11 @@ def run_trainer(
         snapshots.close()
         metrics.close()
         client.close()
+    if not is_complete:
+        _log.info(
+            "stopped after a checkpoint", policy=policy, number=checkpoints.last.cursor.number
+        )
+        return EXIT_STOPPED
     _log.info("training complete", policy=policy, number=checkpoints.last.cursor.number)
     return 0
 

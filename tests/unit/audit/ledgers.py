@@ -52,14 +52,14 @@ NUM_TOKENS = 3
 Choose = Callable[[Grant], OutcomeKind]
 
 
-def small_config(*, steps: int = 8, closing: str = "complete") -> RunConfig:
+def small_config() -> RunConfig:
     """Batches of 3 groups of 4, so a ledger is made in a second."""
     config = demo(0)
     return config.model_copy(
         update={
             "algorithm": config.algorithm.model_copy(update={"num_generations": 4}),
             "training": config.training.model_copy(
-                update={"groups_per_batch": 3, "steps": steps, "max_staleness": 1}
+                update={"groups_per_batch": 3, "steps": 8, "max_staleness": 1}
             ),
         }
     )

@@ -61,15 +61,15 @@ def trajectory(*turns: Turn, **changes: Any) -> Trajectory:
     return replace(sound, **changes)
 
 
-def effective(policy: PolicyName, incarnation: int, number: int) -> int | None:
-    return number if policy == POLICY and incarnation == 1 and number < 5 else None
+def is_published(policy: PolicyName, incarnation: int, number: int) -> bool:
+    return policy == POLICY and incarnation == 1 and number < 5
 
 
 def test_a_sound_record_tells_tokens_and_age() -> None:
     later = turn(parent=0, spans=(span(0, 3, 4),))
     unread = turn(spans=(span(0, 3, 0),), reached_agent=False)
-    assert digest(trajectory(turn(), later, unread), effective) == Digested(
-        sampled={POLICY: 6}, oldest={POLICY: (1, 1)}
+    assert digest(trajectory(turn(), later, unread), is_published) == Digested(
+        sampled={POLICY: 6}, versions={POLICY: [(1, 1), (1, 2), (1, 4)]}
     )
 
 
@@ -93,5 +93,5 @@ def test_a_sound_record_tells_tokens_and_age() -> None:
     ],
 )
 def test_what_breaks_the_contract_is_named(record: Trajectory, complaint: str) -> None:
-    verdict = digest(record, effective)
+    verdict = digest(record, is_published)
     assert isinstance(verdict, str) and complaint in verdict

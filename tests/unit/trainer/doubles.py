@@ -119,7 +119,7 @@ def seal(
                     reward=reward,
                     outcome=OutcomeKind.COMPLETED,
                     sampled={POLICY: len(turn.sampled_ids) // 4},
-                    oldest={POLICY: (1, turn.spans[0].number)},
+                    versions={POLICY: ((1, turn.spans[0].number),)},
                 )
             )
         group_id = GroupId(f"p0-{seq * 1000 + index}")

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,12 @@ def config(folder: Path, *, checkpoint_every: int = 2) -> RunConfig:
     )
 
 
-def run(dataflow: MemoryDataflow, run_dir: Path, settings: RunConfig) -> dict[str, Tensor]:
+def run(
+    dataflow: MemoryDataflow,
+    run_dir: Path,
+    settings: RunConfig,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> dict[str, Tensor]:
     """One life of the trainer; the weights it ends with."""
     checkpoints = make_checkpoints(settings, POLICY, run_dir)
     learner, checkpoint = make_learner(settings.for_policy(POLICY), checkpoints, seed=0)
@@ -58,9 +64,10 @@ def run(dataflow: MemoryDataflow, run_dir: Path, settings: RunConfig) -> dict[st
         snapshots=snapshots,
         checkpoints=checkpoints,
         metrics=metrics,
+        is_stopping=is_stopping,
     )
     try:
-        trainer.run()
+        assert trainer.run() is not is_stopping()
     finally:
         metrics.close()
     snapshots.close()
@@ -153,6 +160,17 @@ def test_a_crash_anywhere_ends_in_the_same_bits(
     again = {(body.number, body.weights_digest) for body in dataflow.published}
     assert len(again) == len(digests), "a replayed version has the digest it had before"
     assert not list((tmp_path / "crashed").glob(".snapshot-*")), "the dead life left nothing"
+
+
+def test_a_trainer_told_to_stop_saves_after_its_step(model_folder: Path, tmp_path: Path) -> None:
+    settings = config(model_folder, checkpoint_every=100)
+    straight = run(MemoryDataflow(batches=BATCHES), tmp_path / "straight", settings)
+    dataflow = MemoryDataflow(batches=BATCHES)
+    run(dataflow, tmp_path / "stopped", settings, lambda: dataflow.number >= 3)
+    assert dataflow.calls[-1] == "checkpoints ((0, 0), (3, 3))"
+    resumed = run(dataflow, tmp_path / "stopped", settings)
+    assert dataflow.calls.count("commit 3") == 1, "nothing is trained a second time"
+    assert all(torch.equal(straight[name], value) for name, value in resumed.items())
 
 
 def test_starting_again_after_the_end_is_harmless(model_folder: Path, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Violations, written straight into the files of a run behind the back of its service."""
+"""Writing into the files of a run behind the back of its service, digests made to fit."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ import msgspec
 from blake3 import blake3
 
 Record = dict[str, Any]
+UNSEALED = (
+    "SELECT g.group_id FROM groups g JOIN fates f ON f.group_id = g.group_id "
+    "WHERE g.state = 'closed' AND f.state = 'admitted'"
+)
+"""Groups that are complete and in no batch: spoiling one spoils nothing else."""
 
 
 @contextmanager
@@ -54,6 +59,11 @@ def whole(run_dir: Path, table: str, where: str, *values: object) -> Record:
         found = connection.execute(query, values).fetchone()
     assert found is not None, f"no {table} with {where} {values}"
     return dict(found)
+
+
+def forget_acknowledgement(run_dir: Path, row_id: str) -> None:
+    for log in (run_dir / "acks").glob("*.txt"):
+        log.write_text(log.read_text().replace(f"{row_id}\n", ""))
 
 
 # --- payload ------------------------------------------------------------------------------------
@@ -106,6 +116,10 @@ def rewrite_payload(run_dir: Path, row_id: str, spoil: Callable[[Record], None])
         seqs = [seq for (seq,) in connection.execute("SELECT seq FROM batches")]
     for seq in seqs:
         rewrite_manifest(run_dir, seq, refresh)
+
+
+def last_turn(spoil: Callable[[Record], Any]) -> Callable[[Record], None]:
+    return lambda body: spoil(body["turns"][-1])
 
 
 # --- batches ------------------------------------------------------------------------------------
