@@ -169,6 +169,24 @@ async def test_a_heartbeat_overtakes_a_held_request(tmp_path: Path) -> None:
         await node.client.close()
 
 
+async def test_a_request_nobody_waits_for_is_granted_nothing(tmp_path: Path) -> None:
+    """Its connection broke unnoticed and the node asked anew: the old call must not take slots."""
+    with dataflow(tmp_path, small_config()) as running:
+        node = SmallNode(running)
+        await node.join()
+        old = asyncio.create_task(node.client.lease(node.request(4, wait_s=20)))
+        await asyncio.sleep(0.2)
+        new = asyncio.create_task(node.client.lease(node.request(4, wait_s=20)))
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(SmallTrainer, running)
+        await node.beat()
+        answers = [await asyncio.wait_for(call, 10) for call in (old, new)]
+        if not answers[1].grants:  # woken by the new version, not by work
+            answers[1] = await node.client.lease(node.request(4))
+        assert not answers[0].grants and len(answers[1].grants) == 4
+        await node.client.close()
+
+
 async def test_a_handed_back_slot_is_leased_again_at_once(tmp_path: Path) -> None:
     with dataflow(tmp_path, small_config()) as running:
         await asyncio.to_thread(SmallTrainer, running)

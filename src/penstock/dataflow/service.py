@@ -112,6 +112,8 @@ class Dataflow:
         self._outbox = outbox
         self._intake = Intake(partition, ledger, self._is_published)
         self._told: dict[NodeId, tuple[PublishedVersion, ...]] = {}
+        self._asking: dict[NodeId, str] = {}
+        """Each node's newest lease request."""
         self._changed = asyncio.Event()
 
     # --- the shape of every command -----------------------------------------------------------
@@ -182,8 +184,12 @@ class Dataflow:
     async def lease(self, body: LeaseRequest) -> LeaseAnswer:
         give_up_at = self.clock() + min(body.wait_s, MAX_WAIT_S)
         key = (body.node_id, "work")
+        self._asking[body.node_id] = body.request_id
         try:
             while True:
+                if self._asking[body.node_id] != body.request_id:
+                    # The node asks anew, so nobody listens here: a grant now would be held by none.
+                    return LeaseAnswer(tasks=(), grants=(), orders=self.orders(body.node_id))
                 answer = await self._try_lease(body)
                 if answer.grants or answer.orders.drain:
                     return answer
