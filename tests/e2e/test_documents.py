@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config import demo
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DEMO = "penstock demo"
@@ -79,8 +81,11 @@ def test_demo(shell_env: dict[str, str], tmp_path: Path) -> None:
     assert result["reward_first"] <= 0.35
     assert result["reward_last"] >= 0.8
     assert (result["lost"], result["trained_twice"]) == (0, 0)
-    assert result["steps"] == 70
-    assert result["trajectories"] >= 70 * 64 * 16
+    training = demo(0).training
+    assert result["steps"] == training.steps
+    assert result["trajectories"] >= training.steps * training.groups_per_batch * 16
+    acknowledged = [path.read_text().count("\n") for path in (folder / "acks").iterdir()]
+    assert sum(acknowledged) == result["trajectories"], "`lost` looked at every one of them"
     assert list(result) == [
         "reward_first",
         "reward_last",
@@ -91,3 +96,25 @@ def test_demo(shell_env: dict[str, str], tmp_path: Path) -> None:
         "seconds",
         "cpu_ms_per_trajectory",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_demo_learns_from_any_seed(seed: int, shell_env: dict[str, str], tmp_path: Path) -> None:
+    command = f"{DEMO} --headless --json --seed {seed} --dir {tmp_path / 'demo'}"
+    done = run_block(command, shell_env, tmp_path / "work")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["reward_first"] <= 0.35
+    assert result["reward_last"] >= 0.8
+
+
+@pytest.mark.slow
+def test_without_learning_the_reward_does_not_rise(
+    shell_env: dict[str, str], tmp_path: Path
+) -> None:
+    command = f"{DEMO} --headless --json --dir {tmp_path / 'demo'} training.learning_rate=0"
+    done = run_block(command, shell_env, tmp_path / "work")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert abs(result["reward_last"] - result["reward_first"]) < 0.05
