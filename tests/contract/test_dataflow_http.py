@@ -20,18 +20,21 @@ from tests.contract.running import (
 from penstock.dataflow.client import NodeClient
 from penstock.dataflow.protocol import (
     BatchRequest,
+    CommitRequest,
     DeliveryRequest,
     DeliveryStatus,
     Grant,
     Heartbeat,
+    LeaseAnswer,
     LeaseRequest,
     LiveVersion,
     NodeState,
     Register,
 )
-from penstock.errors import Fenced
-from penstock.types import NodeId, PublishedVersion
+from penstock.errors import BadRequest, Fenced, Unreachable
+from penstock.types import NodeId, PublishedVersion, RowId
 from penstock.wire.auth import Role
+from penstock.wire.client import AsyncCaller, connect
 from penstock.wire.codec import encode
 
 
@@ -201,3 +204,62 @@ async def test_a_handed_back_slot_is_leased_again_at_once(tmp_path: Path) -> Non
         assert all(g.epoch == 2 and g.attempt == 1 for g in taken)
         await one.client.close()
         await two.client.close()
+
+
+async def test_a_record_that_breaks_the_contract_frees_its_slot(tmp_path: Path) -> None:
+    with dataflow(tmp_path, small_config()) as running:
+        await asyncio.to_thread(SmallTrainer, running)
+        node = SmallNode(running)
+        await node.join()
+        [grant] = (await node.client.lease(node.request(1))).grants
+        assert await node.deliver(grant, reward=float("nan")) == ["invalid"]
+        [again] = (await node.client.lease(node.request(1))).grants
+        assert (again.group_id, again.slot) == (grant.group_id, grant.slot)
+        assert (again.epoch, again.attempt) == (2, 2)
+        await node.client.close()
+
+
+async def test_nobody_works_for_a_caller_who_hung_up(tmp_path: Path) -> None:
+    with dataflow(tmp_path, small_config()) as running:
+        node = SmallNode(running)
+        await node.join()
+        caller = AsyncCaller(running.url, running.token(Role.ROLLOUT))
+        body = encode(node.request(4, wait_s=20))
+        with pytest.raises(Unreachable):
+            await caller.request("POST", "/v1/leases", body, deadline_s=0.3, timeout_s=0.2)
+        await caller.close()
+        await asyncio.to_thread(SmallTrainer, running)
+        await node.beat()
+        await asyncio.sleep(0.5)
+        status = await asyncio.to_thread(running.reader().status)
+        assert [node.num_leases for node in status.nodes] == [0]
+        await node.client.close()
+
+
+async def test_numbers_that_are_none_are_refused_or_left_out(tmp_path: Path) -> None:
+    with dataflow(tmp_path, small_config()) as running:
+        trainer = await asyncio.to_thread(SmallTrainer, running)
+        node = SmallNode(running)
+        await node.join()
+        async with connect(running.url, running.token(Role.ROLLOUT)) as caller:
+            for wait_s in (float("nan"), float("inf"), -1.0):
+                body = node.request(wait_s=wait_s)
+                with pytest.raises(BadRequest, match="wait_s"):
+                    await caller.call("POST", "/v1/leases", body, LeaseAnswer)
+        await node.deliver(*(await node.client.lease(node.request())).grants)
+        request = BatchRequest(consumer=POLICY, seq=1, incarnation=1)
+        assert (await asyncio.to_thread(trainer.client.batch, request)).manifest
+        stats = {"loss": float("nan"), "reward": 1.0}
+        commit = CommitRequest(incarnation=1, number=1, stats=stats)
+        await asyncio.to_thread(trainer.client.commit, POLICY, 1, commit)
+        status = await asyncio.to_thread(running.reader().status)
+        assert status.policies[0].stats == {"reward": 1.0}
+        many = DeliveryRequest(
+            node_id=node.node_id,
+            session=node.session,
+            deliveries=(),
+            released=(RowId(""),) * 10_001,
+        )
+        with pytest.raises(BadRequest, match="at most"):
+            await node.client.deliver(many)
+        await node.client.close()

@@ -47,8 +47,8 @@ async def test_acknowledged_means_synced(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "fdatasync", sync)
     monkeypatch.setattr(ledger.tables, "commit", commit)
-    _, chunk = ledger.place(b"payload")
-    await ledger.write([source("a", 1)], [chunk])
+    ledger.place(b"payload")
+    await ledger.write([source("a", 1)])
     order.append("answer")
     assert order == ["sync", "commit", "answer"]
     ledger.close()
@@ -63,9 +63,9 @@ async def test_a_failed_sync_is_final(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fdatasync", broken)
-    _, chunk = ledger.place(b"payload")
+    ledger.place(b"payload")
     with pytest.raises(StoreError, match="Input/output error"):
-        await ledger.write([source("a", 1)], [chunk])
+        await ledger.write([source("a", 1)])
     assert failures and not ledger.tables.read(SourceRecord), "nothing was acknowledged or stored"
     later = ledger.write([source("b", 1)])
     with pytest.raises(TimeoutError):

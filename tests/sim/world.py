@@ -85,7 +85,8 @@ class World:
         )
         self.partition = Partition(0, closing=settings.closing, terms=TERMS, journal=self.outbox)
         restore_home(self.home, self.tables)
-        restore_partition(self.partition, self.tables, self.now)
+        for report in restore_partition(self.partition, self.tables, self.now):
+            self.home.report(report, self.now)
 
     crash = start
     """What was not committed is gone; the rest comes back from the tables."""
@@ -200,6 +201,7 @@ class World:
             return self.home.may_run(group.due, live)
 
         request_id = f"{node_id}/{self.rng.random()}"
+        self.partition.ask(node_id, self.session(node_id), request_id, self.now)
         grants = self.partition.lease(
             node_id, self.session(node_id), request_id, num, may_run, self.now
         )

@@ -14,8 +14,8 @@ from itertools import groupby
 from penstock.audit.evidence import Evidence, Fate, Group, Lease
 from penstock.audit.report import Check, Findings
 
-COST_AN_ATTEMPT = ("failed", "expired")
-ENDS = frozenset({"", "delivered", "failed", "released", "expired", "cancelled"})
+COST_AN_ATTEMPT = ("failed", "rejected", "expired")
+ENDS = frozenset({"", "delivered", "failed", "rejected", "released", "expired", "cancelled"})
 STATES = frozenset({"open", "closed", "dropped"})
 
 

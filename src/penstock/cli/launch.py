@@ -130,8 +130,8 @@ def _adopt(config: RunConfig, folder: RunFolder, *, accept_changes: bool) -> Fin
             "  give the new config another name, or resume with these changes by --accept-changes"
         )
     if changes:
+        folder.forget_finish()  # first: killed between the two, the new config is not finished
         folder.write_config(config)
-        folder.forget_finish()
     return folder.finish()
 
 
@@ -141,15 +141,15 @@ def _supervise(
     began_at = time.time()
     number, log_dir = folder.new_attempt()
 
-    def on_death(death: object) -> None:
-        watch.tell(str(death))
-        display.tell(str(death))
+    def tell(what: object) -> None:
+        watch.tell(str(what))
+        display.tell(str(what))
 
     launcher = LocalLauncher(
         local_services(config, folder),
         log_dir=log_dir,
         work_dir=Path(folder.endpoints().work_dir),
-        on_death=on_death,
+        on_death=tell,
         view=watch,
     )
 
@@ -157,7 +157,10 @@ def _supervise(
         facts = Launcher(
             pid=os.getpid(), started_at=began_at, attempt=number, services=launcher.pids()
         )
-        folder.write_launcher(facts)
+        try:
+            folder.write_launcher(facts)
+        except OSError as error:  # only people read it; a full disk must not end the run
+            tell(f"cannot record the pids of this run in {folder.path}: {error}; going on")
 
     try:
         launcher.start()

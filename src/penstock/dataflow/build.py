@@ -54,7 +54,8 @@ def build(config: RunConfig, ledger_folder: Path) -> Dataflow:
         journal=outbox,
     )
     restore_home(home, ledger.tables)
-    restore_partition(partition, ledger.tables, clock())
+    for report in restore_partition(partition, ledger.tables, clock()):
+        home.report(report, clock())
     service = Dataflow(home, partition, ledger, outbox, clock)
     service.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
     for record in ledger.stamp():

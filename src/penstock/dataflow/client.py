@@ -27,6 +27,8 @@ from penstock.dataflow.protocol import (
 from penstock.types import NodeId, PolicyName
 from penstock.wire.client import AsyncCaller, Caller
 
+HEARTBEAT_TIMEOUT_S = 4.0
+"""Well under any ttl: one lost packet must not cost a node its leases."""
 LEAVE_S = 5.0
 """A leaving node waits no longer for a service that is away: its leases expire by themselves."""
 
@@ -44,7 +46,10 @@ class NodeClient:
         return await self._caller.call("POST", "/v1/nodes", body, Registered)
 
     async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> HeartbeatAnswer:
-        return await self._caller.call("PUT", f"/v1/nodes/{node_id}", body, HeartbeatAnswer)
+        path = f"/v1/nodes/{node_id}"
+        return await self._caller.call(
+            "PUT", path, body, HeartbeatAnswer, timeout_s=HEARTBEAT_TIMEOUT_S
+        )
 
     async def leave(self, node_id: NodeId, session: str) -> None:
         path = f"/v1/nodes/{node_id}?session={session}"

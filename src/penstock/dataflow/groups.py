@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -82,8 +83,16 @@ class Node:
     state: NodeState = NodeState.STARTING
     live: tuple[LiveVersion, ...] = ()
     leases: set[tuple[GroupId, int]] = field(default_factory=set[tuple[GroupId, int]])
-    request_id: str = ""
-    """The last lease request that was granted something."""
+    asking: str = ""
+    """Its newest lease request; only this one may be granted anything."""
+    asked_before: deque[str] = field(default_factory=lambda: deque[str](maxlen=16))
+    """Older ones, which may arrive again from a network that repeats."""
+    granted: dict[str, set[tuple[GroupId, int]]] = field(
+        default_factory=dict[str, set[tuple[GroupId, int]]]
+    )
+    """Held slots by the request that got them."""
+    past_sessions: deque[str] = field(default_factory=lambda: deque[str](maxlen=16))
+    """Lives of this node that were replaced."""
     num_delivered: int = 0
     is_silent: bool = False
     """Fell silent for a whole ttl; its leases are gone."""

@@ -16,8 +16,7 @@ from penstock.dataflow import validate
 from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.partition import Partition
 from penstock.dataflow.protocol import Delivery, DeliveryResult, DeliveryStatus
-from penstock.dataflow.records import Report, RowRecord
-from penstock.dataflow.segments import Chunk
+from penstock.dataflow.records import Report, RowRecord, row_id
 from penstock.errors import BadRequest
 from penstock.types import GroupId, NodeId, RowId, Trajectory
 from penstock.wire.codec import decode
@@ -25,13 +24,12 @@ from penstock.wire.codec import decode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """One delivery, judged; stored once its chunk and the journal are on disk."""
+    """One delivery, judged; durable with the ledger's next write."""
 
     result: DeliveryResult
     reports: tuple[Report, ...] = ()
     """Groups that ended with it."""
-    chunk: Chunk | None = None
-    """None when the delivery was refused."""
+    is_stored: bool = False
     tokens: int = 0
     is_failure: bool = False
 
@@ -49,22 +47,33 @@ class Intake:
             group_id, slot, epoch = parse_row_id(delivery.row_id)
             if not self._partition.holds(node_id, group_id, slot, epoch):
                 return _refused(delivery, DeliveryStatus.FENCED)
-            trajectory = decode(delivery.payload, Trajectory)
         except BadRequest as error:
             return _refused(delivery, DeliveryStatus.INVALID, str(error))
-        named = (trajectory.row_id, trajectory.group_id, trajectory.slot, trajectory.epoch)
-        if named != (delivery.row_id, group_id, slot, epoch) or trajectory.node_id != node_id:
-            detail = f"the record names itself {named} of {trajectory.node_id}"
-            return _refused(delivery, DeliveryStatus.INVALID, detail)
+        judged = self._judge(node_id, delivery)
+        if isinstance(judged, str):
+            reports = self._partition.reject(group_id, slot, now)
+            refused = _refused(delivery, DeliveryStatus.INVALID, judged)
+            return replace(refused, reports=tuple(reports))
+        return self._store(delivery, *judged, now)
+
+    def _judge(
+        self, node_id: NodeId, delivery: Delivery
+    ) -> tuple[Trajectory, validate.Digested] | str:
+        """The sound record behind these bytes, or what is wrong with it."""
+        try:
+            trajectory = decode(delivery.payload, Trajectory)
+        except BadRequest as error:
+            return str(error)
+        named = row_id(trajectory.group_id, trajectory.slot, trajectory.epoch)
+        if not (trajectory.row_id == named == delivery.row_id and trajectory.node_id == node_id):
+            return f"the record is {named} of {trajectory.node_id}, not what the lease names"
         summary = validate.digest(trajectory, self._is_published)
-        if isinstance(summary, str):
-            return _refused(delivery, DeliveryStatus.INVALID, summary)
-        return self._store(delivery, trajectory, summary, now)
+        return summary if isinstance(summary, str) else (trajectory, summary)
 
     def _store(
         self, delivery: Delivery, trajectory: Trajectory, summary: validate.Digested, now: float
     ) -> Taken:
-        location, chunk = self._ledger.place(delivery.payload)
+        location = self._ledger.place(delivery.payload)
         row = RowRecord(
             row_id=delivery.row_id,
             group_id=trajectory.group_id,
@@ -85,20 +94,20 @@ class Intake:
         return Taken(
             result=DeliveryResult(row_id=delivery.row_id, status=status),
             reports=tuple(reports),
-            chunk=chunk,
+            is_stored=True,
             tokens=sum(summary.sampled.values()),
             is_failure=not trajectory.outcome.has_reward,
         )
 
-    def release(self, node_id: NodeId, row_id: RowId, now: float) -> DeliveryResult:
+    def release(self, node_id: NodeId, name: RowId, now: float) -> DeliveryResult:
         """Hand back a slot, named by the row it would have become."""
         try:
-            group_id, slot, epoch = parse_row_id(row_id)
+            group_id, slot, epoch = parse_row_id(name)
         except BadRequest as error:
-            return DeliveryResult(row_id=row_id, status=DeliveryStatus.INVALID, detail=str(error))
+            return DeliveryResult(row_id=name, status=DeliveryStatus.INVALID, detail=str(error))
         held = self._partition.release(node_id, group_id, slot, epoch, now)
         status = DeliveryStatus.STORED if held else DeliveryStatus.FENCED
-        return DeliveryResult(row_id=row_id, status=status)
+        return DeliveryResult(row_id=name, status=status)
 
     def look_again(self, result: DeliveryResult, payloads: Mapping[RowId, bytes]) -> DeliveryResult:
         """No lease stands behind it: the same bytes were stored before, others, or it is late."""
@@ -115,9 +124,12 @@ def _refused(delivery: Delivery, status: DeliveryStatus, detail: str = "") -> Ta
     return Taken(result=DeliveryResult(row_id=delivery.row_id, status=status, detail=detail))
 
 
-def parse_row_id(row_id: RowId) -> tuple[GroupId, int, int]:
-    group_id, _, rest = row_id.partition(".")
+def parse_row_id(text: RowId) -> tuple[GroupId, int, int]:
+    group_id, _, rest = text.partition(".")
     slot, _, epoch = rest.partition(".")
-    if not (group_id and slot.isdecimal() and epoch.isdecimal() and len(row_id) <= 128):
-        raise BadRequest(f"{row_id[:128]!r} is no row id; it reads GROUP.SLOT.EPOCH")
-    return GroupId(group_id), int(slot), int(epoch)
+    if not (len(text) <= 128 and text.isascii() and slot.isdecimal() and epoch.isdecimal()):
+        raise BadRequest(f"{text[:128]!r} is no row id; it reads GROUP.SLOT.EPOCH")
+    parts = GroupId(group_id), int(slot), int(epoch)
+    if row_id(*parts) != text:
+        raise BadRequest(f"{text!r} is not written as the lease names it: {row_id(*parts)}")
+    return parts

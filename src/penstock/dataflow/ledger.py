@@ -140,6 +140,7 @@ class Ledger:
         self.tables = Tables(engine)
         self._check_format()
         self._plan = SegmentPlan(self.segments_folder)
+        self._placed: list[Chunk] = []
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_groups, name="ledger", daemon=True)
         self._writer.start()
@@ -156,18 +157,21 @@ class Ledger:
 
     # --- writing ------------------------------------------------------------------------------
 
-    def place(self, payload: bytes) -> tuple[Location, Chunk]:
-        return self._plan.place(payload)
+    def place(self, payload: bytes) -> Location:
+        """Where this payload will lie. It goes to disk with the next write, whoever makes it, so
+        no record can ever point at bytes that were left out."""
+        location, chunk = self._plan.place(payload)
+        self._placed.append(chunk)
+        return location
 
-    def write(
-        self, records: Sequence[Record], chunks: Sequence[Chunk] = ()
-    ) -> asyncio.Future[None]:
-        """Durable when the future is done. Calls take effect in the order they are made."""
+    def write(self, records: Sequence[Record]) -> asyncio.Future[None]:
+        """Durable when the future is done, with all payload placed before. In order of call."""
         done = asyncio.get_running_loop().create_future()
+        chunks, self._placed = self._placed, []
         if not records and not chunks:
             done.set_result(None)
         else:
-            self._queue.put(_Write(records, list(chunks), done))
+            self._queue.put(_Write(records, chunks, done))
         return done
 
     def flush(self) -> asyncio.Future[None]:

@@ -107,6 +107,8 @@ class Partition:
             known.last_seen, known.is_silent = now, False
             return reports
         if known is not None:
+            if body.session in known.past_sessions:
+                raise Fenced(f"node {body.node_id} lives under a newer session than this")
             reports = self._end_all(known, LeaseEnd.EXPIRED, now)
         record = NodeRecord(
             node_id=body.node_id,
@@ -118,8 +120,11 @@ class Partition:
             at=now,
         )
         self._journal(record)
-        delivered = 0 if known is None else known.num_delivered
-        self.nodes[body.node_id] = Node(record=record, last_seen=now, num_delivered=delivered)
+        node = self.nodes[body.node_id] = Node(record=record, last_seen=now)
+        if known is not None:
+            node.num_delivered = known.num_delivered
+            node.past_sessions = known.past_sessions
+            node.past_sessions.append(known.record.session)
         return reports
 
     def heartbeat(
@@ -150,7 +155,22 @@ class Partition:
             raise Fenced(f"node {node_id} lives under another session; this process was replaced")
         return node
 
+    def forgive(self, gap_s: float) -> None:
+        """The service itself stood still: nobody could be heard meanwhile, so nobody was silent."""
+        for node in self.nodes.values():
+            node.last_seen += gap_s
+        self._deadlines = [(at + gap_s, g, s, e) for at, g, s, e in self._deadlines]
+
     # --- leases -------------------------------------------------------------------------------
+
+    def ask(self, node_id: NodeId, session: str, request_id: str, now: float) -> None:
+        """Take note of a lease request. A node's newest one replaces those before it: nobody
+        listens to them any more, and what they were granted would be held by none."""
+        node = self._node(node_id, session)
+        node.last_seen, node.is_silent = now, False
+        if request_id != node.asking and request_id not in node.asked_before:
+            node.asked_before.append(node.asking)
+            node.asking = request_id
 
     def lease(
         self,
@@ -162,10 +182,9 @@ class Partition:
         now: float,
     ) -> list[Grant]:
         node = self._node(node_id, session)
-        node.last_seen, node.is_silent = now, False
-        if request_id == node.request_id:
+        if request_id in node.granted:
             return self._granted_before(node, request_id)
-        if node.state is not NodeState.LIVE:
+        if request_id != node.asking or node.state is not NodeState.LIVE:
             return []
         free = min(max_slots, node.record.capacity - len(node.leases))
         grants: list[Grant] = []
@@ -179,8 +198,6 @@ class Partition:
                 break
             self._waiting.popleft()
             grants.append(self._grant(node, group, index, request_id, now))
-        if grants:
-            node.request_id = request_id
         return grants
 
     def _grant(
@@ -203,9 +220,13 @@ class Partition:
             ended_at=0.0,
         )
         self._journal(slot.lease)
-        node.leases.add((group_id, index))
+        self._hold(node, slot.lease)
         self._watch(slot.lease, now)
         return self._describe(group, slot.lease)
+
+    def _hold(self, node: Node, lease: LeaseRecord) -> None:
+        node.leases.add((lease.group_id, lease.slot))
+        node.granted.setdefault(lease.request_id, set()).add((lease.group_id, lease.slot))
 
     def _describe(self, group: OpenGroup, lease: LeaseRecord) -> Grant:
         return Grant(
@@ -219,11 +240,11 @@ class Partition:
 
     def _granted_before(self, node: Node, request_id: str) -> list[Grant]:
         grants: list[Grant] = []
-        for group_id, index in sorted(node.leases):
+        for group_id, index in sorted(node.granted[request_id]):
             group = self.groups[group_id]
             lease = group.slots[index].lease
-            if lease is not None and lease.request_id == request_id:
-                grants.append(self._describe(group, lease))
+            assert lease is not None, "a held slot has a lease"
+            grants.append(self._describe(group, lease))
         return grants
 
     def _watch(self, lease: LeaseRecord, now: float) -> None:
@@ -241,6 +262,11 @@ class Partition:
         self._end_lease(group_id, index, slot, LeaseEnd.RELEASED, now)
         self._requeue(group_id, index, slot)
         return True
+
+    def reject(self, group_id: GroupId, index: int, now: float) -> list[Report]:
+        """The result of this held lease breaks the contract: an attempt that came to nothing."""
+        group = self.groups[group_id]
+        return self._lose(group, index, group.slots[index], LeaseEnd.REJECTED, now)
 
     def tick(self, now: float) -> list[Report]:
         """Expire nodes that fell silent and attempts that overran."""
@@ -294,8 +320,12 @@ class Partition:
         self._journal(replace(lease, ended=end, ended_at=now))
         slot.lease = None
         node = self.nodes.get(lease.node_id)
-        if node is not None:
-            node.leases.discard((group_id, index))
+        if node is not None and (group_id, index) in node.leases:
+            node.leases.remove((group_id, index))
+            held = node.granted[lease.request_id]
+            held.remove((group_id, index))
+            if not held:
+                del node.granted[lease.request_id]
 
     def _requeue(self, group_id: GroupId, index: int, slot: Slot) -> None:
         slot.move(SlotState.WAITING)
@@ -375,7 +405,7 @@ class Partition:
         rows: Iterable[RowRecord],
         nodes: Iterable[NodeRecord],
         now: float,
-    ) -> None:
+    ) -> list[Report]:
         """Rebuild open groups and give every live lease a full ttl; `leases` come in order of
         epoch."""
         for record in nodes:
@@ -395,11 +425,13 @@ class Partition:
                 for index, slot in enumerate(group.slots)
                 if slot.state is SlotState.WAITING
             )
+        # A config with fewer attempts than before may end groups that were still open.
+        return [r for group in [*self.groups.values()] for r in self._close_if_over(group, now)]
 
     def _restore_lease(self, lease: LeaseRecord, now: float) -> None:
         slot = self.groups[lease.group_id].slots[lease.slot]
         slot.epoch = max(slot.epoch, lease.epoch)
-        if lease.ended in (LeaseEnd.FAILED, LeaseEnd.EXPIRED):
+        if lease.ended in (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED):
             slot.attempt += 1
             if slot.attempt >= self._terms.max_attempts:
                 slot.state = SlotState.DEAD
@@ -408,6 +440,5 @@ class Partition:
         slot.state, slot.lease = SlotState.LEASED, lease
         node = self.nodes.get(lease.node_id)
         assert node is not None, "a running lease names a registered node"
-        node.leases.add((lease.group_id, lease.slot))
-        node.request_id = lease.request_id
+        self._hold(node, lease)
         self._watch(lease, now)

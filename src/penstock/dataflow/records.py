@@ -41,6 +41,8 @@ class LeaseEnd(StrEnum):
     DELIVERED = "delivered"
     FAILED = "failed"
     """A result arrived that says the attempt failed."""
+    REJECTED = "rejected"
+    """A result arrived that breaks the contract; costs an attempt like a failure."""
     RELEASED = "released"
     """Handed back; costs no attempt."""
     EXPIRED = "expired"

@@ -20,6 +20,7 @@ from penstock.dataflow.records import (
     IncarnationRecord,
     LeaseRecord,
     NodeRecord,
+    Report,
     RowRecord,
     VersionRecord,
 )
@@ -29,9 +30,9 @@ SERVED = "SELECT name, next_ordinal FROM sources"
 OF_OPEN_GROUPS = "group_id IN (SELECT group_id FROM groups WHERE state = 'open')"
 
 
-def restore_partition(partition: Partition, tables: Tables, now: float) -> None:
+def restore_partition(partition: Partition, tables: Tables, now: float) -> list[Report]:
     leases = tables.read(LeaseRecord, OF_OPEN_GROUPS)
-    partition.restore(
+    return partition.restore(
         groups=tables.read(GroupRecord, "state = 'open'"),
         leases=sorted(leases, key=lambda lease: (lease.group_id, lease.slot, lease.epoch)),
         rows=tables.read(RowRecord, OF_OPEN_GROUPS),
@@ -60,19 +61,14 @@ def restore_home(home: Home, tables: Tables) -> None:
 def _restore_consumer(home: Home, consumer: Consumer, tables: Tables) -> None:
     policy, lineage = consumer.terms.policy, consumer.lineage
     lives = tables.read(IncarnationRecord, "policy = :policy", policy=policy)
+    commits = tables.read(CommitRecord, "consumer = :policy", policy=policy)
     for life in sorted(lives, key=lambda record: record.incarnation):
         lineage.apply_incarnation(life)
+        for commit in sorted(commits, key=lambda record: record.seq):
+            lineage.apply_commit(commit)
     versions = tables.read(VersionRecord, "policy = :policy", policy=policy)
     for version in sorted(versions, key=lambda record: (record.incarnation, record.number)):
         lineage.apply_version(version)
-    commits = tables.read(
-        CommitRecord,
-        "consumer = :policy AND incarnation = :incarnation",
-        policy=policy,
-        incarnation=lineage.incarnation,
-    )
-    for commit in sorted(commits, key=lambda record: record.seq):
-        lineage.apply_commit(commit)
     sealed = tables.rows(
         "SELECT seq, num_groups FROM batches WHERE consumer = :policy ORDER BY seq", policy=policy
     )

@@ -117,8 +117,8 @@ def read(folder: Path, location: Location) -> bytes:
     where = f"{path.name} at {location.offset}"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StoreError(f"segment {path.name} cannot be opened: {error.strerror}") from error
+    except FileNotFoundError as error:  # any other trouble may pass, and is no verdict on the row
+        raise StoreError(f"segment {path.name} is missing") from error
     try:
         data = os.pread(descriptor, HEADER.size + location.length, location.offset)
     finally:

@@ -81,7 +81,7 @@ class Surface:
         return Done()
 
     async def lease(self, call: Call) -> LeaseAnswer:
-        return await self.service.lease(call.body)
+        return await self.service.lease(call.body, call.is_gone)
 
     async def deliver(self, call: Call) -> DeliveryAnswer:
         return await self.service.deliver(call.body)
@@ -106,8 +106,8 @@ class Surface:
     async def rows(self, call: Call) -> RowsAnswer:
         policy, seq = _batch_id(call.path["batch_id"])
         rank, of = call.query.get("rank", "0"), call.query.get("of", "1")
-        if not (rank.isdecimal() and of.isdecimal()):
-            raise BadRequest("rank and of are numbers")
+        if not (rank.isdecimal() and of.isdecimal() and len(rank + of) <= 12):
+            raise BadRequest("rank and of are numbers of at most six digits")
         return await self.service.rows(policy, seq, int(rank), int(of))
 
     async def commit(self, call: Call) -> Done:
@@ -286,15 +286,20 @@ def build_server(surface: Surface, verifier: Verifier) -> Starlette:
     aloud."""
     service = surface.service
 
+    def ended(timers: asyncio.Task[None]) -> None:
+        error = None if timers.cancelled() else timers.exception()
+        if error is not None and not isinstance(error, StoreError):  # the ledger told of those
+            service.ledger.on_failure(StoreError(f"the timers ended: {error!r}"))
+
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
         timers = asyncio.create_task(service.run_timers(), name="timers")
+        timers.add_done_callback(ended)
         try:
             yield
         finally:
             timers.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await timers
+            await asyncio.wait([timers])
             service.ledger.close()
 
     return build_app(surface.routes(), verifier, title="penstock dataflow", lifespan=lifespan)

@@ -10,9 +10,11 @@ is on disk.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -52,7 +54,6 @@ from penstock.dataflow.records import (
     Report,
     RowRecord,
 )
-from penstock.dataflow.segments import Chunk
 from penstock.errors import BadRequest, Conflict, NotFound, StoreError
 from penstock.types import (
     DropReason,
@@ -69,8 +70,20 @@ from penstock.wire.codec import decode
 log = structlog.get_logger(__name__)
 
 TICK_S = 0.5
+STALL_S = 1.0
+"""A tick later than this means that the whole process was held up, not that nodes were silent."""
+MAX_DELIVERIES = 10_000
 MAX_WAIT_S = 30.0
 RATE_WINDOW_S = 10.0
+
+
+IsGone = Callable[[], Awaitable[bool]]
+"""Has the caller of this request hung up?"""
+
+
+async def _stays() -> bool:
+    """Callers in this process do not hang up."""
+    return False
 
 
 class Outbox:
@@ -109,16 +122,21 @@ class Dataflow:
         self.waiting_since: dict[tuple[str, str], float] = {}
         """(who, on what) to since when: lease and batch polls that are held open."""
         self.trainer_seen: dict[PolicyName, float] = {}
+        self.source_trouble = ""
+        """What a user's source raised when it was asked for the next task."""
         self._outbox = outbox
         self._intake = Intake(partition, ledger, self._is_published)
         self._told: dict[NodeId, tuple[PublishedVersion, ...]] = {}
-        self._asking: dict[NodeId, str] = {}
-        """Each node's newest lease request."""
         self._changed = asyncio.Event()
+
+    def _hold_until(self, wait_s: float) -> float:
+        if not 0 <= wait_s <= 3600:  # also when it is no number
+            raise BadRequest(f"wait_s is {wait_s}; give 0 to 3600 seconds")
+        return self.clock() + min(wait_s, MAX_WAIT_S)
 
     # --- the shape of every command -----------------------------------------------------------
 
-    async def _settle(self, reports: Sequence[Report] = (), chunks: Sequence[Chunk] = ()) -> None:
+    async def _settle(self, reports: Sequence[Report] = ()) -> None:
         """Let home judge what ended and start what has room; return when all of it is durable."""
         now = self.clock()
         for report in reports:
@@ -129,34 +147,51 @@ class Dataflow:
                 if report is not None:
                     self.home.report(report, now)
         else:
+            self._issue(now)
+        records = self._outbox.take()
+        if records:
+            durable = self.ledger.write(records)
+            self._wake()
+            await durable
+
+    def _issue(self, now: float) -> None:
+        """Start what has room. A user's source may raise: that stops new work, and nothing else."""
+        try:
             for issue in self.home.issue(self.partition.index, now):
                 self.partition.issue(issue)
-        records = self._outbox.take()
-        if not records and not chunks:
-            return
-        durable = self.ledger.write(records, chunks)
-        self._wake()
-        await durable
+        except Exception as error:
+            if str(error) != self.source_trouble:
+                log.exception("a source failed; no new work until it answers again")
+            self.source_trouble = f"{type(error).__name__}: {error}"
+        else:
+            self.source_trouble = ""
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _wait_for_change(self, give_up_at: float) -> None:
-        """consumes: nothing · produces: nothing · waits for: the next command · woken by:
-        `_wake()`"""
-        try:
+    async def _wait_for(self, change: asyncio.Event, give_up_at: float) -> None:
+        """consumes: nothing · produces: nothing · waits for: a command after the caller looked
+        woken by: `_wake()`"""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, give_up_at - self.clock())):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
+                await change.wait()
 
     async def run_timers(self) -> None:
         """consumes: time · produces: expired leases · waits for: the next tick"""
         await self._settle()
         while True:
+            slept_at = self.clock()
             await asyncio.sleep(TICK_S)
-            await self._settle(self.partition.tick(self.clock()))
+            late_s = self.clock() - slept_at - TICK_S
+            if late_s > STALL_S:
+                log.warning("the service stood still; leases are prolonged", seconds=late_s)
+                self.partition.forgive(late_s)
+            await self.tick()
+
+    async def tick(self) -> None:
+        """Expire what is over, and look for work to start: a source may answer again."""
+        await self._settle(self.partition.tick(self.clock()))
 
     # --- nodes --------------------------------------------------------------------------------
 
@@ -179,17 +214,18 @@ class Dataflow:
 
     async def leave(self, node_id: NodeId, session: str) -> None:
         await self._settle(self.partition.leave(node_id, session, self.clock()))
+        self._told.pop(node_id, None)
         log.info("node left", node=node_id)
 
-    async def lease(self, body: LeaseRequest) -> LeaseAnswer:
-        give_up_at = self.clock() + min(body.wait_s, MAX_WAIT_S)
+    async def lease(self, body: LeaseRequest, is_gone: IsGone = _stays) -> LeaseAnswer:
+        give_up_at = self._hold_until(body.wait_s)
+        if not 0 < len(body.request_id) <= 128:
+            raise BadRequest("request_id has 1 to 128 characters")
+        self.partition.ask(body.node_id, body.session, body.request_id, self.clock())
         key = (body.node_id, "work")
-        self._asking[body.node_id] = body.request_id
         try:
             while True:
-                if self._asking[body.node_id] != body.request_id:
-                    # The node asks anew, so nobody listens here: a grant now would be held by none.
-                    return LeaseAnswer(tasks=(), grants=(), orders=self.orders(body.node_id))
+                change = self._changed
                 answer = await self._try_lease(body)
                 if answer.grants or answer.orders.drain:
                     return answer
@@ -198,7 +234,9 @@ class Dataflow:
                 if self.clock() >= give_up_at:
                     return answer
                 self.waiting_since.setdefault(key, self.clock())
-                await self._wait_for_change(give_up_at)
+                await self._wait_for(change, give_up_at)
+                if await is_gone():  # a grant now would be held by nobody
+                    return answer
         finally:
             self.waiting_since.pop(key, None)
 
@@ -244,16 +282,15 @@ class Dataflow:
     # --- deliveries ---------------------------------------------------------------------------
 
     async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
+        if len(body.deliveries) + len(body.released) > MAX_DELIVERIES:
+            raise BadRequest(f"at most {MAX_DELIVERIES} deliveries and releases per call")
         now = self.clock()
         taken = [self._intake.take(body.node_id, delivery, now) for delivery in body.deliveries]
         results = [item.result for item in taken]
         results += [self._intake.release(body.node_id, row_id, now) for row_id in body.released]
         for item in taken:
             self._count(item, now)
-        await self._settle(
-            [report for item in taken for report in item.reports],
-            [item.chunk for item in taken if item.chunk is not None],
-        )
+        await self._settle([report for item in taken for report in item.reports])
         if any(result.status is DeliveryStatus.FENCED for result in results):
             await self.ledger.flush()  # its first copy may be in the group that commits just now
             payloads = {delivery.row_id: delivery.payload for delivery in body.deliveries}
@@ -265,7 +302,7 @@ class Dataflow:
         return consumer is not None and consumer.lineage.has(incarnation, number)
 
     def _count(self, item: Taken, now: float) -> None:
-        if item.chunk is None:
+        if not item.is_stored:
             return
         self.trajectories += 1
         self.sampled_tokens += item.tokens
@@ -311,6 +348,7 @@ class Dataflow:
             self.home.moved(consumer, self._sealed_after(consumer), now)
             log.info("incarnation", policy=policy, incarnation=record.incarnation, at=record.number)
         await self._settle()
+        await self.ledger.flush()
         return IncarnationAnswer(incarnation=record.incarnation, steps=consumer.terms.steps)
 
     def _sealed_after(self, consumer: Consumer) -> dict[int, int]:
@@ -324,16 +362,17 @@ class Dataflow:
 
     async def batch(self, body: BatchRequest) -> BatchAnswer:
         consumer = self._seen(body.consumer)
-        give_up_at = self.clock() + min(body.wait_s, MAX_WAIT_S)
+        give_up_at = self._hold_until(body.wait_s)
         key = (f"trainer {body.consumer}", "batch")
         try:
             while True:
+                change = self._changed
                 consumer.lineage.require(body.incarnation)
                 answer = await self._try_batch(consumer, body.seq)
                 if answer.manifest or answer.end or self.clock() >= give_up_at:
                     return answer
                 self.waiting_since.setdefault(key, self.clock())
-                await self._wait_for_change(give_up_at)
+                await self._wait_for(change, give_up_at)
         finally:
             self.waiting_since.pop(key, None)
 
@@ -393,7 +432,7 @@ class Dataflow:
             incarnation=body.incarnation,
             number=body.number,
             skipped=body.skipped,
-            stats=msgspec.json.encode(body.stats).decode(),
+            stats=msgspec.json.encode(_finite(body.stats)).decode(),
             now=now,
         )
         if seq > consumer.lineage.seq:
@@ -435,6 +474,11 @@ class Dataflow:
 
 def _serve(record: BatchRecord) -> BatchAnswer:
     return BatchAnswer(manifest=decode(record.manifest, Manifest), digest=record.digest)
+
+
+def _finite(stats: Mapping[str, float]) -> dict[str, float]:
+    """JSON has no word for NaN; what is not a number is left out."""
+    return {name: value for name, value in stats.items() if math.isfinite(value)}
 
 
 def steady_clock() -> Callable[[], float]:

@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from penstock.errors import ConfigError
 from penstock.types import JsonObject, Task
+from penstock.wire.codec import encode
 
 MakeTask = Callable[[int, int], Mapping[str, Any]]
 
@@ -32,6 +33,7 @@ class Source:
 
     def task(self, ordinal: int, *, seed: int, workflow: str) -> Task:
         payload = dict(self.make(ordinal, seed))
+        encode(payload)  # what cannot travel is the source's mistake, and must be told here
         text = json.dumps([workflow, payload], sort_keys=True, ensure_ascii=False)
         return Task(
             key=blake3(text.encode()).hexdigest()[:32],

@@ -81,6 +81,8 @@ def _waiting(service: Dataflow, now: float) -> Iterator[Waiting]:
         else:
             policy = next(iter(home.consumers))
             yield Waiting(who=who, on=f"trainer {policy} to commit", since_s=round(now - since, 1))
+    if service.source_trouble:
+        yield Waiting(who="dataflow", on=f"a source: {service.source_trouble}", since_s=0.0)
     for policy, consumer in home.consumers.items():
         seen = service.trainer_seen.get(policy, service.started_at)
         if not consumer.is_done and now - seen > QUIET_S:

@@ -4,8 +4,7 @@ nothing a node says."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,12 @@ from penstock.types import FinishReason, PolicyName, Trajectory, Turn
 
 MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0; engines round."""
+MIN_LOGPROB = -1e4
+"""No engine samples a token this unlikely; a ratio against it would only poison a batch."""
+MAX_REWARD = 1e9
 MAX_TURNS = 4096
+MAX_TOKENS = 4_000_000
+"""Of all branches together: what the trainer unfolds must stay in proportion to what was sent."""
 
 IsPublished = Callable[[PolicyName, int, int], bool]
 """Did the ledger ever publish this (policy, incarnation, number)?"""
@@ -45,9 +49,22 @@ def digest(trajectory: Trajectory, is_published: IsPublished) -> Digested | str:
         if _is_trainable(turn) and turn.sampled_ids:
             sampled[turn.policy] = sampled.get(turn.policy, 0) + len(turn.sampled_ids) // 4
             versions.setdefault(turn.policy, set()).update(made_by)
+    if (tokens := _unfolded(trajectory.turns)) > MAX_TOKENS:
+        return f"its branches unfold to {tokens} tokens; at most {MAX_TOKENS}"
     return Digested(
         sampled=sampled, versions={policy: sorted(made) for policy, made in versions.items()}
     )
+
+
+def _unfolded(turns: Sequence[Turn]) -> int:
+    """Tokens of all paths from a root to a leaf."""
+    lengths: list[int] = []
+    leaves = set(range(len(turns)))
+    for turn in turns:
+        before = lengths[turn.parent] if turn.parent >= 0 else 0
+        lengths.append(before + (len(turn.prompt_ids) + len(turn.sampled_ids)) // 4)
+        leaves.discard(turn.parent)
+    return sum(lengths[leaf] for leaf in leaves)
 
 
 def _is_trainable(turn: Turn) -> bool:
@@ -57,7 +74,7 @@ def _is_trainable(turn: Turn) -> bool:
 def _check_outcome(trajectory: Trajectory) -> str:
     reward = trajectory.reward
     if trajectory.outcome.has_reward:
-        if reward is None or not math.isfinite(reward):
+        if reward is None or not abs(reward) <= MAX_REWARD:
             return f"a {trajectory.outcome.kind} trajectory needs a finite reward, not {reward}"
     elif reward is not None:
         return f"a {trajectory.outcome.kind} trajectory carries no reward: failure is not a reward"
@@ -72,8 +89,8 @@ def _check_turn(turn: Turn, index: int) -> str:
     if len(turn.sampled_ids) != len(turn.logprobs):
         return "one float32 log-prob per sampled token"
     values = np.frombuffer(turn.logprobs, "<f4")
-    if values.size and not (np.isfinite(values).all() and values.max() <= MAX_LOGPROB):
-        return "log-probs are finite and at most 0"
+    if values.size and not (values.min() >= MIN_LOGPROB and values.max() <= MAX_LOGPROB):
+        return f"log-probs are finite, at most 0 and at least {MIN_LOGPROB:g}"
     for ids in (turn.sampled_ids, turn.prompt_ids):
         if ids and np.frombuffer(ids, "<i4").min() < 0:
             return "a token id is negative"

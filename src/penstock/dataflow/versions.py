@@ -31,6 +31,8 @@ class Lineage:
         self._versions: dict[tuple[int, int], VersionRecord] = {}
         self._published: dict[int, int] = {}
         """Newest number by incarnation."""
+        self._path: dict[int, int] = {0: 0}
+        """Number after each batch of the surviving lineage: where a life may fork."""
         self.last_commit: CommitRecord | None = None
 
     # --- facts --------------------------------------------------------------------------------
@@ -71,10 +73,11 @@ class Lineage:
                 f"{self.policy} is at incarnation {self.incarnation}, not {expected}: "
                 "another trainer took over; read the policy's state and decide again"
             )
-        if number > self.number or seq > self.seq:
+        if self._path.get(seq) != number:
             raise Conflict(
-                f"fork at number {number}, batch {seq} lies ahead of what is committed "
-                f"(number {self.number}, batch {self.seq}); restore a checkpoint of this run"
+                f"number {number} after batch {seq} was never committed on the surviving lineage "
+                f"(it ends at number {self.number}, batch {self.seq}); "
+                "restore a checkpoint of this run"
             )
         return IncarnationRecord(
             policy=self.policy,
@@ -142,6 +145,8 @@ class Lineage:
         )
 
     def require(self, incarnation: int) -> None:
+        if self.incarnation == 0:
+            raise Conflict(f"no trainer of {self.policy} has taken over yet; incarnate first")
         if incarnation != self.incarnation:
             raise Fenced(
                 f"incarnation {incarnation} of {self.policy} was replaced by {self.incarnation}; "
@@ -153,6 +158,7 @@ class Lineage:
     def apply_incarnation(self, record: IncarnationRecord) -> None:
         self.incarnation = record.incarnation
         self.number, self.seq = record.number, record.seq
+        self._path = {seq: number for seq, number in self._path.items() if seq <= record.seq}
         self._forks[record.incarnation] = record
         self._meets[record.incarnation] = record.number
         self.last_commit = None
@@ -160,6 +166,7 @@ class Lineage:
     def apply_commit(self, record: CommitRecord) -> None:
         if record.incarnation == self.incarnation and record.seq == self.seq + 1:
             self.number, self.seq = record.number, record.seq
+            self._path[record.seq] = record.number
             self.last_commit = record
 
     def apply_version(self, record: VersionRecord) -> None:

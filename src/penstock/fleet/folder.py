@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import structlog
+
 from penstock.config import RunConfig, dump, load
 from penstock.errors import BadRequest, ConfigError, LaunchError
 from penstock.wire.auth import Audience, Role, Signer
@@ -29,6 +31,10 @@ LOOPBACK = "127.0.0.1"
 PORTS = range(18_000, 32_000)
 """Below the ports Linux gives to outgoing connections, so none of those takes ours during a
 restart."""
+LOCK_S = 1.0
+"""Whoever asks for the holder has the lock for a moment, so a refused lock is tried again."""
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,26 +155,29 @@ class RunFolder:
 
         The lock belongs to the open file, so it ends with the process, however that dies."""
         self._run.mkdir(parents=True, exist_ok=True)
-        with (self._run / "lock").open("a+") as lock:
-            if not _try_lock(lock.fileno()):
+        lock = os.open(self._run / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if not _try_lock(lock, fcntl.LOCK_EX, timeout_s=LOCK_S):
                 holder = self.holder()
                 raise LaunchError(
                     f"{self.path} is held by another `penstock run` (pid {holder or 'unknown'}); "
                     f"`penstock status {self.path}` shows it, `penstock stop {self.path}` ends it"
                 )
-            lock.truncate(0)
-            lock.write(f"{os.getpid()}\n")
-            lock.flush()
+            _write_pid(lock)
             yield
+        finally:
+            os.close(lock)
 
     def holder(self) -> int | None:
-        """Pid of the launcher that holds the run now, or None."""
+        """Pid of the launcher that holds the run now, or None.
+
+        Asks by a shared lock, so that two who ask do not take each other for a launcher."""
         try:
-            lock = (self._run / "lock").open("r+")
+            lock = (self._run / "lock").open("r")
         except FileNotFoundError:
             return None
         with lock:
-            if _try_lock(lock.fileno()):
+            if _try_lock(lock.fileno(), fcntl.LOCK_SH):
                 return None
             text = lock.read().strip()
         return int(text) if text.isdigit() else None
@@ -241,12 +250,25 @@ def wait_free(url: str, *, timeout_s: float, what: str) -> None:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int, kind: int, *, timeout_s: float = 0.0) -> bool:
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= give_up_at:
+                return False
+        time.sleep(0.01)
+
+
+def _write_pid(lock: int) -> None:
+    text = f"{os.getpid()}\n".encode()
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        os.pwrite(lock, text, 0)
+        os.ftruncate(lock, len(text))
+    except OSError as error:  # a full disk; the lock itself holds
+        _log.warning("the pid is not in the lock file", error=str(error))
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -130,7 +130,9 @@ class Attempts:
             async with limit:
                 returned: Any = await workflow(task, ctx)
             return _completion(returned, ctx), COMPLETED
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             if limit.expired():
                 return None, OUT_OF_TIME
             if isinstance(error, EngineError):
@@ -167,6 +169,12 @@ class Attempts:
                 detail=outcome.detail,
                 num_failed=self._num_failed,
             )
+
+
+def _is_cancelled() -> bool:
+    """Somebody cancelled this attempt, and not only what its workflow was waiting for."""
+    attempt = asyncio.current_task()
+    return attempt is not None and attempt.cancelling() > 0
 
 
 def failed(kind: FailureKind, detail: str) -> Outcome:

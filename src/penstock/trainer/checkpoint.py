@@ -4,9 +4,11 @@
 `step_N/` is an ordinary Hugging Face folder with two more files: the learner's other state as
 safetensors, and `trainer.json` with the cursor and the BLAKE3 of every other file. That one is
 written last, in a hidden folder that is renamed when all of it is on disk; a folder without it, or
-one that does not fit its digests, does not count, and the next older one does.
+one that does not fit its digests, is set aside, and the next older one counts.
 
-Owns these folders. Reads only files whose digest it has checked, and unpickles nothing.
+Owns these folders. Reads only files whose digest it has checked, and unpickles nothing. Deletes
+only what it can read and what no trainer of a higher incarnation wrote; where checkpoints stand and
+none can be used, it refuses to begin again.
 """
 
 from __future__ import annotations
@@ -25,15 +27,18 @@ from blake3 import blake3
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, Fenced, StoreError
 from penstock.trainer.models import WEIGHTS
 from penstock.wire.codec import JSON, decode, encode_json
 
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer.json"
 NUM_KEPT = 2
+FORMAT = 1
 _NAME = re.compile(r"step_(\d+)")
-_HIDDEN = ".writing-"
+_PARTIAL = ".partial-"
+"""Being written or being removed: whoever saves next clears it away."""
+_DAMAGED = ".damaged-"
 
 _log = structlog.get_logger(__name__)
 
@@ -58,7 +63,18 @@ class TrainerState:
     config_digest: str
     files: dict[str, str]
     """BLAKE3 of each other file, by name."""
-    format: int = 1
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Format:
+    """What every `trainer.json`, also a later one, says first."""
+
+    format: int
+
+
+class _Unusable(Exception):
+    """Why a folder cannot be restored from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +113,26 @@ class Checkpoints:
         return tuple((one.cursor.number, one.cursor.seq) for one in self._complete)
 
     def newest(self) -> Checkpoint | None:
-        """Read the folder anew; the newest complete checkpoint wins."""
-        found = [self._read(folder) for _, folder in sorted(_numbered(self._root))]
-        self._complete = [one for one in found if one is not None]
+        """Read the folder anew; the newest complete checkpoint wins, damaged ones are set aside.
+
+        None means that there is not one folder: to begin at number 0 beside checkpoints that
+        cannot be read would be to throw them away."""
+        self._complete = []
+        unusable: list[tuple[Path, str]] = []
+        for _, folder in sorted(_numbered(self._root)):
+            try:
+                self._complete.append(self._read(folder))
+            except _Unusable as error:
+                unusable.append((folder, str(error)))
+        if unusable and not self._complete:
+            listed = "\n".join(f"    {folder.name}: {why}" for folder, why in unusable)
+            raise StoreError(
+                f"{self._root} has checkpoints, but none that could be restored:\n{listed}\n"
+                "  nothing was changed. Make them readable or bring back a copy; to begin again at "
+                "number 0, move these folders away"
+            )
+        for folder, why in unusable:
+            _set_aside(folder, why)
         return self._complete[-1] if self._complete else None
 
     def is_due(self, cursor: Cursor) -> bool:
@@ -113,13 +146,17 @@ class Checkpoints:
         state: Mapping[str, Tensor],
         static: Sequence[Path],
     ) -> Checkpoint:
-        """Make this state durable; complete when this returns, never half visible."""
+        """Make this state durable; complete when this returns, never half visible.
+
+        Raises Fenced when a trainer of a higher incarnation has saved here."""
+        self._check_owner(cursor)
         if self._complete and self._complete[-1].cursor.number == cursor.number:
             self._complete[-1] = _move_cursor(self._complete[-1], cursor)
             return self._complete[-1]
         self._root.mkdir(parents=True, exist_ok=True)
-        _remove(path for path in self._root.glob(f"{_HIDDEN}*"))
-        hidden = self._root / f"{_HIDDEN}{secrets.token_hex(4)}"
+        for leftover in self._root.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(leftover)
+        hidden = _partial(self._root)
         hidden.mkdir()
         for path in static:
             shutil.copyfile(path, hidden / path.name)
@@ -136,7 +173,8 @@ class Checkpoints:
         )
         _write_state(hidden, described)
         folder = self._root / f"step_{cursor.number}"
-        # What stands at this number or beyond is damaged or of a trainer that was replaced.
+        self._check_owner(cursor)  # again: writing may have taken minutes
+        # What stands at this number or beyond is of a trainer that was replaced.
         _remove(path for number, path in _numbered(self._root) if number >= cursor.number)
         hidden.rename(folder)
         _sync(self._root)
@@ -149,23 +187,50 @@ class Checkpoints:
         kept = {one.folder for one in self._complete}
         _remove(path for _, path in _numbered(self._root) if path not in kept)
 
-    def _read(self, folder: Path) -> Checkpoint | None:
-        try:
-            state = decode((folder / STATE).read_bytes(), TrainerState, media_type=JSON)
-            named = {WEIGHTS: "", OPTIMIZER: "", **state.files}
-            wrong = next(
-                (name for name, digest in named.items() if _digest(folder / name) != digest), None
-            )
-        except (OSError, BadRequest) as error:
-            _log.warning("checkpoint passed over", folder=str(folder), why=str(error))
-            return None
-        if wrong is not None or state.policy != self._policy:
-            why = f"{wrong} is damaged" if wrong else f"it is of policy {state.policy}"
-            _log.warning("checkpoint passed over", folder=str(folder), why=why)
-            return None
+    def _check_owner(self, cursor: Cursor) -> None:
+        """Before anything is removed: a successor's checkpoint ends us, and what cannot be read is
+        set aside."""
+        for _, folder in _numbered(self._root):
+            try:
+                incarnation = _read_state(folder).cursor.incarnation
+            except _Unusable as error:
+                _set_aside(folder, str(error))
+                continue
+            if incarnation > cursor.incarnation:
+                raise Fenced(
+                    f"{folder} was saved by incarnation {incarnation} of {self._policy}; "
+                    f"incarnation {cursor.incarnation} was replaced and leaves it as it is"
+                )
+
+    def _read(self, folder: Path) -> Checkpoint:
+        state = _read_state(folder)
+        named = {WEIGHTS: "", OPTIMIZER: "", **state.files}
+        for name, digest in named.items():
+            try:
+                is_whole = _digest(folder / name) == digest
+            except OSError as error:
+                raise _Unusable(str(error)) from error
+            if not is_whole:
+                raise _Unusable(f"{name} is damaged")
+        if state.policy != self._policy:
+            raise _Unusable(f"it is of policy {state.policy}, not {self._policy}")
         if state.config_digest != self._config_digest:
             _log.warning("checkpoint of another config", folder=str(folder))
         return Checkpoint(folder=folder, state=state)
+
+
+def _read_state(folder: Path) -> TrainerState:
+    try:
+        content = (folder / STATE).read_bytes()
+        written = decode(content, _Format, media_type=JSON).format
+        if written > FORMAT:
+            raise StoreError(
+                f"{folder} was written by a newer penstock: its format is {written}, this one reads "
+                f"up to {FORMAT}. Go on with that version; nothing was changed"
+            )
+        return decode(content, TrainerState, media_type=JSON)
+    except (OSError, BadRequest) as error:
+        raise _Unusable(str(error)) from error
 
 
 def _move_cursor(known: Checkpoint, cursor: Cursor) -> Checkpoint:
@@ -192,9 +257,21 @@ def _numbered(root: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for match, path in matches if match]
 
 
+def _partial(root: Path) -> Path:
+    return root / f"{_PARTIAL}{secrets.token_hex(4)}"
+
+
 def _remove(folders: Iterable[Path]) -> None:
+    """Out of sight first: half a folder must not look like a damaged one."""
     for folder in list(folders):
-        shutil.rmtree(folder)
+        hidden = folder.rename(_partial(folder.parent))
+        shutil.rmtree(hidden)
+
+
+def _set_aside(folder: Path, why: str) -> None:
+    aside = folder.with_name(f"{_DAMAGED}{folder.name}-{secrets.token_hex(4)}")
+    _log.error("checkpoint set aside", folder=str(folder), now=str(aside), why=why)
+    folder.rename(aside)
 
 
 def _digest(path: Path) -> str:

@@ -30,6 +30,7 @@ from penstock.trainer.losses import (
     clipped_loss,
     entropy,
     is_clipped,
+    log_ratio,
     spec_log_softmax,
 )
 
@@ -171,7 +172,7 @@ _TALLY = ("loss", "entropy", "clip_ratio/low", "clip_ratio/high", "kl", "mismatc
 
 def sum_loss(outputs: Outputs, inputs: Inputs, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """The loss summed over tokens, and the sums that statistics are made of."""
-    log_ratio_K = outputs.logprobs_K - inputs.logprobs_K
+    log_ratio_K = log_ratio(outputs.logprobs_K, inputs.logprobs_K)
     advantages_K = inputs.advantages_K.to(log_ratio_K.dtype)
     loss = clipped_loss(log_ratio_K, advantages_K, spec).sum()
     loss = loss - spec.entropy_coef * outputs.entropy_K.sum()

@@ -28,7 +28,7 @@ from penstock.dataflow.protocol import (
     PublishRequest,
     RowsAnswer,
 )
-from penstock.errors import Conflict, StoreError
+from penstock.errors import Conflict, Fenced, StoreError
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.checkpoint import Checkpoints
@@ -214,6 +214,7 @@ class Trainer:
         if self._checkpoints.last.cursor == self._cursor:
             return
         started = time.perf_counter()
+        self._refuse_if_replaced()
         self._checkpoints.save(
             self._cursor,
             weights=weights_of(self._learner.model),
@@ -222,6 +223,17 @@ class Trainer:
         )
         self._name_checkpoints()
         self._seconds["checkpoint"] = time.perf_counter() - started
+
+    def _refuse_if_replaced(self) -> None:
+        """A trainer may have slept for long before it saves: its successor's folders are not ours.
+
+        Saving removes older checkpoints, and no fenced call stands between a stop and the save."""
+        incarnation = self._dataflow.state(self._policy).incarnation
+        if incarnation != self._cursor.incarnation:
+            raise Fenced(
+                f"incarnation {self._cursor.incarnation} of {self._policy} was replaced by "
+                f"{incarnation}; no checkpoint is saved"
+            )
 
     def _name_checkpoints(self) -> None:
         """Tell the ledger what could be restored, so that it keeps the rows after the oldest."""

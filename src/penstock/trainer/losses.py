@@ -20,6 +20,9 @@ from torch import Tensor
 _NEVER = -1e30
 """Logit of a token outside the kept set; finite, so that 0 · log 0 is 0 and no gradient is NaN."""
 
+MAX_LOG_RATIO = 20.0
+"""Far beyond every clip, and its exponential is a number one can still sum."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
@@ -75,6 +78,12 @@ def _outside(logits_KV: Tensor, kept: Truncation) -> Tensor:
 def entropy(logprobs_KV: Tensor) -> Tensor:
     """Of each token's distribution, in nats."""
     return -(logprobs_KV.exp() * logprobs_KV).sum(dim=-1)
+
+
+def log_ratio(logprobs_K: Tensor, behaviour_K: Tensor) -> Tensor:
+    """Of the policy now to the one that sampled, bounded: one absurd record, with a log-prob of
+    -1e38, must not make the gradient of all the others NaN. Beyond the bound a token has none."""
+    return (logprobs_K - behaviour_K).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def clipped_loss(log_ratio_K: Tensor, advantages_K: Tensor, spec: LossSpec) -> Tensor:

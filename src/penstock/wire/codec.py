@@ -42,6 +42,11 @@ def decode(data: bytes | memoryview, kind: type[T], *, media_type: str = MSGPACK
     """A value of exactly this type, or BadRequest naming the field that does not fit."""
     decoder = _json_decoder(kind) if media_type.startswith(JSON) else _decoder(kind)
     try:
-        return decoder.decode(data)
+        value = decoder.decode(data)
+        if media_type.startswith(JSON):
+            _encoder.encode(value)  # JSON knows integers that no other part of penstock does
+        return value
+    except OverflowError:
+        raise BadRequest(f"body is no valid {kind.__name__}: an integer exceeds 64 bits") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"body is no valid {kind.__name__}: {error}") from None

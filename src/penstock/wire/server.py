@@ -46,6 +46,8 @@ class Call:
     path: dict[str, str]
     query: dict[str, str]
     headers: dict[str, str]
+    is_gone: Callable[[], Awaitable[bool]]
+    """Has the caller hung up? Asked before acting for somebody who may not be there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,7 @@ def _starlette_route(route: Route, verifier: Verifier) -> StarletteRoute:
                 path={name: str(value) for name, value in request.path_params.items()},
                 query=dict(request.query_params),
                 headers=dict(request.headers),
+                is_gone=request.is_disconnected,
             )
             return _answer(request, await route.handler(call))
         except WireError as error:

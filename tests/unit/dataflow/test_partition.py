@@ -54,6 +54,7 @@ def test_a_repeated_request_gets_the_same_grants() -> None:
     [a, _] = world.held
 
     def ask(request_id: str) -> list[tuple[str, int, int]]:
+        world.partition.ask(a, world.session(a), request_id, world.now)
         grants = world.partition.lease(
             a, world.session(a), request_id, 3, lambda group: True, world.now
         )
@@ -64,7 +65,12 @@ def test_a_repeated_request_gets_the_same_grants() -> None:
     world.settle()
     world.crash()
     assert ask("r1") == first, "also after a restart of the service"
-    assert not set(ask("r2")) & set(first)
+    second = ask("r2")
+    assert second and not set(second) & set(first)
+    assert ask("r1") == first and ask("r2") == second, "requests may arrive again, in any order"
+    world.settle()
+    world.crash()
+    assert ask("r2") == second and ask("r1") == first
 
 
 def test_a_heartbeat_renews_every_lease_and_silence_ends_them() -> None:
@@ -93,6 +99,19 @@ def test_a_restart_gives_every_live_lease_a_full_ttl() -> None:
     assert world.deliver(a, grant) == "stored"
 
 
+def test_a_stall_of_the_service_is_nobodys_silence() -> None:
+    world = ready_world()
+    a, _ = world.held
+    [grant] = world.lease(a, 1)
+    world.now += 700
+    world.partition.forgive(700)
+    world.settle(world.partition.tick(world.now))
+    assert world.partition.holds(a, grant.group_id, grant.slot, grant.epoch)
+    world.now += 13
+    world.settle(world.partition.tick(world.now))
+    assert not world.partition.holds(a, grant.group_id, grant.slot, grant.epoch)
+
+
 def test_a_new_life_of_a_node_frees_what_the_old_one_held() -> None:
     world = ready_world()
     a, b = world.held
@@ -108,7 +127,10 @@ def test_the_old_life_is_fenced_and_a_stranger_is_not_found() -> None:
     old = world.session(a)
     world.join(a)
     with pytest.raises(Fenced):
-        world.partition.lease(a, old, "r", 1, lambda group: True, world.now)
+        world.partition.ask(a, old, "r", world.now)
+    with pytest.raises(Fenced):  # its late duplicate must not fence the living
+        again = Register(node_id=a, session=old, capacity=1, policies=())
+        world.partition.register(again, world.now)
     with pytest.raises(NotFound):
         world.partition.leave(NodeId("nobody"), "s", world.now)
 

@@ -26,6 +26,7 @@ from penstock.types import (
 )
 
 POLICY = PolicyName("p")
+LONG = token_ids([1]) * 100_000
 
 
 def span(start: int, end: int, number: int = 0, incarnation: int = 1) -> VersionSpan:
@@ -84,6 +85,9 @@ def test_a_sound_record_tells_tokens_and_age() -> None:
         (trajectory(turn(prompt_ids=b"abc")), "4 bytes each"),
         (trajectory(turn(logprobs=log_probs([-0.1, 0.5, -1]))), "at most 0"),
         (trajectory(turn(logprobs=log_probs([-0.1, float("nan"), -1]))), "finite"),
+        (trajectory(turn(logprobs=log_probs([-0.1, -1e38, -1]))), "at least"),
+        (trajectory(reward=1e300), "finite reward"),
+        (trajectory(turn(prompt_ids=LONG), *[turn(parent=0)] * 50), "unfold to"),
         (trajectory(turn(sampled_ids=token_ids([3, -4, 5]))), "negative"),
         (trajectory(turn(spans=(span(0, 1), span(2, 3)))), "without gap"),
         (trajectory(turn(spans=(span(0, 2), span(1, 3)))), "without gap"),

@@ -99,6 +99,26 @@ def test_a_bit_equal_replay_moves_the_fork_point_up() -> None:
     assert lineage.effective(1, 5) == 4, "from here on the two differ"
 
 
+@pytest.mark.parametrize(("number", "seq"), [(2, 0), (0, 2), (1, 2), (-3, -2), (9, 9), (2**70, 0)])
+def test_a_life_forks_only_where_one_was_committed(number: int, seq: int) -> None:
+    """Batches 1, 2 and 3, the second skipped: (0, 0), (1, 1), (1, 2)… are the places."""
+    lineage = trained(1)
+    commit(lineage, skipped="nothing to learn")
+    commit(lineage)
+    if (number, seq) == (1, 2):
+        incarnate(lineage, number, seq)
+        with pytest.raises(Conflict):
+            incarnate(lineage, 2, 3)
+        return
+    with pytest.raises(Conflict, match="never committed"):
+        incarnate(lineage, number, seq)
+
+
+def test_nothing_is_published_before_a_trainer_took_over() -> None:
+    with pytest.raises(Conflict, match="incarnate first"):
+        publish(Lineage(PolicyName("p")))
+
+
 def test_commits_are_in_order_and_numbered() -> None:
     lineage = trained(1)
     with pytest.raises(Conflict):

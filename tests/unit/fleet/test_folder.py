@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,51 @@ def test_the_lock_ends_with_its_process_however_that_dies(tmp_path: Path) -> Non
         assert RunFolder(tmp_path).holder() == first.pid
         first.kill()
     with RunFolder(tmp_path).locked():
+        pass
+
+
+def test_to_ask_who_holds_a_run_keeps_nobody_from_holding_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with folder.locked():
+        pass
+    ended = threading.Event()
+    answers: set[int | None] = set()
+
+    def ask() -> None:
+        while not ended.wait(0.0005):
+            answers.add(folder.holder())
+
+    askers = [threading.Thread(target=ask) for _ in range(3)]
+    for asker in askers:
+        asker.start()
+    try:
+        for _ in range(200):
+            with folder.locked():
+                pass
+    finally:
+        ended.set()
+        for asker in askers:
+            asker.join()
+    assert answers <= {None, os.getpid()}
+
+
+def test_two_who_ask_do_not_take_each_other_for_the_holder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with folder.locked():
+        pass
+    with (tmp_path / "run" / "lock").open() as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        assert folder.holder() is None
+
+
+def test_a_pid_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with RunFolder(tmp_path).locked(), pytest.raises(LaunchError), RunFolder(tmp_path).locked():
         pass
 
 

@@ -146,9 +146,35 @@ def test_a_trainer_that_ends_well_is_done_and_one_that_fails_is_not(launch: Laun
     until(lambda: launcher.poll() or launcher.is_trained())
     until(launcher.is_trained)
     assert list(launcher.pids()) == ["dataflow"]
-    failing = launch(stand_in("trainer-b", "raise SystemExit(3)", kind=Kind.TRAINER))
+    failing = launch(stand_in("trainer-b", "raise SystemExit(4)", kind=Kind.TRAINER))
     until(failing.poll)
     assert not failing.is_trained()
+
+
+def test_a_trainer_that_was_replaced_ends_the_run_instead_of_coming_back(
+    launch: Launch, deaths: list[Death]
+) -> None:
+    launcher = launch(
+        stand_in("trainer-a", f"raise SystemExit({local.EXIT_FENCED})", kind=Kind.TRAINER)
+    )
+    with pytest.raises(LaunchError, match=r"trainer-a.*another trainer took over.*trainer-a\.log"):
+        until(launcher.poll)
+    assert deaths == [] and launcher.pids() == {}
+
+
+def test_a_run_that_only_goes_back_and_forth_makes_no_progress(
+    launch: Launch, deaths: list[Death], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "MAX_DELAY_S", 0.01)
+    told = Told(lambda: 7 - 2 * (len(deaths) % 2))
+    launcher = launch(stand_in("trainer-a", "raise SystemExit(1)", kind=Kind.TRAINER), view=told)
+
+    def has_died_often() -> bool:
+        launcher.poll()
+        return len(deaths) > local.MAX_FAILURES
+
+    with pytest.raises(LaunchError, match="for the 8th time without any progress"):
+        until(has_died_often, timeout_s=30.0)
 
 
 def test_nodes_that_leave_are_called_back_before_the_end_and_not_after_it(

@@ -126,6 +126,7 @@ async def test_a_workflow_may_score_itself(snapshot: Path, name: str, reward: fl
         ("own_timeout", "of the user's own client"),
         ("returns_nonsense", "returned a dict"),
         ("bad_reward", "finite number"),
+        ("awaits_cancelled", "CancelledError"),
         ("raises_surrogates", "half a character ?"),
     ],
 )

@@ -87,6 +87,13 @@ async def own_timeout(task: Task, ctx: Context) -> None:
     raise TimeoutError("of the user's own client")
 
 
+async def awaits_cancelled(task: Task, ctx: Context) -> None:
+    await ask(ctx)
+    helper = asyncio.create_task(asyncio.sleep(60))
+    helper.cancel()
+    await helper
+
+
 async def bad_reward(task: Task, ctx: Context) -> float:
     await ask(ctx)
     return float("nan")

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.unit.trainer.doubles import random_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from penstock.errors import Fenced, StoreError
 from penstock.trainer.checkpoint import NUM_KEPT, STATE, Checkpoint, Checkpoints, Cursor
 from penstock.trainer.learner import Learner, UpdateSpec
 from penstock.trainer.losses import LossSpec
@@ -26,8 +28,9 @@ def open_checkpoints(root: Path) -> Checkpoints:
     return Checkpoints(root, policy="policy", config_digest="same", every=20)
 
 
-def at(number: int, seq: int | None = None) -> Cursor:
-    return Cursor(number=number, seq=number if seq is None else seq, incarnation=1)
+def at(number: int, seq: int | None = None, *, incarnation: int = 1) -> Cursor:
+    seq = number if seq is None else seq
+    return Cursor(number=number, seq=seq, incarnation=incarnation)
 
 
 def save(
@@ -44,6 +47,11 @@ def save(
 def bits(learner: Learner) -> dict[str, Tensor]:
     state = {f"state.{name}": value for name, value in learner.state_tensors().items()}
     return {name: value.clone() for name, value in (weights_of(learner.model) | state).items()}
+
+
+def files(root: Path) -> dict[str, bytes]:
+    paths = [path for path in root.rglob("*") if path.is_file()]
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
 
 def assert_same_bits(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
@@ -130,12 +138,12 @@ def test_an_interruption_at_any_moment_leaves_the_older_checkpoint_whole(
         if found.cursor.number == 1:
             break  # only the rename's own fsync was missing: complete, and visible
     assert interrupted >= len(static_files(model_folder)) + 3
-    assert not list(tmp_path.glob(".writing-*"))
+    assert not list(tmp_path.glob(".partial-*"))
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "optimizer.safetensors", "config.json", STATE])
 @pytest.mark.parametrize("how", ["flipped", "missing", "cut"])
-def test_a_damaged_checkpoint_is_passed_over(
+def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_counts(
     new_model: NewModel, model_folder: Path, tmp_path: Path, name: str, how: str
 ) -> None:
     learner = Learner(new_model(), LOSS, UPDATES)
@@ -154,8 +162,90 @@ def test_a_damaged_checkpoint_is_passed_over(
     found = reopened.newest()
     assert found is not None and found.cursor == at(0)
     assert reopened.retained == ((0, 0),)
+    (aside,) = tmp_path.glob(".damaged-step_1-*")
+    kept = files(aside)
+    assert not newest.folder.exists() and "tokenizer.json" in kept
     again = save(reopened, learner, at(1), model_folder)
-    assert open_checkpoints(tmp_path).newest() == again, "the damaged one was replaced"
+    assert open_checkpoints(tmp_path).newest() == again
+    assert files(aside) == kept, "whatever is left of it, is left"
+
+
+@pytest.mark.parametrize("how", ["unreadable", "damaged", "of another policy"])
+def test_checkpoints_of_which_none_can_be_used_are_no_fresh_start(
+    new_model: NewModel, model_folder: Path, tmp_path: Path, how: str
+) -> None:
+    learner = Learner(new_model(), LOSS, UPDATES)
+    checkpoints = open_checkpoints(tmp_path)
+    for number in (5, 10):
+        folder = save(checkpoints, learner, at(number), model_folder).folder
+        if how == "unreadable":
+            (folder / STATE).rename(folder / "elsewhere")
+            (folder / STATE).mkdir()  # reading it is an OSError, also for root
+        elif how == "damaged":
+            (folder / WEIGHTS).write_bytes(b"")
+        else:
+            text = (folder / STATE).read_text()
+            (folder / STATE).write_text(text.replace('"policy": "policy"', '"policy": "judge"'))
+    before = files(tmp_path)
+    with pytest.raises(StoreError, match=r"(?s)step_5: .*step_10: .*move these folders away"):
+        open_checkpoints(tmp_path).newest()
+    assert files(tmp_path) == before
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused_by_name(
+    new_model: NewModel, model_folder: Path, tmp_path: Path
+) -> None:
+    learner = Learner(new_model(), LOSS, UPDATES)
+    checkpoints = open_checkpoints(tmp_path)
+    save(checkpoints, learner, at(5), model_folder)
+    state = save(checkpoints, learner, at(10), model_folder).folder / STATE
+    state.write_text('{"format": 2, "policy": {"name": "policy"}}')
+    before = files(tmp_path)
+    with pytest.raises(StoreError, match=r"step_10 was written by a newer penstock.*format is 2"):
+        open_checkpoints(tmp_path).newest()
+    with pytest.raises(StoreError, match="newer penstock"):
+        save(checkpoints, learner, at(11), model_folder)
+    assert files(tmp_path) == before
+
+
+def test_a_removal_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
+    new_model: NewModel, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner(new_model(), LOSS, UPDATES)
+    checkpoints = open_checkpoints(tmp_path)
+    for number in (0, 1):
+        save(checkpoints, learner, at(number), model_folder)
+
+    def dying(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", dying)
+        save(checkpoints, learner, at(2), model_folder)
+    reopened = open_checkpoints(tmp_path)
+    assert reopened.newest() is not None and reopened.retained == ((1, 1), (2, 2))
+    save(reopened, learner, at(3), model_folder)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_2", "step_3"}
+
+
+@pytest.mark.parametrize("number", [5, 6, 10, 12])
+def test_a_replaced_trainer_leaves_its_successors_checkpoints_alone(
+    new_model: NewModel, model_folder: Path, tmp_path: Path, number: int
+) -> None:
+    learner = Learner(new_model(), LOSS, UPDATES)
+    replaced = open_checkpoints(tmp_path)
+    save(replaced, learner, at(5), model_folder)
+    successor = open_checkpoints(tmp_path)
+    successor.newest()
+    for later in (8, 10):
+        save(successor, learner, at(later, incarnation=2), model_folder)
+    before = files(tmp_path)
+    with pytest.raises(Fenced, match="saved by incarnation 2 of policy"):
+        save(replaced, learner, at(number, seq=20), model_folder)
+    assert files(tmp_path) == before
+    found = open_checkpoints(tmp_path).newest()
+    assert found is not None and found.cursor == at(10, incarnation=2)
 
 
 def test_only_the_last_are_kept(new_model: NewModel, model_folder: Path, tmp_path: Path) -> None:
@@ -193,14 +283,6 @@ def test_what_a_replaced_trainer_wrote_ahead_is_removed(
     save(mine, learner, at(3), model_folder)
     found = open_checkpoints(tmp_path).newest()
     assert found is not None and found.cursor == at(3)
-
-
-def test_a_checkpoint_of_another_policy_does_not_count(
-    new_model: NewModel, model_folder: Path, tmp_path: Path
-) -> None:
-    learner = Learner(new_model(), LOSS, UPDATES)
-    save(open_checkpoints(tmp_path), learner, at(1), model_folder)
-    assert Checkpoints(tmp_path, policy="judge", config_digest="same", every=1).newest() is None
 
 
 def test_due_every_so_many_versions(

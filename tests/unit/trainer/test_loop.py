@@ -207,6 +207,24 @@ def test_a_fenced_trainer_stops(model_folder: Path, tmp_path: Path) -> None:
     assert dataflow.commits == []
 
 
+def test_a_replaced_trainer_that_is_told_to_stop_saves_nothing(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """Paused after a step, replaced, woken by SIGTERM: the save is the first thing it does."""
+    dataflow = MemoryDataflow(batches=BATCHES)
+
+    def is_stopping() -> bool:
+        if dataflow.number == 3:
+            dataflow.incarnation += 1
+        return dataflow.number == 3
+
+    with pytest.raises(Fenced, match="was replaced by 2"):
+        run(dataflow, tmp_path, config(model_folder, checkpoint_every=2), is_stopping)
+    folders = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert folders == {"step_0", "step_2"}
+    assert dataflow.retained == ((0, 0), (2, 2))
+
+
 def test_the_ledger_may_ask_for_a_checkpoint(model_folder: Path, tmp_path: Path) -> None:
     dataflow = MemoryDataflow(batches=BATCHES[:3], checkpoint_now=True)
     run(dataflow, tmp_path, config(model_folder, checkpoint_every=100))

@@ -18,6 +18,7 @@ from penstock.trainer.losses import (
     clipped_loss,
     entropy,
     is_clipped,
+    log_ratio,
     spec_log_softmax,
 )
 
@@ -120,6 +121,20 @@ def test_at_ratio_one_the_gradient_is_the_plain_policy_gradient() -> None:
     clipped_loss(log_ratio, advantages, SPEC).sum().backward()
     assert log_ratio.grad is not None
     assert log_ratio.grad.tolist() == [-2.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("recorded", [-1e38, -3.4e38, -200.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_one_absurd_record_leaves_all_gradients_numbers(recorded: float, advantage: float) -> None:
+    now = torch.full((3,), -0.5, requires_grad=True)
+    behaviour = torch.tensor([-0.5, -0.6, recorded])
+    advantages = torch.tensor([1.0, -1.0, advantage])
+    ratio = log_ratio(now, behaviour)
+    loss = clipped_loss(ratio, advantages, SPEC).sum()
+    loss.backward()
+    assert now.grad is not None and torch.isfinite(loss)
+    np.testing.assert_allclose(now.grad.numpy(), [-1.0, np.exp(0.1), 0.0], rtol=1e-6)
+    assert torch.isfinite(behaviour_kl(ratio)).all()
 
 
 def test_behaviour_kl_is_unbiased_and_never_negative() -> None:

@@ -22,6 +22,7 @@ from penstock.dataflow.protocol import (
     IncarnationRequest,
     PublishRequest,
 )
+from penstock.fleet.launchers import local
 from penstock.trainer.service import EXIT_FENCED, run_trainer
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.server import Call, Route, build_app, serve_on
@@ -141,4 +142,5 @@ def test_a_replaced_trainer_exits_with_its_own_code(tmp_path: Path) -> None:
 
     dataflow = Replaced(batches=[random_batch(0)])
     assert train(dataflow, tmp_path, demo(0)) == EXIT_FENCED
+    assert local.EXIT_FENCED == EXIT_FENCED, "what the launcher must not start again"
     assert dataflow.commits == []

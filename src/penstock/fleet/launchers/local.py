@@ -39,6 +39,9 @@ COMMIT_S = 20.0
 SERVER_S = 8.0
 POLL_S = 0.05
 LAST_LINES = 12
+EXIT_FENCED = 3
+"""Of a trainer: another one took over its policy. Starting it again would take the policy back, and
+the two would go on replacing each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +87,7 @@ class _Slot:
     delay_s: float = FIRST_DELAY_S
     failures: list[float] = field(default_factory=list[float])
     progress: int = 0
-    """The run's progress at the last failure."""
+    """The most the run had advanced at any failure; a trainer that rewinds gains nothing by it."""
     is_done: bool = False
 
 
@@ -205,6 +208,12 @@ class LocalLauncher:
         if code == 0 and kind is Kind.NODE:
             slot.start_at = now + LEFT_S
             return
+        if code == EXIT_FENCED and kind is Kind.TRAINER:
+            raise LaunchError(
+                f"{slot.service.name} ended because another trainer took over its policy; this run "
+                "does not take it back. Stop the other trainer, then run again (log: "
+                f"{slot.log})"
+            )
         lived_s = now - slot.started_at
         if lived_s >= HEALTHY_S:
             slot.delay_s = FIRST_DELAY_S
@@ -226,7 +235,7 @@ class LocalLauncher:
         progress = self._view.progress()
         if progress > slot.progress:
             slot.failures.clear()
-        slot.progress = progress
+        slot.progress = max(slot.progress, progress)
         slot.failures = [at for at in slot.failures if now - at < FAILURES_WINDOW_S] + [now]
         if len(slot.failures) >= MAX_FAILURES:
             raise LaunchError(

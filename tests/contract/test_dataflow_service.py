@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service in process, where a test can hold its disk or break its sources."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+from tests.contract.running import POLICY, small_config, trajectory
+
+from penstock.config.dataflow import RuleConfig
+from penstock.dataflow.build import build
+from penstock.dataflow.protocol import (
+    BatchRequest,
+    DeliveryRequest,
+    DeliveryStatus,
+    Heartbeat,
+    IncarnationRequest,
+    LeaseRequest,
+    LiveVersion,
+    NodeState,
+    PublishRequest,
+    Register,
+)
+from penstock.dataflow.records import Record
+from penstock.dataflow.service import Dataflow
+from penstock.tasks import reverse
+from penstock.types import NodeId
+
+NODE = NodeId("n0")
+LIVE = LiveVersion(policy=POLICY, incarnation=1, number=0)
+
+
+def incarnation(request_id: str) -> IncarnationRequest:
+    return IncarnationRequest(request_id=request_id, expected=0, number=0, seq=0)
+
+
+async def start(service: Dataflow) -> None:
+    await service.incarnate(POLICY, incarnation("r"))
+    await service.publish(
+        POLICY,
+        PublishRequest(incarnation=1, number=0, manifest_digest="m", weights_digest="w"),
+    )
+    await service.register(Register(node_id=NODE, session="s", capacity=64, policies=()))
+    await service.heartbeat(NODE, Heartbeat(session="s", state=NodeState.LIVE, live=(LIVE,)))
+
+
+def lease(request_id: str) -> LeaseRequest:
+    return LeaseRequest(
+        request_id=request_id, node_id=NODE, session="s", max_slots=64, wait_s=0, live=(LIVE,)
+    )
+
+
+async def test_a_source_that_raises_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for the next task in the very call that delivers rows."""
+    real, is_broken = reverse.make_task, False
+
+    def make_task(ordinal: int, seed: int) -> dict[str, Any]:
+        if is_broken:
+            raise OSError("the data set is away")
+        return real(ordinal, seed)
+
+    monkeypatch.setattr(reverse, "make_task", make_task)
+    config = small_config(groups_per_batch=1, steps=9)
+    rules = {"rules": (RuleConfig(admit="reward-spread"),)}
+    flow = config.dataflow.model_copy(update=rules)
+    service = build(config.model_copy(update={"dataflow": flow}), tmp_path)
+    await start(service)
+    grants = (await service.lease(lease("a"))).grants
+    is_broken = True
+    first = grants[0].group_id  # its rewards differ; the other group is dropped, so room appears
+    payloads = [
+        trajectory(grant, NODE, LIVE, reward=0.1 * grant.slot if grant.group_id == first else 0.5)
+        for grant in grants
+    ]
+    body = DeliveryRequest(node_id=NODE, session="s", deliveries=tuple(payloads))
+    answer = await service.deliver(body)
+    assert {result.status for result in answer.results} == {DeliveryStatus.STORED}
+    batch = await service.batch(BatchRequest(consumer=POLICY, seq=1, incarnation=1))
+    assert batch.manifest is not None and "data set is away" in service.source_trouble
+    is_broken = False
+    await service.tick()
+    assert service.home.open and not service.source_trouble, "it goes on when the source does"
+    rows = await service.rows(POLICY, 1, 0, 1)
+    for row, summary in zip(rows.rows, batch.manifest.rows, strict=True):
+        assert row.payload is not None and blake3(row.payload).hexdigest() == summary.digest
+    service.ledger.close()
+
+
+async def test_a_repeated_answer_is_as_durable_as_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = build(small_config(), tmp_path)
+    disk, commit = threading.Event(), service.ledger.tables.commit
+
+    def slow(records: Sequence[Record]) -> None:
+        disk.wait(10)
+        commit(records)
+
+    monkeypatch.setattr(service.ledger.tables, "commit", slow)
+    first = asyncio.create_task(service.incarnate(POLICY, incarnation("r")))
+    await asyncio.sleep(0.05)
+    second = asyncio.create_task(service.incarnate(POLICY, incarnation("r")))
+    await asyncio.sleep(0.2)
+    assert not first.done() and not second.done(), "nothing is on disk yet"
+    disk.set()
+    assert await first == await second
+    service.ledger.close()
