@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NewType, Protocol
+from typing import Any, NewType
 
 assert sys.byteorder == "little", "token arrays are little-endian on the wire and in memory"
 
@@ -49,12 +49,6 @@ def log_probs(values: Iterable[float]) -> LogProbs:
 def view_log_probs(values: LogProbs) -> memoryview[float]:
     """The log-probabilities as floats, without a copy."""
     return memoryview(values).cast("f")
-
-
-class Draw(Protocol):
-    """The randomness a rule may use; always an argument, so that decisions replay."""
-
-    def random(self) -> float: ...
 
 
 # --- versions ---------------------------------------------------------------------------------
@@ -228,8 +222,6 @@ class DropReason(StrEnum):
     """The policy already holds all the groups its staleness bound has room for."""
     REMAINDER = "remainder"
     """The run ended before a batch could use it."""
-    RULE_ERROR = "rule_error"
-    """A user's rule raised; the data is kept, the decision is reported."""
 
 
 # --- batches ----------------------------------------------------------------------------------

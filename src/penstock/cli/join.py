@@ -10,6 +10,8 @@ import socket
 import tempfile
 from pathlib import Path
 
+KNOCK_S = 20.0
+
 
 def join(
     url: str,
@@ -50,12 +52,25 @@ def join(
     node = name or f"{_host()}-{secrets.token_hex(2)}"
     logs.configure(node)
     import_from((str(Path.cwd()),))
+    _knock(url, given)
     from penstock.rollout.node import run_node
 
     uvloop.run(
         run_node(url, given, node_id=NodeId(node), state_dir=_state_dir(node), capacity=capacity)
     )
     leave(0)
+
+
+def _knock(url: str, token: str) -> None:
+    """Is somebody there at all? Later outages are sat out; a wrong address is told soon."""
+    from penstock.wire.client import Caller
+    from penstock.wire.server import Health
+
+    caller = Caller(url, token)
+    try:
+        caller.call("GET", "/healthz", None, Health, deadline_s=KNOCK_S)
+    finally:
+        caller.close()
 
 
 def _host() -> str:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.dataflow.protocol import (
     BatchAnswer,
     BatchRequest,
@@ -66,8 +68,10 @@ class NodeClient:
 class TrainerClient:
     """A trainer's side of the contract: six calls and a look."""
 
-    def __init__(self, url: str, token: str) -> None:
-        self._caller = Caller(url, token)
+    def __init__(
+        self, url: str, token: str, *, is_stopping: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._caller = Caller(url, token, is_stopping=is_stopping)
 
     def close(self) -> None:
         self._caller.close()

@@ -159,4 +159,6 @@ class Verifier:
             self._key.verify(_unpack(signature), body.encode())
             return msgspec.json.decode(_unpack(body), type=Credential)
         except (InvalidSignature, ValueError, msgspec.MsgspecError):
-            raise Unauthorized("token signature does not match this run's key") from None
+            raise Unauthorized(
+                "token signature does not match this run's key; it was minted for another run"
+            ) from None

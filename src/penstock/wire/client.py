@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import httpx2
+import structlog
 
 from penstock.errors import (
     WIRE_ERRORS,
@@ -29,10 +30,14 @@ from penstock.errors import (
 from penstock.wire.codec import JSON, MSGPACK, decode, encode
 from penstock.wire.server import ErrorAnswer
 
+log = structlog.get_logger(__name__)
+
 T = TypeVar("T")
 OUTAGE_S = 600.0
 """How long a caller sits out an outage of a service before it gives up."""
 REQUEST_S = 30.0
+SILENT_S = 3.0
+"""A caller who waits longer than this is told what for, and again ten times as long after."""
 
 
 def _headers(token: str) -> dict[str, str]:
@@ -72,16 +77,38 @@ def _is_passing(error: Exception) -> bool:
     return isinstance(error, WireError) and type(error) is WireError
 
 
-def _delay_s(attempt: int, error: Exception) -> float:
-    hinted = error.retry_after_s if isinstance(error, WireError) else None
-    return hinted or random.uniform(0.5, 1.0) * min(2.0, 0.05 * 2**attempt)
+class _Patience:
+    """One call's retries: how long to wait after an error, when to say so, when to give up."""
 
+    def __init__(self, url: str, deadline_s: float, is_stopping: Callable[[], bool]) -> None:
+        self._url = url
+        self._deadline_s = deadline_s
+        self._is_stopping = is_stopping
+        self._began_at = time.monotonic()
+        self._speak_at = self._began_at + SILENT_S
+        self._attempt = 0
 
-def _gave_up(url: str, deadline_s: float, error: Exception) -> Unreachable:
-    return Unreachable(
-        f"no answer from {url} for {deadline_s:g} s ({type(error).__name__}: {error}); "
-        "is the service running? `penstock status RUN` tells"
-    )
+    def after(self, error: Exception) -> float:
+        """Seconds until the next try; raises when there is none."""
+        if not _is_passing(error):
+            raise error
+        hinted = error.retry_after_s if isinstance(error, WireError) else None
+        delay_s = hinted or random.uniform(0.5, 1.0) * min(2.0, 0.05 * 2**self._attempt)
+        self._attempt += 1
+        now = time.monotonic()
+        why = f"{type(error).__name__}: {error}"
+        if self._is_stopping():
+            raise Unreachable(f"told to stop while {self._url} gave no answer ({why})") from error
+        if now + delay_s > self._began_at + self._deadline_s:
+            raise Unreachable(
+                f"no answer from {self._url} for {self._deadline_s:g} s ({why}); "
+                "is the service running? `penstock status RUN` tells"
+            ) from error
+        if now >= self._speak_at:
+            left_s = round(self._began_at + self._deadline_s - now)
+            log.warning("no answer yet, trying on", url=self._url, why=why, for_s=left_s)
+            self._speak_at = now + 10 * SILENT_S
+        return delay_s
 
 
 class AsyncCaller:
@@ -129,8 +156,7 @@ class AsyncCaller:
     ) -> httpx2.Response:
         """With `max_answer_bytes`, a longer answer, or one of undeclared length, is never read."""
         url = self.base_url + path
-        give_up_at = time.monotonic() + deadline_s
-        attempt = 0
+        patience = _Patience(url, deadline_s, lambda: False)
         while True:
             try:
                 async with self._http.stream(
@@ -141,12 +167,7 @@ class AsyncCaller:
                 _raise_for(response, url)
                 return response
             except (httpx2.TransportError, WireError) as error:
-                if not _is_passing(error):
-                    raise
-                delay_s = _delay_s(attempt, error)
-                if time.monotonic() + delay_s > give_up_at:
-                    raise _gave_up(url, deadline_s, error) from error
-            attempt += 1
+                delay_s = patience.after(error)
             await asyncio.sleep(delay_s)
 
 
@@ -162,9 +183,12 @@ async def connect(base_url: str, token: str) -> AsyncGenerator[AsyncCaller]:
 class Caller:
     """Calls one service from plain synchronous code: the trainer, the command line."""
 
-    def __init__(self, base_url: str, token: str) -> None:
+    def __init__(
+        self, base_url: str, token: str, *, is_stopping: Callable[[], bool] = lambda: False
+    ) -> None:
         self.base_url = base_url.rstrip("/")
         self._http = httpx2.Client(headers=_headers(token))
+        self._is_stopping = is_stopping
 
     def close(self) -> None:
         self._http.close()
@@ -181,8 +205,7 @@ class Caller:
     ) -> T:
         url = self.base_url + path
         content = None if body is None else encode(body)
-        give_up_at = time.monotonic() + deadline_s
-        attempt = 0
+        patience = _Patience(url, deadline_s, self._is_stopping)
         while True:
             try:
                 response = self._http.request(method, url, content=content, timeout=timeout_s)
@@ -190,10 +213,5 @@ class Caller:
                 media_type: Any = response.headers.get("content-type", MSGPACK)
                 return decode(response.content, kind, media_type=media_type)
             except (httpx2.TransportError, WireError) as error:
-                if not _is_passing(error):
-                    raise
-                delay_s = _delay_s(attempt, error)
-                if time.monotonic() + delay_s > give_up_at:
-                    raise _gave_up(url, deadline_s, error) from error
-            attempt += 1
+                delay_s = patience.after(error)
             time.sleep(delay_s)

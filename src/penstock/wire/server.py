@@ -162,7 +162,11 @@ def _authorise(request: Request, route: Route, verifier: Verifier) -> Credential
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     credential = verifier.verify(token.strip() if scheme.lower() == "bearer" else "")
     if credential.role not in route.roles:
-        raise Forbidden(f"role {credential.role} may not {route.method} {route.path}")
+        allowed = ", ".join(sorted(route.roles))
+        raise Forbidden(
+            f"role {credential.role} may not {route.method} {route.path}; this takes {allowed}: "
+            "mint one with `penstock token RUN --role ROLE`"
+        )
     return credential
 
 
