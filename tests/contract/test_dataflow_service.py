@@ -29,6 +29,7 @@ from penstock.dataflow.protocol import (
 )
 from penstock.dataflow.records import Record
 from penstock.dataflow.service import Dataflow
+from penstock.dataflow.status import status
 from penstock.tasks import reverse
 from penstock.types import NodeId
 
@@ -112,4 +113,17 @@ async def test_a_repeated_answer_is_as_durable_as_the_first(
     assert not first.done() and not second.done(), "nothing is on disk yet"
     disk.set()
     assert await first == await second
+    service.ledger.close()
+
+
+async def test_the_wait_for_a_live_node_counts_from_the_last_one(tmp_path: Path) -> None:
+    service = build(small_config(), tmp_path)
+    began_at = service.clock()
+    service.clock = lambda: began_at + 100.0
+    await start(service)
+    assert "a live rollout node" not in {wait.on for wait in status(service, "r").waiting}
+    service.partition.nodes[NODE].is_silent = True
+    service.clock = lambda: began_at + 107.0
+    waits = {wait.on: wait.since_s for wait in status(service, "r").waiting}
+    assert waits["a live rollout node"] == pytest.approx(7.0, abs=0.2)
     service.ledger.close()

@@ -12,14 +12,15 @@ def audit(run: Path, /, *, json: bool = False) -> int:
     Parameters
     ----------
     run
-        The run folder; finished, stopped or running.
+        The run folder, or its config file; finished, stopped or running.
     json
         Print one JSON object as the last line.
     """
     from penstock.audit import audit as read_and_check
     from penstock.cli.output import print_json
+    from penstock.cli.target import find_folder
 
-    report = read_and_check(run)
+    report = read_and_check(find_folder(run).path if run.is_file() else run)
     print("\n".join(report.lines()))
     if json:
         print_json({"ok": report.ok, "checks": report.checks, "summary": report.summary})

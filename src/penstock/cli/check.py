@@ -17,11 +17,16 @@ DEADLINE_S = 30.0
 
 
 def check(target: Path, /, *overrides: str, json: bool = False) -> int:
-    """Find what will fail before anything is started: config, packages, task, reward, workflow,
-    disk.
+    """Find what will fail before anything is started: config, packages, your own code, disk.
 
-    Parameters ---------- target A config file, or a run folder. overrides Settings that win over
-    the file, like training.steps=20. json Print one JSON object as the last line.
+    Parameters
+    ----------
+    target
+        A config file, or a run folder.
+    overrides
+        Settings that win over the file, like training.steps=20.
+    json
+        Print one JSON object as the last line.
     """
     from penstock.cli.output import counted, print_json
     from penstock.cli.preflight import problems
@@ -65,6 +70,7 @@ def ask_probe(target: Target) -> Findings:
         sources=[(source.name, source.task) for source in config.sources],
         reward=config.reward or "",
         workflow=_function(config.workflow),
+        is_single_turn=config.workflow == "single_turn",
         seed=config.seed,
         python_path=[*target.python_path],
     )

@@ -35,6 +35,7 @@ def dataflow(
     from penstock.dataflow.server import serve_dataflow
     from penstock.wire.auth import Audience, Verifier
 
+    tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory
     folder, config, endpoints = enter(run_dir, "dataflow")
     listen_host, listen_port = address(endpoints.dataflow, host, port)
     uvloop.run(
@@ -45,7 +46,7 @@ def dataflow(
             port=listen_port,
             weights_url=endpoints.weights,
             verifier=Verifier.read(folder.keys, run=config.name, audience=Audience.DATAFLOW),
-            tls=make_tls(tls_cert, tls_key),
+            tls=tls,
         )
     )
     return 0

@@ -12,6 +12,10 @@ OUR_LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
 """Of the template; what the user makes of it is the user's."""
 
 
+NAME = "{{name}}"
+"""Stands in the template where the run's name goes."""
+
+
 def init(directory: Path, /, *, template: Literal["reverse"] = "reverse") -> int:
     """Write a small run of your own into a folder; overwrites nothing.
 
@@ -32,9 +36,10 @@ def init(directory: Path, /, *, template: Literal["reverse"] = "reverse") -> int
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        run_name = _run_name(directory)
         source = resources.files("penstock.cli") / "templates" / template
         for name in FILES:
-            text = (source / name).read_text(encoding="utf-8")
+            text = (source / name).read_text(encoding="utf-8").replace(NAME, run_name)
             (directory / name).write_text(text.removeprefix(OUR_LICENCE), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write into {directory}: {error.strerror}") from None
@@ -46,3 +51,11 @@ def init(directory: Path, /, *, template: Literal["reverse"] = "reverse") -> int
         f"  penstock run {directory / 'run.yaml'}"
     )
     return 0
+
+
+def _run_name(directory: Path) -> str:
+    """The folder's name in the signs that a run's name may have."""
+    import re
+
+    fitting = re.sub(r"[^A-Za-z0-9_-]+", "-", directory.resolve().name)
+    return fitting.strip("_-")[:64] or "my-run"

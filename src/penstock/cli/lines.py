@@ -13,12 +13,13 @@ SAME_S = 15.0
 
 
 class Lines:
-    """One line per step, or every two seconds while something else moves."""
+    """One line per step, or every two seconds while something else moves; trouble at once."""
 
     def __init__(self) -> None:
         self._steps: tuple[int, ...] = ()
         self._text: str = ""
         self._written_s = -SAME_S
+        self._note: str = ""
 
     def update(self, view: View) -> None:
         status = view.status
@@ -29,8 +30,12 @@ class Lines:
         if is_due or (text != self._text and waited_s >= CHANGED_S):
             self._steps, self._text, self._written_s = steps, text, view.elapsed_s
             note(f"{clock(view.elapsed_s):>7}  {text}")
+        if view.note and view.note != self._note:
+            self._note = view.note
+            note(f"{clock(view.elapsed_s):>7}  {view.note}")
 
     def tell(self, text: str) -> None:
+        self._note = text  # the next view brings it again
         note(text)
 
     def close(self) -> None:

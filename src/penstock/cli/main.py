@@ -53,10 +53,11 @@ def build() -> App:
     conformance = App(
         name="conformance", help="Check a node or trainer written by somebody else.", group=RUNS
     )
-    for party in ("rollout", "trainer"):
-        conformance.command(
-            f"penstock.cli.conformance:{party}", name=party, help=f"Open a double for a {party}."
-        )
+    for party, text in (
+        ("rollout", "Examine a rollout node."),
+        ("trainer", "Examine a trainer."),
+    ):
+        conformance.command(f"penstock.cli.conformance:{party}", name=party, help=text)
     app.command(conformance)
     app["--help"].group = app["--version"].group = Group("Options", sort_key=9)
     return app

@@ -20,13 +20,14 @@ from rich.text import Text
 
 from penstock.cli.output import clock, span
 from penstock.cli.view import View
-from penstock.dataflow.protocol import NodeStatus, PolicyStatus, Status
+from penstock.dataflow.protocol import PolicyStatus, Status
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 AWAY_S = 3.0
 STALL_S = 10.0
 """Waits this long are shown as a warning."""
 MAX_NODES = 8
+LIVE_HINT = "Ctrl-C stops, a later run resumes"
 
 
 class Panel:
@@ -62,7 +63,8 @@ def _hide_control_characters() -> list[Any] | None:
     return before
 
 
-def draw(view: View, width: int) -> RenderableType:
+def draw(view: View, width: int, hint: str = LIVE_HINT) -> RenderableType:
+    """`hint` says how to end the run from where this is shown."""
     parts: list[RenderableType] = []
     status = view.status
     if status is None:
@@ -70,7 +72,7 @@ def draw(view: View, width: int) -> RenderableType:
     else:
         for policy in status.policies:
             parts.append(_policy(policy, view.curves.get(policy.policy, []), width))
-        parts += [_flow(status), Text(""), _nodes(status.nodes)]
+        parts += [_flow(status), Text(""), _nodes(status)]
     if view.status is not None and view.away_s > AWAY_S:
         parts.append(Text(f"the dataflow has not answered for {span(view.away_s)}", style="yellow"))
     if view.note:
@@ -79,7 +81,7 @@ def draw(view: View, width: int) -> RenderableType:
         Group(*parts),
         title=Text.assemble(("penstock", "bold cyan"), (f" · {view.name}", "bold")),
         title_align="left",
-        subtitle=_times(view),
+        subtitle=_times(view, hint),
         subtitle_align="right",
         border_style="cyan",
         padding=(0, 1),
@@ -123,7 +125,7 @@ def _policy(policy: PolicyStatus, rewards: list[float], width: int) -> Renderabl
                 text,
                 ("   ready ", "dim"),
                 f"{policy.ready} groups",
-                ("   out ", "dim"),
+                ("   in flight ", "dim"),
                 f"{policy.issued}",
                 ("   room ", "dim"),
                 f"{policy.room}",
@@ -151,16 +153,20 @@ def _flow(status: Status) -> RenderableType:
         Text.assemble(
             (f"{share:.1%}", "bold" if share < 0.1 else "bold yellow"),
             (f" of tokens never trained{f'  ({reasons})' if reasons else ''}", "dim"),
-        ),
+        )
+        if status.sampled_tokens
+        else Text("–", style="dim"),
     )
     grid.add_row(_label("waits"), _waiting(status))
     return grid
 
 
-def _nodes(nodes: tuple[NodeStatus, ...]) -> RenderableType:
+def _nodes(status: Status) -> RenderableType:
+    nodes = status.nodes
     table = Table.grid(padding=(0, 2))
     if not nodes:
-        return Text("no node has joined yet", style="dim")
+        had_some = status.trajectories > 0
+        return Text("no node is there" if had_some else "no node has joined yet", style="dim")
     for node in sorted(nodes, key=lambda node: node.node_id)[:MAX_NODES]:
         live = ", ".join(f"v{version.number}" for version in node.live) or "–"
         style = {"live": "green", "starting": "dim", "draining": "yellow"}.get(node.state, "red")
@@ -189,11 +195,11 @@ def _waiting(status: Status) -> Text:
     return Text(text, style=style, overflow="ellipsis", no_wrap=True)
 
 
-def _times(view: View) -> Text:
+def _times(view: View, hint: str) -> Text:
     if view.status is not None and view.status.finished:
         return Text(f"finished in {clock(view.elapsed_s)}", style="bold green")
     left = f" · about {clock(view.eta_s)} left" if view.eta_s is not None else ""
-    return Text(f"{clock(view.elapsed_s)}{left} · Ctrl-C stops, a later run resumes", style="dim")
+    return Text(f"{clock(view.elapsed_s)}{left} · {hint}", style="dim")
 
 
 def _grid() -> Table:

@@ -29,6 +29,8 @@ class Question:
     reward: str
     workflow: str
     """Empty for a command, which is not run."""
+    is_single_turn: bool
+    """The shipped workflow that asks for text under `prompt`."""
     seed: int
     python_path: list[str]
 
@@ -45,23 +47,24 @@ class Findings:
 def probe(question: Question) -> Findings:
     findings = Findings()
     for name, where in question.sources:
-        _try_source(name, where, question.seed, findings)
+        _try_source(name, where, question, findings)
     if question.reward and findings.tasks:
-        _try_reward(question.reward, next(iter(findings.tasks.values())), findings)
+        _try_reward(question, next(iter(findings.tasks.values())), findings)
     if question.workflow:
-        _try_workflow(question.workflow, findings)
+        _try_workflow(question, findings)
     return findings
 
 
-def _try_source(name: str, where: str, seed: int, findings: Findings) -> None:
+def _try_source(name: str, where: str, question: Question, findings: Findings) -> None:
     from penstock.dataflow.sources import open_source
 
+    seed = question.seed
     try:
         source = open_source(name, where)
         task = source.task(0, seed=seed, workflow="")
         again = source.task(0, seed=seed, workflow="")
     except ConfigError as error:
-        findings.problems.append(_explained(str(error), error))
+        findings.problems.append(_explained(str(error), error, question))
     except (Exception, SystemExit) as error:
         findings.problems.append(f"source {name!r}: {where} raised\n{_theirs(error)}")
     else:
@@ -70,18 +73,25 @@ def _try_source(name: str, where: str, seed: int, findings: Findings) -> None:
                 f"source {name!r}: make_task(0, {seed}) gave two different tasks; draw randomness "
                 "from the seed alone, so that a restart repeats it"
             )
+        if question.is_single_turn and not isinstance(task.payload.get("prompt"), str):
+            maker = "its first line" if where.endswith(".jsonl") else "make_task"
+            findings.problems.append(
+                f'source {name!r}: {maker} gave no text under "prompt", which workflow single_turn '
+                f"asks; keys: {', '.join(map(str, task.payload)) or 'none'}"
+            )
         findings.tasks[name] = task.payload
 
 
-def _try_reward(reward: str, payload: JsonObject, findings: Findings) -> None:
+def _try_reward(question: Question, payload: JsonObject, findings: Findings) -> None:
     from penstock.rollout.functions import load_function
     from penstock.rollout.rewards.frames import ScoreRequest
     from penstock.rollout.rewards.worker import score
 
+    reward = question.reward
     try:
         function = load_function(reward)
     except ConfigError as error:
-        findings.problems.append(_explained(f"reward: {error}", error))
+        findings.problems.append(_explained(f"reward: {error}", error, question))
         return
     answer = score(function, ScoreRequest(completions=[""], payloads=[payload]))
     if answer.error:
@@ -92,21 +102,32 @@ def _try_reward(reward: str, payload: JsonObject, findings: Findings) -> None:
         findings.reward = answer.values[0]
 
 
-def _try_workflow(workflow: str, findings: Findings) -> None:
+def _try_workflow(question: Question, findings: Findings) -> None:
     from penstock.rollout.workflows import find_workflow
 
     try:
-        find_workflow(workflow)
+        find_workflow(question.workflow)
     except ConfigError as error:
-        findings.problems.append(_explained(f"workflow: {error}", error))
+        findings.problems.append(_explained(f"workflow: {error}", error, question))
 
 
-def _explained(text: str, error: ConfigError) -> str:
-    """Our message, and under it the user's own traceback when their module broke."""
+def _explained(text: str, error: ConfigError, question: Question) -> str:
+    """Our message, and under it the user's own traceback when their module broke, or where we
+    looked when there is none."""
     cause = error.__cause__
-    if cause is None or isinstance(cause, ModuleNotFoundError):
+    if cause is None:
         return text
+    if isinstance(cause, ModuleNotFoundError) and _is_asked(cause.name or "", question):
+        folders = ", ".join([*question.python_path, "the installed packages"])
+        return f"{text}; looked in {folders}"
     return f"{text}\n{_theirs(cause)}"
+
+
+def _is_asked(module: str, question: Question) -> bool:
+    """The config names this module (or one inside it), rather than the user's own code."""
+    functions = (question.reward, question.workflow)
+    named = [where for _, where in question.sources] + [f.partition(":")[0] for f in functions]
+    return any(f"{name}.".startswith(f"{module}.") for name in named)
 
 
 def _theirs(error: BaseException) -> str:

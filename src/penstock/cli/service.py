@@ -4,8 +4,11 @@ modules."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import socket
+import ssl
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -61,7 +64,23 @@ def leave(code: int) -> NoReturn:
 def address(url: str, host: str | None, port: int | None) -> tuple[str, int]:
     """Where to listen: what was asked for, else what the run chose."""
     chosen_host, _, chosen_port = url.rpartition("//")[2].rpartition(":")
-    return host or chosen_host, int(chosen_port) if port is None else port
+    where = host or chosen_host, int(chosen_port) if port is None else port
+    _refuse_taken(*where)
+    return where
+
+
+def _refuse_taken(host: str, port: int) -> None:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port}: ports are 0 to 65535")
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} is taken; choose another with --port") from None
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
 
 
 def only_policy(config: RunConfig, policy: str | None) -> str:
@@ -81,4 +100,13 @@ def make_tls(certificate: Path | None, key: Path | None) -> Tls | None:
         return None
     if certificate is None or key is None:
         raise ConfigError("TLS needs both --tls-cert and --tls-key")
-    return Tls(certificate=certificate, key=key)
+    for option, path in (("--tls-cert", certificate), ("--tls-key", key)):
+        if not path.is_file():
+            raise ConfigError(f"{option} {path}: no such file")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(
+            f"{certificate} and {key} are no certificate and its key, in PEM: {error}"
+        ) from None
+    return Tls(certificate=certificate.absolute(), key=key.absolute())

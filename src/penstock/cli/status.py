@@ -40,7 +40,7 @@ def status(run: Path, /, *, json: bool = False) -> int:
         )
         return 0
     if now is not None:
-        _draw(folder, now)
+        _draw(folder, now, hint=f"`penstock stop {run}` stops it")
     elif pid is not None:
         print(f"running (pid {pid}), but its dataflow does not answer: {why}")
     elif finish is not None:
@@ -67,7 +67,7 @@ def _ask(folder: RunFolder) -> tuple[Status | None, str]:
         reader.close()
 
 
-def _draw(folder: RunFolder, now: Status) -> None:
+def _draw(folder: RunFolder, now: Status, *, hint: str) -> None:
     from rich.console import Console
 
     from penstock.cli.panel import draw
@@ -86,5 +86,5 @@ def _draw(folder: RunFolder, now: Status) -> None:
         note="",
     )
     console = Console()
-    console.print(draw(view, console.width))
+    console.print(draw(view, console.width, hint))
     console.print(f"logs: {folder.logs / 'latest'}", highlight=False, soft_wrap=True)

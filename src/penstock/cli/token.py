@@ -14,15 +14,22 @@ def token(
     run: Path,
     /,
     *,
-    role: RoleName,
+    role: RoleName = "rollout",
     ttl_h: float = 24.0,
     json: bool = False,
 ) -> int:
-    """Mint a token; a rollout token opens the dataflow and the weights, so `join` needs nothing
-    else.
+    """Mint a token; one of role rollout is all that `penstock join` needs.
 
-    Parameters ---------- run The run folder, or its config file. role What its holder may do. ttl_h
-    Hours until it expires. json Print one JSON object with the token and the URL to join.
+    Parameters
+    ----------
+    run
+        The run folder, or its config file.
+    role
+        What its holder may do.
+    ttl_h
+        Hours until it expires.
+    json
+        Print one JSON object with the token and the URL to join.
     """
     from penstock.cli.output import note, print_json
     from penstock.cli.target import find_folder
@@ -42,4 +49,6 @@ def token(
         print(minted)
         if role == "rollout":
             note(f"join with: PENSTOCK_TOKEN=<the line above> penstock join {url}")
+    if folder.holder() is None:
+        note(f"this run is not running now; `penstock run {run}` starts it")
     return 0

@@ -20,7 +20,8 @@ from penstock.errors import WireError
 PERIOD_S = 1.0
 RATE_STEPS = 20
 """The time left is judged by the pace of so many last steps."""
-ERROR_MARKS = (b'"level": "error"', b'"level": "critical"')
+ERROR_MARKS = (b'"level": "error"', b'"level": "critical"', b'"msg": "rollout failed"')
+"""A failed rollout is a warning to its node; all of them failing is what a user must see."""
 
 
 @dataclass(slots=True)
@@ -180,5 +181,8 @@ def _message(line: bytes) -> str:
         record = json.loads(line)
     except ValueError:
         return line.decode(errors="replace")[:300]
-    error = str(record.get("exception") or record.get("error") or "").strip().splitlines()
-    return ": ".join([str(record.get("msg", "")), *error[-1:]])[:300]
+    what = str(record.get("msg", ""))
+    if record.get("reason"):
+        what = f"{what} ({record['reason']})"
+    why = record.get("exception") or record.get("error") or record.get("detail") or ""
+    return ": ".join([what, *str(why).strip().splitlines()[-1:]])[:300]

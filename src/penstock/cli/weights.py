@@ -36,9 +36,10 @@ def serve(
     from penstock.wire.auth import Audience, Verifier
     from penstock.wire.server import serve as serve_app
 
+    tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory
     folder, config, endpoints = enter(run_dir, "weights")
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.WEIGHTS)
     app = build(folder.weights, verifier)
     listen_host, listen_port = address(endpoints.weights, host, port)
-    uvloop.run(serve_app(app, listen_host, listen_port, make_tls(tls_cert, tls_key)))
+    uvloop.run(serve_app(app, listen_host, listen_port, tls))
     return 0

@@ -34,6 +34,9 @@ class _Override:
     text: str
     path: tuple[str, ...]
 
+    def is_below(self, section: KeyPath) -> bool:
+        return self.path[: len(section)] == tuple(map(str, section))
+
     def covers(self, path: KeyPath) -> bool:
         return self.path == tuple(map(str, path[: len(self.path)]))
 
@@ -71,13 +74,12 @@ class _Report:
         self.in_file(self.positions.line_of(path), path, problem.text)
 
     def _writer(self, path: KeyPath, *, is_missing: bool) -> _Override | None:
-        """The last override that wrote this key, or that made the section it is missing from."""
-        parent = path[:-1]
+        """The last override that wrote this key, or that made the section which is this key, or
+        which it is missing from."""
+        section = path[:-1] if is_missing else path
+        is_made = bool(section) and section not in self.positions.lines
         for override in reversed(self.overrides):
-            if override.covers(path):
-                return override
-            made_parent = parent and parent not in self.positions.lines
-            if is_missing and made_parent and override.path[: len(parent)] == parent:
+            if override.covers(path) or (is_made and override.is_below(section)):
                 return override
         return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import tempfile
@@ -34,6 +35,7 @@ from penstock.config import (
 from penstock.dataflow.build import build
 from penstock.dataflow.server import surface
 from penstock.dataflow.service import Dataflow
+from penstock.errors import ConfigError
 from penstock.observe.prometheus import new_registry
 from penstock.types import PolicyName
 from penstock.weights.server import READERS, Front
@@ -130,7 +132,7 @@ async def open_double(host: str, port: int) -> AsyncGenerator[Double]:
     check_bind(host, None)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-conformance-") as folder,
-        socket.create_server((host, port)) as listener,
+        _listen(host, port) as listener,
     ):
         root = Path(folder)
         DirectoryStore(root / "store").prepare()
@@ -145,6 +147,19 @@ async def open_double(host: str, port: int) -> AsyncGenerator[Double]:
             )
         finally:
             service.ledger.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port}: ports are 0 to 65535")
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            why = f"port {port} is taken; choose another with --port, or 0 for a free one"
+        else:
+            why = f"cannot listen on {host} port {port}: {error.strerror}"
+        raise ConfigError(why) from None
 
 
 def run_config() -> RunConfig:

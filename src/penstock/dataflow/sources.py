@@ -32,7 +32,14 @@ class Source:
     """Tasks in all; None for an endless stream."""
 
     def task(self, ordinal: int, *, seed: int, workflow: str) -> Task:
-        payload = dict(self.make(ordinal, seed))
+        made = cast(object, self.make(ordinal, seed))
+        if not isinstance(made, Mapping):
+            what = "None" if made is None else f"a value of type {type(made).__name__}"
+            raise ConfigError(
+                f"source {self.name!r}: make_task({ordinal}, {seed}) returned {what}; "
+                'return a dict such as {"prompt": "…"}'
+            )
+        payload = dict(cast(Mapping[str, Any], made))
         encode(payload)  # what cannot travel is the source's mistake, and must be told here
         text = json.dumps([workflow, payload], sort_keys=True, ensure_ascii=False)
         return Task(
@@ -65,7 +72,7 @@ def open_source(name: str, where: str, *, weight: float = 1.0, limit: int | None
     except ImportError as error:
         raise ConfigError(
             f"source {name!r}: cannot import task module {where!r}: {error}"
-        ) from None
+        ) from error
     make = getattr(module, "make_task", None)
     if not callable(make):
         raise ConfigError(

@@ -88,8 +88,15 @@ def _waiting(service: Dataflow, now: float) -> Iterator[Waiting]:
         if not consumer.is_done and now - seen > QUIET_S:
             yield Waiting(who="dataflow", on=f"trainer {policy}", since_s=round(now - seen, 1))
     if not any(node.state == "live" and not node.is_silent for node in nodes.values()):
-        since_s = round(now - service.started_at, 1)
+        since_s = round(now - _last_life(service), 1)
         yield Waiting(who="dataflow", on="a live rollout node", since_s=since_s)
+
+
+def _last_life(service: Dataflow) -> float:
+    """When a node was last known to be live: a delivery, or the last word of one now silent."""
+    silent = [node.last_seen for node in service.partition.nodes.values() if node.state == "live"]
+    delivered = [service.tokens_seen[-1][0]] if service.tokens_seen else []
+    return max([service.started_at, *silent, *delivered])
 
 
 def _behind_batch(service: Dataflow) -> str:

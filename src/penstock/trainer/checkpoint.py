@@ -225,8 +225,8 @@ def _read_state(folder: Path) -> TrainerState:
         written = decode(content, _Format, media_type=JSON).format
         if written > FORMAT:
             raise StoreError(
-                f"{folder} was written by a newer penstock: its format is {written}, this one reads "
-                f"up to {FORMAT}. Go on with that version; nothing was changed"
+                f"{folder} was written by a newer penstock: its format is {written}, this one "
+                f"reads up to {FORMAT}. Go on with that version; nothing was changed"
             )
         return decode(content, TrainerState, media_type=JSON)
     except (OSError, BadRequest) as error:

@@ -13,7 +13,7 @@ import torch
 
 from penstock.config import PolicyConfig, RunConfig, digest
 from penstock.dataflow.client import TrainerClient
-from penstock.errors import Fenced
+from penstock.errors import Fenced, Unreachable
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
 from penstock.trainer.learner import Learner, UpdateSpec
@@ -43,7 +43,7 @@ def run_trainer(
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> int:
     """Train until the dataflow says `end` or the caller says stop; the exit code of the process."""
-    client = TrainerClient(url, token)
+    client = TrainerClient(url, token, is_stopping=is_stopping)
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     torch.set_num_threads(config.for_policy(policy).model.torch_threads)
     checkpoints = make_checkpoints(config, policy, run_dir)
@@ -62,6 +62,11 @@ def run_trainer(
     except Fenced as error:
         _log.error("trainer was replaced and exits", policy=policy, why=str(error))
         return EXIT_FENCED
+    except Unreachable as error:
+        if not is_stopping():
+            raise
+        _log.warning("stopped while the dataflow was away", policy=policy, why=str(error))
+        return EXIT_STOPPED
     finally:
         snapshots.close()
         metrics.close()

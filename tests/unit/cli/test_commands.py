@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import main as command_line
-from penstock.cli.main import COMMANDS, main
-from penstock.config import demo
+from penstock.cli.main import COMMANDS, build, main
+from penstock.config import demo, load
 from penstock.fleet.folder import Finish, RunFolder
 from penstock.fleet.processes import cpu_s
 from penstock.wire.auth import Audience, Role, Signer
@@ -73,6 +75,17 @@ def test_every_command_explains_its_parameters(
     assert "Usage: penstock " + command in out
 
 
+@pytest.mark.parametrize("command", ALL)
+def test_every_parameter_has_a_help_text(command: str) -> None:
+    app = build()
+    for word in command.split():
+        app = app[word]
+    arguments = app.assemble_argument_collection(parse_docstring=True)
+    shown = [argument for argument in arguments if argument.show]
+    assert shown
+    assert [argument.name for argument in shown if not argument.parameter.help] == []
+
+
 def test_no_command_line_imports_torch() -> None:
     script = (
         "import sys, importlib, pkgutil, penstock.cli as cli\n"
@@ -121,6 +134,8 @@ def test_init_writes_a_run_that_passes_check_in_three_seconds(tmp_path: Path) ->
     done = penstock("init", "my-run", cwd=tmp_path)
     assert done.returncode == 0
     assert "penstock run my-run/run.yaml" in done.stdout
+    assert 'name: "my-run"' in (tmp_path / "my-run" / "run.yaml").read_text()
+    assert "outputs/my-run`" in (tmp_path / "my-run" / "README.md").read_text()
     assert "SPDX" not in (tmp_path / "my-run" / "task.py").read_text()
     began_at = cpu_s()
     checked = penstock("check", "my-run/run.yaml", cwd=tmp_path)
@@ -129,6 +144,17 @@ def test_init_writes_a_run_that_passes_check_in_three_seconds(tmp_path: Path) ->
     assert "40 steps of 768 trajectories (30,720 in all)" in checked.stdout
     assert "an empty answer earns 0" in checked.stdout
     assert not (tmp_path / "outputs").exists(), "check leaves no trace"
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("letters", "letters"), ("true", "true"), ("1e3", "1e3"), ("a b.ü", "a-b")]
+)
+def test_init_names_the_run_after_its_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, folder: str, name: str
+) -> None:
+    run_main(capsys, "init", str(tmp_path / folder))
+    assert load(tmp_path / folder / "run.yaml").name == name
+    assert f"outputs/{name}`" in (tmp_path / folder / "README.md").read_text()
 
 
 def test_init_overwrites_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -175,6 +201,16 @@ def test_check_lists_every_problem_at_once(
             "import random\ndef make_task(ordinal, seed): return {'a': random.random()}\n",
             "two different tasks",
         ),
+        (
+            "def make_task(ordinal, seed): return {'question': 'a', 'n': 1}\n",
+            "source 'train': make_task gave no text under \"prompt\", which workflow single_turn "
+            "asks; keys: question, n",
+        ),
+        (
+            "def make_task(ordinal, seed): pass\n",
+            'make_task(0, 0) returned None; return a dict such as {"prompt": "…"}',
+        ),
+        ("import no_such_package", 'task.py", line 1'),
         ("import os\nos._exit(3)", "ended its process (exit code 3)"),
     ],
 )
@@ -187,6 +223,18 @@ def test_check_shows_the_users_error_and_no_frame_of_ours(
     assert expected in err
     assert "penstock/cli" not in err
     assert "importlib" not in err
+
+
+def test_check_says_where_it_looked_for_a_module(
+    capsys: pytest.CaptureFixture[str], my_run: Path
+) -> None:
+    words = ["sources[0].task=tsk", "reward=scores:reward"]
+    code, _, err = run_main(capsys, "check", str(my_run), words[0])
+    assert code == 1
+    assert f"'tsk'; looked in {my_run.parent}, the installed packages" in err
+    code, _, err = run_main(capsys, "check", str(my_run), words[1])
+    assert code == 1
+    assert f"looked in {my_run.parent}, the installed packages" in err
 
 
 def test_check_catches_a_reward_that_gives_no_number(
@@ -267,9 +315,10 @@ def test_status_of_a_run_whose_dataflow_is_away(
 def test_a_token_is_one_line_on_stdout(
     capsys: pytest.CaptureFixture[str], run_folder: RunFolder
 ) -> None:
-    code, out, err = run_main(capsys, "token", str(run_folder.path), "--role", "rollout")
+    code, out, err = run_main(capsys, "token", str(run_folder.path))
     assert code == 0
     assert "penstock join http://127.0.0.1:" in err
+    assert f"not running now; `penstock run {run_folder.path}` starts it" in err
     signer = Signer.read(run_folder.keys, "reverse")
     for audience in Audience:
         assert signer.verifier(audience).verify(out.strip()).role is Role.ROLLOUT
@@ -284,6 +333,57 @@ def test_a_token_is_one_line_on_stdout(
     )
     assert code == 1
     assert "expired at once" in err
+
+
+def test_audit_takes_the_config_file_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, my_run: Path
+) -> None:
+    asked = f"output_dir={tmp_path / 'outputs'}"
+    my_run.write_text(my_run.read_text().replace("output_dir: outputs", asked.replace("=", ": ")))
+    code, _, err = run_main(capsys, "audit", str(my_run))
+    assert code == 1
+    assert f"{tmp_path / 'outputs' / tmp_path.name} is no run folder" in err
+
+
+# --- services that cannot start -------------------------------------------------------------------
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "command", [["dataflow"], ["weights", "serve"], ["conformance", "rollout"]]
+)
+def test_a_port_that_cannot_be_had_is_a_message(
+    run_folder: RunFolder, taken_port: int, command: list[str]
+) -> None:
+    folder = [] if command[0] == "conformance" else ["--run-dir", str(run_folder.path)]
+    for port, expected in (
+        (taken_port, f"error: port {taken_port} is taken; choose another with --port"),
+        (99999, "error: --port 99999: ports are 0 to 65535"),
+    ):
+        done = penstock(*command, *folder, "--port", str(port))
+        assert done.returncode == 1
+        assert expected in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_missing_and_broken_tls_files_are_messages(
+    capsys: pytest.CaptureFixture[str], run_folder: RunFolder, tmp_path: Path
+) -> None:
+    key, absent = tmp_path / "key.pem", tmp_path / "no.pem"
+    key.write_text("no key")
+    for certificate, expected in (
+        (absent, f"error: --tls-cert {absent}: no such file"),
+        (key, "are no certificate and its key"),
+    ):
+        words = ["--run-dir", str(run_folder.path), "--tls-cert", str(certificate)]
+        code, _, err = run_main(capsys, "dataflow", *words, "--tls-key", str(key))
+        assert code == 1
+        assert expected in err
 
 
 def test_commands_for_runs_refuse_other_folders(

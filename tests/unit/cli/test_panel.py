@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 from tests.unit.cli.statuses import policy_status, status, view
 
 from penstock.cli.lines import Lines, line
 from penstock.cli.output import clock, counted, span
-from penstock.cli.panel import draw, sparkline
+from penstock.cli.panel import LIVE_HINT, draw, sparkline
 from penstock.cli.view import View
 
 
-def drawn(seen: View, width: int = 100) -> str:
+def drawn(seen: View, width: int = 100, hint: str = LIVE_HINT) -> str:
     console = Console(width=width, record=True, file=None, quiet=True)
     with console.capture() as capture:
         console.quiet = False
-        console.print(draw(seen, width))
+        console.print(draw(seen, width, hint))
     return capture.get()
 
 
@@ -29,6 +31,7 @@ def test_the_panel_tells_what_the_status_says() -> None:
         "0.500",
         "▁▃▆█",
         "0.60 mean · 1 max",
+        "in flight 4",
         "3,072 trajectories",
         "2,145 tokens/s",
         "5.0% of tokens never trained",
@@ -40,6 +43,20 @@ def test_the_panel_tells_what_the_status_says() -> None:
         "0:42 · about 1:01 left",
     ):
         assert expected in text
+
+
+def test_the_panel_says_how_to_stop_where_it_is_shown() -> None:
+    assert "Ctrl-C stops" in drawn(view(status()))
+    shown = drawn(view(status()), hint="`penstock stop RUN` stops it")
+    assert "`penstock stop RUN` stops it" in shown
+    assert "Ctrl-C" not in shown
+
+
+def test_the_panel_before_the_first_token_and_after_the_last_node() -> None:
+    fresh = replace(status(), nodes=(), trajectories=0, sampled_tokens=0, wasted_tokens={})
+    assert "no node has joined yet" in drawn(view(fresh))
+    assert "never trained" not in drawn(view(fresh))
+    assert "no node is there" in drawn(view(replace(status(), nodes=())))
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -99,6 +116,18 @@ def test_a_line_is_written_per_step_and_when_something_else_moves(
         "0:14",
         "0:30",
     ]
+
+
+def test_lines_write_a_note_once_when_it_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines()
+    now = status(policy_status(number=1))
+    lines.tell("node-1 was killed")
+    for elapsed_s, text in ((10.0, "node-1 was killed"), (10.1, "boom"), (10.2, "boom")):
+        lines.update(view(now, elapsed_s=elapsed_s, note=text))
+    written = [text.split(maxsplit=1) for text in capsys.readouterr().err.splitlines()]
+    assert written[0] == ["node-1", "was killed"]
+    assert [words[0] for words in written[1:]] == ["0:10", "0:10"]
+    assert written[2][1] == "boom"
 
 
 def test_the_line_says_who_waits_for_whom() -> None:

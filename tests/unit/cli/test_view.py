@@ -108,6 +108,19 @@ def test_a_trainer_that_went_back_starts_the_clock_again() -> None:
     assert curve.eta_s(40, now=6.0) == pytest.approx(19.0)
 
 
+def test_a_failed_rollout_is_told_with_the_last_line_of_its_detail(tmp_path: Path) -> None:
+    log = tmp_path / "node-0.log"
+    failure = {"reason": "reward", "detail": "Traceback …\nKeyError: 'boom'", "num_failed": 1}
+    lines = [
+        {**failure, "level": "warning", "msg": "rollout failed"},
+        {"level": "warning", "msg": "slow", "detail": "no news"},
+    ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert (
+        ErrorTail({"node-0": log}).newest() == "node-0: rollout failed (reward): KeyError: 'boom'"
+    )
+
+
 def test_the_newest_error_of_all_logs_is_told_once(tmp_path: Path) -> None:
     log = tmp_path / "node-0.log"
     tail = ErrorTail({"node-0": log, "node-1": tmp_path / "absent.log"})

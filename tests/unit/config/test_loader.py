@@ -150,6 +150,9 @@ def test_overrides_win_in_order(design: str, load_text: LoadText) -> None:
     ("override", "key", "says"),
     [
         ("training.stesp=5", "training.stesp: ", 'did you mean "steps"?'),
+        ("trainng.steps=3", "trainng: ", 'did you mean "training"?'),
+        ("models.policy.trainng.steps=3", "models.policy.trainng: ", 'did you mean "training"?'),
+        ("sources[0].tsk.a=1", "sources[0].tsk: ", "unknown key"),
         ("training.steps=many", "training.steps: ", "must be a whole number"),
         ("training.steps=", "training.steps: ", "null"),
         ("steps=5", "steps: ", 'did you mean "training.steps"?'),

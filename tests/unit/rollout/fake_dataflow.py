@@ -96,6 +96,7 @@ class FakeDataflow:
         self.left: list[str] = []
         self.num_registered = 0
         self.lose_next_lease_answer = False
+        self.hang_next_beat_s = 0.0
         self.heartbeat_s = 0.1
         self.weights_url = "http://nowhere.invalid"
         self._granted: dict[str, LeaseAnswer] = {}
@@ -188,6 +189,10 @@ class FakeDataflow:
     async def _heartbeat(self, call: Call) -> HeartbeatAnswer:
         body: Heartbeat = call.body
         self._check(call.path["node_id"], body.session)
+        hang_s, self.hang_next_beat_s = self.hang_next_beat_s, 0.0
+        if hang_s:
+            await asyncio.sleep(hang_s)
+            raise Unreachable("the answer was lost on the way")
         self.beats.append(body)
         return HeartbeatAnswer(orders=self.orders, weights_url=self.weights_url)
 

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import structlog
 from tests.unit.rollout import user_workflows
 from tests.unit.rollout.fake_dataflow import POLICY, FakeDataflow, facts, wanted
 from tests.unit.rollout.waiting import eventually
@@ -173,6 +174,30 @@ async def test_fenced_rows_are_not_acknowledged(tmp_path: Path, snapshot: Path) 
         await desk.drain()
         assert taken not in desk.acknowledged()
         assert len(desk.acknowledged()) == 7
+
+
+async def test_a_refused_row_is_an_error_in_the_log(tmp_path: Path, snapshot: Path) -> None:
+    with structlog.testing.capture_logs() as lines:
+        async with bench(tmp_path, snapshot) as desk:
+            refused = RowId("p0-0.1.1")
+            desk.dataflow.stored[refused] = b"somebody else's"
+            desk.dataflow.waiting.extend((slot, 1) for slot in range(4))
+            await eventually(lambda: len(desk.acknowledged()) == 3)
+            assert refused not in desk.acknowledged()
+    (line,) = [line for line in lines if line["event"] == "refused"]
+    assert (line["log_level"], line["row"]) == ("error", refused)
+
+
+async def test_a_heartbeat_without_an_answer_is_sent_again_long_before_the_lease_ends(
+    tmp_path: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.dataflow.client.HEARTBEAT_TIMEOUT_S", 0.3)
+    async with bench(tmp_path, snapshot) as desk:
+        await eventually(lambda: desk.dataflow.beats)
+        desk.dataflow.hang_next_beat_s = 4.0
+        await eventually(lambda: not desk.dataflow.hang_next_beat_s)
+        num_beats = len(desk.dataflow.beats)
+        await eventually(lambda: len(desk.dataflow.beats) > num_beats, 3.0)
 
 
 async def test_a_service_that_forgot_the_node_is_told_again(tmp_path: Path, snapshot: Path) -> None:

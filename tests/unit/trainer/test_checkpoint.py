@@ -176,8 +176,8 @@ def test_checkpoints_of_which_none_can_be_used_are_no_fresh_start(
 ) -> None:
     learner = Learner(new_model(), LOSS, UPDATES)
     checkpoints = open_checkpoints(tmp_path)
-    for number in (5, 10):
-        folder = save(checkpoints, learner, at(number), model_folder).folder
+    saved = [save(checkpoints, learner, at(number), model_folder) for number in (5, 10)]
+    for folder in (one.folder for one in saved):
         if how == "unreadable":
             (folder / STATE).rename(folder / "elsewhere")
             (folder / STATE).mkdir()  # reading it is an OSError, also for root

@@ -207,7 +207,7 @@ def test_a_non_finite_gradient_changes_nothing(new_model: NewModel) -> None:
     learner.step(random_batch(10).assembled())
     before, state = parameters(learner), learner.state_tensors()
     state = {name: value.clone() for name, value in state.items()}
-    turn = replace(make_turn([3, 4], [5]), logprobs=log_probs([-1e5]))  # a ratio of infinity
+    turn = make_turn([3, 4], [5], sampling=SamplingSpec(temperature=1e-40))  # logits of infinity
     sealed = seal([[(turn, 0.0), (make_turn([3, 4], [6]), 1.0)]])
     stats = learner.step(sealed.assembled())
     assert stats.skipped is SkipReason.NON_FINITE
@@ -219,6 +219,16 @@ def test_a_non_finite_gradient_changes_nothing(new_model: NewModel) -> None:
     for one in (learner, clean):
         one.step(random_batch(10, seq=2).assembled())
     assert_same_bits(parameters(clean), parameters(learner))
+
+
+def test_one_absurd_record_does_not_cost_the_batch(new_model: NewModel) -> None:
+    learner = Learner(new_model(), LOSS, UPDATES)
+    before = parameters(learner)
+    absurd = replace(make_turn([3, 4], [5, 5]), logprobs=log_probs([-3e38, -3e38]))
+    stats = learner.step(seal([[(absurd, 0.0), (make_turn([3, 4], [6]), 1.0)]]).assembled())
+    assert stats.skipped is None and stats.values["updates/non_finite"] == 0
+    assert all(math.isfinite(value) for value in stats.values.values())
+    assert any(not torch.equal(before[name], now) for name, now in parameters(learner).items())
 
 
 def test_statistics(new_model: NewModel) -> None:

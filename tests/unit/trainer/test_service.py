@@ -8,6 +8,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from penstock.dataflow.protocol import (
     PublishRequest,
 )
 from penstock.fleet.launchers import local
-from penstock.trainer.service import EXIT_FENCED, run_trainer
+from penstock.trainer.service import EXIT_FENCED, EXIT_STOPPED, run_trainer
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.server import Call, Route, build_app, serve_on
 
@@ -144,3 +145,19 @@ def test_a_replaced_trainer_exits_with_its_own_code(tmp_path: Path) -> None:
     assert train(dataflow, tmp_path, demo(0)) == EXIT_FENCED
     assert local.EXIT_FENCED == EXIT_FENCED, "what the launcher must not start again"
     assert dataflow.commits == []
+
+
+def test_a_trainer_stops_also_while_the_dataflow_is_away(tmp_path: Path) -> None:
+    told = threading.Event()
+    threading.Timer(1.0, told.set).start()
+    began_at = time.monotonic()
+    code = run_trainer(
+        demo(0),
+        POLICY,
+        url="http://127.0.0.1:9",
+        token="token",
+        run_dir=tmp_path,
+        store_root=tmp_path / "weights",
+        is_stopping=told.is_set,
+    )
+    assert code == EXIT_STOPPED and time.monotonic() - began_at < 30

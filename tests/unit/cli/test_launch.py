@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kill or a full disk leaves of a launch. The services are stand-ins, or never start."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.launch import Ended, launch
+from penstock.config import RunConfig, demo
+from penstock.errors import ConfigError
+from penstock.fleet.folder import Finish, Launcher, RunFolder
+from penstock.fleet.plan import Kind, Service
+from penstock.wire.auth import Signer
+
+
+class Started(Exception):
+    """The launch got past the question whether anything is left to do."""
+
+
+def start(folder: RunFolder, config: RunConfig, *, accept_changes: bool = False) -> Ended:
+    return launch(config, folder, python_path=(), headless=True, accept_changes=accept_changes)
+
+
+@pytest.mark.parametrize("moment", ["forget_finish", "write_config"])
+def test_a_kill_while_changes_are_accepted_does_not_make_them_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    folder = RunFolder(tmp_path / "r")
+    folder.write_config(demo(0))
+    folder.write_finish(Finish(finished_at=1.0, steps=2, trajectories=3))
+    assert start(folder, demo(0)).was_finished
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def started(*_: object) -> None:
+        raise Started
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunFolder, moment, die)
+        start(folder, demo(1), accept_changes=True)
+    monkeypatch.setattr(Signer, "create", started)
+    with pytest.raises(ConfigError, match="another config"):
+        start(folder, demo(1))
+    with pytest.raises(Started):
+        start(folder, demo(1), accept_changes=True)
+
+
+def test_pids_that_cannot_be_recorded_do_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask_to_stop = f"import os, time; os.kill({os.getpid()}, {signal.SIGTERM:d}); time.sleep(600)"
+    service = Service(
+        name="dataflow",
+        kind=Kind.SERVER,
+        command=(sys.executable, "-S", "-c", ask_to_stop),
+        make_env=lambda: dict(os.environ),
+    )
+
+    def services(config: RunConfig, folder: RunFolder) -> Sequence[Service]:
+        return [service]
+
+    def full(folder: RunFolder, launcher: Launcher) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("penstock.cli.launch.local_services", services)
+    monkeypatch.setattr(RunFolder, "write_launcher", full)
+    ended = start(RunFolder(tmp_path / "r"), demo(0))
+    assert ended.signal == signal.SIGTERM
+    assert "cannot record the pids" in capsys.readouterr().err
