@@ -188,8 +188,9 @@ def _keep(
     stop: Stop,
     record: Callable[[], None],
 ) -> None:
-    """consumes: deaths, errors in logs, status · produces: restarts, what is shown waits for:
-    the next twentieth of a second · woken by: nothing; ends at a signal or the last step"""
+    """consumes: deaths, errors in logs, status · produces: restarts, what is shown
+    waits for: the next twentieth of a second · woken by: nothing; ends at a signal or the last
+    step"""
     redraw_at = 0.0
     trained_at: float | None = None
     while not stop.number:
