@@ -52,6 +52,9 @@ class AlgorithmConfig(Section):
     """Clips the probability ratio below at 1 - epsilon."""
     epsilon_high: float | None = Field(default=None, gt=0)
     """Clips the ratio above at 1 + epsilon_high; the same as epsilon when null."""
+    delta: float | None = Field(default=None, gt=1)
+    """Bounds the ratio above also where the advantage is negative (two-sided clipping, 3 is usual);
+    null leaves it unbounded, and a stale unlikely token may then outweigh a whole batch."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss."""
     beta: Annotated[float, BeforeValidator(_beta)] = Field(default=0.0, ge=0)
@@ -74,6 +77,12 @@ class AlgorithmConfig(Section):
                 text=f"epsilon_high {self.epsilon_high} is below epsilon {self.epsilon}; "
                 "set epsilon_high >= epsilon, or leave it out to clip evenly",
                 keys=(("epsilon_high",), ("epsilon",)),
+            )
+        if self.delta is not None and self.delta < 1 + (self.epsilon_high or self.epsilon):
+            yield Contradiction(
+                text=f"delta {self.delta} is below 1 + epsilon_high, so it would cut what the clip "
+                "allows; set delta >= 1 + epsilon_high, such as 3.0",
+                keys=(("delta",),),
             )
 
 

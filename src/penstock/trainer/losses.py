@@ -12,6 +12,7 @@ K = trained tokens, V = vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,8 @@ class LossSpec:
     epsilon_high: float
     """Clips the ratio above at 1 + epsilon_high."""
     entropy_coef: float
+    delta: float = math.inf
+    """Bounds the ratio above whatever the advantage's sign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,7 @@ def log_ratio(logprobs_K: Tensor, behaviour_K: Tensor) -> Tensor:
 
 def clipped_loss(log_ratio_K: Tensor, advantages_K: Tensor, spec: LossSpec) -> Tensor:
     """PPO's clipped objective by token, to be minimised."""
-    ratio_K = log_ratio_K.exp()
+    ratio_K = log_ratio_K.exp().clamp(max=spec.delta)
     bounded_K = ratio_K.clamp(1 - spec.epsilon, 1 + spec.epsilon_high)
     return -torch.minimum(ratio_K * advantages_K, bounded_K * advantages_K)
 
@@ -98,6 +101,7 @@ def is_clipped(log_ratio_K: Tensor, advantages_K: Tensor, spec: LossSpec) -> tup
     ratio_K = log_ratio_K.exp()
     low_K = (ratio_K < 1 - spec.epsilon) & (advantages_K < 0)
     high_K = (ratio_K > 1 + spec.epsilon_high) & (advantages_K > 0)
+    high_K |= (ratio_K > spec.delta) & (advantages_K < 0)
     return low_K, high_K
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import tempfile
 from collections.abc import Callable
@@ -122,6 +123,7 @@ def _new_learner(config: PolicyConfig, folder: Path) -> Learner:
         LossSpec(
             epsilon=algorithm.epsilon,
             epsilon_high=algorithm.epsilon if high is None else high,
+            delta=math.inf if algorithm.delta is None else algorithm.delta,
             entropy_coef=algorithm.entropy_coef,
         ),
         UpdateSpec(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -113,6 +114,25 @@ def test_the_gradient_is_flat_exactly_where_the_clip_bites(
     low, high = is_clipped(log_ratio, advantages, SPEC)
     assert bool(low | high) is flat
     assert bool(high) is (flat and advantage > 0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage"), [(3.1, -1.0), (2.9, -1.0), (40.0, -2.0), (3.1, 1.0)]
+)
+def test_a_two_sided_clip_bounds_the_ratio_of_a_bad_token_too(
+    ratio: float, advantage: float
+) -> None:
+    spec = replace(SPEC, delta=3.0)
+    log_ratio = torch.tensor([np.log(ratio)], requires_grad=True)
+    advantages = torch.tensor([advantage], dtype=torch.float64)
+    loss = clipped_loss(log_ratio, advantages, spec)
+    want = min(ratio, 3.0) * -advantage if advantage < 0 else -1.28 * advantage
+    assert loss.item() == pytest.approx(want)
+    loss.sum().backward()
+    is_flat = advantage > 0 or ratio > 3.0
+    assert log_ratio.grad is not None
+    assert log_ratio.grad.item() == pytest.approx(0.0 if is_flat else -ratio * advantage)
+    assert bool(is_clipped(log_ratio, advantages, spec)[1]) is is_flat
 
 
 def test_at_ratio_one_the_gradient_is_the_plain_policy_gradient() -> None:
