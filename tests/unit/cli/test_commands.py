@@ -277,7 +277,7 @@ def test_a_changed_config_is_refused_with_the_differences(
 ) -> None:
     code, _, err = run_main(capsys, "run", str(run_folder.path), "training.steps=71")
     assert code == 1
-    assert "training.steps: 100 -> 71" in err
+    assert "training.steps: 130 -> 71" in err
     assert "--accept-changes" in err
     assert run_folder.read_config() == demo(0)
 

@@ -284,7 +284,7 @@ def test_configs_are_frozen(design: str, load_text: LoadText) -> None:
 def test_demo(seed: int) -> None:
     config = demo(seed)
     assert config.seed == seed
-    assert (config.training.steps, config.algorithm.num_generations) == (100, 16)
+    assert (config.training.steps, config.algorithm.num_generations) == (130, 16)
     assert config.sampling.max_tokens == 3
     assert [rule.name for rule in config.dataflow.rules] == ["all", "edf"]
 
