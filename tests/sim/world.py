@@ -17,7 +17,6 @@ import sqlalchemy as sa
 from penstock.dataflow.consumers import Consumer, PolicyTerms
 from penstock.dataflow.groups import Closing, ClosingKind, LeaseTerms, OpenGroup
 from penstock.dataflow.home import Home, IssueTerms
-from penstock.dataflow.ledger import Tables
 from penstock.dataflow.partition import Partition
 from penstock.dataflow.protocol import Grant, LiveVersion, NodeState, Register
 from penstock.dataflow.records import Report, RowRecord, row_id
@@ -25,6 +24,7 @@ from penstock.dataflow.restore import restore_home, restore_partition
 from penstock.dataflow.rules import ADMIT, MIX, SELECT
 from penstock.dataflow.service import Outbox
 from penstock.dataflow.sources import open_source
+from penstock.dataflow.tables import Tables
 from penstock.types import NodeId, Outcome, OutcomeKind, PolicyName
 
 POLICY = PolicyName("policy")

@@ -11,7 +11,6 @@ from collections import defaultdict
 
 from penstock.dataflow.consumers import Consumer
 from penstock.dataflow.home import Home
-from penstock.dataflow.ledger import Tables
 from penstock.dataflow.partition import Partition
 from penstock.dataflow.records import (
     BatchRecord,
@@ -24,6 +23,7 @@ from penstock.dataflow.records import (
     RowRecord,
     VersionRecord,
 )
+from penstock.dataflow.tables import Tables
 from penstock.types import GroupId, RowSummary
 
 SERVED = "SELECT name, next_ordinal FROM sources"
