@@ -5,11 +5,14 @@
 #   make test           unit, contract and simulated tests, on a CPU
 #   make e2e            the whole system as processes, small configs, and one full demo
 #   make e2e-long       the end-to-end tests too slow for CI
-#   make sim            the simulator alone, over many seeds            SEEDS=1000
-#   make chaos          kill processes of a running demo                KILLS=20
+#   make sim            the simulator alone, over many seeds            SEEDS=10000
+#   make chaos          faults under load: kills, power loss, bit flips, full disks, failed fsyncs
+#                       KILLS=1000 IMAGES=300 FLIPS=20000 FILLS=20 SYNC_FAULTS=50 DEMO_KILLS=20
+#   make mutants        plant each bug of tests/mutants and see its named tests fail
 #   make docs           build the documentation into site/
 #   make constraints    refresh constraints/*.txt from fresh environments
-#   make mutants | bench | setup-engine     not there yet; each says why
+#   make bench          the promises about speed, measured             BENCH_ARGS=--quick
+#   make setup-engine   not there yet; it says why
 
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
@@ -20,19 +23,29 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
-EXTRAS := train,tokens,dev
+EXTRAS := train,tokens,postgres,s3,dev
 
 # Exactly this torch, and with pip: a range or another client may bring gigabytes of CUDA libraries.
 TORCH := $(shell grep '^torch==' constraints/dev.txt)
 
-# Programs the checks and tests call, as program:debian-package. node runs pyright; tmux captures the live panel.
+# Programs the checks and tests call, as program:debian-package. node runs pyright; tmux captures the live panel;
+# a PostgreSQL server, which the tests start for themselves, comes with pg_ctlcluster.
 # A test that opens a web page adds chromium:chromium here.
-SYSTEM_TOOLS := node:nodejs tmux:tmux
+SYSTEM_TOOLS := node:nodejs tmux:tmux pg_ctlcluster:postgresql
 
 PYTEST_ARGS ?=
-SEEDS ?= 200
-KILLS ?= 20
-NEEDS_MORE := slow or gpu or vllm or ray or postgres
+SEEDS ?= 300
+KILLS ?= 1000
+BENCHMARKS ?= dataflow_ingest dataflow_lease dataflow_batch
+BENCH_ARGS ?=
+IMAGES ?= 300
+FLIPS ?= 20000
+FILLS ?= 20
+SYNC_FAULTS ?= 50
+DEMO_KILLS ?= 20
+# Tests on PostgreSQL run wherever a server is installed, so always in CI.
+HAS_POSTGRES = $(shell ls -d /usr/lib/postgresql/*/bin/postgres 2>/dev/null)
+NEEDS_MORE = slow or gpu or vllm or ray$(if $(HAS_POSTGRES),, or postgres)
 # No test reaches for the network, and no tokenizer starts threads before a fork.
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
@@ -81,16 +94,19 @@ sim:
 	PENSTOCK_SIM_SEEDS=$(SEEDS) $(PYTEST) -n auto --timeout 3600 tests/sim $(PYTEST_ARGS)
 
 chaos:
-	PENSTOCK_CHAOS_KILLS=$(KILLS) $(PYTEST) --timeout 3600 tests/chaos $(PYTEST_ARGS)
+	PENSTOCK_CHAOS_KILLS=$(DEMO_KILLS) PENSTOCK_SERVICE_KILLS=$(KILLS) PENSTOCK_IMAGES=$(IMAGES) \
+	  PENSTOCK_FLIPS=$(FLIPS) PENSTOCK_FILLS=$(FILLS) PENSTOCK_SYNC_FAULTS=$(SYNC_FAULTS) \
+	  $(PYTEST) tests/chaos $(PYTEST_ARGS)
 
 docs:
 	$(BIN)/zensical build --clean --strict
 
 mutants:
-	@echo "mutants: no mutation tests yet; they start with the dataflow core, once its simulator is complete"; exit 2
+	$(BIN)/python scripts/mutants.py
 
+# Each prints one line of JSON; docs/benchmarks.md says what they promise. Alone on the machine, or the figures lie.
 bench:
-	@echo "bench: no benchmarks yet; they come with the first performance promise to hold"; exit 2
+	@for name in $(BENCHMARKS); do echo "bench: $$name" >&2; $(BIN)/python -m benchmarks.$$name $(BENCH_ARGS); done
 
 setup-engine:
 	@echo "setup-engine: no engine environment yet; it comes with the vLLM adapter"; exit 2

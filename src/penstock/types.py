@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NewType
+from typing import Any, NewType, Protocol
 
 assert sys.byteorder == "little", "token arrays are little-endian on the wire and in memory"
 
@@ -222,6 +222,24 @@ class DropReason(StrEnum):
     """The policy already holds all the groups its staleness bound has room for."""
     REMAINDER = "remainder"
     """The run ended before a batch could use it."""
+    COLUMN_FAILED = "column_failed"
+    """A column its consumer requires failed or was overdue for too many of its rows."""
+    OVERLONG = "overlong"
+    """A rule found too many of its answers cut at the length limit."""
+    OUTCOME = "outcome"
+    """A rule refuses the outcomes of its rows."""
+    REWARD_RANGE = "reward_range"
+    """Its mean reward lies outside the range a rule accepts."""
+    DUPLICATE = "duplicate"
+    """The same task was admitted not long ago."""
+    RULE = "rule"
+    """A rule of the user's own refused it; the rule is named beside the reason."""
+    OVERDUE = "overdue"
+    """It waited or ran longer than its schedule-to-close limit."""
+    PARTITION_LOST = "partition_lost"
+    """Its partition was declared lost before the group was sealed."""
+    FORGOTTEN = "forgotten"
+    """Its space was cleared, or its owner asked for it to be forgotten."""
 
 
 # --- batches ----------------------------------------------------------------------------------
@@ -234,13 +252,24 @@ class RowSummary:
     row_id: RowId
     digest: str
     """BLAKE3 of the payload as delivered."""
-    reward: float
+    reward: float | None
+    """None until the stage that scores it has written the column."""
     outcome: OutcomeKind
     sampled: Mapping[PolicyName, int]
     """Trainable sampled tokens by policy."""
     versions: Mapping[PolicyName, tuple[tuple[int, int], ...]]
     """Every (incarnation, number) that sampled those tokens, by policy. Which is the oldest may
     change with a fork, so it is asked anew each time."""
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Digests of the further columns this consumer needs, by name."""
+    values: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Columns that are one number, by name: small enough to travel with the row."""
+
+    @property
+    def score(self) -> float:
+        """The reward of a row that rules or trainers see: by then it has one."""
+        assert self.reward is not None, f"row {self.row_id} has no reward yet"
+        return self.reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,3 +293,57 @@ class Manifest:
     @property
     def rows(self) -> Iterable[RowSummary]:
         return (row for group in self.groups for row in group.rows)
+
+
+# --- what rules see ---------------------------------------------------------------------------
+
+
+class Draw(Protocol):
+    """Randomness as an argument: the next number in [0, 1). Derived from the run's seed and
+    recorded, so a decision can be replayed."""
+
+    def __call__(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceShare:
+    """One source that still has tasks."""
+
+    name: str
+    weight: float
+    served: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedGroup:
+    """A closed group as rules judge it and learn from it, for one policy."""
+
+    group_id: GroupId
+    task_key: str
+    source: str
+    policy: PolicyName
+    number: int
+    """Committed version of the policy when it was judged."""
+    rows: tuple[RowSummary, ...]
+    """Members with tokens of this policy, each with a reward."""
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(row.score for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A group that may go into the next batch, fresh or served before."""
+
+    group_id: GroupId
+    task_key: str
+    oldest: int
+    """Oldest version of its tokens, on the surviving lineage."""
+    arrival: int
+    """Order in which it was admitted."""
+    tokens: int
+    num_rows: int
+    rewards: tuple[float, ...]
+    uses: int = 0
+    """How many batches it was in."""

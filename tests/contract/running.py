@@ -17,7 +17,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from penstock.config import RunConfig, demo
+from penstock.dataflow.build import build_partition
 from penstock.dataflow.client import ReaderClient, TrainerClient
+from penstock.dataflow.home_client import HomeClient
+from penstock.dataflow.partition_service import PartitionService
 from penstock.dataflow.protocol import (
     BatchRequest,
     CommitRequest,
@@ -27,7 +30,7 @@ from penstock.dataflow.protocol import (
     LiveVersion,
     PublishRequest,
 )
-from penstock.dataflow.server import build, build_server, surface
+from penstock.dataflow.server import build, build_partition_server, build_server, surface
 from penstock.types import (
     FinishReason,
     NodeId,
@@ -61,10 +64,11 @@ def small_config(
 
 
 @contextlib.contextmanager
-def serving(app: Starlette) -> Generator[str]:
-    """The app on a free port of loopback, in a thread of its own."""
+def serving(app: Starlette, port: int = 0) -> Generator[str]:
+    """The app on a port of loopback, a free one unless told, in a thread of its own."""
     listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
     host = server(app, "127.0.0.1", listener.getsockname()[1])
     thread = threading.Thread(target=_run, args=(host, listener), daemon=True)
     thread.start()
@@ -110,6 +114,22 @@ def dataflow(folder: Path, config: RunConfig) -> Generator[Running]:
     )
     with serving(app) as url, contextlib.ExitStack() as clients:
         yield Running(url=url, signer=signer, clients=clients)
+
+
+@contextlib.contextmanager
+def partition(
+    folder: Path, config: RunConfig, running: Running, index: int
+) -> Generator[PartitionService]:
+    """A further partition over its own ledger folder, as another process would serve it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    home = HomeClient(running.url, running.token(Role.PARTITION))
+    service = build_partition(config, folder, index, home, url=f"http://127.0.0.1:{port}")
+    verifier = running.signer.verifier(Audience.DATAFLOW)
+    app = build_partition_server(service, config, "http://127.0.0.1:1", verifier)
+    with serving(app, port):
+        yield service
 
 
 def trajectory(grant: Grant, node_id: NodeId, live: LiveVersion, reward: float = 0.5) -> Delivery:

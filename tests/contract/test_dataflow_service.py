@@ -42,13 +42,13 @@ def incarnation(request_id: str) -> IncarnationRequest:
 
 
 async def start(service: Dataflow) -> None:
-    await service.incarnate(POLICY, incarnation("r"))
-    await service.publish(
+    await service.trainers.incarnate(POLICY, incarnation("r"))
+    await service.trainers.publish(
         POLICY,
         PublishRequest(incarnation=1, number=0, manifest_digest="m", weights_digest="w"),
     )
-    await service.register(Register(node_id=NODE, session="s", capacity=64, policies=()))
-    await service.heartbeat(NODE, Heartbeat(session="s", state=NodeState.LIVE, live=(LIVE,)))
+    await service.nodes.register(Register(node_id=NODE, session="s", capacity=64, policies=()))
+    await service.nodes.heartbeat(NODE, Heartbeat(session="s", state=NodeState.LIVE, live=(LIVE,)))
 
 
 def lease(request_id: str) -> LeaseRequest:
@@ -74,7 +74,7 @@ async def test_a_source_that_raises_loses_nothing(
     flow = config.dataflow.model_copy(update=rules)
     service = build(config.model_copy(update={"dataflow": flow}), tmp_path)
     await start(service)
-    grants = (await service.lease(lease("a"))).grants
+    grants = (await service.nodes.lease(lease("a"))).grants
     is_broken = True
     first = grants[0].group_id  # its rewards differ; the other group is dropped, so room appears
     payloads = [
@@ -82,48 +82,48 @@ async def test_a_source_that_raises_loses_nothing(
         for grant in grants
     ]
     body = DeliveryRequest(node_id=NODE, session="s", deliveries=tuple(payloads))
-    answer = await service.deliver(body)
+    answer = await service.nodes.deliver(body)
     assert {result.status for result in answer.results} == {DeliveryStatus.STORED}
-    batch = await service.batch(BatchRequest(consumer=POLICY, seq=1, incarnation=1))
+    batch = await service.trainers.batch(BatchRequest(consumer=POLICY, seq=1, incarnation=1))
     assert batch.manifest is not None and "data set is away" in service.source_trouble
     is_broken = False
     await service.tick()
     assert service.home.open and not service.source_trouble, "it goes on when the source does"
-    rows = await service.rows(POLICY, 1, 0, 1)
+    rows = await service.trainers.rows(POLICY, 1, 0, 1)
     for row, summary in zip(rows.rows, batch.manifest.rows, strict=True):
         assert row.payload is not None and blake3(row.payload).hexdigest() == summary.digest
-    service.ledger.close()
+    service.close()
 
 
 async def test_a_repeated_answer_is_as_durable_as_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = build(small_config(), tmp_path)
-    disk, commit = threading.Event(), service.ledger.tables.commit
+    disk, commit = threading.Event(), service.process.ledger.tables.commit
 
     def slow(records: Sequence[Record]) -> None:
         disk.wait(10)
         commit(records)
 
-    monkeypatch.setattr(service.ledger.tables, "commit", slow)
-    first = asyncio.create_task(service.incarnate(POLICY, incarnation("r")))
+    monkeypatch.setattr(service.process.ledger.tables, "commit", slow)
+    first = asyncio.create_task(service.trainers.incarnate(POLICY, incarnation("r")))
     await asyncio.sleep(0.05)
-    second = asyncio.create_task(service.incarnate(POLICY, incarnation("r")))
+    second = asyncio.create_task(service.trainers.incarnate(POLICY, incarnation("r")))
     await asyncio.sleep(0.2)
     assert not first.done() and not second.done(), "nothing is on disk yet"
     disk.set()
     assert await first == await second
-    service.ledger.close()
+    service.close()
 
 
 async def test_the_wait_for_a_live_node_counts_from_the_last_one(tmp_path: Path) -> None:
     service = build(small_config(), tmp_path)
-    began_at = service.clock()
-    service.clock = lambda: began_at + 100.0
+    began_at = service.process.clock()
+    service.process.clock = lambda: began_at + 100.0
     await start(service)
     assert "a live rollout node" not in {wait.on for wait in status(service, "r").waiting}
     service.partition.nodes[NODE].is_silent = True
-    service.clock = lambda: began_at + 107.0
+    service.process.clock = lambda: began_at + 107.0
     waits = {wait.on: wait.since_s for wait in status(service, "r").waiting}
     assert waits["a live rollout node"] == pytest.approx(7.0, abs=0.2)
-    service.ledger.close()
+    service.close()

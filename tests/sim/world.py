@@ -9,22 +9,23 @@ records through the same code that a real restart uses.
 from __future__ import annotations
 
 import random
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
-import sqlalchemy as sa
+from tests.sim.disk import give_back, take_tables
 
 from penstock.dataflow.consumers import Consumer, PolicyTerms
-from penstock.dataflow.groups import Closing, ClosingKind, LeaseTerms, OpenGroup
-from penstock.dataflow.home import Home, IssueTerms
-from penstock.dataflow.partition import Partition
+from penstock.dataflow.core import CoreTerms, home_core
+from penstock.dataflow.groups import Closing, ClosingKind, LeaseTerms
+from penstock.dataflow.home import IssueTerms
+from penstock.dataflow.messages import Committed, Incarnated, Published
+from penstock.dataflow.process import Outbox
 from penstock.dataflow.protocol import Grant, LiveVersion, NodeState, Register
-from penstock.dataflow.records import Report, RowRecord, row_id
-from penstock.dataflow.restore import restore_home, restore_partition
-from penstock.dataflow.rules import ADMIT, MIX, SELECT
-from penstock.dataflow.service import Outbox
+from penstock.dataflow.records import RowRecord, row_id
+from penstock.dataflow.rulebook import RuleTerms
 from penstock.dataflow.sources import open_source
-from penstock.dataflow.tables import Tables
 from penstock.types import NodeId, Outcome, OutcomeKind, PolicyName
 
 POLICY = PolicyName("policy")
@@ -48,18 +49,23 @@ class Settings:
 TERMS = LeaseTerms(ttl_s=12.0, start_to_close_s=600.0, max_attempts=3)
 
 
+def _rules(settings: Settings) -> Iterator[RuleTerms]:
+    for policy, hook, name in (
+        (None, "mix", "weights"),
+        (None, "curate", "all"),
+        (POLICY, "admit", settings.admit),
+        (POLICY, "select", "edf"),
+    ):
+        yield RuleTerms(hook=hook, name=name, options={}, policy=policy, position=0)
+
+
 class World:
     def __init__(self, settings: Settings | None = None, seed: int = 0) -> None:
         self.settings = settings or Settings()
         self.rng = random.Random(seed)
         self.now = 1000.0
-        self.tables = Tables(
-            sa.create_engine(
-                "sqlite://",
-                poolclass=sa.StaticPool,
-                connect_args={"check_same_thread": False},
-            )
-        )
+        self.tables = take_tables()
+        weakref.finalize(self, give_back, self.tables)
         self.held: dict[NodeId, list[Grant]] = {}
         self.live: dict[NodeId, LiveVersion] = {}
         self.issued_log: list[str] = []
@@ -68,25 +74,32 @@ class World:
     def start(self) -> None:
         settings = self.settings
         self.outbox = Outbox()
-        terms = PolicyTerms(
-            policy=POLICY,
-            groups_per_batch=settings.groups_per_batch,
-            max_staleness=settings.max_staleness,
-            steps=settings.steps,
-            admit=((settings.admit, ADMIT[settings.admit]),),
-            select=("edf", SELECT["edf"]),
-        )
-        self.home = Home(
-            [terms],
+        core = home_core(
+            CoreTerms(
+                policies=(
+                    PolicyTerms(
+                        policy=POLICY,
+                        groups_per_batch=settings.groups_per_batch,
+                        max_staleness=settings.max_staleness,
+                        steps=settings.steps,
+                    ),
+                ),
+                rules=tuple(_rules(settings)),
+                issue=IssueTerms(num_slots=settings.num_slots),
+                closing=settings.closing,
+                lease=TERMS,
+                workflow="single_turn",
+                seed=0,
+            ),
             [open_source("train", "penstock.tasks.reverse", limit=settings.limit)],
-            MIX["weights"],
-            IssueTerms(workflow="single_turn", seed=0, num_slots=settings.num_slots),
+            self.tables,
             self.outbox,
+            self.now,
         )
-        self.partition = Partition(0, closing=settings.closing, terms=TERMS, journal=self.outbox)
-        restore_home(self.home, self.tables)
-        for report in restore_partition(self.partition, self.tables, self.now):
-            self.home.report(report, self.now)
+        assert core.host is not None
+        self.board, self.home, self.sealing = core.board, core.home, core.sealing
+        self.partition = core.host.partition
+        self.settle()
 
     crash = start
     """What was not committed is gone; the rest comes back from the tables."""
@@ -95,17 +108,16 @@ class World:
     def consumer(self) -> Consumer:
         return self.home.consumers[POLICY]
 
-    def settle(self, reports: list[Report] | None = None) -> int:
+    def settle(self, command: None = None) -> int:
         """As the service does after each command; returns how many groups it issued."""
-        for report in reports or []:
-            self.home.report(report, self.now)
-        num_issued = 0
+        before = len(self.partition.groups)
+        self.board.run(self.now)
+        ended = before - len(self.partition.groups)
         if not self.home.is_finished:
-            for issue in self.home.issue(0, self.now):
-                self.partition.issue(issue)
-                num_issued += 1
+            self.home.issue(self.now)
+        self.board.run(self.now)
         self.tables.commit(self.outbox.take())
-        return num_issued
+        return len(self.partition.groups) - before + ended
 
     # --- a trainer ---------------------------------------------------------------------------
 
@@ -120,6 +132,7 @@ class World:
         )
         self.outbox(record)
         lineage.apply_incarnation(record)
+        self.home.tell_all(Incarnated(record=record))
         rows = self.tables.rows("SELECT seq, num_groups FROM batches")
         self.home.moved(self.consumer, {int(s): int(n) for s, n in rows}, self.now)
         self.settle()
@@ -136,6 +149,7 @@ class World:
         )
         self.outbox(record)
         lineage.apply_version(record)
+        self.home.tell_all(Published(record=record))
         return self.settle()
 
     def seal(self) -> int | None:
@@ -143,7 +157,7 @@ class World:
         consumer = self.consumer
         if self.home.has_ended(consumer):
             return None
-        record = self.home.seal(consumer, consumer.last_sealed + 1, self.now)
+        record = self.sealing.seal(consumer, consumer.last_sealed + 1, self.now)
         self.settle()
         return None if record is None else record.seq
 
@@ -160,6 +174,7 @@ class World:
         )
         self.outbox(record)
         lineage.apply_commit(record)
+        self.home.tell_all(Committed(record=record))
         self.home.moved(self.consumer, self.consumer.sealed, self.now)
         return self.settle()
 
@@ -169,7 +184,8 @@ class World:
         node_id = NodeId(name)
         session = f"{name}/{self.now}/{self.rng.random()}"
         body = Register(node_id=node_id, session=session, capacity=capacity, policies=())
-        self.settle(self.partition.register(body, self.now))
+        self.partition.register(body, self.now)
+        self.settle()
         self.held[node_id] = []
         return node_id
 
@@ -196,14 +212,10 @@ class World:
 
     def lease(self, node_id: NodeId, num: int = 1000) -> list[Grant]:
         live = (self.live[node_id],)
-
-        def may_run(group: OpenGroup) -> bool:
-            return self.home.may_run(group.due, live)
-
         request_id = f"{node_id}/{self.rng.random()}"
         self.partition.ask(node_id, self.session(node_id), request_id, self.now)
         grants = self.partition.lease(
-            node_id, self.session(node_id), request_id, num, may_run, self.now
+            node_id, self.session(node_id), request_id, num, live, self.now
         )
         self.settle()
         self.held[node_id] += grants
@@ -229,8 +241,8 @@ class World:
             versions=msgspec.json.encode({POLICY: [(live.incarnation, live.number)]}).decode(),
             delivered_at=self.now,
         )
-        status, reports = self.partition.deliver(row, outcome, self.now)
-        self.settle(reports)
+        status = self.partition.deliver(row, row.summary, outcome, self.now)
+        self.settle()
         return status.value
 
     def work(self, node_id: NodeId) -> int:

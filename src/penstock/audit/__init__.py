@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The independent reader: proves from a run's files that nothing was lost or trained twice.
 
-Owns its own idea of what is on disk (`evidence`, `payloads`), of who trained what (`lineage`), and
-one function per law. Imports nothing of the services it judges and writes nothing; a bug in their
-types cannot hide here. Works on a finished, a stopped and a running run.
+Owns its own idea of what is on disk (`records`, `ledger`, `evidence`, `payloads`), of who trained
+what (`lineage`), and one function per law. Imports nothing of the services it judges and writes
+nothing; a bug in their types cannot hide here. Works on a finished, a stopped and a running run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from penstock.audit.batches import check_batches, check_staleness
 from penstock.audit.commits import check_trained_twice, check_versions, summarise
 from penstock.audit.evidence import read
 from penstock.audit.flow import check_groups, check_slots
+from penstock.audit.freed import check_freed
 from penstock.audit.lineage import read_lineages
+from penstock.audit.links import check_messages, check_partitions
 from penstock.audit.report import AuditReport, Check, Summary
 from penstock.audit.rows import check_lost, check_rows, check_sampled
 
@@ -30,11 +32,14 @@ def audit(run_dir: Path) -> AuditReport:
         check_rows(evidence),
         check_slots(evidence),
         check_groups(evidence),
+        check_freed(evidence),
         check_batches(evidence),
         check_trained_twice(evidence, lineages),
         check_sampled(evidence),
         check_staleness(evidence, lineages),
         check_versions(evidence, lineages),
+        check_partitions(evidence),
+        check_messages(evidence),
     )
     return AuditReport(checks=checks, summary=summarise(evidence, lineages, checks[0]))
 

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
 
-from penstock.audit.evidence import (
+from penstock.audit.evidence import Evidence
+from penstock.audit.lineage import Lineage, effective
+from penstock.audit.records import (
+    SCORED,
     Batch,
-    Evidence,
     GroupSummary,
     Manifest,
     MemberSummary,
@@ -19,8 +21,8 @@ from penstock.audit.evidence import (
     Row,
     decode_map,
 )
-from penstock.audit.lineage import Lineage, effective
 from penstock.audit.report import Check, Findings
+from penstock.audit.run_file import REWARD
 
 SAME = 1e-9
 """Means of the same numbers, summed in another order, differ by less."""
@@ -31,7 +33,7 @@ def check_batches(evidence: Evidence) -> Check:
     findings = Findings("batches")
     sealed = _sealed_groups(evidence)
     members = _Members(evidence)
-    batch_of: dict[tuple[str, str], int] = {}
+    uses: Counter[tuple[str, str]] = Counter()
     due: defaultdict[str, int] = defaultdict(lambda: 1)
     for batch in evidence.batches:
         if batch.seq != due[batch.consumer]:
@@ -44,15 +46,18 @@ def check_batches(evidence: Evidence) -> Check:
             findings.add(batch.name, "its manifest cannot be read")
             continue
         named = {group.group_id for group in manifest.groups}
-        for why in _batch_faults(batch, manifest, sealed.get((batch.consumer, batch.seq), set())):
+        max_uses = evidence.run_file.max_uses(batch.consumer)
+        for why in _batch_faults(batch, manifest):
+            findings.add(batch.name, why)
+        for why in _fate_faults(manifest, sealed[batch.consumer], is_replayed=max_uses > 1):
             findings.add(batch.name, why)
         for group in manifest.groups:
             for why in members.faults(batch.consumer, group):
                 findings.add(f"{batch.name} {group.group_id}", why)
         for group_id in named:
-            first = batch_of.setdefault((batch.consumer, group_id), batch.seq)
-            if first != batch.seq:
-                findings.add(f"{batch.name} {group_id}", f"sealed into batch {first} before")
+            uses[batch.consumer, group_id] += 1
+            if uses[batch.consumer, group_id] > max_uses:
+                findings.add(f"{batch.name} {group_id}", f"in more than {max_uses} batches")
     known = {(batch.consumer, batch.seq) for batch in evidence.batches}
     for commit in evidence.commits:
         if (commit.consumer, commit.seq) not in known:
@@ -60,15 +65,27 @@ def check_batches(evidence: Evidence) -> Check:
     return findings.result(len(evidence.batches))
 
 
-def _sealed_groups(evidence: Evidence) -> dict[tuple[str, int], set[str]]:
-    found: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+def _sealed_groups(evidence: Evidence) -> defaultdict[str, dict[str, int]]:
+    """By consumer: the batch each group was sealed into, the last one where there are several."""
+    found: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for fate in evidence.fates:
         if fate.state == "sealed":
-            found[fate.consumer, fate.seq].add(fate.group_id)
+            found[fate.consumer][fate.group_id] = fate.seq
     return found
 
 
-def _batch_faults(batch: Batch, manifest: Manifest, sealed: set[str]) -> Iterable[str]:
+def _fate_faults(manifest: Manifest, sealed: dict[str, int], *, is_replayed: bool) -> Iterable[str]:
+    named = {group.group_id for group in manifest.groups}
+    due = {group_id for group_id, seq in sealed.items() if seq == manifest.seq}
+    odd = due - named
+    for group_id in named - due:
+        if not (is_replayed and sealed.get(group_id, 0) > manifest.seq):
+            odd.add(group_id)
+    if odd:
+        yield f"its manifest and the fates of groups differ on {', '.join(sorted(odd)[:3])}"
+
+
+def _batch_faults(batch: Batch, manifest: Manifest) -> Iterable[str]:
     written = (manifest.consumer, manifest.seq, manifest.trains_from)
     if written != (batch.consumer, batch.seq, batch.trains_from):
         yield f"its manifest calls itself {written}"
@@ -79,8 +96,6 @@ def _batch_faults(batch: Batch, manifest: Manifest, sealed: set[str]) -> Iterabl
         yield f"{len(groups)} groups of {len(rows)} rows, not {due}"
     if len(set(groups)) != len(groups) or len({row.row_id for row in rows}) != len(rows):
         yield "names a group or a row twice"
-    if odd := sorted(sealed.symmetric_difference(groups)):
-        yield f"its manifest and the fates of groups differ on {', '.join(odd[:3])}"
     if rows:
         mean = math.fsum(row.reward for row in rows) / len(rows)
         if not math.isclose(mean, batch.reward_mean, rel_tol=SAME, abs_tol=SAME):
@@ -97,13 +112,15 @@ class _Members:
         self._versions: dict[str, dict[str, list[Pair]]] = {}
 
     def faults(self, consumer: str, group: GroupSummary) -> Iterable[str]:
-        known = self._evidence.groups.get(group.group_id)
+        known = self._evidence.issued.get(group.group_id)
         if known is None or known.task_key != group.task_key:
             yield "is not the group of this task"
+        if self._evidence.is_excused(group.group_id):
+            return  # its rows went with their partition
         due = {
             row.row_id
             for row in self._by_group.get(group.group_id, [])
-            if row.reward is not None and (self._sampled(row) or {}).get(consumer, 0) > 0
+            if self._is_complete(row) and (self._sampled(row) or {}).get(consumer, 0) > 0
         }
         if odd := sorted(due.symmetric_difference(row.row_id for row in group.rows)):
             yield f"its rows and the manifest's differ on {', '.join(odd[:3])}"
@@ -112,8 +129,16 @@ class _Members:
             if row is not None and (wrong := self._member_fault(member, row)):
                 yield f"{member.row_id}: {wrong}"
 
+    def _is_complete(self, row: Row) -> bool:
+        """It came to a good end, and has every column that its run waits for."""
+        if row.outcome not in SCORED:
+            return False
+        columns = self._evidence.columns.get(row.row_id, {})
+        needs = self._evidence.run_file.needs
+        return all(name in columns and not columns[name].failed for name in needs)
+
     def _member_fault(self, member: MemberSummary, row: Row) -> str:
-        if (member.reward, member.outcome) != (row.reward, row.outcome):
+        if (member.reward, member.outcome) != (self._evidence.reward(row), row.outcome):
             return f"sealed as {member.outcome} with reward {member.reward}; the row says otherwise"
         if member.sampled != self._sampled(row):
             return f"sealed with {member.sampled} tokens; the row says {row.sampled}"
@@ -122,6 +147,18 @@ class _Members:
         # A row that is damaged itself is told by another law; its digest proves nothing here.
         if member.digest != row.digest and not self._evidence.contents[row.row_id].damage:
             return "sealed with other bytes"
+        return self._column_fault(member)
+
+    def _column_fault(self, member: MemberSummary) -> str:
+        """Columns of a complete row, against what its manifest says of them."""
+        columns = self._evidence.columns.get(member.row_id, {})
+        for name in sorted(self._evidence.run_file.needs - {REWARD}):
+            column = columns.get(name)
+            if column is None or column.failed:
+                continue  # then it is no member at all, and told as such
+            sealed = member.columns.get(name) if column.value is None else member.values.get(name)
+            if sealed != (column.digest if column.value is None else column.value):
+                return f"sealed with another {name} than its column has"
         return ""
 
     def _sampled(self, row: Row) -> dict[str, int] | None:
@@ -169,8 +206,7 @@ def _ages(
     is_complete = True
     for group in manifest.groups:
         for member in group.rows:
-            content = evidence.contents.get(member.row_id)
-            found = () if content is None else content.trainable.get(batch.consumer, ())
+            found = _versions(evidence, batch.consumer, group.group_id, member)
             for version in found:
                 if version not in counts_as and version in lineage.versions:
                     counts_as[version] = effective(version, batch.incarnation, meets)
@@ -179,6 +215,21 @@ def _ages(
             if known:
                 ages.append(batch.trains_from - min(known))
     return ages, is_complete
+
+
+def _versions(
+    evidence: Evidence, consumer: str, group_id: str, member: MemberSummary
+) -> Sequence[Pair]:
+    """Who sampled its tokens, by its payload; once that is freed, by what the ledger kept of it;
+    once its partition is lost, by what home sealed."""
+    content = evidence.contents.get(member.row_id)
+    if content is None:
+        is_excused = evidence.is_excused(group_id)
+        return member.versions.get(consumer, ()) if is_excused else ()
+    if not content.is_freed:
+        return content.trainable.get(consumer, ())
+    kept = decode_map(evidence.rows[member.row_id].versions, dict[str, list[Pair]], {})
+    return () if kept is None else kept.get(consumer, ())
 
 
 def _age_faults(batch: Batch, ages: list[int], bound: int, is_complete: bool) -> Iterable[str]:

@@ -13,8 +13,9 @@ from typing import Any
 
 from blake3 import blake3
 
-from penstock.audit.evidence import Commit, Evidence, Fork, Version
+from penstock.audit.evidence import Evidence
 from penstock.audit.lineage import Lineage
+from penstock.audit.records import Commit, Fork, MemberSummary, Version
 from penstock.audit.report import Check, Findings, Summary
 
 NUM_FIRST = 2
@@ -22,13 +23,15 @@ NUM_LAST = 5
 
 
 def check_trained_twice(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
-    """Along the surviving lineage each batch is committed once, in order, and no row is in two."""
+    """Along the surviving lineage each batch is committed once, in order, and no row is in two, or
+    in more than its replay rule allows."""
     findings = Findings("trained_twice")
     for policy, lineage in lineages.items():
         for where, why in _order_faults(lineage):
             findings.add(where, why)
+        allowed = evidence.run_file.max_uses(policy)
         for row_id, times in _times_trained(evidence, lineage).items():
-            if times > 1:
+            if times > allowed:
                 findings.add(row_id, f"trained {times} times by {policy}")
     return findings.result(sum(len(lineage.surviving) for lineage in lineages.values()))
 
@@ -67,7 +70,7 @@ def _times_trained(evidence: Evidence, lineage: Lineage) -> Counter[str]:
     """By row: in how many surviving trained commits."""
     times: Counter[str] = Counter()
     for commit in _trained(lineage):
-        times.update(_row_ids(evidence, commit))
+        times.update(member.row_id for member in _members(evidence, commit))
     return times
 
 
@@ -75,10 +78,10 @@ def _trained(lineage: Lineage) -> list[Commit]:
     return [commit for commit in lineage.surviving if not commit.skipped]
 
 
-def _row_ids(evidence: Evidence, commit: Commit) -> Iterable[str]:
+def _members(evidence: Evidence, commit: Commit) -> Iterable[MemberSummary]:
     manifest = evidence.manifests.get(f"{commit.consumer}.{commit.seq}")
     groups = () if manifest is None else manifest.groups
-    return [row.row_id for group in groups for row in group.rows]
+    return [member for group in groups for member in group.rows]
 
 
 def check_versions(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
@@ -124,8 +127,10 @@ def _manifest_fault(folder: Path, version: Version) -> str:
 def summarise(evidence: Evidence, lineages: dict[str, Lineage], lost: Check) -> Summary:
     trained = {name: _trained(lineage) for name, lineage in lineages.items()}
     twice = 0
-    for lineage in lineages.values():
-        twice += sum(times - 1 for times in _times_trained(evidence, lineage).values())
+    for policy, lineage in lineages.items():
+        allowed = evidence.run_file.max_uses(policy)
+        times = _times_trained(evidence, lineage).values()
+        twice += sum(int(found - allowed) for found in times if found > allowed)
     return Summary(
         reward_first=_reward(
             evidence, (c for found in trained.values() for c in found[:NUM_FIRST])
@@ -139,7 +144,14 @@ def summarise(evidence: Evidence, lineages: dict[str, Lineage], lost: Check) -> 
 
 
 def _reward(evidence: Evidence, commits: Iterable[Commit]) -> float | None:
-    """Mean over all rows of these batches."""
-    rows = (evidence.rows.get(row_id) for c in commits for row_id in _row_ids(evidence, c))
-    rewards = [row.reward for row in rows if row is not None and row.reward is not None]
+    """Mean over all rows of these batches; of rows in a lost partition the manifest tells it."""
+    rewards: list[float] = []
+    for member in (member for c in commits for member in _members(evidence, c)):
+        row = evidence.rows.get(member.row_id)
+        if row is not None:
+            reward = evidence.reward(row)
+        else:
+            reward = member.reward if evidence.is_excused(member.row_id.partition(".")[0]) else None
+        if reward is not None:
+            rewards.append(reward)
     return math.fsum(rewards) / len(rewards) if rewards else None

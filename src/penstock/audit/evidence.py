@@ -1,197 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a run folder, read once and as of one moment.
+"""What lies in a run folder, read once: the run file, the acknowledgement logs and all ledgers.
 
-Owns the auditor's own idea of the tables, the manifests, the acknowledgement logs and the run
-file. Judges nothing: a value of the wrong type is the only thing refused here. The records are
-msgspec Structs, not dataclasses, because those check a table row's types while they take it.
+Owns the order of reading, from which follows what may differ between the ledgers of a running run:
+acknowledgements, then home, then every partition, then once more what home tells partitions. So
+whatever home built on is in the partitions, and whatever partitions repeat is in the later look at
+home. Judges nothing.
 """
 
 from __future__ import annotations
 
-import sqlite3
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
 
-import msgspec
-import yaml
-
+from penstock.audit.ledger import Books, Facts, Work, opened
 from penstock.audit.payloads import Content, Segments
-from penstock.errors import StoreError
+from penstock.audit.records import (
+    Batch,
+    Checkpoints,
+    Column,
+    Commit,
+    Fate,
+    Fork,
+    Group,
+    Issued,
+    Lease,
+    Manifest,
+    Row,
+    Source,
+    Version,
+    decode_manifest,
+)
+from penstock.audit.run_file import REWARD, RunFile, read_run_file
 
-FORMAT = 1
-T = TypeVar("T")
-TableRow = TypeVar("TableRow", bound="Table")
-Pair = tuple[int, int]
-"""A version: (incarnation, number)."""
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Far:
+    """The ledger of a further partition."""
 
-class Table(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A row of one table; the fields are the columns read, in this order."""
-
-
-class Group(Table, frozen=True, gc=False):
-    group_id: str
-    partition: int
-    issue: int
-    source: str
-    ordinal: int
-    task_key: str
-    num_slots: int
+    index: int
     state: str
-
-
-class Lease(Table, frozen=True, gc=False):
-    group_id: str
-    slot: int
-    epoch: int
-    attempt: int
-    node_id: str
-    ended: str
-
-
-class Row(Table, frozen=True, gc=False):
-    row_id: str
-    group_id: str
-    slot: int
-    epoch: int
-    node_id: str
-    digest: str
-    segment: int
-    offset: int
-    length: int
-    outcome: str
-    reward: float | None
-    sampled: str
-    versions: str
-
-
-class Fate(Table, frozen=True, gc=False):
-    consumer: str
-    group_id: str
-    state: str
-    reason: str
-    seq: int
-
-
-class Batch(Table, frozen=True, gc=False):
-    consumer: str
-    seq: int
-    incarnation: int
-    trains_from: int
-    num_groups: int
-    num_rows: int
-    digest: str
-    manifest: bytes
-    reward_mean: float
-    staleness_mean: float
-    staleness_max: int
-    sealed_at: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.consumer}.{self.seq}"
-
-
-class Commit(Table, frozen=True, gc=False):
-    consumer: str
-    seq: int
-    incarnation: int
-    number: int
-    skipped: str
-
-
-class Fork(Table, frozen=True, gc=False):
-    """One incarnation: the life of a trainer, and where it starts from."""
-
-    policy: str
-    incarnation: int
-    number: int
-    seq: int
-
-
-class Version(Table, frozen=True, gc=False):
-    policy: str
-    incarnation: int
-    number: int
-    manifest_digest: str
-    weights_digest: str
-    at: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.policy}@{self.incarnation}.{self.number}"
-
-
-class Source(Table, frozen=True, gc=False):
-    name: str
-    next_ordinal: int
-
-
-class MemberSummary(msgspec.Struct, frozen=True, gc=False):
-    """A row as a manifest names it."""
-
-    row_id: str
-    digest: str
-    reward: float
-    outcome: str
-    sampled: dict[str, int]
-    versions: dict[str, list[Pair]]
-
-
-class GroupSummary(msgspec.Struct, frozen=True):
-    group_id: str
-    task_key: str
-    rows: tuple[MemberSummary, ...]
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    consumer: str
-    seq: int
-    trains_from: int
-    groups: tuple[GroupSummary, ...]
-
-
-class _Training(msgspec.Struct, frozen=True):
-    max_staleness: int
-
-
-class _Model(msgspec.Struct, frozen=True):
-    training: _Training | None = None
-
-
-class _Dataflow(msgspec.Struct, frozen=True):
-    closing: Any = "complete"
-
-
-class RunFile(msgspec.Struct, frozen=True):
-    """Of config.yaml, only what the laws are measured by."""
-
-    models: dict[str, _Model]
-    training: _Training
-    dataflow: _Dataflow = _Dataflow()
-
-    def max_staleness(self, policy: str) -> int:
-        model = self.models.get(policy, _Model())
-        return (model.training or self.training).max_staleness
-
-    @property
-    def may_close_without_all(self) -> bool:
-        return isinstance(self.dataflow.closing, dict)
+    work: Work
+    facts: Facts
+    """Its replica of what home told it, and its end of the link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """All of it, of one moment; acknowledgements may only be older."""
+    """All of it. What home keeps is of one moment, and what partitions keep of a later one."""
 
     run_file: RunFile
     acknowledged: frozenset[str]
+    issued: dict[str, Issued]
     groups: dict[str, Group]
+    """Of all partitions, as the next five."""
     leases: list[Lease]
-    """In order of group, slot and epoch."""
+    """In order of group, slot and epoch within each partition."""
     rows: dict[str, Row]
+    columns: dict[str, dict[str, Column]]
+    """By row and name."""
+    judging: frozenset[tuple[str, str]]
+    """(group, policy): closed, and its rows lack columns that the policy judges by."""
     contents: dict[str, Content]
     """By row id: what the payload says, as far as it can be read."""
     fates: list[Fate]
@@ -203,6 +74,16 @@ class Evidence:
     forks: list[Fork]
     versions: list[Version]
     sources: list[Source]
+    freed: frozenset[str]
+    """Groups whose payload nobody may ask for any more."""
+    checkpoints: list[Checkpoints]
+    home: Facts
+    far: dict[int, Far]
+    """By index: partitions besides home's own whose ledger there is."""
+    later: Facts
+    """Home's, after all partitions were read; the same as `home` when there are none."""
+    missing: Mapping[int, str]
+    """State by index: partitions that were declared lost, or drained and taken away."""
     weights: Path
 
     def rows_by_group(self) -> dict[str, list[Row]]:
@@ -211,97 +92,117 @@ class Evidence:
             found[row.group_id].append(row)
         return found
 
+    def is_excused(self, group_id: str) -> bool:
+        """Its partition is lost, so nobody can show its rows; or gone, and they were freed."""
+        state = self.missing.get(partition_of(group_id))
+        return state == "lost" or (state is not None and group_id in self.freed)
+
+    def reward(self, row: Row) -> float | None:
+        """What rules and trainers see: as delivered, or as a stage wrote it."""
+        if REWARD not in self.run_file.needs:
+            return row.reward
+        column = self.columns.get(row.row_id, {}).get(REWARD)
+        return None if column is None else column.value
+
+
+def partition_of(name: str) -> int:
+    """The partition in the name of a group or row, -1 when it names none."""
+    index = name.partition("-")[0].removeprefix("p")
+    return int(index) if index.isdecimal() else -1
+
 
 def read(run_dir: Path) -> Evidence:
-    """Acknowledgements first: whatever was acknowledged before the tables are read is in them."""
-    run_file = _read_run_file(run_dir / "config.yaml")
+    run_file = read_run_file(run_dir / "config.yaml")
     acknowledged = frozenset(_read_acknowledged(run_dir / "acks"))
-    connection = _connect(run_dir / "ledger" / "ledger.db")
-    try:
-        connection.execute("BEGIN")
-        _check_format(connection)
-        rows = _table(connection, Row, "rows", "segment, offset")
-        batches = _table(connection, Batch, "batches", "consumer, seq")
-        groups = _table(connection, Group, "groups", "issue")
-        evidence = Evidence(
-            run_file=run_file,
-            acknowledged=acknowledged,
-            groups={group.group_id: group for group in groups},
-            leases=_table(connection, Lease, "leases", "group_id, slot, epoch"),
-            rows={row.row_id: row for row in rows},
-            contents=_read_contents(run_dir / "ledger" / "segments", rows),
-            fates=_table(connection, Fate, "fates", "consumer, group_id"),
-            batches=batches,
-            manifests={b.name: m for b in batches if (m := _manifest(b)) is not None},
-            commits=_table(connection, Commit, "commits", "consumer, incarnation, seq"),
-            forks=_table(connection, Fork, "incarnations", "policy, incarnation"),
-            versions=_table(connection, Version, "versions", "policy, incarnation, number"),
-            sources=_table(connection, Source, "sources", "name"),
-            weights=run_dir / "weights",
-        )
-    finally:
-        connection.close()
-    return evidence
+    folder = run_dir / "ledger"
+    with opened(folder) as ledger:
+        work, home, books = ledger.work(), ledger.facts(), ledger.books()
+    folders = _folders(folder, books)
+    far = {index: _read_far(index, state, path) for index, (state, path) in folders.items()}
+    later = home
+    if far:
+        with opened(folder) as ledger:
+            later = ledger.facts()
+    works = [(folder, work), *((folders[index][1], one.work) for index, one in far.items())]
+    return Evidence(
+        run_file=run_file,
+        acknowledged=acknowledged,
+        issued=home.issued,
+        groups={group.group_id: group for _, work in works for group in work.groups},
+        leases=[lease for _, work in works for lease in work.leases],
+        rows={row.row_id: row for _, work in works for row in work.rows},
+        columns=_by_row(chain.from_iterable(work.columns for _, work in works)),
+        judging=frozenset(
+            (one.group_id, one.policy)
+            for _, work in works
+            for one in work.completions
+            if one.state == "judging"
+        ),
+        contents={
+            row_id: content
+            for path, work in works
+            for row_id, content in read_contents(path, work.rows, later.freed).items()
+        },
+        fates=home.fates,
+        batches=books.batches,
+        manifests={b.name: m for b in books.batches if (m := decode_manifest(b)) is not None},
+        commits=home.commits,
+        forks=home.forks,
+        versions=home.versions,
+        sources=books.sources,
+        freed=home.freed,
+        checkpoints=books.checkpoints,
+        home=home,
+        far=far,
+        later=later,
+        missing={p.index: p.state for p in books.partitions if p.index not in far},
+        weights=run_dir / "weights",
+    )
 
 
-def decode_map(text: str, kind: type[T], known: dict[str, T]) -> T | None:
-    """A JSON column; the few distinct texts of a run are decoded once."""
-    if text not in known:
-        try:
-            known[text] = msgspec.json.decode(text, type=kind)
-        except msgspec.MsgspecError:
-            return None
-    return known[text]
+def _folders(folder: Path, books: Books) -> dict[int, tuple[str, Path]]:
+    """State and ledger of each partition that must have one. A lost one is not asked, whatever its
+    folder holds; one that is drained and empty may be taken away."""
+    found: dict[int, tuple[str, Path]] = {}
+    for partition in books.partitions:
+        path = folder / f"p{partition.index}"
+        is_away = partition.state == "gone" and not (path / "ledger.db").exists()
+        if partition.state != "lost" and not is_away:
+            found[partition.index] = (partition.state, path)
+    return found
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    if not path.is_file():
-        raise StoreError(
-            f"there is no ledger at {path}; give the folder of a run that was started, "
-            "OUTPUT_DIR/NAME of its config"
-        )
-    # Without a write-ahead log nobody has the ledger open, and none need be made to read it.
-    is_open = path.with_name(path.name + "-wal").exists()
-    mode = "mode=ro" if is_open else "mode=ro&immutable=1"
-    return sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
+def _read_far(index: int, state: str, folder: Path) -> Far:
+    with opened(folder) as ledger:
+        return Far(index=index, state=state, work=ledger.work(), facts=ledger.facts())
 
 
-def _check_format(connection: sqlite3.Connection) -> None:
-    try:
-        found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
-    except sqlite3.DatabaseError as error:
-        raise StoreError(f"the ledger cannot be read: {error}; is this a run folder?") from error
-    if found is not None and found[0] != str(FORMAT):
-        raise StoreError(
-            f"this ledger has format {found[0]}, this auditor reads {FORMAT}; "
-            "audit it with the penstock that wrote it"
-        )
+def _by_row(columns: Iterable[Column]) -> dict[str, dict[str, Column]]:
+    found: defaultdict[str, dict[str, Column]] = defaultdict(dict)
+    for column in columns:
+        found[column.row_id][column.name] = column
+    return dict(found)
 
 
-def _table(
-    connection: sqlite3.Connection, kind: type[TableRow], name: str, order: str
-) -> list[TableRow]:
-    columns = ", ".join(f'"{column}"' for column in kind.__struct_fields__)
-    try:
-        rows = connection.execute(f"SELECT {columns} FROM {name} ORDER BY {order}").fetchall()
-        return msgspec.convert(rows, list[kind])
-    except (sqlite3.DatabaseError, msgspec.ValidationError) as error:
-        raise StoreError(f"table {name} of the ledger is damaged: {error}") from error
+def read_contents(folder: Path, rows: Iterable[Row], freed: Set[str]) -> dict[str, Content]:
+    """What the payload of these rows says, wherever it lies by now."""
+    with Segments(folder / "segments") as segments:
+        found = {row.row_id: _content(segments, row, freed) for row in rows}
+        if not any(content.damage for content in found.values()):
+            return found
+        # A running service may have moved or deleted payload since its tables were read.
+        with opened(folder) as ledger:
+            now, freed_by_now = ledger.rows(), ledger.freed()
+        for row in now:
+            if row.row_id in found and found[row.row_id].damage:
+                found[row.row_id] = _content(segments, row, freed_by_now)
+    return found
 
 
-def _read_contents(folder: Path, rows: Iterable[Row]) -> dict[str, Content]:
-    with Segments(folder) as segments:
-        return {
-            row.row_id: segments.content(row.segment, row.offset, row.length, row.digest)
-            for row in rows
-        }
-
-
-def _manifest(batch: Batch) -> Manifest | None:
-    try:
-        return msgspec.msgpack.decode(batch.manifest, type=Manifest)
-    except msgspec.MsgspecError:
-        return None
+def _content(segments: Segments, row: Row, freed: Set[str]) -> Content:
+    if row.group_id in freed:
+        return Content(is_freed=True)
+    return segments.content(row.segment, row.offset, row.length, row.digest, row.blob)
 
 
 def _read_acknowledged(folder: Path) -> Iterable[str]:
@@ -309,16 +210,3 @@ def _read_acknowledged(folder: Path) -> Iterable[str]:
         # A node killed in mid-write leaves half a line; the id on it may be cut.
         whole, _, _ = path.read_bytes().rpartition(b"\n")
         yield from filter(None, whole.decode(errors="replace").split("\n"))
-
-
-def _read_run_file(path: Path) -> RunFile:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise StoreError(
-            f"{path} cannot be read: {error.strerror}; give the folder of a run"
-        ) from error
-    try:
-        return msgspec.convert(yaml.safe_load(text), RunFile)
-    except (yaml.YAMLError, msgspec.ValidationError) as error:
-        raise StoreError(f"{path} is no resolved run file: {error}") from error

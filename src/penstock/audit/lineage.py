@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from penstock.audit.evidence import Commit, Evidence, Fork, Pair, Version
+from penstock.audit.evidence import Evidence
+from penstock.audit.records import Commit, Fork, Pair, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

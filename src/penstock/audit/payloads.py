@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories as they lie in the segments: found, proved by checksum and digest, and summed up.
+"""Trajectories as they lie in segments and blobs: found, proved by checksum and digest, and summed
+up.
 
-Owns the auditor's own idea of a segment record and of a trajectory. Compares nothing with the
+Owns the auditor's own idea of a segment record, a blob and a trajectory. Compares nothing with the
 ledger's tables but the digest.
 """
 
@@ -67,6 +68,8 @@ class Trajectory(msgspec.Struct, frozen=True, gc=False):
 class Content(msgspec.Struct, frozen=True, gc=False):
     """One payload, without its tokens."""
 
+    is_freed: bool = False
+    """Nobody needs it any more, so it was not looked for; then all below is empty."""
     damage: str = ""
     """Why it cannot be read, or is not what was delivered; then all below is empty."""
     name: tuple[str, str, int, int, str] = ("", "", 0, 0, "")
@@ -84,7 +87,7 @@ class Content(msgspec.Struct, frozen=True, gc=False):
 
 
 class Segments:
-    """The segment files of one ledger, opened as they are needed."""
+    """The segment files of one ledger, opened as they are needed; beside them, its blobs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -100,8 +103,10 @@ class Segments:
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def content(self, segment: int, offset: int, length: int, digest: str) -> Content:
-        payload = self._read(segment, offset, length)
+    def content(
+        self, segment: int, offset: int, length: int, digest: str, blob: str = ""
+    ) -> Content:
+        payload = self._read_blob(blob) if blob else self._read(segment, offset, length)
         if isinstance(payload, str):
             return Content(damage=payload)
         if blake3(payload).hexdigest() != digest:
@@ -133,6 +138,14 @@ class Segments:
         if checksum != crc32c.crc32c(payload):
             return f"{name} at {offset} has another checksum than its bytes"
         return payload
+
+    def _read_blob(self, digest: str) -> bytes | str:
+        if len(digest) != 64 or not digest.isalnum():
+            return f"{digest[:80]!r} names no blob"
+        try:
+            return (self._folder.parent / "blobs" / digest[:2] / digest).read_bytes()
+        except OSError as error:
+            return f"its blob {digest} cannot be read: {error.strerror}"
 
     def _sum_up(self, trajectory: Trajectory) -> Content:
         turns = trajectory.turns

@@ -3,13 +3,15 @@
 were sampled by the policy it is counted for.
 
 A payload that cannot be read is told once: as lost when a node was promised it, else as a damaged
-row. The other laws then pass over what it would have said.
+row. The other laws then pass over what it would have said. Freed payload may be gone: the law of
+freed groups says when.
 """
 
 from __future__ import annotations
 
-from penstock.audit.evidence import Evidence, Lease, Row, decode_map
+from penstock.audit.evidence import Evidence
 from penstock.audit.payloads import Content
+from penstock.audit.records import SCORED, Lease, Row, decode_map
 from penstock.audit.report import Check, Findings
 
 ENDS_WITH = {
@@ -22,12 +24,14 @@ ENDS_WITH = {
 
 
 def check_lost(evidence: Evidence) -> Check:
-    """Every acknowledged id is a row whose payload is readable and has the row's digest."""
+    """Every acknowledged id is a row whose payload is readable and has the row's digest; rows of a
+    partition that was declared lost are excused."""
     findings = Findings("lost")
     for row_id in sorted(evidence.acknowledged):
         content = evidence.contents.get(row_id)
         if content is None:
-            findings.add(row_id, "acknowledged, and not in the ledger")
+            if not evidence.is_excused(row_id.partition(".")[0]):
+                findings.add(row_id, "acknowledged, and not in the ledger")
         elif content.damage:
             findings.add(row_id, f"acknowledged, and {content.damage}")
     return findings.result(len(evidence.acknowledged))
@@ -42,7 +46,7 @@ def check_rows(evidence: Evidence) -> Check:
         if content.damage:
             if row.row_id not in evidence.acknowledged:
                 findings.add(row.row_id, content.damage)
-        elif wrong := _against_payload(row, content):
+        elif not content.is_freed and (wrong := _against_payload(row, content)):
             findings.add(row.row_id, wrong)
         lease = leases.get((row.group_id, row.slot, row.epoch))
         if wrong := _against_lease(evidence, row, lease):
@@ -71,8 +75,11 @@ def _against_lease(evidence: Evidence, row: Row, lease: Lease | None) -> str:
         return "was delivered under a lease that nobody granted"
     if lease.node_id != row.node_id:
         return f"came from {row.node_id}; {lease.node_id} held the lease"
-    if (row.reward is not None) != (row.outcome in ("completed", "truncated")):
+    is_scored = row.outcome in SCORED
+    if row.reward is not None and not is_scored:
         return f"{row.outcome} with reward {row.reward}: failure is not a reward"
+    if row.reward is None and is_scored and not evidence.run_file.is_scored_later:
+        return f"{row.outcome} without a reward, and no stage adds one"
     if lease.ended != ENDS_WITH.get(row.outcome):
         return f"{row.outcome}, but its lease {lease.ended or 'still runs'}"
     return ""
@@ -81,11 +88,11 @@ def _against_lease(evidence: Evidence, row: Row, lease: Lease | None) -> str:
 def check_sampled(evidence: Evidence) -> Check:
     """Every trainable token was sampled by the policy it counts for, under a published version."""
     findings = Findings("sampled_by_policy")
-    published = {(v.policy, v.incarnation, v.number) for v in evidence.versions}
+    published = {(v.policy, v.incarnation, v.number) for v in evidence.later.versions}
     counts: dict[str, dict[str, int]] = {}
     for row in evidence.rows.values():
         content = evidence.contents[row.row_id]
-        if content.damage:
+        if content.damage or content.is_freed:
             continue
         if content.fault:
             findings.add(row.row_id, content.fault)

@@ -13,8 +13,14 @@ def dataflow(
     port: int | None = None,
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
+    partition: int = 0,
+    home: str | None = None,
+    url: str | None = None,
 ) -> int:
     """Serve the ledger of a run until SIGTERM.
+
+    With --partition N it serves data partition N alone, in a ledger folder of its own; starting one
+    adds it to a running service.
 
     Parameters
     ----------
@@ -28,24 +34,55 @@ def dataflow(
         Certificate file, to listen beyond this machine.
     tls_key
         Its key file.
+    partition
+        Number of a further data partition; 0 is home with the partition beside it.
+    home
+        Address of home, for a further partition; by default the one of the run.
+    url
+        Address under which nodes and trainers reach this partition, when it differs from where it
+        listens.
     """
     import uvloop
 
-    from penstock.cli.service import address, enter, make_tls
-    from penstock.dataflow.server import serve_dataflow
-    from penstock.wire.auth import Audience, Verifier
+    from penstock.cli.service import address, enter, make_tls, token_for
+    from penstock.dataflow.server import serve_dataflow, serve_partition
+    from penstock.fleet.folder import free_port
+    from penstock.wire.auth import Audience, Role, Verifier
 
     tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory
-    folder, config, endpoints = enter(run_dir, "dataflow")
-    listen_host, listen_port = address(endpoints.dataflow, host, port)
+    folder, config, endpoints = enter(
+        run_dir, f"partition-{partition}" if partition else "dataflow"
+    )
+    verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.DATAFLOW)
+    if not partition:
+        listen_host, listen_port = address(endpoints.dataflow, host, port)
+        uvloop.run(
+            serve_dataflow(
+                config,
+                folder.path,
+                host=listen_host,
+                port=listen_port,
+                weights_url=endpoints.weights,
+                verifier=verifier,
+                tls=tls,
+            )
+        )
+        return 0
+    chosen = dict(enumerate(endpoints.partitions, start=1)).get(partition)
+    listen_host, listen_port = address(chosen or f"http://127.0.0.1:{free_port()}", host, port)
+    scheme = "https" if tls else "http"
     uvloop.run(
-        serve_dataflow(
+        serve_partition(
             config,
             folder.path,
+            partition,
+            home_url=home or endpoints.dataflow,
+            token=token_for(folder, config, Role.PARTITION),
+            url=url or f"{scheme}://{listen_host}:{listen_port}",
             host=listen_host,
             port=listen_port,
             weights_url=endpoints.weights,
-            verifier=Verifier.read(folder.keys, run=config.name, audience=Audience.DATAFLOW),
+            verifier=verifier,
             tls=tls,
         )
     )

@@ -94,7 +94,9 @@ def launch(
                 was_finished=True,
             )
         Signer.create(folder.keys, config.name)
-        endpoints = folder.choose_endpoints(Path.cwd(), python_path)
+        endpoints = folder.choose_endpoints(
+            Path.cwd(), python_path, num_partitions=config.dataflow.partitions
+        )
         wait_free(endpoints.dataflow, timeout_s=10.0, what="dataflow")
         wait_free(endpoints.weights, timeout_s=10.0, what="weights front")
 

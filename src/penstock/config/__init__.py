@@ -5,17 +5,19 @@ Owns the shape of run.yaml, its defaults and its stored form. Builds nothing, im
 and no torch; every other folder takes plain values from here through its own `build`."""
 
 from penstock.config.dataflow import (
+    BoundsConfig,
     ClosingConfig,
     DataflowConfig,
-    Hook,
     LeaseConfig,
     PolicyDataflowConfig,
-    RuleConfig,
+    SpaceConfig,
     SurvivorsClosing,
     SurvivorsConfig,
 )
 from penstock.config.loader import demo, load
 from penstock.config.resolved import differences, digest, dump, run_dir
+from penstock.config.rule_options import Hook
+from penstock.config.rules import RuleConfig
 from penstock.config.run import (
     CommandWorkflow,
     ModelConfig,
@@ -24,10 +26,12 @@ from penstock.config.run import (
     SourceConfig,
     WorkflowConfig,
 )
+from penstock.config.stages import StageConfig
 from penstock.config.trainer import AlgorithmConfig, SamplingConfig, TrainingConfig
 
 __all__ = [
     "AlgorithmConfig",
+    "BoundsConfig",
     "ClosingConfig",
     "CommandWorkflow",
     "DataflowConfig",
@@ -40,6 +44,8 @@ __all__ = [
     "RunConfig",
     "SamplingConfig",
     "SourceConfig",
+    "SpaceConfig",
+    "StageConfig",
     "SurvivorsClosing",
     "SurvivorsConfig",
     "TrainingConfig",

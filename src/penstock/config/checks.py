@@ -26,6 +26,9 @@ FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 """A dotted module path."""
 
+COLUMN = re.compile(r"[A-Za-z][A-Za-z0-9_.@-]{0,63}")
+"""Names of columns; `step_scores@7` names the version of what wrote it."""
+
 T = TypeVar("T")
 
 

@@ -1,143 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the dataflow service: store, leases, closing of groups, rules.
+"""Settings of the dataflow service: stores, bounds, leases, closing of groups, stages, rules.
 
-Owns which rules and closings exist. Does not know what a rule does, and builds none."""
+Owns their defaults and the contradictions inside the section. Builds nothing."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from enum import StrEnum
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
     PositiveInt,
     Tag,
-    model_serializer,
     model_validator,
 )
 
-from penstock.config.checks import Contradiction, Section, not_one_of, one_of, refuse, shown
-
-
-class Hook(StrEnum):
-    """The point of a row's life at which a rule decides."""
-
-    MIX = "mix"
-    """Which source next?"""
-    CURATE = "curate"
-    """Is this task worth rolling out now?"""
-    ADMIT = "admit"
-    """May this closed group enter?"""
-    SELECT = "select"
-    """Which ready groups go into the next batch?"""
-    REPLAY = "replay"
-    """Which served rows may be served again?"""
-    ROUTE = "route"
-    """Which consumers see which turns?"""
-
-
-SHARED_HOOKS = frozenset({Hook.MIX, Hook.CURATE})
-"""They decide before any policy is known, so they cannot differ by policy."""
-SINGLE_HOOKS = frozenset({Hook.MIX, Hook.SELECT})
-"""They choose one thing, so two rules would contradict each other; the others chain."""
-
-
-def _not_yet(hook: str) -> BeforeValidator:
-    def check(value: object) -> object:
-        if value is not None:
-            raise ValueError(f"no {hook} rule is served yet; leave {hook} out")
-        return value
-
-    return BeforeValidator(check)
-
-
-class RuleConfig(Section):
-    """One rule at one hook, written as a mapping of a single key: `{admit: reward-spread}`."""
-
-    mix: Annotated[
-        Literal["weights"] | None, one_of("weights", later=("round-robin", "curriculum"))
-    ] = None
-    """Which source next?"""
-    curate: Annotated[
-        Literal["all"] | None, one_of("all", later=("solved-filter", "greso", "GRESO"))
-    ] = None
-    """Is this task worth rolling out now?"""
-    admit: Annotated[
-        Literal["all", "reward-spread"] | None,
-        one_of("all", "reward-spread", later=("overlong", "outcome", "reward-range", "dedup")),
-    ] = None
-    """May this closed group enter? `reward-spread` drops groups of equal rewards."""
-    select: Annotated[
-        Literal["edf", "fifo"] | None,
-        one_of("edf", "fifo", later=("freshest", "priority", "length-balanced")),
-    ] = None
-    """Which ready groups go into the next batch? Earliest deadline first, or first in first out."""
-    replay: Annotated[None, _not_yet("replay")] = None
-    """Which served rows may be served again? No rule is served yet."""
-    route: Annotated[None, _not_yet("route")] = None
-    """Which consumers see which turns? No rule is served yet."""
-
-    @model_validator(mode="after")
-    def _has_one_key(self) -> Self:
-        named = [hook for hook in Hook if getattr(self, hook) is not None]
-        if len(named) != 1:
-            given = ", ".join(named) or "none"
-            raise ValueError(
-                f"a rule names exactly one hook, here {given}; write one entry per rule, "
-                "like [{admit: all}, {select: edf}]"
-            )
-        return self
-
-    @property
-    def hook(self) -> Hook:
-        """Where this rule decides."""
-        return next(hook for hook in Hook if getattr(self, hook) is not None)
-
-    @property
-    def name(self) -> str:
-        """Which rule it is."""
-        return str(getattr(self, self.hook))
-
-    @model_serializer
-    def _as_single_key(self) -> dict[str, str]:
-        return {self.hook.value: self.name}
-
-
-Rules = Annotated[tuple[RuleConfig, ...], Field(strict=False)]
-"""Rules in the order in which they are asked."""
-
-DEFAULT_RULES: tuple[RuleConfig, ...] = (
-    RuleConfig(mix="weights"),
-    RuleConfig(curate="all"),
-    RuleConfig(admit="all"),
-    RuleConfig(select="edf"),
+from penstock.config.checks import (
+    FUNCTION,
+    NAME,
+    Contradiction,
+    Section,
+    matching,
+    not_one_of,
+    refuse,
+    shown,
 )
-"""What decides at a hook for which no rule is written."""
-
-
-def rule_contradictions(rules: Sequence[RuleConfig]) -> Iterator[Contradiction]:
-    """Rules written twice, and second rules at a hook that takes one."""
-    for index, rule in enumerate(rules):
-        earlier = rules[:index]
-        if rule in earlier:
-            text = f"{rule.hook}: {rule.name} stands twice; delete this entry"
-        elif rule.hook in SINGLE_HOOKS and any(other.hook == rule.hook for other in earlier):
-            text = f"{rule.hook} takes one rule and has one already; keep one of them"
-        else:
-            continue
-        yield Contradiction(text=text, keys=(("rules", index), ("rules",)))
-
-
-def layered(own: Sequence[RuleConfig], shared: Sequence[RuleConfig]) -> tuple[RuleConfig, ...]:
-    """The rules in force, hook by hook: the policy's own, else the shared, else the default."""
-    layers = (own, shared, DEFAULT_RULES)
-    in_force: list[RuleConfig] = []
-    for hook in Hook:
-        at_hook = [[rule for rule in layer if rule.hook == hook] for layer in layers]
-        in_force += at_hook[0] or at_hook[1] or at_hook[2]
-    return tuple(in_force)
+from penstock.config.report import ReportConfig
+from penstock.config.rules import SHARED_HOOKS, Rules, rule_contradictions
+from penstock.config.rules import RuleConfig as RuleConfig
+from penstock.config.stages import StageConfig, stage_contradictions
 
 
 class LeaseConfig(Section):
@@ -149,6 +43,10 @@ class LeaseConfig(Section):
     """Attempts at one slot before it ends as failed."""
     start_to_close_s: float = Field(default=600.0, gt=0)
     """Seconds one attempt may run before it is truncated."""
+    schedule_to_start_s: float | None = Field(default=None, gt=0)
+    """Seconds a slot may wait for a node; null for ever."""
+    schedule_to_close_s: float | None = Field(default=None, gt=0)
+    """Seconds from issue in which a slot must end, all its attempts included; null for ever."""
 
 
 class SurvivorsConfig(Section):
@@ -191,30 +89,145 @@ ClosingConfig = Annotated[
 """What becomes of a group when all its slots are terminal; `<…>` tags never reach a message."""
 
 
+def _is_url(value: str, *schemes: str) -> bool:
+    """A URL of one of these schemes that names something."""
+    try:
+        parts = urlsplit(value)
+        _ = parts.port
+    except ValueError:
+        return False
+    return parts.scheme in schemes and bool(parts.netloc or parts.path.strip("/"))
+
+
 def _read_store(value: object) -> object:
     if value == "sqlite":
         return value
     if isinstance(value, str) and value.startswith("postgres"):
-        raise ValueError(f"{shown(value)} is not served yet; use sqlite")
-    raise not_one_of(value, ("sqlite",))
+        if _is_url(value, "postgresql") and urlsplit(value).path.strip("/"):
+            return value
+        raise ValueError(f"{shown(value)} names no database; write postgresql://host/database")
+    raise not_one_of(value, ("sqlite", "postgresql://host/database"))
+
+
+_OBJECT_STORES = ("s3", "gs", "az")
+_PAYLOADS = ("segments", "memory", "s3://bucket/prefix", "file:///folder", "module:Class")
+
+
+def _read_payload(value: object) -> object:
+    if not isinstance(value, str) or "/" not in value:
+        if value in ("segments", "memory") or (
+            isinstance(value, str) and FUNCTION.fullmatch(value)
+        ):
+            return value
+        raise not_one_of(value, _PAYLOADS)
+    if not _is_url(value, *_OBJECT_STORES, "file"):
+        raise ValueError(f"{shown(value)} names no store; use {' | '.join(_PAYLOADS)}")
+    return value
+
+
+class BoundsConfig(Section):
+    """What the service may fill before it stops taking work."""
+
+    memory_mb: PositiveInt = 2048
+    """Memory of one process; above it no new leases are given."""
+    disk_free_mb: PositiveInt = 1024
+    """Free disk below which no new leases are given."""
+    disk_reserve_mb: PositiveInt = 64
+    """Free disk below which deliveries of leased work are refused too, with 507."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if self.disk_reserve_mb >= self.disk_free_mb:
+            text = (
+                f"disk_reserve_mb {self.disk_reserve_mb} is not below disk_free_mb "
+                f"{self.disk_free_mb}, so leased work could not be delivered; set it lower"
+            )
+            keys = (("disk_reserve_mb",), ("disk_free_mb",))
+            refuse([Contradiction(text=text, keys=keys)])
+        return self
+
+
+class SpaceConfig(Section):
+    """Rows kept apart from all others, and cleared alone."""
+
+    name: Annotated[str, AfterValidator(matching(NAME, "use up to 64 letters, digits, _ or -"))]
+    """Names the space, such as eval."""
+    quota_mb: PositiveInt | None = None
+    """Most payload it may hold; null for no bound of its own."""
 
 
 class DataflowConfig(Section):
     """The dataflow service of a run."""
 
-    store: Annotated[Literal["sqlite"], BeforeValidator(_read_store)] = "sqlite"
-    """Where the ledger's metadata lives."""
+    store: Annotated[str, BeforeValidator(_read_store)] = "sqlite"
+    """Where the ledger's metadata lives: sqlite, or a postgresql:// URL."""
+    payload: Annotated[str, BeforeValidator(_read_payload)] = "segments"
+    """Where trajectories lie: segments (files on this disk), memory (gone with the process), a URL
+    of an object store or shared folder, or `module:Class`."""
+    partitions: PositiveInt = 1
+    """Processes that hold slots, leases and payload."""
     lease: LeaseConfig = LeaseConfig()
     """How long work may be held."""
     closing: ClosingConfig = "complete"
     """What becomes of a group whose slots are all terminal: complete | drop | survivors(min)."""
+    pace: str = "any"
+    """Whose room starts work: any policy's, all policies', or one policy's by name."""
     rules: Rules = ()
     """Data decisions; a hook without a rule has its default."""
+    stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
+    """Workers that add columns to rows."""
+    spaces: Annotated[tuple[SpaceConfig, ...], Field(strict=False)] = ()
+    """Named spaces with quotas."""
+    bounds: BoundsConfig = BoundsConfig()
+    """Memory and disk the service may fill."""
+    report: ReportConfig = ReportConfig()
+    """When the balance report calls the rollout pool too small or too large."""
+    retain_batches: PositiveInt = 8
+    """Last batches whose rows are kept until a trainer names a checkpoint."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        refuse(rule_contradictions(self.rules))
+        refuse(
+            [
+                *rule_contradictions(self.rules),
+                *stage_contradictions(self.stages),
+                *self._half_available(),
+                *self._repeated_spaces(),
+            ]
+        )
         return self
+
+    def _half_available(self) -> Iterator[Contradiction]:
+        """Surviving a host takes both halves of what an acknowledgement promised."""
+        is_remote_store = self.store != "sqlite" and not _is_local(self.store)
+        is_local_payload = self.payload in ("segments", "memory")
+        if is_remote_store and is_local_payload:
+            text = (
+                f"payload {self.payload} dies with this machine while its metadata in PostgreSQL "
+                "lives on; set payload to s3://bucket/prefix or a shared file:///folder, "
+                "or store: sqlite"
+            )
+        elif self.store == "sqlite" and urlsplit(self.payload).scheme in _OBJECT_STORES:
+            text = (
+                "sqlite dies with this machine while its payload in object storage lives on, "
+                "unreadable; set store to postgresql://host/database, or payload: segments"
+            )
+        else:
+            return
+        yield Contradiction(text=text, keys=(("payload",), ("store",)))
+
+    def _repeated_spaces(self) -> Iterator[Contradiction]:
+        names = [space.name for space in self.spaces]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield Contradiction(
+                    text=f"a space named {shown(name)} stands above; give each its own name",
+                    keys=(("spaces", index, "name"),),
+                )
+
+
+def _is_local(url: str) -> bool:
+    return urlsplit(url).hostname in (None, "localhost", "127.0.0.1", "::1")
 
 
 class PolicyDataflowConfig(Section):

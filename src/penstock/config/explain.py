@@ -88,6 +88,9 @@ def _problems(details: ErrorDetails) -> Iterator[Problem]:
     if kind == "contradictions":
         for found in cast(Sequence[Contradiction], context["problems"]):
             yield Problem(keys=tuple((*path, *key) for key in found.keys), text=found.text)
+    elif kind == "nested":
+        for inner in cast(ValidationError, context["error"]).errors():
+            yield from _problems({**inner, "loc": (*path, *inner["loc"])})
     elif kind == "missing":
         yield Problem(keys=(path,), text=_missing(path), is_missing=True)
     elif kind == "extra_forbidden":

@@ -148,13 +148,24 @@ def _read(path: Path) -> str:
 
 def _tree(text: str, report: _Report) -> DictConfig:
     try:
-        tree = OmegaConf.create(text)
+        plain = OmegaConf.to_container(OmegaConf.create(text))
+        tree = OmegaConf.create(cast(dict[str, Any], _named(plain)))
     except _UNREADABLE as error:
         path = _path_of(error)
         report.in_file(report.positions.line_of(path), path, _reason(error))
         report.fail()
     assert isinstance(tree, DictConfig), "the text was found to be a mapping"
     return tree
+
+
+def _named(value: Any) -> Any:
+    """The tree with the key `on` as text; no other truth value passes the scan as a key."""
+    if isinstance(value, dict):
+        entries = cast(dict[Any, Any], value).items()
+        return {"on" if key is True else key: _named(below) for key, below in entries}
+    if isinstance(value, list):
+        return [_named(below) for below in cast(list[Any], value)]
+    return value
 
 
 def _apply(text: str, tree: DictConfig, report: _Report) -> None:
@@ -171,7 +182,7 @@ def _apply(text: str, tree: DictConfig, report: _Report) -> None:
     except _UNREADABLE as error:
         report.in_override(text, f"{key}: {_reason(error)}")
         return
-    value = cast(dict[str, Any], parsed)["value"]
+    value = _named(cast(dict[str, Any], parsed)["value"])
     try:
         OmegaConf.update(tree, key, value, merge=False, force_add=True)
     except _MISPLACED as error:

@@ -114,6 +114,11 @@ def _syntax(error: yaml.YAMLError) -> YamlProblem:
     return YamlProblem(line=1, path=(), text=f"not YAML: {str(error).splitlines()[0]}")
 
 
+def _is_text(key: yaml.ScalarNode) -> bool:
+    """Text as a key; `on` is a key of stages, although YAML takes it for a truth value."""
+    return key.tag == _STR or key.value == "on"
+
+
 @dataclass(slots=True)
 class _Walk:
     """One pass over the nodes, aliases written out."""
@@ -144,7 +149,7 @@ class _Walk:
             line = key.start_mark.line + 1
             if key.tag == _MERGE:
                 self.visit(value, (*path, "<<"), (*above, node))
-            elif not isinstance(key, yaml.ScalarNode) or key.tag != _STR:
+            elif not isinstance(key, yaml.ScalarNode) or not _is_text(key):
                 written = key.value if isinstance(key, yaml.ScalarNode) else "this key"
                 self._refuse(key, path, f"{written} is not text; put quotes around the key")
             elif (place := (*path, key.value)) in self.lines:

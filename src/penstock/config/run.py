@@ -24,7 +24,6 @@ from penstock.config.checks import (
     MODULE,
     NAME,
     Contradiction,
-    KeyPath,
     Section,
     did_you_mean,
     filled,
@@ -34,13 +33,9 @@ from penstock.config.checks import (
     refuse,
     shown,
 )
-from penstock.config.dataflow import (
-    DataflowConfig,
-    PolicyDataflowConfig,
-    RuleConfig,
-    SurvivorsClosing,
-    layered,
-)
+from penstock.config.crossings import crossings
+from penstock.config.dataflow import DataflowConfig, PolicyDataflowConfig
+from penstock.config.rules import RuleConfig, layered
 from penstock.config.trainer import AlgorithmConfig, SamplingConfig, TrainingConfig
 from penstock.errors import ConfigError
 
@@ -246,7 +241,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        refuse([*self._repeated_sources(), *self._groups_that_cannot_close()])
+        refuse([*self._repeated_sources(), *crossings(self)])
         return self
 
     def _repeated_sources(self) -> Iterator[Contradiction]:
@@ -256,21 +251,6 @@ class RunConfig(Section):
                 yield Contradiction(
                     text=f"a source named {shown(name)} stands above; give each its own name",
                     keys=(("sources", index, "name"),),
-                )
-
-    def _groups_that_cannot_close(self) -> Iterator[Contradiction]:
-        closing = self.dataflow.closing
-        if not isinstance(closing, SurvivorsClosing):
-            return
-        at: KeyPath = ("dataflow", "closing")
-        for name in self.models:
-            num_generations = self.for_policy(name).algorithm.num_generations
-            if closing.survivors.min > num_generations:
-                yield Contradiction(
-                    text=f"survivors min {closing.survivors.min} is more than the "
-                    f"{num_generations} members of a group of policy {name}; "
-                    f"set min <= {num_generations} or raise num_generations",
-                    keys=((*at, "survivors", "min"), at, ("algorithm", "num_generations")),
                 )
 
     def for_policy(self, name: str) -> PolicyConfig:

@@ -96,10 +96,11 @@ class Double:
     def _routes(self) -> list[Route]:
         calls = surface(self.service, run_config(), self.url).routes()
         front = Front(DirectoryStore(self.store), new_registry("weights", RUN))
+        # One address serves both, and a node fetches weights: their blobs come first.
         return [
-            *calls,
             _read("/v1/manifests/{digest}", front.manifest, "A manifest."),
             _read("/v1/blobs/{digest}", front.blob, "A blob."),
+            *(call for call in calls if (call.method, call.path) != ("GET", "/v1/blobs/{digest}")),
         ]
 
     @asynccontextmanager
@@ -146,7 +147,7 @@ async def open_double(host: str, port: int) -> AsyncGenerator[Double]:
                 signer=Signer.create(root / "keys", RUN),
             )
         finally:
-            service.ledger.close()
+            service.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:

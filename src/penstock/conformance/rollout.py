@@ -230,13 +230,13 @@ class RolloutWatch:
             assert isinstance(answer, LeaseAnswer)
             return answer
         handling.cancel()
-        return LeaseAnswer(tasks=(), grants=(), orders=self._service.orders(self._node_id))
+        return LeaseAnswer(tasks=(), grants=(), orders=self._service.nodes.orders(self._node_id))
 
     async def _steal(self, grant: Grant) -> None:
         """End a lease behind the node's back; the slot comes again under the next epoch."""
         self._has_stolen = True
         released = (row_id_of(grant),)
-        await self._service.deliver(
+        await self._service.nodes.deliver(
             DeliveryRequest(
                 node_id=self._node_id, session=self._session, deliveries=(), released=released
             )

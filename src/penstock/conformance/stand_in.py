@@ -72,13 +72,13 @@ class StandInNode:
         live = LiveVersion(policy=POLICY, incarnation=newest.incarnation, number=newest.number)
         if not self._has_joined:
             self._has_joined = True
-            await self._service.register(
+            await self._service.nodes.register(
                 Register(node_id=NODE, session=self._session, capacity=NUM_SLOTS, policies=())
             )
-        await self._service.heartbeat(
+        await self._service.nodes.heartbeat(
             NODE, Heartbeat(session=self._session, state=NodeState.LIVE, live=(live,))
         )
-        answer = await self._service.lease(
+        answer = await self._service.nodes.lease(
             LeaseRequest(
                 request_id=secrets.token_hex(8),
                 node_id=NODE,
@@ -89,7 +89,7 @@ class StandInNode:
             )
         )
         deliveries = tuple(_row(grant, live) for grant in answer.grants)
-        await self._service.deliver(
+        await self._service.nodes.deliver(
             DeliveryRequest(node_id=NODE, session=self._session, deliveries=deliveries)
         )
 
@@ -131,12 +131,12 @@ class StandInTrainer:
 
     @property
     def number(self) -> int:
-        return self._service.policy_state(POLICY).number
+        return self._service.trainers.policy_state(POLICY).number
 
     async def take_over(self) -> int:
         """Become the one trainer where the last one stood."""
-        state = self._service.policy_state(POLICY)
-        answer = await self._service.incarnate(
+        state = self._service.trainers.policy_state(POLICY)
+        answer = await self._service.trainers.incarnate(
             POLICY,
             IncarnationRequest(
                 request_id=secrets.token_hex(8),
@@ -158,14 +158,14 @@ class StandInTrainer:
             pass
 
     async def _commit(self, *, skipped: str) -> bool:
-        state = self._service.policy_state(POLICY)
+        state = self._service.trainers.policy_state(POLICY)
         seq = state.seq + 1
         request = BatchRequest(consumer=POLICY, seq=seq, incarnation=state.incarnation, wait_s=0.0)
-        if (await self._service.batch(request)).manifest is None:
+        if (await self._service.trainers.batch(request)).manifest is None:
             return False
         number = state.number if skipped else state.number + 1
         commit = CommitRequest(incarnation=state.incarnation, number=number, skipped=skipped)
-        await self._service.commit(POLICY, seq, commit)
+        await self._service.trainers.commit(POLICY, seq, commit)
         return True
 
     def put(self, *, with_wrong_tensor: bool = False) -> StoredVersion:
@@ -186,8 +186,8 @@ class StandInTrainer:
         return StoredVersion(manifest_digest=digest, weights_digest=bad.weights_digest)
 
     async def publish(self, stored: StoredVersion) -> None:
-        state = self._service.policy_state(POLICY)
-        await self._service.publish(
+        state = self._service.trainers.policy_state(POLICY)
+        await self._service.trainers.publish(
             POLICY,
             PublishRequest(
                 incarnation=state.incarnation,

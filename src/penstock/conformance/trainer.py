@@ -21,6 +21,7 @@ from penstock.conformance.versions import (
     wrong_digest,
     wrong_name,
 )
+from penstock.dataflow.process import MAX_WAIT_S
 from penstock.dataflow.protocol import (
     BatchAnswer,
     BatchRequest,
@@ -31,7 +32,6 @@ from penstock.dataflow.protocol import (
     PolicyState,
     PublishRequest,
 )
-from penstock.dataflow.service import MAX_WAIT_S
 from penstock.errors import Fenced, Unreachable
 from penstock.wire.server import Call
 

@@ -4,20 +4,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 from penstock.config import RunConfig
-from penstock.config.dataflow import Hook, SurvivorsClosing
+from penstock.config.dataflow import SHARED_HOOKS, SurvivorsClosing
+from penstock.dataflow.blobs import BlobStore
+from penstock.dataflow.bounds import Bounds
+from penstock.dataflow.completion import Needs
 from penstock.dataflow.consumers import PolicyTerms
+from penstock.dataflow.core import CoreTerms, home_core, partition_core
 from penstock.dataflow.groups import Closing, ClosingKind, LeaseTerms
-from penstock.dataflow.home import Home, IssueTerms
+from penstock.dataflow.home import IssueTerms
 from penstock.dataflow.ledger import Ledger
-from penstock.dataflow.partition import Partition
+from penstock.dataflow.objects import open_payloads
+from penstock.dataflow.partition_service import HomeCalls, PartitionService
+from penstock.dataflow.process import Outbox, Process, steady_clock
 from penstock.dataflow.protocol import RunFacts
-from penstock.dataflow.restore import restore_home, restore_partition
-from penstock.dataflow.rules import ADMIT, MIX, SELECT
-from penstock.dataflow.service import Dataflow, Outbox, steady_clock
+from penstock.dataflow.report.reading import terms_of
+from penstock.dataflow.row_service import RowService
+from penstock.dataflow.rulebook import RuleTerms
+from penstock.dataflow.service import Dataflow
 from penstock.dataflow.sources import open_source
+from penstock.dataflow.takes import On, ReaderTerms
 from penstock.errors import ConfigError
 from penstock.types import PolicyName, SamplingSpec
 
@@ -26,55 +36,162 @@ def build(config: RunConfig, ledger_folder: Path) -> Dataflow:
     """Home and one partition over one ledger, as the last life left them."""
     clock = steady_clock()
     outbox = Outbox()
-    ledger = Ledger(ledger_folder)
-    policies = [_policy_terms(config, name) for name in config.models]
-    home = Home(
-        policies,
-        [
-            open_source(source.name, source.task, weight=source.weight, limit=source.limit)
-            for source in config.sources
-        ],
-        MIX["weights"],
-        IssueTerms(
-            workflow=_workflow(config),
-            seed=config.seed,
-            num_slots=_num_slots(config),
-        ),
-        outbox,
+    ledger = _open(config, ledger_folder, "home")
+    sources = [
+        open_source(source.name, source.task, weight=source.weight, limit=source.limit)
+        for source in config.sources
+    ]
+    core = home_core(core_terms(config), sources, ledger.tables, outbox, clock())
+    process = Process(ledger, outbox, clock)
+    service = Dataflow(
+        process,
+        core,
+        _rows(config, process, ledger_folder),
+        run=config.name,
+        stages=dict.fromkeys(map(PolicyName, config.models), _required(config)),
+        bounds=_bounds(config),
+        report=terms_of(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
     )
-    lease = config.dataflow.lease
-    partition = Partition(
-        0,
-        closing=_closing(config),
-        terms=LeaseTerms(
-            ttl_s=lease.ttl_s,
-            start_to_close_s=lease.start_to_close_s,
-            max_attempts=lease.max_attempts,
-        ),
-        journal=outbox,
-    )
-    restore_home(home, ledger.tables)
-    for report in restore_partition(partition, ledger.tables, clock()):
-        home.report(report, clock())
-    service = Dataflow(home, partition, ledger, outbox, clock)
-    service.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
+    service.nodes.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
     for record in ledger.stamp():
         outbox(record)
     return service
 
 
+def build_partition(
+    config: RunConfig, folder: Path, index: int, home: HomeCalls, *, url: str
+) -> PartitionService:
+    """Partition `index` over a ledger of its own, as its last life left it."""
+    clock = steady_clock()
+    outbox = Outbox()
+    ledger = _open(config, folder, f"p{index}")
+    board, host = partition_core(index, core_terms(config), ledger.tables, outbox, clock())
+    stamped = ledger.stamp()
+    epoch = next(int(r.value) for r in stamped if r.key == "service_epoch")
+    process = Process(ledger, outbox, clock)
+    service = PartitionService(
+        process,
+        board,
+        host,
+        _rows(config, process, folder),
+        home,
+        bounds=_bounds(config),
+        stages=_required(config),
+        url=url,
+        epoch=epoch,
+    )
+    service.nodes.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
+    for record in stamped:
+        outbox(record)
+    return service
+
+
+def _open(config: RunConfig, folder: Path, part: str) -> Ledger:
+    flow = config.dataflow
+    return Ledger(
+        folder,
+        open_payloads(flow.payload, folder),
+        store=flow.store,
+        name=f"{config.name}-{part}",
+        reserve_bytes=flow.bounds.disk_reserve_mb << 20,
+    )
+
+
+def _bounds(config: RunConfig) -> Bounds:
+    """A quarter of the memory may wait to be written; the rest is for what the service holds."""
+    bounds = config.dataflow.bounds
+    queued = (bounds.memory_mb << 20) // 4
+    return Bounds(
+        max_queued_bytes=queued,
+        mark_queued_bytes=queued // 2,
+        min_free_bytes=bounds.disk_reserve_mb << 20,
+        mark_free_bytes=bounds.disk_free_mb << 20,
+    )
+
+
+def _rows(config: RunConfig, process: Process, folder: Path) -> RowService:
+    """Columns, readers and spaces as the last life left them, and the stages of the config."""
+    rows = RowService(process, BlobStore(folder / "blobs"))
+    rows.restore()
+    for stage in config.dataflow.stages:
+        terms = ReaderTerms(
+            name=stage.name,
+            reads=stage.reads,
+            writes=stage.writes,
+            on=On(stage.on),
+            deadline_s=stage.deadline_s,
+            ttl_s=stage.ttl_s,
+            max_attempts=stage.max_attempts,
+        )
+        rows.readers.declare(terms, process.clock())
+    return rows
+
+
+def _required(config: RunConfig) -> tuple[str, ...]:
+    return tuple(stage.name for stage in config.dataflow.stages if stage.required)
+
+
+def partition_folder(ledger_folder: Path, index: int) -> Path:
+    """Where a further partition keeps its own ledger."""
+    return ledger_folder / f"p{index}"
+
+
+def core_terms(config: RunConfig) -> CoreTerms:
+    lease = config.dataflow.lease
+    return CoreTerms(
+        policies=tuple(_policy_terms(config, name) for name in config.models),
+        rules=tuple(_rules(config)),
+        issue=IssueTerms(num_slots=_num_slots(config), pace=config.dataflow.pace),
+        closing=_closing(config),
+        lease=LeaseTerms(
+            ttl_s=lease.ttl_s,
+            start_to_close_s=lease.start_to_close_s,
+            max_attempts=lease.max_attempts,
+            schedule_to_start_s=lease.schedule_to_start_s,
+            schedule_to_close_s=lease.schedule_to_close_s,
+        ),
+        workflow=_workflow(config),
+        seed=config.seed,
+        retain_batches=config.dataflow.retain_batches,
+        needs=dict.fromkeys(map(PolicyName, config.models), _needs(config)),
+    )
+
+
+def _needs(config: RunConfig) -> Needs:
+    """Rules judge by the reward, so that comes first; the rest is for trainers."""
+    added = {
+        column for stage in config.dataflow.stages if stage.required for column in stage.writes
+    }
+    return Needs(judge=frozenset(added & {"reward"}), train=frozenset(added - {"reward"}))
+
+
 def _policy_terms(config: RunConfig, name: str) -> PolicyTerms:
-    policy = config.for_policy(name)
-    admit = [rule.name for rule in policy.rules if rule.hook is Hook.ADMIT]
-    [select] = [rule.name for rule in policy.rules if rule.hook is Hook.SELECT]
+    training = config.for_policy(name).training
     return PolicyTerms(
         policy=PolicyName(name),
-        groups_per_batch=policy.training.groups_per_batch,
-        max_staleness=policy.training.max_staleness,
-        steps=policy.training.steps,
-        admit=tuple((name, ADMIT[name]) for name in admit),
-        select=(select, SELECT[select]),
+        groups_per_batch=training.groups_per_batch,
+        max_staleness=training.max_staleness,
+        steps=training.steps,
+        train_columns=_needs(config).train,
     )
+
+
+def _rules(config: RunConfig) -> Iterator[RuleTerms]:
+    """Shared hooks once, the others for each policy."""
+    for name in config.models:
+        is_first = name == next(iter(config.models))
+        for hook, rules in groupby(config.for_policy(name).rules, key=lambda rule: rule.hook):
+            is_shared = hook in SHARED_HOOKS
+            if is_shared and not is_first:
+                continue
+            for position, rule in enumerate(rules):
+                yield RuleTerms(
+                    hook=hook.value,
+                    name=rule.name,
+                    options=rule.options,
+                    policy=None if is_shared else PolicyName(name),
+                    position=position,
+                )
 
 
 def _num_slots(config: RunConfig) -> int:
@@ -116,4 +233,5 @@ def run_facts(config: RunConfig) -> RunFacts:
         engine=first.engine,
         torch_threads=first.torch_threads,
         start_to_close_s=config.dataflow.lease.start_to_close_s,
+        is_scored="reward" not in _needs(config).judge,
     )

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from penstock.dataflow.blob_client import INLINE_BYTES, put_blob
 from penstock.dataflow.protocol import (
     BatchAnswer,
     BatchRequest,
     CheckpointsRequest,
     CommitRequest,
+    Delivery,
     DeliveryAnswer,
     DeliveryRequest,
     Done,
@@ -24,13 +27,16 @@ from penstock.dataflow.protocol import (
     Register,
     Registered,
     RowsAnswer,
+    RowsRequest,
     Status,
 )
-from penstock.types import NodeId, PolicyName
-from penstock.wire.client import AsyncCaller, Caller
+from penstock.dataflow.report.shape import BalanceReport
+from penstock.types import NodeId, PolicyName, RowId
+from penstock.wire.client import OUTAGE_S, AsyncCaller, Caller
 
 HEARTBEAT_TIMEOUT_S = 4.0
 """Well under any ttl: one lost packet must not cost a node its leases."""
+ROWS_TIMEOUT_S = 120.0
 LEAVE_S = 5.0
 """A leaving node waits no longer for a service that is away: its leases expire by themselves."""
 
@@ -44,13 +50,20 @@ class NodeClient:
     async def close(self) -> None:
         await self._caller.close()
 
-    async def register(self, body: Register) -> Registered:
-        return await self._caller.call("POST", "/v1/nodes", body, Registered)
+    async def register(self, body: Register, *, deadline_s: float = OUTAGE_S) -> Registered:
+        path = "/v1/nodes"
+        return await self._caller.call("POST", path, body, Registered, deadline_s=deadline_s)
 
-    async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> HeartbeatAnswer:
-        path = f"/v1/nodes/{node_id}"
+    async def heartbeat(
+        self, node_id: NodeId, body: Heartbeat, *, deadline_s: float = OUTAGE_S
+    ) -> HeartbeatAnswer:
         return await self._caller.call(
-            "PUT", path, body, HeartbeatAnswer, timeout_s=HEARTBEAT_TIMEOUT_S
+            "PUT",
+            f"/v1/nodes/{node_id}",
+            body,
+            HeartbeatAnswer,
+            timeout_s=min(HEARTBEAT_TIMEOUT_S, deadline_s),
+            deadline_s=deadline_s,
         )
 
     async def leave(self, node_id: NodeId, session: str) -> None:
@@ -62,7 +75,16 @@ class NodeClient:
         return await self._caller.call("POST", "/v1/leases", body, LeaseAnswer, timeout_s=timeout_s)
 
     async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
+        """What is too large for a call goes ahead as a blob."""
+        deliveries = [await self._checked(delivery) for delivery in body.deliveries]
+        body = replace(body, deliveries=tuple(deliveries))
         return await self._caller.call("POST", "/v1/trajectories", body, DeliveryAnswer)
+
+    async def _checked(self, delivery: Delivery) -> Delivery:
+        if len(delivery.payload) <= INLINE_BYTES:
+            return delivery
+        ref = await put_blob(self._caller, delivery.payload, deadline_s=OUTAGE_S)
+        return replace(delivery, payload=b"", blob=ref.digest)
 
 
 class TrainerClient:
@@ -71,10 +93,14 @@ class TrainerClient:
     def __init__(
         self, url: str, token: str, *, is_stopping: Callable[[], bool] = lambda: False
     ) -> None:
+        self._token = token
+        self._is_stopping = is_stopping
         self._caller = Caller(url, token, is_stopping=is_stopping)
+        self._partitions: dict[str, Caller] = {}
 
     def close(self) -> None:
-        self._caller.close()
+        for caller in (self._caller, *self._partitions.values()):
+            caller.close()
 
     def state(self, policy: PolicyName) -> PolicyState:
         return self._caller.call("GET", f"/v1/policies/{policy}", None, PolicyState)
@@ -88,8 +114,34 @@ class TrainerClient:
         return self._caller.call("POST", "/v1/batches", body, BatchAnswer, timeout_s=timeout_s)
 
     def rows(self, policy: PolicyName, seq: int, rank: int = 0, of: int = 1) -> RowsAnswer:
+        """The rows of this rank, each from the partition that holds it."""
         path = f"/v1/batches/{policy}.{seq}/rows?rank={rank}&of={of}"
-        return self._caller.call("GET", path, None, RowsAnswer, timeout_s=120.0)
+        answer = self._caller.call("GET", path, None, RowsAnswer, timeout_s=ROWS_TIMEOUT_S)
+        far: dict[str, list[RowId]] = {}
+        for row in answer.rows:
+            if row.at:
+                far.setdefault(row.at, []).append(row.row_id)
+        if not far:
+            return answer
+        fetched = {
+            row.row_id: row
+            for url, row_ids in far.items()
+            for row in self._partition(url)
+            .call(
+                "POST",
+                "/v1/rows",
+                RowsRequest(row_ids=tuple(row_ids), columns=answer.columns),
+                RowsAnswer,
+                timeout_s=ROWS_TIMEOUT_S,
+            )
+            .rows
+        }
+        return RowsAnswer(rows=tuple(fetched.get(row.row_id, row) for row in answer.rows))
+
+    def _partition(self, url: str) -> Caller:
+        if url not in self._partitions:
+            self._partitions[url] = Caller(url, self._token, is_stopping=self._is_stopping)
+        return self._partitions[url]
 
     def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None:
         self._caller.call("POST", f"/v1/batches/{policy}.{seq}/commit", body, Done)
@@ -114,4 +166,9 @@ class ReaderClient:
     def status(self) -> Status:
         return self._caller.call(
             "GET", "/v1/status", None, Status, deadline_s=self._patience_s, timeout_s=5.0
+        )
+
+    def report(self) -> BalanceReport:
+        return self._caller.call(
+            "GET", "/v1/report", None, BalanceReport, deadline_s=self._patience_s, timeout_s=5.0
         )

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from penstock.dataflow import pacing
 from penstock.dataflow.records import BatchRecord
-from penstock.dataflow.rules import Admit, Select
+from penstock.dataflow.rulebook import ReplayTerms
 from penstock.dataflow.versions import Lineage
-from penstock.types import GroupId, PolicyName, RowSummary
+from penstock.types import Candidate, GroupId, PolicyName, RowSummary
+
+_ROWS = msgspec.msgpack.Decoder(tuple[RowSummary, ...])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,18 +26,51 @@ class PolicyTerms:
     groups_per_batch: int
     max_staleness: int
     steps: int
-    admit: tuple[tuple[str, Admit], ...]
-    """Name and rule, in declared order; the first that drops a group decides."""
-    select: tuple[str, Select]
+    train_columns: frozenset[str] = frozenset()
+    """Columns that stages add and its trainer needs, beyond what rules judge by."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ReadyGroup:
+    """An admitted group: what decisions need of it, and its rows still encoded."""
+
     group_id: GroupId
     task_key: str
-    rows: tuple[RowSummary, ...]
+    source: str
     arrival: int
     tokens: int
+    rewards: array[float]
+    versions: tuple[tuple[int, int], ...]
+    """Every version that sampled tokens of this policy in it."""
+    rows: bytes
+    """msgpack list of RowSummary; decoded when it is sealed. Empty after a restart: the ledger has
+    them."""
+    uses: int = 0
+    last_seq: int = 0
+    """Newest batch it was in."""
+
+    def decoded(self) -> tuple[RowSummary, ...]:
+        return _ROWS.decode(self.rows)
+
+
+def ready_group(
+    group_id: GroupId,
+    task_key: str,
+    source: str,
+    rows: Sequence[RowSummary],
+    policy: PolicyName,
+    arrival: int,
+) -> ReadyGroup:
+    return ReadyGroup(
+        group_id=group_id,
+        task_key=task_key,
+        source=source,
+        arrival=arrival,
+        tokens=sum(row.sampled.get(policy, 0) for row in rows),
+        rewards=array("d", (row.reward for row in rows if row.reward is not None)),
+        versions=tuple(sorted({v for row in rows for v in row.versions.get(policy, ())})),
+        rows=msgspec.msgpack.encode(rows),
+    )
 
 
 @dataclass(slots=True)
@@ -42,12 +80,26 @@ class Consumer:
     terms: PolicyTerms
     lineage: Lineage
     ready: dict[GroupId, ReadyGroup] = field(default_factory=dict[GroupId, ReadyGroup])
+    incomplete: dict[GroupId, ReadyGroup] = field(default_factory=dict[GroupId, ReadyGroup])
+    """Admitted, waiting for columns its trainer needs."""
+    pool: dict[GroupId, ReadyGroup] = field(default_factory=dict[GroupId, ReadyGroup])
+    """Served before and, for the replay rule, worth serving again."""
+    has_pool: bool = False
+    """A replay rule is in force."""
+    num_unjudged: int = 0
+    """Groups issued that this consumer has not decided about."""
     sealed: dict[int, int] = field(default_factory=dict[int, int])
-    """Groups by batch, of batches after the last committed one."""
+    """Fresh groups by batch, of batches after the last committed one."""
     last_sealed: int = 0
     expected_yield: float = 1.0
     num_arrived: int = 0
     newest_batch: BatchRecord | None = None
+    num_replayable: int = 0
+    """Groups of the next batch that would be served again."""
+    expired_at: tuple[int, int] = (-1, -1)
+    """Next number and incarnation when stale groups were last looked for."""
+    lacks: str = ""
+    """A stage it needs that has no live worker: nothing starts for this policy meanwhile."""
 
     @property
     def next_number(self) -> int:
@@ -58,14 +110,50 @@ class Consumer:
     def is_done(self) -> bool:
         return self.lineage.number >= self.terms.steps
 
-    def levels(self, num_open: int) -> pacing.Levels:
+    def levels(self) -> pacing.Levels:
         return pacing.Levels(
-            issued=num_open, admitted=len(self.ready), sealed=sum(self.sealed.values())
+            issued=self.num_unjudged,
+            admitted=len(self.ready) + len(self.incomplete),
+            sealed=sum(self.sealed.values()),
         )
 
-    def oldest(self, rows: Sequence[RowSummary]) -> int:
+    def oldest(self, group: ReadyGroup) -> int:
         """Oldest version of this policy's tokens in the group, on the surviving lineage."""
-        return min(map(self.number_of, rows))
+        return min(self.lineage.effective(*version) for version in group.versions)
 
     def number_of(self, row: RowSummary) -> int:
         return min(self.lineage.effective(*v) for v in row.versions[self.terms.policy])
+
+    def age(self, group: ReadyGroup) -> int:
+        return self.next_number - self.oldest(group)
+
+    def is_stale(self, group: ReadyGroup) -> bool:
+        return self.age(group) > self.terms.max_staleness
+
+    def eligible(self, replay: ReplayTerms | None) -> list[ReadyGroup]:
+        """Groups of the pool that a batch sealed now may serve again."""
+        if replay is None:
+            return []
+        bound = self.terms.max_staleness
+        if replay.max_staleness is not None:
+            bound = replay.max_staleness
+        return [
+            group
+            for group in self.pool.values()
+            if group.uses < replay.max_uses and self.age(group) <= bound
+        ]
+
+    def candidates(self, groups: Iterable[ReadyGroup]) -> list[Candidate]:
+        return [
+            Candidate(
+                group_id=group.group_id,
+                task_key=group.task_key,
+                oldest=self.oldest(group),
+                arrival=group.arrival,
+                tokens=group.tokens,
+                num_rows=len(group.rewards),
+                rewards=tuple(group.rewards),
+                uses=group.uses,
+            )
+            for group in groups
+        ]

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
+
+import msgspec
 
 from penstock.dataflow.protocol import LiveVersion, NodeState
 from penstock.dataflow.records import GroupRecord, LeaseRecord, NodeRecord
-from penstock.types import GroupId, RowSummary, Task
+from penstock.types import GroupId, RowId, RowSummary, Task
 
 
 class ClosingKind(StrEnum):
@@ -26,12 +30,24 @@ class Closing:
     kind: ClosingKind
     min_survivors: int = 0
 
+    def keeps(self, num_good: int, num_lost: int) -> bool:
+        """Does a group with so many good and lost members still count?"""
+        if self.kind is ClosingKind.SURVIVORS:
+            return num_good >= max(1, self.min_survivors)
+        return num_lost == 0 and num_good > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTerms:
     ttl_s: float
+    """Heartbeat: a silent node's leases end after this."""
     start_to_close_s: float
+    """One attempt, from grant to result."""
     max_attempts: int
+    schedule_to_start_s: float | None = None
+    """From the moment a slot could be leased until somebody takes it."""
+    schedule_to_close_s: float | None = None
+    """The whole group, from its issue."""
 
 
 class SlotState(StrEnum):
@@ -39,15 +55,22 @@ class SlotState(StrEnum):
     LEASED = "leased"
     DONE = "done"
     DEAD = "dead"
-    """Out of attempts; excluded, never scored."""
+    """Out of attempts or of time to start; excluded, never scored."""
+    TRUNCATED = "truncated"
+    """Cut before it had a result: its group had to close now."""
 
 
-NEXT_SLOT = {
-    SlotState.WAITING: frozenset({SlotState.LEASED, SlotState.DEAD}),
-    SlotState.LEASED: frozenset({SlotState.WAITING, SlotState.DONE, SlotState.DEAD}),
-    SlotState.DONE: frozenset[SlotState](),
-    SlotState.DEAD: frozenset[SlotState](),
-}
+NEXT_SLOT: Mapping[SlotState, frozenset[SlotState]] = MappingProxyType(
+    {
+        SlotState.WAITING: frozenset({SlotState.LEASED, SlotState.DEAD, SlotState.TRUNCATED}),
+        SlotState.LEASED: frozenset(
+            {SlotState.WAITING, SlotState.DONE, SlotState.DEAD, SlotState.TRUNCATED}
+        ),
+        SlotState.DONE: frozenset(),
+        SlotState.DEAD: frozenset(),
+        SlotState.TRUNCATED: frozenset(),
+    }
+)
 
 
 @dataclass(slots=True)
@@ -58,6 +81,8 @@ class Slot:
     epoch: int = 0
     lease: LeaseRecord | None = None
     row: RowSummary | None = None
+    reasons: list[str] = field(default_factory=list[str])
+    """Why each attempt came to nothing."""
 
     def move(self, state: SlotState) -> None:
         assert state in NEXT_SLOT[self.state], f"slot cannot go from {self.state} to {state}"
@@ -66,14 +91,54 @@ class Slot:
 
 @dataclass(slots=True)
 class OpenGroup:
+    """A group that runs. Slots nobody touched yet exist only as a number, so a million waiting
+    ones cost little."""
+
     record: GroupRecord
-    task: Task
-    due: dict[str, int]
-    slots: list[Slot]
+    touched: dict[int, Slot] = field(default_factory=dict[int, Slot])
+    num_fresh: int = 0
+    """Slots from this index on were never leased."""
+    again: list[int] = field(default_factory=list[int])
+    """Slots to be leased again, before any fresh one."""
+    waiting_since: float = 0.0
+    """When the oldest of its waiting slots could have been leased."""
+    task_body: Task | None = None
+
+    @property
+    def task(self) -> Task:
+        if self.task_body is None:
+            self.task_body = msgspec.json.decode(self.record.task, type=Task)
+        return self.task_body
+
+    @property
+    def due(self) -> dict[str, int]:
+        return msgspec.json.decode(self.record.due, type=dict[str, int])
+
+    def slot(self, index: int) -> Slot:
+        return self.touched.setdefault(index, Slot())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.again) + self.record.num_slots - self.num_fresh
+
+    def next_waiting(self) -> int:
+        if self.again:
+            return self.again.pop()
+        self.num_fresh += 1
+        return self.num_fresh - 1
 
     @property
     def rows(self) -> tuple[RowSummary, ...]:
-        return tuple(slot.row for slot in self.slots if slot.row is not None)
+        slots = (self.touched[index] for index in sorted(self.touched))
+        return tuple(slot.row for slot in slots if slot.row is not None)
+
+    def running(self) -> Iterator[tuple[int, Slot]]:
+        for index, slot in self.touched.items():
+            if slot.state is SlotState.LEASED:
+                yield index, slot
+
+    def count(self, *states: SlotState) -> int:
+        return sum(slot.state in states for slot in self.touched.values())
 
 
 @dataclass(slots=True)
@@ -94,5 +159,11 @@ class Node:
     past_sessions: deque[str] = field(default_factory=lambda: deque[str](maxlen=16))
     """Lives of this node that were replaced."""
     num_delivered: int = 0
+    num_tokens: int = 0
+    attempt_s: float = 0.0
+    """Moving average from grant to result; 0 until the first."""
     is_silent: bool = False
     """Fell silent for a whole ttl; its leases are gone."""
+    joined_at: float = 0.0
+    stopped: list[RowId] = field(default_factory=list[RowId])
+    """Its leases that were cut or cancelled, until it is told."""

@@ -1,86 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Home: everything global of a run. What to issue, what to admit, what to seal, who trains. A
-pure state machine.
+"""Home: everything global of a run. What to issue where, what to admit, who trains. A pure state
+machine.
 
-Home holds about 100 bytes per row and never a token. It talks to partitions in Issues and
-Reports, and to the world through records in its journal. The manifest of a sealed batch is the
-one commit point.
+Home holds about 100 bytes per row and never a token. It talks to partitions in messages, and to
+the world through records in its journal. Batches are sealed in `sealing.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import msgspec
-from blake3 import blake3
 
 from penstock.dataflow import pacing
-from penstock.dataflow.consumers import Consumer, PolicyTerms, ReadyGroup
-from penstock.dataflow.protocol import LiveVersion
+from penstock.dataflow.consumers import Consumer, PolicyTerms, ReadyGroup, ready_group
+from penstock.dataflow.messages import (
+    Admitted,
+    Completed,
+    Dropped,
+    Freed,
+    Horizon,
+    Issue,
+    Report,
+    SendToPartition,
+    ToHome,
+    ToPartition,
+)
 from penstock.dataflow.records import (
     NEXT_FATE,
-    BatchRecord,
     FateRecord,
     FateState,
+    FreedRecord,
     GroupRecord,
     GroupState,
-    Issue,
+    IssuedRecord,
     Journal,
-    Report,
-    SourceRecord,
+    WasteRecord,
 )
-from penstock.dataflow.rules import Admit, Mix
-from penstock.dataflow.sources import Source
+from penstock.dataflow.retention import Retention
+from penstock.dataflow.rulebook import Rulebook
+from penstock.dataflow.supply import Supply
 from penstock.dataflow.versions import Lineage
-from penstock.errors import Conflict, NotFound
+from penstock.errors import NotFound
 from penstock.types import (
     DropReason,
     GroupId,
-    Manifest,
+    JudgedGroup,
     PolicyName,
-    PublishedVersion,
     RowSummary,
-    SealedGroup,
 )
-from penstock.wire.codec import encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssueTerms:
     """What every group is made of."""
 
-    workflow: str
-    seed: int
     num_slots: int
+    pace: str = "any"
+    """`any`, `all`, or the name of the policy whose room decides."""
 
 
-def _admission(
-    rules: Sequence[tuple[str, Admit]], rows: Sequence[RowSummary]
-) -> tuple[str, DropReason | None]:
-    """The first rule that refuses and its reason, or the last one that let the rows in."""
-    verdicts = ((name, admit(rows)) for name, admit in rules)
-    return next((v for v in verdicts if v[1] is not None), (rules[-1][0], None))
+class Shard(StrEnum):
+    """What home thinks of a partition."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    """Gets no new group."""
+    GONE = "gone"
+    """Drained and empty."""
+    LOST = "lost"
+    """Declared so by a person; fenced for ever."""
 
 
 class Home:
     def __init__(
         self,
         policies: Sequence[PolicyTerms],
-        sources: Sequence[Source],
-        mix: Mix,
+        supply: Supply,
+        rules: Rulebook,
+        retention: Retention,
         issue_terms: IssueTerms,
         journal: Journal,
+        send: SendToPartition,
     ) -> None:
         self.consumers = {p.policy: Consumer(p, Lineage(p.policy)) for p in policies}
-        self._sources = {source.name: source for source in sources}
-        self._served = dict.fromkeys(self._sources, 0)
-        self._mix = mix
+        for consumer in self.consumers.values():
+            consumer.has_pool = rules.replay(consumer.terms.policy) is not None
+        self.supply = supply
+        self.rules = rules
+        self.retention = retention
+        self.shards: dict[int, Shard] = {}
+        self.open: dict[GroupId, IssuedRecord] = {}
+        """Groups that some consumer has not judged yet."""
+        self.open_at: dict[int, set[GroupId]] = {}
+        """The same by partition."""
+        self.wasted_tokens: dict[str, int] = {}
+        self._unjudged: dict[GroupId, set[PolicyName]] = {}
+        """Who has not judged an open group; only where that is not everybody."""
         self._issue_terms = issue_terms
         self._journal = journal
-        self.open: set[GroupId] = set()
+        self._send = send
         self._num_issued = 0
-        self.wasted_tokens: dict[str, int] = {}
+        self._told_horizon: dict[PolicyName, int] = {}
+        self._told_over: set[GroupId] = set()
+        """Open groups whose partition was told that the run is over."""
 
     def consumer(self, policy: str) -> Consumer:
         try:
@@ -89,15 +114,40 @@ class Home:
             known = ", ".join(self.consumers)
             raise NotFound(f"no policy {policy!r} in this run; it trains {known}") from None
 
+    # --- partitions ---------------------------------------------------------------------------
+
+    def add_partition(self, index: int, shard: Shard = Shard.SERVING) -> None:
+        self.shards[index] = shard
+        self.open_at.setdefault(index, set())
+
+    def tell_all(self, message: ToPartition) -> None:
+        for index, shard in self.shards.items():
+            if shard not in (Shard.GONE, Shard.LOST):
+                self._send(index, message)
+
+    def lose_partition(self, index: int, now: float) -> None:
+        """Declared lost: what was open there ends, and home does not listen to it any more."""
+        self.shards[index] = Shard.LOST
+        for group_id in sorted(self.open_at[index]):
+            self._report(
+                Report(group_id=group_id, policies=(), rows=(), dropped=DropReason.PARTITION_LOST),
+                now,
+            )
+
+    def is_empty(self, index: int) -> bool:
+        return not self.open_at[index]
+
     # --- pacing -------------------------------------------------------------------------------
 
     def room(self, consumer: Consumer) -> float:
         terms = consumer.terms
-        levels = consumer.levels(len(self.open))
+        if consumer.lacks:
+            return 0.0
+        levels = consumer.levels()
         return min(
             pacing.room(
                 levels,
-                groups_per_batch=terms.groups_per_batch,
+                fresh=terms.groups_per_batch - consumer.num_replayable,
                 max_staleness=terms.max_staleness,
                 expected_yield=consumer.expected_yield,
             ),
@@ -109,163 +159,225 @@ class Home:
             ),
         )
 
-    def issue(self, partition: int, now: float) -> Iterator[Issue]:
-        """Whole groups while some policy has room. Nothing starts before a first version exists."""
-        while any(
-            self.room(consumer) > 0 and consumer.lineage.newest is not None
-            for consumer in self.consumers.values()
-        ):
+    def count_replayable(self, consumer: Consumer) -> None:
+        """Groups of the next batch that would be served again: the ratio, or what is eligible."""
+        replay = self.rules.replay(consumer.terms.policy)
+        if replay is not None:
+            share = int(replay.ratio * consumer.terms.groups_per_batch)
+            consumer.num_replayable = min(share, len(consumer.eligible(replay)))
+
+    def _has_room(self) -> bool:
+        """Does the pace let another group start? Nothing does before a first version exists, and
+        a policy that has trained all its steps holds no other back."""
+        rooms = {
+            policy: consumer.lineage.newest is not None and self.room(consumer) > 0
+            for policy, consumer in self.consumers.items()
+            if not consumer.is_done
+        }
+        pace = self._issue_terms.pace
+        if pace == "all":
+            return bool(rooms) and all(rooms.values())
+        if pace in rooms:
+            return rooms[PolicyName(pace)]
+        return any(rooms.values())
+
+    def issue(self, now: float) -> None:
+        """Whole groups while there is room, each to the partition that has fewest."""
+        while self._has_room():
+            serving = [i for i, shard in self.shards.items() if shard is Shard.SERVING]
+            if not serving:
+                return
+            partition = min(serving, key=lambda index: (len(self.open_at[index]), index))
             record = self._next_group(partition, now)
             if record is None:
                 return
-            yield Issue(record=record)
+            self._send(partition, Issue(record=record))
 
     def _next_group(self, partition: int, now: float) -> GroupRecord | None:
-        left = [
-            (source.name, source.weight, self._served[source.name])
-            for source in self._sources.values()
-            if source.limit is None or self._served[source.name] < source.limit
-        ]
-        if not left:
+        chosen = self.supply.next_task(now)
+        if chosen is None:
             return None
-        terms = self._issue_terms
-        name = self._mix(left)
-        ordinal = self._served[name]
-        task = self._sources[name].task(ordinal, seed=terms.seed, workflow=terms.workflow)
+        task, why = chosen
         due = {
             policy: pacing.due_number(
-                consumer.levels(len(self.open)),
+                consumer.levels(),
                 committed=consumer.lineage.number,
                 groups_per_batch=consumer.terms.groups_per_batch,
             )
             for policy, consumer in self.consumers.items()
         }
         self._num_issued += 1
-        self._served[name] += 1
-        self._journal(SourceRecord(name=name, next_ordinal=self._served[name]))
-        record = GroupRecord(
-            group_id=GroupId(f"p{partition}-{self._num_issued}"),
+        group_id = GroupId(f"p{partition}-{self._num_issued}")
+        self._open(
+            IssuedRecord(
+                group_id=group_id,
+                issue=self._num_issued,
+                partition=partition,
+                source=task.source,
+                ordinal=task.ordinal,
+                task_key=task.key,
+                why=msgspec.json.encode(why).decode(),
+                judged=False,
+                at=now,
+            )
+        )
+        return GroupRecord(
+            group_id=group_id,
             partition=partition,
             issue=self._num_issued,
-            source=name,
-            ordinal=ordinal,
+            source=task.source,
+            ordinal=task.ordinal,
             task_key=task.key,
             task=msgspec.json.encode(task).decode(),
-            num_slots=terms.num_slots,
+            num_slots=self._issue_terms.num_slots,
             due=msgspec.json.encode(due).decode(),
             state=GroupState.OPEN,
             reason="",
             issued_at=now,
             ended_at=0.0,
         )
-        self.open.add(record.group_id)
-        return record
+
+    def _open(self, record: IssuedRecord) -> None:
+        self._journal(record)
+        self.open[record.group_id] = record
+        self.open_at[record.partition].add(record.group_id)
+        self.retention.issued(record.group_id, len(self.consumers))
+        for consumer in self.consumers.values():
+            consumer.num_unjudged += 1
 
     @property
     def is_exhausted(self) -> bool:
         """No task left and no group running."""
-        return not self.open and all(
-            source.limit is not None and self._served[source.name] >= source.limit
-            for source in self._sources.values()
-        )
-
-    def may_run(self, due: dict[str, int], live: Sequence[LiveVersion]) -> bool:
-        """Is a node with these live versions young enough for a group with this due date?"""
-        held = {version.policy: version for version in live}
-        for policy, consumer in self.consumers.items():
-            version = held.get(policy)
-            lineage = consumer.lineage
-            if version is None or not lineage.has(version.incarnation, version.number):
-                return False
-            needed = pacing.oldest_useful(
-                due[policy],
-                committed=lineage.number,
-                max_staleness=consumer.terms.max_staleness,
-            )
-            if lineage.effective(version.incarnation, version.number) < needed:
-                return False
-        return True
-
-    @property
-    def wanted(self) -> tuple[PublishedVersion, ...]:
-        newest = (consumer.lineage.newest for consumer in self.consumers.values())
-        return tuple(
-            PublishedVersion(
-                policy=version.policy,
-                incarnation=version.incarnation,
-                number=version.number,
-                manifest_digest=version.manifest_digest,
-            )
-            for version in newest
-            if version is not None
-        )
+        return not self.open and self.supply.is_exhausted
 
     # --- admission ----------------------------------------------------------------------------
 
-    def report(self, report: Report, now: float) -> None:
-        """Judge an ended group for every consumer; one consumer's verdict delays no other."""
-        self.open.discard(report.group_id)
-        for consumer in self.consumers.values():
-            self.expire(consumer, now)
-            self._judge(consumer, report, now)
+    def apply(self, message: ToHome, now: float) -> None:
+        """A partition says something; saying it again changes nothing."""
+        if isinstance(message, Report):
+            self._report(message, now)
+        else:
+            self._completed(message, now)
 
-    def _judge(self, consumer: Consumer, report: Report, now: float) -> None:
+    def _report(self, report: Report, now: float) -> None:
+        """Judge an ended group for every consumer; one consumer's verdict delays no other."""
+        issued = self.open.get(report.group_id)
+        if issued is None:
+            return
+        undecided = self.undecided(report.group_id)
+        for policy in report.policies or tuple(self.consumers):
+            if policy not in undecided:
+                continue
+            undecided = undecided - {policy}
+            consumer = self.consumers[policy]
+            consumer.num_unjudged -= 1
+            self.expire(consumer, now)
+            self._judge(consumer, issued, report, now)
+        if undecided:
+            self._unjudged[report.group_id] = undecided
+            return
+        self._unjudged.pop(report.group_id, None)
+        del self.open[report.group_id]
+        self.open_at[issued.partition].discard(report.group_id)
+        self._journal(replace(issued, judged=True))
+
+    def _judge(self, consumer: Consumer, issued: IssuedRecord, report: Report, now: float) -> None:
         policy = consumer.terms.policy
         rows = tuple(row for row in report.rows if row.sampled.get(policy, 0) > 0)
         consumer.num_arrived += 1
-        group = ReadyGroup(
-            group_id=report.group_id,
-            task_key=report.task_key,
-            rows=rows,
-            arrival=consumer.num_arrived,
-            tokens=sum(row.sampled[policy] for row in rows),
+        group = ready_group(
+            issued.group_id, issued.task_key, issued.source, rows, policy, consumer.num_arrived
         )
         if report.dropped is not None or not rows:
             reason = report.dropped or DropReason.FAILED_SLOTS
             if reason is DropReason.FAILED_SLOTS:
                 consumer.expected_yield = pacing.next_yield(consumer.expected_yield, passed=False)
-            self._drop(consumer, group, reason, "closing", now)
-            return
-        if self._is_stale(consumer, rows):
-            self._drop(consumer, group, DropReason.STALE, "staleness", now)
-            return
-        if pacing.is_outpaced(
-            consumer.levels(len(self.open)),
+            self.drop(consumer, group, reason, "closing", now)
+        elif consumer.is_done:
+            self.drop(consumer, group, DropReason.REMAINDER, "end", now)
+        elif consumer.is_stale(group):
+            self.drop(consumer, group, DropReason.STALE, "staleness", now)
+        elif pacing.is_outpaced(
+            consumer.levels(),
             groups_per_batch=consumer.terms.groups_per_batch,
             max_staleness=consumer.terms.max_staleness,
         ):
-            self._drop(consumer, group, DropReason.OUTPACED, "pacing", now)
-            return
-        name, reason = _admission(consumer.terms.admit, rows)
+            self.drop(consumer, group, DropReason.OUTPACED, "pacing", now)
+        else:
+            self._ask_rules(consumer, group, rows, now)
+
+    def _ask_rules(
+        self, consumer: Consumer, group: ReadyGroup, rows: tuple[RowSummary, ...], now: float
+    ) -> None:
+        judged = JudgedGroup(
+            group_id=group.group_id,
+            task_key=group.task_key,
+            source=group.source,
+            policy=consumer.terms.policy,
+            number=consumer.lineage.number,
+            rows=rows,
+        )
+        rule, reason = self.rules.judge(judged, now)
+        self.rules.learn(judged, reason, now)
+        self.rules.remember()
         consumer.expected_yield = pacing.next_yield(consumer.expected_yield, passed=reason is None)
         if reason is not None:
-            self._drop(consumer, group, reason, name, now)
+            self.drop(consumer, group, reason, rule, now)
             return
-        consumer.ready[group.group_id] = group
-        self._fate(consumer, group, FateState.ADMITTED, now, rule=name)
+        waits = bool(consumer.terms.train_columns)
+        (consumer.incomplete if waits else consumer.ready)[group.group_id] = group
+        self.fate(consumer, group, FateState.ADMITTED, now, rule=rule)
+        if waits:
+            admitted = Admitted(group_id=group.group_id, policy=consumer.terms.policy)
+            self._send(partition_of(group.group_id), admitted)
 
-    def _is_stale(self, consumer: Consumer, rows: Sequence[RowSummary]) -> bool:
-        return consumer.next_number - consumer.oldest(rows) > consumer.terms.max_staleness
+    def _completed(self, message: Completed, now: float) -> None:
+        """The columns that the trainer needs are there, or will never be."""
+        consumer = self.consumers[message.policy]
+        group = consumer.incomplete.pop(message.group_id, None)
+        if group is None:
+            return
+        policy = consumer.terms.policy
+        rows = tuple(row for row in message.rows if row.sampled.get(policy, 0) > 0)
+        if message.dropped is not None or not rows:
+            reason = message.dropped or DropReason.COLUMN_FAILED
+            self.drop(consumer, group, reason, "columns", now)
+            return
+        full = ready_group(
+            group.group_id, group.task_key, group.source, rows, policy, group.arrival
+        )
+        consumer.ready[group.group_id] = full
+        self.fate(consumer, full, FateState.ADMITTED, now, rule="columns")
 
     def expire(self, consumer: Consumer, now: float) -> None:
         """Drop what no batch can use any more: at every report, commit and fork."""
-        for group in [g for g in consumer.ready.values() if self._is_stale(consumer, g.rows)]:
-            del consumer.ready[group.group_id]
-            self._drop(consumer, group, DropReason.STALE, "staleness", now)
+        moment = (consumer.next_number, consumer.lineage.incarnation)
+        if consumer.expired_at == moment:
+            return  # nothing moved since, and what was not stale then is not stale now
+        consumer.expired_at = moment
+        for groups in (consumer.ready, consumer.incomplete):
+            for group in [g for g in groups.values() if consumer.is_stale(g)]:
+                del groups[group.group_id]
+                self.drop(consumer, group, DropReason.STALE, "staleness", now)
 
     def drop_remainder(self, consumer: Consumer, now: float) -> None:
         """The policy has trained all its steps; what is left over is named and counted."""
-        for group in consumer.ready.values():
-            self._drop(consumer, group, DropReason.REMAINDER, "end", now)
-        consumer.ready.clear()
+        for groups in (consumer.ready, consumer.incomplete):
+            for group in groups.values():
+                self.drop(consumer, group, DropReason.REMAINDER, "end", now)
+            groups.clear()
 
-    def _drop(
+    def drop(
         self, consumer: Consumer, group: ReadyGroup, reason: DropReason, rule: str, now: float
     ) -> None:
-        self.wasted_tokens[reason] = self.wasted_tokens.get(reason, 0) + group.tokens
-        self._fate(consumer, group, FateState.DROPPED, now, rule=rule, reason=reason)
+        if group.tokens:
+            wasted = self.wasted_tokens.get(reason, 0) + group.tokens
+            self.wasted_tokens[reason] = wasted
+            self._journal(WasteRecord(reason=reason, tokens=wasted))
+        self.fate(consumer, group, FateState.DROPPED, now, rule=rule, reason=reason)
+        self.free(self.retention.dropped(group.group_id), now)
 
-    def _fate(
+    def fate(
         self,
         consumer: Consumer,
         group: ReadyGroup,
@@ -274,8 +386,10 @@ class Home:
         *,
         rule: str,
         reason: str = "",
-        seq: int = 0,
+        keep_rows: bool = True,
     ) -> None:
+        assert state in NEXT_FATE[FateState.ADMITTED] | {FateState.ADMITTED}
+        is_over = state is FateState.DROPPED or not keep_rows
         self._journal(
             FateRecord(
                 consumer=consumer.terms.policy,
@@ -283,72 +397,37 @@ class Home:
                 state=state,
                 reason=reason,
                 rule=rule,
-                seq=seq,
+                seq=group.last_seq,
                 tokens=group.tokens,
                 at=now,
+                arrival=group.arrival,
+                uses=group.uses,
+                is_complete=group.group_id not in consumer.incomplete,
+                rows=b"" if is_over else group.rows,
+                task_key=group.task_key,
+                source=group.source,
+                rewards=group.rewards.tobytes(),
+                versions=msgspec.json.encode(group.versions).decode(),
             )
         )
 
-    # --- sealing ------------------------------------------------------------------------------
+    def free(self, group_ids: Sequence[GroupId], now: float) -> None:
+        """Nobody needs these any more: their partitions may delete the payload."""
+        by_partition: dict[int, list[GroupId]] = {}
+        for group_id in group_ids:
+            self._journal(FreedRecord(group_id=group_id, at=now))
+            by_partition.setdefault(partition_of(group_id), []).append(group_id)
+        for index, freed in by_partition.items():
+            if self.shards.get(index) in (Shard.SERVING, Shard.DRAINING):
+                self._send(index, Freed(group_ids=tuple(freed)))
 
-    def seal(self, consumer: Consumer, seq: int, now: float) -> BatchRecord | None:
-        """Fix batch number `seq` for ever, when enough groups are ready; None: not yet."""
-        if seq != consumer.last_sealed + 1:
-            raise Conflict(f"batch {seq} asked for, {consumer.last_sealed + 1} is the next")
-        self.expire(consumer, now)
-        wanted = consumer.terms.groups_per_batch
-        if len(consumer.ready) < wanted and not (self.is_exhausted and consumer.ready):
-            return None
-        rule, key = consumer.terms.select
-        chosen = sorted(
-            consumer.ready.values(), key=lambda g: key(consumer.oldest(g.rows), g.arrival)
-        )[:wanted]
-        record = self._manifest(consumer, seq, chosen, now)
-        self._journal(record)
-        for group in chosen:
-            assert FateState.SEALED in NEXT_FATE[FateState.ADMITTED]
-            del consumer.ready[group.group_id]
-            self._fate(consumer, group, FateState.SEALED, now, rule=rule, seq=seq)
-        consumer.sealed[seq] = len(chosen)
-        consumer.last_sealed = seq
-        consumer.newest_batch = record
-        return record
-
-    def _manifest(
-        self, consumer: Consumer, seq: int, chosen: Sequence[ReadyGroup], now: float
-    ) -> BatchRecord:
-        policy, trains_from = consumer.terms.policy, consumer.next_number
-        manifest = Manifest(
-            consumer=policy,
-            seq=seq,
-            trains_from=trains_from,
-            groups=tuple(
-                SealedGroup(group_id=g.group_id, task_key=g.task_key, rows=g.rows) for g in chosen
-            ),
-        )
-        ages = [trains_from - consumer.number_of(row) for row in manifest.rows]
-        assert max(ages) <= consumer.terms.max_staleness, "expire() ran just before"
-        body = encode(manifest)
-        return BatchRecord(
-            consumer=policy,
-            seq=seq,
-            incarnation=consumer.lineage.incarnation,
-            trains_from=trains_from,
-            num_groups=len(chosen),
-            num_rows=len(ages),
-            digest=blake3(body).hexdigest(),
-            manifest=body,
-            reward_mean=sum(row.reward for row in manifest.rows) / len(ages),
-            staleness_mean=sum(ages) / len(ages),
-            staleness_max=max(ages),
-            sealed_at=now,
-        )
+    # --- the end, and moves of the cursor -----------------------------------------------------
 
     def has_ended(self, consumer: Consumer) -> bool:
         """No further batch will be sealed for this consumer."""
         if consumer.next_number >= consumer.terms.steps:
             return True
-        return self.is_exhausted and not consumer.ready
+        return self.is_exhausted and not consumer.ready and not consumer.incomplete
 
     @property
     def is_finished(self) -> bool:
@@ -358,35 +437,52 @@ class Home:
             for consumer in self.consumers.values()
         )
 
-    def moved(self, consumer: Consumer, num_groups: dict[int, int], now: float) -> None:
+    def wind_up(self) -> None:
+        """The run is over: what still runs is of use to nobody."""
+        for group_id in sorted(self.open.keys() - self._told_over):
+            self._told_over.add(group_id)
+            dropped = Dropped(group_id=group_id, reason=DropReason.REMAINDER)
+            self._send(partition_of(group_id), dropped)
+
+    def moved(self, consumer: Consumer, num_groups: Mapping[int, int], now: float) -> None:
         """The committed cursor changed, forwards by a commit or backwards by a fork."""
-        consumer.sealed = {
-            seq: groups for seq, groups in num_groups.items() if seq > consumer.lineage.seq
-        }
+        lineage = consumer.lineage
+        consumer.sealed = {seq: n for seq, n in num_groups.items() if seq > lineage.seq}
         self.expire(consumer, now)
+        self.free(self.retention.committed(consumer.terms.policy, lineage.seq), now)
         if consumer.is_done:
             self.drop_remainder(consumer, now)
+        self.count_replayable(consumer)
+        self.tell_horizon(consumer)
+
+    def tell_horizon(self, consumer: Consumer) -> None:
+        policy, number = consumer.terms.policy, consumer.next_number
+        if self._told_horizon.get(policy) != number:
+            self._told_horizon[policy] = number
+            self.tell_all(Horizon(policy=policy, number=number))
 
     # --- restart ------------------------------------------------------------------------------
 
-    def restore(
-        self, *, served: dict[str, int], num_issued: int, open_groups: Iterable[GroupId]
-    ) -> None:
-        self._served.update({name: n for name, n in served.items() if name in self._served})
-        self._num_issued = num_issued
-        self.open = set(open_groups)
+    def undecided(self, group_id: GroupId) -> set[PolicyName]:
+        """Who has not judged this open group."""
+        return self._unjudged.get(group_id, set(self.consumers))
 
-    def restore_ready(
-        self, consumer: Consumer, groups: Iterable[tuple[GroupId, str, tuple[RowSummary, ...]]]
+    def restore(
+        self,
+        *,
+        num_issued: int,
+        open_groups: Iterable[tuple[IssuedRecord, set[PolicyName]]],
     ) -> None:
-        """Admitted and not yet sealed, in order of arrival."""
-        policy = consumer.terms.policy
-        for group_id, task_key, rows in groups:
-            consumer.num_arrived += 1
-            consumer.ready[group_id] = ReadyGroup(
-                group_id=group_id,
-                task_key=task_key,
-                rows=rows,
-                arrival=consumer.num_arrived,
-                tokens=sum(row.sampled[policy] for row in rows),
-            )
+        self._num_issued = num_issued
+        for record, undecided in open_groups:
+            self.open[record.group_id] = record
+            self.open_at.setdefault(record.partition, set()).add(record.group_id)
+            if len(undecided) < len(self.consumers):
+                self._unjudged[record.group_id] = undecided
+            for policy in undecided:
+                self.consumers[policy].num_unjudged += 1
+
+
+def partition_of(group_id: GroupId) -> int:
+    """Its partition is part of a group's name for ever."""
+    return int(group_id[1:].partition("-")[0])

@@ -6,7 +6,7 @@ Decodes, validates and places payload. Trusts nothing but the lease; decides not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -16,9 +16,10 @@ from penstock.dataflow import validate
 from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.partition import Partition
 from penstock.dataflow.protocol import Delivery, DeliveryResult, DeliveryStatus
-from penstock.dataflow.records import Report, RowRecord, row_id
+from penstock.dataflow.records import RowRecord, row_id
+from penstock.dataflow.segments import Location
 from penstock.errors import BadRequest
-from penstock.types import GroupId, NodeId, RowId, Trajectory
+from penstock.types import GroupId, NodeId, RowId, RowSummary, Trajectory
 from penstock.wire.codec import decode
 
 
@@ -27,20 +28,28 @@ class Taken:
     """One delivery, judged; durable with the ledger's next write."""
 
     result: DeliveryResult
-    reports: tuple[Report, ...] = ()
-    """Groups that ended with it."""
-    is_stored: bool = False
+    row: RowRecord | None = None
+    """What was stored, if anything was."""
     tokens: int = 0
     is_failure: bool = False
 
 
 class Intake:
     def __init__(
-        self, partition: Partition, ledger: Ledger, is_published: validate.IsPublished
+        self,
+        partition: Partition,
+        ledger: Ledger,
+        is_published: validate.IsPublished,
+        *,
+        next_arrival: Callable[[], int],
+        is_scored: bool = True,
     ) -> None:
+        """`is_scored`: nodes give the reward, no stage does."""
         self._partition = partition
         self._ledger = ledger
         self._is_published = is_published
+        self._is_scored = is_scored
+        self._next_arrival = next_arrival
 
     def take(self, node_id: NodeId, delivery: Delivery, now: float) -> Taken:
         try:
@@ -51,9 +60,8 @@ class Intake:
             return _refused(delivery, DeliveryStatus.INVALID, str(error))
         judged = self._judge(node_id, delivery)
         if isinstance(judged, str):
-            reports = self._partition.reject(group_id, slot, now)
-            refused = _refused(delivery, DeliveryStatus.INVALID, judged)
-            return replace(refused, reports=tuple(reports))
+            self._partition.reject(group_id, slot, judged, now)
+            return _refused(delivery, DeliveryStatus.INVALID, judged)
         return self._store(delivery, *judged, now)
 
     def _judge(
@@ -67,13 +75,16 @@ class Intake:
         named = row_id(trajectory.group_id, trajectory.slot, trajectory.epoch)
         if not (trajectory.row_id == named == delivery.row_id and trajectory.node_id == node_id):
             return f"the record is {named} of {trajectory.node_id}, not what the lease names"
-        summary = validate.digest(trajectory, self._is_published)
+        summary = validate.digest(trajectory, self._is_published, is_scored=self._is_scored)
         return summary if isinstance(summary, str) else (trajectory, summary)
 
     def _store(
         self, delivery: Delivery, trajectory: Trajectory, summary: validate.Digested, now: float
     ) -> Taken:
-        location = self._ledger.place(delivery.payload)
+        if delivery.blob:
+            location = Location(segment=0, offset=0, length=len(delivery.payload))
+        else:
+            location = self._ledger.place(delivery.payload)
         row = RowRecord(
             row_id=delivery.row_id,
             group_id=trajectory.group_id,
@@ -89,12 +100,21 @@ class Intake:
             sampled=msgspec.json.encode(summary.sampled).decode(),
             versions=msgspec.json.encode(summary.versions).decode(),
             delivered_at=now,
+            arrival=self._next_arrival(),
+            blob=delivery.blob,
         )
-        status, reports = self._partition.deliver(row, trajectory.outcome, now)
+        known = RowSummary(
+            row_id=row.row_id,
+            digest=row.digest,
+            reward=row.reward,
+            outcome=row.outcome,
+            sampled=summary.sampled,
+            versions=summary.versions,
+        )
+        status = self._partition.deliver(row, known, trajectory.outcome, now)
         return Taken(
             result=DeliveryResult(row_id=delivery.row_id, status=status),
-            reports=tuple(reports),
-            is_stored=True,
+            row=row,
             tokens=sum(summary.sampled.values()),
             is_failure=not trajectory.outcome.has_reward,
         )

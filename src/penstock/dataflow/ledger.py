@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The durable truth: records in SQL, payload in segments, one writer thread, group commit.
+"""The durable truth: records in SQL, payload in a store, one writer thread, group commit.
 
-A write is acknowledged after the segment's fdatasync and the SQL commit (SQLite WAL,
-`synchronous=FULL`: class D1). The next group forms while the running one commits, so there is no
-timer and no wait. Any storage error is final: the service stops acknowledging and ends, and its
-next life starts from what is on disk.
+A write is acknowledged after the payload store's append and the SQL commit (segments with
+fdatasync and SQLite WAL with `synchronous=FULL`: class D1). The next group forms while the running
+one commits, so there is no timer and no wait. A full disk is waited out: nothing is acknowledged
+meanwhile, and the same group is written once there is room. Any other storage error, above all one
+of fsync, is final: the service stops acknowledging and ends, and its next life starts from what is
+on disk.
 """
 
 from __future__ import annotations
@@ -13,14 +15,19 @@ import asyncio
 import fcntl
 import os
 import queue
+import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from penstock.dataflow import segments
-from penstock.dataflow.records import FORMAT, MetaRecord, Record, RowRecord
-from penstock.dataflow.segments import Chunk, Location, SegmentPlan, SegmentWriter
+from blake3 import blake3
+
+from penstock.dataflow.bounds import RESERVE_BYTES, Reserve, Usage
+from penstock.dataflow.payloads import Durability, PayloadStore, SegmentPayloads
+from penstock.dataflow.records import FORMAT, Erasure, MetaRecord, Record, RowRecord
+from penstock.dataflow.segments import Chunk, Location, NoSpace
 from penstock.dataflow.tables import open_tables
 from penstock.errors import StoreError
 from penstock.types import RowId
@@ -28,88 +35,145 @@ from penstock.types import RowId
 
 @dataclass(slots=True)
 class _Write:
-    records: Sequence[Record]
+    records: Sequence[Record | Erasure]
     chunks: list[Chunk]
     done: asyncio.Future[None]
+
+
+RETRY_S = 0.1
+"""Between two looks at a full disk."""
+SQLITE_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
+"""Codes with which SQLite says that it found no room and took everything back."""
+
+
+class _Closed(Exception):
+    """The ledger is closed while its disk is full; what was not acknowledged stays so."""
 
 
 class Ledger:
     """Opened by one process at a time; a second one is refused."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        payloads: PayloadStore | None = None,
+        *,
+        store: str = "sqlite",
+        name: str = "penstock",
+        reserve_bytes: int = RESERVE_BYTES,
+    ) -> None:
+        """`store` is `sqlite` or a PostgreSQL URL; `name` tells the ledgers in it apart."""
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(folder)
         self.segments_folder = folder / "segments"
-        self.tables = open_tables(folder)
-        self._check_format()
-        self._plan = SegmentPlan(self.segments_folder)
+        try:
+            self.tables = open_tables(folder, store, name=name)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self.payloads = SegmentPayloads(self.segments_folder) if payloads is None else payloads
+        self._reserve = Reserve(folder, reserve_bytes)
+        self._reserve.take()
         self._placed: list[Chunk] = []
-        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._forming: list[_Write] = []
+        """Writes of this turn of the event loop; they go to the writer together."""
+        self._queued_bytes = 0
+        self._queue: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_groups, name="ledger", daemon=True)
         self._writer.start()
         self.on_failure: Callable[[StoreError], None] = lambda error: None
         """Called on the event loop when storage failed for good."""
 
-    def _check_format(self) -> None:
-        found = self.tables.scalar("SELECT value FROM meta WHERE key = 'format'")
-        if found is not None and int(found) > FORMAT:
-            raise StoreError(
-                f"this ledger has format {found}, this penstock reads up to {FORMAT}; "
-                "run the newer penstock that wrote it"
-            )
-
     # --- writing ------------------------------------------------------------------------------
 
-    def place(self, payload: bytes) -> Location:
+    @property
+    def durability(self) -> Durability:
+        """What an acknowledged delivery is worth, as its payload store gives it."""
+        return self.payloads.durability
+
+    def place(self, payload: bytes | memoryview) -> Location:
         """Where this payload will lie. It goes to disk with the next write, whoever makes it, so
         no record can ever point at bytes that were left out."""
-        location, chunk = self._plan.place(payload)
+        chunk = self.payloads.place(payload)
         self._placed.append(chunk)
-        return location
+        self._queued_bytes += chunk.location.length
+        return chunk.location
 
-    def write(self, records: Sequence[Record]) -> asyncio.Future[None]:
+    def write(self, records: Sequence[Record | Erasure]) -> asyncio.Future[None]:
         """Durable when the future is done, with all payload placed before. In order of call."""
-        done = asyncio.get_running_loop().create_future()
         chunks, self._placed = self._placed, []
-        if not records and not chunks:
-            done.set_result(None)
-        else:
-            self._queue.put(_Write(records, chunks, done))
+        if records or chunks:
+            return self._put(records, chunks)
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
         return done
 
     def flush(self) -> asyncio.Future[None]:
         """Done when every write made so far is durable: for answers that repeat an earlier
         decision."""
-        done = asyncio.get_running_loop().create_future()
-        self._queue.put(_Write((), [], done))
+        return self._put((), [])
+
+    def _put(
+        self, records: Sequence[Record | Erasure], chunks: list[Chunk]
+    ) -> asyncio.Future[None]:
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        if not self._forming:
+            # After all requests that are ready now: the fewer groups, the less each one costs.
+            loop.call_soon(self._hand_over)
+        self._forming.append(_Write(records, chunks, done))
         return done
+
+    def _hand_over(self) -> None:
+        if self._forming:
+            self._queue.put(self._forming)
+            self._forming = []
+
+    def usage(self) -> Usage:
+        """For `Bounds`: what is queued, and what is left on the disk."""
+        return Usage(queued_bytes=self._queued_bytes, free_bytes=self._reserve.free_bytes())
 
     def _write_groups(self) -> None:
         """consumes: writes of all callers · produces: one fsynced group at a time
         waits for: the first write · woken by: `write()`"""
-        writer = SegmentWriter(self.segments_folder)
         while True:
             group = self._next_group()
             if not group:
-                writer.close()
                 return
             try:
-                chunks = [chunk for write in group for chunk in write.chunks]
-                if chunks:
-                    writer.append(chunks)
-                records = [record for write in group for record in write.records]
-                if records:
-                    self.tables.commit(records)
+                self._write_group(group)
+                self._reserve.take()
+            except _Closed:
+                return
             except Exception as error:
                 self._fail(group, error)
                 return
-            _resolve(group)
+            self._resolve(group)
+
+    def _write_group(self, group: list[_Write]) -> None:
+        chunks = [chunk for write in group for chunk in write.chunks]
+        if chunks:
+            self._when_space(lambda: self.payloads.append(chunks))
+        for records in _transactions(group):
+            self._when_space(partial(self.tables.commit, records))
+
+    def _when_space(self, step: Callable[[], None]) -> None:
+        """Do it, on a full disk with the reserve's help, and else as soon as there is room."""
+        while True:
+            try:
+                return step()
+            except Exception as error:
+                if not _is_full(error):
+                    raise
+            if not self._reserve.release() and self._closing.wait(RETRY_S):
+                raise _Closed
 
     def _next_group(self) -> list[_Write]:
         group: list[_Write] = []
         item = self._queue.get()
         while item is not None:
-            group.append(item)
+            group += item
             try:
                 item = self._queue.get_nowait()
             except queue.Empty:
@@ -131,9 +195,25 @@ class Ledger:
 
         loop.call_soon_threadsafe(tell)
 
+    def _resolve(self, group: list[_Write]) -> None:
+        written = sum(chunk.location.length for write in group for chunk in write.chunks)
+
+        def tell() -> None:
+            self._queued_bytes -= written
+            for write in group:
+                if not write.done.done():
+                    write.done.set_result(None)
+
+        group[0].done.get_loop().call_soon_threadsafe(tell)
+
     def close(self) -> None:
+        self._hand_over()
+        self._closing.set()
         self._queue.put(None)
         self._writer.join()
+        self._reserve.release()
+        if isinstance(self.payloads, SegmentPayloads):
+            self.payloads.close()
         self.tables.close()
         os.close(self._lock)
 
@@ -144,10 +224,19 @@ class Ledger:
         return found[0] if found else None
 
     def payload(self, row: RowRecord) -> bytes:
-        location = Location(segment=row.segment, offset=row.offset, length=row.length)
-        return segments.read(self.segments_folder, location)
+        """The bytes as delivered, or StoreError naming this record. Blocks; for any thread."""
+        try:
+            payload = self.payloads.read(_location(row))
+        except StoreError:
+            moved = self.row(row.row_id)  # compaction may have moved it after the caller looked
+            if moved is None or _location(moved) == _location(row):
+                raise
+            payload = self.payloads.read(_location(moved))
+        if blake3(payload).hexdigest() != row.digest:
+            raise StoreError(f"row {row.row_id} is damaged: other bytes lie where it should be")
+        return payload
 
-    def stamp(self) -> list[Record]:
+    def stamp(self) -> list[MetaRecord]:
         """Format and service epoch for this start, to be written before anything else."""
         epoch = (
             int(self.tables.scalar("SELECT value FROM meta WHERE key = 'service_epoch'") or 0) + 1
@@ -158,13 +247,26 @@ class Ledger:
         ]
 
 
-def _resolve(group: list[_Write]) -> None:
-    def tell() -> None:
-        for write in group:
-            if not write.done.done():
-                write.done.set_result(None)
+def _transactions(group: list[_Write]) -> list[list[Record | Erasure]]:
+    """All of the group in one, but none after a write that erases: within a transaction erasures
+    come last, and what a later write put again would go with them."""
+    transactions: list[list[Record | Erasure]] = [[]]
+    for write in group:
+        transactions[-1] += write.records
+        if any(type(record) is Erasure for record in write.records):
+            transactions.append([])
+    return [records for records in transactions if records]
 
-    group[0].done.get_loop().call_soon_threadsafe(tell)
+
+def _is_full(error: Exception) -> bool:
+    """No room, and everything taken back. An error of fsync is never among these."""
+    driver_error = getattr(error, "orig", error)
+    code = getattr(driver_error, "sqlite_errorcode", None)
+    return isinstance(error, NoSpace) or code in SQLITE_FULL
+
+
+def _location(row: RowRecord) -> Location:
+    return Location(segment=row.segment, offset=row.offset, length=row.length)
 
 
 def _lock(folder: Path) -> int:

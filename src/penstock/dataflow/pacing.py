@@ -27,11 +27,10 @@ class Levels:
     """In sealed batches that are not yet committed."""
 
 
-def room(
-    levels: Levels, *, groups_per_batch: int, max_staleness: int, expected_yield: float
-) -> float:
-    """Groups that may still start; whole groups are issued while this is above 0."""
-    budget = (max_staleness + 1) * groups_per_batch
+def room(levels: Levels, *, fresh: int, max_staleness: int, expected_yield: float) -> float:
+    """Groups that may still start; whole groups are issued while this is above 0. `fresh` groups
+    of the next batch are not served again by a replay rule."""
+    budget = (max_staleness + 1) * fresh
     return budget - (levels.admitted + levels.sealed + expected_yield * levels.issued)
 
 

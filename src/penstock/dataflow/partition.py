@@ -2,18 +2,21 @@
 """One data partition: slots, leases, deliveries and the closing of groups. A pure state machine.
 
 Time comes in as `now`, facts go out through the journal, ended groups go to home as Reports. No
-I/O, no clock. A lease ends exactly once: delivered, failed, released, expired or cancelled.
+I/O, no clock. A lease ends exactly once: delivered, failed, rejected, released, expired, truncated
+or cancelled.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
+from penstock.dataflow.gate import Gate
 from penstock.dataflow.groups import (
     Closing,
     ClosingKind,
@@ -23,6 +26,7 @@ from penstock.dataflow.groups import (
     Slot,
     SlotState,
 )
+from penstock.dataflow.messages import Report, SendReport
 from penstock.dataflow.protocol import (
     DeliveryStatus,
     Grant,
@@ -32,100 +36,134 @@ from penstock.dataflow.protocol import (
 )
 from penstock.dataflow.records import (
     NEXT_GROUP,
+    DeadSlotRecord,
     GroupRecord,
     GroupState,
-    Issue,
     Journal,
     LeaseEnd,
     LeaseRecord,
     NodeRecord,
-    Report,
     RowRecord,
 )
+from penstock.dataflow.roster import Roster
 from penstock.dataflow.sources import derive_seed
-from penstock.errors import Fenced, NotFound
-from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, Task
+from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, RowSummary
 
-MayRun = Callable[[OpenGroup], bool]
-"""Home's gate: is this node's live version young enough for this group?"""
+COSTLY_ENDS = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
+"""Ends of a lease that cost its slot an attempt."""
+
+
+OF_START, OF_CLOSE = -1, -2
+"""In a timer, the place of a slot's number: limits of a whole group."""
+
+
+class _Timer(NamedTuple):
+    """One limit: start-to-close of a slot, or one of a whole group. Counted by this partition's
+    own clock; home's may differ by any amount."""
+
+    at: float
+    group_id: GroupId
+    slot: int
+    epoch: int
 
 
 class Partition:
     def __init__(
-        self, index: int, *, closing: Closing, terms: LeaseTerms, journal: Journal
+        self,
+        index: int,
+        *,
+        closing: Closing,
+        terms: LeaseTerms,
+        gate: Gate,
+        journal: Journal,
+        send: SendReport,
     ) -> None:
         self.index = index
         self.groups: dict[GroupId, OpenGroup] = {}
         """Open ones only; the ledger answers for the rest."""
-        self.nodes: dict[NodeId, Node] = {}
+        self.roster = Roster(journal)
+        self.gate = gate
+        self.num_waiting = 0
+        """Slots that could be leased now."""
         self._closing = closing
         self._terms = terms
         self._journal = journal
-        self._waiting: deque[tuple[GroupId, int]] = deque()
-        self._deadlines: list[tuple[float, GroupId, int, int]] = []
-        """Heap of start-to-close limits; entries of ended leases are skipped when met."""
+        self._send = send
+        self._queue: deque[GroupId] = deque()
+        """Groups with waiting slots, oldest first; entries without any are skipped when met."""
+        self._timers: list[_Timer] = []
+        """Heap; entries of what has ended are skipped when met."""
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+    def nodes(self) -> dict[NodeId, Node]:
+        return self.roster.nodes
 
     # --- groups -------------------------------------------------------------------------------
 
-    def issue(self, issue: Issue) -> None:
-        record = issue.record
+    def issue(self, record: GroupRecord, now: float) -> None:
+        if record.group_id in self.groups:
+            return
         self._journal(record)
-        self._open(record)
-        self._waiting.extend((record.group_id, slot) for slot in range(record.num_slots))
+        self._open(record, now)
+        self._queue.append(record.group_id)
+        self.num_waiting += record.num_slots
 
-    def _open(self, record: GroupRecord) -> OpenGroup:
-        group = OpenGroup(
-            record=record,
-            task=msgspec.json.decode(record.task, type=Task),
-            due=msgspec.json.decode(record.due),
-            slots=[Slot() for _ in range(record.num_slots)],
-        )
+    def _open(self, record: GroupRecord, now: float) -> OpenGroup:
+        group = OpenGroup(record=record, waiting_since=now)
         self.groups[record.group_id] = group
+        limits = {
+            OF_START: self._terms.schedule_to_start_s,
+            OF_CLOSE: self._terms.schedule_to_close_s,
+        }
+        for kind, limit_s in limits.items():
+            if limit_s is not None:
+                heapq.heappush(self._timers, _Timer(now + limit_s, record.group_id, kind, 0))
         return group
 
-    def drop(self, group_id: GroupId, reason: DropReason, now: float) -> Report | None:
+    def drop(self, group_id: GroupId, reason: DropReason, now: float) -> None:
         """End an open group whatever its members do."""
         group = self.groups.get(group_id)
-        if group is None:
-            return None
-        for index, slot in enumerate(group.slots):
-            if slot.state is SlotState.LEASED:
-                self._end_lease(group_id, index, slot, LeaseEnd.CANCELLED, now)
-        return self._end_group(group, GroupState.DROPPED, reason, now)
+        if group is not None:
+            self._cut(group, LeaseEnd.CANCELLED, now)
+            self._end_group(group, GroupState.DROPPED, reason, now)
+
+    def _cut(self, group: OpenGroup, end: LeaseEnd, now: float) -> None:
+        """Stop what runs and what waits: these slots get no result any more."""
+        self.num_waiting -= group.num_waiting
+        for index in (*group.again, *range(group.num_fresh, group.record.num_slots)):
+            group.slot(index).move(SlotState.TRUNCATED)
+        group.again, group.num_fresh = [], group.record.num_slots
+        for index, slot in group.running():
+            self._end_lease(group, index, slot, end, now)
+            slot.move(SlotState.TRUNCATED)
+
+    def moved(self, now: float) -> None:
+        """Policies went on: end groups that nobody can use any more, close those on their last
+        admissible version if that saves their rows."""
+        for group in [*self.groups.values()]:
+            rows = group.rows
+            if not rows:
+                continue
+            slack = self.gate.slack(rows)
+            if slack < 0:
+                self.drop(group.record.group_id, DropReason.STALE, now)
+            elif slack == 0 and self._closing.kind is ClosingKind.SURVIVORS:
+                lost = group.record.num_slots - len(rows)
+                if self._closing.keeps(len(rows), lost):
+                    self._close_now(group, DropReason.STALE, now)
+
+    def _close_now(self, group: OpenGroup, reason: DropReason, now: float) -> None:
+        self._cut(group, LeaseEnd.TRUNCATED, now)
+        self._close(group, reason, now)
 
     # --- nodes --------------------------------------------------------------------------------
 
-    def register(self, body: Register, now: float) -> list[Report]:
+    def register(self, body: Register, now: float) -> None:
         """A known node under a new session is a new life: what its old life held is free again."""
-        reports: list[Report] = []
-        known = self.nodes.get(body.node_id)
-        if known is not None and known.record.session == body.session:
-            known.last_seen, known.is_silent = now, False
-            return reports
-        if known is not None:
-            if body.session in known.past_sessions:
-                raise Fenced(f"node {body.node_id} lives under a newer session than this")
-            reports = self._end_all(known, LeaseEnd.EXPIRED, now)
-        record = NodeRecord(
-            node_id=body.node_id,
-            session=body.session,
-            capacity=body.capacity,
-            policies=msgspec.json.encode(body.policies).decode(),
-            tags=msgspec.json.encode(body.tags).decode(),
-            left=False,
-            at=now,
-        )
-        self._journal(record)
-        node = self.nodes[body.node_id] = Node(record=record, last_seen=now)
-        if known is not None:
-            node.num_delivered = known.num_delivered
-            node.past_sessions = known.past_sessions
-            node.past_sessions.append(known.record.session)
-        return reports
+        replaced = self.roster.replaced(body)
+        if replaced is not None:
+            self._end_all(replaced, LeaseEnd.EXPIRED, "its node began a new life", now)
+        self.roster.register(body, now)
 
     def heartbeat(
         self,
@@ -136,41 +174,23 @@ class Partition:
         state: NodeState,
         live: tuple[LiveVersion, ...],
     ) -> None:
-        node = self._node(node_id, session)
-        node.last_seen, node.is_silent = now, False
-        node.state, node.live = state, live
+        self.roster.heard(node_id, session, now, state=state, live=live)
 
-    def leave(self, node_id: NodeId, session: str, now: float) -> list[Report]:
-        node = self._node(node_id, session)
-        reports = self._end_all(node, LeaseEnd.RELEASED, now)
+    def leave(self, node_id: NodeId, session: str, now: float) -> None:
+        node = self.roster.get(node_id, session)
+        self._end_all(node, LeaseEnd.RELEASED, "", now)
         self._journal(replace(node.record, left=True, at=now))
         del self.nodes[node_id]
-        return reports
-
-    def _node(self, node_id: NodeId, session: str) -> Node:
-        node = self.nodes.get(node_id)
-        if node is None:
-            raise NotFound(f"node {node_id} is not registered; POST /v1/nodes first")
-        if node.record.session != session:
-            raise Fenced(f"node {node_id} lives under another session; this process was replaced")
-        return node
 
     def forgive(self, gap_s: float) -> None:
         """The service itself stood still: nobody could be heard meanwhile, so nobody was silent."""
-        for node in self.nodes.values():
-            node.last_seen += gap_s
-        self._deadlines = [(at + gap_s, g, s, e) for at, g, s, e in self._deadlines]
+        self.roster.forgive(gap_s)
+        self._timers = [timer._replace(at=timer.at + gap_s) for timer in self._timers]
 
     # --- leases -------------------------------------------------------------------------------
 
     def ask(self, node_id: NodeId, session: str, request_id: str, now: float) -> None:
-        """Take note of a lease request. A node's newest one replaces those before it: nobody
-        listens to them any more, and what they were granted would be held by none."""
-        node = self._node(node_id, session)
-        node.last_seen, node.is_silent = now, False
-        if request_id != node.asking and request_id not in node.asked_before:
-            node.asked_before.append(node.asking)
-            node.asking = request_id
+        self.roster.ask(node_id, session, request_id, now)
 
     def lease(
         self,
@@ -178,37 +198,37 @@ class Partition:
         session: str,
         request_id: str,
         max_slots: int,
-        may_run: MayRun,
+        live: Sequence[LiveVersion],
         now: float,
     ) -> list[Grant]:
-        node = self._node(node_id, session)
+        node = self.roster.get(node_id, session)
         if request_id in node.granted:
             return self._granted_before(node, request_id)
         if request_id != node.asking or node.state is not NodeState.LIVE:
             return []
-        free = min(max_slots, node.record.capacity - len(node.leases))
+        free = min(max_slots, self.roster.allowance(node) - len(node.leases))
         grants: list[Grant] = []
-        while self._waiting and len(grants) < free:
-            group_id, index = self._waiting[0]
-            group = self.groups.get(group_id)
-            if group is None:  # dropped while it waited
-                self._waiting.popleft()
+        num_groups = 0
+        while self._queue and len(grants) < free:
+            group = self.groups.get(self._queue[0])
+            if group is None or not group.num_waiting:  # ended, or all its slots were taken
+                self._queue.popleft()
                 continue
-            if not may_run(group):  # groups behind it need a version at least as young
-                break
-            self._waiting.popleft()
-            grants.append(self._grant(node, group, index, request_id, now))
+            if not self.gate.may_run(group.due, live):
+                break  # groups behind it need a version at least as young
+            num_groups += 1
+            while group.num_waiting and len(grants) < free:
+                grants.append(self._grant(node, group, request_id, num_groups - 1, now))
         return grants
 
-    def _grant(
-        self, node: Node, group: OpenGroup, index: int, request_id: str, now: float
-    ) -> Grant:
-        slot = group.slots[index]
+    def _grant(self, node: Node, group: OpenGroup, request_id: str, task: int, now: float) -> Grant:
+        index = group.next_waiting()
+        self.num_waiting -= 1
+        slot = group.slot(index)
         slot.move(SlotState.LEASED)
         slot.epoch += 1
-        group_id = group.record.group_id
         slot.lease = LeaseRecord(
-            group_id=group_id,
+            group_id=group.record.group_id,
             slot=index,
             epoch=slot.epoch,
             attempt=slot.attempt + 1,
@@ -220,37 +240,35 @@ class Partition:
             ended_at=0.0,
         )
         self._journal(slot.lease)
-        self._hold(node, slot.lease)
+        self.roster.hold(node, slot.lease)
         self._watch(slot.lease, now)
-        return self._describe(group, slot.lease)
+        return self._describe(group, slot.lease, task)
 
-    def _hold(self, node: Node, lease: LeaseRecord) -> None:
-        node.leases.add((lease.group_id, lease.slot))
-        node.granted.setdefault(lease.request_id, set()).add((lease.group_id, lease.slot))
-
-    def _describe(self, group: OpenGroup, lease: LeaseRecord) -> Grant:
+    def _describe(self, group: OpenGroup, lease: LeaseRecord, task: int) -> Grant:
         return Grant(
             group_id=lease.group_id,
             slot=lease.slot,
             epoch=lease.epoch,
             attempt=lease.attempt,
-            task=0,
+            task=task,
             seed=derive_seed(group.task.seed, lease.slot),
         )
 
     def _granted_before(self, node: Node, request_id: str) -> list[Grant]:
         grants: list[Grant] = []
+        tasks: dict[GroupId, int] = {}
         for group_id, index in sorted(node.granted[request_id]):
             group = self.groups[group_id]
-            lease = group.slots[index].lease
+            lease = group.slot(index).lease
             assert lease is not None, "a held slot has a lease"
-            grants.append(self._describe(group, lease))
+            task = tasks.setdefault(group_id, len(tasks))
+            grants.append(self._describe(group, lease, task))
         return grants
 
     def _watch(self, lease: LeaseRecord, now: float) -> None:
         # One ttl of grace: the node itself cuts at start-to-close and needs time to deliver.
         limit = now + self._terms.start_to_close_s + self._terms.ttl_s
-        heapq.heappush(self._deadlines, (limit, lease.group_id, lease.slot, lease.epoch))
+        heapq.heappush(self._timers, _Timer(limit, lease.group_id, lease.slot, lease.epoch))
 
     def release(
         self, node_id: NodeId, group_id: GroupId, index: int, epoch: int, now: float
@@ -259,84 +277,116 @@ class Partition:
         slot = self._leased(node_id, group_id, index, epoch)
         if slot is None:
             return False
-        self._end_lease(group_id, index, slot, LeaseEnd.RELEASED, now)
-        self._requeue(group_id, index, slot)
+        group = self.groups[group_id]
+        self._end_lease(group, index, slot, LeaseEnd.RELEASED, now)
+        self._requeue(group, index, slot, now)
         return True
 
-    def reject(self, group_id: GroupId, index: int, now: float) -> list[Report]:
+    def reject(self, group_id: GroupId, index: int, why: str, now: float) -> None:
         """The result of this held lease breaks the contract: an attempt that came to nothing."""
         group = self.groups[group_id]
-        return self._lose(group, index, group.slots[index], LeaseEnd.REJECTED, now)
+        self._lose(group, index, group.slot(index), LeaseEnd.REJECTED, why, now)
 
-    def tick(self, now: float) -> list[Report]:
-        """Expire nodes that fell silent and attempts that overran."""
-        reports: list[Report] = []
-        for node in self.nodes.values():
-            if not node.is_silent and now - node.last_seen > self._terms.ttl_s:
-                node.is_silent = True
-                reports += self._end_all(node, LeaseEnd.EXPIRED, now)
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, group_id, index, epoch = heapq.heappop(self._deadlines)
-            group = self.groups.get(group_id)
-            slot = None if group is None else group.slots[index]
-            if group and slot and slot.state is SlotState.LEASED and slot.epoch == epoch:
-                reports += self._lose(group, index, slot, LeaseEnd.EXPIRED, now)
-        return reports
+    # --- time ---------------------------------------------------------------------------------
 
-    def _end_all(self, node: Node, end: LeaseEnd, now: float) -> list[Report]:
-        reports: list[Report] = []
+    def tick(self, now: float) -> None:
+        """Expire nodes that fell silent, attempts that overran and groups out of time."""
+        for node in self.roster.newly_silent(self._terms.ttl_s, now):
+            self._end_all(node, LeaseEnd.EXPIRED, "its node fell silent", now)
+        while self._timers and self._timers[0].at <= now:
+            timer = heapq.heappop(self._timers)
+            group = self.groups.get(timer.group_id)
+            if group is None:
+                continue
+            if timer.slot == OF_CLOSE:
+                self._close_now(group, DropReason.OVERDUE, now)
+                continue
+            if timer.slot == OF_START:
+                self._waited(group, now)
+                continue
+            slot = group.slot(timer.slot)
+            if slot.state is SlotState.LEASED and slot.epoch == timer.epoch:
+                why = f"no result within start-to-close ({self._terms.start_to_close_s:g} s)"
+                self._lose(group, timer.slot, slot, LeaseEnd.EXPIRED, why, now)
+
+    def _waited(self, group: OpenGroup, now: float) -> None:
+        start_s = self._terms.schedule_to_start_s
+        if start_s is None or not group.num_waiting:
+            return
+        due = group.waiting_since + start_s
+        if now < due:  # it waits anew since an attempt was lost
+            heapq.heappush(self._timers, _Timer(due, group.record.group_id, OF_START, 0))
+            return
+        why = f"nobody took it within schedule-to-start ({start_s:g} s)"
+        while group.num_waiting:
+            index = group.next_waiting()
+            self.num_waiting -= 1
+            self._give_up(group, index, group.slot(index), why, now)
+        self._close_if_over(group, now)
+
+    def _end_all(self, node: Node, end: LeaseEnd, why: str, now: float) -> None:
         for group_id, index in sorted(node.leases):
             group = self.groups.get(group_id)
-            if group is None:  # ended by an earlier turn of this loop
-                continue
-            slot = group.slots[index]
-            if slot.state is not SlotState.LEASED:
-                continue
+            slot = None if group is None else group.slot(index)
+            if group is None or slot is None or slot.state is not SlotState.LEASED:
+                continue  # ended by an earlier turn of this loop
             if end is LeaseEnd.RELEASED:
-                self._end_lease(group_id, index, slot, end, now)
-                self._requeue(group_id, index, slot)
+                self._end_lease(group, index, slot, end, now)
+                self._requeue(group, index, slot, now)
             else:
-                reports += self._lose(group, index, slot, end, now)
-        return reports
+                self._lose(group, index, slot, end, why, now)
 
     def _lose(
-        self, group: OpenGroup, index: int, slot: Slot, end: LeaseEnd, now: float
-    ) -> list[Report]:
+        self, group: OpenGroup, index: int, slot: Slot, end: LeaseEnd, why: str, now: float
+    ) -> None:
         """An attempt came to nothing: try again, or give the slot up."""
-        self._end_lease(group.record.group_id, index, slot, end, now)
+        self._end_lease(group, index, slot, end, now, why)
         slot.attempt += 1
-        limit = 1 if self._closing.kind is ClosingKind.DROP else self._terms.max_attempts
-        if slot.attempt < limit:
-            self._requeue(group.record.group_id, index, slot)
-            return []
+        slot.reasons.append(f"{end}: {why}"[:300])
+        if slot.attempt < self._max_attempts:
+            self._requeue(group, index, slot, now)
+            return
+        self._give_up(group, index, slot, "", now)
+        self._close_if_over(group, now)
+
+    @property
+    def _max_attempts(self) -> int:
+        return 1 if self._closing.kind is ClosingKind.DROP else self._terms.max_attempts
+
+    def _give_up(self, group: OpenGroup, index: int, slot: Slot, why: str, now: float) -> None:
+        """The slot becomes a dead letter with all its reasons."""
+        if why:
+            slot.reasons.append(why)
         slot.move(SlotState.DEAD)
-        return self._close_if_over(group, now)
+        reasons = msgspec.json.encode(slot.reasons).decode()
+        self._journal(
+            DeadSlotRecord(group_id=group.record.group_id, slot=index, reasons=reasons, at=now)
+        )
 
     def _end_lease(
-        self, group_id: GroupId, index: int, slot: Slot, end: LeaseEnd, now: float
+        self, group: OpenGroup, index: int, slot: Slot, end: LeaseEnd, now: float, why: str = ""
     ) -> None:
         lease = slot.lease
         assert lease is not None and not lease.ended, "a lease ends once"
-        self._journal(replace(lease, ended=end, ended_at=now))
+        self._journal(lease.ended_as(end, now, why[:300]))
         slot.lease = None
-        node = self.nodes.get(lease.node_id)
-        if node is not None and (group_id, index) in node.leases:
-            node.leases.remove((group_id, index))
-            held = node.granted[lease.request_id]
-            held.remove((group_id, index))
-            if not held:
-                del node.granted[lease.request_id]
+        self.roster.let_go(lease, end)
 
-    def _requeue(self, group_id: GroupId, index: int, slot: Slot) -> None:
+    def _requeue(self, group: OpenGroup, index: int, slot: Slot, now: float) -> None:
         slot.move(SlotState.WAITING)
-        self._waiting.appendleft((group_id, index))  # its group is older than all that wait
+        if not group.num_waiting:
+            group.waiting_since = now
+            if self._terms.schedule_to_start_s is not None:
+                at = now + self._terms.schedule_to_start_s
+                heapq.heappush(self._timers, _Timer(at, group.record.group_id, OF_START, 0))
+        group.again.append(index)
+        self.num_waiting += 1
+        self._queue.appendleft(group.record.group_id)  # older than all that wait
 
     def _leased(self, node_id: NodeId, group_id: GroupId, index: int, epoch: int) -> Slot | None:
         group = self.groups.get(group_id)
-        if group is None or not 0 <= index < len(group.slots):
-            return None
-        slot = group.slots[index]
-        if slot.state is not SlotState.LEASED or slot.epoch != epoch:
+        slot = None if group is None else group.touched.get(index)
+        if slot is None or slot.state is not SlotState.LEASED or slot.epoch != epoch:
             return None
         return slot if slot.lease is not None and slot.lease.node_id == node_id else None
 
@@ -346,54 +396,60 @@ class Partition:
         return self._leased(node_id, group_id, index, epoch) is not None
 
     def deliver(
-        self, row: RowRecord, outcome: Outcome, now: float
-    ) -> tuple[DeliveryStatus, list[Report]]:
+        self, row: RowRecord, summary: RowSummary, outcome: Outcome, now: float
+    ) -> DeliveryStatus:
         """Take the result of a held lease; under an older epoch it is refused and changes
         nothing."""
         slot = self._leased(row.node_id, row.group_id, row.slot, row.epoch)
-        if slot is None:
-            return DeliveryStatus.FENCED, []
+        if slot is None or slot.lease is None:
+            return DeliveryStatus.FENCED
         group = self.groups[row.group_id]
         self._journal(row)
         node = self.nodes.get(row.node_id)
         if node is not None:
             node.last_seen, node.is_silent = now, False
             node.num_delivered += 1
+            self.roster.finished(node, slot.lease, now)
         if outcome.has_reward:
-            self._end_lease(row.group_id, row.slot, slot, LeaseEnd.DELIVERED, now)
+            self._end_lease(group, row.slot, slot, LeaseEnd.DELIVERED, now)
             slot.move(SlotState.DONE)
-            slot.row = row.summary
-            return DeliveryStatus.STORED, self._close_if_over(group, now)
-        if outcome.kind is OutcomeKind.CANCELLED:
-            self._end_lease(row.group_id, row.slot, slot, LeaseEnd.RELEASED, now)
-            self._requeue(row.group_id, row.slot, slot)
-            return DeliveryStatus.STORED, []
-        return DeliveryStatus.STORED, self._lose(group, row.slot, slot, LeaseEnd.FAILED, now)
+            slot.row = summary
+            self._close_if_over(group, now)
+        elif outcome.kind is OutcomeKind.CANCELLED:
+            self._end_lease(group, row.slot, slot, LeaseEnd.RELEASED, now)
+            self._requeue(group, row.slot, slot, now)
+        else:
+            why = f"{outcome.reason}: {outcome.detail}"
+            self._lose(group, row.slot, slot, LeaseEnd.FAILED, why, now)
+        return DeliveryStatus.STORED
 
-    def _close_if_over(self, group: OpenGroup, now: float) -> list[Report]:
-        states = [slot.state for slot in group.slots]
-        num_dead = states.count(SlotState.DEAD)
+    def _close_if_over(self, group: OpenGroup, now: float) -> None:
+        if group.record.group_id not in self.groups:
+            return  # it ended while several of its slots were given up
+        num_dead = group.count(SlotState.DEAD)
         if num_dead and self._closing.kind is not ClosingKind.SURVIVORS:
-            report = self.drop(group.record.group_id, DropReason.FAILED_SLOTS, now)
-            return [] if report is None else [report]
-        if num_dead + states.count(SlotState.DONE) < len(states):
-            return []
-        if num_dead and len(group.rows) < max(1, self._closing.min_survivors):
-            return [self._end_group(group, GroupState.DROPPED, DropReason.FAILED_SLOTS, now)]
-        return [self._end_group(group, GroupState.CLOSED, None, now)]
+            self._cut(group, LeaseEnd.CANCELLED, now)
+            self._end_group(group, GroupState.DROPPED, DropReason.FAILED_SLOTS, now)
+        elif num_dead + group.count(SlotState.DONE) == group.record.num_slots:
+            self._close(group, DropReason.FAILED_SLOTS, now)
+
+    def _close(self, group: OpenGroup, reason: DropReason, now: float) -> None:
+        """Every slot is terminal: the closing policy decides, `reason` is why it would not keep
+        the group."""
+        num_good = group.count(SlotState.DONE)
+        if self._closing.keeps(num_good, group.record.num_slots - num_good):
+            self._end_group(group, GroupState.CLOSED, None, now)
+        else:
+            self._end_group(group, GroupState.DROPPED, reason, now)
 
     def _end_group(
         self, group: OpenGroup, state: GroupState, reason: DropReason | None, now: float
-    ) -> Report:
+    ) -> None:
         assert state in NEXT_GROUP[GroupState(group.record.state)]
-        record = replace(group.record, state=state, reason=reason or "", ended_at=now)
-        self._journal(record)
-        del self.groups[record.group_id]
-        return Report(
-            group_id=record.group_id,
-            task_key=record.task_key,
-            rows=group.rows,
-            dropped=reason,
+        self._journal(replace(group.record, state=state, reason=reason or "", ended_at=now))
+        del self.groups[group.record.group_id]
+        self._send(
+            Report(group_id=group.record.group_id, policies=(), rows=group.rows, dropped=reason)
         )
 
     # --- restart ------------------------------------------------------------------------------
@@ -404,41 +460,51 @@ class Partition:
         leases: Iterable[LeaseRecord],
         rows: Iterable[RowRecord],
         nodes: Iterable[NodeRecord],
+        dead: Iterable[DeadSlotRecord],
         now: float,
-    ) -> list[Report]:
+    ) -> None:
         """Rebuild open groups and give every live lease a full ttl; `leases` come in order of
         epoch."""
-        for record in nodes:
-            # Live until it says otherwise; the version gate looks at each request anyway.
-            self.nodes[record.node_id] = Node(record=record, last_seen=now, state=NodeState.LIVE)
-        for group in sorted(groups, key=lambda record: record.issue):
-            self._open(group)
+        self.roster.restore(nodes, now)
+        opened = [self._open(g, now) for g in sorted(groups, key=lambda record: record.issue)]
         for lease in leases:
             self._restore_lease(lease, now)
         for row in rows:
             if Outcome(kind=row.outcome).has_reward:
-                slot = self.groups[row.group_id].slots[row.slot]
+                slot = self.groups[row.group_id].slot(row.slot)
                 slot.state, slot.row = SlotState.DONE, row.summary
-        for group_id, group in self.groups.items():
-            self._waiting.extend(
-                (group_id, index)
-                for index, slot in enumerate(group.slots)
-                if slot.state is SlotState.WAITING
-            )
+        for letter in dead:
+            self.groups[letter.group_id].slot(letter.slot).state = SlotState.DEAD
+        for group in opened:
+            self._restore_queue(group)
         # A config with fewer attempts than before may end groups that were still open.
-        return [r for group in [*self.groups.values()] for r in self._close_if_over(group, now)]
+        for group in opened:
+            self._close_if_over(group, now)
+
+    def _restore_queue(self, group: OpenGroup) -> None:
+        group.num_fresh = max(group.touched, default=-1) + 1
+        group.again = [
+            index
+            for index in range(group.num_fresh)
+            if group.slot(index).state is SlotState.WAITING
+        ]
+        self.num_waiting += group.num_waiting
+        if group.num_waiting:
+            self._queue.append(group.record.group_id)
 
     def _restore_lease(self, lease: LeaseRecord, now: float) -> None:
-        slot = self.groups[lease.group_id].slots[lease.slot]
+        group = self.groups[lease.group_id]
+        slot = group.slot(lease.slot)
         slot.epoch = max(slot.epoch, lease.epoch)
-        if lease.ended in (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED):
+        if lease.ended in COSTLY_ENDS:
             slot.attempt += 1
-            if slot.attempt >= self._terms.max_attempts:
+            slot.reasons.append(f"{lease.ended}: {lease.detail}")
+            if slot.attempt >= self._max_attempts:
                 slot.state = SlotState.DEAD
         if lease.ended:
             return
         slot.state, slot.lease = SlotState.LEASED, lease
         node = self.nodes.get(lease.node_id)
         assert node is not None, "a running lease names a registered node"
-        self._hold(node, lease)
+        self.roster.hold(node, lease)
         self._watch(lease, now)

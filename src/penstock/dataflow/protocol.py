@@ -72,6 +72,8 @@ class RunFacts:
     """Engine kind for each policy of the run."""
     torch_threads: int
     start_to_close_s: float
+    is_scored: bool = True
+    """Nodes give the reward; false when a stage does, and rows come without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,16 @@ class Orders:
     """Finish or hand back what you hold, then leave: the run has ended or you were drained."""
     finished: bool = False
     """The whole run is complete."""
+    stop: tuple[RowId, ...] = ()
+    """Leases of this node that were ended: a result would be refused, so stop working on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionAddress:
+    """A data partition in a process of its own; nodes and trainers go to it directly."""
+
+    index: int
+    url: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +106,8 @@ class Registered:
     ttl_s: float
     """Leases of a node that is silent for so long are given to others."""
     facts: RunFacts
+    partitions: tuple[PartitionAddress, ...] = ()
+    """Further partitions, to be joined, asked and beaten to in the same way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +124,7 @@ class Heartbeat:
 class HeartbeatAnswer:
     orders: Orders
     weights_url: str
+    partitions: tuple[PartitionAddress, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +189,9 @@ class Delivery:
     row_id: RowId
     payload: bytes
     """A msgpack Trajectory, stored and served byte for byte."""
+    blob: str = ""
+    """Digest under which a payload above 1 MB went ahead by `PUT /v1/blobs/{digest}`; `payload` is
+    empty then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +280,11 @@ class BatchAnswer:
 class RowPayload:
     row_id: RowId
     payload: bytes | None
-    """None: the row is gone, every rank sees it masked."""
+    """None: the row is gone, every rank sees it masked; or it lies at another partition."""
+    at: str = ""
+    """Where to fetch it: `POST {at}/v1/rows`."""
+    columns: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    """Values of the further columns that the manifest names for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +293,16 @@ class RowsAnswer:
     manifest."""
 
     rows: tuple[RowPayload, ...]
+    columns: tuple[str, ...] = ()
+    """Further columns that the manifest names; ask for them where a row lies elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsRequest:
+    """`POST /v1/rows` at the partition that holds them."""
+
+    row_ids: tuple[RowId, ...]
+    columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +337,93 @@ class CheckpointsRequest:
     incarnation: int
     retained: tuple[tuple[int, int], ...]
     """(number, seq) of each complete checkpoint."""
+
+
+# --- partitions -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionLife:
+    """Which process speaks for a partition. A higher epoch replaces a lower one; of two with the
+    same, the first that came stays."""
+
+    epoch: int
+    session: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionJoin:
+    """`PUT /v1/partitions/{index}`: a partition begins a life."""
+
+    life: PartitionLife
+    url: str
+    """Where nodes and trainers reach it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionFigures:
+    """What home shows of a partition it cannot look into."""
+
+    num_waiting: int = 0
+    num_open: int = 0
+    num_nodes: int = 0
+    trajectories: int = 0
+    sampled_tokens: int = 0
+    failed_tokens: int = 0
+    tokens_per_s: float = 0.0
+    lacks: tuple[str, ...] = ()
+    """Stages without a live worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbered:
+    """One message on a link."""
+
+    number: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPush:
+    """`POST /v1/partitions/{index}/messages`: what home lacks, oldest first."""
+
+    life: PartitionLife
+    messages: tuple[Numbered, ...]
+    figures: PartitionFigures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPushed:
+    received: int
+    """Home has made everything up to this number its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPull:
+    """`POST /v1/partitions/{index}/orders`: what the partition lacks; held open when it lacks
+    nothing."""
+
+    life: PartitionLife
+    received: int
+    """The partition has made everything up to this number its own."""
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPulled:
+    messages: tuple[Numbered, ...]
+    finished: bool
+    """The run is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionStatus:
+    index: int
+    url: str
+    state: str
+    num_open: int
+    silent_s: float
+    figures: PartitionFigures
 
 
 # --- people -----------------------------------------------------------------------------------
@@ -367,4 +486,6 @@ class Status:
     wasted_tokens: dict[str, int]
     """Generated and never trained, by reason."""
     tokens_per_s: float
+    partitions: tuple[PartitionStatus, ...] = ()
+    """Those in processes of their own."""
     detail: JsonObject = field(default_factory=dict[str, object])

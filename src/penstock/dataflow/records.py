@@ -17,7 +17,6 @@ from typing import ClassVar, Protocol, cast
 import msgspec
 
 from penstock.types import (
-    DropReason,
     GroupId,
     NodeId,
     OutcomeKind,
@@ -26,7 +25,7 @@ from penstock.types import (
     RowSummary,
 )
 
-FORMAT = 1
+FORMAT = 2
 """Of the ledger on disk. A newer one is refused by name; N reads N - 1."""
 
 
@@ -49,6 +48,8 @@ class LeaseEnd(StrEnum):
     """Its node fell silent, was replaced by a new life, or overran start-to-close."""
     CANCELLED = "cancelled"
     """Its group was dropped."""
+    TRUNCATED = "truncated"
+    """Cut while it ran: its group had to close, or the slot's time was over."""
 
 
 class FateState(StrEnum):
@@ -67,7 +68,7 @@ NEXT_GROUP: Mapping[GroupState, frozenset[GroupState]] = MappingProxyType(
 NEXT_FATE: Mapping[FateState, frozenset[FateState]] = MappingProxyType(
     {
         FateState.ADMITTED: frozenset({FateState.SEALED, FateState.DROPPED}),
-        FateState.SEALED: frozenset(),
+        FateState.SEALED: frozenset({FateState.SEALED}),  # served again by a replay rule
         FateState.DROPPED: frozenset(),
     }
 )
@@ -78,10 +79,20 @@ class Record(Protocol):
     KEY: ClassVar[tuple[str, ...]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Erasure:
+    """Not a record: what is final and wanted by nobody leaves its table, in the same commit."""
+
+    kind: type[Record]
+    where: str
+    """SQL condition with named values."""
+    values: Mapping[str, str | int | float]
+
+
 class Journal(Protocol):
     """Where the core puts what must become durable before its answer leaves."""
 
-    def __call__(self, record: Record) -> None: ...
+    def __call__(self, record: Record | Erasure) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +119,55 @@ class GroupRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IssuedRecord:
+    """A group as home knows it, wherever its slots and rows are."""
+
+    TABLE: ClassVar[str] = "issued"
+    KEY: ClassVar[tuple[str, ...]] = ("group_id",)
+
+    group_id: GroupId
+    issue: int
+    partition: int
+    source: str
+    ordinal: int
+    task_key: str
+    why: str
+    """JSON: which rules chose it."""
+    judged: bool
+    """Every consumer has decided about it."""
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadSlotRecord:
+    """A dead letter: a slot that was given up, with all its reasons."""
+
+    TABLE: ClassVar[str] = "dead_slots"
+    KEY: ClassVar[tuple[str, ...]] = ("group_id", "slot")
+
+    group_id: GroupId
+    slot: int
+    reasons: str
+    """JSON list, one per attempt."""
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRecord:
+    """A closed group whose rows still miss columns that a policy requires."""
+
+    TABLE: ClassVar[str] = "completions"
+    KEY: ClassVar[tuple[str, ...]] = ("group_id", "policy")
+
+    group_id: GroupId
+    policy: PolicyName
+    state: str
+    """`judging`: columns of its rules are missing · `reported`: home has it to judge ·
+    `training`: columns of its trainer are missing · `done`."""
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
     TABLE: ClassVar[str] = "leases"
     KEY: ClassVar[tuple[str, ...]] = ("group_id", "slot", "epoch")
@@ -123,6 +183,24 @@ class LeaseRecord:
     ended: str
     """A LeaseEnd, empty while the lease runs."""
     ended_at: float
+    detail: str = ""
+    """Why it came to nothing, for people."""
+
+    def ended_as(self, end: LeaseEnd, at: float, detail: str) -> LeaseRecord:
+        """Written out, because every delivery passes here and `replace` is slow."""
+        return LeaseRecord(
+            group_id=self.group_id,
+            slot=self.slot,
+            epoch=self.epoch,
+            attempt=self.attempt,
+            node_id=self.node_id,
+            session=self.session,
+            request_id=self.request_id,
+            granted_at=self.granted_at,
+            ended=end,
+            ended_at=at,
+            detail=detail,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +224,14 @@ class RowRecord:
     versions: str
     """JSON: every [incarnation, number] that sampled them, by policy."""
     delivered_at: float
+    arrival: int = 0
+    """Order of arrival at its partition; readers' cursors count in it."""
+    space: str = "train"
+    blob: str = ""
+    """Digest of the claim-checked blob that holds the payload, empty when it lies in a segment."""
 
     @property
     def summary(self) -> RowSummary:
-        assert self.reward is not None, "only scored rows are reported to home"
         versions = msgspec.json.decode(self.versions, type=dict[str, tuple[tuple[int, int], ...]])
         return RowSummary(
             row_id=self.row_id,
@@ -180,6 +262,21 @@ class FateRecord:
     tokens: int
     """Sampled tokens of this policy in the group."""
     at: float
+    arrival: int = 0
+    """Order in which this consumer judged it."""
+    uses: int = 0
+    """How many batches it was in."""
+    is_complete: bool = True
+    """Every column its trainer needs is there; unset while a stage works on an admitted group."""
+    rows: bytes = b""
+    """msgpack list of RowSummary while the group may still be sealed, first time or again."""
+    task_key: str = ""
+    source: str = ""
+    rewards: bytes = b""
+    """One float64 per row, little-endian; with the versions all that a restart must read of a
+    group that waits."""
+    versions: str = "[]"
+    """JSON: every [incarnation, number] that sampled its tokens of this policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +297,8 @@ class BatchRecord:
     staleness_mean: float
     staleness_max: int
     sealed_at: float
+    num_replayed: int = 0
+    """Groups in it that an earlier batch had already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,13 +369,213 @@ class NodeRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FreedRecord:
+    """The payload of this group is final for everybody and may be deleted."""
+
+    TABLE: ClassVar[str] = "freed"
+    KEY: ClassVar[tuple[str, ...]] = ("group_id",)
+
+    group_id: GroupId
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnRecord:
+    """One write-once field of a row: a value, or the reason why there will be none."""
+
+    TABLE: ClassVar[str] = "columns"
+    KEY: ClassVar[tuple[str, ...]] = ("space", "row_id", "name")
+
+    space: str
+    row_id: RowId
+    name: str
+    failed: str
+    """Kind of failure, empty for a value."""
+    value: float | None
+    """Of a column that is one number; such columns travel in reports and manifests."""
+    digest: str
+    segment: int
+    offset: int
+    length: int
+    """Where other values lie in the payload store; length 0 for none."""
+    writer: str
+    at: float
+    blob: str = ""
+    """Digest of the claim-checked blob that holds the value, of `length` bytes; segment is then
+    0."""
+    detail: str = ""
+    """Of a failure, for people: the last error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderRecord:
+    """A named reader of rows, with its own cursor: a stage that adds columns, an exporter."""
+
+    TABLE: ClassVar[str] = "readers"
+    KEY: ClassVar[tuple[str, ...]] = ("name",)
+
+    name: str
+    space: str
+    reads: str
+    """JSON list of the columns a row must have."""
+    writes: str
+    """JSON list of the columns it adds."""
+    on: str
+    """`delivered` or `admitted`."""
+    deadline_s: float
+    """After which columns it did not write are failed(overdue); 0 for never."""
+    ttl_s: float
+    max_attempts: int
+    cursor: int
+    """Every row up to this arrival is done with."""
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeRecord:
+    """A row beyond a reader's cursor that was handed out."""
+
+    TABLE: ClassVar[str] = "takes"
+    KEY: ClassVar[tuple[str, ...]] = ("reader", "row_id")
+
+    reader: str
+    row_id: RowId
+    arrival: int
+    epoch: int
+    attempt: int
+    worker: str
+    request_id: str
+    state: str
+    """`leased`, `waiting` (given back or expired), `done`, `dead`."""
+    at: float
+    error: str = ""
+    """Why the last attempt came to nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemRecord:
+    """A row that a user put by key into a space; its columns are in `columns`."""
+
+    TABLE: ClassVar[str] = "items"
+    KEY: ClassVar[tuple[str, ...]] = ("space", "row_id")
+
+    space: str
+    row_id: RowId
+    """The user's key."""
+    arrival: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpaceRecord:
+    """A named set of rows, bounded and clearable alone."""
+
+    TABLE: ClassVar[str] = "spaces"
+    KEY: ClassVar[tuple[str, ...]] = ("name",)
+
+    name: str
+    quota_bytes: int
+    """0 for no limit of its own."""
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleRecord:
+    """One entry of a rule's memory; a rule keeps nothing elsewhere."""
+
+    TABLE: ClassVar[str] = "rules"
+    KEY: ClassVar[tuple[str, ...]] = ("rule", "key")
+
+    rule: str
+    """`POLICY/hook/position:name`."""
+    key: str
+    value: str
+    """JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRecord:
+    """What a rule decided about something that left no other trace: a task that was skipped, an
+    exception in a rule."""
+
+    TABLE: ClassVar[str] = "decisions"
+    KEY: ClassVar[tuple[str, ...]] = ("number",)
+
+    number: int
+    hook: str
+    rule: str
+    subject: str
+    """A task key, group id or batch id."""
+    verdict: str
+    detail: str
+    """JSON: the inputs, the random draw, or the error."""
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageRecord:
+    """One numbered message between home and a partition, kept until its receiver has it."""
+
+    TABLE: ClassVar[str] = "messages"
+    KEY: ClassVar[tuple[str, ...]] = ("link", "number")
+
+    link: str
+    """`home>p3` or `p3>home`."""
+    number: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRecord:
+    """How far one direction of a link got."""
+
+    TABLE: ClassVar[str] = "links"
+    KEY: ClassVar[tuple[str, ...]] = ("link",)
+
+    link: str
+    number: int
+    """Sent so far, or received so far: one side keeps each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionRecord:
+    """A partition as home knows it."""
+
+    TABLE: ClassVar[str] = "partitions"
+    KEY: ClassVar[tuple[str, ...]] = ("index",)
+
+    index: int
+    url: str
+    epoch: int
+    """Grows when it is declared lost or restored elsewhere; an older one is fenced."""
+    state: str
+    """`serving`, `draining`, `gone`, `lost`."""
+    at: float
+    session: str = ""
+    """Of the process that speaks for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRecord:
     TABLE: ClassVar[str] = "sources"
     KEY: ClassVar[tuple[str, ...]] = ("name",)
 
     name: str
     next_ordinal: int
-    """Also how many tasks of it were issued."""
+    """Also how many tasks of it were issued or skipped."""
+    skipped: int = 0
+    """Tasks of it that rules found not worth rolling out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WasteRecord:
+    """Tokens generated and never trained, by reason; a running total."""
+
+    TABLE: ClassVar[str] = "waste"
+    KEY: ClassVar[tuple[str, ...]] = ("reason",)
+
+    reason: str
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +589,9 @@ class MetaRecord:
 
 RECORDS: tuple[type[Record], ...] = (
     GroupRecord,
+    IssuedRecord,
+    DeadSlotRecord,
+    CompletionRecord,
     LeaseRecord,
     RowRecord,
     FateRecord,
@@ -300,30 +602,21 @@ RECORDS: tuple[type[Record], ...] = (
     CheckpointRecord,
     NodeRecord,
     SourceRecord,
+    WasteRecord,
     MetaRecord,
+    FreedRecord,
+    ColumnRecord,
+    ReaderRecord,
+    TakeRecord,
+    ItemRecord,
+    SpaceRecord,
+    RuleRecord,
+    DecisionRecord,
+    MessageRecord,
+    LinkRecord,
+    PartitionRecord,
 )
 
 
 def row_id(group_id: GroupId, slot: int, epoch: int) -> RowId:
     return RowId(f"{group_id}.{slot}.{epoch}")
-
-
-# --- what home and a partition say to each other ----------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Issue:
-    """Home to partition: run this group."""
-
-    record: GroupRecord
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Partition to home: a group ended. Every group does, dropped ones included."""
-
-    group_id: GroupId
-    task_key: str
-    rows: tuple[RowSummary, ...]
-    """Scored members, empty when dropped."""
-    dropped: DropReason | None = None

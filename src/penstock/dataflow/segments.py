@@ -7,8 +7,10 @@ new segment, and bytes after the last committed record of an older one belong to
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,13 @@ MAGIC = b"PSR1"
 HEADER = struct.Struct("<4sII")
 """Magic, payload length, CRC32C of the payload."""
 MAX_SEGMENT_BYTES = 256 << 20
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+MAX_PARTS = 1024
+"""The kernel takes no more parts in one writev (IOV_MAX)."""
+
+
+class NoSpace(StoreError):
+    """The disk is full. Nothing of the call was kept, and the same call may be made again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +43,25 @@ class Location:
 class Chunk:
     """Bytes that have a place but are not on disk yet."""
 
-    segment: int
-    header: bytes
-    payload: bytes
+    location: Location
+    payload: bytes | memoryview
 
 
 def segment_path(folder: Path, segment: int) -> Path:
     return folder / f"seg-{segment:08d}.dat"
+
+
+def sizes(folder: Path) -> dict[int, int]:
+    """Bytes on disk by segment."""
+    return {
+        int(path.stem.removeprefix("seg-")): path.stat().st_size
+        for path in sorted(folder.glob("seg-*.dat"))
+    }
+
+
+def delete(folder: Path, segment: int) -> None:
+    segment_path(folder, segment).unlink(missing_ok=True)
+    _sync_folder(folder)
 
 
 class SegmentPlan:
@@ -48,17 +69,15 @@ class SegmentPlan:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        numbers = [int(path.stem.removeprefix("seg-")) for path in folder.glob("seg-*.dat")]
-        self._segment = max(numbers, default=0) + 1
+        self.segment = max(sizes(folder), default=0) + 1
         self._offset = 0
 
-    def place(self, payload: bytes) -> tuple[Location, Chunk]:
+    def place(self, payload: bytes | memoryview) -> Chunk:
         if self._offset >= MAX_SEGMENT_BYTES:
-            self._segment, self._offset = self._segment + 1, 0
-        location = Location(segment=self._segment, offset=self._offset, length=len(payload))
-        header = HEADER.pack(MAGIC, len(payload), crc32c.crc32c(payload))
+            self.segment, self._offset = self.segment + 1, 0
+        location = Location(segment=self.segment, offset=self._offset, length=len(payload))
         self._offset += HEADER.size + len(payload)
-        return location, Chunk(segment=self._segment, header=header, payload=payload)
+        return Chunk(location=location, payload=payload)
 
 
 class SegmentWriter:
@@ -69,46 +88,80 @@ class SegmentWriter:
         self._segment = 0
         self._descriptor = -1
 
-    def append(self, chunks: list[Chunk]) -> None:
-        """On disk when this returns. An error here is final: the process must end, never retry
-        and ack."""
+    def append(self, chunks: Sequence[Chunk]) -> None:
+        """On disk when this returns. After `NoSpace` the same chunks may be appended again; any
+        other error is final: the process must end, never retry and ack."""
         start = 0
         while start < len(chunks):
-            segment = chunks[start].segment
+            first = chunks[start].location
             end = start
-            while end < len(chunks) and chunks[end].segment == segment:
+            while end < len(chunks) and chunks[end].location.segment == first.segment:
                 end += 1
-            self._open(segment)
-            self._write([part for c in chunks[start:end] for part in (c.header, c.payload)])
+            self._open(first.segment)
+            _write_at(self._descriptor, first.offset, chunks[start:end])
             os.fdatasync(self._descriptor)
             start = end
 
     def _open(self, segment: int) -> None:
         if segment == self._segment:
             return
-        self.close()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._descriptor = os.open(segment_path(self._folder, segment), flags, 0o600)
-        self._segment = segment
-        directory = os.open(self._folder, os.O_RDONLY)
+        path = segment_path(self._folder, segment)
+        # An older life never wrote here; this one may have, in a call that ended in `NoSpace`.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-
-    def _write(self, parts: list[bytes]) -> None:
-        for start in range(0, len(parts), 512):  # IOV_MAX is 1,024
-            batch = parts[start : start + 512]
-            written = os.writev(self._descriptor, batch)
-            if written != sum(map(len, batch)):
-                rest = b"".join(batch)[written:]
-                while rest:
-                    rest = rest[os.write(self._descriptor, rest) :]
+            descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise _full_or(error) from error
+        self.close()
+        self._segment, self._descriptor = segment, descriptor
+        _sync_folder(self._folder)
 
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
-            self._descriptor = -1
+        self._segment, self._descriptor = 0, -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _write_at(descriptor: int, offset: int, chunks: Sequence[Chunk]) -> None:
+    """All of it, or `NoSpace` with the file cut back to where it ended before."""
+    parts: list[bytes | memoryview] = []
+    for chunk in chunks:
+        size = chunk.location.length
+        parts += (HEADER.pack(MAGIC, size, crc32c.crc32c(chunk.payload)), chunk.payload)
+    position = offset
+    try:
+        for start in range(0, len(parts), MAX_PARTS):
+            batch = parts[start : start + MAX_PARTS]
+            position = _write_batch(descriptor, position, batch)
+    except OSError as error:
+        if error.errno in FULL:
+            os.ftruncate(descriptor, offset)
+        raise _full_or(error) from error
+
+
+def _write_batch(descriptor: int, position: int, batch: list[bytes | memoryview]) -> int:
+    end = position + sum(map(len, batch))
+    position += os.pwritev(descriptor, batch, position)
+    if position < end:  # the kernel may take less than it was given
+        rest = b"".join(batch)[position - end :]
+        while position < end:
+            position += os.pwrite(descriptor, rest[position - end :], position)
+    return end
+
+
+def _full_or(error: OSError) -> Exception:
+    return NoSpace(f"no space left for payload: {error}") if error.errno in FULL else error
+
+
+def _sync_folder(folder: Path) -> None:
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def read(folder: Path, location: Location) -> bytes:

@@ -4,36 +4,47 @@ Reads, never changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from penstock.dataflow.consumers import Consumer
-from penstock.dataflow.protocol import NodeStatus, PolicyStatus, Status, Waiting
-from penstock.dataflow.service import RATE_WINDOW_S, Dataflow
+from penstock.dataflow.protocol import (
+    NodeStatus,
+    PartitionStatus,
+    PolicyStatus,
+    Status,
+    Waiting,
+)
+from penstock.dataflow.service import Dataflow
 
 QUIET_S = 15.0
 """A trainer that was not heard for so long is worth a line."""
 
 
 def status(service: Dataflow, run: str) -> Status:
-    now = service.clock()
-    seen = [(at, tokens) for at, tokens in service.tokens_seen if at > now - RATE_WINDOW_S]
-    span_s = min(RATE_WINDOW_S, max(1.0, now - service.started_at))
+    now = service.process.clock()
+    far = service.partitions.status(now)
     return Status(
         run=run,
-        uptime_s=now - service.started_at,
+        uptime_s=now - service.process.started_at,
         finished=service.home.is_finished,
         policies=tuple(_policy(service, consumer) for consumer in service.home.consumers.values()),
         nodes=tuple(_nodes(service, now)),
         waiting=tuple(_waiting(service, now)),
-        trajectories=service.trajectories,
-        sampled_tokens=service.sampled_tokens,
-        wasted_tokens=dict(service.home.wasted_tokens),
-        tokens_per_s=sum(tokens for _, tokens in seen) / span_s,
+        trajectories=service.nodes.trajectories + sum(p.figures.trajectories for p in far),
+        sampled_tokens=service.nodes.sampled_tokens + sum(p.figures.sampled_tokens for p in far),
+        wasted_tokens=_wasted(service, far),
+        tokens_per_s=service.nodes.tokens_per_s(now) + sum(p.figures.tokens_per_s for p in far),
+        partitions=far,
     )
+
+
+def _wasted(service: Dataflow, far: Sequence[PartitionStatus]) -> dict[str, int]:
+    failed = service.nodes.failed_tokens + sum(p.figures.failed_tokens for p in far)
+    return {**service.home.wasted_tokens, **({"failed": failed} if failed else {})}
 
 
 def _policy(service: Dataflow, consumer: Consumer) -> PolicyStatus:
@@ -45,8 +56,8 @@ def _policy(service: Dataflow, consumer: Consumer) -> PolicyStatus:
         number=lineage.number,
         steps=consumer.terms.steps,
         published=lineage.published,
-        issued=len(service.home.open),
-        ready=len(consumer.ready),
+        issued=consumer.num_unjudged,
+        ready=len(consumer.ready) + len(consumer.incomplete),
         sealed=len(consumer.sealed),
         room=max(0, int(service.home.room(consumer))),
         reward_mean=None if batch is None else batch.reward_mean,
@@ -73,7 +84,7 @@ def _waiting(service: Dataflow, now: float) -> Iterator[Waiting]:
     """Every wait has an owner: name the one that must move next."""
     home = service.home
     nodes = service.partition.nodes
-    for (who, on), since in service.waiting_since.items():
+    for (who, on), since in service.process.waiting_since.items():
         if on == "batch":
             yield Waiting(who=who, on=_behind_batch(service), since_s=round(now - since, 1))
         elif service.partition.num_waiting:
@@ -84,7 +95,7 @@ def _waiting(service: Dataflow, now: float) -> Iterator[Waiting]:
     if service.source_trouble:
         yield Waiting(who="dataflow", on=f"a source: {service.source_trouble}", since_s=0.0)
     for policy, consumer in home.consumers.items():
-        seen = service.trainer_seen.get(policy, service.started_at)
+        seen = service.trainers.seen.get(policy, service.process.started_at)
         if not consumer.is_done and now - seen > QUIET_S:
             yield Waiting(who="dataflow", on=f"trainer {policy}", since_s=round(now - seen, 1))
     if not any(node.state == "live" and not node.is_silent for node in nodes.values()):
@@ -95,8 +106,8 @@ def _waiting(service: Dataflow, now: float) -> Iterator[Waiting]:
 def _last_life(service: Dataflow) -> float:
     """When a node was last known to be live: a delivery, or the last word of one now silent."""
     silent = [node.last_seen for node in service.partition.nodes.values() if node.state == "live"]
-    delivered = [service.tokens_seen[-1][0]] if service.tokens_seen else []
-    return max([service.started_at, *silent, *delivered])
+    delivered = [service.nodes.tokens_seen[-1][0]] if service.nodes.tokens_seen else []
+    return max([service.process.started_at, *silent, *delivered])
 
 
 def _behind_batch(service: Dataflow) -> str:

@@ -1,24 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of a ledger as SQL tables: one table per kind, upserted whole, read by condition.
 
-Knows SQL and nothing of payload, threads or the event loop."""
+One code path for SQLite and PostgreSQL. Knows SQL and nothing of payload, threads or the event
+loop."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from enum import StrEnum
+from itertools import chain
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+import crc32c
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.dialects.sqlite import insert as upsert
+from sqlalchemy.dialects import postgresql, sqlite
 
-from penstock.dataflow.records import RECORDS, Record, RowRecord
+from penstock.dataflow import formats
+from penstock.dataflow.postgres import array, connect
+from penstock.dataflow.records import (
+    RECORDS,
+    ColumnRecord,
+    Erasure,
+    FateRecord,
+    GroupRecord,
+    IssuedRecord,
+    ItemRecord,
+    Record,
+    RowRecord,
+)
+from penstock.dataflow.wal import refuse_damage
+from penstock.errors import StoreError
+from penstock.types import RowId
 
 R = TypeVar("R")
+CHECKSUM = "checksum"
+"""CRC32C of a record, for SQLite has none for its pages; 0: written before there was one."""
+PLACE = frozenset({"segment", "offset"})
+"""Moved by compaction without the rest; what lies there has a checksum and a digest of its own."""
+MAX_ROWS_PER_STATEMENT = 64
 
 _COLUMN_TYPES: dict[Any, type[sa.types.TypeEngine[Any]]] = {
     str: sa.Text,
@@ -49,66 +75,235 @@ def _table(metadata: sa.MetaData, kind: type[Record]) -> sa.Table:
             sa.Column(name, _column_type(hints[name]), primary_key=name in kind.KEY)
             for name in _field_names(kind)
         ),
+        sa.Column(CHECKSUM, sa.BigInteger, server_default="0"),
     )
 
 
 METADATA = sa.MetaData()
 TABLES: dict[type[Record], sa.Table] = {kind: _table(METADATA, kind) for kind in RECORDS}
 sa.Index("rows_by_group", TABLES[RowRecord].c.group_id)
+sa.Index("rows_by_arrival", TABLES[RowRecord].c.space, TABLES[RowRecord].c.arrival)
+sa.Index("items_by_arrival", TABLES[ItemRecord].c.space, TABLES[ItemRecord].c.arrival)
+sa.Index("groups_by_state", TABLES[GroupRecord].c.state)
+sa.Index("issued_by_judged", TABLES[IssuedRecord].c.judged)
+sa.Index("fates_by_state", TABLES[FateRecord].c.consumer, TABLES[FateRecord].c.state)
+sa.Index("fates_by_arrival", TABLES[FateRecord].c.consumer, TABLES[FateRecord].c.arrival)
+sa.Index("rows_by_segment", TABLES[RowRecord].c.segment)
+_BATCH = (TABLES[FateRecord].c[name] for name in ("consumer", "seq", "group_id"))
+sa.Index("fates_by_batch", *_BATCH)
+sa.Index("columns_by_segment", TABLES[ColumnRecord].c.segment)
 
 
-def _upsert(kind: type[Record]) -> Any:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowMove:
+    """The same payload at another place. Changes a row only where it stood, so one that left or
+    was put anew meanwhile stays as it is."""
+
+    TABLE: ClassVar[str] = "rows"
+    KEY: ClassVar[tuple[str, ...]] = ("row_id", "segment", "offset")
+
+    to_segment: int
+    to_offset: int
+    row_id: RowId
+    segment: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnMove:
+    """As RowMove, for the value of a column."""
+
+    TABLE: ClassVar[str] = "columns"
+    KEY: ClassVar[tuple[str, ...]] = ("space", "row_id", "name", "segment", "offset")
+
+    to_segment: int
+    to_offset: int
+    space: str
+    row_id: RowId
+    name: str
+    segment: int
+    offset: int
+
+
+MOVES: tuple[type[Record], ...] = (RowMove, ColumnMove)
+
+
+def _upsert(kind: type[Record], dialect: sa.Dialect) -> sa.ClauseElement:
     table = TABLES[kind]
-    statement = upsert(table)
+    if dialect.name == "postgresql":
+        arrays = (sa.bindparam(c.name, type_=postgresql.ARRAY(c.type)) for c in table.c)
+        new = sa.func.unnest(*arrays).table_valued(*table.c.keys(), name="new").render_derived()
+        statement = postgresql.insert(table).from_select(table.c.keys(), sa.select(*new.c))
+    else:
+        statement = sqlite.insert(table)
     changed = {c.name: statement.excluded[c.name] for c in table.c if not c.primary_key}
     return statement.on_conflict_do_update(index_elements=list(kind.KEY), set_=changed)
+
+
+def _move(kind: type[Record]) -> sa.ClauseElement:
+    """Parameters in the order of the kind's fields, which name the new place first."""
+    table = METADATA.tables[kind.TABLE]
+    old = [table.c[name] == sa.bindparam(f"old_{name}") for name in kind.KEY]
+    new: dict[str, Any] = {
+        "segment": sa.bindparam("to_segment"),
+        "offset": sa.bindparam("to_offset"),
+    }
+    return table.update().where(*old).values(new)
+
+
+class _Statement:
+    """How one kind is written, in the driver's own words: compiled once, so that a commit of
+    thousands of records spends its time in the database."""
+
+    def __init__(self, kind: type[Record], dialect: sa.Dialect) -> None:
+        statement = _move(kind) if kind in MOVES else _upsert(kind, dialect)
+        self._sql = str(statement.compile(dialect=dialect))
+        self._head, _, rest = self._sql.partition(" VALUES ")
+        self._marks, _, self._tail = rest.partition(" ON CONFLICT ")
+        self._values: Callable[[Record], tuple[Any, ...]] = attrgetter(*_field_names(kind))
+        self._checked = None if kind in MOVES else _checked_fields(kind)
+        # SQLite is a call away; to a server all records go in one round trip, an array per column.
+        self._is_columnwise = dialect.name == "postgresql" and kind not in MOVES
+        self.key = attrgetter(*kind.KEY)
+
+    def execute(self, connection: sa.Connection, records: Iterable[Record]) -> None:
+        rows = [*map(self._values, records)]
+        if self._checked is not None:
+            rows = [(*row, _checksum(self._checked(row))) for row in rows]
+        if self._is_columnwise:
+            connection.exec_driver_sql(self._sql, tuple(map(array, zip(*rows, strict=True))))
+        elif not self._tail:
+            connection.exec_driver_sql(self._sql, rows)
+        else:
+            self._execute_rows(connection, rows)
+
+    def _execute_rows(self, connection: sa.Connection, rows: list[tuple[Any, ...]]) -> None:
+        """Many rows to a statement: SQLite's driver lets other threads run after each statement
+        and then waits for its turn, up to 5 ms, so `executemany` would wait once per row."""
+        start, size = 0, MAX_ROWS_PER_STATEMENT
+        while start < len(rows):
+            while size > len(rows) - start:
+                size //= 2  # few sizes, so that the driver's cache of statements knows them
+            marks = ", ".join([self._marks] * size)
+            sql = f"{self._head} VALUES {marks} ON CONFLICT {self._tail}"
+            connection.exec_driver_sql(sql, tuple(chain(*rows[start : start + size])))
+            start += size
+
+
+def _checked_fields(kind: type[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What a record's checksum covers. A whole number in a column of floats comes back as a float,
+    so it counts as one."""
+    hints = get_type_hints(kind)
+    names = [name for name in _field_names(kind) if name not in PLACE]
+    chosen = itemgetter(*(i for i, n in enumerate(_field_names(kind)) if n not in PLACE))
+    floats = [i for i, name in enumerate(names) if _column_type(hints[name]) is sa.Float]
+    is_single = len(names) == 1
+
+    def checked(row: Sequence[Any]) -> Sequence[Any]:
+        values = [chosen(row)] if is_single else list(chosen(row))
+        for index in floats:
+            if values[index].__class__ is int:
+                values[index] = float(values[index])
+        return values
+
+    return checked
+
+
+def _checksum(values: Sequence[Any]) -> int:
+    return crc32c.crc32c(msgspec.msgpack.encode(values)) or 1
+
+
+def _text(sql: str, values: Mapping[str, Any]) -> sa.TextClause:
+    """Lists among the values stand for `IN :name`."""
+    lists = [name for name, value in values.items() if isinstance(value, list)]
+    expanding: list[Any] = [sa.bindparam(name, expanding=True) for name in lists]
+    return sa.text(sql).bindparams(*expanding)
 
 
 class Tables:
     """The records of one database: written whole, read by condition. Knows nothing of payload."""
 
-    def __init__(self, engine: sa.Engine) -> None:
+    def __init__(self, engine: sa.Engine, writer: sa.Connection | None = None) -> None:
+        """writer: the one connection that may commit, when it carries the lock of the ledger."""
         self._engine = engine
-        METADATA.create_all(engine)
-        self._fields = {kind: _field_names(kind) for kind in RECORDS}
-        self._upserts = {kind: _upsert(kind) for kind in RECORDS}
+        self._writer = writer
+        try:
+            with self._begin() as connection:
+                formats.prepare(connection, METADATA, RECORDS)
+        except BaseException:
+            self.close()
+            raise
+        self._statements = {kind: _Statement(kind, engine.dialect) for kind in (*RECORDS, *MOVES)}
 
-    def commit(self, records: Sequence[Record]) -> None:
-        """All of them in one transaction; of several with one key the last stands."""
-        newest: dict[type[Record], dict[tuple[Any, ...], dict[str, Any]]] = {}
+    def commit(self, records: Sequence[Record | Erasure]) -> None:
+        """All of them in one transaction, erasures last; of several with one key the last
+        stands."""
+        newest: dict[type[Record], dict[Any, Record]] = {}
+        erasures: list[Erasure] = []
         for record in records:
+            if isinstance(record, Erasure):
+                erasures.append(record)
+                continue
             kind = type(record)
-            values = {name: getattr(record, name) for name in self._fields[kind]}
-            newest.setdefault(kind, {})[tuple(values[name] for name in kind.KEY)] = values
-        with self._engine.begin() as connection:
+            newest.setdefault(kind, {})[self._statements[kind].key(record)] = record
+        with self._begin() as connection:
             for kind, rows in newest.items():
-                connection.execute(self._upserts[kind], list(rows.values()))
+                self._statements[kind].execute(connection, rows.values())
+            for erasure in erasures:
+                table = TABLES[erasure.kind]
+                connection.execute(table.delete().where(sa.text(erasure.where)), erasure.values)
+
+    @contextlib.contextmanager
+    def _begin(self) -> Generator[sa.Connection]:
+        if self._writer is None:
+            with self._engine.begin() as connection:
+                yield connection
+        elif self._writer.invalidated:
+            raise StoreError(
+                "the connection that held this ledger's lock is lost, and another service may "
+                "write by now; start this one anew"
+            )
+        else:
+            with self._writer.begin():
+                yield self._writer
 
     def read(self, kind: type[R], where: str = "", **values: Any) -> list[R]:
         """Records of one table, filtered by an SQL condition with named values."""
         table = TABLES[cast(type[Record], kind)]
         query = sa.select(table)
         if where:
-            lists = [name for name, value in values.items() if isinstance(value, list)]
-            expanding: list[Any] = [sa.bindparam(name, expanding=True) for name in lists]
-            query = query.where(sa.text(where).bindparams(*expanding))
+            query = query.where(_text(where, values))
         with self._engine.connect() as connection:
-            return [kind(**row) for row in connection.execute(query, values).mappings()]
+            names, checked = _field_names(kind), _checked_fields(kind)
+            found: list[R] = []
+            for *fields, checksum in connection.execute(query, values):
+                if checksum and checksum != _checksum(checked(fields)):
+                    which = ", ".join(map(str, fields[:3]))
+                    raise StoreError(f"a record of table {table.name} is damaged: {which}, …")
+                found.append(kind(**dict(zip(names, fields, strict=True))))
+            return found
 
     def rows(self, query: str, **values: Any) -> list[tuple[Any, ...]]:
         with self._engine.connect() as connection:
-            return [tuple(row) for row in connection.execute(sa.text(query), values)]
+            return [tuple(row) for row in connection.execute(_text(query, values), values)]
 
     def scalar(self, query: str, **values: Any) -> Any:
         with self._engine.connect() as connection:
-            return connection.execute(sa.text(query), values).scalar()
+            return connection.execute(_text(query, values), values).scalar()
 
     def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
         self._engine.dispose()
 
 
-def open_tables(folder: Path) -> Tables:
-    """The tables of a ledger folder, durable at every commit."""
+def open_tables(folder: Path, store: str = "sqlite", *, name: str = "penstock") -> Tables:
+    """The tables of a ledger, durable at every commit: in its folder, or in the schema `name` of
+    the PostgreSQL database at a URL."""
+    if store != "sqlite":
+        engine, writer = connect(store, name)
+        return Tables(engine, writer)
+    refuse_damage(folder / "ledger.db")
     engine = sa.create_engine(f"sqlite:///{folder / 'ledger.db'}")
     event.listen(engine, "connect", _set_pragmas)
     return Tables(engine)

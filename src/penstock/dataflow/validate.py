@@ -27,32 +27,39 @@ IsPublished = Callable[[PolicyName, int, int], bool]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digested:
     sampled: dict[PolicyName, int]
-    versions: dict[PolicyName, list[tuple[int, int]]]
+    versions: dict[PolicyName, tuple[tuple[int, int], ...]]
 
 
-def digest(trajectory: Trajectory, is_published: IsPublished) -> Digested | str:
-    """The summary of a sound record, or what is wrong with it."""
-    if wrong := _check_outcome(trajectory):
+def digest(
+    trajectory: Trajectory, is_published: IsPublished, *, is_scored: bool = True
+) -> Digested | str:
+    """The summary of a sound record, or what is wrong with it. `is_scored`: the node gives the
+    reward, no stage does."""
+    turns = trajectory.turns
+    if (
+        wrong := _check_outcome(trajectory, is_scored)
+        or _check_shapes(turns)
+        or _check_values(turns)
+    ):
         return wrong
-    if len(trajectory.turns) > MAX_TURNS:
-        return f"{len(trajectory.turns)} turns; at most {MAX_TURNS}"
     sampled: dict[PolicyName, int] = {}
     versions: dict[PolicyName, set[tuple[int, int]]] = {}
-    for index, turn in enumerate(trajectory.turns):
-        if wrong := _check_turn(turn, index):
-            return f"turn {index}: {wrong}"
-        made_by = {(span.incarnation, span.number) for span in turn.spans}
-        for incarnation, number in made_by:
-            if not is_published(turn.policy, incarnation, number):
-                version = f"{turn.policy}@{incarnation}.{number}"
-                return f"turn {index}: {version} was never published"
-        if _is_trainable(turn) and turn.sampled_ids:
+    known: set[tuple[PolicyName, int, int]] = set()
+    for index, turn in enumerate(turns):
+        for span in turn.spans:
+            version = (turn.policy, span.incarnation, span.number)
+            if version not in known and not is_published(*version):
+                name = f"{turn.policy}@{span.incarnation}.{span.number}"
+                return f"turn {index}: {name} was never published"
+            known.add(version)
+        if turn.sampled_ids and _is_trainable(turn):
             sampled[turn.policy] = sampled.get(turn.policy, 0) + len(turn.sampled_ids) // 4
-            versions.setdefault(turn.policy, set()).update(made_by)
-    if (tokens := _unfolded(trajectory.turns)) > MAX_TOKENS:
+            made_by = versions.setdefault(turn.policy, set())
+            made_by.update([(span.incarnation, span.number) for span in turn.spans])
+    if (tokens := _unfolded(turns)) > MAX_TOKENS:
         return f"its branches unfold to {tokens} tokens; at most {MAX_TOKENS}"
     return Digested(
-        sampled=sampled, versions={policy: sorted(made) for policy, made in versions.items()}
+        sampled=sampled, versions={p: tuple(sorted(made)) for p, made in versions.items()}
     )
 
 
@@ -71,8 +78,10 @@ def _is_trainable(turn: Turn) -> bool:
     return turn.reached_agent and turn.finish is not FinishReason.ABORT
 
 
-def _check_outcome(trajectory: Trajectory) -> str:
+def _check_outcome(trajectory: Trajectory, is_scored: bool) -> str:
     reward = trajectory.reward
+    if not is_scored:
+        return "" if reward is None else "a stage gives the reward of this run; deliver none"
     if trajectory.outcome.has_reward:
         if reward is None or not abs(reward) <= MAX_REWARD:
             return f"a {trajectory.outcome.kind} trajectory needs a finite reward, not {reward}"
@@ -81,19 +90,22 @@ def _check_outcome(trajectory: Trajectory) -> str:
     return ""
 
 
-def _check_turn(turn: Turn, index: int) -> str:
+def _check_shapes(turns: Sequence[Turn]) -> str:
+    if len(turns) > MAX_TURNS:
+        return f"{len(turns)} turns; at most {MAX_TURNS}"
+    for index, turn in enumerate(turns):
+        if wrong := _check_shape(turn, index):
+            return f"turn {index}: {wrong}"
+    return ""
+
+
+def _check_shape(turn: Turn, index: int) -> str:
     if not -1 <= turn.parent < index:
         return f"parent {turn.parent} does not come before it"
     if len(turn.sampled_ids) % 4 or len(turn.prompt_ids) % 4:
         return "token ids are int32, 4 bytes each"
     if len(turn.sampled_ids) != len(turn.logprobs):
         return "one float32 log-prob per sampled token"
-    values = np.frombuffer(turn.logprobs, "<f4")
-    if values.size and not (values.min() >= MIN_LOGPROB and values.max() <= MAX_LOGPROB):
-        return f"log-probs are finite, at most 0 and at least {MIN_LOGPROB:g}"
-    for ids in (turn.sampled_ids, turn.prompt_ids):
-        if ids and np.frombuffer(ids, "<i4").min() < 0:
-            return "a token id is negative"
     position = 0
     for span in turn.spans:
         if span.start != position or span.end <= span.start:
@@ -101,4 +113,28 @@ def _check_turn(turn: Turn, index: int) -> str:
         position = span.end
     if position != len(turn.sampled_ids) // 4:
         return f"spans cover {position} of {len(turn.sampled_ids) // 4} sampled tokens"
+    return ""
+
+
+def _check_values(turns: Sequence[Turn]) -> str:
+    """All turns at once, because a look at an array costs more than its numbers; one by one only
+    to say which turn is wrong."""
+    wrong = _wrong_values(turns)
+    if not wrong:
+        return ""
+    index = next(index for index, turn in enumerate(turns) if _wrong_values([turn]))
+    return f"turn {index}: {_wrong_values([turns[index]])}"
+
+
+def _wrong_values(turns: Sequence[Turn]) -> str:
+    values = np.frombuffer(b"".join([turn.logprobs for turn in turns]), "<f4")
+    # A NaN passes no comparison, and both reductions hand it on.
+    if values.size and not (
+        np.minimum.reduce(values) >= MIN_LOGPROB and np.maximum.reduce(values) <= MAX_LOGPROB
+    ):
+        return f"log-probs are finite, at most 0 and at least {MIN_LOGPROB:g}"
+    parts = [part for turn in turns for part in (turn.prompt_ids, turn.sampled_ids)]
+    ids = np.frombuffer(b"".join(parts), "<i4")
+    if ids.size and np.minimum.reduce(ids) < 0:
+        return "a token id is negative"
     return ""

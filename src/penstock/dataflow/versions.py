@@ -9,6 +9,9 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from penstock.dataflow.records import CommitRecord, IncarnationRecord, VersionRecord
 from penstock.errors import BadRequest, Conflict, Fenced
 from penstock.types import PolicyName
@@ -34,6 +37,8 @@ class Lineage:
         self._path: dict[int, int] = {0: 0}
         """Number after each batch of the surviving lineage: where a life may fork."""
         self.last_commit: CommitRecord | None = None
+        self._commits: list[CommitRecord] = []
+        """All that were ever applied, without their stats."""
 
     # --- facts --------------------------------------------------------------------------------
 
@@ -59,6 +64,13 @@ class Lineage:
         for later in range(incarnation + 1, self.incarnation + 1):
             number = min(number, self._meets[later])
         return number
+
+    def history(self) -> Iterator[IncarnationRecord | CommitRecord | VersionRecord]:
+        """Every fact, in an order in which a replica may apply them."""
+        for incarnation, fork in self._forks.items():
+            yield fork
+            yield from (c for c in self._commits if c.incarnation == incarnation)
+        yield from (self._versions[key] for key in sorted(self._versions))
 
     # --- decisions: each returns the record that makes it so, or raises -----------------------
 
@@ -168,6 +180,7 @@ class Lineage:
             self.number, self.seq = record.number, record.seq
             self._path[record.seq] = record.number
             self.last_commit = record
+            self._commits.append(replace(record, stats="{}"))
 
     def apply_version(self, record: VersionRecord) -> None:
         key = (record.incarnation, record.number)

@@ -13,9 +13,9 @@ import random
 import shutil
 import socket
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,6 +48,8 @@ class Endpoints:
     """Where `penstock run` was first started; relative paths of the config mean this folder."""
     python_path: tuple[str, ...] = ()
     """Folders of the user's own modules: the one of the config file."""
+    partitions: tuple[str, ...] = ()
+    """Of the further data partitions, number 1 first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,19 +118,25 @@ class RunFolder:
         kept = _read(self._run / "endpoints.json", Endpoints)
         return () if kept is None else kept.python_path
 
-    def choose_endpoints(self, work_dir: Path, python_path: tuple[str, ...]) -> Endpoints:
-        """The addresses of this run; free ports are drawn at the first call only."""
+    def choose_endpoints(
+        self, work_dir: Path, python_path: tuple[str, ...], *, num_partitions: int = 1
+    ) -> Endpoints:
+        """The addresses of this run; free ports are drawn once and kept."""
         kept = _read(self._run / "endpoints.json", Endpoints)
-        if kept is not None:
-            return kept
-        first = free_port()
-        second = free_port(other_than=first)
-        chosen = Endpoints(
-            dataflow=f"http://{LOOPBACK}:{first}",
-            weights=f"http://{LOOPBACK}:{second}",
-            work_dir=str(work_dir.absolute()),
-            python_path=python_path,
-        )
+        if kept is None:
+            first = free_port()
+            kept = Endpoints(
+                dataflow=f"http://{LOOPBACK}:{first}",
+                weights=f"http://{LOOPBACK}:{free_port(other_than=(first,))}",
+                work_dir=str(work_dir.absolute()),
+                python_path=python_path,
+            )
+        partitions = list(kept.partitions)
+        while len(partitions) < num_partitions - 1:
+            urls = (kept.dataflow, kept.weights, *partitions)
+            port = free_port(other_than=(int(url.rpartition(":")[2]) for url in urls))
+            partitions.append(f"http://{LOOPBACK}:{port}")
+        chosen = replace(kept, partitions=tuple(partitions))
         _replace(self._run / "endpoints.json", encode_json(chosen))
         return chosen
 
@@ -217,9 +225,10 @@ def free_bytes(path: Path) -> int:
 # --- ports ---------------------------------------------------------------------------------------
 
 
-def free_port(*, other_than: int = 0) -> int:
+def free_port(*, other_than: Iterable[int] = ()) -> int:
+    taken = set(other_than)
     for port in random.sample(PORTS, k=200):
-        if port != other_than and is_free(port):
+        if port not in taken and is_free(port):
             return port
     raise LaunchError(f"no free port between {PORTS.start} and {PORTS.stop}; close some programs")
 

@@ -44,7 +44,8 @@ class Service:
 
 
 def local_services(config: RunConfig, folder: RunFolder) -> tuple[Service, ...]:
-    """Dataflow, weights front, `replicas` nodes and one trainer per policy, all on this machine."""
+    """Dataflow with its partitions, weights front, `replicas` nodes and one trainer per policy, all
+    on this machine."""
     at = ("--run-dir", str(folder.path))
     services = [
         Service(
@@ -53,6 +54,7 @@ def local_services(config: RunConfig, folder: RunFolder) -> tuple[Service, ...]:
             command=_penstock("dataflow", *at),
             make_env=lambda: _env(1),
         ),
+        *(_partition(config, folder, index) for index in range(1, config.dataflow.partitions)),
         Service(
             name="weights",
             kind=Kind.SERVER,
@@ -81,6 +83,18 @@ def local_services(config: RunConfig, folder: RunFolder) -> tuple[Service, ...]:
                 )
             )
     return tuple(services)
+
+
+def _partition(config: RunConfig, folder: RunFolder, index: int) -> Service:
+    words = ("dataflow", "--run-dir", str(folder.path), "--partition", str(index))
+
+    def make_env() -> Mapping[str, str]:
+        token = folder.token(config.name, Role.PARTITION, ttl_s=TOKEN_TTL_S)
+        return {**_env(1), TOKEN: token}
+
+    return Service(
+        name=f"partition-{index}", kind=Kind.SERVER, command=_penstock(*words), make_env=make_env
+    )
 
 
 def _penstock(*words: str) -> tuple[str, ...]:

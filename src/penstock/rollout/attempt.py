@@ -102,7 +102,7 @@ class Attempts:
             turns = self._gateway.close(session)
         outcome = judge(outcome, turns)
         reward = None
-        if outcome.has_reward:
+        if outcome.has_reward and self._facts.is_scored:
             if completion is None:
                 completion = last_text(session, turns)
             reward, outcome = await self._score(completion, task, ctx, outcome)

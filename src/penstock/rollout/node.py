@@ -21,8 +21,8 @@ from typing import Protocol, cast
 
 import structlog
 
-from penstock.dataflow.client import NodeClient
 from penstock.dataflow.protocol import RunFacts
+from penstock.dataflow.spread_client import SpreadClient
 from penstock.gateway.gateway import Gateway
 from penstock.rollout.attempt import Attempts
 from penstock.rollout.endpoint import Endpoint
@@ -171,7 +171,7 @@ async def run_node(
         seed = zlib.crc32(node_id.encode())
         return make_engine(engine or facts.engine, seed=seed, torch_threads=facts.torch_threads)
 
-    client = NodeClient(url, token)
+    client = SpreadClient(url, token)
     fetch = FrontFetch(token, state_dir / "weights")
     acknowledgements = Acknowledgements(acks or state_dir / "acks.txt")
     outside = Outside(dataflow=client, fetch=fetch, make_engine=make)

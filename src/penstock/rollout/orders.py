@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from penstock.dataflow.protocol import Orders
-from penstock.types import PolicyName, PublishedVersion
+from penstock.types import PolicyName, PublishedVersion, RowId
 
 
 class StandingOrders:
@@ -20,6 +21,8 @@ class StandingOrders:
         """Set when there is something new to load; its one reader clears it."""
         self.drained = asyncio.Event()
         self.is_finished = False
+        self.on_stop: Callable[[RowId], None] = lambda row_id: None
+        """Called for each lease of this node that was ended: its work is of use to nobody."""
 
     def follow(self, orders: Orders, weights_url: str = "") -> None:
         for version in orders.wanted:
@@ -29,6 +32,8 @@ class StandingOrders:
                 self.changed.set()
         self.weights_url = weights_url or self.weights_url
         self.is_finished = self.is_finished or orders.finished
+        for row_id in orders.stop:
+            self.on_stop(row_id)
         if orders.drain or orders.finished:
             self.drain()
 

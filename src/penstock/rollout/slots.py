@@ -48,6 +48,7 @@ class Slots:
         self._capacity = capacity
         self._running: dict[RowId, asyncio.Task[None]] = {}
         self._freed = asyncio.Event()
+        orders.on_stop = self._stop
 
     def num_held(self) -> int:
         return len(self._running) + len(self._outbox)
@@ -92,6 +93,12 @@ class Slots:
         while self._capacity - len(self._running) < max(1, self._capacity // 4):
             self._freed.clear()
             await self._freed.wait()
+
+    def _stop(self, row_id: RowId) -> None:
+        """Its lease was ended: every further token would be wasted."""
+        running = self._running.get(row_id)
+        if running is not None:
+            running.cancel()
 
     async def _fill(self, grant: Grant, task: Task) -> None:
         try:

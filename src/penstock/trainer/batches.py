@@ -51,7 +51,7 @@ def assemble(
     manifest: Manifest, rows: Sequence[RowPayload], policy: PolicyName, vocab_size: int
 ) -> Batch:
     """The batch of this manifest from its rows as they were served."""
-    rewards_R = np.array([row.reward for row in manifest.rows], np.float64)
+    rewards_R = np.array([row.score for row in manifest.rows], np.float64)
     sizes = [len(group.rows) for group in manifest.groups]
     groups_R = np.repeat(np.arange(len(sizes)), np.array(sizes, np.int64))
     samples = cut(_trajectories(manifest, rows), policy)

@@ -237,7 +237,7 @@ class Trainer:
 
     def _name_checkpoints(self) -> None:
         """Tell the ledger what could be restored, so that it keeps the rows after the oldest."""
-        body = CheckpointsRequest(
-            incarnation=self._cursor.incarnation, retained=self._checkpoints.retained
-        )
+        # Without any, the initial model is what a successor would restore.
+        retained = self._checkpoints.retained or ((0, 0),)
+        body = CheckpointsRequest(incarnation=self._cursor.incarnation, retained=retained)
         self._dataflow.checkpoints(self._policy, body)

@@ -40,6 +40,8 @@ class Role(StrEnum):
     SESSION = "session"
     RELAY = "relay"
     READER = "reader"
+    PARTITION = "partition"
+    """A data partition of the dataflow, speaking to home."""
 
 
 class Audience(StrEnum):

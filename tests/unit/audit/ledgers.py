@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from penstock.config import RunConfig, demo, dump
 from penstock.dataflow.build import build
+from penstock.dataflow.partition_service import PartitionService
 from penstock.dataflow.protocol import (
     BatchRequest,
     CommitRequest,
@@ -86,7 +87,7 @@ def trouble(grant: Grant) -> OutcomeKind:
 class FakeNode:
     """Leases, answers at once, and keeps the ids it was acknowledged, as a real node does."""
 
-    service: Dataflow
+    service: Dataflow | PartitionService
     run_dir: Path
     node_id: NodeId
     choose: Choose = always_completed
@@ -99,24 +100,24 @@ class FakeNode:
 
     async def join(self) -> None:
         body = Register(node_id=self.node_id, session=self.session, capacity=64, policies=())
-        await self.service.register(body)
+        await self.service.nodes.register(body)
         self.held.clear()
         await self.load()
 
     async def load(self) -> None:
         """Serve what is wanted now."""
-        wanted = self.service.home.wanted
+        wanted = self.service.host.gate.wanted
         self.earlier = self.live
         self.live = tuple(
             LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number) for v in wanted
         )
         state = NodeState.LIVE if self.live else NodeState.STARTING
         body = Heartbeat(session=self.session, state=state, live=self.live)
-        await self.service.heartbeat(self.node_id, body)
+        await self.service.nodes.heartbeat(self.node_id, body)
 
     async def lease(self, num_slots: int) -> None:
         self.num_requests += 1
-        answer = await self.service.lease(
+        answer = await self.service.nodes.lease(
             LeaseRequest(
                 request_id=f"{self.node_id}-{self.session}-{self.num_requests}",
                 node_id=self.node_id,
@@ -134,7 +135,7 @@ class FakeNode:
         self.held.clear()
         if not rows:
             return 0
-        answer = await self.service.deliver(
+        answer = await self.service.nodes.deliver(
             DeliveryRequest(
                 node_id=self.node_id,
                 session=self.session,
@@ -147,7 +148,7 @@ class FakeNode:
 
     async def release(self, num_slots: int) -> None:
         handed_back, self.held = self.held[:num_slots], self.held[num_slots:]
-        await self.service.deliver(
+        await self.service.nodes.deliver(
             DeliveryRequest(
                 node_id=self.node_id,
                 session=self.session,
@@ -218,7 +219,7 @@ class FakeTrainer:
             number=number,
             seq=seq,
         )
-        self.incarnation = (await self.service.incarnate(POLICY, body)).incarnation
+        self.incarnation = (await self.service.trainers.incarnate(POLICY, body)).incarnation
         self.number, self.seq = number, seq
         await self.publish()
 
@@ -239,7 +240,7 @@ class FakeTrainer:
         folder = self.run_dir / "weights" / "manifests"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{digest}.json").write_bytes(manifest)
-        await self.service.publish(
+        await self.service.trainers.publish(
             POLICY,
             PublishRequest(
                 incarnation=self.incarnation,
@@ -250,7 +251,7 @@ class FakeTrainer:
         )
 
     async def batch(self) -> Manifest | None:
-        answer = await self.service.batch(
+        answer = await self.service.trainers.batch(
             BatchRequest(
                 consumer=POLICY, seq=self.seq + 1, incarnation=self.incarnation, wait_s=0.0
             )
@@ -260,7 +261,7 @@ class FakeTrainer:
     async def commit(self, *, skipped: str = "") -> None:
         self.seq += 1
         self.number += 0 if skipped else 1
-        await self.service.commit(
+        await self.service.trainers.commit(
             POLICY,
             self.seq,
             CommitRequest(incarnation=self.incarnation, number=self.number, skipped=skipped),
@@ -305,14 +306,14 @@ class Run:
 
     def restart_service(self) -> None:
         """The next life of the service, over the same folder."""
-        self.service.ledger.close()
+        self.service.close()
         self.service = build(self.config, self.run_dir / "ledger")
         self.trainer.service = self.service
         for node in self.nodes:
             node.service = self.service
 
     def close(self) -> None:
-        self.service.ledger.close()
+        self.service.close()
 
 
 async def eventful_run(run_dir: Path, *, finish: bool = False, same_weights: bool = False) -> None:

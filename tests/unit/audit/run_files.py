@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing into the files of a run behind the back of its service, digests made to fit."""
+"""Writing into the files of a run behind the back of its service, digests made to fit.
+
+Each takes the folder of a run and means home's ledger, or `far(run_dir)` and means that of
+partition 1."""
 
 from __future__ import annotations
 
@@ -22,9 +25,17 @@ UNSEALED = (
 """Groups that are complete and in no batch: spoiling one spoils nothing else."""
 
 
+def far(run_dir: Path) -> Path:
+    return run_dir / "ledger" / "p1"
+
+
+def _folder(run_dir: Path) -> Path:
+    return run_dir if run_dir.parent.name == "ledger" else run_dir / "ledger"
+
+
 @contextmanager
 def ledger(run_dir: Path) -> Generator[sqlite3.Connection]:
-    connection = sqlite3.connect(run_dir / "ledger" / "ledger.db")
+    connection = sqlite3.connect(_folder(run_dir) / "ledger.db")
     try:
         yield connection
         connection.commit()
@@ -70,7 +81,7 @@ def forget_acknowledgement(run_dir: Path, row_id: str) -> None:
 
 
 def segment(run_dir: Path, number: int) -> Path:
-    return run_dir / "ledger" / "segments" / f"seg-{number:08d}.dat"
+    return _folder(run_dir) / "segments" / f"seg-{number:08d}.dat"
 
 
 def payload(run_dir: Path, row: Record) -> Record:

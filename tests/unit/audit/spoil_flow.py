@@ -103,7 +103,7 @@ def lose_group(run_dir: Path) -> str:
         "AND group_id NOT IN (SELECT group_id FROM leases) ORDER BY issue DESC",
     )
     change(run_dir, "DELETE FROM groups WHERE group_id = ?", group_id)
-    return "train"
+    return group_id
 
 
 def lose_fate(run_dir: Path) -> str:
@@ -122,9 +122,30 @@ def admit_dropped_group(run_dir: Path) -> str:
     (group_id,) = one(run_dir, "SELECT group_id FROM groups WHERE state = 'dropped'")
     statement = "UPDATE fates SET state = 'admitted', reason = '' WHERE group_id = ?"
     change(run_dir, statement, group_id)
+    change(run_dir, "DELETE FROM freed WHERE group_id = ?", group_id)
     return group_id
 
 
 def issue_task_twice(run_dir: Path) -> str:
-    change(run_dir, "UPDATE groups SET ordinal = 0 WHERE issue = 5")
+    for table in ("groups", "issued"):
+        change(run_dir, f"UPDATE {table} SET ordinal = 0 WHERE issue = 5")
     return "train"
+
+
+def issue_another_task(run_dir: Path) -> str:
+    """The partition runs something else than home chose."""
+    group = whole(run_dir, "groups", "state = 'open'")
+    change(run_dir, "UPDATE groups SET ordinal = 999 WHERE group_id = ?", group["group_id"])
+    return group["group_id"]
+
+
+def skip_an_issue(run_dir: Path) -> str:
+    """A task that rules skipped, and that was issued all the same."""
+    change(run_dir, "UPDATE sources SET skipped = 1")
+    return "train"
+
+
+def judge_without_saying_so(run_dir: Path) -> str:
+    (group_id,) = one(run_dir, UNSEALED)
+    change(run_dir, "UPDATE issued SET judged = 0 WHERE group_id = ?", group_id)
+    return group_id

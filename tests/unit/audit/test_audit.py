@@ -7,9 +7,24 @@ from pathlib import Path
 
 import pytest
 from tests.unit.audit.ledgers import Run, always_completed, eventful_run, small_config
-from tests.unit.audit.run_files import change, ledger, one
+from tests.unit.audit.run_files import (
+    UNSEALED,
+    change,
+    forget_acknowledgement,
+    insert,
+    ledger,
+    one,
+    payload,
+    row_in_batch,
+    segment,
+    store,
+    whole,
+)
+from tests.unit.audit.spoil_freed import free_batch
 
 from penstock.audit import audit, summary
+from penstock.audit.evidence import read_contents
+from penstock.audit.ledger import opened
 from penstock.errors import StoreError
 
 
@@ -127,31 +142,93 @@ def test_newer_and_damaged_ledgers_are_refused(run_dir: Path) -> None:
     change(run_dir, "UPDATE rows SET slot = 'two' WHERE slot = 2")
     with pytest.raises(StoreError, match="table rows"):
         audit(run_dir)
-    change(run_dir, "UPDATE meta SET value = '2' WHERE key = 'format'")
-    with pytest.raises(StoreError, match="format 2"):
+    change(run_dir, "UPDATE meta SET value = '3' WHERE key = 'format'")
+    with pytest.raises(StoreError, match="format 3"):
         audit(run_dir)
     (run_dir / "ledger" / "ledger.db").write_bytes(b"no database at all" * 100)
     with pytest.raises(StoreError, match="cannot be read"):
         audit(run_dir)
 
 
-def test_survivors_may_close_without_all(run_dir: Path) -> None:
-    """The same ledger under another closing policy: a member that failed for good is excused."""
-    (group_id,) = one(
-        run_dir,
-        "SELECT g.group_id FROM groups g JOIN fates f ON f.group_id = g.group_id "
-        "WHERE f.state = 'admitted'",
-    )
-    change(run_dir, "DELETE FROM rows WHERE group_id = ? AND slot = 1", group_id)
-    change(run_dir, "UPDATE leases SET ended = 'expired' WHERE group_id = ? AND slot = 1", group_id)
-    for log in (run_dir / "acks").glob("*.txt"):
-        lines = [x for x in log.read_text().split("\n") if not x.startswith(f"{group_id}.1.")]
-        log.write_text("\n".join(lines))
-    assert not audit(run_dir).ok
-    path = run_dir / "config.yaml"
-    text = path.read_text().replace("closing: complete", "closing: {survivors: {min: 2}}")
-    path.write_text(text)
+def test_freed_payload_may_be_gone(run_dir: Path) -> None:
+    """Batch 1 is committed and behind the only checkpoint; its rows were acknowledged."""
+    free_batch(run_dir, 1, checkpoint=1)
+    gone = one(run_dir, "SELECT count(*) FROM rows WHERE segment = 77")
+    assert gone >= (12,), "their segment is no more"
     assert_passes(run_dir)
+    assert summary(run_dir).lost == 0
+
+
+def test_a_ledger_of_format_1_is_read(run_dir: Path) -> None:
+    """Tables and columns that came later are missing."""
+    tables = ("freed", "issued", "columns", "completions", "partitions", "links", "messages")
+    with ledger(run_dir) as connection:
+        for table in tables:
+            connection.execute(f"DROP TABLE {table}")
+        connection.execute("ALTER TABLE rows DROP COLUMN blob")
+        connection.execute("ALTER TABLE sources DROP COLUMN skipped")
+        connection.execute("UPDATE meta SET value = '1' WHERE key = 'format'")
+    assert_passes(run_dir)
+    change(run_dir, "DELETE FROM groups WHERE issue = 1")
+    assert not audit(run_dir).ok
+
+
+def test_survivors_may_close_without_all(run_dir: Path) -> None:
+    """The same ledger under another closing policy: members that failed for good, were cut while
+    they ran or before they started are excused, as long as enough remain."""
+    (group_id,) = one(run_dir, UNSEALED)
+    change(run_dir, "DELETE FROM leases WHERE group_id = ? AND slot = 2", group_id)
+    for slot, end in ((1, "expired"), (3, "truncated")):
+        statement = "UPDATE leases SET ended = ? WHERE group_id = ? AND slot = ?"
+        change(run_dir, statement, end, group_id, slot)
+    for slot in (1, 2, 3):
+        change(run_dir, "DELETE FROM rows WHERE group_id = ? AND slot = ?", group_id, slot)
+        forget_acknowledgement(run_dir, f"{group_id}.{slot}.1")
+    path = run_dir / "config.yaml"
+    text = path.read_text()
+    for closing, is_lawful in (("complete", False), ("1", True), ("2", False)):
+        policy = closing if closing == "complete" else f"{{survivors: {{min: {closing}}}}}"
+        path.write_text(text.replace("closing: complete", f"closing: {policy}"))
+        report = audit(run_dir)
+        assert report.ok == is_lawful, "\n".join(report.lines())
+        assert {check.name for check in report.checks if not check.ok} <= {"slots"}
+    path.write_text(text.replace("closing: complete", "closing: {survivors: {min: 1}}"))
+    change(run_dir, "UPDATE leases SET ended = 'cancelled' WHERE ended = 'truncated'")
+    assert not audit(run_dir).ok, "a lease is cancelled only with its whole group"
+
+
+def test_payload_may_lie_in_a_blob(run_dir: Path) -> None:
+    row = whole(run_dir, "rows", "row_id = ?", row_in_batch(run_dir, 1))
+    start = row["offset"] + 12
+    data = segment(run_dir, row["segment"]).read_bytes()[start : start + row["length"]]
+    blob = run_dir / "ledger" / "blobs" / row["digest"][:2] / row["digest"]
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(data)
+    statement = "UPDATE rows SET segment = 0, offset = 0, blob = digest WHERE row_id = ?"
+    change(run_dir, statement, row["row_id"])
+    assert_passes(run_dir)
+    blob.write_bytes(data + b"!")
+    assert summary(run_dir).lost == 1
+    blob.unlink()
+    assert summary(run_dir).lost == 1
+
+
+def test_payload_moved_while_the_audit_reads_is_found(run_dir: Path) -> None:
+    """Compaction of a running service: one row lies elsewhere by now, one is freed and gone."""
+    folder = run_dir / "ledger"
+    with opened(folder) as moment:
+        before = moment.rows()
+    moved, freed = row_in_batch(run_dir, 1), row_in_batch(run_dir, 2)
+    row = whole(run_dir, "rows", "row_id = ?", moved)
+    elsewhere = store(run_dir, row, payload(run_dir, row))
+    assert elsewhere["digest"] == row["digest"]
+    change(run_dir, "UPDATE rows SET segment = 900, offset = 0 WHERE row_id = ?", moved)
+    insert(run_dir, "freed", {"group_id": freed.partition(".")[0], "at": 0.0})
+    segment(run_dir, row["segment"]).unlink()
+    contents = read_contents(folder, before, frozenset())
+    assert contents[moved].name[0] == moved and not contents[moved].damage
+    assert contents[freed].is_freed
+    assert any(content.damage for content in contents.values()), "the others really are gone"
 
 
 async def test_row_of_two_lives_is_as_old_as_its_oldest_token(tmp_path: Path) -> None:

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.unit.audit import spoil_flow, spoil_rows, spoil_training
+from tests.unit.audit import (
+    spoil_flow,
+    spoil_freed,
+    spoil_partitions,
+    spoil_rows,
+    spoil_training,
+)
 from tests.unit.audit.run_files import UNSEALED, change, manifest, one, rewrite_manifest, whole
 
 from penstock.audit import AuditReport, audit
@@ -52,6 +58,16 @@ PLANTS: dict[str, tuple[Callable[[Path], str], ...]] = {
         spoil_flow.seal_into_nothing,
         spoil_flow.admit_dropped_group,
         spoil_flow.issue_task_twice,
+        spoil_flow.issue_another_task,
+        spoil_flow.skip_an_issue,
+        spoil_flow.judge_without_saying_so,
+    ),
+    "freed": (
+        spoil_freed.free_admitted_group,
+        spoil_freed.free_open_group,
+        spoil_freed.free_unknown_group,
+        spoil_freed.free_uncommitted_batch,
+        spoil_freed.free_batch_after_a_checkpoint,
     ),
     "batches": (
         spoil_training.reseal_with_another_group,
@@ -109,7 +125,8 @@ def test_plant_fails_by_its_name(run_dir: Path, name: str, plant: Callable[[Path
 
 
 def test_every_law_has_a_plant(original: Path) -> None:
-    assert [check.name for check in audit(original).checks] == list(PLANTS)
+    planted = dict.fromkeys([*PLANTS, *spoil_partitions.IN_QUIET])
+    assert [check.name for check in audit(original).checks] == list(planted)
 
 
 def test_row_in_two_committed_batches(run_dir: Path) -> None:

@@ -52,6 +52,15 @@ def test_defaults(load_text: LoadText) -> None:
     assert (model.engine, model.replicas, model.capacity, model.torch_threads) == ("hf", 1, 256, 1)
     lease = config.dataflow.lease
     assert (lease.ttl_s, lease.max_attempts, lease.start_to_close_s) == (12.0, 3, 600.0)
+    assert (lease.schedule_to_start_s, lease.schedule_to_close_s) == (None, None)
+    dataflow = config.dataflow
+    assert (dataflow.store, dataflow.payload, dataflow.partitions) == ("sqlite", "segments", 1)
+    assert (dataflow.pace, dataflow.retain_batches) == ("any", 8)
+    assert dataflow.bounds.model_dump() == {
+        "memory_mb": 2048,
+        "disk_free_mb": 1024,
+        "disk_reserve_mb": 64,
+    }
     sampling = config.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
     assert (config.workflow, config.reward, config.dataflow.closing) == (
@@ -262,7 +271,12 @@ def test_policy_settings_win(design: str, load_text: LoadText) -> None:
         policy.name: {rule.hook.value: rule.name for rule in policy.rules}
         for policy in (first, second)
     }
-    shared = {"mix": "weights", "curate": "all", "admit": "reward-spread"}
+    shared = {
+        "mix": "weights",
+        "curate": "all",
+        "admit": "reward-spread",
+        "route": "by-policy",
+    }
     assert names == {
         "policy": {**shared, "select": "edf"},
         "second": {**shared, "select": "fifo"},

@@ -170,7 +170,6 @@ WORDS = [
 
 NOT_SERVED = [
     case("launcher: local", "launcher: ray #@", "launcher", "is not served yet; use local"),
-    case("store: sqlite", "store: postgresql://h/d #@", "dataflow.store", "is not served yet"),
     case(POLICY, policy("engine: vllm"), "models.policy.engine",
          "is not served yet; use hf | scripted | simulated"),
     case(POLICY, policy("frozen: true"), "models.policy.frozen", "is not served yet"),
@@ -179,10 +178,6 @@ NOT_SERVED = [
     case("eval: null", "eval: {every: 10} #@", "eval", "leave eval null"),
     case("report_to: []", "report_to: [wandb] #@", "report_to", "is not served yet"),
     case("report_to: []", "report_to: wandb #@", "report_to", "is not served yet"),
-    case(RULES, rules("{mix: round-robin}"), "dataflow.rules[0].mix", "use weights"),
-    case(RULES, rules("{admit: dedup}"), "dataflow.rules[0].admit", "is not served yet"),
-    case(RULES, rules("{replay: ratio}"), "dataflow.rules[0].replay", "leave replay out"),
-    case(RULES, rules("{route: shared}"), "dataflow.rules[0].route", "leave route out"),
     case(SOURCE, source("name: a, task: d.parquet"), "sources[0].task", "is not served yet"),
 ]  # fmt: skip
 
@@ -215,6 +210,110 @@ CONTRADICTIONS = [
          "models.policy.algorithm.num_generations", "set num_generations >= 2"),
 ]  # fmt: skip
 
+RULE_OPTIONS = [
+    case(RULES, rules("{replay: newest, ratoi: 0.3}"), "dataflow.rules[0].ratoi",
+         'did you mean "ratio"?'),
+    case(RULES, rules("{select: edf, parts: 2}"), "dataflow.rules[0].parts",
+         "it takes none; delete this key"),
+    case(RULES, rules("{admit: dedup, zzz: 2}"), "dataflow.rules[0].zzz", "it takes window"),
+    case(RULES, rules("{admit: 3}"), "dataflow.rules[0].admit", "must be text"),
+    case(RULES, rules("{replay: newst}"), "dataflow.rules[0].replay", 'did you mean "newest"?'),
+    case(RULES, rules("{replay: ratio}"), "dataflow.rules[0].replay",
+         "use newest | uniform | prioritised (module:Class for a rule of your own)"),
+    case(RULES, rules("{replay: newest, ratio: 1.0}"), "dataflow.rules[0].ratio",
+         "must be less than 1"),
+    case(RULES, rules("{replay: newest, max_uses: 1}"), "dataflow.rules[0].max_uses",
+         "must be at least 2"),
+    case(RULES, rules("{replay: newest, max_staleness: 0}"), "dataflow.rules[0].max_staleness",
+         "set max_staleness >= 1, or null"),
+    case(RULES, rules("{curate: greso, delta: x}"), "dataflow.rules[0].delta",
+         "must be a number"),
+    case(RULES, rules("{curate: greso, p_min: 0.6}"), "dataflow.rules[0].p_min",
+         "set p_min <= p <= p_max"),
+    case(RULES, rules("{curate: greso, hard_to: 0.6}"), "dataflow.rules[0].hard_to",
+         "set hard_to <= easy_from"),
+    case(RULES, rules("{curate: solved-filter, revisit: 0}"), "dataflow.rules[0].revisit",
+         "must be greater than 0"),
+    case(RULES, rules("{admit: reward-range}"), "dataflow.rules[0]", "set one of them"),
+    case(RULES, rules("{admit: reward-range, low: 2, high: 1}"), "dataflow.rules[0].low",
+         "set low <= high"),
+    case(RULES, rules("{admit: outcome, allow: [failed]}"), "dataflow.rules[0].allow[0]",
+         "use completed | truncated"),
+    case(RULES, rules("{admit: outcome, allow: []}"), "dataflow.rules[0].allow",
+         "give at least one entry"),
+    case(RULES, rules("{select: priority, by: spreads}"), "dataflow.rules[0].by",
+         'did you mean "spread"?'),
+    case(RULES, rules("{route: by-role}"), "dataflow.rules[0].roles",
+         'missing required key "roles"'),
+    case(RULES, rules("{route: by-role, roles: {policy: solver}}"),
+         "dataflow.rules[0].roles.policy", "must be a list, so write [solver]"),
+    case(RULES, rules("{route: by-role, roles: {polici: [a]}}"),
+         "dataflow.rules[0].roles.polici", 'did you mean "policy"?'),
+    case(RULES, rules("{route: shared, turns_of: {policy: [teacher]}}"),
+         "dataflow.rules[0].turns_of.policy[0]", 'there is no policy "teacher"; use policy'),
+    case(RULES, rules("{mix: curriculum, difficulty: {trains: 1}}"),
+         "dataflow.rules[0].difficulty.trains", 'did you mean "train"?'),
+    case(RULES, rules("{replay: newest}, {replay: uniform}"), "dataflow.rules[1]",
+         "keep one of them"),
+    case(RULES, rules("{route: by-policy}, {route: by-policy}"), "dataflow.rules[1]",
+         "delete this entry"),
+]  # fmt: skip
+
+
+def dataflow(inside: str) -> Callable[[str, str], Case]:
+    return lambda key, says: case("  store: sqlite", f"{inside} #@", f"dataflow.{key}", says)
+
+
+def stages(*entries: str) -> Callable[[str, str], Case]:
+    return dataflow(f"  stages: [{', '.join(f'{{{entry}}}' for entry in entries)}]")
+
+
+SCORE = "name: score, reads: [turns], writes: [scores]"
+DATAFLOW = [
+    dataflow("  store: postgres://h/d")("store", "write postgresql://host/database"),
+    dataflow("  store: postgresql://h")("store", "names no database"),
+    dataflow("  store: postgresql://[h/d")("store", "names no database"),
+    dataflow("  store: mysql://h/d")("store", "use sqlite | postgresql://host/database"),
+    dataflow("  store: postgresql://db.lab/d")("store", "set payload to s3://bucket/prefix"),
+    dataflow("  payload: s3://bucket/x")("payload", "set store to postgresql://host/database"),
+    dataflow("  payload: segment")("payload", 'did you mean "segments"?'),
+    dataflow("  payload: s3://")("payload", "names no store"),
+    dataflow("  payload: ftp://h/x")("payload", "names no store"),
+    dataflow("  payload: 3")("payload", "use segments | memory"),
+    dataflow("  pace: policyy")("pace", 'did you mean "policy"?'),
+    dataflow("  pace: 3")("pace", "must be text"),
+    dataflow("  partitions: 0")("partitions", "must be greater than 0"),
+    dataflow("  retain_batches: 0")("retain_batches", "must be greater than 0"),
+    dataflow("  bounds: {disk_free_mb: 64}")("bounds.disk_free_mb", "set it lower"),
+    dataflow("  bounds: {memory: 64}")("bounds.memory", 'did you mean "memory_mb"?'),
+    dataflow("  spaces: [{name: a}, {name: a}]")("spaces[1].name", "give each its own name"),
+    dataflow("  spaces: [{name: a b}]")("spaces[0].name", "use up to 64 letters"),
+    dataflow("  spaces: [{name: a, quota_mb: 0}]")("spaces[0].quota_mb", "greater than 0"),
+    case("  lease: {ttl_s: 12}", "  lease: {schedule_to_close_s: 0} #@",
+         "dataflow.lease.schedule_to_close_s", "must be greater than 0"),
+    stages("name: a, reads: [turns]")("stages[0].writes", "missing required key"),
+    stages(SCORE, SCORE)("stages[1].name", "give each its own name"),
+    stages(SCORE, "name: b, reads: [turns], writes: [scores]")(
+        "stages[1].writes[0]", "stage score writes scores too"),
+    stages("name: a, reads: [turns], writes: [turns]")(
+        "stages[0].writes[0]", "every row is born with turns"),
+    stages("name: a, reads: [score], writes: [x]", SCORE)(
+        "stages[0].reads[0]", 'did you mean "scores"?'),
+    stages("name: a, reads: [logits], writes: [x]")(
+        "stages[0].reads[0]", "add a stage that writes it"),
+    stages("name: a, reads: [turns], writes: [x], on: admittd")(
+        "stages[0].on", 'did you mean "admitted"?'),
+    stages(f"{SCORE}, on: admitted", "name: b, reads: [scores], writes: [x]")(
+        "stages[1].reads[0]", "set on: admitted"),
+    stages("name: a, reads: [x], writes: [y]", "name: b, reads: [y], writes: [x]")(
+        "stages[0].reads", "circle of stages a, b: none can ever start"),
+    stages("name: a, reads: [turns], writes: [reward]")(
+        "stages[0].writes", "set reward: null"),
+    stages("name: a, reads: [turns], writes: [a/b]")(
+        "stages[0].writes[0]", "use up to 64 letters"),
+    stages("name: a, reads: [], writes: [b]")("stages[0].reads", "give at least one entry"),
+]  # fmt: skip
+
 YAML = [
     case("seed: 0", "seed: 0\nseed: 1 #@", "seed", "duplicate key"),
     case("epochs: 1", "epochs: 1\n  epochs: 1 #@", "training.epochs", "keep one of them"),
@@ -230,7 +329,8 @@ YAML = [
     case("seed: 0", f"seed: {'[' * 50} #@", "", "too deep"),
 ]  # fmt: skip
 
-ALL = UNKNOWN + MISSING + TYPES + RANGES + WORDS + NOT_SERVED + CONTRADICTIONS + YAML
+VALUES = UNKNOWN + MISSING + TYPES + RANGES + WORDS + NOT_SERVED + CONTRADICTIONS
+ALL = VALUES + RULE_OPTIONS + DATAFLOW + YAML
 
 
 def expected_line(text: str, key: str) -> int:

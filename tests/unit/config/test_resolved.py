@@ -20,6 +20,14 @@ TRICKY = st.text(alphabet=st.sampled_from(list("\\${}a.'\"#: -?1e\n")), min_size
     lambda text: bool(text.strip()) and text != "???"
 )
 RATES = st.floats(min_value=1e-300, max_value=0.9)
+RULES = [
+    [],
+    [{"admit": "reward-spread"}],
+    [{"admit": "outcome", "allow": ["truncated"]}, {"curate": "greso", "delta": 0.5}],
+    [{"replay": "newest", "ratio": 0.3, "max_uses": 4}, {"mix": "curriculum"}],
+    [{"admit": "mine.rules:Mine", "list": [1, {"a": None}], "text": "${x}"}],
+]
+STAGE = {"name": "prm", "reads": ["turns"], "writes": ["steps@1"], "on": "admitted"}
 
 
 @st.composite
@@ -45,7 +53,10 @@ def configs(draw: st.DrawFn) -> RunConfig:
             "workflow": {"command": [arg for arg in draw(command) if arg != "???"] or ["x"]},
             "dataflow": {
                 "closing": draw(st.sampled_from(["complete", "drop", "survivors(2)"])),
-                "rules": draw(st.sampled_from([[], [{"admit": "reward-spread"}]])),
+                "rules": draw(st.sampled_from(RULES)),
+                "stages": draw(st.sampled_from([[], [STAGE]])),
+                "spaces": draw(st.sampled_from([[], [{"name": "eval", "quota_mb": 5}]])),
+                "pace": draw(st.sampled_from(["any", "all"])),
             },
             "algorithm": {"num_generations": size, "epsilon": draw(RATES)},
             "training": {"steps": draw(st.integers(1, 10**9)), "learning_rate": draw(RATES)},

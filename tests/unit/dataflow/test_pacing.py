@@ -15,9 +15,7 @@ def test_equals_the_published_form_when_nothing_is_skipped() -> None:
         theirs = (staleness + version + 1) * (batch + 1) - (accepted + running)
         consumed = version * (batch + 1)
         levels = Levels(issued=running, admitted=accepted - consumed, sealed=0)
-        ours = pacing.room(
-            levels, groups_per_batch=batch + 1, max_staleness=staleness, expected_yield=1.0
-        )
+        ours = pacing.room(levels, fresh=batch + 1, max_staleness=staleness, expected_yield=1.0)
         assert ours == theirs
 
 

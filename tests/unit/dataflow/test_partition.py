@@ -56,7 +56,7 @@ def test_a_repeated_request_gets_the_same_grants() -> None:
     def ask(request_id: str) -> list[tuple[str, int, int]]:
         world.partition.ask(a, world.session(a), request_id, world.now)
         grants = world.partition.lease(
-            a, world.session(a), request_id, 3, lambda group: True, world.now
+            a, world.session(a), request_id, 3, (world.live[a],), world.now
         )
         return [(g.group_id, g.slot, g.epoch) for g in grants]
 
@@ -197,7 +197,7 @@ def test_closing_policies(closing: Closing, failures: int, verdict: str) -> None
     assert state == verdict
     world.assert_conserved()
     if verdict == "closed" and closing.kind is ClosingKind.SURVIVORS:
-        assert len(world.consumer.ready[group_id].rows) == 2
+        assert len(world.consumer.ready[group_id].decoded()) == 2
 
 
 def test_a_node_with_an_old_version_gets_no_work_it_would_waste() -> None:

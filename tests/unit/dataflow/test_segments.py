@@ -14,9 +14,9 @@ def test_records_come_back_and_damage_stays_with_its_record(tmp_path: Path) -> N
     plan, writer = SegmentPlan(tmp_path), SegmentWriter(tmp_path)
     payloads = [bytes([i % 256]) * (i + 1) for i in range(700)]
     placed = [plan.place(payload) for payload in payloads]
-    writer.append([chunk for _, chunk in placed])
-    assert [read(tmp_path, location) for location, _ in placed] == payloads
-    victim = placed[5][0]
+    writer.append(placed)
+    assert [read(tmp_path, chunk.location) for chunk in placed] == payloads
+    victim = placed[5].location
     path = segment_path(tmp_path, victim.segment)
     for offset in range(victim.offset, victim.offset + HEADER.size + victim.length):
         data = bytearray(path.read_bytes())
@@ -24,16 +24,16 @@ def test_records_come_back_and_damage_stays_with_its_record(tmp_path: Path) -> N
         path.write_bytes(data)
         with pytest.raises(StoreError):
             read(tmp_path, victim)
-        assert read(tmp_path, placed[4][0]) == payloads[4]
-        assert read(tmp_path, placed[6][0]) == payloads[6]
+        assert read(tmp_path, placed[4].location) == payloads[4]
+        assert read(tmp_path, placed[6].location) == payloads[6]
         data[offset] ^= 0x10
         path.write_bytes(data)
 
 
 def test_a_new_start_never_writes_into_an_old_segment(tmp_path: Path) -> None:
     for life in range(3):
-        location, chunk = SegmentPlan(tmp_path).place(b"x")
-        assert (location.segment, location.offset) == (life + 1, 0)
+        chunk = SegmentPlan(tmp_path).place(b"x")
+        assert (chunk.location.segment, chunk.location.offset) == (life + 1, 0)
         SegmentWriter(tmp_path).append([chunk])
 
 
@@ -41,15 +41,15 @@ def test_segments_rotate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(segments, "MAX_SEGMENT_BYTES", 100)
     plan, writer = SegmentPlan(tmp_path), SegmentWriter(tmp_path)
     placed = [plan.place(b"a" * 60) for _ in range(4)]
-    writer.append([chunk for _, chunk in placed])
-    assert [location.segment for location, _ in placed] == [1, 1, 2, 2]
-    assert all(read(tmp_path, location) == b"a" * 60 for location, _ in placed)
+    writer.append(placed)
+    assert [chunk.location.segment for chunk in placed] == [1, 1, 2, 2]
+    assert all(read(tmp_path, chunk.location) == b"a" * 60 for chunk in placed)
 
 
 def test_a_cut_off_record_is_named(tmp_path: Path) -> None:
-    location, chunk = SegmentPlan(tmp_path).place(b"hello")
+    chunk = SegmentPlan(tmp_path).place(b"hello")
     SegmentWriter(tmp_path).append([chunk])
     path = segment_path(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(StoreError, match="cut off"):
-        read(tmp_path, location)
+        read(tmp_path, chunk.location)

@@ -70,7 +70,7 @@ def test_a_sound_record_tells_tokens_and_age() -> None:
     later = turn(parent=0, spans=(span(0, 3, 4),))
     unread = turn(spans=(span(0, 3, 0),), reached_agent=False)
     assert digest(trajectory(turn(), later, unread), is_published) == Digested(
-        sampled={POLICY: 6}, versions={POLICY: [(1, 1), (1, 2), (1, 4)]}
+        sampled={POLICY: 6}, versions={POLICY: ((1, 1), (1, 2), (1, 4))}
     )
 
 

@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data algorithms: small pure decisions, named in the config, composed in a declared order.
 
-A rule imports only types and errors: no clock, no I/O, randomness only as an argument.
-"""
+A rule is one class in one file that imports only types: no clock, no I/O, randomness only as an
+argument, and all its memory in a mapping that the host gives and stores."""
 
 from __future__ import annotations
 
-from penstock.dataflow.rules.admit import ADMIT, Admit
-from penstock.dataflow.rules.mix import MIX, Mix
-from penstock.dataflow.rules.select import SELECT, Select
+from penstock.dataflow.rules.hooks import Admit, Curate, Learns, Mix, Replay, Route, Select
+from penstock.dataflow.rules.registry import RULES, make_rule
 
-__all__ = ["ADMIT", "MIX", "SELECT", "Admit", "Mix", "Select"]
+__all__ = [
+    "RULES",
+    "Admit",
+    "Curate",
+    "Learns",
+    "Mix",
+    "Replay",
+    "Route",
+    "Select",
+    "make_rule",
+]

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node and a trainer that only talk: register, lease, build valid trajectories, deliver, seal,
+fetch, commit. Over aiohttp, because a slow client would hide the service."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+from uuid import uuid4
+
+import aiohttp
+
+from benchmarks.harness import Server
+from penstock.dataflow.protocol import (
+    BatchAnswer,
+    BatchRequest,
+    CommitRequest,
+    Delivery,
+    DeliveryAnswer,
+    DeliveryRequest,
+    DeliveryStatus,
+    Done,
+    Grant,
+    Heartbeat,
+    HeartbeatAnswer,
+    IncarnationAnswer,
+    IncarnationRequest,
+    LeaseAnswer,
+    LeaseRequest,
+    LiveVersion,
+    NodeState,
+    PublishRequest,
+    Register,
+    Registered,
+)
+from penstock.types import (
+    FinishReason,
+    LogProbs,
+    NodeId,
+    Outcome,
+    OutcomeKind,
+    PolicyName,
+    RowId,
+    SamplingSpec,
+    TokenIds,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    log_probs,
+    token_ids,
+)
+from penstock.wire.codec import MSGPACK, decode, encode
+
+POLICY = PolicyName("policy")
+NODE = NodeId("bench")
+TURNS = 4
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """One turn's arrays; made once, because random numbers cost more than a delivery."""
+
+    prompt_ids: TokenIds
+    sampled_ids: TokenIds
+    logprobs: LogProbs
+
+
+def make_tokens(payload_bytes: int, *, seed: int = 0, variants: int = 16) -> list[Tokens]:
+    """Arrays for trajectories of this size: a third prompt, two thirds answer and log-probs."""
+    draw = random.Random(seed)
+    num = payload_bytes // TURNS // 12
+    return [
+        Tokens(
+            prompt_ids=token_ids(draw.randrange(150_000) for _ in range(num)),
+            sampled_ids=token_ids(draw.randrange(150_000) for _ in range(num)),
+            logprobs=log_probs(-draw.expovariate(1.0) for _ in range(num)),
+        )
+        for _ in range(variants)
+    ]
+
+
+@dataclass(slots=True)
+class Service:
+    """One service under load, with every credential a call needs."""
+
+    http: aiohttp.ClientSession
+    server: Server
+    token: str
+    node_id: NodeId = NODE
+    session: str = field(default_factory=lambda: uuid4().hex)
+    incarnation: int = 0
+    seq: int = 0
+
+    async def raw(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        headers = {
+            "authorization": f"Bearer {self.token}",
+            "accept": MSGPACK,
+            "content-type": MSGPACK,
+        }
+        async with self.http.request(
+            method, self.server.url + path, data=body, headers=headers
+        ) as answer:
+            content = await answer.read()
+            if answer.status >= 400:
+                raise RuntimeError(f"{method} {path}: {answer.status} {content[:300]!r}")
+            return content
+
+    async def call(self, method: str, path: str, body: object, kind: type[T]) -> T:
+        return decode(await self.raw(method, path, encode(body)), kind)
+
+    # --- a trainer ----------------------------------------------------------------------------
+
+    async def incarnate(self) -> None:
+        """Become the trainer and publish version 0."""
+        request = IncarnationRequest(request_id=uuid4().hex, expected=0, number=0, seq=0)
+        answer = await self.call(
+            "POST", f"/v1/policies/{POLICY}/incarnations", request, IncarnationAnswer
+        )
+        self.incarnation = answer.incarnation
+        publish = PublishRequest(
+            incarnation=self.incarnation, number=0, manifest_digest="0" * 64, weights_digest="0"
+        )
+        await self.call("POST", f"/v1/policies/{POLICY}/versions", publish, Done)
+
+    async def seal(self) -> int:
+        """The next batch; returns how many rows it has."""
+        self.seq += 1
+        request = BatchRequest(consumer=POLICY, seq=self.seq, incarnation=self.incarnation)
+        answer = await self.call("POST", "/v1/batches", request, BatchAnswer)
+        if answer.manifest is None:
+            raise RuntimeError(f"batch {self.seq} was not sealed in time")
+        return sum(1 for _ in answer.manifest.rows)
+
+    async def commit(self, *, number: int, skipped: str = "") -> None:
+        request = CommitRequest(incarnation=self.incarnation, number=number, skipped=skipped)
+        await self.call("POST", f"/v1/batches/{POLICY}.{self.seq}/commit", request, Done)
+
+    # --- a node -------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> tuple[LiveVersion, ...]:
+        return (LiveVersion(policy=POLICY, incarnation=self.incarnation, number=0),)
+
+    async def register(self, node_id: NodeId) -> None:
+        body = Register(node_id=node_id, session=self.session, capacity=100_000, policies=())
+        await self.call("POST", "/v1/nodes", body, Registered)
+        beat = Heartbeat(session=self.session, state=NodeState.LIVE, live=self.live)
+        await self.call("PUT", f"/v1/nodes/{node_id}", beat, HeartbeatAnswer)
+
+    def lease_body(self, node_id: NodeId, max_slots: int, wait_s: float = 20.0) -> bytes:
+        return encode(
+            LeaseRequest(
+                request_id=uuid4().hex,
+                node_id=node_id,
+                session=self.session,
+                max_slots=max_slots,
+                wait_s=wait_s,
+                live=self.live,
+            )
+        )
+
+    async def lease(self, num: int) -> list[Grant]:
+        grants: list[Grant] = []
+        while len(grants) < num:
+            body = self.lease_body(self.node_id, num - len(grants))
+            answer = decode(await self.raw("POST", "/v1/leases", body), LeaseAnswer)
+            if not answer.grants:
+                raise RuntimeError(f"no work: {len(grants)} of {num} slots were leased")
+            grants += answer.grants
+        return grants
+
+    def delivery(self, grant: Grant, tokens: Sequence[Tokens]) -> Delivery:
+        """A valid trajectory under this lease."""
+        row_id = RowId(f"{grant.group_id}.{grant.slot}.{grant.epoch}")
+        trajectory = Trajectory(
+            row_id=row_id,
+            group_id=grant.group_id,
+            slot=grant.slot,
+            epoch=grant.epoch,
+            attempt=grant.attempt,
+            node_id=self.node_id,
+            turns=tuple(
+                self._turn(index, tokens[(grant.slot * TURNS + index) % len(tokens)])
+                for index in range(TURNS)
+            ),
+            reward=float(grant.slot % 2),
+            outcome=Outcome(kind=OutcomeKind.COMPLETED),
+        )
+        return Delivery(row_id=row_id, payload=encode(trajectory))
+
+    def _turn(self, index: int, tokens: Tokens) -> Turn:
+        num = len(tokens.sampled_ids) // 4
+        span = VersionSpan(start=0, end=num, incarnation=self.incarnation, number=0)
+        return Turn(
+            policy=POLICY,
+            parent=index - 1,
+            prompt_ids=tokens.prompt_ids,
+            sampled_ids=tokens.sampled_ids,
+            logprobs=tokens.logprobs,
+            spans=(span,),
+            sampling=SamplingSpec(max_tokens=num),
+            finish=FinishReason.STOP,
+        )
+
+    def bodies(
+        self, grants: Sequence[Grant], tokens: Sequence[Tokens], per_call: int
+    ) -> list[bytes]:
+        """Encoded calls that deliver all of them, so many per call."""
+        made = [self.delivery(grant, tokens) for grant in grants]
+        return [
+            encode(
+                DeliveryRequest(
+                    node_id=self.node_id,
+                    session=self.session,
+                    deliveries=tuple(made[start : start + per_call]),
+                )
+            )
+            for start in range(0, len(made), per_call)
+        ]
+
+
+def check_stored(answers: Sequence[bytes], num: int) -> None:
+    """Every delivery was acknowledged as durable, or the figure is worth nothing."""
+    found = [decode(answer, DeliveryAnswer) for answer in answers]
+    stored = sum(r.status is DeliveryStatus.STORED for a in found for r in a.results)
+    if stored != num or any(a.durability != "D1" for a in found):
+        raise RuntimeError(f"{stored} of {num} deliveries were stored durably")

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real dataflow service with keys and HTTP, as its own process, for a load.
+
+`--slow-ms` makes every call sleep on the service's event loop: a benchmark whose ratio does not
+fall then measures something else."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.config import RunConfig, demo
+from penstock.dataflow.server import build, build_server, surface
+from penstock.wire.auth import Audience, Signer
+from penstock.wire.server import calm_collector, server
+
+RUN = "benchmark"
+
+
+def config(*, groups_per_batch: int, group_size: int, max_staleness: int) -> RunConfig:
+    base = demo(0)
+    training = base.training.model_copy(
+        update={
+            "groups_per_batch": groups_per_batch,
+            "max_staleness": max_staleness,
+            "steps": 1_000_000,
+        }
+    )
+    algorithm = base.algorithm.model_copy(update={"num_generations": group_size})
+    lease = base.dataflow.lease.model_copy(update={"ttl_s": 120.0})
+    dataflow = base.dataflow.model_copy(update={"lease": lease, "rules": ()})
+    updates: dict[str, Any] = {
+        "name": RUN,
+        "training": training,
+        "algorithm": algorithm,
+        "dataflow": dataflow,
+    }
+    return base.model_copy(update=updates)
+
+
+class Slowed:
+    """The app, asleep for a while before each request."""
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self._app = app
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            time.sleep(self._seconds)  # noqa: ASYNC251  the loop itself must lose this time
+        await self._app(scope, receive, send)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--groups-per-batch", type=int, default=64)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--max-staleness", type=int, default=1)
+    parser.add_argument("--slow-ms", type=float, default=0.0)
+    options = parser.parse_args()
+    run = config(
+        groups_per_batch=options.groups_per_batch,
+        group_size=options.group_size,
+        max_staleness=options.max_staleness,
+    )
+    verifier = Signer.create(options.folder / "keys", RUN).verifier(Audience.DATAFLOW)
+    service = build(run, options.folder / "ledger")
+    app = build_server(surface(service, run, "http://127.0.0.1:1"), verifier)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port: int = listener.getsockname()[1]
+    print(f"http://127.0.0.1:{port}", flush=True)
+    host = server(app, "127.0.0.1", port)
+    if options.slow_ms:
+        host.config.app = Slowed(app, options.slow_ms / 1e3)
+    calm_collector()
+    host.run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

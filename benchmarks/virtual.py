@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real core of the dataflow under virtual time: nodes that take so many seconds per answer,
+trainers that take so many per batch. An hour of a run costs seconds.
+
+Home, partition, rules, pacing and sealing are the service's own. What the core writes is counted,
+not stored. Nodes and trainers are as simple as can be; what they do is decided by the caller."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import sqlalchemy as sa
+
+from penstock.dataflow.consumers import Consumer
+from penstock.dataflow.core import CoreTerms, home_core
+from penstock.dataflow.messages import Committed, Incarnated, Published
+from penstock.dataflow.protocol import Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.records import Erasure, FateRecord, LeaseRecord, Record, RowRecord, row_id
+from penstock.dataflow.sources import Source
+from penstock.dataflow.tables import Tables
+from penstock.types import GroupId, NodeId, Outcome, OutcomeKind, PolicyName
+
+TOKEN_S = 0.01
+"""Seconds that one token takes, whoever else is being served."""
+TICK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one rollout will be: known before it runs."""
+
+    tokens: int
+    reward: float
+
+
+class Tally:
+    """The journal of the core: counts instead of storing."""
+
+    def __init__(self) -> None:
+        self.fates: dict[tuple[PolicyName, GroupId], FateRecord] = {}
+        self.cut: Counter[GroupId] = Counter()
+        """Tokens of answers that were stopped while they ran, by group."""
+        self.tokens_of: dict[GroupId, list[int]] = {}
+        """Lengths of the answers delivered for a group."""
+        self.ended: list[LeaseRecord] = []
+        """Leases that the core ended by itself since it was last asked."""
+
+    def __call__(self, record: Record | Erasure) -> None:
+        if isinstance(record, FateRecord):
+            self.fates[record.consumer, record.group_id] = record
+        elif isinstance(record, LeaseRecord) and record.ended in ("truncated", "cancelled"):
+            self.ended.append(record)
+
+
+class VirtualRun:
+    """One run: `settle()` after every event does what the service does after every command."""
+
+    def __init__(
+        self, terms: CoreTerms, sources: Sequence[Source], answer: Callable[[Grant], Answer]
+    ) -> None:
+        self.now = 1000.0
+        self.tally = Tally()
+        self.generated = 0
+        """Tokens, of answers delivered or stopped."""
+        tables = Tables(sa.create_engine("sqlite://", poolclass=sa.StaticPool))
+        core = home_core(terms, sources, tables, self.tally, self.now)
+        assert core.host is not None, "home and its partition share this process"
+        self.home, self.sealing, self.board = core.home, core.sealing, core.board
+        self.partition, self.gate = core.host.partition, core.host.gate
+        self._answer = answer
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_events = 0
+        self._num_asked = 0
+        self._idle: dict[NodeId, int] = {}
+        """Lanes of each node that hold no lease."""
+        self.busy_s = 0.0
+        """Of all lanes together."""
+        self.after_settle: list[Callable[[], None]] = []
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (when, self._num_events, act))
+
+    def run(self, is_over: Callable[[], bool]) -> None:
+        self.at(self.now + TICK_S, self._tick)
+        while self._events and not is_over():
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+            self.settle()
+
+    def _tick(self) -> None:
+        for node_id in self._idle:
+            self._heartbeat(node_id)
+        self.partition.tick(self.now)
+        self.at(self.now + TICK_S, self._tick)
+
+    def settle(self) -> None:
+        self.board.run(self.now)
+        if not self.home.is_finished:
+            self.home.issue(self.now)
+        self.board.run(self.now)
+        self._take_back()
+        for node_id in self._idle:
+            self._lease(node_id)
+        for act in self.after_settle:
+            act()
+
+    def _take_back(self) -> None:
+        """The core stopped these: their lanes are free, and what they had generated is lost."""
+        for lease in self.tally.ended:
+            tokens = int((self.now - lease.granted_at) / TOKEN_S)
+            self.generated += tokens
+            self.busy_s += self.now - lease.granted_at
+            self.tally.cut[lease.group_id] += tokens
+            self._idle[lease.node_id] += 1
+        self.tally.ended.clear()
+
+    # --- nodes --------------------------------------------------------------------------------
+
+    def join(self, name: str, capacity: int) -> None:
+        node_id = NodeId(name)
+        body = Register(node_id=node_id, session=name, capacity=capacity, policies=())
+        self.partition.register(body, self.now)
+        self._idle[node_id] = capacity
+        self._heartbeat(node_id)
+
+    @property
+    def _live(self) -> tuple[LiveVersion, ...]:
+        """Every node serves the newest version from the moment it is published."""
+        return tuple(
+            LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number)
+            for v in self.gate.wanted
+        )
+
+    def _heartbeat(self, node_id: NodeId) -> None:
+        live = self._live
+        self.partition.heartbeat(
+            node_id,
+            str(node_id),
+            self.now,
+            state=NodeState.LIVE if len(live) == len(self.gate.lineages) else NodeState.STARTING,
+            live=live,
+        )
+
+    def _lease(self, node_id: NodeId) -> None:
+        if not self._idle[node_id] or not self.partition.num_waiting:
+            return
+        self._num_asked += 1
+        request = f"r{self._num_asked}"
+        self._heartbeat(node_id)
+        self.partition.ask(node_id, str(node_id), request, self.now)
+        grants = self.partition.lease(
+            node_id, str(node_id), request, self._idle[node_id], self._live, self.now
+        )
+        self._idle[node_id] -= len(grants)
+        for grant in grants:
+            self._start(node_id, grant)
+
+    def _start(self, node_id: NodeId, grant: Grant) -> None:
+        answer, live, began_at = self._answer(grant), self._live, self.now
+        versions = {str(v.policy): [(v.incarnation, v.number)] for v in live}
+
+        def finish() -> None:
+            if not self.partition.holds(node_id, grant.group_id, grant.slot, grant.epoch):
+                return  # stopped meanwhile
+            self.generated += answer.tokens
+            self.busy_s += self.now - began_at
+            self.tally.tokens_of.setdefault(grant.group_id, []).append(answer.tokens)
+            row = _row(node_id, grant, answer, versions, self.now)
+            outcome = Outcome(kind=OutcomeKind.COMPLETED)
+            self.partition.deliver(row, row.summary, outcome, self.now)
+            self._idle[node_id] += 1
+
+        self.at(self.now + answer.tokens * TOKEN_S, finish)
+
+    # --- trainers -----------------------------------------------------------------------------
+
+    def take_over(self, policy: PolicyName) -> None:
+        lineage = self.home.consumers[policy].lineage
+        record = lineage.incarnate(expected=0, number=0, seq=0, request_id="first", now=self.now)
+        lineage.apply_incarnation(record)
+        self.home.tell_all(Incarnated(record=record))
+        self.publish(policy)
+
+    def publish(self, policy: PolicyName) -> None:
+        lineage = self.home.consumers[policy].lineage
+        record = lineage.publish(
+            incarnation=lineage.incarnation,
+            number=lineage.number,
+            manifest_digest=f"m{lineage.number}",
+            weights_digest=f"w{lineage.number}",
+            now=self.now,
+        )
+        lineage.apply_version(record)
+        self.home.tell_all(Published(record=record))
+
+    def commit(self, consumer: Consumer) -> None:
+        lineage = consumer.lineage
+        record = lineage.commit(
+            seq=lineage.seq + 1,
+            incarnation=lineage.incarnation,
+            number=lineage.number + 1,
+            skipped="",
+            stats="{}",
+            now=self.now,
+        )
+        lineage.apply_commit(record)
+        self.home.tell_all(Committed(record=record))
+        self.home.moved(consumer, consumer.sealed, self.now)
+
+    # --- accounts -----------------------------------------------------------------------------
+
+    def wasted(self, reason: str) -> int:
+        """Tokens of groups that were dropped for this reason, and of answers that were stopped in
+        such groups or for the sake of groups that live on."""
+        whole = sum(fate.tokens for fate in self.tally.fates.values() if fate.reason == reason)
+        others = {
+            group_id
+            for (_, group_id), fate in self.tally.fates.items()
+            if fate.reason not in (reason, "")
+        }
+        cut = self.tally.cut.items()
+        return whole + sum(tokens for group_id, tokens in cut if group_id not in others)
+
+
+def _row(
+    node_id: NodeId,
+    grant: Grant,
+    answer: Answer,
+    versions: Mapping[str, list[tuple[int, int]]],
+    now: float,
+) -> RowRecord:
+    return RowRecord(
+        row_id=row_id(grant.group_id, grant.slot, grant.epoch),
+        group_id=grant.group_id,
+        slot=grant.slot,
+        epoch=grant.epoch,
+        node_id=node_id,
+        digest="",
+        segment=0,
+        offset=0,
+        length=0,
+        outcome=OutcomeKind.COMPLETED,
+        reward=answer.reward,
+        sampled=msgspec.json.encode(dict.fromkeys(versions, answer.tokens)).decode(),
+        versions=msgspec.json.encode(versions).decode(),
+        delivered_at=now,
+    )

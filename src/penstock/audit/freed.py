@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The law of freed groups: payload is given up only when nobody can ask for it again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import msgspec
+
+from penstock.audit.evidence import Evidence
+from penstock.audit.report import Check, Findings
+
+
+def check_freed(evidence: Evidence) -> Check:
+    """Each freed group is judged by all, committed wherever it is sealed, and behind every
+    checkpoint a trainer kept."""
+    findings = Findings("freed")
+    fates = {(fate.group_id, fate.consumer): fate.state for fate in evidence.fates}
+    batches = _batches_of_groups(evidence)
+    committed, kept = _committed(evidence), _oldest_kept(evidence)
+    for group_id in sorted(evidence.freed):
+        if group_id not in evidence.issued:
+            findings.add(group_id, "freed, and is no group")
+            continue
+        for consumer in evidence.run_file.models:
+            state = fates.get((group_id, consumer), "open")
+            if state not in ("sealed", "dropped"):
+                findings.add(group_id, f"freed while {state} for {consumer}")
+        for consumer, seq in batches[group_id]:
+            if seq > committed.get(consumer, 0):
+                findings.add(group_id, f"freed before batch {consumer}.{seq} was committed")
+            elif seq > kept.get(consumer, seq):
+                findings.add(
+                    group_id,
+                    f"freed, and a checkpoint after batch {kept[consumer]} needs {consumer}.{seq}",
+                )
+    return findings.result(len(evidence.freed))
+
+
+def _batches_of_groups(evidence: Evidence) -> defaultdict[str, list[tuple[str, int]]]:
+    found: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+    for manifest in evidence.manifests.values():
+        for group in manifest.groups:
+            if group.group_id in evidence.freed:
+                found[group.group_id].append((manifest.consumer, manifest.seq))
+    return found
+
+
+def _committed(evidence: Evidence) -> dict[str, int]:
+    """The furthest batch any life of each trainer committed."""
+    found: dict[str, int] = {}
+    for commit in evidence.commits:
+        found[commit.consumer] = max(commit.seq, found.get(commit.consumer, 0))
+    return found
+
+
+def _oldest_kept(evidence: Evidence) -> dict[str, int]:
+    """By policy, the batch after which its oldest retained checkpoint stands."""
+    seqs = {one.policy: list(_seqs(one.retained)) for one in evidence.checkpoints}
+    return {policy: min(found) for policy, found in seqs.items() if found}
+
+
+def _seqs(retained: str) -> Iterable[int]:
+    try:
+        return [seq for _, seq in msgspec.json.decode(retained, type=list[tuple[int, int]])]
+    except msgspec.MsgspecError:
+        return []

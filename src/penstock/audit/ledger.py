@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One ledger database, read as of one moment.
+
+Owns how it is opened, without writing a byte, and which tables and columns an older format lacks.
+Knows no law.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from penstock.audit.records import (
+    Batch,
+    Checkpoints,
+    Column,
+    Commit,
+    Completion,
+    Fate,
+    Fork,
+    Freed,
+    Group,
+    Issued,
+    Lease,
+    Message,
+    Partition,
+    Progress,
+    Row,
+    Source,
+    Table,
+    Version,
+)
+from penstock.errors import StoreError
+
+FORMATS = ("1", "2")
+"""Of ledgers this auditor can read."""
+TableRow = TypeVar("TableRow", bound=Table)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a partition did itself; home's ledger holds that of partition 0."""
+
+    groups: list[Group]
+    leases: list[Lease]
+    """In order of group, slot and epoch."""
+    rows: list[Row]
+    """In order of place."""
+    columns: list[Column]
+    """Of rollout rows."""
+    completions: list[Completion]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What home decides and partitions repeat, with the messages that tell them. Only grows, but
+    for messages that arrived."""
+
+    issued: dict[str, Issued]
+    """By group, in order of issue; home's only, as are fates."""
+    fates: list[Fate]
+    freed: frozenset[str]
+    commits: list[Commit]
+    """In order of consumer, incarnation and seq."""
+    forks: list[Fork]
+    versions: list[Version]
+    progress: dict[str, int]
+    """By direction of a link: acknowledged where it is sent from, received at its other end."""
+    messages: list[Message]
+    """Kept for the other side, in order of link and number."""
+
+    def sent(self, link: str) -> int:
+        """The newest message of this direction, by its sender's own ledger."""
+        kept = [message.number for message in self.messages if message.link == link]
+        return max([self.progress.get(link, 0), *kept])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Books:
+    """What home alone keeps."""
+
+    batches: list[Batch]
+    """In order of consumer and seq."""
+    sources: list[Source]
+    checkpoints: list[Checkpoints]
+    partitions: list[Partition]
+
+
+class Moment:
+    """An open ledger, all of whose answers are of the same moment."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def work(self) -> Work:
+        return Work(
+            groups=self._table(Group, "groups", "issue"),
+            leases=self._table(Lease, "leases", "group_id, slot, epoch"),
+            rows=self.rows(),
+            columns=self._table(Column, "columns", "row_id, name", "space = 'train'"),
+            completions=self._table(Completion, "completions", "group_id, policy"),
+        )
+
+    def rows(self) -> list[Row]:
+        return self._table(Row, "rows", 'segment, "offset"')
+
+    def freed(self) -> frozenset[str]:
+        return frozenset(one.group_id for one in self._table(Freed, "freed", "group_id"))
+
+    def facts(self) -> Facts:
+        return Facts(
+            issued={one.group_id: one for one in self._issued()},
+            fates=self._table(Fate, "fates", "consumer, group_id"),
+            freed=self.freed(),
+            commits=self._table(Commit, "commits", "consumer, incarnation, seq"),
+            forks=self._table(Fork, "incarnations", "policy, incarnation"),
+            versions=self._table(Version, "versions", "policy, incarnation, number"),
+            progress={one.link: one.number for one in self._table(Progress, "links", "link")},
+            messages=self._table(Message, "messages", "link, number"),
+        )
+
+    def books(self) -> Books:
+        return Books(
+            batches=self._table(Batch, "batches", "consumer, seq"),
+            sources=self._table(Source, "sources", "name"),
+            checkpoints=self._table(Checkpoints, "checkpoints", "policy"),
+            partitions=self._table(Partition, "partitions", '"index"'),
+        )
+
+    def _issued(self) -> list[Issued]:
+        if self._columns("issued"):
+            return self._table(Issued, "issued", "issue")
+        groups = self._table(Group, "groups", "issue")  # format 1: groups are all there is
+        return [
+            Issued(
+                g.group_id, g.partition, g.issue, g.source, g.ordinal, g.task_key, g.state != "open"
+            )
+            for g in groups
+        ]
+
+    def _table(
+        self, kind: type[TableRow], name: str, order: str, where: str = "1"
+    ) -> list[TableRow]:
+        known = self._columns(name)
+        if not known and name not in FORMAT_1:
+            return []
+        fields = kind.__struct_fields__
+        optional = fields[len(fields) - len(kind.__struct_defaults__) :]
+        columns = ", ".join(f'"{x}"' for x in fields if x in known or x not in optional)
+        try:
+            query = f"SELECT {columns} FROM {name} WHERE {where} ORDER BY {order}"
+            return msgspec.convert(self._connection.execute(query).fetchall(), list[kind])
+        except (sqlite3.DatabaseError, msgspec.ValidationError) as error:
+            raise StoreError(f"table {name} of the ledger is damaged: {error}") from error
+
+    def _columns(self, table: str) -> set[str]:
+        query = "SELECT name FROM pragma_table_info(?)"
+        return {name for (name,) in self._connection.execute(query, (table,))}
+
+
+FORMAT_1 = frozenset(
+    {
+        *("groups", "leases", "rows", "fates", "batches", "commits", "incarnations"),
+        *("versions", "sources", "checkpoints"),
+    }
+)
+"""Tables without which there is no ledger; those that came later may be missing."""
+
+
+@contextmanager
+def opened(folder: Path) -> Generator[Moment]:
+    """The ledger in this folder, as of now."""
+    path = folder / "ledger.db"
+    if not path.is_file():
+        raise StoreError(
+            f"there is no ledger at {path}; give the folder of a run that was started, "
+            "OUTPUT_DIR/NAME of its config, with the folders of all its partitions"
+        )
+    # Without a write-ahead log nobody has the ledger open, and none need be made to read it.
+    is_open = path.with_name(path.name + "-wal").exists()
+    mode = "mode=ro" if is_open else "mode=ro&immutable=1"
+    uri = f"{path.absolute().as_uri()}?{mode}"
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+    try:
+        connection.execute("BEGIN")
+        _check_format(connection)
+        yield Moment(connection)
+    finally:
+        connection.close()
+
+
+def _check_format(connection: sqlite3.Connection) -> None:
+    try:
+        found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise StoreError(f"the ledger cannot be read: {error}; is this a run folder?") from error
+    if found is not None and found[0] not in FORMATS:
+        raise StoreError(
+            f"this ledger has format {found[0]}, this auditor reads {', '.join(FORMATS)}; "
+            "audit it with the penstock that wrote it"
+        )

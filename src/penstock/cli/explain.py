@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`penstock explain`: why a task, group, row, batch or version became what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.dataflow.explain import Explanation
+
+
+def explain(run: Path, id: str, /, *, json: bool = False) -> int:
+    """Tell from the ledger why something was skipped, dropped or trained.
+
+    Parameters
+    ----------
+    run
+        The run folder, or its config file; running or finished.
+    id
+        A task key (or its beginning), a group (p0-17), a row (p0-17.2.1), a batch (POLICY.5) or a
+        version (POLICY@1.5).
+    json
+        Print one JSON object as the last line.
+    """
+    from penstock.cli.output import print_json
+    from penstock.cli.target import find_folder
+    from penstock.dataflow.explain import explain as read
+    from penstock.dataflow.recorded import open_recorded
+
+    recorded = open_recorded(find_folder(run).path / "ledger")
+    try:
+        explanation = read(recorded, id)
+    finally:
+        recorded.close()
+    if json:
+        print_json(explanation)
+    else:
+        print("\n".join(lines(explanation, _width())))
+    return 0
+
+
+def lines(explanation: Explanation, width: int) -> list[str]:
+    """As text: the answer first, then what led to it, with the time since the first fact."""
+    import textwrap
+    from datetime import UTC, datetime
+
+    times = [step.at for step in explanation.steps if step.at]
+    began_at = min(times, default=0.0)
+    written = textwrap.wrap(explanation.summary, width)
+    if times:
+        written += ["", f"  from {datetime.fromtimestamp(began_at, UTC):%Y-%m-%d %H:%M:%S} UTC"]
+    for step in explanation.steps:
+        when = f"+{step.at - began_at:.1f} s" if step.at else ""
+        head = f"  {when:>10}  "
+        written += textwrap.wrap(
+            step.text, width, initial_indent=head, subsequent_indent=" " * len(head)
+        )
+    if explanation.related:
+        names = ", ".join(dict.fromkeys(explanation.related.values()))
+        written += ["", *textwrap.wrap(f"see also: {names}", width, subsequent_indent="  ")]
+    return written
+
+
+def _width() -> int:
+    import shutil
+
+    return max(60, min(120, shutil.get_terminal_size().columns))

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contradictions between sections of the run file, and names that point at nothing.
+
+Owns what no section can see alone. Holds no default and changes no value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from penstock.config.checks import Contradiction, KeyPath, did_you_mean, shown
+from penstock.config.dataflow import SurvivorsClosing
+from penstock.config.rule_options import Hook
+from penstock.config.rules import RuleConfig
+
+if TYPE_CHECKING:
+    from penstock.config.run import RunConfig
+
+
+def crossings(config: RunConfig) -> Iterator[Contradiction]:
+    """Everything that two sections cannot say together."""
+    yield from _groups_that_cannot_close(config)
+    yield from _unknown_pace(config)
+    yield from _unknown_names_in_rules(config)
+    yield from _replay_of_nothing(config)
+    yield from _two_rewards(config)
+
+
+def _groups_that_cannot_close(config: RunConfig) -> Iterator[Contradiction]:
+    closing = config.dataflow.closing
+    if not isinstance(closing, SurvivorsClosing):
+        return
+    at: KeyPath = ("dataflow", "closing")
+    for name in config.models:
+        num_generations = config.for_policy(name).algorithm.num_generations
+        if closing.survivors.min > num_generations:
+            yield Contradiction(
+                text=f"survivors min {closing.survivors.min} is more than the "
+                f"{num_generations} members of a group of policy {name}; "
+                f"set min <= {num_generations} or raise num_generations",
+                keys=((*at, "survivors", "min"), at, ("algorithm", "num_generations")),
+            )
+
+
+def _unknown_pace(config: RunConfig) -> Iterator[Contradiction]:
+    known = ("any", "all", *config.models)
+    if config.dataflow.pace not in known:
+        yield _unknown("policy", config.dataflow.pace, known, ("dataflow", "pace"))
+
+
+def _unknown(kind: str, name: str, known: Iterable[str], at: KeyPath) -> Contradiction:
+    listed = tuple(known)
+    near = did_you_mean(name, listed)
+    cure = f'did you mean "{near}"?' if near else f"use {' | '.join(listed)}"
+    return Contradiction(text=f"there is no {kind} {shown(name)}; {cure}", keys=(at, at[:-1]))
+
+
+def _written_rules(config: RunConfig) -> Iterator[tuple[KeyPath, RuleConfig]]:
+    for index, rule in enumerate(config.dataflow.rules):
+        yield ("dataflow", "rules", index), rule
+    for name, model in config.models.items():
+        for index, rule in enumerate(model.dataflow.rules if model.dataflow else ()):
+            yield ("models", name, "dataflow", "rules", index), rule
+
+
+def _unknown_names_in_rules(config: RunConfig) -> Iterator[Contradiction]:
+    """Policies and sources that options of shipped rules speak of."""
+    sources = [source.name for source in config.sources]
+    for at, rule in _written_rules(config):
+        options = rule.options if rule.is_shipped else {}
+        for name in options.get("difficulty") or ():
+            if name not in sources:
+                yield _unknown("source", name, sources, (*at, "difficulty", name))
+        for option in ("roles", "turns_of"):
+            for name in options.get(option, ()):
+                if name not in config.models:
+                    yield _unknown("policy", name, config.models, (*at, option, name))
+        for trained, sampled in options.get("turns_of", {}).items():
+            for index, name in enumerate(sampled):
+                if name not in config.models:
+                    place = (*at, "turns_of", trained, index)
+                    yield _unknown("policy", name, config.models, place)
+
+
+def _replay_of_nothing(config: RunConfig) -> Iterator[Contradiction]:
+    for name in config.models:
+        policy = config.for_policy(name)
+        for rule in policy.rules:
+            is_replay = rule.hook is Hook.REPLAY and rule.is_shipped
+            if not is_replay or (rule.options["max_staleness"] or policy.training.max_staleness):
+                continue
+            at = next(path for path, written in _written_rules(config) if written == rule)
+            yield Contradiction(
+                text=f"policy {name} has max_staleness 0, so nothing it trained on may be served "
+                "again; set max_staleness >= 1 in training or beside this rule, "
+                "or delete the rule",
+                keys=(at,),
+            )
+
+
+def _two_rewards(config: RunConfig) -> Iterator[Contradiction]:
+    for index, stage in enumerate(config.dataflow.stages):
+        if config.reward is not None and "reward" in stage.writes:
+            at: KeyPath = ("dataflow", "stages", index)
+            yield Contradiction(
+                text=f"stage {stage.name} writes reward, and the nodes score with "
+                f"{config.reward} already; set reward: null, or take reward out of writes",
+                keys=((*at, "writes"), at, ("reward",)),
+            )

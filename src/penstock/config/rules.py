@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rules decide: one entry per rule, the defaults, and how a policy's own rules win.
+
+Owns how a rule is written in the file. Builds none, and imports no user code: whether a
+`module:Class` is there and takes its options is asked when the service is built."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, NoReturn, cast
+
+from pydantic import ConfigDict, Field, ValidationError, model_serializer, model_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.config.checks import (
+    FUNCTION,
+    Contradiction,
+    Section,
+    did_you_mean,
+    not_one_of,
+    refuse,
+    shown,
+)
+from penstock.config.rule_options import RULE_OPTIONS, Hook
+
+SHARED_HOOKS = frozenset({Hook.MIX, Hook.CURATE})
+"""They decide before any policy is known, so they cannot differ by policy."""
+SINGLE_HOOKS = frozenset({Hook.MIX, Hook.SELECT, Hook.REPLAY, Hook.ROUTE})
+"""They choose one thing, so two rules would contradict each other; the others chain."""
+
+_HOOKS = tuple(hook.value for hook in Hook)
+
+
+class RuleConfig(Section):
+    """One rule at one hook, its options beside it: `{replay: newest, ratio: 0.3}`.
+
+    The name is a shipped rule or `module:Class`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    mix: str | None = None
+    """Which source next? weights | round-robin | curriculum."""
+    curate: str | None = None
+    """Is this task worth rolling out now? all | solved-filter | greso."""
+    admit: str | None = None
+    """May this closed group enter? all | reward-spread | overlong | outcome | reward-range |
+    dedup."""
+    select: str | None = None
+    """Which ready groups go into the next batch? edf | fifo | freshest | priority |
+    length-balanced."""
+    replay: str | None = None
+    """Which served rows may be served again? newest | uniform | prioritised."""
+    route: str | None = None
+    """Which consumers see which turns? by-policy | by-role | shared."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        """Check the options against the rule's own, and write out their defaults."""
+        if not isinstance(data, Mapping):
+            return data
+        entry = cast(Mapping[str, Any], data)
+        hook = _hook_of(entry)
+        name = entry[hook]
+        if not isinstance(name, str) or FUNCTION.fullmatch(name):
+            return entry
+        options = {key: value for key, value in entry.items() if key not in _HOOKS}
+        return {hook.value: name, **_resolved(hook, name, options)}
+
+    @property
+    def hook(self) -> Hook:
+        """Where this rule decides."""
+        return next(hook for hook in Hook if getattr(self, hook) is not None)
+
+    @property
+    def name(self) -> str:
+        """Which rule it is."""
+        return str(getattr(self, self.hook))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is set beside it; of a shipped rule all that it has, defaults included."""
+        return dict(self.model_extra or {})
+
+    @property
+    def is_shipped(self) -> bool:
+        """Ours, so that its options are known here."""
+        return ":" not in self.name
+
+    @model_serializer
+    def _as_entry(self) -> dict[str, Any]:
+        return {self.hook.value: self.name, **self.options}
+
+
+def _hook_of(entry: Mapping[str, Any]) -> Hook:
+    named = [hook for hook in Hook if entry.get(hook) is not None]
+    if len(named) == 1:
+        return named[0]
+    if not named:
+        near = {key: did_you_mean(str(key), _HOOKS) for key in entry if key not in _HOOKS}
+        refuse(
+            Contradiction(text=f'unknown key; did you mean "{hook}"?', keys=((key,),))
+            for key, hook in near.items()
+            if hook
+        )
+    given = ", ".join(named) or "none"
+    raise ValueError(
+        f"a rule names exactly one hook, here {given}; write one entry per rule, "
+        "like [{admit: all}, {select: edf}]"
+    )
+
+
+def _resolved(hook: Hook, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a shipped rule, complete."""
+    shipped = RULE_OPTIONS[hook]
+    if name not in shipped:
+        text = f"{not_one_of(name, tuple(shipped))} (module:Class for a rule of your own)"
+        refuse([Contradiction(text=text, keys=((hook.value,),))])
+    kind = shipped[name]
+    refuse(_unknown_options(name, options, tuple(kind.model_fields)))
+    try:
+        return kind.model_validate(options).model_dump(mode="json")
+    except ValidationError as error:
+        _pass_on(error)
+
+
+def _unknown_options(
+    name: str, options: Mapping[str, Any], known: Sequence[str]
+) -> Iterator[Contradiction]:
+    for option in options:
+        if option in known:
+            continue
+        near = did_you_mean(str(option), known)
+        listed = f"it takes {', '.join(known)}" if known else "it takes none; delete this key"
+        cure = f'did you mean "{near}"?' if near else listed
+        yield Contradiction(text=f"{shown(name)} has no such option; {cure}", keys=((option,),))
+
+
+def _pass_on(error: ValidationError) -> NoReturn:
+    """Raise what a section inside found, so that each problem keeps its own key."""
+    raise PydanticCustomError("nested", "{text}", {"text": str(error), "error": error})
+
+
+Rules = Annotated[tuple[RuleConfig, ...], Field(strict=False)]
+"""Rules in the order in which they are asked."""
+
+DEFAULT_RULES: tuple[RuleConfig, ...] = (
+    RuleConfig(mix="weights"),
+    RuleConfig(curate="all"),
+    RuleConfig(admit="all"),
+    RuleConfig(select="edf"),
+    RuleConfig(route="by-policy"),
+)
+"""What decides at a hook for which no rule is written; nothing is served again by default."""
+
+
+def rule_contradictions(rules: Sequence[RuleConfig]) -> Iterator[Contradiction]:
+    """Rules written twice, and second rules at a hook that takes one."""
+    for index, rule in enumerate(rules):
+        earlier = rules[:index]
+        if rule in earlier:
+            text = f"{rule.hook}: {rule.name} stands twice; delete this entry"
+        elif rule.hook in SINGLE_HOOKS and any(other.hook == rule.hook for other in earlier):
+            text = f"{rule.hook} takes one rule and has one already; keep one of them"
+        else:
+            continue
+        yield Contradiction(text=text, keys=(("rules", index), ("rules",)))
+
+
+def layered(own: Sequence[RuleConfig], shared: Sequence[RuleConfig]) -> tuple[RuleConfig, ...]:
+    """The rules in force, hook by hook: the policy's own, else the shared, else the default."""
+    layers = (own, shared, DEFAULT_RULES)
+    in_force: list[RuleConfig] = []
+    for hook in Hook:
+        at_hook = [[rule for rule in layer if rule.hook == hook] for layer in layers]
+        in_force += at_hook[0] or at_hook[1] or at_hook[2]
+    return tuple(in_force)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Formats of a ledger on disk: a newer one is refused untouched, an older one gets what it lacks.
+
+A format adds tables, indexes and columns to the one before; a column has the default of its
+record's field. What the added ones must hold is filled in by one step per format, in one commit
+with the new number. An upgrade that was interrupted is simply continued by the next start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Sequence, Set
+from enum import Enum
+from typing import Any
+
+import sqlalchemy as sa
+
+from penstock.dataflow.records import FORMAT, Record, RowRecord
+from penstock.errors import StoreError
+from penstock.wire.codec import encode, encode_json
+
+
+def prepare(
+    connection: sa.Connection, metadata: sa.MetaData, kinds: Sequence[type[Record]]
+) -> None:
+    """Make the database one of this format, new or old."""
+    before = _format(connection)
+    if before > FORMAT:
+        raise StoreError(
+            f"this ledger has format {before}, this penstock reads up to {FORMAT}; "
+            "run the newer penstock that wrote it"
+        )
+    _complete(connection, metadata, kinds)
+    if before == 1:
+        _from_1(connection)
+
+
+def _complete(
+    connection: sa.Connection, metadata: sa.MetaData, kinds: Sequence[type[Record]]
+) -> None:
+    """Tables, columns and indexes that are not there yet; all that is there in three questions,
+    since a server is far away."""
+    found = sa.inspect(connection)
+    columns = {table: known for (_, table), known in found.get_multi_columns().items()}
+    indexes = {index["name"] for known in found.get_multi_indexes().values() for index in known}
+    new = [table for table in metadata.sorted_tables if table.name not in columns]
+    metadata.create_all(connection, tables=new, checkfirst=False)
+    for kind in kinds:
+        if known := columns.get(kind.TABLE):
+            names = {column["name"] for column in known}
+            _add_columns(connection, kind, metadata.tables[kind.TABLE], names)
+    for table in metadata.tables.values():
+        for index in table.indexes:
+            if table not in new and index.name not in indexes:
+                index.create(connection)
+
+
+def _format(connection: sa.Connection) -> int:
+    """That of the ledger found there; this one's for a new ledger."""
+    if not sa.inspect(connection).has_table("meta"):
+        return FORMAT
+    found = connection.execute(sa.text("SELECT value FROM meta WHERE key = 'format'")).scalar()
+    return FORMAT if found is None else int(found)
+
+
+def _add_columns(
+    connection: sa.Connection, kind: type[Record], table: sa.Table, known: Set[str]
+) -> None:
+    defaults = _defaults(kind)
+    for column in table.columns:
+        if column.name in known:
+            continue
+        if column.primary_key or column.name not in defaults:
+            raise StoreError(
+                f"table {kind.TABLE} of this ledger has no column {column.name}, and rows without "
+                "it mean nothing; the ledger is damaged or was never one of penstock"
+            )
+        _add_column(connection, table, column, defaults[column.name])
+
+
+def _defaults(kind: type[Any]) -> dict[str, Any]:
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(kind)
+        if field.default is not dataclasses.MISSING
+    } | {"checksum": 0}
+
+
+def _add_column(
+    connection: sa.Connection, table: sa.Table, column: sa.Column[Any], default: Any
+) -> None:
+    dialect = connection.dialect
+    quote = dialect.identifier_preparer.quote
+    statement = (
+        f"ALTER TABLE {quote(table.name)} ADD COLUMN {quote(column.name)} "
+        f"{column.type.compile(dialect=dialect)} DEFAULT {_literal(default, column, dialect)}"
+    )
+    connection.exec_driver_sql(statement)
+
+
+def _literal(default: Any, column: sa.Column[Any], dialect: sa.Dialect) -> str:
+    if isinstance(default, bytes):  # as text it would come back as text
+        is_sqlite = dialect.name == "sqlite"
+        return f"X'{default.hex()}'" if is_sqlite else f"'\\x{default.hex()}'::bytea"
+    value = default.value if isinstance(default, Enum) else default
+    literal = sa.literal(value, column.type)
+    return str(literal.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
+
+
+# --- from format 1 to 2 -----------------------------------------------------------------------
+
+FROM_1 = (
+    # Home has a table of its own for what it issued.
+    "INSERT INTO issued (group_id, issue, partition, source, ordinal, task_key, why, judged, at) "
+    "SELECT group_id, issue, partition, source, ordinal, task_key, '{}', state <> 'open', "
+    "issued_at FROM groups",
+    # Groups that nobody wanted were kept; their payload may go now.
+    "INSERT INTO freed (group_id, at) SELECT group_id, ended_at FROM groups g "
+    "WHERE state <> 'open' AND NOT EXISTS (SELECT 1 FROM fates f "
+    "WHERE f.group_id = g.group_id AND f.state <> 'dropped')",
+    "UPDATE fates SET arrival = rowid, uses = CASE state WHEN 'sealed' THEN 1 ELSE 0 END",
+    "UPDATE rows SET arrival = rowid",
+    "UPDATE meta SET value = '2' WHERE key = 'format'",
+)
+
+
+def _from_1(connection: sa.Connection) -> None:
+    """Format 1 was always SQLite, and asked the rows of an admitted group what a fate says now."""
+    admitted = connection.exec_driver_sql(
+        "SELECT f.consumer, f.group_id, g.task_key, g.source FROM fates f "
+        "JOIN groups g ON g.group_id = f.group_id WHERE f.state = 'admitted'"
+    ).all()
+    for consumer, group_id, task_key, source in admitted:
+        rows = connection.execute(
+            sa.text("SELECT * FROM rows WHERE group_id = :g AND reward IS NOT NULL ORDER BY slot"),
+            {"g": group_id},
+        )
+        names = [field.name for field in dataclasses.fields(RowRecord)]
+        found = [RowRecord(**{n: row[n] for n in names}).summary for row in rows.mappings()]
+        members = [row for row in found if row.sampled.get(consumer, 0) > 0]
+        versions = sorted({version for row in members for version in row.versions[consumer]})
+        rewards = array("d", (row.score for row in members))
+        connection.exec_driver_sql(
+            "UPDATE fates SET rows = ?, rewards = ?, versions = ?, task_key = ?, source = ? "
+            "WHERE consumer = ? AND group_id = ?",
+            (
+                encode(members),
+                rewards.tobytes(),
+                encode_json(versions).decode(),
+                task_key,
+                source,
+                consumer,
+                group_id,
+            ),
+        )
+    for statement in FROM_1:
+        connection.exec_driver_sql(statement)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What home and its partitions say to each other.
+
+In one process a message is a call. Between processes each is numbered per link, repeated until it
+is acknowledged, and applied once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from penstock.dataflow.records import (
+    CommitRecord,
+    GroupRecord,
+    IncarnationRecord,
+    VersionRecord,
+)
+from penstock.types import DropReason, GroupId, PolicyName, RowSummary
+
+# --- home to a partition ----------------------------------------------------------------------
+
+
+class Issue(Struct, frozen=True, kw_only=True, tag=True):
+    """Run this group."""
+
+    record: GroupRecord
+
+
+class Incarnated(Struct, frozen=True, kw_only=True, tag=True):
+    """A trainer took over; versions beyond its fork count as the fork."""
+
+    record: IncarnationRecord
+
+
+class Committed(Struct, frozen=True, kw_only=True, tag=True):
+    record: CommitRecord
+
+
+class Published(Struct, frozen=True, kw_only=True, tag=True):
+    record: VersionRecord
+
+
+class Horizon(Struct, frozen=True, kw_only=True, tag=True):
+    """The next batch of this policy that is not sealed yet trains from this number."""
+
+    policy: PolicyName
+    number: int
+
+
+class Admitted(Struct, frozen=True, kw_only=True, tag=True):
+    """A policy wants this group: stages that work on admitted rows may begin."""
+
+    group_id: GroupId
+    policy: PolicyName
+
+
+class Dropped(Struct, frozen=True, kw_only=True, tag=True):
+    """End this open group, whatever its members do."""
+
+    group_id: GroupId
+    reason: DropReason
+
+
+class Freed(Struct, frozen=True, kw_only=True, tag=True):
+    """Final for every consumer: the payload of these groups may be deleted."""
+
+    group_ids: tuple[GroupId, ...]
+
+
+ToPartition = Issue | Incarnated | Committed | Published | Horizon | Admitted | Dropped | Freed
+
+# --- a partition to home ----------------------------------------------------------------------
+
+
+class Report(Struct, frozen=True, kw_only=True, tag=True):
+    """A group can be judged by these policies. Every group comes to that, dropped ones too."""
+
+    group_id: GroupId
+    policies: tuple[PolicyName, ...]
+    """Empty: all of them."""
+    rows: tuple[RowSummary, ...]
+    """Members with a result; also of a dropped group, whose tokens are waste."""
+    dropped: DropReason | None = None
+
+
+class Completed(Struct, frozen=True, kw_only=True, tag=True):
+    """The columns that this policy's trainer needs are there, or will never be."""
+
+    group_id: GroupId
+    policy: PolicyName
+    rows: tuple[RowSummary, ...]
+    """Members that have them all."""
+    dropped: DropReason | None = None
+
+
+ToHome = Report | Completed
+
+SendToPartition = Callable[[int, ToPartition], None]
+SendToHome = Callable[[ToHome], None]
+SendReport = Callable[[Report], None]

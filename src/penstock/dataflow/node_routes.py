@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP calls of rollout nodes: routes bound to one partition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.dataflow.node_side import NodeSide
+from penstock.dataflow.protocol import (
+    DeliveryAnswer,
+    DeliveryRequest,
+    Done,
+    Heartbeat,
+    HeartbeatAnswer,
+    LeaseAnswer,
+    LeaseRequest,
+    PartitionAddress,
+    Register,
+    Registered,
+    RunFacts,
+)
+from penstock.errors import BadRequest
+from penstock.types import NodeId
+from penstock.wire.auth import Role
+from penstock.wire.server import Call, Route
+
+DELIVERY_BYTES = 64 << 20
+NODES = frozenset({Role.ROLLOUT, Role.STAGE, Role.ADMIN})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRoutes:
+    nodes: NodeSide
+    facts: RunFacts
+    weights_url: str
+    ttl_s: float
+    partitions: Callable[[], tuple[PartitionAddress, ...]] = tuple
+    """Where else a node should go."""
+
+    async def register(self, call: Call) -> Registered:
+        body: Register = call.body
+        if not 0 < body.capacity <= 100_000 or not _is_name(body.node_id):
+            raise BadRequest("node_id is [A-Za-z0-9._-]{1,128}, capacity 1 to 100,000")
+        return Registered(
+            orders=await self.nodes.register(body),
+            weights_url=self.weights_url,
+            heartbeat_s=self.ttl_s / 4,
+            ttl_s=self.ttl_s,
+            facts=self.facts,
+            partitions=self.partitions(),
+        )
+
+    async def heartbeat(self, call: Call) -> HeartbeatAnswer:
+        orders = await self.nodes.heartbeat(NodeId(call.path["node_id"]), call.body)
+        return HeartbeatAnswer(
+            orders=orders, weights_url=self.weights_url, partitions=self.partitions()
+        )
+
+    async def leave(self, call: Call) -> Done:
+        await self.nodes.leave(NodeId(call.path["node_id"]), call.query.get("session", ""))
+        return Done()
+
+    async def lease(self, call: Call) -> LeaseAnswer:
+        return await self.nodes.lease(call.body, call.is_gone)
+
+    async def deliver(self, call: Call) -> DeliveryAnswer:
+        return await self.nodes.deliver(call.body)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                method="POST",
+                path="/v1/nodes",
+                handler=self.register,
+                roles=NODES,
+                summary="Join the run, or start a new life of a known node.",
+                request=Register,
+                response=Registered,
+            ),
+            Route(
+                method="PUT",
+                path="/v1/nodes/{node_id}",
+                handler=self.heartbeat,
+                roles=NODES,
+                summary="Heartbeat: renews all leases of the node.",
+                request=Heartbeat,
+                response=HeartbeatAnswer,
+            ),
+            Route(
+                method="DELETE",
+                path="/v1/nodes/{node_id}",
+                handler=self.leave,
+                roles=NODES,
+                summary="Leave; what the node held is given to others at once.",
+                response=Done,
+                query=("session",),
+            ),
+            Route(
+                method="POST",
+                path="/v1/leases",
+                handler=self.lease,
+                roles=NODES,
+                summary="Lease up to n slots; held open when there is no work.",
+                request=LeaseRequest,
+                response=LeaseAnswer,
+            ),
+            Route(
+                method="POST",
+                path="/v1/trajectories",
+                handler=self.deliver,
+                roles=NODES | {Role.GATEWAY},
+                summary="Deliver results, fenced by lease epoch; durable when answered.",
+                request=DeliveryRequest,
+                response=DeliveryAnswer,
+                max_body_bytes=DELIVERY_BYTES,
+            ),
+        ]
+
+
+def _is_name(text: str) -> bool:
+    return 0 < len(text) <= 128 and all(c.isalnum() or c in "._-" for c in text)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A partition with all that belongs to it: leases and groups, columns and readers, and what home
+tells it. Pure.
+"""
+
+from __future__ import annotations
+
+from penstock.dataflow.completion import Completion
+from penstock.dataflow.gate import Gate
+from penstock.dataflow.messages import (
+    Admitted,
+    Committed,
+    Dropped,
+    Freed,
+    Horizon,
+    Incarnated,
+    Issue,
+    Published,
+    ToPartition,
+)
+from penstock.dataflow.partition import Partition
+from penstock.dataflow.records import FreedRecord, Journal
+from penstock.dataflow.shelf import Shelf
+
+
+class PartitionHost:
+    def __init__(
+        self,
+        partition: Partition,
+        completion: Completion,
+        gate: Gate,
+        journal: Journal,
+        *,
+        shares_home: bool,
+    ) -> None:
+        self.partition = partition
+        self.completion = completion
+        self.gate = gate
+        self.shelf: Shelf | None = None
+        """Rows in front of readers; a simulated partition may do without."""
+        self._journal = journal
+        self._shares_home = shares_home
+        """Home is in this process, with the same lineages and the same ledger."""
+
+    def apply(self, message: ToPartition, now: float) -> None:
+        """Home says something."""
+        match message:
+            case Issue():
+                self.partition.issue(message.record, now)
+            case Horizon():
+                self.gate.horizon[message.policy] = message.number
+                self.partition.moved(now)
+            case Admitted():
+                self.completion.admitted(message.group_id, message.policy, now)
+                if self.shelf is not None:
+                    self.shelf.admitted(self.completion.rows_of(message.group_id), now)
+            case Dropped():
+                self.partition.drop(message.group_id, message.reason, now)
+            case Freed():
+                self._freed(message, now)
+            case Incarnated() | Committed() | Published():
+                self._moved(message, now)
+
+    def land(self, now: float) -> None:
+        """Columns that stages wrote complete the groups that waited for them."""
+        if self.shelf is not None:
+            self.completion.landed(self.shelf.drain(), now)
+
+    def _moved(self, message: Incarnated | Committed | Published, now: float) -> None:
+        """A fact of a policy's lineage: home in this process has applied it already."""
+        if self._shares_home:
+            return
+        self._journal(message.record)
+        match message:
+            case Incarnated(record=record):
+                self.gate.lineages[record.policy].apply_incarnation(record)
+            case Committed(record=record):
+                self.gate.lineages[record.consumer].apply_commit(record)
+            case Published(record=record):
+                self.gate.lineages[record.policy].apply_version(record)
+        self.partition.moved(now)
+
+    def _freed(self, message: Freed, now: float) -> None:
+        self.completion.forget(message.group_ids)
+        if not self._shares_home:
+            for group_id in message.group_ids:
+                self._journal(FreedRecord(group_id=group_id, at=now))

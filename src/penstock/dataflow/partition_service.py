@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A data partition as a process of its own: nodes and trainers come to it directly, home is
+reached by a link. No HTTP server here.
+
+While home is away it goes on: leases, deliveries and rows need nobody else. What it has to say
+waits, numbered, until home is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Protocol
+
+import structlog
+
+from penstock.dataflow.bounds import Bounds
+from penstock.dataflow.compaction import Compactor
+from penstock.dataflow.node_side import NodeSide
+from penstock.dataflow.partition_host import PartitionHost
+from penstock.dataflow.process import Process
+from penstock.dataflow.protocol import (
+    Done,
+    LinkPull,
+    LinkPulled,
+    LinkPush,
+    LinkPushed,
+    Numbered,
+    PartitionFigures,
+    PartitionJoin,
+    PartitionLife,
+)
+from penstock.dataflow.row_service import RowService
+from penstock.dataflow.service import run_ticks, sweep_blobs
+from penstock.dataflow.switchboard import Switchboard
+
+log = structlog.get_logger(__name__)
+
+PULL_S = 20.0
+BEAT_S = 2.0
+"""Home hears from a partition so often, also when there is nothing to say."""
+
+
+class HomeCalls(Protocol):
+    """All that a partition asks of home."""
+
+    async def join(self, index: int, body: PartitionJoin) -> Done: ...
+    async def push(self, index: int, body: LinkPush) -> LinkPushed: ...
+    async def pull(self, index: int, body: LinkPull) -> LinkPulled: ...
+    async def close(self) -> None: ...
+
+
+class PartitionService:
+    def __init__(
+        self,
+        process: Process,
+        board: Switchboard,
+        host: PartitionHost,
+        rows: RowService,
+        home: HomeCalls,
+        *,
+        bounds: Bounds,
+        stages: tuple[str, ...],
+        url: str,
+        epoch: int,
+    ) -> None:
+        self.process = process
+        self.host = host
+        self.partition = host.partition
+        self.is_finished = False
+        self.nodes = NodeSide(process, host, rows, bounds, lambda: self.is_finished)
+        self._home = home
+        self._url = url
+        self._life = PartitionLife(epoch=epoch, session=secrets.token_hex(8))
+        assert board.uplink is not None, "a partition of its own has a link to home"
+        self._link = board.uplink
+        self.rows = rows
+        self._stages = stages
+        self._board = board
+        host.shelf = rows.shelf
+        process.drive = self._drive
+
+    async def run(self) -> None:
+        """Until cancelled; a loop that dies ends the process aloud."""
+        try:
+            async with asyncio.TaskGroup() as loops:
+                ticks = run_ticks(self.process, self.tick, self.forgive)
+                loops.create_task(ticks, name="ticks")
+                loops.create_task(Compactor(self.process.ledger).run(), name="compaction")
+                loops.create_task(sweep_blobs(self.rows), name="blobs")
+                await self._join()
+                loops.create_task(self._push(), name="push")
+                loops.create_task(self._pull(), name="pull")
+        finally:
+            await self._home.close()
+
+    async def _join(self) -> None:
+        body = PartitionJoin(life=self._life, url=self._url)
+        await self._home.join(self.partition.index, body)
+
+    def _drive(self, now: float) -> None:
+        self.host.land(now)
+        self._board.run(now)
+
+    async def tick(self) -> None:
+        self.partition.tick(self.process.clock())
+        await self.process.settle()
+        await self.rows.tick()
+
+    def forgive(self, gap_s: float) -> None:
+        self.partition.forgive(gap_s)
+        self.rows.readers.forgive(gap_s)
+
+    async def _push(self) -> None:
+        """consumes: reports of this partition · produces: home's knowledge of them
+        waits for: something home lacks · woken by: any command"""
+        index, beat_at = self.partition.index, 0.0
+        while True:
+            change = self.process.changed
+            messages = self._link.unacknowledged(0)
+            if not messages and self.process.clock() < beat_at:
+                await self.process.wait_for(change, beat_at)
+                continue
+            await self.process.ledger.flush()  # home must never know what we could forget
+            answer = await self._home.push(index, self._letter(messages))
+            beat_at = self.process.clock() + BEAT_S
+            self._link.acknowledged(answer.received)
+            await self.process.settle()
+
+    def _letter(self, messages: tuple[Numbered, ...]) -> LinkPush:
+        return LinkPush(life=self._life, messages=messages, figures=self.figures())
+
+    async def _pull(self) -> None:
+        """consumes: home's orders · produces: groups to run, versions, fates
+        waits for: home to have something new · woken by: its answer"""
+        index = self.partition.index
+        while True:
+            request = LinkPull(life=self._life, received=self._link.num_received, wait_s=PULL_S)
+            answer = await self._home.pull(index, request)
+            now = self.process.clock()
+            for message in self._link.receive(answer.messages):
+                self.host.apply(message, now)
+            self.is_finished = answer.finished
+            await self.process.settle()
+            if answer.finished and not answer.messages:
+                await asyncio.sleep(1.0)  # home answers at once then; no hurry any more
+
+    def figures(self) -> PartitionFigures:
+        nodes = self.nodes
+        return PartitionFigures(
+            num_waiting=self.partition.num_waiting,
+            num_open=len(self.partition.groups),
+            num_nodes=len(self.partition.nodes),
+            trajectories=nodes.trajectories,
+            sampled_tokens=nodes.sampled_tokens,
+            failed_tokens=nodes.failed_tokens,
+            tokens_per_s=nodes.tokens_per_s(self.process.clock()),
+            lacks=tuple(
+                stage
+                for stage in self._stages
+                if not self.rows.readers.has_worker(stage, self.process.clock())
+            ),
+        )
+
+    def close(self) -> None:
+        self.process.ledger.close()

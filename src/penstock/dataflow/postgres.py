@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ledger's tables in PostgreSQL: how to reach them, that a commit is durable there, and that one
+service writes them.
+
+Each ledger has a schema of its own, so one database serves many runs and partitions. The writer's
+connection carries an advisory lock: whoever loses the connection cannot commit any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Iterable
+from typing import Any, cast
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.exc import DBAPIError
+
+from penstock.errors import ConfigError, StoreError
+
+MAX_NAME = 63
+"""Bytes of a name that PostgreSQL keeps."""
+
+
+def connect(url: str, name: str) -> tuple[sa.Engine, sa.Connection]:
+    """The engine for reading, and the one connection that may write."""
+    address = _address(url)
+    schema = _schema(name)
+    engine = sa.create_engine(address, isolation_level="AUTOCOMMIT", pool_pre_ping=True)
+    event.listen(engine, "connect", _set_up(schema))
+    where = f"{address.host or 'the local socket'}/{address.database or ''}"
+    try:
+        writer = engine.connect()
+    except DBAPIError as error:
+        engine.dispose()
+        raise StoreError(f"PostgreSQL at {where} cannot be reached: {_reason(error)}") from error
+    try:
+        _require_durable(writer, where)
+        _lock(writer, schema, where)
+        writer.execute(sa.schema.CreateSchema(schema, if_not_exists=True))
+        writer.commit()
+        writer = writer.execution_options(isolation_level="READ COMMITTED")
+    except BaseException:
+        writer.close()
+        engine.dispose()
+        raise
+    return engine, writer
+
+
+def _address(url: str) -> sa.URL:
+    if importlib.util.find_spec("pg8000") is None:
+        raise ConfigError("a PostgreSQL store needs its driver; pip install 'penstock[postgres]'")
+    address = sa.make_url(url)
+    if address.get_backend_name() not in ("postgresql", "postgres"):
+        raise ConfigError(f"{address.drivername} is no store; use sqlite or a postgresql:// URL")
+    return address.set(drivername="postgresql+pg8000")
+
+
+def _schema(name: str) -> str:
+    if len(name.encode()) <= MAX_NAME:
+        return name
+    return f"{name[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
+def _set_up(schema: str) -> Any:
+    def set_up(connection: Any, _: Any) -> None:
+        cursor = connection.cursor()
+        quoted = schema.replace('"', '""')
+        cursor.execute(f'SET search_path TO "{quoted}"')
+        cursor.execute("SET synchronous_commit TO on")
+        connection.commit()
+        cursor.close()
+
+    return set_up
+
+
+def _require_durable(writer: sa.Connection, where: str) -> None:
+    if writer.exec_driver_sql("SHOW fsync").scalar() != "on":
+        raise StoreError(
+            f"PostgreSQL at {where} runs with fsync = off, so no commit there is durable; "
+            "set fsync = on in its configuration"
+        )
+
+
+def _lock(writer: sa.Connection, schema: str, where: str) -> None:
+    digest = hashlib.sha256(f"penstock ledger {schema}".encode()).digest()
+    key = int.from_bytes(digest[:8], "little", signed=True)
+    query = sa.text("SELECT pg_try_advisory_lock(:key)").bindparams(key=key)
+    if not writer.execute(query).scalar():
+        raise StoreError(
+            f"another dataflow service has ledger {schema} of PostgreSQL at {where} open; "
+            "only one may write a ledger"
+        )
+
+
+def _reason(error: DBAPIError) -> str:
+    """What the server says, without the address and the password in it."""
+    told: Any = error.orig.args[0] if error.orig and error.orig.args else error.orig
+    return str(cast(dict[str, str], told).get("M")) if isinstance(told, dict) else str(told)
+
+
+def array(values: Iterable[Any]) -> str:
+    """One column of many records as an array literal. Written here, since the driver takes the
+    text `null` for no value."""
+    return "{" + ",".join(map(_element, values)) + "}"
+
+
+def _element(value: Any) -> str:
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    if isinstance(value, bytes):
+        return f'"\\\\x{value.hex()}"'
+    return "NULL" if value is None else str(value)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all sides of one service process share: its ledger, its clock, and the shape of a command.
+
+One event loop owns all state. A command's synchronous part decides; its answer leaves only after
+the ledger's group commit. If storage fails the process ends, and its next life starts from what
+is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from penstock.dataflow.ledger import Ledger
+from penstock.dataflow.records import Erasure, Record
+from penstock.errors import BadRequest
+
+MAX_WAIT_S = 30.0
+
+IsGone = Callable[[], Awaitable[bool]]
+"""Has the caller of this request hung up?"""
+
+
+async def stays() -> bool:
+    """Callers in this process do not hang up."""
+    return False
+
+
+class Outbox:
+    """The journal of the running command: what must be durable before its answer leaves."""
+
+    def __init__(self) -> None:
+        self._records: list[Record | Erasure] = []
+
+    def __call__(self, record: Record | Erasure) -> None:
+        self._records.append(record)
+
+    def take(self) -> list[Record | Erasure]:
+        records, self._records = self._records, []
+        return records
+
+
+class Process:
+    def __init__(self, ledger: Ledger, outbox: Outbox, clock: Callable[[], float]) -> None:
+        self.ledger = ledger
+        self.journal = outbox
+        self.clock = clock
+        self.started_at = clock()
+        self.drive: Callable[[float], None] = lambda now: None
+        """Let the machines of this process act on what the command changed."""
+        self.watch: Callable[[Sequence[Record | Erasure]], Sequence[Record]] = lambda records: ()
+        """Sees all that is written, and may add to the same commit: running totals."""
+        self.waiting_since: dict[tuple[str, str], float] = {}
+        """(who, on what) to since when: polls that are held open."""
+        self._changed = asyncio.Event()
+
+    async def settle(self) -> None:
+        """Act on what changed; return when all of it is durable."""
+        self.drive(self.clock())
+        records = self.journal.take()
+        if records:
+            durable = self.ledger.write([*records, *self.watch(records)])
+            self.wake()
+            await durable
+
+    async def repeat(self) -> None:
+        """For an answer that may repeat an earlier decision: that one must be durable too."""
+        await self.settle()
+        await self.ledger.flush()
+
+    # --- polls that are held open -------------------------------------------------------------
+
+    def hold_until(self, wait_s: float) -> float:
+        if not 0 <= wait_s <= 3600:  # also when it is no number
+            raise BadRequest(f"wait_s is {wait_s}; give 0 to 3600 seconds")
+        return self.clock() + min(wait_s, MAX_WAIT_S)
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set by the next command; take it before you look."""
+        return self._changed
+
+    def wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_for(self, change: asyncio.Event, give_up_at: float) -> None:
+        """consumes: nothing · produces: nothing · waits for: a command after the caller looked
+        woken by: `wake()`"""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, give_up_at - self.clock())):
+                await change.wait()
+
+
+def steady_clock() -> Callable[[], float]:
+    """Wall time at the start, then only forwards: a jump of the system clock moves no deadline."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()

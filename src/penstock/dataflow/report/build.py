@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From figures to a balance report: one pure function, for the service and for simulations.
+
+Divides, sorts and asks the three-zone rule once. Keeps nothing between two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.dataflow.report import zones
+from penstock.dataflow.report.accounts import shares, together
+from penstock.dataflow.report.figures import (
+    NOTHING,
+    Account,
+    Action,
+    Counts,
+    Figures,
+    Flow,
+    Memory,
+    NodeActivity,
+    NodeFigures,
+    PolicyFigures,
+    Terms,
+)
+from penstock.dataflow.report.shape import (
+    ActionReport,
+    Amount,
+    BalanceReport,
+    Decision,
+    NodeReport,
+    PolicyReport,
+    PolicyWindow,
+    PoolReport,
+    Production,
+    Queues,
+    StatusName,
+    Thresholds,
+    TimeAccount,
+    WindowReport,
+)
+from penstock.types import NodeId
+
+HEALTHY: StatusName = "healthy"
+SUSPECT: StatusName = "suspect"
+GONE: StatusName = "gone"
+SERVING = (NodeActivity.ROLLING_OUT, NodeActivity.LOADING, NodeActivity.WAITING)
+
+
+def make_report(
+    figures: Figures, terms: Terms, now: float, *, standing: Decision | None = None
+) -> BalanceReport:
+    """`standing`: what was decided when this window closed; a window is judged once."""
+    pool = _pool(figures, terms)
+    decision = standing or _decision(figures, pool, terms, now)
+    return BalanceReport(
+        run=figures.run,
+        at=now,
+        since=figures.since,
+        window=WindowReport(
+            index=figures.window.index,
+            complete=figures.window.complete,
+            opened_at=figures.window.opened_at,
+            closed_at=figures.window.closed_at,
+        ),
+        decision=decision,
+        pool=pool,
+        policies=tuple(_policy(p, figures, pool.total_gpus) for p in figures.policies),
+        nodes=tuple(_node(node, terms) for node in figures.nodes),
+        thresholds=Thresholds(
+            tau_low=terms.tau_low,
+            tau_high=terms.tau_high,
+            rho=terms.rho,
+            window_versions=terms.window_versions,
+            min_gpus=terms.min_gpus,
+            max_gpus=terms.max_gpus,
+        ),
+    )
+
+
+def remember(report: BalanceReport) -> Memory:
+    """What the rule must know at the next window: all of it stands in the report."""
+    decision = report.decision
+    action = decision.last_action
+    return Memory(
+        low_windows=decision.low_windows,
+        last_action=None
+        if action is None
+        else Action(
+            branch=action.branch,
+            at=action.at,
+            gpus_before=action.gpus_before,
+            g_target=action.g_target,
+        ),
+        cooldown_until=decision.cooldown_until,
+    )
+
+
+# --- policies -------------------------------------------------------------------------------------
+
+
+def _policy(policy: PolicyFigures, figures: Figures, gpus: int) -> PolicyReport:
+    samples, window = policy.samples, figures.window
+    entered = policy.window.entered.tokens
+    return PolicyReport(
+        policy=policy.policy,
+        done=policy.done,
+        window=PolicyWindow(
+            n_iterations=policy.num_versions,
+            wall_time_s=window.wall_s,
+            eval_time_s=policy.eval_s,
+            training_time_s=max(1.0, window.wall_s - policy.eval_s),
+            avg_step_time_s=_ratio(sum(s.step_s for s in samples), len(samples)),
+            avg_batch_wait_s=_ratio(sum(s.wait_s for s in samples), len(samples)),
+            rollout_wait_fraction=zones.wait_fraction(samples),
+            num_samples=len(samples),
+            production=_production(policy.window),
+            throughput_per_gpu=_ratio(entered, gpus),
+            staleness_histogram={
+                str(age): _amount(policy.staleness[age]) for age in sorted(policy.staleness)
+            },
+        ),
+        totals=_production(policy.total),
+        queues=Queues(
+            issued_groups=policy.issued, ready_groups=policy.ready, sealed_batches=policy.sealed
+        ),
+        trainer_time=_time(policy.account),
+    )
+
+
+def _production(flow: Flow) -> Production:
+    return Production(
+        produced=_amount(flow.produced),
+        entered=_amount(flow.entered),
+        consumed=_amount(flow.consumed),
+        replayed=_amount(flow.replayed),
+        stale_skipped=_amount(flow.stale),
+        wasted={why: _amount(flow.wasted[why]) for why in sorted(flow.wasted)},
+        accept_rate=_ratio(flow.entered.tokens, flow.produced.tokens),
+        stale_rate=_ratio(flow.stale.tokens, flow.entered.tokens),
+        produce_consume_ratio=_ratio(flow.produced.tokens, flow.consumed.tokens),
+    )
+
+
+# --- nodes ----------------------------------------------------------------------------------------
+
+
+def status_of(node: NodeFigures, terms: Terms) -> StatusName:
+    if node.left or node.activity is NodeActivity.SILENT:
+        return GONE
+    return SUSPECT if node.silent_s > terms.suspect_s else HEALTHY
+
+
+def _serves(node: NodeFigures, terms: Terms) -> bool:
+    return node.activity in SERVING and status_of(node, terms) == HEALTHY
+
+
+def _node(node: NodeFigures, terms: Terms) -> NodeReport:
+    return NodeReport(
+        node_id=node.node_id,
+        status=status_of(node, terms),
+        activity="left" if node.left else node.activity.value,
+        gpus=node.gpus,
+        cost_per_hour=node.cost_per_hour,
+        leases=node.num_leases,
+        capacity=node.capacity,
+        silent_s=node.silent_s,
+        produced=_amount(node.produced),
+        accepted=_amount(node.accepted),
+        accept_rate=_ratio(node.accepted.tokens, node.produced.tokens),
+        throughput_per_gpu=_ratio(node.accepted.tokens, node.gpus),
+        time=_time(node.account),
+    )
+
+
+def _pool(figures: Figures, terms: Terms) -> PoolReport:
+    nodes = figures.nodes
+    serving = [node for node in nodes if _serves(node, terms)]
+    by_status: dict[str, list[NodeId]] = {HEALTHY: [], SUSPECT: [], GONE: []}
+    for node in nodes:
+        by_status[status_of(node, terms)].append(node.node_id)
+    here = [node for node in nodes if status_of(node, terms) != GONE]
+    pending = [node for node in here if node.activity is NodeActivity.STARTING]
+    used = shares(together([node.window_account for node in serving]))
+    return PoolReport(
+        total_gpus=sum(node.gpus for node in serving),
+        nodes_healthy=len(by_status[HEALTHY]),
+        nodes_pending=len(pending),
+        pending_gpus=sum(node.gpus for node in pending),
+        nodes_draining=sum(node.activity is NodeActivity.DRAINING for node in here),
+        suspect=tuple(by_status[SUSPECT]),
+        gone=tuple(by_status[GONE]),
+        cost_per_hour=sum(node.cost_per_hour for node in here),
+        waiting_slots=figures.waiting_slots,
+        busy_share=1.0 - used.get(NodeActivity.WAITING, 0.0) if used else None,
+        loading_share=used.get(NodeActivity.LOADING, 0.0) if used else None,
+        node_start_s_p90=figures.start_s_p90,
+        produced=_amount(sum((node.produced for node in nodes), NOTHING)),
+        accepted=_amount(sum((node.accepted for node in nodes), NOTHING)),
+        node_time=_time(together([*(node.account for node in nodes), figures.departed])),
+    )
+
+
+# --- the decision ---------------------------------------------------------------------------------
+
+
+def _decision(figures: Figures, pool: PoolReport, terms: Terms, now: float) -> Decision:
+    active = [policy for policy in figures.policies if not policy.done]
+    waits = [zones.wait_fraction(policy.samples) for policy in active]
+    measured = [wait for wait in waits if wait is not None]
+    judged = zones.Pool(
+        gpus=pool.total_gpus,
+        pending_gpus=pool.pending_gpus,
+        wait_fraction=max(measured, default=None),
+        need=_need(active, pool.busy_share),
+        transferring=(pool.loading_share or 0.0) > terms.tau_high,
+        window_s=figures.window.wall_s,
+        start_s=figures.start_s_p90,
+        complete=figures.window.complete,
+    )
+    verdict = zones.decide(judged, figures.memory, terms, now)
+    action = verdict.memory.last_action
+    return Decision(
+        branch=verdict.branch,
+        g_target=verdict.g_target,
+        estimated_delta_gpus=verdict.delta_gpus,
+        reason=verdict.reason,
+        rollout_wait_fraction=judged.wait_fraction,
+        need=judged.need,
+        weight_transfer_active=judged.transferring,
+        drain_first=_victims(figures, terms, -verdict.delta_gpus),
+        low_windows=verdict.memory.low_windows,
+        decided_at=now,
+        last_action=None
+        if action is None
+        else ActionReport(
+            branch=action.branch,
+            at=action.at,
+            gpus_before=action.gpus_before,
+            g_target=action.g_target,
+        ),
+        cooldown_until=verdict.memory.cooldown_until,
+    )
+
+
+def _need(policies: Sequence[PolicyFigures], busy_share: float | None) -> float | None:
+    """The neediest policy decides. Pacing holds nodes back before they overproduce, so what enters
+    hardly ever exceeds what is used: the time nodes spent without work must count as well."""
+    ratios = [
+        policy.window.consumed.tokens / policy.window.entered.tokens
+        for policy in policies
+        if policy.window.consumed.tokens and policy.window.entered.tokens
+    ]
+    if not ratios:
+        return None
+    return max(ratios) * (1.0 if busy_share is None else busy_share)
+
+
+def _victims(figures: Figures, terms: Terms, num_gpus: int) -> tuple[NodeId, ...]:
+    """Whom to drain to get rid of so many GPUs, never more."""
+    if num_gpus <= 0:
+        return ()
+    suspects = [n.node_id for n in figures.nodes if status_of(n, terms) == SUSPECT]
+    window_s = max(1.0, figures.window.wall_s)
+
+    def worth(node: NodeFigures) -> float:
+        rate = node.accepted.tokens / window_s
+        return rate / (node.cost_per_hour or float(node.gpus))
+
+    chosen: list[NodeId] = []
+    for node in sorted((n for n in figures.nodes if _serves(n, terms)), key=worth):
+        if node.gpus <= num_gpus:
+            chosen.append(node.node_id)
+            num_gpus -= node.gpus
+    return (*suspects, *chosen)
+
+
+# --- small change ---------------------------------------------------------------------------------
+
+
+def _amount(counts: Counts) -> Amount:
+    return Amount(sequences=counts.sequences, tokens=counts.tokens)
+
+
+def _time(account: Account) -> TimeAccount:
+    names = sorted(account)
+    parts = shares(account)
+    return TimeAccount(
+        total_s=sum(account.values()),
+        seconds={name: account[name] for name in names},
+        shares={name: parts[name] for name in names if name in parts},
+    )
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a balance report reads the dataflow service: the one place that knows both.
+
+Looks at home, partitions and nodes as they are; changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.config.report import ReportConfig
+from penstock.dataflow.protocol import NodeState
+from penstock.dataflow.report.balance import Balance, Look, NodeLook, PolicyLook
+from penstock.dataflow.report.figures import Figures, NodeActivity, Terms
+from penstock.types import PolicyName, PublishedVersion
+
+if TYPE_CHECKING:
+    from penstock.dataflow.groups import Node
+    from penstock.dataflow.home import Home
+    from penstock.dataflow.process import Process
+    from penstock.dataflow.service import Dataflow
+
+_tags = msgspec.json.Decoder(tuple[str, ...])
+
+
+def terms_of(config: ReportConfig, *, ttl_s: float) -> Terms:
+    """The config section ends here. A node is suspect when it missed two heartbeats, half a ttl."""
+    return Terms(
+        tau_low=config.tau_low,
+        tau_high=config.tau_high,
+        rho=config.rho,
+        window_versions=config.window,
+        min_gpus=config.min_gpus,
+        max_gpus=config.max_gpus,
+        node_start_s=config.node_start_s,
+        suspect_s=ttl_s / 2,
+    )
+
+
+def balance_of(process: Process, home: Home, run: str, terms: Terms) -> Balance:
+    """A balance that goes on where the ledger stands."""
+
+    def number_of(policy: PolicyName, incarnation: int, number: int) -> int:
+        return home.consumer(policy).lineage.effective(incarnation, number)
+
+    balance = Balance(run, home.consumers, terms, number_of, process.clock())
+    balance.tally.restore(process.ledger.tables)
+    return balance
+
+
+def look_at(service: Dataflow) -> Look:
+    home = service.home
+    wanted = {version.policy: version for version in service.host.gate.wanted}
+    return Look(
+        nodes=tuple(node_looks(service.partition.nodes.values(), wanted)),
+        policies={
+            policy: PolicyLook(
+                issued=consumer.num_unjudged,
+                ready=len(consumer.ready) + len(consumer.incomplete),
+                sealed=len(consumer.sealed),
+                done=consumer.is_done,
+            )
+            for policy, consumer in home.consumers.items()
+        },
+        waiting_slots=service.partition.num_waiting,
+    )
+
+
+def figures_of(service: Dataflow) -> Figures:
+    return service.balance.figures(look_at(service), service.process.clock())
+
+
+def node_looks(
+    nodes: Iterable[Node], wanted: Mapping[PolicyName, PublishedVersion]
+) -> Iterable[NodeLook]:
+    for node in nodes:
+        record = node.record
+        marks = dict(tag.split("=", 1) for tag in _tags.decode(record.tags) if "=" in tag)
+        yield NodeLook(
+            node_id=record.node_id,
+            activity=activity_of(node, wanted),
+            joined_at=node.joined_at,
+            last_seen=node.last_seen,
+            num_leases=len(node.leases),
+            capacity=record.capacity,
+            gpus=max(1, int(_positive(marks.get("gpus"), 1.0))),
+            cost_per_hour=_positive(marks.get("cost"), 0.0),
+        )
+
+
+def activity_of(node: Node, wanted: Mapping[PolicyName, PublishedVersion]) -> NodeActivity:
+    if node.is_silent:
+        return NodeActivity.SILENT
+    if node.state is NodeState.STARTING:
+        return NodeActivity.STARTING
+    if node.state is NodeState.DRAINING:
+        return NodeActivity.DRAINING
+    if node.leases:
+        return NodeActivity.ROLLING_OUT
+    is_behind = any(
+        version.policy in wanted
+        and (version.incarnation, version.number)
+        < (wanted[version.policy].incarnation, wanted[version.policy].number)
+        for version in node.live
+    )
+    return NodeActivity.LOADING if is_behind else NodeActivity.WAITING
+
+
+def _positive(text: str | None, otherwise: float) -> float:
+    """A tag is anybody's text: what is no number above 0 is passed over."""
+    try:
+        value = float(text or "")
+    except ValueError:
+        return otherwise
+    return value if 0 < value < 1e6 else otherwise

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same counts by SQL over the ledger's tables, sharing nothing with the running tally.
+
+What a report says of a run can be checked against what its ledger holds."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any, Protocol
+
+from penstock.dataflow.report.figures import NOTHING, REFUSALS, Counts, Flow
+
+REFUSED = frozenset(str(reason) for reason in REFUSALS)
+ROWS = "SELECT group_id, node_id, outcome, sampled FROM rows"
+FATES = "SELECT consumer, group_id, state, reason, tokens, uses FROM fates"
+
+
+class Readable(Protocol):
+    def rows(self, query: str, **values: Any) -> list[tuple[Any, ...]]: ...
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.produced = self.entered = self.consumed = self.replayed = NOTHING
+        self.wasted: dict[str, Counts] = defaultdict(Counts)
+
+    @property
+    def flow(self) -> Flow:
+        return Flow(
+            produced=self.produced,
+            entered=self.entered,
+            consumed=self.consumed,
+            replayed=self.replayed,
+            wasted={str(why): counts for why, counts in self.wasted.items() if counts != NOTHING},
+        )
+
+
+def recount(tables: Readable) -> dict[str, Flow]:
+    """Flow of every policy since the run began, by policy."""
+    sums: dict[str, _Sums] = defaultdict(_Sums)
+    scored: dict[tuple[str, str], int] = defaultdict(int)
+    for group_id, _, outcome, sampled in tables.rows(ROWS):
+        for policy, tokens in json.loads(sampled).items():
+            one = Counts(sequences=1, tokens=tokens) if tokens else NOTHING
+            sums[policy].produced += one
+            if outcome in ("completed", "truncated"):
+                scored[policy, group_id] += one.sequences
+            else:
+                sums[policy].wasted[outcome] += one
+    for policy, group_id, state, reason, tokens, uses in tables.rows(FATES):
+        if not tokens:
+            continue
+        counts, of = Counts(sequences=scored[policy, group_id], tokens=tokens), sums[policy]
+        if state != "dropped" or reason not in REFUSED:
+            of.entered += counts
+        if state == "sealed":
+            of.consumed += counts
+            for _ in range(uses - 1):
+                of.replayed += counts
+        elif state == "dropped":
+            of.wasted[reason] += counts
+    return {policy: of.flow for policy, of in sums.items()}
+
+
+def made_by_node(tables: Readable) -> dict[str, Counts]:
+    """What each node delivered, over all policies."""
+    made: dict[str, Counts] = defaultdict(Counts)
+    for _, node_id, _, sampled in tables.rows(ROWS):
+        for tokens in json.loads(sampled).values():
+            if tokens:
+                made[node_id] += Counts(sequences=1, tokens=tokens)
+    return dict(made)

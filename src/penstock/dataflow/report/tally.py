@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running counts of what flowed: read off the records on their way into the ledger.
+
+Sees what becomes durable and nothing else, and its totals are written in the same commit as what
+they count, so that a restart goes on without reading the tables. Remembers rows only of groups that
+are not judged by everybody yet, and only those of this life."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from penstock.dataflow.records import (
+    BatchRecord,
+    FateRecord,
+    FateState,
+    IssuedRecord,
+    MetaRecord,
+    RowRecord,
+)
+from penstock.dataflow.report.figures import NOTHING, REFUSALS, Counts, Flow
+from penstock.dataflow.report.recount import Readable, recount
+from penstock.types import GroupId, Manifest, NodeId, OutcomeKind, PolicyName
+from penstock.wire.codec import decode
+
+KEY = "report"
+"""Of the totals among the ledger's facts."""
+TOTALS = "SELECT value FROM meta WHERE key = :key"
+ADMITTED = "SELECT consumer, group_id FROM fates WHERE state = 'admitted'"
+LAST_ROW = "SELECT max(arrival) FROM rows"
+EARLIER_ROWS = (
+    "SELECT node_id, sampled FROM rows WHERE group_id = :group_id AND arrival <= :last "
+    "AND outcome IN ('completed', 'truncated')"
+)
+SCORED = frozenset({OutcomeKind.COMPLETED, OutcomeKind.TRUNCATED})
+
+Member = tuple[NodeId, Mapping[str, int]]
+"""Who made a scored row, and its sampled tokens by policy."""
+NumberOf = Callable[[PolicyName, int, int], int]
+"""What (incarnation, number) of a policy counts as on the surviving lineage."""
+Earlier = Callable[[GroupId], Sequence[Member]]
+"""Scored rows of a group that an earlier life of the service took."""
+
+_sampled = msgspec.json.Decoder(dict[str, int])
+_rows = msgspec.msgpack.Decoder(list[msgspec.Raw])
+
+
+class Sum(Struct):
+    """A count that grows, once per row: records would be made and thrown away by the million."""
+
+    sequences: int = 0
+    tokens: int = 0
+
+    def add(self, sequences: int, tokens: int) -> None:
+        self.sequences += sequences
+        self.tokens += tokens
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(sequences=self.sequences, tokens=self.tokens)
+
+
+class Passed(Struct):
+    """Sums at the gates of one policy; on disk it looks like a Flow."""
+
+    produced: Sum = field(default_factory=Sum)
+    entered: Sum = field(default_factory=Sum)
+    consumed: Sum = field(default_factory=Sum)
+    replayed: Sum = field(default_factory=Sum)
+    wasted: dict[str, Sum] = field(default_factory=dict[str, Sum])
+
+    def waste(self, reason: str, sequences: int, tokens: int) -> None:
+        if sequences or tokens:
+            self.wasted.setdefault(str(reason), Sum()).add(sequences, tokens)
+
+    @property
+    def flow(self) -> Flow:
+        return Flow(
+            produced=self.produced.counts,
+            entered=self.entered.counts,
+            consumed=self.consumed.counts,
+            replayed=self.replayed.counts,
+            wasted={why: wasted.counts for why, wasted in self.wasted.items()},
+        )
+
+
+class Made(Struct):
+    """One node's share, in this life."""
+
+    produced: Sum = field(default_factory=Sum)
+    accepted: Sum = field(default_factory=Sum)
+
+
+def has_entered(fate: FateRecord) -> bool:
+    return fate.state != FateState.DROPPED or fate.reason not in REFUSALS
+
+
+class Tally:
+    def __init__(self, policies: Iterable[PolicyName], number_of: NumberOf) -> None:
+        self.policies = {policy: Passed() for policy in policies}
+        self.nodes: dict[NodeId, Made] = {}
+        self.staleness: dict[PolicyName, dict[int, Sum]] = {p: {} for p in self.policies}
+        """Of batches sealed since the window opened."""
+        self._number_of = number_of
+        self._earlier: Earlier = lambda group_id: ()
+        self._young: set[GroupId] = set()
+        """Issued in this life and not judged by everybody; no earlier life has rows of them."""
+        self._members: dict[GroupId, list[Member]] = {}
+        """Scored rows of this life, of groups not judged by everybody."""
+        self._held: dict[tuple[str, GroupId], Counts | None] = {}
+        """Admitted and not yet sealed or lost; None when an earlier life admitted it."""
+        self._has_changed = False
+        self._see: dict[type[Any], Callable[[Any], None]] = {
+            RowRecord: self._row,
+            FateRecord: self._fate,
+            BatchRecord: self._batch,
+            IssuedRecord: self._issued,
+        }
+
+    def see(self, record: object) -> None:
+        """A record that is written; kinds that carry no flow are passed over."""
+        handler = self._see.get(type(record))
+        if handler is not None:
+            handler(record)
+            self._has_changed = True
+
+    def made(self, node_id: NodeId) -> Made:
+        made = self.nodes.get(node_id)
+        if made is None:
+            made = self.nodes[node_id] = Made()
+        return made
+
+    def _row(self, row: RowRecord) -> None:
+        sampled = _sampled.decode(row.sampled)
+        is_scored = row.outcome in SCORED
+        for policy, tokens in sampled.items():
+            passed = self.policies.get(PolicyName(policy))
+            if passed is None or not tokens:
+                continue
+            passed.produced.add(1, tokens)
+            self.made(row.node_id).produced.add(1, tokens)
+            if not is_scored:
+                passed.waste(row.outcome, 1, tokens)
+        if is_scored:
+            members = self._members.get(row.group_id)
+            if members is None:
+                members = self._members[row.group_id] = []
+            members.append((row.node_id, sampled))
+
+    def _issued(self, record: IssuedRecord) -> None:
+        if record.judged:
+            self._members.pop(record.group_id, None)
+            self._young.discard(record.group_id)
+        else:
+            self._young.add(record.group_id)
+
+    def _fate(self, fate: FateRecord) -> None:
+        key = (fate.consumer, fate.group_id)
+        passed, is_held = self.policies.get(fate.consumer), key in self._held
+        held = self._held.pop(key, None)
+        if passed is None or (not is_held and fate.state == FateState.SEALED):
+            return  # sealed before: a replay, or its leaving the pool
+        counts = held if held is not None and not fate.rows else self._counts(fate)
+        if has_entered(fate):
+            before = NOTHING if not is_held else held or counts
+            more = counts - before
+            passed.entered.add(more.sequences, more.tokens)
+            if not is_held:
+                self._accept(fate)
+        if fate.state == FateState.SEALED:
+            passed.consumed.add(counts.sequences, counts.tokens)
+        elif fate.state == FateState.DROPPED:
+            passed.waste(fate.reason, counts.sequences, counts.tokens)
+        else:
+            self._held[key] = counts
+
+    def _counts(self, fate: FateRecord) -> Counts:
+        if not fate.tokens:
+            return NOTHING
+        if fate.rows:
+            return Counts(sequences=len(_rows.decode(fate.rows)), tokens=fate.tokens)
+        sequences = sum(sampled.get(fate.consumer, 0) > 0 for _, sampled in self._of(fate.group_id))
+        return Counts(sequences=sequences, tokens=fate.tokens)
+
+    def _of(self, group_id: GroupId) -> Sequence[Member]:
+        members = self._members.get(group_id, [])
+        return members if group_id in self._young else [*self._earlier(group_id), *members]
+
+    def _accept(self, fate: FateRecord) -> None:
+        for node_id, sampled in self._of(fate.group_id):
+            tokens = sampled.get(fate.consumer, 0)
+            if tokens:
+                self.made(node_id).accepted.add(1, tokens)
+
+    def _batch(self, batch: BatchRecord) -> None:
+        policy, passed = batch.consumer, self.policies.get(batch.consumer)
+        if passed is None:
+            return
+        histogram = self.staleness[policy]
+        for index, group in enumerate(decode(batch.manifest, Manifest).groups):
+            is_again = index >= batch.num_groups - batch.num_replayed
+            for row in group.rows:
+                oldest = min(self._number_of(policy, *v) for v in row.versions[policy])
+                age, tokens = max(0, batch.trains_from - oldest), row.sampled[policy]
+                histogram.setdefault(age, Sum()).add(1, tokens)
+                if is_again:
+                    passed.replayed.add(1, tokens)
+
+    # --- restart ------------------------------------------------------------------------------
+
+    def take_totals(self) -> MetaRecord | None:
+        """The totals, to be written with what they count; None when nothing changed."""
+        if not self._has_changed:
+            return None
+        self._has_changed = False
+        return MetaRecord(key=KEY, value=msgspec.json.encode(self.policies).decode())
+
+    def restore(self, tables: Readable) -> None:
+        """Go on where the ledger stands; one without totals is counted once."""
+        found = tables.rows(TOTALS, key=KEY)
+        text = found[0][0] if found else msgspec.json.encode(recount(tables))
+        for policy, passed in msgspec.json.decode(text, type=dict[str, Passed]).items():
+            if policy in self.policies:
+                self.policies[PolicyName(policy)] = passed
+        for consumer, group_id in tables.rows(ADMITTED):
+            self._held[consumer, group_id] = None
+        last = tables.rows(LAST_ROW)[0][0] or 0
+
+        def earlier(group_id: GroupId) -> Sequence[Member]:
+            rows = tables.rows(EARLIER_ROWS, group_id=group_id, last=last)
+            return [(node_id, _sampled.decode(sampled)) for node_id, sampled in rows]
+
+        self._earlier = earlier

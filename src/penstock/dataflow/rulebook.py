@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of a run at work: asked in declared order, their memory made durable, their failures
+contained.
+
+A rule that raises, or answers nonsense, loses nothing: the hook's plain default decides instead,
+and the failure is on record and in the status. Knows the hooks, not what any rule does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from penstock.dataflow.records import DecisionRecord, Journal, RuleRecord
+from penstock.dataflow.rules import make_rule
+from penstock.dataflow.sources import derive_seed
+from penstock.types import (
+    Candidate,
+    DropReason,
+    JudgedGroup,
+    PolicyName,
+    SourceShare,
+    Task,
+)
+
+T = TypeVar("T")
+_DRAWS = "#draws"
+"""Key of the count of random numbers a rule has used; no rule's own key begins with #."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleTerms:
+    """One rule as the config names it."""
+
+    hook: str
+    name: str
+    options: Mapping[str, Any]
+    policy: PolicyName | None
+    """None: shared by all policies."""
+    position: int
+    """Among the rules of its hook."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.policy or ''}/{self.hook}/{self.position}:{self.name}"
+
+
+class Memory(dict[str, Any]):
+    """What a rule remembers; knows which entries changed since they were last made durable."""
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        super().__init__(known)
+        self.changed: set[str] = set()
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.changed.add(key)
+
+
+class _Bound:
+    """One rule with its memory and its own stream of random numbers."""
+
+    def __init__(self, terms: RuleTerms, known: Mapping[str, Any], seed: int) -> None:
+        self.terms = terms
+        self.memory = Memory(known)
+        self.rule: Any = make_rule(terms.hook, terms.name, terms.options, self.memory)
+        self._seed = seed
+        self.drawn: list[float] = []
+        """Random numbers of the running decision."""
+
+    def draw(self) -> float:
+        count = int(self.memory.get(_DRAWS, 0))
+        self.memory[_DRAWS] = count + 1
+        number = derive_seed(self._seed, self.terms.id, count) / (1 << 63)
+        self.drawn.append(number)
+        return number
+
+
+class Rulebook:
+    def __init__(
+        self,
+        rules: Iterable[RuleTerms],
+        journal: Journal,
+        *,
+        seed: int,
+        known: Mapping[str, Mapping[str, Any]] | None = None,
+        num_decisions: int = 0,
+    ) -> None:
+        memories = known or {}
+        bound = [_Bound(terms, memories.get(terms.id, {}), seed) for terms in rules]
+        self._at: dict[tuple[PolicyName | None, str], list[_Bound]] = {}
+        for rule in bound:
+            self._at.setdefault((rule.terms.policy, rule.terms.hook), []).append(rule)
+        self._all = bound
+        self._journal = journal
+        self._num_decisions = num_decisions
+        self.troubles: dict[str, str] = {}
+        """By rule, what it raised last."""
+
+    def _rules(self, policy: PolicyName | None, hook: str) -> list[_Bound]:
+        return self._at.get((policy, hook), [])
+
+    # --- one question per hook ----------------------------------------------------------------
+
+    def pick(self, sources: Sequence[SourceShare], now: float) -> tuple[str, str]:
+        """The source of the next task, and the rule that chose it."""
+        [rule] = self._rules(None, "mix")
+        names = {source.name for source in sources}
+
+        def ask() -> str:
+            return _expect(rule.rule.pick(sources, rule.draw), names.__contains__)
+
+        return self._guarded(rule, "source", now, ask, sources[0].name), rule.terms.name
+
+    def wants(self, task: Task, now: float) -> tuple[bool, str]:
+        """Is this task worth rolling out now? A rule that fails wants it."""
+        for rule in self._rules(None, "curate"):
+
+            def ask(rule: _Bound = rule) -> bool:
+                return bool(rule.rule.wants(task, rule.draw))
+
+            if not self._guarded(rule, task.key, now, ask, True):
+                detail = {"ordinal": task.ordinal, "source": task.source, "draws": rule.drawn}
+                self._decide(rule, task.key, "skipped", detail, now)
+                return False, rule.terms.name
+        return True, ""
+
+    def judge(self, group: JudgedGroup, now: float) -> tuple[str, DropReason | None]:
+        """The first rule that refuses and its reason, or the last one that let the group in."""
+        name = "all"
+        for rule in self._rules(group.policy, "admit"):
+
+            def ask(rule: _Bound = rule) -> DropReason | None:
+                reason = rule.rule.judge(group)
+                return None if reason is None else DropReason(reason)
+
+            name = rule.terms.name
+            reason = self._guarded(rule, group.group_id, now, ask, None)
+            if reason is not None:
+                return name, reason
+        return name, None
+
+    def learn(self, group: JudgedGroup, verdict: DropReason | None, now: float) -> None:
+        for rule in self._all:
+            learn = getattr(rule.rule, "learn", None)
+            if learn is None or rule.terms.policy not in (None, group.policy):
+                continue
+
+            def ask(learn: Any = learn) -> None:
+                learn(group, verdict)
+
+            self._guarded(rule, group.group_id, now, ask, None)
+
+    def choose(
+        self, policy: PolicyName, ready: Sequence[Candidate], count: int, now: float
+    ) -> tuple[str, list[Candidate]]:
+        [rule] = self._rules(policy, "select")
+        wanted = min(count, len(ready))
+
+        def ask() -> list[Candidate]:
+            return _expect_groups(rule.rule.choose(ready, count), ready, wanted)
+
+        in_order = sorted(ready, key=lambda candidate: candidate.arrival)[:wanted]
+        return rule.terms.name, self._guarded(rule, f"{policy} batch", now, ask, in_order)
+
+    # --- replay and route ---------------------------------------------------------------------
+
+    def replay(self, policy: PolicyName) -> ReplayTerms | None:
+        for rule in self._rules(policy, "replay"):
+            ratio = float(rule.rule.ratio)
+            if ratio > 0:
+                return ReplayTerms(
+                    ratio=ratio,
+                    max_uses=int(rule.rule.max_uses),
+                    max_staleness=rule.rule.max_staleness,
+                )
+        return None
+
+    def choose_replayed(
+        self, policy: PolicyName, pool: Sequence[Candidate], count: int, now: float
+    ) -> list[Candidate]:
+        if not pool or count <= 0:
+            return []
+        [rule] = self._rules(policy, "replay")
+        wanted = min(count, len(pool))
+
+        def ask() -> list[Candidate]:
+            return _expect_groups(rule.rule.choose(pool, wanted, rule.draw), pool, wanted)
+
+        return self._guarded(rule, f"{policy} batch", now, ask, [])
+
+    def sees(self, policy: PolicyName, turn_policy: PolicyName, role: str) -> bool:
+        rules = self._rules(policy, "route")
+        if not rules:
+            return policy == turn_policy
+        return bool(rules[0].rule.sees(policy, turn_policy, role))
+
+    # --- failures and memory ------------------------------------------------------------------
+
+    def _guarded(
+        self, rule: _Bound, subject: str, now: float, ask: Callable[[], T], default: T
+    ) -> T:
+        rule.drawn = []
+        try:
+            return ask()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"[:500]
+            self.troubles[rule.terms.id] = text
+            self._decide(rule, subject, "error", {"error": text}, now)
+            return default
+
+    def _decide(
+        self, rule: _Bound, subject: str, verdict: str, detail: Mapping[str, Any], now: float
+    ) -> None:
+        self._num_decisions += 1
+        self._journal(
+            DecisionRecord(
+                number=self._num_decisions,
+                hook=rule.terms.hook,
+                rule=rule.terms.name,
+                subject=subject,
+                verdict=verdict,
+                detail=json.dumps(detail),
+                at=now,
+            )
+        )
+
+    def remember(self) -> None:
+        """Journal what the rules learned, with the facts they learned it from."""
+        for rule in self._all:
+            for key in sorted(rule.memory.changed):
+                value = json.dumps(rule.memory[key])
+                self._journal(RuleRecord(rule=rule.terms.id, key=key, value=value))
+            rule.memory.changed.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayTerms:
+    """How much of a batch may have been served before, and within which bounds."""
+
+    ratio: float
+    max_uses: int
+    max_staleness: int | None
+
+
+def _expect(value: T, is_known: Callable[[T], bool]) -> T:
+    if not is_known(value):
+        raise ValueError(f"the rule answered {value!r}, which was not offered")
+    return value
+
+
+def _expect_groups(
+    chosen: Sequence[Candidate], offered: Sequence[Candidate], count: int
+) -> list[Candidate]:
+    known = {candidate.group_id for candidate in offered}
+    names = [candidate.group_id for candidate in chosen]
+    if len(names) != count or len(set(names)) != count or not known.issuperset(names):
+        raise ValueError(f"the rule chose {len(names)} groups where {count} of those offered go in")
+    return list(chosen)

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""curate: all. Every task is worth rolling out."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from penstock.types import Draw, Task
+
+
+class EveryTask:
+    def __init__(self, state: MutableMapping[str, Any]) -> None:
+        pass
+
+    def wants(self, task: Task, draw: Draw) -> bool:
+        return True

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulation: home, rules, pacing and sealing of the service, driven by a recorded run.
+
+A task issued at the place and time of the record ends as recorded; issued at another time it takes
+as long as it took, and is then as many versions old as it was. With the rules of the record every
+decision comes out as recorded. What a partition decided (failed slots, groups cut for age) stands,
+and nodes are as many as it takes: queues before them are those of the record."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import sqlalchemy as sa
+
+from penstock.dataflow.consumers import Consumer
+from penstock.dataflow.core import CoreTerms
+from penstock.dataflow.home import Home
+from penstock.dataflow.messages import Dropped, Issue, Report, ToPartition
+from penstock.dataflow.process import Outbox
+from penstock.dataflow.recorded import Recorded
+from penstock.dataflow.records import GroupRecord
+from penstock.dataflow.retention import Retention
+from penstock.dataflow.rulebook import Rulebook
+from penstock.dataflow.sealing import Sealing
+from penstock.dataflow.simulate.script import Action, Kind, Script, read_script
+from penstock.dataflow.simulate.stream import (
+    Ended,
+    RecordedSource,
+    RecordedSupply,
+    Stream,
+    read_stream,
+)
+from penstock.dataflow.tables import Tables
+from penstock.errors import Conflict
+from penstock.types import DropReason, GroupId, PolicyName, RowSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    """A group that was issued in the simulation."""
+
+    record: GroupRecord
+    ended: Ended
+    shift_s: float
+    """How much later than in the record it was issued; 0 when in step with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What came out."""
+
+    tables: Tables
+    """Every record that the simulated run wrote, in memory."""
+    rows: Mapping[GroupId, int]
+    """Rows of each group."""
+    unknown: frozenset[GroupId]
+    """Issued here and never rolled out in the record."""
+    unfilled: int
+    """Batches of the record that were never full here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A source as the config names it; its tasks come from the record."""
+
+    name: str
+    weight: float
+    limit: int | None
+
+
+def simulate(recorded: Recorded, terms: CoreTerms, sources: Sequence[Share]) -> Simulated:
+    """The recorded run once more under these terms."""
+    policies = [policy.policy for policy in terms.policies]
+    simulation = _Simulation(
+        replace(
+            terms,
+            policies=tuple(replace(one, train_columns=frozenset()) for one in terms.policies),
+        ),
+        sources,
+        read_stream(recorded, policies),
+        read_script(recorded.home, policies),
+        _partitions(recorded.home),
+    )
+    return simulation.run()
+
+
+def _partitions(tables: Tables) -> list[int]:
+    return [int(index) for (index,) in tables.rows("SELECT DISTINCT partition FROM issued")] or [0]
+
+
+def _from_record(ordinal: int, seed: int) -> dict[str, object]:
+    raise AssertionError("tasks of a simulation are read, not made")
+
+
+def _in_memory(policy: PolicyName, group_ids: Sequence[GroupId]) -> Mapping[GroupId, bytes]:
+    """A simulation never restarts, so no group has left its rows in a ledger."""
+    return {}
+
+
+class _Simulation:
+    def __init__(
+        self,
+        terms: CoreTerms,
+        sources: Sequence[Share],
+        stream: Stream,
+        script: Script,
+        partitions: Sequence[int],
+    ) -> None:
+        self._stream = stream
+        self._script = script
+        self._outbox = Outbox()
+        rules = Rulebook(terms.rules, self._outbox, seed=terms.seed)
+        supply = RecordedSupply(
+            [
+                RecordedSource(
+                    name=source.name,
+                    weight=source.weight,
+                    make=_from_record,
+                    limit=stream.served.get(source.name, 0),
+                    tasks=stream.tasks,
+                )
+                for source in sources
+            ],
+            rules,
+            self._outbox,
+            workflow=terms.workflow,
+            seed=terms.seed,
+        )
+        supply.limit_to({source.name: source.limit for source in sources})
+        retention = Retention([p.policy for p in terms.policies], retain_batches=1 << 30)
+        self._home = Home(
+            terms.policies, supply, rules, retention, terms.issue, self._outbox, self._send
+        )
+        for index in partitions:
+            self._home.add_partition(index)
+        self._sealing = Sealing(self._home, self._outbox, _in_memory)
+        self._now = 0.0
+        self._reports: deque[Report] = deque()
+        self._running: dict[GroupId, _Running] = {}
+        self._ends: list[tuple[float, int, GroupId]] = []
+        ends = (one.ended_at for one in stream.ended.values() if one.ended_at is not None)
+        self._moments = sorted({*ends, *script.times})
+        """When something happened in the record, after which groups may have been issued."""
+        self._fresh: dict[PolicyName, dict[int, int]] = {p.policy: {} for p in terms.policies}
+        self._blocked: dict[PolicyName, Action] = {}
+        self._rows: dict[GroupId, int] = {}
+        self._unknown: set[GroupId] = set()
+
+    def run(self) -> Simulated:
+        while (now := self._next_at()) is not None:
+            self._now = now
+            while self._ends and self._ends[0][0] <= now:
+                self._end(heapq.heappop(self._ends)[2])
+            self._settle()
+            for action in self._script.take(now):
+                self._do(action)
+                self._settle()
+            for action in [*self._blocked.values()]:
+                self._seal(action)
+                self._settle()
+        tables = Tables(sa.create_engine("sqlite://", poolclass=sa.StaticPool))
+        tables.commit(self._outbox.take())
+        return Simulated(
+            tables=tables,
+            rows=self._rows,
+            unknown=frozenset(self._unknown),
+            unfilled=sum(action.kind is Kind.SEAL for action in self._script.left),
+        )
+
+    def _next_at(self) -> float | None:
+        times = [self._script.next_at, self._ends[0][0] if self._ends else None]
+        return min((at for at in times if at is not None), default=None)
+
+    def _settle(self) -> None:
+        """As the service does after each command."""
+        while True:
+            while self._reports:
+                self._home.apply(self._reports.popleft(), self._now)
+            if self._home.is_finished:
+                self._home.wind_up()
+            else:
+                self._home.issue(self._now)
+            if not self._reports:
+                return
+
+    # --- in place of nodes --------------------------------------------------------------------
+
+    def _send(self, index: int, message: ToPartition) -> None:
+        match message:
+            case Issue(record=record):
+                self._issue(record)
+            case Dropped(group_id=group_id, reason=reason):
+                self._cut(group_id, reason)
+            case _:
+                pass  # nothing that a stand-in for nodes acts on
+
+    def _issue(self, record: GroupRecord) -> None:
+        ended = self._stream.ended.get((record.source, record.ordinal))
+        if ended is None:
+            self._unknown.add(record.group_id)
+            self._report(record.group_id, (), DropReason.REMAINDER)
+            return
+        shift_s = 0.0 if self._is_in_step(ended) else self._now - ended.issued.at
+        running = _Running(record=record, ended=ended, shift_s=shift_s)
+        self._running[record.group_id] = running
+        if ended.ended_at is not None:
+            at = max(self._now, ended.ended_at + shift_s)
+            heapq.heappush(self._ends, (at, ended.arrival, record.group_id))
+
+    def _is_in_step(self, ended: Ended) -> bool:
+        """Is it issued after the same event as in the record?"""
+        there = bisect_right(self._moments, ended.issued.at)
+        return there == bisect_right(self._moments, self._now)
+
+    def _end(self, group_id: GroupId) -> None:
+        running = self._running.pop(group_id, None)
+        if running is not None:
+            rows = tuple(self._moved(row, running) for row in running.ended.rows)
+            self._report(group_id, rows, running.ended.dropped)
+
+    def _cut(self, group_id: GroupId, reason: DropReason) -> None:
+        running = self._running.pop(group_id, None)
+        if running is None:
+            return
+        ended = running.ended
+        rows = tuple(
+            self._moved(row, running)
+            for row, at in zip(ended.rows, ended.delivered_at, strict=True)
+            if at + running.shift_s <= self._now
+        )
+        self._report(group_id, rows, reason)
+
+    def _report(
+        self, group_id: GroupId, rows: tuple[RowSummary, ...], dropped: DropReason | None
+    ) -> None:
+        self._rows[group_id] = len(rows)
+        report = Report(group_id=group_id, policies=(), rows=rows, dropped=dropped)
+        self._reports.append(report)
+
+    def _moved(self, row: RowSummary, running: _Running) -> RowSummary:
+        """The row as versions of this run would have sampled it: as old when its group ended as it
+        was in the record."""
+        if not running.shift_s:
+            return row
+        versions: dict[PolicyName, tuple[tuple[int, int], ...]] = {}
+        for policy, pairs in row.versions.items():
+            consumer = self._home.consumers.get(policy)
+            if consumer is None:
+                versions[policy] = pairs
+                continue
+            lineage = consumer.lineage
+            then = self._stream.number_at(policy, self._now - running.shift_s)
+            moved = {max(0, lineage.number - max(0, then - number)) for _, number in pairs}
+            versions[policy] = tuple((lineage.incarnation, number) for number in sorted(moved))
+        return replace(row, versions=versions)
+
+    # --- in place of trainers -----------------------------------------------------------------
+
+    def _do(self, action: Action) -> None:
+        consumer = self._home.consumers[action.policy]
+        match action.kind:
+            case Kind.SEAL:
+                self._seal(action)
+                return
+            case Kind.INCARNATE:
+                self._incarnate(action, consumer)
+            case Kind.COMMIT:
+                self._commit(action, consumer)
+            case Kind.PUBLISH:
+                self._publish(action, consumer)
+        self._script.done(action, self._now)
+
+    def _seal(self, action: Action) -> None:
+        consumer = self._home.consumers[action.policy]
+        if self._home.has_ended(consumer):
+            self._blocked[action.policy] = action
+            return
+        record = self._sealing.seal(consumer, consumer.last_sealed + 1, self._now)
+        if record is None:
+            self._blocked[action.policy] = action
+            return
+        self._blocked.pop(action.policy, None)
+        self._fresh[action.policy][record.seq] = record.num_groups - record.num_replayed
+        self._script.done(action, self._now)
+
+    def _incarnate(self, action: Action, consumer: Consumer) -> None:
+        lineage = consumer.lineage
+        numbers, seqs = (action.number, lineage.number), (action.seq, lineage.seq)
+        for number, seq in zip(numbers, seqs, strict=True):
+            try:
+                record = lineage.incarnate(
+                    expected=lineage.incarnation,
+                    number=number,
+                    seq=seq,
+                    request_id=f"life {action.incarnation}",
+                    now=self._now,
+                )
+                break
+            except Conflict:  # this run never came so far: its trainer goes on where it stands
+                continue
+        else:
+            raise AssertionError("a life may always begin where the lineage ends")
+        self._outbox(record)
+        lineage.apply_incarnation(record)
+        self._script.give_up(action.policy, action.incarnation, self._now)
+        self._home.moved(consumer, self._fresh[action.policy], self._now)
+
+    def _commit(self, action: Action, consumer: Consumer) -> None:
+        lineage = consumer.lineage
+        if lineage.seq >= consumer.last_sealed:
+            return
+        record = lineage.commit(
+            seq=lineage.seq + 1,
+            incarnation=lineage.incarnation,
+            number=lineage.number + (not action.skipped),
+            skipped=action.skipped,
+            stats="{}",
+            now=self._now,
+        )
+        self._outbox(record)
+        lineage.apply_commit(record)
+        self._home.moved(consumer, consumer.sealed, self._now)
+
+    def _publish(self, action: Action, consumer: Consumer) -> None:
+        lineage = consumer.lineage
+        if lineage.has(lineage.incarnation, lineage.number):
+            return
+        record = lineage.publish(
+            incarnation=lineage.incarnation,
+            number=lineage.number,
+            manifest_digest=action.manifest_digest,
+            weights_digest=action.weights_digest,
+            now=self._now,
+        )
+        self._outbox(record)
+        lineage.apply_version(record)

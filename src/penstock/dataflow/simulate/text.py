@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulation as text: the record and the other rules side by side. Counts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.dataflow.simulate.figures import Amount, Figures, PolicyFigures
+from penstock.types import PolicyName
+
+NOTHING = PolicyFigures(
+    batches=0,
+    trained=Amount(),
+    served_again=Amount(),
+    waiting=Amount(),
+    wasted={},
+    staleness_mean=0.0,
+)
+
+
+def lines(before: Figures, after: Figures, name: str, unfilled: int) -> list[str]:
+    rows = [("", "recorded", f"with {name}"), *_rows(before, after)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    table = [
+        f"{label:<{widths[0]}}  {old:>{widths[1]}}  {new:>{widths[2]}}".rstrip()
+        for label, old, new in rows
+    ]
+    if after.unknown:
+        table.append(
+            f"\n{after.unknown:,} tasks were never rolled out in the record, so nobody knows what "
+            "they would have become; they are in no figure above but their own"
+        )
+    if unfilled:
+        table.append(
+            f"\n{unfilled:,} batches of the record are missing: the recorded tasks did not fill "
+            "them under these rules"
+        )
+    return table
+
+
+def _rows(before: Figures, after: Figures) -> Iterator[tuple[str, str, str]]:
+    yield "groups rolled out", f"{before.issued:,}", f"{after.issued:,}"
+    for rule in sorted({*before.skipped, *after.skipped}):
+        old, new = before.skipped.get(rule, 0), after.skipped.get(rule, 0)
+        yield f"tasks skipped by {rule}", f"{old:,}", f"{new:,}"
+    if after.unknown:
+        yield "tasks unknown to the record", "0", f"{after.unknown:,}"
+    if before.rule_failures or after.rule_failures:
+        yield "failures of rules", f"{before.rule_failures:,}", f"{after.rule_failures:,}"
+    for policy in sorted({*before.policies, *after.policies}):
+        yield from _policy_rows(before, after, policy)
+
+
+def _policy_rows(before: Figures, after: Figures, name: str) -> Iterator[tuple[str, str, str]]:
+    old = before.policies.get(PolicyName(name), NOTHING)
+    new = after.policies.get(PolicyName(name), NOTHING)
+    yield "", "", ""
+    yield f"policy {name}", "groups / rows / tokens", "groups / rows / tokens"
+    yield "  batches sealed", f"{old.batches:,}", f"{new.batches:,}"
+    yield "  trained", _shown(old.trained), _shown(new.trained)
+    if old.served_again.groups or new.served_again.groups:
+        yield "  served again", _shown(old.served_again), _shown(new.served_again)
+    yield "  mean staleness", f"{old.staleness_mean:.2f}", f"{new.staleness_mean:.2f}"
+    yield "  waiting", _shown(old.waiting), _shown(new.waiting)
+    yield "  wasted", _shown(old.all_wasted), _shown(new.all_wasted)
+    for reason in sorted({*old.wasted, *new.wasted}):
+        yield (
+            f"    {reason}",
+            _shown(old.wasted.get(reason, Amount())),
+            _shown(new.wasted.get(reason, Amount())),
+        )
+
+
+def _shown(amount: Amount) -> str:
+    return f"{amount.groups:,} / {amount.rows:,} / {amount.tokens:,}"

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout node's calls spread over every partition of a run: beats go to all, leases come from
+whoever has work, results go where their slot lies.
+
+To the node it looks like one service. The partitions are learnt from home's answers, so a URL and
+a token are still all that a joiner needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+
+from penstock.dataflow.client import NodeClient
+from penstock.dataflow.protocol import (
+    DeliveryAnswer,
+    DeliveryRequest,
+    DeliveryResult,
+    Heartbeat,
+    HeartbeatAnswer,
+    LeaseAnswer,
+    LeaseRequest,
+    Orders,
+    PartitionAddress,
+    Register,
+    Registered,
+)
+from penstock.errors import NotFound, Unreachable
+from penstock.types import NodeId, RowId
+
+HOME = 0
+REBEAT_S = 2.0
+"""Well under any ttl."""
+HOLD_S = 2.0
+"""With several partitions a poll is held open so long at one before the others are asked."""
+
+
+class SpreadClient:
+    def __init__(self, url: str, token: str) -> None:
+        self._token = token
+        self._clients = {HOME: NodeClient(url, token)}
+        self._urls = {HOME: url}
+        self._register: Register | None = None
+        self._turn = 0
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+    # --- membership ---------------------------------------------------------------------------
+
+    async def register(self, body: Register) -> Registered:
+        self._register = body
+        registered = await self._clients[HOME].register(body)
+        await self._learn(registered.partitions)
+        await asyncio.gather(*(self._clients[i].register(body) for i in self._others()))
+        return registered
+
+    async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> HeartbeatAnswer:
+        """Home's answer. While home is away the others go on hearing from this node."""
+        asking = asyncio.create_task(self._clients[HOME].heartbeat(node_id, body))
+        stop: list[RowId] = []
+        try:
+            while True:
+                beats = [self._beat(index, node_id, body) for index in self._others()]
+                for told in await asyncio.gather(*beats):
+                    stop += told
+                await asyncio.wait({asking}, timeout=REBEAT_S)
+                if asking.done():
+                    break
+        finally:
+            asking.cancel()
+        answer = asking.result()
+        await self._learn(answer.partitions)
+        told = (*answer.orders.stop, *stop)
+        return replace(answer, orders=replace(answer.orders, stop=told))
+
+    async def _beat(self, index: int, node_id: NodeId, body: Heartbeat) -> tuple[RowId, ...]:
+        """What this partition wants stopped. One that is away for a moment is asked again soon."""
+        client = self._clients[index]
+        try:
+            answer = await client.heartbeat(node_id, body, deadline_s=REBEAT_S)
+        except NotFound:
+            assert self._register is not None, "a node beats after it registered"
+            await client.register(self._register, deadline_s=REBEAT_S)
+        except Unreachable:
+            pass
+        else:
+            return answer.orders.stop
+        return ()
+
+    async def leave(self, node_id: NodeId, session: str) -> None:
+        calls = (client.leave(node_id, session) for client in self._clients.values())
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _learn(self, partitions: Iterable[PartitionAddress]) -> None:
+        """Follow home's list: join what is new or has moved, forget what is gone."""
+        named = {partition.index: partition.url for partition in partitions}
+        for index in [i for i in self._others() if named.get(i) != self._urls[i]]:
+            await self._clients.pop(index).close()
+            del self._urls[index]
+        for index, url in named.items():
+            if index not in self._clients:
+                client = NodeClient(url, self._token)
+                if self._register is not None:
+                    await client.register(self._register)
+                self._clients[index], self._urls[index] = client, url
+
+    def _others(self) -> list[int]:
+        return [index for index in self._clients if index != HOME]
+
+    # --- work ---------------------------------------------------------------------------------
+
+    async def lease(self, body: LeaseRequest) -> LeaseAnswer:
+        """Ask each partition once; if none has work, wait at one of them."""
+        if not self._others():
+            return await self._clients[HOME].lease(body)
+        indices = sorted(self._clients)
+        self._turn += 1
+        start = self._turn % len(indices)
+        answer = LeaseAnswer(tasks=(), grants=(), orders=Orders(wanted=()))
+        for index in (*indices[start:], *indices[:start]):
+            answer = await self._clients[index].lease(replace(body, wait_s=0.0))
+            if answer.grants or answer.orders.drain:
+                return answer
+        waiting = replace(body, wait_s=min(HOLD_S, body.wait_s))
+        return await self._clients[indices[start]].lease(waiting)
+
+    async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
+        if not self._others():
+            return await self._clients[HOME].deliver(body)
+        parts = {index: _part(body, index, self._clients.keys()) for index in self._clients}
+        sent = {index: part for index, part in parts.items() if part.deliveries or part.released}
+        answers = await asyncio.gather(
+            *(self._clients[index].deliver(part) for index, part in sent.items())
+        )
+        found: dict[RowId, DeliveryResult] = {
+            result.row_id: result for answer in answers for result in answer.results
+        }
+        row_ids = [*(delivery.row_id for delivery in body.deliveries), *body.released]
+        return DeliveryAnswer(
+            results=tuple(found[row_id] for row_id in row_ids),
+            durability=min((answer.durability for answer in answers), default="D1"),
+        )
+
+
+def _part(body: DeliveryRequest, index: int, known: Iterable[int]) -> DeliveryRequest:
+    """What of it belongs to this partition; rows of one that is gone go to home, which refuses
+    them."""
+
+    def is_here(row_id: RowId) -> bool:
+        number = row_id[1:].partition("-")[0]
+        place = int(number) if number.isdecimal() else HOME
+        return index == (place if place in known else HOME)
+
+    return replace(
+        body,
+        deliveries=tuple(d for d in body.deliveries if is_here(d.row_id)),
+        released=tuple(row_id for row_id in body.released if is_here(row_id)),
+    )

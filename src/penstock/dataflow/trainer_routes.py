@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP calls of trainers: routes bound to home."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.dataflow.protocol import (
+    BatchAnswer,
+    BatchRequest,
+    CheckpointsRequest,
+    CommitRequest,
+    Done,
+    IncarnationAnswer,
+    IncarnationRequest,
+    PolicyState,
+    PublishRequest,
+    RowsAnswer,
+)
+from penstock.dataflow.trainer_side import TrainerSide
+from penstock.errors import BadRequest
+from penstock.wire.auth import Role
+from penstock.wire.server import Call, Route
+
+TRAINERS = frozenset({Role.TRAINER, Role.ADMIN})
+READERS = frozenset({Role.READER, Role.TRAINER, Role.ADMIN})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerRoutes:
+    trainers: TrainerSide
+
+    async def policy(self, call: Call) -> PolicyState:
+        return self.trainers.policy_state(call.path["policy"])
+
+    async def incarnate(self, call: Call) -> IncarnationAnswer:
+        return await self.trainers.incarnate(call.path["policy"], call.body)
+
+    async def publish(self, call: Call) -> Done:
+        await self.trainers.publish(call.path["policy"], call.body)
+        return Done()
+
+    async def checkpoints(self, call: Call) -> Done:
+        await self.trainers.checkpoints(call.path["policy"], call.body)
+        return Done()
+
+    async def batch(self, call: Call) -> BatchAnswer:
+        return await self.trainers.batch(call.body)
+
+    async def rows(self, call: Call) -> RowsAnswer:
+        policy, seq = _batch_id(call.path["batch_id"])
+        rank, of = call.query.get("rank", "0"), call.query.get("of", "1")
+        if not (rank.isdecimal() and of.isdecimal() and len(rank + of) <= 12):
+            raise BadRequest("rank and of are numbers of at most six digits")
+        return await self.trainers.rows(policy, seq, int(rank), int(of))
+
+    async def commit(self, call: Call) -> Done:
+        policy, seq = _batch_id(call.path["batch_id"])
+        await self.trainers.commit(policy, seq, call.body)
+        return Done()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                method="GET",
+                path="/v1/policies/{policy}",
+                handler=self.policy,
+                roles=READERS,
+                summary="Where this policy stands.",
+                response=PolicyState,
+            ),
+            Route(
+                method="POST",
+                path="/v1/policies/{policy}/incarnations",
+                handler=self.incarnate,
+                roles=TRAINERS,
+                summary="Become the one trainer, forking at a checkpoint.",
+                request=IncarnationRequest,
+                response=IncarnationAnswer,
+            ),
+            Route(
+                method="POST",
+                path="/v1/policies/{policy}/versions",
+                handler=self.publish,
+                roles=TRAINERS,
+                summary="Publish a committed version by compare-and-set.",
+                request=PublishRequest,
+                response=Done,
+            ),
+            Route(
+                method="PUT",
+                path="/v1/policies/{policy}/checkpoints",
+                handler=self.checkpoints,
+                roles=TRAINERS,
+                summary="Name the checkpoints that could be restored.",
+                request=CheckpointsRequest,
+                response=Done,
+            ),
+            Route(
+                method="POST",
+                path="/v1/batches",
+                handler=self.batch,
+                roles=TRAINERS,
+                summary="The sealed manifest number seq; held open until it exists.",
+                request=BatchRequest,
+                response=BatchAnswer,
+            ),
+            Route(
+                method="GET",
+                path="/v1/batches/{batch_id}/rows",
+                handler=self.rows,
+                roles=TRAINERS,
+                summary="The rows of one rank.",
+                response=RowsAnswer,
+                query=("rank", "of"),
+            ),
+            Route(
+                method="POST",
+                path="/v1/batches/{batch_id}/commit",
+                handler=self.commit,
+                roles=TRAINERS,
+                summary="This batch is trained, or skipped with a reason.",
+                request=CommitRequest,
+                response=Done,
+            ),
+        ]
+
+
+def _batch_id(text: str) -> tuple[str, int]:
+    policy, _, seq = text.rpartition(".")
+    if not (policy and seq.isdecimal() and len(seq) < 16):
+        raise BadRequest(f"{text[:80]!r} is no batch id; it reads CONSUMER.SEQ")
+    return policy, int(seq)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What trainers ask of home: take over, draw a batch, fetch its rows, commit, publish. No HTTP
+here."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import msgspec
+import structlog
+from blake3 import blake3
+
+from penstock.dataflow.bounds import Bounds
+from penstock.dataflow.consumers import Consumer
+from penstock.dataflow.home import Home
+from penstock.dataflow.messages import Committed, Incarnated, Published
+from penstock.dataflow.process import Process
+from penstock.dataflow.protocol import (
+    BatchAnswer,
+    BatchRequest,
+    CheckpointsRequest,
+    CommitRequest,
+    IncarnationAnswer,
+    IncarnationRequest,
+    PolicyState,
+    PublishRequest,
+    RowPayload,
+    RowsAnswer,
+)
+from penstock.dataflow.records import BatchRecord, CheckpointRecord
+from penstock.dataflow.report.balance import Balance
+from penstock.dataflow.row_payloads import RowPayloads
+from penstock.dataflow.sealing import Sealing
+from penstock.errors import BadRequest, Conflict, NotFound, StoreError
+from penstock.types import Manifest, PolicyName, RowId
+from penstock.wire.codec import decode
+
+log = structlog.get_logger(__name__)
+
+
+class TrainerSide:
+    def __init__(
+        self,
+        process: Process,
+        home: Home,
+        sealing: Sealing,
+        bounds: Bounds,
+        payloads: RowPayloads,
+        balance: Balance,
+        address_of: Callable[[RowId], str | None],
+    ) -> None:
+        self.seen: dict[PolicyName, float] = {}
+        """When each policy's trainer was last heard."""
+        self._process = process
+        self._home = home
+        self._sealing = sealing
+        self._bounds = bounds
+        self._payloads = payloads
+        self._balance = balance
+        self._address_of = address_of
+
+    def policy_state(self, policy: str) -> PolicyState:
+        consumer = self._seen(policy)
+        lineage = consumer.lineage
+        return PolicyState(
+            policy=lineage.policy,
+            incarnation=lineage.incarnation,
+            number=lineage.number,
+            seq=lineage.seq,
+            published=lineage.published,
+            steps=consumer.terms.steps,
+        )
+
+    def _seen(self, policy: str) -> Consumer:
+        consumer = self._home.consumer(policy)
+        self.seen[consumer.terms.policy] = self._process.clock()
+        return consumer
+
+    async def incarnate(self, policy: str, body: IncarnationRequest) -> IncarnationAnswer:
+        consumer = self._seen(policy)
+        now = self._process.clock()
+        record = consumer.lineage.incarnate(
+            expected=body.expected,
+            number=body.number,
+            seq=body.seq,
+            request_id=body.request_id,
+            now=now,
+        )
+        if record.incarnation != consumer.lineage.incarnation:
+            self._require_servable(consumer, body.seq)
+            self._process.journal(record)
+            consumer.lineage.apply_incarnation(record)
+            self._home.tell_all(Incarnated(record=record))
+            self._home.moved(consumer, self._sealed_after(consumer), now)
+            log.info("incarnation", policy=policy, incarnation=record.incarnation, at=record.number)
+        await self._process.repeat()
+        return IncarnationAnswer(incarnation=record.incarnation, steps=consumer.terms.steps)
+
+    def _require_servable(self, consumer: Consumer, seq: int) -> None:
+        oldest = self._home.retention.oldest_servable(consumer.terms.policy)
+        if seq < oldest:
+            raise Conflict(
+                f"batches of {consumer.terms.policy} before {oldest + 1} were let go, so a trainer "
+                f"cannot fork at batch {seq}; restore a younger checkpoint, and name those you "
+                "keep by PUT /v1/policies/{policy}/checkpoints"
+            )
+
+    def _sealed_after(self, consumer: Consumer) -> dict[int, int]:
+        rows = self._process.ledger.tables.rows(
+            "SELECT seq, num_groups - num_replayed FROM batches "
+            "WHERE consumer = :policy AND seq > :seq",
+            policy=consumer.terms.policy,
+            seq=consumer.lineage.seq,
+        )
+        # A batch sealed a moment ago may not be committed to disk yet; memory knows it.
+        return {int(seq): int(groups) for seq, groups in rows} | consumer.sealed
+
+    # --- batches ------------------------------------------------------------------------------
+
+    async def batch(self, body: BatchRequest) -> BatchAnswer:
+        process, consumer = self._process, self._seen(body.consumer)
+        give_up_at = process.hold_until(body.wait_s)
+        key = (f"trainer {body.consumer}", "batch")
+        self._balance.asked(consumer.terms.policy, body.seq, process.clock())
+        try:
+            while True:
+                change = process.changed
+                consumer.lineage.require(body.incarnation)
+                answer = await self._try_batch(consumer, body.seq)
+                if answer.manifest:
+                    self._balance.served(consumer.terms.policy, body.seq, process.clock())
+                if answer.manifest or answer.end or process.clock() >= give_up_at:
+                    # A checkpoint unpins rows: the way out when the disk fills.
+                    is_tight = not self._bounds.may_lease(process.ledger.usage())
+                    return replace(answer, checkpoint_now=is_tight)
+                process.waiting_since.setdefault(key, process.clock())
+                await process.wait_for(change, give_up_at)
+        finally:
+            process.waiting_since.pop(key, None)
+
+    async def _try_batch(self, consumer: Consumer, seq: int) -> BatchAnswer:
+        if seq <= consumer.last_sealed:
+            return _serve(await self._sealed(consumer, seq))
+        if self._home.has_ended(consumer):
+            return BatchAnswer(manifest=None, end=True)
+        record = self._sealing.seal(consumer, seq, self._process.clock())
+        await self._process.settle()
+        return BatchAnswer(manifest=None) if record is None else _serve(record)
+
+    async def _sealed(self, consumer: Consumer, seq: int) -> BatchRecord:
+        newest = consumer.newest_batch
+        if newest is not None and newest.seq == seq:
+            await self._process.ledger.flush()
+            return newest
+        where = "consumer = :policy AND seq = :seq"
+        tables = self._process.ledger.tables
+        found = tables.read(BatchRecord, where, policy=consumer.terms.policy, seq=seq)
+        if not found:
+            raise NotFound(f"batch {consumer.terms.policy}.{seq} does not exist")
+        return found[0]
+
+    async def rows(self, policy: str, seq: int, rank: int, of: int) -> RowsAnswer:
+        consumer = self._seen(policy)
+        if not 0 <= rank < of:
+            raise BadRequest(f"rank {rank} of {of}; ranks count from 0")
+        if not 0 < seq <= consumer.last_sealed:
+            raise NotFound(f"batch {policy}.{seq} is not sealed yet")
+        record = await self._sealed(consumer, seq)
+        manifest = decode(record.manifest, Manifest)
+        row_ids = [row.row_id for row in manifest.rows][rank::of]
+        places = {row_id: self._address_of(row_id) for row_id in row_ids}
+        near = [row_id for row_id in row_ids if places[row_id] == ""]
+        columns = sorted({name for row in manifest.rows for name in row.columns})
+        rows = await asyncio.to_thread(self._payloads.read, near, columns)
+        found = {row.row_id: row for row in rows}
+        return RowsAnswer(
+            columns=tuple(columns),
+            rows=tuple(
+                found.get(row_id)
+                or RowPayload(row_id=row_id, payload=None, at=places[row_id] or "")
+                for row_id in row_ids
+            ),
+        )
+
+    async def commit(self, policy: str, seq: int, body: CommitRequest) -> None:
+        consumer = self._seen(policy)
+        if seq > consumer.last_sealed:
+            raise Conflict(f"batch {policy}.{seq} was never sealed")
+        now = self._process.clock()
+        record = consumer.lineage.commit(
+            seq=seq,
+            incarnation=body.incarnation,
+            number=body.number,
+            skipped=body.skipped,
+            stats=msgspec.json.encode(_finite(body.stats)).decode(),
+            now=now,
+        )
+        if seq > consumer.lineage.seq:
+            self._process.journal(record)
+            consumer.lineage.apply_commit(record)
+            self._home.tell_all(Committed(record=record))
+            self._home.moved(consumer, consumer.sealed, now)
+        await self._process.repeat()
+
+    # --- versions and checkpoints -------------------------------------------------------------
+
+    async def publish(self, policy: str, body: PublishRequest) -> None:
+        consumer = self._seen(policy)
+        record = consumer.lineage.publish(
+            incarnation=body.incarnation,
+            number=body.number,
+            manifest_digest=body.manifest_digest,
+            weights_digest=body.weights_digest,
+            now=self._process.clock(),
+        )
+        if not consumer.lineage.has(record.incarnation, record.number):
+            self._process.journal(record)
+            consumer.lineage.apply_version(record)
+            self._home.tell_all(Published(record=record))
+        await self._process.repeat()
+
+    async def checkpoints(self, policy: str, body: CheckpointsRequest) -> None:
+        consumer = self._seen(policy)
+        consumer.lineage.require(body.incarnation)
+        now, policy_name = self._process.clock(), consumer.terms.policy
+        self._process.journal(
+            CheckpointRecord(
+                policy=policy_name,
+                incarnation=body.incarnation,
+                retained=msgspec.json.encode(body.retained).decode(),
+                at=now,
+            )
+        )
+        oldest = min((seq for _, seq in body.retained), default=None)
+        self._home.free(self._home.retention.retained(policy_name, oldest), now)
+        await self._process.settle()
+
+
+def _serve(record: BatchRecord) -> BatchAnswer:
+    if blake3(record.manifest).hexdigest() != record.digest:
+        name = f"{record.consumer}.{record.seq}"
+        raise StoreError(f"the manifest of batch {name} is damaged; restore the ledger from a copy")
+    return BatchAnswer(manifest=decode(record.manifest, Manifest), digest=record.digest)
+
+
+def _finite(stats: Mapping[str, float]) -> dict[str, float]:
+    """JSON has no word for NaN; what is not a number is left out."""
+    return {name: value for name, value in stats.items() if math.isfinite(value)}

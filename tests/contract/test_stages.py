@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages between nodes and a trainer, over real HTTP: columns flow row by row, a killed worker's
+rows come back, and a scorer that is dead for ever closes its groups by deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+from tests.contract.running import (
+    POLICY,
+    Running,
+    SmallTrainer,
+    dataflow,
+    small_config,
+    trajectory,
+)
+
+from penstock.config import RunConfig, StageConfig
+from penstock.dataflow.client import NodeClient
+from penstock.dataflow.protocol import (
+    BatchRequest,
+    Delivery,
+    DeliveryRequest,
+    DeliveryStatus,
+    Heartbeat,
+    LeaseRequest,
+    LiveVersion,
+    NodeState,
+    Register,
+)
+from penstock.dataflow.rows_client import RowsClient
+from penstock.dataflow.takes import On
+from penstock.types import NodeId, Trajectory
+from penstock.wire.auth import Role
+from penstock.wire.codec import decode, encode
+
+NODE = NodeId("n0")
+LIVE = LiveVersion(policy=POLICY, incarnation=1, number=0)
+REWARD = StageConfig(name="reward", reads=("turns",), writes=("reward",), ttl_s=1.0)
+REFERENCE = StageConfig(
+    name="reference", reads=("turns", "reward"), writes=("reference_logprobs",), on="admitted"
+)
+
+
+def staged(config: RunConfig, *stages: StageConfig, closing: str = "complete") -> RunConfig:
+    flow = config.dataflow.model_copy(update={"stages": stages})
+    return config.model_copy(update={"dataflow": flow, "reward": None})
+
+
+CONFIG = staged(small_config(groups_per_batch=2, num_generations=2, steps=3), REWARD, REFERENCE)
+
+
+def unscored(delivery: Delivery, extra: int = 0) -> Delivery:
+    record = decode(delivery.payload, Trajectory)
+    outcome = replace(record.outcome, detail="x" * extra)
+    return Delivery(
+        row_id=delivery.row_id, payload=encode(replace(record, reward=None, outcome=outcome))
+    )
+
+
+async def roll_out(running: Running, *, num_slots: int, extra: int = 0) -> int:
+    """Lease and deliver so many slots; how many there were."""
+    client = NodeClient(running.url, running.token(Role.ROLLOUT))
+    session = uuid.uuid4().hex
+    try:
+        await client.register(Register(node_id=NODE, session=session, capacity=64, policies=()))
+        beat = Heartbeat(session=session, state=NodeState.LIVE, live=(LIVE,))
+        await client.heartbeat(NODE, beat)
+        request = LeaseRequest(
+            request_id=uuid.uuid4().hex,
+            node_id=NODE,
+            session=session,
+            max_slots=num_slots,
+            wait_s=15.0,
+            live=(LIVE,),
+        )
+        grants = (await client.lease(request)).grants
+        deliveries = tuple(unscored(trajectory(g, NODE, LIVE), extra) for g in grants)
+        body = DeliveryRequest(node_id=NODE, session=session, deliveries=deliveries)
+        answer = await client.deliver(body)
+        assert all(result.status is DeliveryStatus.STORED for result in answer.results)
+        return len(grants)
+    finally:
+        await client.close()
+
+
+async def score(running: Running, stage: StageConfig, count: int) -> None:
+    """One worker of this stage, for so many rows."""
+    async with RowsClient(running.url, running.token(Role.STAGE)) as client:
+        reader = await client.reader(
+            stage.name,
+            reads=stage.reads,
+            writes=stage.writes,
+            on=On(stage.on),
+            deadline_s=stage.deadline_s,
+            ttl_s=stage.ttl_s,
+            max_attempts=stage.max_attempts,
+        )
+        done = 0
+        async for row in reader.stream():
+            if stage is REFERENCE:
+                await row.write(reference_logprobs=b"\x00" * 8)
+            else:
+                await row.write(reward=float(done % 2))
+            done += 1
+            if done >= count:
+                break
+
+
+def batch(trainer: SmallTrainer, seq: int, wait_s: float = 15.0) -> bool:
+    request = BatchRequest(consumer=POLICY, seq=seq, incarnation=1, wait_s=wait_s)
+    return trainer.client.batch(request).manifest is not None
+
+
+async def with_workers(running: Running, num_slots: int, **options: int) -> None:
+    """Workers ask first: a policy whose stage nobody serves gets no work."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(score(running, REWARD, num_slots))
+        tasks.create_task(score(running, REFERENCE, num_slots))
+        await asyncio.sleep(1.2)
+        rolled = await roll_out(running, num_slots=num_slots, **options)
+        assert rolled == num_slots
+
+
+def test_columns_of_two_stages_reach_the_trainer(tmp_path: Path) -> None:
+    with dataflow(tmp_path, CONFIG) as running:
+        trainer = SmallTrainer(running)
+        asyncio.run(with_workers(running, 4))
+        assert batch(trainer, 1)
+        answer = trainer.client.batch(BatchRequest(consumer=POLICY, seq=1, incarnation=1))
+        assert answer.manifest is not None
+        rows = list(answer.manifest.rows)
+        assert sorted(row.score for row in rows) == [0.0, 0.0, 1.0, 1.0]
+        assert all(row.columns.keys() == {"reference_logprobs"} for row in rows)
+        fetched = trainer.client.rows(POLICY, 1).rows
+        assert all(row.columns == {"reference_logprobs": b"\x00" * 8} for row in fetched)
+
+
+def test_nothing_starts_while_a_required_stage_has_no_worker(tmp_path: Path) -> None:
+    with dataflow(tmp_path, CONFIG) as running:
+        SmallTrainer(running)
+        time.sleep(1.2)
+        status = running.reader().status()
+        assert status.policies[0].issued == 0 and status.policies[0].room == 0
+        asyncio.run(with_workers(running, 4))
+
+
+def test_large_trajectories_go_ahead_as_blobs(tmp_path: Path) -> None:
+    with dataflow(tmp_path, CONFIG) as running:
+        trainer = SmallTrainer(running)
+        asyncio.run(with_workers(running, 4, extra=2 << 20))
+        assert batch(trainer, 1)
+        fetched = trainer.client.rows(POLICY, 1).rows
+        assert all(row.payload and len(row.payload) > 2 << 20 for row in fetched)
+        assert len([*(tmp_path / "ledger" / "blobs").glob("??/*")]) == 4
+
+
+def test_rows_of_a_killed_worker_come_back(tmp_path: Path) -> None:
+    async def die_holding_rows(running: Running) -> None:
+        async with RowsClient(running.url, running.token(Role.STAGE)) as client:
+            reader = await client.reader(
+                REWARD.name,
+                reads=REWARD.reads,
+                writes=REWARD.writes,
+                deadline_s=REWARD.deadline_s,
+                ttl_s=REWARD.ttl_s,
+                max_attempts=REWARD.max_attempts,
+            )
+            async for _ in reader.stream():
+                return
+
+    async def scenario(running: Running) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(score(running, REFERENCE, 4))
+            dying = tasks.create_task(die_holding_rows(running))
+            await asyncio.sleep(1.2)
+            await roll_out(running, num_slots=4)
+            await dying
+            await score(running, REWARD, 4)
+
+    with dataflow(tmp_path, CONFIG) as running:
+        trainer = SmallTrainer(running)
+        asyncio.run(scenario(running))
+        assert batch(trainer, 1)
+
+
+def test_a_scorer_dead_for_ever_closes_its_groups_by_deadline(tmp_path: Path) -> None:
+    dead = REFERENCE.model_copy(update={"deadline_s": 1.0})
+    config = staged(small_config(groups_per_batch=2, num_generations=2, steps=3), REWARD, dead)
+
+    async def scenario(running: Running) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(score(running, REWARD, 4))
+            idle = tasks.create_task(score(running, dead, 10**9))
+            await asyncio.sleep(1.2)
+            idle.cancel()  # it was there, so work started; now it is gone for good
+            await roll_out(running, num_slots=4)
+
+    with dataflow(tmp_path, config) as running:
+        trainer = SmallTrainer(running)
+        asyncio.run(scenario(running))
+        give_up_at = time.monotonic() + 20
+        wasted: dict[str, int] = {}
+        while "column_failed" not in wasted:
+            assert time.monotonic() < give_up_at, f"groups are still open; wasted so far {wasted}"
+            wasted = running.reader().status().wasted_tokens
+            time.sleep(0.1)
+        assert not batch(trainer, 1, wait_s=0.0)
+        assert wasted["column_failed"] == 8

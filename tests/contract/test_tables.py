@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every store of a ledger's records promises: SQLite and a real PostgreSQL server."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Generator
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy.exc import DBAPIError, ResourceClosedError
+
+from penstock.dataflow.records import (
+    BatchRecord,
+    ColumnRecord,
+    Erasure,
+    FateRecord,
+    FateState,
+    MetaRecord,
+    NodeRecord,
+    RowRecord,
+    SourceRecord,
+)
+from penstock.dataflow.tables import METADATA, ColumnMove, RowMove, Tables, open_tables
+from penstock.errors import StoreError
+from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId
+
+Open = Callable[[], Tables]
+_names = itertools.count()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    """Opens the same ledger's tables, again and again."""
+    if request.param == "sqlite":
+        return lambda: open_tables(tmp_path)
+    url: str = request.getfixturevalue("postgres_url")
+    name = f'run "{next(_names)}" \\ ü'
+    return lambda: open_tables(tmp_path, url, name=name)
+
+
+@pytest.fixture
+def tables(open_store: Open) -> Generator[Tables]:
+    opened = open_store()
+    yield opened
+    opened.close()
+
+
+def row(number: int, **changes: Any) -> RowRecord:
+    record = RowRecord(
+        row_id=RowId(f"g{number}.0.1"),
+        group_id=GroupId(f"g{number}"),
+        slot=0,
+        epoch=1,
+        node_id=NodeId("n"),
+        digest="d",
+        segment=1,
+        offset=number * 100,
+        length=100,
+        outcome=OutcomeKind.COMPLETED,
+        reward=0.5,
+        sampled="{}",
+        versions="{}",
+        delivered_at=1.25,
+    )
+    return replace(record, **changes)
+
+
+def by_id(tables: Tables) -> list[RowRecord]:
+    return sorted(tables.read(RowRecord), key=lambda record: record.offset)
+
+
+ODD_TEXTS = [
+    "",
+    "NULL",
+    "null",
+    "a,b",
+    "{x}",
+    "NaN",
+    "\\x00",
+    "'",
+    '"',
+    "\\",
+    '\\"',
+    "%s",
+    ":x",
+    "é\n\t🙂",
+    " ",
+]
+
+
+def test_every_value_comes_back_as_it_went_in(tables: Tables) -> None:
+    rows = [row(n, digest=text, node_id=NodeId(text)) for n, text in enumerate(ODD_TEXTS)]
+    rows += [
+        row(100, reward=None),
+        row(101, reward=-1e-300, length=2**62),
+        row(102, reward=math.inf, delivered_at=1e300),
+        row(103, outcome=OutcomeKind.FAILED, reward=-math.inf),
+    ]
+    tables.commit(rows)
+    assert by_id(tables) == rows
+    node = NodeRecord(
+        node_id=NodeId("n"), session="s", capacity=1, policies="[]", tags="{}", left=True, at=0.1
+    )
+    tables.commit([node])
+    assert tables.read(NodeRecord, '"left"') == [node]
+    assert tables.read(NodeRecord, 'NOT "left"') == []
+
+
+def test_bytes_come_back_exactly(tables: Tables) -> None:
+    batches = [
+        BatchRecord(
+            consumer=PolicyName("p"),
+            seq=seq,
+            incarnation=1,
+            trains_from=0,
+            num_groups=1,
+            num_rows=1,
+            digest="",
+            manifest=manifest,
+            reward_mean=0.1 + 0.2,
+            staleness_mean=0.0,
+            staleness_max=0,
+            sealed_at=0.0,
+        )
+        for seq, manifest in enumerate([b"", bytes(range(256)) * 9, b"\\x00", b"{}"])
+    ]
+    tables.commit(batches)
+    assert sorted(tables.read(BatchRecord), key=lambda record: record.seq) == batches
+
+
+def test_the_last_of_a_key_stands_in_one_commit_and_over_many(tables: Tables) -> None:
+    tables.commit([SourceRecord(name="a", next_ordinal=n) for n in range(5)])
+    tables.commit([row(n) for n in range(3000)])
+    tables.commit([row(n, digest="new") for n in range(0, 3000, 2)])
+    assert tables.read(SourceRecord) == [SourceRecord(name="a", next_ordinal=4)]
+    assert [r.digest for r in by_id(tables)] == ["new", "d"] * 1500
+
+
+def test_a_commit_is_whole_or_not_at_all(tables: Tables) -> None:
+    tables.commit([MetaRecord(key="k", value="before")])
+    broken = Erasure(kind=RowRecord, where="no_such_column = 1", values={})
+    with pytest.raises(DBAPIError):
+        tables.commit([MetaRecord(key="k", value="after"), row(1), broken])
+    assert tables.read(MetaRecord) == [MetaRecord(key="k", value="before")]
+    assert tables.read(RowRecord) == []
+    tables.commit([row(2)])
+    assert tables.read(RowRecord) == [row(2)]
+
+
+def test_conditions_with_values_and_lists(tables: Tables) -> None:
+    tables.commit([row(n) for n in range(600)])
+    ids = [f"g{n}.0.1" for n in range(0, 600, 2)]
+    found = tables.read(RowRecord, 'row_id IN :ids AND "offset" < :below', ids=ids, below=1000)
+    assert sorted(r.offset for r in found) == [0, 200, 400, 600, 800]
+    assert tables.scalar("SELECT count(*) FROM rows WHERE row_id IN :ids", ids=ids) == 300
+    assert tables.rows("SELECT sum(length) FROM rows WHERE slot = :slot", slot=0) == [(60_000,)]
+    assert tables.scalar("SELECT max(slot) FROM rows WHERE row_id = 'none'") is None
+
+
+def test_erasures_follow_what_the_same_commit_wrote(tables: Tables) -> None:
+    erase = Erasure(kind=RowRecord, where="row_id = :key", values={"key": "g1.0.1"})
+    tables.commit([row(0), row(1), row(2)])
+    tables.commit([row(3), erase])
+    assert [r.offset for r in by_id(tables)] == [0, 200, 300]
+
+
+def test_a_move_changes_only_what_stands_where_it_stood(tables: Tables) -> None:
+    column = ColumnRecord(
+        space="s",
+        row_id=RowId("k"),
+        name="c",
+        failed="",
+        value=None,
+        digest="",
+        segment=3,
+        offset=7,
+        length=9,
+        writer="",
+        at=0.0,
+    )
+    tables.commit([row(0), row(1), column])
+
+    def moved(number: int, offset: int) -> RowMove:
+        return RowMove(
+            row_id=row(number).row_id, segment=1, offset=offset, to_segment=9, to_offset=11
+        )
+
+    tables.commit([moved(0, 0), moved(1, 99), moved(2, 200)])
+    assert tables.read(RowRecord, "segment = 9") == [row(0, segment=9, offset=11)]
+    assert tables.read(RowRecord, "segment = 1") == [row(1)]
+    move = ColumnMove(
+        space="s",
+        row_id=RowId("k"),
+        name="c",
+        segment=3,
+        offset=7,
+        to_segment=4,
+        to_offset=0,
+    )
+    tables.commit([move])
+    assert tables.read(ColumnRecord) == [replace(column, segment=4, offset=0)]
+
+
+def test_what_is_committed_is_there_after_a_restart(open_store: Open) -> None:
+    for life in range(3):
+        tables = open_store()
+        assert len(tables.read(RowRecord)) == life
+        tables.commit([row(life)])
+        tables.close()
+
+
+def test_columns_that_are_missing_are_added_with_their_defaults(open_store: Open) -> None:
+    """As a ledger of an older format lacks them; the rules of defaults are those of the records."""
+    tables = open_store()
+    fate = FateRecord(
+        consumer=PolicyName("p"),
+        group_id=GroupId("g"),
+        state=FateState.ADMITTED,
+        reason="",
+        rule="r",
+        seq=0,
+        tokens=1,
+        at=0.0,
+    )
+    tables.commit([row(0), fate])
+    later = [(FateRecord, fields(FateRecord)), (RowRecord, fields(RowRecord))]
+    missing = [
+        (kind.TABLE, field.name)
+        for kind, found in later
+        for field in found
+        if field.default is not MISSING
+    ]
+    assert len(missing) >= 4
+    missing += [("fates", "checksum"), ("rows", "checksum")]
+    for table in (METADATA.tables["fates"], METADATA.tables["rows"]):
+        for index in table.indexes:
+            with contextlib.suppress(ResourceClosedError):
+                tables.rows(f'DROP INDEX "{index.name}"')
+    for table, column in missing:
+        with contextlib.suppress(ResourceClosedError):  # it answers without rows
+            tables.rows(f'ALTER TABLE {table} DROP COLUMN "{column}"')
+    tables.close()
+    tables = open_store()
+    assert tables.read(RowRecord) == [row(0)] and tables.read(FateRecord) == [fate]
+    tables.commit([row(1)])
+    tables.close()
+
+
+@pytest.mark.postgres
+def test_a_second_writer_is_refused_by_name(postgres_url: str, tmp_path: Path) -> None:
+    first = open_tables(tmp_path, postgres_url, name="locked")
+    with pytest.raises(StoreError, match=r"ledger locked .* only one may write"):
+        open_tables(tmp_path, postgres_url, name="locked")
+    other = open_tables(tmp_path, postgres_url, name="another")
+    other.commit([row(1)])
+    assert first.read(RowRecord) == [], "ledgers in one database know nothing of each other"
+    other.close()
+    first.close()
+    open_tables(tmp_path, postgres_url, name="locked").close()
+
+
+@pytest.mark.postgres
+def test_a_writer_that_lost_its_connection_never_commits_again(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    """Its lock went with the connection, and a successor may write by now."""
+    first = open_tables(tmp_path, postgres_url, name="lost")
+    first.commit([row(0)])
+    [(pid,)] = first.rows(
+        "SELECT pid FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE locktype = 'advisory' "
+        "AND backend_start = (SELECT max(backend_start) FROM pg_stat_activity JOIN pg_locks "
+        "USING (pid) WHERE locktype = 'advisory')"
+    )
+    first.rows("SELECT pg_terminate_backend(:pid, 5000)", pid=pid)
+    successor = open_tables(tmp_path, postgres_url, name="lost")
+    for _ in range(3):
+        with pytest.raises((DBAPIError, StoreError)):
+            first.commit([row(1)])
+    assert successor.read(RowRecord) == [row(0)]
+    first.close()
+    successor.close()
+
+
+@pytest.mark.postgres
+def test_a_server_that_cannot_be_reached_is_named_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"PostgreSQL at 127\.0\.0\.1/z cannot be reached") as told:
+        open_tables(tmp_path, "postgresql://me:secret@127.0.0.1:1/z")
+    assert "secret" not in str(told.value)
+
+
+@pytest.mark.postgres
+def test_a_commit_waits_for_the_disk(postgres_url: str, tmp_path: Path) -> None:
+    tables = open_tables(tmp_path, postgres_url, name="durable")
+    assert tables.scalar("SHOW fsync") == tables.scalar("SHOW synchronous_commit") == "on"
+    tables.close()

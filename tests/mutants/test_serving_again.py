@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sealed batch is served again as it was sealed, however old its rows have become."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from pathlib import Path
+
+from blake3 import blake3
+from tests.chaos.history import History
+from tests.chaos.load import BadNode
+from tests.contract.running import POLICY, SmallTrainer, dataflow, small_config
+
+from penstock.dataflow.protocol import BatchRequest
+from penstock.dataflow.spread_client import SpreadClient
+from penstock.wire.auth import Role
+from penstock.wire.codec import encode
+
+STEPS = 5
+"""So many that rows of the first batches are older than the bound lets a new batch have."""
+
+
+async def test_an_old_batch_is_not_judged_anew(tmp_path: Path) -> None:
+    config = small_config(steps=STEPS + 1)
+    assert config.training.max_staleness < STEPS - 1
+    with dataflow(tmp_path, config) as running, History(tmp_path / "history.jsonl") as history:
+        trainer = await asyncio.to_thread(SmallTrainer, running)
+        client = SpreadClient(running.url, running.token(Role.ROLLOUT))
+        node = asyncio.create_task(BadNode("n0", client, history, random.Random(0)).run())
+        while trainer.seq < STEPS:
+            await asyncio.to_thread(trainer.step)
+        for seq in range(1, STEPS + 1):
+            request = BatchRequest(consumer=POLICY, seq=seq, incarnation=trainer.incarnation)
+            answer = await asyncio.to_thread(trainer.client.batch, request)
+            assert answer.manifest is not None and len(answer.manifest.groups) == 2
+            assert blake3(encode(answer.manifest)).hexdigest() == answer.digest
+        node.cancel()
+        with suppress(asyncio.CancelledError):
+            await node
+        await client.close()

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole run under virtual time: processes, nodes, trainers, stages, and blows that fall on them;
+then a kind world in which the run must get on.
+
+`run(seed)` is the whole of it; the same seed gives the same events.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from tests.sim import memory
+from tests.sim.blows import Blows
+from tests.sim.disk import Disk
+from tests.sim.engine import Actor, Call, Command, Engine, Network, Sleep, Task
+from tests.sim.laws import Laws
+from tests.sim.machines import HomeMachine, Machine, PartitionMachine
+from tests.sim.nodes import Node
+from tests.sim.plans import Plan, draw_plan
+from tests.sim.slot_laws import require
+from tests.sim.stages import Stages
+from tests.sim.trainers import Trainer
+
+from penstock.dataflow.records import RowRecord
+from penstock.errors import WireError
+
+MAX_EVENTS = 200_000
+CALM_S = 240.0
+"""Virtual seconds within which a kind world must see progress; a few times the longest timer."""
+END_S = 600.0
+"""And within which a run of bounded length must end."""
+MORE_BATCHES = 3
+LOOK_EVENTS = 16
+"""Between two looks at what must hold of all processes together."""
+
+
+class Simulation:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.engine = engine = Engine(plan.seed)
+        self.laws = laws = Laws(plan)
+        self.network = Network(engine)
+        home_disk = Disk(engine, "home", laws.watch)
+        laws.disks["home"] = home_disk
+        if plan.has_partition:
+            laws.disks["p0"] = home_disk
+        self.home = HomeMachine(engine, plan, home_disk, name="home", check=self._check)
+        self.machines: list[Machine] = [self.home]
+        for index in plan.partitions:
+            disk = laws.disks[f"p{index}"] = Disk(engine, f"p{index}", laws.watch)
+            partition = PartitionMachine(
+                index, engine=engine, plan=plan, disk=disk, name=f"p{index}", check=self._check
+            )
+            self.machines.append(partition)
+        serving = [m for m in self.machines if m is not self.home or plan.has_partition]
+        self.nodes = [
+            Node(engine, self.network, plan, laws, serving, f"n{i}") for i in range(plan.num_nodes)
+        ]
+        self.trainers = [
+            Trainer(engine, self.network, plan, laws, self.home, policy) for policy in plan.policies
+        ]
+        self.stages = Stages(engine, plan, serving)
+        self.is_calm = False
+        self._believed: dict[str, memory.Facts] = {}
+        self._num_open = 0
+        for machine in self.machines:
+            machine.before_death = self._remember
+            machine.after_birth = self._recall
+
+    # --- laws -------------------------------------------------------------------------------------
+
+    def _check(self, machine: Machine) -> None:
+        if isinstance(machine, HomeMachine):
+            memory.check_room(machine, self._num_open)
+            self._num_open = len(machine.home.open)
+        if machine.disk.is_quiet:
+            memory.check(self.laws, machine)
+
+    def _remember(self, machine: Machine) -> None:
+        self._believed.pop(machine.name, None)
+        if machine.disk.is_quiet:
+            self._believed[machine.name] = memory.facts(machine)
+            if machine is self.home:
+                self.laws.free()
+
+    def _recall(self, machine: Machine) -> None:
+        before = self._believed.pop(machine.name, None)
+        self.laws.lives = self.home.life
+        if before is not None and not memory.has_acted(machine):
+            memory.compare(before, memory.facts(machine), machine.name)
+        self._num_open = len(self.home.home.open) if self.home.is_up else 0
+
+    # --- a run ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        for machine in self.machines:
+            machine.start()
+            if isinstance(machine, PartitionMachine):
+                Task(self.engine, self.network, self._exchange(machine))
+        for trainer in self.trainers:
+            trainer.start()
+        for node in self.nodes:
+            node.start()
+        self.stages.begin()
+
+    def run(self) -> None:
+        faults = self.plan.faults
+        self.network.loss, self.network.repeats = faults.loss, faults.repeats
+        self.network.slow = faults.slow
+        self.begin()
+        Blows(self).begin()
+        self.advance(lambda: self.engine.now > self.plan.fault_s, MAX_EVENTS)
+        self.calm()
+        self.require_progress()
+
+    def advance(self, is_over: Callable[[], bool], max_events: int = MAX_EVENTS) -> bool:
+        """Until something holds; the law that nothing vanishes is read every few events."""
+        for count in range(max_events):
+            if count % LOOK_EVENTS == 0:
+                self.laws.conserve()
+                if is_over():
+                    return True
+            if not self.engine.step():
+                return False
+        return False
+
+    def calm(self) -> None:
+        """No fault from here on; who was dead for ever stays dead."""
+        self.engine.note("the world is kind")
+        self.is_calm = True
+        self.network.loss = self.network.repeats = self.network.slow = 0.0
+        self.network.cut = None
+        for machine in self.machines:
+            machine.disk.fails_next, machine.disk.slow_s = False, 0.0
+            machine.start()
+        for trainer in self.trainers:
+            if trainer.is_idle and not trainer.has_ended:
+                trainer.start()
+
+    def require_progress(self) -> None:
+        """Every policy goes on or ends, what was open ends, every link drains (G7)."""
+        laws, home = self.laws, self.home
+        seqs = {policy: branch.seq for policy, branch in laws.branches.items()}
+        opened = [*laws.open_issued]
+        sent = {link: len(bodies) for link, bodies in laws.bodies.items()}
+
+        def missing() -> list[str]:
+            found = [
+                f"{policy} committed {branch.seq - seqs[policy]} more batches"
+                for policy, branch in laws.branches.items()
+                if branch.seq < seqs[policy] + MORE_BATCHES
+                and not home.home.has_ended(home.home.consumers[policy])
+            ]
+            found += [f"{group} is open" for group in opened if group in laws.open_issued]
+            found += [
+                f"{link} has {sent[link] - laws.received[link]} messages to take"
+                for link in sent
+                if laws.received[link] < sent[link]
+            ]
+            return found
+
+        until = self.engine.now + CALM_S
+        self.advance(lambda: self.engine.now > until or not missing())
+        require(not missing(), f"no progress in a kind world: {'; '.join(missing()[:6])}")
+        if self.plan.ends:
+            self._require_end()
+        laws.conserve()
+        self.advance(lambda: home.disk.is_quiet)
+        laws.free()
+        self.require_all_kept()
+
+    def _require_end(self) -> None:
+        """Steps or tasks are bounded: the run ends, and then nothing is open or on its way."""
+        laws, home = self.laws, self.home
+
+        def missing() -> list[str]:
+            found = [f"{group} is open" for group in laws.open_issued]
+            found += [
+                f"{link} has messages to take"
+                for link, bodies in laws.bodies.items()
+                if laws.received[link] < len(bodies)
+            ]
+            found += [f"{p} keeps {[*kept]}" for p, kept in laws.admitted.items() if kept]
+            return found if home.home.is_finished else ["the run goes on", *found]
+
+        until = self.engine.now + END_S
+        self.advance(lambda: self.engine.now > until or not missing())
+        require(not missing(), f"the run does not end: {'; '.join(missing()[:6])}")
+
+    def require_all_kept(self) -> None:
+        """What was acknowledged is in the tables that the next life will read."""
+        for row_id, digest in self.laws.acked.items():
+            found = self.laws.disk_of(_group_of(row_id)).of(RowRecord).get((row_id,))
+            require(found is not None and found.digest == digest, f"row {row_id} is lost")
+        for machine in self.machines:
+            rows = machine.disk.tables.rows("SELECT row_id, digest FROM rows")
+            kept = {(r.row_id, r.digest) for r in machine.disk.of(RowRecord).values()}
+            require(kept == {tuple(row) for row in rows}, f"tables of {machine.name} differ")
+
+    def close(self) -> None:
+        for machine in self.machines:
+            machine.disk.close()
+
+    # --- links ------------------------------------------------------------------------------------
+
+    def _exchange(self, partition: PartitionMachine) -> Actor:
+        """What a partition's process does all its lives: push and pull, again and again."""
+        while True:
+            yield Sleep(seconds=self.engine.between(0.2, 0.6))
+            if not partition.is_up:
+                continue
+            life = partition.life
+            asked: list[Any] = []
+            partition.handle(
+                "",
+                Command(run=lambda p, now: (p.link.num_received, p.link.unacknowledged(0))),
+                asked.append,
+            )
+            while not asked and partition.is_up and partition.life == life:
+                yield Sleep(seconds=0.05)
+            if not asked:
+                continue
+            received, messages = asked[0]
+            answer = yield Call(
+                target=self.home,
+                name=f"{partition.name} exchange",
+                command=self._offer(partition.index, received, messages),
+                tries=2,
+            )
+            if answer is None or isinstance(answer, WireError):
+                continue
+            partition.handle(f"{partition.name} takes", self._take(partition, answer), _ignore)
+
+    def _jumbled(self, messages: Any) -> Any:
+        """Of one call's messages some may be lost, and others overtake."""
+        kept = [message for message in messages if not self.engine.chance(self.network.loss)]
+        if self.engine.chance(self.network.slow):
+            self.engine.rng.shuffle(kept)
+        return tuple(kept)
+
+    def _offer(self, index: int, received: int, messages: Any) -> Command:
+        messages = self._jumbled(messages)
+
+        def run(home: HomeMachine, now: float) -> Any:
+            for message in messages:
+                self.laws.takes(f"p{index}>home", message.number, message.body)
+            return home.exchange(index, received, messages, now)
+
+        return Command(run=run)
+
+    def _take(self, partition: PartitionMachine, answer: Any) -> Command:
+        received, messages = answer[0], self._jumbled(answer[1])
+
+        def run(machine: PartitionMachine, now: float) -> Any:
+            for message in messages:
+                self.laws.takes(f"home>p{machine.index}", message.number, message.body)
+            return machine.take(received, messages, now)
+
+        return Command(run=run)
+
+
+def _ignore(answer: Any) -> None:
+    return None
+
+
+def _group_of(row_id: str) -> Any:
+    return row_id.partition(".")[0]
+
+
+def run(seed: int, plan: Plan | None = None) -> Simulation:
+    """The whole history of a seed. Its last events are printed when a law is broken, and all of
+    them when PENSTOCK_SIM_SEED names it."""
+    simulation = Simulation(plan or draw_plan(seed))
+    log = simulation.engine.log
+    is_wanted = os.environ.get("PENSTOCK_SIM_SEED") == str(seed)
+    try:
+        simulation.run()
+    except BaseException:
+        print("\n".join([f"seed {seed}: {simulation.plan}", *(() if is_wanted else log[-60:])]))
+        raise
+    finally:
+        if is_wanted:
+            print("\n".join(log))
+        simulation.close()
+    return simulation

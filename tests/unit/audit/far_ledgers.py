@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ledgers of a run with a second partition: the real services in this process, each over its
+own folder, joined by their link without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.unit.audit.ledgers import FakeNode, Run, always_completed, small_config
+
+from penstock.config import RunConfig
+from penstock.dataflow.build import build_partition, partition_folder
+from penstock.dataflow.home import Shard
+from penstock.dataflow.partition_side import PartitionSide
+from penstock.dataflow.protocol import (
+    CheckpointsRequest,
+    Done,
+    LinkPull,
+    LinkPulled,
+    LinkPush,
+    LinkPushed,
+    PartitionJoin,
+)
+from penstock.types import NodeId
+
+
+class Line:
+    """Home as a partition calls it. Once cut, no answer arrives any more in either direction."""
+
+    def __init__(self, side: PartitionSide) -> None:
+        self._side = side
+        self._cut = asyncio.Event()
+
+    def cut(self) -> None:
+        self._cut.set()
+
+    async def join(self, index: int, body: PartitionJoin) -> Done:
+        return await self._side.join(index, body)
+
+    async def push(self, index: int, body: LinkPush) -> LinkPushed:
+        await self._hang_if_cut()
+        return await self._side.push(index, body)
+
+    async def pull(self, index: int, body: LinkPull) -> LinkPulled:
+        answer = await self._side.pull(index, body)
+        await self._hang_if_cut()
+        return answer
+
+    async def close(self) -> None: ...
+
+    async def _hang_if_cut(self) -> None:
+        if self._cut.is_set():
+            await asyncio.Event().wait()
+
+
+class FarRun(Run):
+    """As Run, with partition 1 beside home's own and a node that serves it."""
+
+    def __init__(self, run_dir: Path, config: RunConfig) -> None:
+        super().__init__(run_dir, config, choose=always_completed)
+        self.line = Line(self.service.partitions)
+        folder = partition_folder(run_dir / "ledger", 1)
+        self.far = build_partition(config, folder, 1, self.line, url="http://127.0.0.1:1")
+        self.far_node = FakeNode(self.far, run_dir, NodeId("node-far"), always_completed)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self.trainer.incarnate(0, 0)
+        self._task = asyncio.create_task(self.far.run())
+        await self._until(lambda: 1 in self.service.home.shards)
+        for node in self.nodes:
+            await node.join()
+        await self.exchange()
+        await self.far_node.join()
+
+    async def exchange(self) -> None:
+        """Until neither side knows anything that the other lacks."""
+        await self._until(
+            lambda: (
+                not self.service.board.links[1].unacknowledged(0)
+                and self.far.partition.groups.keys() == self.service.home.open_at[1]
+            )
+        )
+        await self.far.process.repeat()
+        await self.service.process.repeat()
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        give_up_at = asyncio.get_running_loop().time() + 60
+        while not is_so():
+            assert asyncio.get_running_loop().time() < give_up_at, "the link stands still"
+            await asyncio.sleep(0.005)
+
+    async def step(self, *, skipped: str = "", across_load: bool = False) -> bool:
+        for _ in range(100):
+            await self.exchange()
+            if await self.trainer.batch() is not None:
+                await self.trainer.commit(skipped=skipped)
+                await self.exchange()
+                for node in (*self.nodes, self.far_node):
+                    await node.load()
+                return True
+            delivered = sum([await node.work(7) for node in (*self.nodes, self.far_node)])
+            if not delivered and self.service.home.is_finished:
+                return False
+        raise AssertionError("no batch after 100 rounds")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self.far.close()
+        self.service.close()
+
+
+async def quiet_run(run_dir: Path) -> None:
+    """Left in the middle of its work, with nothing on its way between the partitions; some groups
+    of both are freed."""
+    run = FarRun(run_dir, small_config())
+    await run.start()
+    for _ in range(5):
+        await run.step()
+    retained = CheckpointsRequest(incarnation=1, retained=((4, 4), (5, 5)))
+    await run.service.trainers.checkpoints("policy", retained)
+    await run.far_node.lease(2)
+    await run.exchange()
+    await run.stop()
+
+
+async def cut_run(run_dir: Path) -> None:
+    """The line was cut: home committed and issued what the partition never heard of, and groups
+    ended there that home never judged."""
+    run = FarRun(run_dir, small_config())
+    await run.start()
+    for _ in range(2):
+        await run.step()
+    await run.exchange()
+    run.line.cut()
+    while await run.far_node.work(7):
+        pass
+    run.service.home.shards[0] = Shard.DRAINING  # so that what is issued now goes to partition 1
+    while await run.trainer.batch() is None:
+        assert sum([await node.work(7) for node in run.nodes]), "partition 0 has enough for a batch"
+    await run.trainer.commit()
+    await run.far.process.repeat()
+    await run.service.process.repeat()
+    await run.stop()

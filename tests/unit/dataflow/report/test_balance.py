@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows open and close by versions; what stands in a report belongs to the window it names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.dataflow.records import (
+    CommitRecord,
+    FateRecord,
+    FateState,
+    IncarnationRecord,
+    IssuedRecord,
+    RowRecord,
+    VersionRecord,
+)
+from penstock.dataflow.report.balance import Balance, Look, NodeLook, PolicyLook
+from penstock.dataflow.report.figures import Counts, NodeActivity, Terms
+from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId
+
+A, B = PolicyName("a"), PolicyName("b")
+N0, N1 = NodeId("n0"), NodeId("n1")
+TERMS = Terms(window_versions=2)
+
+
+def balance(*policies: PolicyName) -> Balance:
+    return Balance("run", policies or (A,), TERMS, lambda policy, incarnation, number: number, 0.0)
+
+
+def look(*nodes: NodeLook, policies: tuple[PolicyName, ...] = (A,), done: bool = False) -> Look:
+    levels = PolicyLook(issued=1, ready=2, sealed=3, done=done)
+    return Look(nodes=nodes, policies=dict.fromkeys(policies, levels), waiting_slots=0)
+
+
+def node(
+    name: NodeId = N0,
+    activity: NodeActivity = NodeActivity.ROLLING_OUT,
+    *,
+    joined_at: float = 0.0,
+    last_seen: float = 0.0,
+) -> NodeLook:
+    return NodeLook(
+        node_id=name,
+        activity=activity,
+        joined_at=joined_at,
+        last_seen=last_seen,
+        num_leases=1,
+        capacity=4,
+    )
+
+
+def commit(policy: PolicyName, seq: int, at: float, skipped: str = "", stats: str = "{}") -> Any:
+    return CommitRecord(
+        consumer=policy,
+        seq=seq,
+        incarnation=1,
+        number=seq,
+        skipped=skipped,
+        stats=stats,
+        at=at,
+    )
+
+
+def row(group: str, node_id: NodeId, sampled: str, outcome: OutcomeKind) -> RowRecord:
+    return RowRecord(
+        row_id=RowId(f"{group}.0.1"),
+        group_id=GroupId(group),
+        slot=0,
+        epoch=1,
+        node_id=node_id,
+        digest="",
+        segment=0,
+        offset=0,
+        length=0,
+        outcome=outcome,
+        reward=None,
+        sampled=sampled,
+        versions="{}",
+        delivered_at=0.0,
+    )
+
+
+def fate(
+    policy: PolicyName, group: str, state: FateState, tokens: int, reason: str = "", uses: int = 0
+) -> FateRecord:
+    return FateRecord(
+        consumer=policy,
+        group_id=GroupId(group),
+        state=state,
+        reason=reason,
+        rule="",
+        seq=0,
+        tokens=tokens,
+        at=0.0,
+        uses=uses,
+        rows=b"\x91\xc0" if state is FateState.ADMITTED else b"",
+    )
+
+
+def judged(group: str) -> IssuedRecord:
+    return IssuedRecord(
+        group_id=GroupId(group),
+        issue=1,
+        partition=0,
+        source="s",
+        ordinal=0,
+        task_key="k",
+        why="[]",
+        judged=True,
+        at=0.0,
+    )
+
+
+def test_a_window_closes_at_a_look_after_so_many_versions() -> None:
+    watched = balance()
+    watched.see([commit(A, 1, 10.0)])
+    watched.look(look(node()), 11.0)
+    assert not watched.report(look(node()), 12.0).window.complete
+    watched.see([commit(A, 2, 20.0, skipped="no variance")])
+    watched.look(look(node()), 21.0)
+    assert not watched.report(look(node()), 22.0).window.complete, "a skipped batch is no version"
+    watched.see([commit(A, 3, 30.0)])
+    watched.look(look(node()), 31.0)
+    report = watched.report(look(node()), 40.0)
+    assert (report.window.complete, report.window.index) == (True, 0)
+    assert (report.window.opened_at, report.window.closed_at) == (0.0, 31.0)
+    assert report.policies[0].window.n_iterations == 2
+    assert report.decision.decided_at == 31.0, "judged when it closed, not when it is read"
+
+
+def test_the_first_policy_to_train_enough_closes_the_window_for_all() -> None:
+    """One that stopped for ever holds up no decision."""
+    watched = balance(A, B)
+    watched.see([commit(A, 1, 10.0), commit(A, 2, 20.0)])
+    both = look(node(), policies=(A, B))
+    watched.look(both, 21.0)
+    report = watched.report(both, 22.0)
+    assert report.window.complete
+    assert [policy.window.n_iterations for policy in report.policies] == [2, 0]
+    assert report.policies[1].window.rollout_wait_fraction is None
+
+
+def test_counts_belong_to_their_window_and_totals_to_the_run() -> None:
+    watched = balance()
+    done = OutcomeKind.COMPLETED
+    watched.see([row("g1", N0, '{"a":5}', done), fate(A, "g1", FateState.ADMITTED, 5)])
+    watched.see([commit(A, 1, 1.0), commit(A, 2, 2.0)])
+    watched.look(look(node()), 3.0)
+    watched.see([row("g2", N0, '{"a":7}', done), fate(A, "g1", FateState.SEALED, 5, uses=1)])
+    policy = watched.report(look(node()), 4.0).policies[0]
+    assert policy.window.production.produced.tokens == 5
+    assert policy.window.production.consumed.tokens == 0
+    assert policy.totals.produced.tokens == 12 and policy.totals.consumed.tokens == 5
+    watched.see([commit(A, 3, 5.0), commit(A, 4, 6.0)])
+    watched.look(look(node()), 7.0)
+    report = watched.report(look(node()), 8.0)
+    assert report.policies[0].window.production.produced.tokens == 7
+    assert report.policies[0].window.production.consumed.tokens == 5
+    assert report.nodes[0].produced.tokens == 7 and report.nodes[0].accepted.tokens == 0
+
+
+def test_two_policies_count_their_own_tokens() -> None:
+    watched = balance(A, B)
+    watched.see(
+        [
+            row("g1", N0, '{"a":5,"b":3}', OutcomeKind.COMPLETED),
+            row("g1", N1, '{"a":4}', OutcomeKind.COMPLETED),
+            row("g1", N1, '{"b":9}', OutcomeKind.FAILED),
+            fate(A, "g1", FateState.DROPPED, 9, "uniform_reward"),
+            fate(B, "g1", FateState.ADMITTED, 3),
+            judged("g1"),
+            fate(B, "g1", FateState.DROPPED, 3, "stale"),
+        ]
+    )
+    flows = {policy: passed.flow for policy, passed in watched.tally.policies.items()}
+    assert flows[A].produced == Counts(sequences=2, tokens=9)
+    assert flows[A].wasted == {"uniform_reward": Counts(sequences=2, tokens=9)}
+    assert flows[A].entered == Counts(), "a rule refused it"
+    assert flows[B].produced == Counts(sequences=2, tokens=12)
+    assert flows[B].entered == Counts(sequences=1, tokens=3), "it entered, and then grew old"
+    assert flows[B].wasted["stale"] == Counts(sequences=1, tokens=3)
+    assert flows[B].wasted["failed"] == Counts(sequences=1, tokens=9)
+    assert watched.tally.nodes[N0].accepted.counts == Counts(sequences=1, tokens=3)
+    assert watched.tally.nodes[N1].accepted.counts == Counts()
+
+
+def test_a_group_that_lost_rows_to_a_column_entered_with_those_left() -> None:
+    watched = balance()
+    made = [row("g1", N0, '{"a":5}', OutcomeKind.COMPLETED) for _ in range(2)]
+    both = fate(A, "g1", FateState.ADMITTED, 10)
+    watched.see([*made, both, fate(A, "g1", FateState.ADMITTED, 5)])
+    watched.see([fate(A, "g1", FateState.SEALED, 5, uses=1)])
+    flow = watched.tally.policies[A].flow
+    assert flow.entered.tokens == flow.consumed.tokens == 5
+
+
+def test_served_again_is_not_consumed_again() -> None:
+    watched = balance()
+    watched.see([fate(A, "g1", FateState.ADMITTED, 5), fate(A, "g1", FateState.SEALED, 5, uses=1)])
+    watched.see([fate(A, "g1", FateState.SEALED, 5, uses=2)] * 2)
+    assert watched.tally.policies[A].flow.consumed == Counts(sequences=1, tokens=5)
+
+
+def test_trainer_calls_become_waits() -> None:
+    watched = balance()
+    incarnation = IncarnationRecord(
+        policy=A, incarnation=1, number=0, seq=0, request_id="r", at=0.0
+    )
+    watched.see([incarnation])
+    now = 0.0
+    for seq in range(1, 6):
+        watched.asked(A, seq, now)
+        watched.served(A, seq, now + 2.0)
+        watched.see([commit(A, seq, now + 8.0)])
+        published = VersionRecord(
+            policy=A,
+            incarnation=1,
+            number=seq,
+            manifest_digest="",
+            weights_digest="",
+            at=now + 9.0,
+        )
+        watched.see([published])
+        now += 10.0
+        watched.look(look(node(last_seen=now)), now)
+    report = watched.report(look(node(last_seen=now)), now)
+    window = report.policies[0].window
+    assert (window.avg_step_time_s, window.avg_batch_wait_s) == (10.0, 2.0)
+    assert window.rollout_wait_fraction == 0.2
+    assert report.decision.branch == "scale_up" and report.decision.last_action is not None
+    seconds = report.policies[0].trainer_time.seconds
+    assert seconds == {"waiting": 10.0, "training": 30.0, "publishing": 5.0, "between": 5.0}
+
+
+def test_evaluation_is_told_in_a_commit() -> None:
+    watched = balance()
+    watched.see([commit(A, 1, 10.0)])
+    watched.asked(A, 2, 10.0)
+    watched.served(A, 2, 11.0)
+    watched.see([commit(A, 2, 20.0, stats='{"seconds/eval":4.5,"loss":0.1}')])
+    watched.look(look(node()), 21.0)
+    assert watched.report(look(node()), 21.0).policies[0].window.eval_time_s == 4.5
+
+
+def test_who_left_is_shown_for_a_window_and_kept_in_the_account() -> None:
+    watched = balance()
+    here = (node(last_seen=0.0), node(N1, last_seen=0.0))
+    watched.look(look(*here), 0.0)
+    watched.look(look(node(last_seen=10.0)), 10.0)
+    report = watched.report(look(node(last_seen=10.0)), 10.0)
+    assert report.pool.gone == (N1,) and report.pool.total_gpus == 1
+    assert report.pool.node_time.total_s == pytest.approx(20.0)
+    for seq in range(1, 5):
+        watched.see([commit(A, seq, 10.0 * seq)])
+        watched.look(look(node(last_seen=10.0 * seq)), 10.0 * seq)
+    report = watched.report(look(node(last_seen=40.0)), 40.0)
+    assert [n.node_id for n in report.nodes] == [N0]
+    assert report.pool.node_time.total_s == pytest.approx(50.0), "40 s of one, 10 s of the other"
+    assert sum(report.pool.node_time.shares.values()) == pytest.approx(1.0)
+
+
+def test_starts_are_measured() -> None:
+    watched = balance()
+    starting = NodeActivity.STARTING
+    watched.look(look(node(activity=starting, joined_at=2.0, last_seen=5.0)), 5.0)
+    assert watched.report(look(node(activity=starting)), 6.0).pool.pending_gpus == 1
+    watched.look(look(node(joined_at=2.0, last_seen=9.0)), 9.0)
+    assert watched.report(look(node(last_seen=9.0)), 9.0).pool.node_start_s_p90 == 7.0
+
+
+def test_the_account_of_a_finished_policy_ends() -> None:
+    watched = balance()
+    watched.look(look(node(), done=True), 5.0)
+    report = watched.report(look(node(), done=True), 500.0)
+    assert report.policies[0].done and report.policies[0].trainer_time.total_s == 5.0

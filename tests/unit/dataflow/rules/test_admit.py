@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""May this closed group enter: each rule's refusals and their reasons."""
+
+import random
+from typing import Any
+
+import pytest
+from tests.unit.dataflow.rules.values import POLICY, Assigned, judged, row
+
+from penstock.dataflow.rules import make_rule
+from penstock.dataflow.rules.dedup import Dedup
+from penstock.types import DropReason, JudgedGroup, OutcomeKind
+
+CUT = OutcomeKind.TRUNCATED
+
+
+def verdict(name: str, options: dict[str, Any], group: JudgedGroup) -> DropReason | None:
+    return make_rule("admit", name, options, Assigned()).judge(group)
+
+
+def mixed(num_cut: int, num_rows: int) -> JudgedGroup:
+    rows = [row(1.0, CUT) if n < num_cut else row(0.0) for n in range(num_rows)]
+    group = judged("p0-1", ())
+    return JudgedGroup(
+        group_id=group.group_id,
+        task_key="t",
+        source="train",
+        policy=POLICY,
+        number=0,
+        rows=tuple(rows),
+    )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "is_in"),
+    [
+        ((0.0, 1.0), True),
+        ((1.0, 1.0), False),
+        ((0.3,), False),
+        ((0.5, 0.5 + 1e-7), False),
+        ((0.5, 0.50001), True),
+        ((-1.0, 0.0, 0.0), True),
+    ],
+)
+def test_reward_spread(rewards: tuple[float, ...], is_in: bool) -> None:
+    expected = None if is_in else DropReason.UNIFORM_REWARD
+    assert verdict("reward-spread", {}, judged("p0-1", rewards)) == expected
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_accepted_share_of_bernoulli_tasks(p: float) -> None:
+    """1 - p^n - (1-p)^n for groups of n."""
+    chance, size, num_groups = random.Random(4), 8, 20_000
+    rule = make_rule("admit", "reward-spread", {}, Assigned())
+    admitted = sum(
+        rule.judge(judged("p0-1", [float(chance.random() < p) for _ in range(size)])) is None
+        for _ in range(num_groups)
+    )
+    expected = 1 - p**size - (1 - p) ** size
+    spread = (expected * (1 - expected) / num_groups) ** 0.5
+    assert abs(admitted / num_groups - expected) < 3.3 * spread
+
+
+@pytest.mark.parametrize(
+    ("num_cut", "max_share", "is_in"), [(2, 0.5, True), (3, 0.5, False), (1, 0.0, False)]
+)
+def test_overlong(num_cut: int, max_share: float, is_in: bool) -> None:
+    expected = None if is_in else DropReason.OVERLONG
+    assert verdict("overlong", {"max_share": max_share}, mixed(num_cut, 4)) == expected
+
+
+def test_outcome() -> None:
+    assert verdict("outcome", {}, mixed(0, 4)) is None
+    assert verdict("outcome", {}, mixed(1, 4)) is DropReason.OUTCOME
+    assert verdict("outcome", {"allow": ["completed", "truncated"]}, mixed(1, 4)) is None
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "is_in"),
+    [(0.25, 0.25, True), (0.3, None, False), (None, 0.2, False), (None, 0.3, True)],
+)
+def test_reward_range(low: float | None, high: float | None, is_in: bool) -> None:
+    group = judged("p0-1", (1.0, 0.0, 0.0, 0.0))
+    expected = None if is_in else DropReason.REWARD_RANGE
+    assert verdict("reward-range", {"low": low, "high": high}, group) == expected
+
+
+def test_dedup_against_a_list() -> None:
+    """Random tasks and verdicts, a restart before each: the same answers as the naive window."""
+    chance, window = random.Random(5), 7
+    state, admitted = Assigned(), list[str]()
+    refused = 0
+    for issue in range(3_000):
+        group = judged(f"p0-{issue}", (0.0, 1.0), key=f"t{chance.randrange(15)}")
+        rule = Dedup(state, window=window)
+        answer = rule.judge(group)
+        is_recent = group.task_key in admitted[-window:]
+        assert answer == (DropReason.DUPLICATE if is_recent else None)
+        by_another = DropReason.UNIFORM_REWARD if chance.random() < 0.3 else None
+        rule.learn(group, answer or by_another)
+        if answer is None and by_another is None:
+            admitted.append(group.task_key)
+        refused += answer is not None
+    assert refused > 500
+    assert len(state) == window + 1
+
+
+def test_dedup_without_restarts_gives_the_same() -> None:
+    chance = random.Random(6)
+    kept, state = Dedup(Assigned(), window=3), Assigned()
+    for issue in range(2_000):
+        group = judged(f"p0-{issue}", (0.0,), key=f"t{chance.randrange(6)}")
+        answer = Dedup(state, window=3).judge(group)
+        assert kept.judge(group) == answer
+        kept.learn(group, answer)
+        Dedup(state, window=3).learn(group, answer)
+
+
+def test_a_group_is_no_duplicate_of_itself() -> None:
+    rule = Dedup(Assigned())
+    group = judged("p0-1", (0.0, 1.0))
+    rule.learn(group, None)
+    assert rule.judge(group) is None

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record as a supply of tasks: it ends where the record does, and that ends no run."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.dataflow.process import Outbox
+from penstock.dataflow.rulebook import Rulebook, RuleTerms
+from penstock.dataflow.simulate.stream import RecordedSource, RecordedSupply
+from penstock.types import Task
+
+
+def task(ordinal: int) -> Task:
+    return Task(key=f"k{ordinal}", source="s", ordinal=ordinal, payload={}, workflow="", seed=0)
+
+
+@pytest.mark.parametrize(("limit", "is_over"), [(None, False), (3, False), (2, True)])
+def test_only_the_source_itself_can_be_exhausted(limit: int | None, is_over: bool) -> None:
+    rules = Rulebook(
+        [
+            RuleTerms(hook=hook, name=name, options={}, policy=None, position=0)
+            for hook, name in (("mix", "weights"), ("curate", "all"))
+        ],
+        Outbox(),
+        seed=0,
+    )
+    tasks = {("s", ordinal): task(ordinal) for ordinal in range(2)}
+    source = RecordedSource(name="s", weight=1.0, make=lambda n, seed: {}, limit=2, tasks=tasks)
+    supply = RecordedSupply([source], rules, Outbox(), workflow="", seed=0)
+    supply.limit_to({"s": limit})
+    given = [supply.next_task(0.0) for _ in range(3)]
+    assert [one[0].key for one in given if one is not None] == ["k0", "k1"]
+    assert supply.is_exhausted is is_over

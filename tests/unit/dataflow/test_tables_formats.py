@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ledgers of older formats are read and brought up to date; newer ones are refused untouched.
+
+`format_1` holds a ledger as the last penstock of format 1 wrote it: two groups of two rows, of
+which one group is sealed and committed."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from tests.contract.running import POLICY, small_config
+
+from penstock.dataflow.build import build
+from penstock.dataflow.ledger import Ledger
+from penstock.dataflow.protocol import BatchRequest, IncarnationRequest
+from penstock.dataflow.records import (
+    FORMAT,
+    RECORDS,
+    BatchRecord,
+    FateRecord,
+    FreedRecord,
+    GroupRecord,
+    MetaRecord,
+    RowRecord,
+)
+from penstock.dataflow.retention import pinned_batches
+from penstock.dataflow.tables import METADATA, open_tables
+from penstock.errors import StoreError
+from penstock.types import GroupId, PolicyName
+
+OLD = Path(__file__).parent / "format_1"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A ledger of format 1 to open."""
+    (tmp_path / "segments").mkdir()
+    shutil.copy(OLD / "seg-00000001.dat", tmp_path / "segments")
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as connection:
+        connection.executescript((OLD / "ledger.sql").read_text(encoding="utf-8"))
+    return tmp_path
+
+
+def schema(folder: Path) -> list[tuple[str, str]]:
+    with closing(sqlite3.connect(folder / "ledger.db")) as connection:
+        return sorted(connection.execute("SELECT name, sql FROM sqlite_master WHERE sql <> ''"))
+
+
+async def test_every_record_of_format_1_is_read(folder: Path) -> None:
+    assert FORMAT > 1, "format 1 is an older one"
+    ledger = Ledger(folder)
+    rows = ledger.tables.read(RowRecord)
+    assert sorted(row.row_id for row in rows) == [
+        "p0-1.0.1",
+        "p0-1.1.1",
+        "p0-2.0.1",
+        "p0-2.1.1",
+    ]
+    assert all(blake3(ledger.payload(row)).hexdigest() == row.digest for row in rows)
+    assert len(ledger.tables.read(GroupRecord)) >= 2 and len(ledger.tables.read(FateRecord)) == 2
+    await ledger.write([*ledger.stamp(), FreedRecord(group_id=GroupId("p0-1"), at=1.0)])
+    ledger.close()
+    tables = open_tables(folder)
+    assert tables.read(MetaRecord, "key = 'format'")[0].value == str(FORMAT)
+    assert len(tables.read(FreedRecord)) == 1
+    tables.close()
+
+
+async def test_a_service_goes_on_where_format_1_stopped(folder: Path) -> None:
+    """The group that was admitted then is the next batch now, and its rows come as delivered."""
+    service = build(small_config(groups_per_batch=1, steps=9), folder)
+    request = IncarnationRequest(request_id="new", expected=1, number=1, seq=1)
+    life = await service.trainers.incarnate(POLICY, request)
+    answer = await service.trainers.batch(
+        BatchRequest(consumer=POLICY, seq=2, incarnation=life.incarnation)
+    )
+    assert answer.manifest is not None
+    [group] = answer.manifest.groups
+    assert group.group_id == "p0-2" and len(group.rows) == 2
+    rows = (await service.trainers.rows(POLICY, 2, 0, 1)).rows
+    for row, summary in zip(rows, group.rows, strict=True):
+        assert row.payload is not None and blake3(row.payload).hexdigest() == summary.digest
+    service.close()
+
+
+def test_an_upgraded_ledger_has_what_a_new_one_has(folder: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    new.mkdir()
+    open_tables(new).close()
+    open_tables(folder).close()
+    for (old_name, old_sql), (name, sql) in zip(schema(folder), schema(new), strict=True):
+        assert old_name == name
+        if old_sql.startswith("CREATE INDEX"):
+            assert old_sql == sql
+    before = schema(folder)
+    open_tables(folder).close()
+    assert schema(folder) == before, "the second start finds nothing to do"
+
+
+def test_an_interrupted_upgrade_is_continued(folder: Path) -> None:
+    """As if a start ended after the first column it added."""
+    with closing(sqlite3.connect(folder / "ledger.db")) as connection:
+        connection.execute("ALTER TABLE rows ADD COLUMN space TEXT DEFAULT 'train'")
+        connection.commit()
+    tables = open_tables(folder)
+    assert {row.space for row in tables.read(RowRecord)} == {"train"}
+    assert {row.blob for row in tables.read(RowRecord)} == {""}
+    tables.close()
+
+
+def test_batches_of_format_1_are_pinned(folder: Path) -> None:
+    tables = open_tables(folder)
+    assert len(tables.read(BatchRecord)) == 1
+    assert pinned_batches(tables, PolicyName("policy")).batches == {1: ("p0-1",)}
+    tables.close()
+
+
+def test_a_newer_format_is_refused_and_left_as_it_is(folder: Path) -> None:
+    with closing(sqlite3.connect(folder / "ledger.db")) as connection:
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (str(FORMAT + 1),))
+        connection.commit()
+    before = schema(folder)
+    with pytest.raises(StoreError, match=f"format {FORMAT + 1}.*reads up to {FORMAT}"):
+        open_tables(folder)
+    assert schema(folder) == before
+
+
+def test_a_table_without_what_cannot_be_guessed_is_refused(folder: Path) -> None:
+    with closing(sqlite3.connect(folder / "ledger.db")) as connection:
+        connection.execute("ALTER TABLE rows DROP COLUMN digest")
+        connection.commit()
+    with pytest.raises(StoreError, match="table rows of this ledger has no column digest"):
+        open_tables(folder)
+
+
+def test_every_table_belongs_to_a_record() -> None:
+    assert set(METADATA.tables) == {kind.TABLE for kind in RECORDS}
