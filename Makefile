@@ -36,7 +36,8 @@ SYSTEM_TOOLS := node:nodejs tmux:tmux pg_ctlcluster:postgresql
 PYTEST_ARGS ?=
 SEEDS ?= 300
 KILLS ?= 1000
-BENCHMARKS ?= dataflow_ingest dataflow_lease dataflow_batch
+BENCHMARKS ?= dataflow_ingest dataflow_lease dataflow_batch dataflow_vs_transferqueue dataflow_scale dataflow_restart \
+  data_algorithms staleness pacing_policies
 BENCH_ARGS ?=
 IMAGES ?= 300
 FLIPS ?= 20000

@@ -140,19 +140,20 @@ async def measure(folder: Path, *, rows: int, starts: int) -> list[Start]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer starts, for a look")
+    parser.add_argument("--quick", action="store_true", help="fewer rows and starts, for a look")
     parser.add_argument("--folder", type=Path, help="where the ledger lies; the temp folder")
-    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--rows", type=int, help="live rows; 1,000,000, or 200,000 when quick")
     options = parser.parse_args()
+    rows: int = options.rows or (200_000 if options.quick else 1_000_000)
     with scratch(options.folder) as folder:
-        starts = asyncio.run(measure(folder, rows=options.rows, starts=3 if options.quick else 10))
+        starts = asyncio.run(measure(folder, rows=rows, starts=3 if options.quick else 10))
     result(
         first_lease_s=median(start.first_lease_s for start in starts),
         ready_s=median(start.ready_s for start in starts),
         cpu_s=median(start.cpu_s for start in starts),
         rss_mb=median(start.rss_mb for start in starts),
         python_start_s=median(start.python_s for start in starts),
-        rows=options.rows,
+        rows=rows,
         starts=len(starts),
     )
 

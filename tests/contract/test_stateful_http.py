@@ -128,7 +128,7 @@ class HttpSubject:
             live=(live,),
         )
         answer = self._loop.run(self._nodes.lease(body))
-        return sorted(answer.grants, key=lambda grant: (grant.group_id, grant.slot))
+        return list(answer.grants)
 
     def deliver(
         self, node: NodeId, session: str, grant: Grant, live: LiveVersion, word: str

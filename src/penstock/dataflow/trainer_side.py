@@ -226,15 +226,18 @@ class TrainerSide:
         consumer = self._seen(policy)
         consumer.lineage.require(body.incarnation)
         now, policy_name = self._process.clock(), consumer.terms.policy
+        # Rows let go before a checkpoint was named do not come back: nobody could go on from it.
+        floor = self._home.retention.oldest_servable(policy_name)
+        retained = [(number, seq) for number, seq in body.retained if seq >= floor]
         self._process.journal(
             CheckpointRecord(
                 policy=policy_name,
                 incarnation=body.incarnation,
-                retained=msgspec.json.encode(body.retained).decode(),
+                retained=msgspec.json.encode(retained).decode(),
                 at=now,
             )
         )
-        oldest = min((seq for _, seq in body.retained), default=None)
+        oldest = min((seq for _, seq in retained), default=None)
         self._home.free(self._home.retention.retained(policy_name, oldest), now)
         await self._process.settle()
 
