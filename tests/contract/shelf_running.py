@@ -9,9 +9,10 @@ import contextlib
 import socket
 import threading
 from collections.abc import AsyncGenerator, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from blake3 import blake3
 from starlette.applications import Starlette
 from tests.sim.shelf_world import rollout_row
 
@@ -51,6 +52,7 @@ class SmallHost:
         location = self.ledger.place(payload)
         arrival = self.rows.shelf.next_arrival()
         row = rollout_row(RowId(row_id), arrival, self.now, reward, location)
+        row = replace(row, digest=blake3(payload).hexdigest())
         self.process.journal(row)
         born = {"turns"} if reward is None else {"turns", "reward"}
         self.rows.shelf.arrived("train", row.row_id, arrival, born, self.now)
