@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import rule
 from tests.contract.running import POLICY, Running, dataflow, small_config
 from tests.sim.oracle import CAPACITY, MAX_STALENESS, NUM_SLOTS, FlowMachine, reward_of
@@ -199,10 +199,12 @@ class HttpMachine(FlowMachine):
         self.subject.restart()
 
 
-TestHttp = pytest.mark.timeout(600)(HttpMachine.TestCase)  # a failure is made small first
+TestHttp = pytest.mark.timeout(300)(HttpMachine.TestCase)
 TestHttp.settings = settings(
     max_examples=6,
     stateful_step_count=20,
     deadline=None,
+    # A failure shows within seconds; making it small would take minutes.
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

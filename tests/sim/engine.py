@@ -24,6 +24,7 @@ class Engine:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
+        self.is_kind = False
         self.log: list[str] = []
         self._queue: list[tuple[float, int, str, Event]] = []
         self._count = 0
@@ -53,6 +54,10 @@ class Engine:
 
     def chance(self, share: float) -> bool:
         return share > 0 and self.rng.random() < share
+
+    def harm(self, share: float) -> bool:
+        """As `chance`, of something that goes wrong; nothing does in a kind world."""
+        return not self.is_kind and self.chance(share)
 
     def between(self, low: float, high: float) -> float:
         return low + (high - low) * self.rng.random()

@@ -209,7 +209,7 @@ class Node:
         yield Sleep(seconds=min(25.0, self._engine.rng.lognormvariate(0.7, 0.8)))
         if work.is_stopped:
             return
-        if self._engine.chance(self._plan.faults.cut):
+        if self._engine.harm(self._plan.faults.cut):
             yield Call(
                 target=work.machine,
                 name=f"{self.name} release {name}",
@@ -234,9 +234,9 @@ class Node:
     def _result(self, name: RowId, work: Work) -> Result:
         rng, plan = self._engine.rng, self._plan
         kind = OutcomeKind.COMPLETED
-        if self._engine.chance(plan.faults.failed):
+        if self._engine.harm(plan.faults.failed):
             kind = OutcomeKind.FAILED
-        elif self._engine.chance(plan.faults.cut):
+        elif self._engine.harm(plan.faults.cut):
             kind = rng.choice((OutcomeKind.TRUNCATED, OutcomeKind.CANCELLED))
         outcome = Outcome(kind=kind, reason=WORD[kind])
         versions: dict[str, list[tuple[int, int]]] = {}

@@ -63,7 +63,7 @@ class Stages:
         return self._engine.rng.choice((0.0, 0.0, 2.0, 8.0))
 
     def _write(self, machine: Machine, row_id: RowId, name: str) -> None:
-        failed = "scorer" if self._engine.chance(self._plan.faults.column_failed) else ""
+        failed = "scorer" if self._engine.harm(self._plan.faults.column_failed) else ""
         value = self._engine.rng.choice((0.0, 1.0)) if name == "reward" else -1.0
         command = Command(
             run=lambda target, now: target.write_column(row_id, name, failed, value, now)

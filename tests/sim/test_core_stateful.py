@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from tests.sim.oracle import (
@@ -206,10 +206,12 @@ class CoreMachine(FlowMachine):
         assert {tuple(row) for row in rows} == set(self.words.items())
 
 
-TestCore = pytest.mark.timeout(600)(CoreMachine.TestCase)  # a failure is made small first
+TestCore = pytest.mark.timeout(300)(CoreMachine.TestCase)
 TestCore.settings = settings(
     max_examples=40,
     stateful_step_count=40,
     deadline=None,
+    # A failure shows within seconds; making it small would take minutes.
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from tests.sim.engine import Command
+from tests.sim.machines import Machine
 from tests.sim.plans import CLOSINGS, Faults, Plan
 from tests.sim.simulation import Simulation
 from tests.sim.world import Settings, World
 
 from penstock.dataflow.groups import Closing, ClosingKind
+from penstock.dataflow.protocol import Grant, NodeState
 from penstock.dataflow.records import (
     BatchRecord,
     CheckpointRecord,
@@ -243,3 +246,51 @@ def test_a_partition_whose_clock_is_behind_home_still_closes_groups(begun: Begin
         assert any(group.state != "open" for group in opened), "nothing ran out of time"
     finally:
         simulation.close()
+
+
+def test_a_clock_that_jumps_between_a_call_and_the_tick(begun: Begin) -> None:
+    """A node that is heard after the jump and then dies must not be believed alive for a day."""
+    simulation = begun(replace(SMALL, num_nodes=2, has_partition=False))
+    partition, node = simulation.machines[1], simulation.nodes[0]
+    simulation.advance(lambda: bool(node.held))
+    partition.skew_s += 86_400.0
+    assert partition.host is not None
+    machine = partition.host.partition
+    machine.heartbeat(node.name, node.session, partition.clock, state=NodeState.LIVE, live=())
+    node.is_dead = True
+    node.stop()
+    until = simulation.engine.now + SMALL.lease.ttl_s + 3.0
+    simulation.advance(lambda: simulation.engine.now > until)
+    assert not machine.nodes[node.name].leases, "its leases are free within a ttl"
+    assert trained(simulation, simulation.laws.branches[ANNA].seq + 2)
+
+
+def test_a_lease_nobody_heard_of_between_a_jump_and_the_tick(begun: Begin) -> None:
+    """Its node beats on; only the limit of the attempt can free it, and that is no day away."""
+    plan = replace(SMALL, num_nodes=2, has_partition=False, capacity=1, max_staleness=50)
+    simulation = begun(plan)
+    partition, node = simulation.machines[1], simulation.nodes[0]
+    assert trained(simulation, 1)
+    lost: list[Grant] = []
+
+    def lease(machine: Machine, now: float) -> None:
+        assert machine.host is not None
+        found = machine.host.partition
+        live = found.nodes[node.name].live
+        found.ask(node.name, node.session, "lost", now)
+        lost.extend(found.lease(node.name, node.session, "lost", 1, live, now))
+
+    def look() -> bool:
+        assert partition.host is not None
+        found = partition.host.partition
+        return bool(found.num_waiting) and not found.nodes[node.name].leases
+
+    simulation.advance(look)
+    partition.skew_s += 86_400.0
+    partition.handle("a lease whose answer is lost", Command(run=lease), lambda answer: None)
+    [grant] = lost
+    limits = SMALL.lease
+    until = simulation.engine.now + limits.start_to_close_s + limits.ttl_s + 3.0
+    simulation.advance(lambda: simulation.engine.now > until)
+    running = simulation.laws.running.get((grant.group_id, grant.slot))
+    assert running is None or running.epoch > grant.epoch

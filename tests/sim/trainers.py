@@ -136,7 +136,7 @@ class Trainer:
                 answer = yield from self._save(incarnation, at)
 
     def _after(self, at: Checkpoint, digest: str, incarnation: int) -> Checkpoint:
-        if self._engine.chance(self._plan.faults.skipped):
+        if self._engine.harm(self._plan.faults.skipped):
             return Checkpoint(number=at.number, seq=at.seq + 1, weights=at.weights)
         text = f"{at.weights} {digest}"
         if not self._plan.is_deterministic:

@@ -93,6 +93,7 @@ class Partition:
         """Groups with waiting slots, oldest first; entries without any are skipped when met."""
         self._timers: list[_Timer] = []
         """Heap; entries of what has ended are skipped when met."""
+        self._is_prolonged = False
 
     @property
     def nodes(self) -> dict[NodeId, Node]:
@@ -186,6 +187,7 @@ class Partition:
         """The service itself stood still: nobody could be heard meanwhile, so nobody was silent."""
         self.roster.forgive(gap_s)
         self._timers = [timer._replace(at=timer.at + gap_s) for timer in self._timers]
+        self._is_prolonged = True
 
     # --- leases -------------------------------------------------------------------------------
 
@@ -291,6 +293,8 @@ class Partition:
 
     def tick(self, now: float) -> None:
         """Expire nodes that fell silent, attempts that overran and groups out of time."""
+        if self._is_prolonged:
+            self._cap_timers(now)
         for node in self.roster.newly_silent(self._terms.ttl_s, now):
             self._end_all(node, LeaseEnd.EXPIRED, "its node fell silent", now)
         while self._timers and self._timers[0].at <= now:
@@ -308,6 +312,21 @@ class Partition:
             if slot.state is SlotState.LEASED and slot.epoch == timer.epoch:
                 why = f"no result within start-to-close ({self._terms.start_to_close_s:g} s)"
                 self._lose(group, timer.slot, slot, LeaseEnd.EXPIRED, why, now)
+
+    def _cap_timers(self, now: float) -> None:
+        """What began after the service stood still, and before it was forgiven, was not held up:
+        nothing gets more than its whole limit."""
+        limits = {
+            OF_START: self._terms.schedule_to_start_s or 0.0,
+            OF_CLOSE: self._terms.schedule_to_close_s or 0.0,
+        }
+        of_slot = self._terms.start_to_close_s + self._terms.ttl_s
+        self._timers = [
+            timer._replace(at=min(timer.at, now + limits.get(timer.slot, of_slot)))
+            for timer in self._timers
+        ]
+        heapq.heapify(self._timers)
+        self._is_prolonged = False
 
     def _waited(self, group: OpenGroup, now: float) -> None:
         start_s = self._terms.schedule_to_start_s

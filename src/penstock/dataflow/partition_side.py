@@ -107,8 +107,9 @@ class PartitionSide:
         link = self._board.links[index]
         for message in link.receive(body.messages):
             self._board.call(partial(self._home.apply, message))
+        received = link.num_received  # a later call may receive more, durable later
         await self._process.repeat()
-        return LinkPushed(received=link.num_received)
+        return LinkPushed(received=received)
 
     async def pull(self, index: int, body: LinkPull) -> LinkPulled:
         process = self._process

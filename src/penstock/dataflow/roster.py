@@ -108,6 +108,8 @@ class Roster:
         times_s = [node.attempt_s for node in self.nodes.values() if node.attempt_s]
         self._median_s = statistics.median(times_s) if len(times_s) > 1 else 0.0
         for node in self.nodes.values():
+            # One heard after the service stood still, and before it was forgiven, gains nothing.
+            node.last_seen = min(node.last_seen, now)
             if not node.is_silent and now - node.last_seen > ttl_s:
                 node.is_silent = True
                 yield node
