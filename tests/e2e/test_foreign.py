@@ -33,7 +33,7 @@ from penstock.wire.auth import Role, Signer
 from penstock.wire.codec import encode_json
 
 FOREIGN = Path(__file__).parents[2] / "recipes" / "foreign"
-STEPS = 12
+STEPS = 60
 
 
 def config() -> RunConfig:
