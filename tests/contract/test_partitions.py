@@ -22,6 +22,7 @@ from tests.contract.running import (
 )
 
 from penstock.dataflow.home_client import HomeClient
+from penstock.dataflow.link_protocol import PartitionJoin, PartitionLife
 from penstock.dataflow.protocol import (
     DeliveryRequest,
     DeliveryStatus,
@@ -31,8 +32,6 @@ from penstock.dataflow.protocol import (
     LeaseRequest,
     LiveVersion,
     NodeState,
-    PartitionJoin,
-    PartitionLife,
     Register,
 )
 from penstock.dataflow.spread_client import SpreadClient

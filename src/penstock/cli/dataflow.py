@@ -4,6 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from penstock.config import RunConfig
+    from penstock.fleet.folder import Endpoints, RunFolder
+    from penstock.wire.server import Tls
+
+    Entered: TypeAlias = tuple[RunFolder, RunConfig, Endpoints]
 
 
 def dataflow(
@@ -42,48 +50,71 @@ def dataflow(
         Address under which nodes and trainers reach this partition, when it differs from where it
         listens.
     """
+    from penstock.cli.service import enter, make_tls
+
+    tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory
+    entered = enter(run_dir, f"partition-{partition}" if partition else "dataflow")
+    if partition:
+        _serve_partition(entered, partition, host, port, tls, home, url)
+    else:
+        _serve_home(entered, host, port, tls)
+    return 0
+
+
+def _serve_home(entered: Entered, host: str | None, port: int | None, tls: Tls | None) -> None:
     import uvloop
 
-    from penstock.cli.service import address, enter, make_tls, token_for
-    from penstock.dataflow.server import serve_dataflow, serve_partition
+    from penstock.cli.service import address
+    from penstock.dataflow.server import serve_dataflow
+    from penstock.wire.auth import Audience, Verifier
+
+    folder, config, endpoints = entered
+    listen_host, listen_port = address(endpoints.dataflow, host, port)
+    uvloop.run(
+        serve_dataflow(
+            config,
+            folder.path,
+            host=listen_host,
+            port=listen_port,
+            weights_url=endpoints.weights,
+            verifier=Verifier.read(folder.keys, run=config.name, audience=Audience.DATAFLOW),
+            tls=tls,
+        )
+    )
+
+
+def _serve_partition(
+    entered: Entered,
+    index: int,
+    host: str | None,
+    port: int | None,
+    tls: Tls | None,
+    home: str | None,
+    url: str | None,
+) -> None:
+    import uvloop
+
+    from penstock.cli.service import address, token_for
+    from penstock.dataflow.server import serve_partition
     from penstock.fleet.folder import free_port
     from penstock.wire.auth import Audience, Role, Verifier
 
-    tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory
-    folder, config, endpoints = enter(
-        run_dir, f"partition-{partition}" if partition else "dataflow"
-    )
-    verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.DATAFLOW)
-    if not partition:
-        listen_host, listen_port = address(endpoints.dataflow, host, port)
-        uvloop.run(
-            serve_dataflow(
-                config,
-                folder.path,
-                host=listen_host,
-                port=listen_port,
-                weights_url=endpoints.weights,
-                verifier=verifier,
-                tls=tls,
-            )
-        )
-        return 0
-    chosen = dict(enumerate(endpoints.partitions, start=1)).get(partition)
+    folder, config, endpoints = entered
+    chosen = dict(enumerate(endpoints.partitions, start=1)).get(index)
     listen_host, listen_port = address(chosen or f"http://127.0.0.1:{free_port()}", host, port)
     scheme = "https" if tls else "http"
     uvloop.run(
         serve_partition(
             config,
             folder.path,
-            partition,
+            index,
             home_url=home or endpoints.dataflow,
             token=token_for(folder, config, Role.PARTITION),
             url=url or f"{scheme}://{listen_host}:{listen_port}",
             host=listen_host,
             port=listen_port,
             weights_url=endpoints.weights,
-            verifier=verifier,
+            verifier=Verifier.read(folder.keys, run=config.name, audience=Audience.DATAFLOW),
             tls=tls,
         )
     )
-    return 0

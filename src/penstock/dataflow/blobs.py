@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from penstock.errors import BadRequest, Conflict, NotFound, StorageFull, TooLarge
 
-MAX_BLOB_BYTES = 16 << 30
+MAX_BLOB_BYTES = 1 << 30
 KEEP_S = 86_400.0
 """An upload that rests for so long is given up; so is a blob that no record names."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})

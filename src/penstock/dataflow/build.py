@@ -42,14 +42,13 @@ def build(config: RunConfig, ledger_folder: Path) -> Dataflow:
         for source in config.sources
     ]
     core = home_core(core_terms(config), sources, ledger.tables, outbox, clock())
-    process = Process(ledger, outbox, clock)
+    process = Process(ledger, outbox, clock, _bounds(config))
     service = Dataflow(
         process,
         core,
         _rows(config, process, ledger_folder),
         run=config.name,
         stages=dict.fromkeys(map(PolicyName, config.models), _required(config)),
-        bounds=_bounds(config),
         report=terms_of(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
     )
     service.nodes.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
@@ -68,14 +67,13 @@ def build_partition(
     board, host = partition_core(index, core_terms(config), ledger.tables, outbox, clock())
     stamped = ledger.stamp()
     epoch = next(int(r.value) for r in stamped if r.key == "service_epoch")
-    process = Process(ledger, outbox, clock)
+    process = Process(ledger, outbox, clock, _bounds(config))
     service = PartitionService(
         process,
         board,
         host,
         _rows(config, process, folder),
         home,
-        bounds=_bounds(config),
         stages=_required(config),
         url=url,
         epoch=epoch,

@@ -70,9 +70,15 @@ class NodeClient:
         path = f"/v1/nodes/{node_id}?session={session}"
         await self._caller.call("DELETE", path, None, Done, deadline_s=LEAVE_S)
 
-    async def lease(self, body: LeaseRequest) -> LeaseAnswer:
-        timeout_s = body.wait_s + 15.0
-        return await self._caller.call("POST", "/v1/leases", body, LeaseAnswer, timeout_s=timeout_s)
+    async def lease(self, body: LeaseRequest, *, deadline_s: float = OUTAGE_S) -> LeaseAnswer:
+        return await self._caller.call(
+            "POST",
+            "/v1/leases",
+            body,
+            LeaseAnswer,
+            timeout_s=body.wait_s + 15.0,
+            deadline_s=deadline_s,
+        )
 
     async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
         """What is too large for a call goes ahead as a blob."""

@@ -4,14 +4,14 @@ meanwhile."""
 
 from __future__ import annotations
 
-from penstock.dataflow.protocol import (
-    Done,
+from penstock.dataflow.link_protocol import (
     LinkPull,
     LinkPulled,
     LinkPush,
     LinkPushed,
     PartitionJoin,
 )
+from penstock.dataflow.protocol import Done
 from penstock.wire.client import AsyncCaller
 
 FOR_EVER_S = 10 * 365 * 24 * 3600.0

@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from penstock.dataflow.link_protocol import Numbered
 from penstock.dataflow.messages import ToHome, ToPartition
-from penstock.dataflow.protocol import Numbered
 from penstock.dataflow.records import Erasure, Journal, LinkRecord, MessageRecord
 
 Out = TypeVar("Out")

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import structlog
 
-from penstock.dataflow.bounds import Bounds
 from penstock.dataflow.columns import REWARD, TURNS
 from penstock.dataflow.intake import Intake, Taken
 from penstock.dataflow.partition_host import PartitionHost
@@ -30,12 +29,15 @@ from penstock.dataflow.protocol import (
     Register,
 )
 from penstock.dataflow.row_service import RowService
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, TooLarge
 from penstock.types import NodeId, PolicyName, PublishedVersion
 
 log = structlog.get_logger(__name__)
 
 MAX_DELIVERIES = 10_000
+MAX_CALL_BYTES = 64 << 20
+MAX_ROW_BYTES = 256 << 20
+"""Of one trajectory; 100,000 tokens are about 1 MB."""
 RATE_WINDOW_S = 10.0
 BORN = (TURNS,)
 BORN_SCORED = (TURNS, REWARD)
@@ -47,7 +49,6 @@ class NodeSide:
         process: Process,
         host: PartitionHost,
         rows: RowService,
-        bounds: Bounds,
         is_finished: Callable[[], bool],
     ) -> None:
         self.trajectories = 0
@@ -59,7 +60,6 @@ class NodeSide:
         self._host = host
         self._partition = host.partition
         self._rows = rows
-        self._bounds = bounds
         self._is_finished = is_finished
         self.intake = Intake(
             host.partition,
@@ -155,12 +155,11 @@ class NodeSide:
 
     async def _try_lease(self, body: LeaseRequest) -> LeaseAnswer:
         process = self._process
-        has_room = self._bounds.may_lease(process.ledger.usage())
         grants = self._partition.lease(
             body.node_id,
             body.session,
             body.request_id,
-            body.max_slots if has_room else 0,
+            body.max_slots if process.has_room else 0,
             self._live_now(body),
             process.clock(),
         )
@@ -194,9 +193,7 @@ class NodeSide:
     async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
         if len(body.deliveries) + len(body.released) > MAX_DELIVERIES:
             raise BadRequest(f"at most {MAX_DELIVERIES} deliveries and releases per call")
-        if body.deliveries:
-            num_bytes = sum(len(delivery.payload) for delivery in body.deliveries)
-            self._bounds.check_delivery(self._process.ledger.usage(), num_bytes)
+        self._require_room(body.deliveries)
         deliveries = [await self._fetched(delivery) for delivery in body.deliveries]
         now = self._process.clock()
         taken = [self.intake.take(body.node_id, delivery, now) for delivery in deliveries]
@@ -211,13 +208,24 @@ class NodeSide:
             results = [self.intake.look_again(result, payloads) for result in results]
         return DeliveryAnswer(results=tuple(results), durability=self._process.ledger.durability)
 
+    def _require_room(self, deliveries: Sequence[Delivery]) -> None:
+        """Blobs count too: they are read to be judged, so a call could name more than memory."""
+        if not deliveries:
+            return
+        sizes = [self._rows.blobs.claim(d.blob) if d.blob else len(d.payload) for d in deliveries]
+        if (sum(sizes) > MAX_CALL_BYTES and len(sizes) > 1) or max(sizes) > MAX_ROW_BYTES:
+            raise TooLarge(
+                f"these deliveries have {sum(sizes)} bytes; a call takes {MAX_CALL_BYTES}, blobs "
+                f"included, and a trajectory {MAX_ROW_BYTES}: send fewer at a time"
+            )
+        self._process.require_room(sum(sizes))
+
     async def _fetched(self, delivery: Delivery) -> Delivery:
         """With the payload that went ahead as a blob, read off the event loop."""
         if not delivery.blob:
             return delivery
-        blobs = self._rows.blobs
-        blobs.claim(delivery.blob)
-        return replace(delivery, payload=await asyncio.to_thread(blobs.read, delivery.blob))
+        read = self._rows.blobs.read
+        return replace(delivery, payload=await asyncio.to_thread(read, delivery.blob))
 
     def _count(self, item: Taken, now: float) -> None:
         if item.row is None:

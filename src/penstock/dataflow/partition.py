@@ -8,11 +8,9 @@ or cancelled.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import msgspec
 
@@ -47,24 +45,11 @@ from penstock.dataflow.records import (
 )
 from penstock.dataflow.roster import Roster
 from penstock.dataflow.sources import derive_seed
+from penstock.dataflow.timers import OF_CLOSE, OF_START, Timers
 from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, RowSummary
 
 COSTLY_ENDS = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
 """Ends of a lease that cost its slot an attempt."""
-
-
-OF_START, OF_CLOSE = -1, -2
-"""In a timer, the place of a slot's number: limits of a whole group."""
-
-
-class _Timer(NamedTuple):
-    """One limit: start-to-close of a slot, or one of a whole group. Counted by this partition's
-    own clock; home's may differ by any amount."""
-
-    at: float
-    group_id: GroupId
-    slot: int
-    epoch: int
 
 
 class Partition:
@@ -91,9 +76,7 @@ class Partition:
         self._send = send
         self._queue: deque[GroupId] = deque()
         """Groups with waiting slots, oldest first; entries without any are skipped when met."""
-        self._timers: list[_Timer] = []
-        """Heap; entries of what has ended are skipped when met."""
-        self._is_prolonged = False
+        self._timers = Timers(terms)
 
     @property
     def nodes(self) -> dict[NodeId, Node]:
@@ -112,13 +95,8 @@ class Partition:
     def _open(self, record: GroupRecord, now: float) -> OpenGroup:
         group = OpenGroup(record=record, waiting_since=now)
         self.groups[record.group_id] = group
-        limits = {
-            OF_START: self._terms.schedule_to_start_s,
-            OF_CLOSE: self._terms.schedule_to_close_s,
-        }
-        for kind, limit_s in limits.items():
-            if limit_s is not None:
-                heapq.heappush(self._timers, _Timer(now + limit_s, record.group_id, kind, 0))
+        self._timers.group_waits(record.group_id, now)
+        self._timers.group_runs(record.group_id, now)
         return group
 
     def drop(self, group_id: GroupId, reason: DropReason, now: float) -> None:
@@ -186,8 +164,7 @@ class Partition:
     def forgive(self, gap_s: float) -> None:
         """The service itself stood still: nobody could be heard meanwhile, so nobody was silent."""
         self.roster.forgive(gap_s)
-        self._timers = [timer._replace(at=timer.at + gap_s) for timer in self._timers]
-        self._is_prolonged = True
+        self._timers.forgive(gap_s)
 
     # --- leases -------------------------------------------------------------------------------
 
@@ -243,7 +220,7 @@ class Partition:
         )
         self._journal(slot.lease)
         self.roster.hold(node, slot.lease)
-        self._watch(slot.lease, now)
+        self._timers.slot_runs(slot.lease, now)
         return self._describe(group, slot.lease, task)
 
     def _describe(self, group: OpenGroup, lease: LeaseRecord, task: int) -> Grant:
@@ -267,11 +244,6 @@ class Partition:
             grants.append(self._describe(group, lease, task))
         return grants
 
-    def _watch(self, lease: LeaseRecord, now: float) -> None:
-        # One ttl of grace: the node itself cuts at start-to-close and needs time to deliver.
-        limit = now + self._terms.start_to_close_s + self._terms.ttl_s
-        heapq.heappush(self._timers, _Timer(limit, lease.group_id, lease.slot, lease.epoch))
-
     def release(
         self, node_id: NodeId, group_id: GroupId, index: int, epoch: int, now: float
     ) -> bool:
@@ -293,12 +265,9 @@ class Partition:
 
     def tick(self, now: float) -> None:
         """Expire nodes that fell silent, attempts that overran and groups out of time."""
-        if self._is_prolonged:
-            self._cap_timers(now)
         for node in self.roster.newly_silent(self._terms.ttl_s, now):
             self._end_all(node, LeaseEnd.EXPIRED, "its node fell silent", now)
-        while self._timers and self._timers[0].at <= now:
-            timer = heapq.heappop(self._timers)
+        for timer in self._timers.due(now):
             group = self.groups.get(timer.group_id)
             if group is None:
                 continue
@@ -313,28 +282,12 @@ class Partition:
                 why = f"no result within start-to-close ({self._terms.start_to_close_s:g} s)"
                 self._lose(group, timer.slot, slot, LeaseEnd.EXPIRED, why, now)
 
-    def _cap_timers(self, now: float) -> None:
-        """What began after the service stood still, and before it was forgiven, was not held up:
-        nothing gets more than its whole limit."""
-        limits = {
-            OF_START: self._terms.schedule_to_start_s or 0.0,
-            OF_CLOSE: self._terms.schedule_to_close_s or 0.0,
-        }
-        of_slot = self._terms.start_to_close_s + self._terms.ttl_s
-        self._timers = [
-            timer._replace(at=min(timer.at, now + limits.get(timer.slot, of_slot)))
-            for timer in self._timers
-        ]
-        heapq.heapify(self._timers)
-        self._is_prolonged = False
-
     def _waited(self, group: OpenGroup, now: float) -> None:
         start_s = self._terms.schedule_to_start_s
         if start_s is None or not group.num_waiting:
             return
-        due = group.waiting_since + start_s
-        if now < due:  # it waits anew since an attempt was lost
-            heapq.heappush(self._timers, _Timer(due, group.record.group_id, OF_START, 0))
+        if now < group.waiting_since + start_s:  # it waits anew since an attempt was lost
+            self._timers.group_waits(group.record.group_id, group.waiting_since)
             return
         why = f"nobody took it within schedule-to-start ({start_s:g} s)"
         while group.num_waiting:
@@ -395,9 +348,7 @@ class Partition:
         slot.move(SlotState.WAITING)
         if not group.num_waiting:
             group.waiting_since = now
-            if self._terms.schedule_to_start_s is not None:
-                at = now + self._terms.schedule_to_start_s
-                heapq.heappush(self._timers, _Timer(at, group.record.group_id, OF_START, 0))
+            self._timers.group_waits(group.record.group_id, now)
         group.again.append(index)
         self.num_waiting += 1
         self._queue.appendleft(group.record.group_id)  # older than all that wait
@@ -526,4 +477,4 @@ class Partition:
         node = self.nodes.get(lease.node_id)
         assert node is not None, "a running lease names a registered node"
         self.roster.hold(node, lease)
-        self._watch(lease, now)
+        self._timers.slot_runs(lease, now)

@@ -7,17 +7,15 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from penstock.dataflow.partition_side import PartitionSide
-from penstock.dataflow.protocol import (
-    Done,
+from penstock.dataflow.link_protocol import (
     LinkPull,
     LinkPulled,
     LinkPush,
     LinkPushed,
     PartitionJoin,
-    RowsAnswer,
-    RowsRequest,
 )
+from penstock.dataflow.partition_side import PartitionSide
+from penstock.dataflow.protocol import Done, RowsAnswer, RowsRequest
 from penstock.dataflow.row_payloads import RowPayloads
 from penstock.dataflow.trainer_routes import TRAINERS
 from penstock.errors import BadRequest

@@ -14,22 +14,20 @@ from typing import Protocol
 
 import structlog
 
-from penstock.dataflow.bounds import Bounds
 from penstock.dataflow.compaction import Compactor
-from penstock.dataflow.node_side import NodeSide
-from penstock.dataflow.partition_host import PartitionHost
-from penstock.dataflow.process import Process
-from penstock.dataflow.protocol import (
-    Done,
+from penstock.dataflow.link_protocol import (
     LinkPull,
     LinkPulled,
     LinkPush,
     LinkPushed,
     Numbered,
-    PartitionFigures,
     PartitionJoin,
     PartitionLife,
 )
+from penstock.dataflow.node_side import NodeSide
+from penstock.dataflow.partition_host import PartitionHost
+from penstock.dataflow.process import Process
+from penstock.dataflow.protocol import Done, PartitionFigures
 from penstock.dataflow.row_service import RowService
 from penstock.dataflow.service import run_ticks, sweep_blobs
 from penstock.dataflow.switchboard import Switchboard
@@ -59,7 +57,6 @@ class PartitionService:
         rows: RowService,
         home: HomeCalls,
         *,
-        bounds: Bounds,
         stages: tuple[str, ...],
         url: str,
         epoch: int,
@@ -68,7 +65,7 @@ class PartitionService:
         self.host = host
         self.partition = host.partition
         self.is_finished = False
-        self.nodes = NodeSide(process, host, rows, bounds, lambda: self.is_finished)
+        self.nodes = NodeSide(process, host, rows, lambda: self.is_finished)
         self._home = home
         self._url = url
         self._life = PartitionLife(epoch=epoch, session=secrets.token_hex(8))

@@ -13,21 +13,18 @@ from functools import partial
 import structlog
 
 from penstock.dataflow.home import Home, Shard
-from penstock.dataflow.links import home_end
-from penstock.dataflow.messages import Committed, Horizon, Incarnated, Published, ToPartition
-from penstock.dataflow.process import Process
-from penstock.dataflow.protocol import (
-    Done,
+from penstock.dataflow.link_protocol import (
     LinkPull,
     LinkPulled,
     LinkPush,
     LinkPushed,
-    PartitionAddress,
-    PartitionFigures,
     PartitionJoin,
     PartitionLife,
-    PartitionStatus,
 )
+from penstock.dataflow.links import home_end
+from penstock.dataflow.messages import Committed, Horizon, Incarnated, Published, ToPartition
+from penstock.dataflow.process import Process
+from penstock.dataflow.protocol import Done, PartitionAddress, PartitionFigures, PartitionStatus
 from penstock.dataflow.records import (
     CommitRecord,
     IncarnationRecord,

@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from penstock.dataflow.bounds import Bounds
 from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.records import Erasure, Record
 from penstock.errors import BadRequest
@@ -43,8 +44,15 @@ class Outbox:
 
 
 class Process:
-    def __init__(self, ledger: Ledger, outbox: Outbox, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        outbox: Outbox,
+        clock: Callable[[], float],
+        bounds: Bounds | None = None,
+    ) -> None:
         self.ledger = ledger
+        self._bounds = bounds or Bounds()
         self.journal = outbox
         self.clock = clock
         self.started_at = clock()
@@ -69,6 +77,17 @@ class Process:
         """For an answer that may repeat an earlier decision: that one must be durable too."""
         await self.settle()
         await self.ledger.flush()
+
+    # --- memory and disk ----------------------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        """May new work start?"""
+        return self._bounds.may_lease(self.ledger.usage())
+
+    def require_room(self, num_bytes: int) -> None:
+        """429 or 507 when so much more has no room; asked before anything changes."""
+        self._bounds.check_delivery(self.ledger.usage(), num_bytes)
 
     # --- polls that are held open -------------------------------------------------------------
 

@@ -339,25 +339,7 @@ class CheckpointsRequest:
     """(number, seq) of each complete checkpoint."""
 
 
-# --- partitions -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionLife:
-    """Which process speaks for a partition. A higher epoch replaces a lower one; of two with the
-    same, the first that came stays."""
-
-    epoch: int
-    session: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionJoin:
-    """`PUT /v1/partitions/{index}`: a partition begins a life."""
-
-    life: PartitionLife
-    url: str
-    """Where nodes and trainers reach it."""
+# --- people -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,47 +358,6 @@ class PartitionFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbered:
-    """One message on a link."""
-
-    number: int
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkPush:
-    """`POST /v1/partitions/{index}/messages`: what home lacks, oldest first."""
-
-    life: PartitionLife
-    messages: tuple[Numbered, ...]
-    figures: PartitionFigures
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkPushed:
-    received: int
-    """Home has made everything up to this number its own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkPull:
-    """`POST /v1/partitions/{index}/orders`: what the partition lacks; held open when it lacks
-    nothing."""
-
-    life: PartitionLife
-    received: int
-    """The partition has made everything up to this number its own."""
-    wait_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkPulled:
-    messages: tuple[Numbered, ...]
-    finished: bool
-    """The run is over."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionStatus:
     index: int
     url: str
@@ -424,9 +365,6 @@ class PartitionStatus:
     num_open: int
     silent_s: float
     figures: PartitionFigures
-
-
-# --- people -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from starlette.responses import FileResponse
@@ -121,7 +121,7 @@ class RowSurface:
         return Done()
 
     def routes(self) -> list[Route]:
-        blobs = BlobSurface(blobs=self.service.blobs)
+        blobs = BlobSurface(blobs=self.service.blobs, require_room=self.service.require_room)
         return [*self._reader_routes(), *self._space_routes(), *blobs.routes()]
 
     def _reader_routes(self) -> list[Route]:
@@ -233,6 +233,8 @@ class RowSurface:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobSurface:
     blobs: BlobStore
+    require_room: Callable[[int], None]
+    """Refuses an upload that memory or disk cannot take."""
 
     async def state(self, call: Call) -> BlobState:
         held, is_complete = await asyncio.to_thread(self.blobs.held, call.path["digest"])
@@ -246,6 +248,7 @@ class BlobSurface:
             async for _ in call.body:  # hanging up on the sender would look like an outage
                 pass
             return state
+        self.require_room(size - offset)
         descriptor = await asyncio.to_thread(self.blobs.begin, digest, offset, size)
         try:
             async for piece in _pieces(call.body, size - offset):

@@ -85,6 +85,9 @@ class RowService:
             self.shelf.durable_to = upto
         self._process.wake()
 
+    def require_room(self, num_bytes: int) -> None:
+        self._process.require_room(num_bytes)
+
     # --- readers ------------------------------------------------------------------------------
 
     async def declare(self, terms: ReaderTerms) -> ReaderState:
@@ -188,7 +191,10 @@ class RowService:
     async def _in_thread(
         self, make: Callable[[], list[list[Cell]]], values: Sequence[Value]
     ) -> list[list[Cell]]:
+        """Values made ready to store, off the event loop when they are long; 429 or 507 first, when
+        there is no room for them."""
         num_bytes = sum(len(value) for value in values if isinstance(value, bytes))
+        self.require_room(num_bytes)
         return await asyncio.to_thread(make) if num_bytes > THREAD_BYTES else make()
 
     def _result_cells(self, result: RowResult) -> list[Cell]:

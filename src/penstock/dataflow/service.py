@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
 
-from penstock.dataflow.bounds import Bounds
 from penstock.dataflow.compaction import Compactor
 from penstock.dataflow.core import Core
 from penstock.dataflow.node_side import NodeSide
@@ -42,7 +41,6 @@ class Dataflow:
         rows: RowService,
         *,
         run: str,
-        bounds: Bounds,
         stages: Mapping[PolicyName, tuple[str, ...]],
         report: Terms,
     ) -> None:
@@ -54,7 +52,7 @@ class Dataflow:
         self.host = host
         self.partition: Partition = host.partition
         self.board = board
-        self.nodes = NodeSide(process, host, rows, bounds, lambda: home.is_finished)
+        self.nodes = NodeSide(process, host, rows, lambda: home.is_finished)
         self.rows = rows
         self._stages = stages
         host.shelf = rows.shelf
@@ -65,7 +63,6 @@ class Dataflow:
             process,
             home,
             core.sealing,
-            bounds,
             RowPayloads(process.ledger, rows.blobs),
             self.balance,
             self.partitions.address_of,

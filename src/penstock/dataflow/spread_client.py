@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from penstock.dataflow.client import NodeClient
@@ -54,8 +55,14 @@ class SpreadClient:
         self._register = body
         registered = await self._clients[HOME].register(body)
         await self._learn(registered.partitions)
-        await asyncio.gather(*(self._clients[i].register(body) for i in self._others()))
+        await asyncio.gather(*(self._join(self._clients[index]) for index in self._others()))
         return registered
+
+    async def _join(self, client: NodeClient) -> None:
+        """A partition that is away gets to know this node by a later heartbeat."""
+        assert self._register is not None, "home comes first"
+        with suppress(Unreachable):
+            await client.register(self._register, deadline_s=REBEAT_S)
 
     async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> HeartbeatAnswer:
         """Home's answer. While home is away the others go on hearing from this node."""
@@ -82,8 +89,7 @@ class SpreadClient:
         try:
             answer = await client.heartbeat(node_id, body, deadline_s=REBEAT_S)
         except NotFound:
-            assert self._register is not None, "a node beats after it registered"
-            await client.register(self._register, deadline_s=REBEAT_S)
+            await self._join(client)
         except Unreachable:
             pass
         else:
@@ -105,10 +111,8 @@ class SpreadClient:
             del self._urls[index]
         for index, url in named.items():
             if index not in self._clients:
-                client = NodeClient(url, self._token)
-                if self._register is not None:
-                    await client.register(self._register)
-                self._clients[index], self._urls[index] = client, url
+                self._clients[index], self._urls[index] = NodeClient(url, self._token), url
+                await self._join(self._clients[index])
 
     def _others(self) -> list[int]:
         return [index for index in self._clients if index != HOME]
@@ -122,13 +126,18 @@ class SpreadClient:
         indices = sorted(self._clients)
         self._turn += 1
         start = self._turn % len(indices)
-        answer = LeaseAnswer(tasks=(), grants=(), orders=Orders(wanted=()))
         for index in (*indices[start:], *indices[:start]):
-            answer = await self._clients[index].lease(replace(body, wait_s=0.0))
+            answer = await self._lease_at(index, replace(body, wait_s=0.0))
             if answer.grants or answer.orders.drain:
                 return answer
-        waiting = replace(body, wait_s=min(HOLD_S, body.wait_s))
-        return await self._clients[indices[start]].lease(waiting)
+        return await self._lease_at(indices[start], replace(body, wait_s=min(HOLD_S, body.wait_s)))
+
+    async def _lease_at(self, index: int, body: LeaseRequest) -> LeaseAnswer:
+        """One that is away, home included, holds up nobody: the others have work too."""
+        try:
+            return await self._clients[index].lease(body, deadline_s=body.wait_s + REBEAT_S)
+        except (Unreachable, NotFound):  # unknown there: the next heartbeat joins
+            return LeaseAnswer(tasks=(), grants=(), orders=Orders(wanted=()))
 
     async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
         if not self._others():

@@ -85,7 +85,10 @@ def _waiting(service: Dataflow, now: float) -> Iterator[Waiting]:
     home = service.home
     nodes = service.partition.nodes
     for (who, on), since in service.process.waiting_since.items():
-        if on == "batch":
+        if on == "work" and not service.process.has_room:
+            on = "memory or disk to have room; see the bounds in the config"
+            yield Waiting(who=who, on=on, since_s=round(now - since, 1))
+        elif on == "batch":
             yield Waiting(who=who, on=_behind_batch(service), since_s=round(now - since, 1))
         elif service.partition.num_waiting:
             yield Waiting(who=who, on="a newer version to load", since_s=round(now - since, 1))

@@ -13,7 +13,6 @@ import msgspec
 import structlog
 from blake3 import blake3
 
-from penstock.dataflow.bounds import Bounds
 from penstock.dataflow.consumers import Consumer
 from penstock.dataflow.home import Home
 from penstock.dataflow.messages import Committed, Incarnated, Published
@@ -47,7 +46,6 @@ class TrainerSide:
         process: Process,
         home: Home,
         sealing: Sealing,
-        bounds: Bounds,
         payloads: RowPayloads,
         balance: Balance,
         address_of: Callable[[RowId], str | None],
@@ -57,7 +55,6 @@ class TrainerSide:
         self._process = process
         self._home = home
         self._sealing = sealing
-        self._bounds = bounds
         self._payloads = payloads
         self._balance = balance
         self._address_of = address_of
@@ -134,8 +131,7 @@ class TrainerSide:
                     self._balance.served(consumer.terms.policy, body.seq, process.clock())
                 if answer.manifest or answer.end or process.clock() >= give_up_at:
                     # A checkpoint unpins rows: the way out when the disk fills.
-                    is_tight = not self._bounds.may_lease(process.ledger.usage())
-                    return replace(answer, checkpoint_now=is_tight)
+                    return replace(answer, checkpoint_now=not process.has_room)
                 process.waiting_since.setdefault(key, process.clock())
                 await process.wait_for(change, give_up_at)
         finally:

@@ -13,16 +13,15 @@ from tests.unit.audit.ledgers import FakeNode, Run, always_completed, small_conf
 from penstock.config import RunConfig
 from penstock.dataflow.build import build_partition, partition_folder
 from penstock.dataflow.home import Shard
-from penstock.dataflow.partition_side import PartitionSide
-from penstock.dataflow.protocol import (
-    CheckpointsRequest,
-    Done,
+from penstock.dataflow.link_protocol import (
     LinkPull,
     LinkPulled,
     LinkPush,
     LinkPushed,
     PartitionJoin,
 )
+from penstock.dataflow.partition_side import PartitionSide
+from penstock.dataflow.protocol import CheckpointsRequest, Done
 from penstock.types import NodeId
 
 
