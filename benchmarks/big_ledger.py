@@ -16,12 +16,12 @@ from benchmarks.client import NODE, POLICY
 from penstock.dataflow.records import (
     FateRecord,
     FateState,
+    GrantRecord,
     GroupRecord,
     GroupState,
     IncarnationRecord,
     IssuedRecord,
     LeaseEnd,
-    LeaseRecord,
     MetaRecord,
     NodeRecord,
     Record,
@@ -118,7 +118,9 @@ def _groups(num_groups: int, group_size: int, incarnation: int) -> Iterator[Reco
             _row(group_id, slot, index * group_size + slot, versions) for slot in range(group_size)
         ]
         yield from rows
-        yield from (_lease(group_id, slot) for slot in range(group_size))
+        grant = _grant(group_id, group_size)
+        yield grant
+        yield from (grant.lease(slot, LeaseEnd.DELIVERED, AT + 20) for slot in grant.slots)
         yield _fate(group_id, index, task.key, rows, incarnation)
 
 
@@ -143,18 +145,17 @@ def _row(group_id: GroupId, slot: int, number: int, versions: str) -> RowRecord:
     )
 
 
-def _lease(group_id: GroupId, slot: int) -> LeaseRecord:
-    return LeaseRecord(
+def _grant(group_id: GroupId, num_slots: int) -> GrantRecord:
+    return GrantRecord(
         group_id=group_id,
-        slot=slot,
+        slot=0,
         epoch=1,
+        num_slots=num_slots,
         attempt=1,
         node_id=NODE,
         session=SESSION,
         request_id="0" * 32,
         granted_at=AT,
-        ended=LeaseEnd.DELIVERED,
-        ended_at=AT + 20,
     )
 
 

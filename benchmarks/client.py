@@ -127,9 +127,14 @@ class Service:
 
     async def seal(self) -> int:
         """The next batch; returns how many rows it has."""
+        return self.num_rows(await self.raw("POST", "/v1/batches", self.seal_body()))
+
+    def seal_body(self) -> bytes:
         self.seq += 1
-        request = BatchRequest(consumer=POLICY, seq=self.seq, incarnation=self.incarnation)
-        answer = await self.call("POST", "/v1/batches", request, BatchAnswer)
+        return encode(BatchRequest(consumer=POLICY, seq=self.seq, incarnation=self.incarnation))
+
+    def num_rows(self, sealed: bytes) -> int:
+        answer = decode(sealed, BatchAnswer)
         if answer.manifest is None:
             raise RuntimeError(f"batch {self.seq} was not sealed in time")
         return sum(1 for _ in answer.manifest.rows)
@@ -189,7 +194,7 @@ class Service:
             reward=float(grant.slot % 2),
             outcome=Outcome(kind=OutcomeKind.COMPLETED),
         )
-        return Delivery(row_id=row_id, payload=encode(trajectory))
+        return Delivery(row_id=row_id, payload=memoryview(encode(trajectory)))
 
     def _turn(self, index: int, tokens: Tokens) -> Turn:
         num = len(tokens.sampled_ids) // 4

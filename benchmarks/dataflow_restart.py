@@ -73,9 +73,10 @@ async def _lease_early(life: run_folder.Life, service: Service, num: int) -> flo
         return time.perf_counter() - life.began_at
 
 
-def _python_s() -> float:
+def _python_s(folder: run_folder.RunFolder) -> float:
     began_at = time.perf_counter()
-    subprocess.run([sys.executable, "-c", IMPORTS], check=True)
+    environment = run_folder.environment(folder)
+    subprocess.run([sys.executable, "-c", IMPORTS], env=environment, check=True)
     return time.perf_counter() - began_at
 
 
@@ -96,7 +97,7 @@ async def _first_life(folder: run_folder.RunFolder, service: Service, num_groups
 
 
 async def _next_life(folder: run_folder.RunFolder, service: Service) -> Start:
-    python_s = await asyncio.to_thread(_python_s)
+    python_s = await asyncio.to_thread(_python_s, folder)
     with run_folder.running(folder) as life:
         first_lease_s = await _lease_early(life, service, GROUP_SIZE)
         if await service.seal() != GROUPS_PER_BATCH * GROUP_SIZE:

@@ -144,7 +144,9 @@ class LocalNode:
         await self.service.nodes.heartbeat(self.node_id, body)
 
     async def _deliver(self, made: Sequence[Trajectory]) -> None:
-        deliveries = tuple(Delivery(row_id=one.row_id, payload=encode(one)) for one in made)
+        deliveries = tuple(
+            Delivery(row_id=one.row_id, payload=memoryview(encode(one))) for one in made
+        )
         answer = await self.service.nodes.deliver(
             DeliveryRequest(node_id=self.node_id, session="first", deliveries=deliveries)
         )

@@ -40,6 +40,13 @@ def token(folder: RunFolder) -> str:
     return signer.mint(Role.ADMIN, [Audience.DATAFLOW], ttl_s=TOKEN_TTL_S)
 
 
+def environment(folder: RunFolder) -> dict[str, str]:
+    """Of a service: its modules are compiled once, as those of an installed package are."""
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    bytecode = str(folder.path / "bytecode")
+    return {**inherited, "PYTHONPYCACHEPREFIX": bytecode, "OPENBLAS_NUM_THREADS": "1"}
+
+
 class Life:
     """One process of `penstock dataflow`, from its start on."""
 
@@ -55,7 +62,7 @@ class Life:
                 [str(Path(sys.executable).with_name("penstock")), *words],
                 stdout=out,
                 stderr=out,
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                env=environment(folder),
             )
         self.server = Server(url=url, pid=self._child.pid)
 

@@ -157,7 +157,7 @@ async def _upload(service: Service, caller: AsyncCaller, deliveries: Iterator[De
     """As a node does with what is too large for a call: the bytes go ahead as a blob."""
     for delivery in deliveries:
         ref = await put_blob(caller, delivery.payload, deadline_s=60.0)
-        small = Delivery(row_id=delivery.row_id, payload=b"", blob=ref.digest)
+        small = Delivery(row_id=delivery.row_id, payload=memoryview(b""), blob=ref.digest)
         request = DeliveryRequest(
             node_id=service.node_id, session=service.session, deliveries=(small,)
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType, Protocol
@@ -123,6 +123,10 @@ class SamplingSpec:
     stop: tuple[str, ...] = ()
 
 
+MAX_ROLE = 64
+"""Characters of a role: it is a name, and the ledger keeps it with the row."""
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     """The model ended its answer, or a stop string appeared."""
@@ -153,6 +157,9 @@ class Turn:
     """An answer that never reached its agent stays in the tree untrained."""
     started_at: float = 0.0
     ended_at: float = 0.0
+    role: str = ""
+    """What the policy acted as, when the workflow says so; `route` rules may go by it. At most
+    MAX_ROLE characters."""
 
 
 class OutcomeKind(StrEnum):
@@ -264,6 +271,25 @@ class RowSummary:
     """Digests of the further columns this consumer needs, by name."""
     values: Mapping[str, float] = field(default_factory=dict[str, float])
     """Columns that are one number, by name: small enough to travel with the row."""
+    roles: Mapping[PolicyName, Mapping[str, int]] = field(
+        default_factory=dict[PolicyName, Mapping[str, int]]
+    )
+    """Of policies that acted in named roles, the same tokens by role."""
+
+    @property
+    def parts(self) -> Iterable[tuple[tuple[PolicyName, str], int]]:
+        """Its trainable tokens by the (policy, role) that sampled them."""
+        for policy, tokens in self.sampled.items():
+            for role, part in self.roles.get(policy, {"": tokens}).items():
+                yield (policy, role), part
+
+    def tokens_for(
+        self, policy: PolicyName, sees: Collection[tuple[PolicyName, str]] | None
+    ) -> int:
+        """Tokens that this policy's trainer sees: those of these pairs, or None for its own."""
+        if sees is None:
+            return self.sampled.get(policy, 0)
+        return sum(tokens for pair, tokens in self.parts if pair in sees)
 
     @property
     def score(self) -> float:
@@ -289,10 +315,17 @@ class Manifest:
     trains_from: int
     """Number of the version this batch trains from, as judged at sealing."""
     groups: tuple[SealedGroup, ...]
+    sees: tuple[tuple[PolicyName, str], ...] | None = None
+    """The (policy, role) pairs whose turns its consumer trains; None: all turns of its own
+    policy."""
 
     @property
     def rows(self) -> Iterable[RowSummary]:
         return (row for group in self.groups for row in group.rows)
+
+    def tokens(self, row: RowSummary) -> int:
+        """Tokens of this row that the consumer trains."""
+        return row.tokens_for(PolicyName(self.consumer), self.sees)
 
 
 # --- what rules see ---------------------------------------------------------------------------
@@ -325,7 +358,7 @@ class JudgedGroup:
     number: int
     """Committed version of the policy when it was judged."""
     rows: tuple[RowSummary, ...]
-    """Members with tokens of this policy, each with a reward."""
+    """Members of which the policy's trainer sees any turn, each with a reward."""
 
     @property
     def rewards(self) -> tuple[float, ...]:

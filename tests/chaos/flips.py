@@ -8,6 +8,7 @@ promise."""
 from __future__ import annotations
 
 import random
+import sqlite3
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ T = TypeVar("T")
 SAID_SO = (
     StoreError,
     sqlalchemy.exc.DatabaseError,
+    sqlite3.DatabaseError,
     msgspec.MsgspecError,
     ValueError,
     TypeError,

@@ -17,7 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from penstock.config import RunConfig, demo
-from penstock.dataflow.build import build_partition
+from penstock.dataflow.build import build, build_partition
 from penstock.dataflow.client import ReaderClient, TrainerClient
 from penstock.dataflow.home_client import HomeClient
 from penstock.dataflow.partition_service import PartitionService
@@ -30,7 +30,7 @@ from penstock.dataflow.protocol import (
     LiveVersion,
     PublishRequest,
 )
-from penstock.dataflow.server import build, build_partition_server, build_server, surface
+from penstock.dataflow.server import build_partition_server, build_server, surface
 from penstock.types import (
     FinishReason,
     NodeId,
@@ -89,6 +89,12 @@ def _run(host: uvicorn.Server, listener: socket.socket) -> None:
         runner.run(host.serve(sockets=[listener]))
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
     url: str
@@ -106,25 +112,28 @@ class Running:
 
 
 @contextlib.contextmanager
-def dataflow(folder: Path, config: RunConfig) -> Generator[Running]:
+def dataflow(folder: Path, config: RunConfig, port: int = 0) -> Generator[Running]:
+    """Home on a port, a free one unless told: one that comes back is where it was."""
     signer = Signer.create(folder / "keys", config.name)
     service = build(config, folder / "ledger")
     app = build_server(
         surface(service, config, "http://127.0.0.1:1"), signer.verifier(Audience.DATAFLOW)
     )
-    with serving(app) as url, contextlib.ExitStack() as clients:
+    with serving(app, port) as url, contextlib.ExitStack() as clients:
         yield Running(url=url, signer=signer, clients=clients)
 
 
 @contextlib.contextmanager
 def partition(
-    folder: Path, config: RunConfig, running: Running, index: int
+    folder: Path,
+    config: RunConfig,
+    running: Running,
+    index: int,
+    home_client: type[HomeClient] = HomeClient,
 ) -> Generator[PartitionService]:
     """A further partition over its own ledger folder, as another process would serve it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    home = HomeClient(running.url, running.token(Role.PARTITION))
+    port = free_port()
+    home = home_client(running.url, running.token(Role.PARTITION))
     service = build_partition(config, folder, index, home, url=f"http://127.0.0.1:{port}")
     verifier = running.signer.verifier(Audience.DATAFLOW)
     app = build_partition_server(service, config, "http://127.0.0.1:1", verifier)
@@ -158,7 +167,7 @@ def trajectory(grant: Grant, node_id: NodeId, live: LiveVersion, reward: float =
         reward=reward,
         outcome=Outcome(kind=OutcomeKind.COMPLETED),
     )
-    return Delivery(row_id=row_id, payload=encode(record))
+    return Delivery(row_id=row_id, payload=memoryview(encode(record)))
 
 
 class SmallTrainer:

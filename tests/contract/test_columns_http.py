@@ -16,9 +16,11 @@ import pytest
 from blake3 import blake3
 from tests.contract.shelf_running import RunningShelf, SmallHost, free_port, shelf
 
+from penstock.dataflow.bundles import INLINE_BYTES
 from penstock.dataflow.row_protocol import BlobRef, GetRequest, PutAnswer, PutRequest, PutRow
 from penstock.dataflow.row_stream import RowReader
 from penstock.dataflow.rows_client import RowsClient
+from penstock.dataflow.segments import segment_path
 from penstock.errors import BadRequest, Conflict, Forbidden, NotFound, Unreachable
 from penstock.types import RowId
 from penstock.wire.auth import Role
@@ -244,13 +246,35 @@ async def test_roles(tmp_path: Path) -> None:
                 await nobody.lease(1)
 
 
+async def test_damage_is_contained_to_the_rows_put_together(tmp_path: Path) -> None:
+    long = bytes(INLINE_BYTES)
+    with shelf(tmp_path) as running:
+        async with running.client() as client:
+            await client.put("eval", {"a": {"x": long}, "b": {"x": long}})
+            await client.put("eval", {"c": {"x": long + b"c"}, "d": {"y": 1.0}})
+            segment = segment_path(tmp_path / "ledger" / "segments", 1)
+            with segment.open("r+b") as file:
+                file.seek(100)
+                file.write(b"!")
+            found = await client.get("eval", ["a", "b", "c", "d"])
+            assert [found[key].failed["x"].kind for key in "ab"] == ["damaged"] * 2
+            assert found["c"].columns == {"x": long + b"c"} and not found["c"].failed
+            assert found["d"].columns == {"y": 1.0}
+            database = tmp_path / "ledger" / "ledger.db"
+            with contextlib.closing(sqlite3.connect(database)) as other:
+                other.execute("UPDATE items SET arrival = arrival + 9 WHERE row_id = 'd'")
+                other.commit()
+            found = await client.get("eval", ["d"])
+            assert "another stands where it should be" in found["d"].failed["y"].detail
+
+
 async def test_what_is_answered_is_on_disk(tmp_path: Path) -> None:
     host = SmallHost(tmp_path)
     body = PutRequest(rows=(PutRow(key=RowId("a"), columns={"x": 1.0}),))
     for n in range(20):
         await host.rows.put(f"s{n}", body, "user")
         with contextlib.closing(sqlite3.connect(tmp_path / "ledger.db")) as other:
-            found = other.execute("SELECT count(*) FROM columns WHERE space = ?", (f"s{n}",))
+            found = other.execute("SELECT count(*) FROM bundles WHERE space = ?", (f"s{n}",))
             assert found.fetchone() == (1,)
     host.ledger.close()
 

@@ -17,7 +17,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route as StarletteRoute
 from tests.contract.running import serving, small_config
 
-from penstock.dataflow.server import build, build_server, surface
+from penstock.dataflow.build import build
+from penstock.dataflow.server import build_server, surface
 from penstock.weights.server import build as build_front
 from penstock.wire.auth import Audience, Role, Signer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.dataflow.bounds import Bounds
+from penstock.dataflow.bounds import LOOK_EVERY_S, Bounds
 from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.payloads import MemoryPayloads
 from penstock.dataflow.records import Erasure, MetaRecord, Record, SourceRecord
@@ -295,6 +295,7 @@ async def test_a_disk_that_fills_and_is_freed(small_disk: Path) -> None:
     with pytest.raises(OSError, match="No space"), ballast.open("wb", buffering=0) as out:
         while True:
             out.write(b"b" * MB)
+    await asyncio.sleep(LOOK_EVERY_S)
     with pytest.raises(StorageFull):
         bounds.check_delivery(ledger.usage(), MB)
     async with asyncio.timeout(5):  # sealing and commits: more than SQLite had room for
@@ -312,6 +313,7 @@ async def test_a_disk_that_fills_and_is_freed(small_disk: Path) -> None:
     ballast.unlink()
     async with asyncio.timeout(5):
         await late
+    await asyncio.sleep(LOOK_EVERY_S)
     bounds.check_delivery(ledger.usage(), MB)
     assert (small_disk / "reserve").stat().st_blocks * 512 >= 4 * MB
     assert not failures and ledger.tables.read(SourceRecord) == [source("a", 2)]

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +19,16 @@ from tests.contract.running import (
     Running,
     SmallTrainer,
     dataflow,
+    free_port,
     partition,
     small_config,
     trajectory,
 )
 
+from penstock.dataflow import partition_service
+from penstock.dataflow.client import NodeClient
 from penstock.dataflow.home_client import HomeClient
-from penstock.dataflow.link_protocol import PartitionJoin, PartitionLife
+from penstock.dataflow.link_protocol import LinkPull, LinkPulled, PartitionJoin, PartitionLife
 from penstock.dataflow.protocol import (
     DeliveryRequest,
     DeliveryStatus,
@@ -35,10 +41,14 @@ from penstock.dataflow.protocol import (
     Register,
 )
 from penstock.dataflow.spread_client import SpreadClient
-from penstock.errors import Fenced
-from penstock.types import NodeId
+from penstock.errors import Fenced, Unreachable
+from penstock.rollout.membership import Membership
+from penstock.rollout.orders import StandingOrders
+from penstock.rollout.outbox import Acknowledgements, Outbox
+from penstock.types import NodeId, Trajectory
 from penstock.wire.auth import Role
 from penstock.wire.client import Caller
+from penstock.wire.codec import decode
 
 
 class SpreadNode:
@@ -94,6 +104,84 @@ class SpreadNode:
             answer = await self.client.deliver(body)
             assert {r.status for r in answer.results} <= {DeliveryStatus.STORED}
         return seen
+
+
+CAPACITY = 512
+
+
+class RealNode:
+    """The parts of a rollout node that speak to the dataflow, without engines."""
+
+    def __init__(self, running: Running, folder: Path) -> None:
+        self.client = SpreadClient(running.url, running.token(Role.ROLLOUT))
+        self.orders = StandingOrders()
+        self.membership = Membership(
+            self.client, self.orders, node_id=NodeId("n0"), capacity=CAPACITY
+        )
+        self.acks = folder / "acks.txt"
+        self.outbox = Outbox(self.client, self.membership, Acknowledgements(self.acks))
+
+    @contextlib.asynccontextmanager
+    async def joined(self) -> AsyncGenerator[None]:
+        await self.membership.join()
+        self.membership.announce(self.live, is_ready=True)
+        loops = [
+            asyncio.create_task(self.membership.beat(0.2, lambda: 0)),
+            asyncio.create_task(self.outbox.deliver()),
+        ]
+        try:
+            yield
+        finally:
+            for loop in loops:
+                loop.cancel()
+            await asyncio.wait(loops)
+            await self.client.close()
+
+    @property
+    def live(self) -> tuple[LiveVersion, ...]:
+        return tuple(
+            LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number)
+            for v in self.orders.wanted.values()
+        )
+
+    async def lease_from(self, *partitions: int, max_slots: int = CAPACITY) -> list[Grant]:
+        """Until each of these partitions has given something."""
+        grants: list[Grant] = []
+        async with asyncio.timeout(20):
+            while not partition_counts(grants).keys() >= set(partitions):
+                request = LeaseRequest(
+                    request_id=uuid.uuid4().hex,
+                    node_id=self.membership.node_id,
+                    session=self.membership.session,
+                    max_slots=max_slots,
+                    wait_s=0.2,
+                    live=self.live,
+                )
+                grants += (await self.client.lease(request)).grants
+        return grants
+
+    def put(self, grants: Iterable[Grant]) -> None:
+        for grant in grants:
+            made = trajectory(grant, self.membership.node_id, self.live[0], float(grant.slot % 2))
+            self.outbox.put(decode(made.payload, Trajectory))
+
+
+def partition_counts(grants: Iterable[Grant]) -> Counter[int]:
+    return Counter(int(grant.group_id[1:].partition("-")[0]) for grant in grants)
+
+
+class LateNews(HomeClient):
+    """A link on which home's news come late, or, when home is away, not at all."""
+
+    is_late = False
+    is_away = False
+
+    async def pull(self, index: int, body: LinkPull) -> LinkPulled:
+        if not body.wait_s and LateNews.is_away:
+            await asyncio.sleep(60)
+        answer = await super().pull(index, replace(body, wait_s=min(0.2, body.wait_s)))
+        is_lost = body.wait_s > 0 and LateNews.is_late
+        return replace(answer, messages=()) if is_lost else answer
 
 
 def eventually(check: Callable[[], bool], what: str) -> None:
@@ -208,3 +296,138 @@ def test_lost_partition_ends_its_groups_and_its_rows(tmp_path: Path) -> None:
         assert gone == {row.row_id for row in before if row.row_id.startswith("p1-")}
         asyncio.run(work(running))
         assert trainer.step(), "the run goes on without it"
+
+
+def test_groups_that_waited_when_their_partition_was_lost_are_in_no_batch(tmp_path: Path) -> None:
+    with dataflow(tmp_path, CONFIG) as running:
+        with partition(tmp_path / "p1", CONFIG, running, 1) as far:
+            eventually(lambda: len(running.reader().status().partitions) == 1, "it joins")
+            trainer = SmallTrainer(running)
+            asyncio.run(work(running))
+            eventually(lambda: running.reader().status().policies[0].ready == 8, "all wait")
+            assert far.nodes.trajectories > 0
+        admin(running, "/v1/partitions/1/lose")
+        assert running.reader().status().wasted_tokens["partition_lost"] > 0
+        asyncio.run(work(running))
+        assert trainer.step()
+        rows = trainer.client.rows(POLICY, 1).rows
+        assert len(rows) == 8 and all(row.payload for row in rows)
+
+
+def test_a_partition_goes_on_while_home_is_away(tmp_path: Path) -> None:
+    """What it has is leased and taken, and home gets all of it when it is back."""
+    home, port = contextlib.ExitStack(), free_port()
+    running = home.enter_context(dataflow(tmp_path, CONFIG, port))
+    with home, partition(tmp_path / "p1", CONFIG, running, 1) as far:
+        eventually(lambda: len(running.reader().status().partitions) == 1, "it joins")
+        SmallTrainer(running)
+        eventually(lambda: bool(far.partition.groups), "home issues groups to it")
+        groups = set(far.partition.groups)
+
+        async def work_without_home() -> None:
+            node = RealNode(running, tmp_path)
+            async with node.joined():
+                await asyncio.to_thread(home.close)
+                grants = await node.lease_from(1, max_slots=1)
+                grants += await node.lease_from(1)  # another one is asked first each time
+                assert partition_counts(grants).keys() == {1}
+                node.put(grants)
+                async with asyncio.timeout(10):
+                    await node.outbox.at_most(0)
+                assert len(node.acks.read_text().split()) == len(grants) == 2 * len(groups)
+
+        asyncio.run(work_without_home())
+        assert not far.partition.groups, "they have ended, and home does not know"
+        with dataflow(tmp_path, CONFIG, port) as back:
+            eventually(
+                lambda: back.reader().status().policies[0].ready >= len(groups), "home knows all"
+            )
+            asyncio.run(work(back))
+            trainer = SmallTrainer(back)
+            assert trainer.step()
+            rows = trainer.client.rows(POLICY, 1).rows
+            assert any(row.row_id.startswith("p1-") and row.payload for row in rows)
+
+
+def test_a_partition_that_is_away_holds_up_nobody(tmp_path: Path) -> None:
+    """Leases and results of the others go on; its own results wait with the node, and reach it
+    where it comes back."""
+    with (
+        dataflow(tmp_path, CONFIG) as running,
+        partition(tmp_path / "p2", CONFIG, running, 2),
+        contextlib.ExitStack() as first,
+    ):
+        far = first.enter_context(partition(tmp_path / "p1", CONFIG, running, 1))
+        eventually(lambda: len(running.reader().status().partitions) == 2, "they join")
+        trainer = SmallTrainer(running)
+        eventually(lambda: bool(far.partition.groups), "home issues groups to it")
+
+        async def work_without_it() -> None:
+            node = RealNode(running, tmp_path)
+            async with node.joined():
+                early = await node.lease_from(0, 1, 2)
+                num_away = partition_counts(early)[1]
+                await asyncio.to_thread(first.close)
+                node.put(early)
+                async with asyncio.timeout(10):
+                    await node.outbox.at_most(num_away)
+                assert {name[:2] for name in node.acks.read_text().split()} == {"p0", "p2"}
+                assert await asyncio.to_thread(trainer.step), "no group of it is needed"
+                later = await node.lease_from(0, 2)
+                assert 1 not in partition_counts(later)
+                node.put(later)
+                async with asyncio.timeout(10):
+                    await node.outbox.at_most(num_away)
+                with partition(tmp_path / "p1", CONFIG, running, 1) as back:
+                    async with asyncio.timeout(20):
+                        await node.outbox.at_most(0)
+                    assert back.nodes.trajectories == num_away
+                acknowledged = node.acks.read_text().split()
+                assert len(acknowledged) == len(set(acknowledged)) == len(early) + len(later)
+
+        asyncio.run(work_without_it())
+
+
+def test_a_version_that_a_partition_has_not_heard_of_costs_no_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node may load weights before the news of them reaches a partition."""
+    monkeypatch.setattr(partition_service, "CATCH_UP_S", 0.3)
+    with (
+        dataflow(tmp_path, CONFIG) as running,
+        partition(tmp_path / "p1", CONFIG, running, 1, LateNews) as far,
+    ):
+        eventually(lambda: len(running.reader().status().partitions) == 1, "it joins")
+        SmallTrainer(running)
+        eventually(lambda: bool(far.partition.groups), "home issues groups to it")
+
+        async def deliver(version: LiveVersion, grant: Grant) -> DeliveryStatus:
+            made = trajectory(grant, NodeId("n0"), version)
+            body = DeliveryRequest(node_id=NodeId("n0"), session="s", deliveries=(made,))
+            url = running.reader().status().partitions[0].url
+            client = NodeClient(url, running.token(Role.ROLLOUT))
+            try:
+                return (await client.deliver(body, deadline_s=2.0)).results[0].status
+            finally:
+                await client.close()
+
+        async def outpace_the_news() -> None:
+            node = RealNode(running, tmp_path)
+            async with node.joined():
+                leased = await node.lease_from(1)
+                grants = [grant for grant in leased if grant.group_id.startswith("p1-")]
+                LateNews.is_late = True
+                await asyncio.to_thread(SmallTrainer, running)  # publishes 2.0
+                new = LiveVersion(policy=POLICY, incarnation=2, number=0)
+                assert not far.host.gate.is_published(POLICY, 2, 0)
+                LateNews.is_away = True
+                with pytest.raises(Unreachable, match="home is away"):
+                    await deliver(new, grants[0])
+                LateNews.is_away = False
+                assert await deliver(new, grants[0]) is DeliveryStatus.STORED
+                assert far.host.gate.is_published(POLICY, 2, 0)
+                LateNews.is_late = False
+                never = LiveVersion(policy=POLICY, incarnation=9, number=0)
+                assert await deliver(never, grants[1]) is DeliveryStatus.INVALID
+
+        asyncio.run(outpace_the_news())

@@ -210,7 +210,7 @@ class World:
             reward=None if fails else float(self.random.randint(0, 1)),
             outcome=Outcome(kind=OutcomeKind.FAILED if fails else OutcomeKind.COMPLETED),
         )
-        return Delivery(row_id=row_id, payload=encode(record))
+        return Delivery(row_id=row_id, payload=memoryview(encode(record)))
 
     async def train(self) -> bool:
         request = BatchRequest(

@@ -10,6 +10,7 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from tests.contract.running import (
     POLICY,
     Running,
@@ -20,6 +21,8 @@ from tests.contract.running import (
 )
 
 from penstock.config import RunConfig, StageConfig
+from penstock.dataflow import node_side
+from penstock.dataflow.blobs import BlobStore
 from penstock.dataflow.client import NodeClient
 from penstock.dataflow.protocol import (
     BatchRequest,
@@ -34,6 +37,7 @@ from penstock.dataflow.protocol import (
 )
 from penstock.dataflow.rows_client import RowsClient
 from penstock.dataflow.takes import On
+from penstock.errors import TooLarge
 from penstock.types import NodeId, Trajectory
 from penstock.wire.auth import Role
 from penstock.wire.codec import decode, encode
@@ -58,7 +62,8 @@ def unscored(delivery: Delivery, extra: int = 0) -> Delivery:
     record = decode(delivery.payload, Trajectory)
     outcome = replace(record.outcome, detail="x" * extra)
     return Delivery(
-        row_id=delivery.row_id, payload=encode(replace(record, reward=None, outcome=outcome))
+        row_id=delivery.row_id,
+        payload=memoryview(encode(replace(record, reward=None, outcome=outcome))),
     )
 
 
@@ -157,6 +162,54 @@ def test_large_trajectories_go_ahead_as_blobs(tmp_path: Path) -> None:
         fetched = trainer.client.rows(POLICY, 1).rows
         assert all(row.payload and len(row.payload) > 2 << 20 for row in fetched)
         assert len([*(tmp_path / "ledger" / "blobs").glob("??/*")]) == 4
+
+
+def test_blobs_count_against_what_a_call_may_bring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any is read: a call could name more than the memory there is."""
+    monkeypatch.setattr(node_side, "MAX_CALL_BYTES", 3 << 20)
+    read = BlobStore.read
+    was_read: list[str] = []
+
+    def counted(store: BlobStore, digest: str) -> bytes:
+        was_read.append(digest)
+        return read(store, digest)
+
+    monkeypatch.setattr(BlobStore, "read", counted)
+    config = small_config(groups_per_batch=2, num_generations=2, steps=3)
+    with dataflow(tmp_path, config) as running:
+        SmallTrainer(running)
+        asyncio.run(bring_too_much(running, was_read))
+
+
+async def bring_too_much(running: Running, was_read: list[str]) -> None:
+    client = NodeClient(running.url, running.token(Role.ROLLOUT))
+    try:
+        await client.register(Register(node_id=NODE, session="s", capacity=64, policies=()))
+        await client.heartbeat(NODE, Heartbeat(session="s", state=NodeState.LIVE, live=(LIVE,)))
+        request = LeaseRequest(
+            request_id="1", node_id=NODE, session="s", max_slots=2, wait_s=15.0, live=(LIVE,)
+        )
+        rows = [large(trajectory(g, NODE, LIVE)) for g in (await client.lease(request)).grants]
+        assert len(rows) == 2
+        body = DeliveryRequest(node_id=NODE, session="s", deliveries=tuple(rows))
+        with pytest.raises(TooLarge, match="blobs included"):
+            await client.deliver(body)
+        assert not was_read
+        for row in rows:  # each by itself has room, and its lease still stands
+            [result] = (await client.deliver(replace(body, deliveries=(row,)))).results
+            assert result.status is DeliveryStatus.STORED
+        assert len(was_read) == 2
+    finally:
+        await client.close()
+
+
+def large(delivery: Delivery) -> Delivery:
+    """2 MB, so it goes ahead as a blob."""
+    record = decode(delivery.payload, Trajectory)
+    outcome = replace(record.outcome, detail=delivery.row_id + "x" * (2 << 20))
+    return replace(delivery, payload=encode(replace(record, outcome=outcome)))
 
 
 def test_rows_of_a_killed_worker_come_back(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def delivery(grant: Grant, node: NodeId, live: LiveVersion, word: str) -> Delive
         if failed
         else Outcome(kind=OutcomeKind.COMPLETED),
     )
-    return Delivery(row_id=name, payload=encode(record))
+    return Delivery(row_id=name, payload=memoryview(encode(record)))
 
 
 class HttpSubject:

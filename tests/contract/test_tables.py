@@ -11,11 +11,14 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy.exc import DBAPIError, ResourceClosedError
 
+from penstock.config.passwords import PASSWORD_ENV, password_in, without_password
 from penstock.dataflow.records import (
     BatchRecord,
+    BundleRecord,
     ColumnRecord,
     Erasure,
     FateRecord,
@@ -25,7 +28,7 @@ from penstock.dataflow.records import (
     RowRecord,
     SourceRecord,
 )
-from penstock.dataflow.tables import METADATA, ColumnMove, RowMove, Tables, open_tables
+from penstock.dataflow.tables import METADATA, BundleMove, ColumnMove, RowMove, Tables, open_tables
 from penstock.errors import StoreError
 from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId
 
@@ -206,6 +209,34 @@ def test_a_move_changes_only_what_stands_where_it_stood(tables: Tables) -> None:
     assert tables.read(ColumnRecord) == [replace(column, segment=4, offset=0)]
 
 
+def test_a_bundle_says_where_each_of_its_keys_is(tables: Tables) -> None:
+    def bundle(arrival: int, *keys: str) -> BundleRecord:
+        return BundleRecord(
+            space="s",
+            arrival=arrival,
+            num_cells=1,
+            names="[]",
+            keys=msgspec.json.encode(keys).decode(),
+            contents=b"\x00",
+            segment=3,
+            offset=7,
+            length=9,
+            writer="",
+            at=0.5,
+            payload=b"\xff",
+        )
+
+    odd = ["a", 'b"\\', "\u00e9\U0001f600", "null", "7", "{}"]
+    for _ in range(2):  # replaying changes nothing
+        tables.commit([bundle(1, *odd), bundle(9, "z")])
+        found = tables.rows("SELECT row_id, arrival, bundle FROM items ORDER BY arrival")
+        assert found == [*((key, n, 1) for n, key in enumerate(odd, 1)), ("z", 9, 9)]
+    assert tables.read(BundleRecord, "arrival = 1") == [bundle(1, *odd)]
+    move = BundleMove(space="s", arrival=9, segment=3, offset=7, to_segment=4, to_offset=0)
+    tables.commit([move])
+    assert tables.rows("SELECT arrival FROM bundles WHERE segment = 4") == [(9,)]
+
+
 def test_what_is_committed_is_there_after_a_restart(open_store: Open) -> None:
     for life in range(3):
         tables = open_store()
@@ -297,4 +328,20 @@ def test_a_server_that_cannot_be_reached_is_named_without_its_password(tmp_path:
 def test_a_commit_waits_for_the_disk(postgres_url: str, tmp_path: Path) -> None:
     tables = open_tables(tmp_path, postgres_url, name="durable")
     assert tables.scalar("SHOW fsync") == tables.scalar("SHOW synchronous_commit") == "on"
+    tables.close()
+
+
+@pytest.mark.postgres
+def test_the_password_may_stand_in_the_environment(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a service finds it: the config of a run folder has none."""
+    url = without_password(postgres_url)
+    assert url != postgres_url
+    monkeypatch.delenv(PASSWORD_ENV, raising=False)
+    with pytest.raises(StoreError, match=f"set {PASSWORD_ENV}"):
+        open_tables(tmp_path, url, name="silent")
+    monkeypatch.setenv(PASSWORD_ENV, password_in(postgres_url))
+    tables = open_tables(tmp_path, url, name="silent")
+    assert tables.read(RowRecord) == []
     tables.close()

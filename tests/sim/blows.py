@@ -7,11 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from tests.sim.engine import Engine, Network
-from tests.sim.machines import Machine
+from tests.sim.engine import Command, Engine, Network
+from tests.sim.machines import HomeMachine, Machine, PartitionMachine
 from tests.sim.nodes import Node
 from tests.sim.plans import Plan
 from tests.sim.trainers import Trainer
+
+MAX_JOINS = 2
+MAX_LOST = 1
 
 
 class Struck(Protocol):
@@ -23,13 +26,18 @@ class Struck(Protocol):
     machines: list[Machine]
     nodes: list[Node]
     trainers: list[Trainer]
+    home: HomeMachine
     is_calm: bool
+
+    def join(self) -> None: ...
 
 
 class Blows:
     def __init__(self, world: Struck) -> None:
         self._world = world
         self._engine = world.engine
+        self._num_joined = 0
+        self._num_lost = 0
 
     def begin(self) -> None:
         wait_s = self._engine.rng.expovariate(1 / self._world.plan.faults.trouble_s)
@@ -53,6 +61,9 @@ class Blows:
             self._crash_trainer,
             self._take_over,
             self._pause_trainer,
+            self._join,
+            self._drain,
+            self._lose,
         )
         rng.choice(blows)()
         self.begin()
@@ -125,6 +136,26 @@ class Blows:
         node = self._engine.rng.choice([node for node in self._world.nodes if not node.is_dead])
         self._engine.note(f"{node.name} is stopped for two ttl")
         node.pause(2 * self._world.plan.lease.ttl_s)
+
+    def _join(self) -> None:
+        if self._num_joined < MAX_JOINS:
+            self._num_joined += 1
+            self._world.join()
+
+    def _drain(self) -> None:
+        far = self._engine.rng.choice(self._world.machines[1:])
+        assert isinstance(far, PartitionMachine)
+        command = Command(run=lambda home, now: home.drain(far.index))
+        self._world.home.handle(f"drain {far.name}", command, lambda answer: None)
+
+    def _lose(self) -> None:
+        """Wrongly, for all that home knows: its process lives on until home refuses it."""
+        if self._num_lost < MAX_LOST:
+            self._num_lost += 1
+            far = self._engine.rng.choice(self._world.machines[1:])
+            assert isinstance(far, PartitionMachine)
+            command = Command(run=lambda home, now: home.lose(far.index, now))
+            self._world.home.handle(f"declare {far.name} lost:", command, lambda answer: None)
 
     def _crash_trainer(self) -> None:
         trainer = self._engine.rng.choice(self._world.trainers)

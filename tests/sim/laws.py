@@ -27,6 +27,7 @@ from penstock.dataflow.records import (
     IncarnationRecord,
     IssuedRecord,
     MessageRecord,
+    PartitionRecord,
     RowRecord,
     SourceRecord,
     VersionRecord,
@@ -82,6 +83,8 @@ class Laws(SlotLaws):
         self.judged: dict[PolicyName, set[GroupId]] = {p: set() for p in plan.policies}
         self.in_batches: dict[PolicyName, dict[GroupId, list[int]]] = {p: {} for p in plan.policies}
         self.served_as: dict[tuple[str, int], bytes] = {}
+        self.lost: set[str] = set()
+        """Partitions that were declared so."""
         self._watches |= {
             IssuedRecord: self._issued,
             FateRecord: self._fate,
@@ -91,9 +94,21 @@ class Laws(SlotLaws):
             VersionRecord: self._version,
             CheckpointRecord: self._checkpoint,
             FreedRecord: self._freed,
+            PartitionRecord: self._partition,
         }
 
     # --- home: issue, fates, batches (G3, G8) -------------------------------------------------
+
+    def _partition(self, disk: Disk, new: PartitionRecord) -> None:
+        old = disk.of(PartitionRecord).get((new.index,))
+        may = {
+            None: ("serving",),
+            "serving": ("draining", "lost"),
+            "draining": ("gone", "lost"),
+        }.get(None if old is None else old.state, ())
+        require(new.state in may, f"p{new.index}: {old and old.state} then {new.state}")
+        if new.state == "lost":
+            self.lost.add(f"p{new.index}")
 
     def _issued(self, disk: Disk, new: IssuedRecord) -> None:
         old = disk.of(IssuedRecord).get((new.group_id,))
@@ -151,6 +166,8 @@ class Laws(SlotLaws):
             over = source is not None and source.next_ordinal == self.plan.limit
             require(over and not self.open_issued, f"{name} is short and more was to come")
         for group in manifest.groups:
+            is_lost = group.group_id.partition("-")[0] in self.lost
+            require(not is_lost, f"{name}: {group.group_id} is of a lost partition")
             fate = disk.of(FateRecord).get((policy, group.group_id))
             require(fate is not None and fate.state != "dropped", f"{name}: {group.group_id}")
             require(fate is not None and fate.is_complete, f"{name}: columns are missing")

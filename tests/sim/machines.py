@@ -18,19 +18,22 @@ from tests.sim.plans import Plan
 
 from penstock.dataflow.completion import Landed
 from penstock.dataflow.core import Core, home_core, partition_core
-from penstock.dataflow.home import Home
+from penstock.dataflow.home import Home, Shard
 from penstock.dataflow.links import Link
 from penstock.dataflow.messages import Committed, Incarnated, Published
 from penstock.dataflow.partition_host import PartitionHost
+from penstock.dataflow.partition_side import welcome
 from penstock.dataflow.process import Outbox
 from penstock.dataflow.records import (
     BatchRecord,
     CheckpointRecord,
     ColumnRecord,
+    FreedRecord,
+    IssuedRecord,
     PartitionRecord,
 )
 from penstock.dataflow.switchboard import Switchboard
-from penstock.errors import Conflict, WireError
+from penstock.errors import Conflict, Fenced, WireError
 from penstock.types import PolicyName, RowId
 
 TICK_S = 1.0
@@ -57,6 +60,8 @@ class Machine:
         self.disk = disk
         self.name = name
         self.is_up = False
+        self.is_off = False
+        """Switched off by a person, for ever."""
         self.life = 0
         self.skew_s = 0.0
         self.stalled_until = 0.0
@@ -79,7 +84,7 @@ class Machine:
     # --- lives ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        if self.is_up:
+        if self.is_up or self.is_off:
             return
         self.engine.note(f"{self.name} starts")
         self.is_up, self.stalled_until = True, 0.0
@@ -210,15 +215,16 @@ class HomeMachine(Machine):
                 self._add_partition(index)
 
     def _add_partition(self, index: int) -> None:
-        """Before anything else happened, so there is nothing to tell it."""
-        from penstock.dataflow.links import home_end
+        self._mark(index, Shard.SERVING)
+        welcome(index, self.home, self.board, self.outbox)
 
-        record = PartitionRecord(
-            index=index, url=f"sim://{index}", epoch=1, state="serving", at=self.clock
+    def _mark(self, index: int, state: Shard) -> None:
+        self.outbox(
+            PartitionRecord(
+                index=index, url=f"sim://{index}", epoch=1, state=state.value, at=self.clock
+            )
         )
-        self.outbox(record)
-        self.board.links[index] = home_end(index, self.outbox)
-        self.core.home.add_partition(index)
+        self.home.shards[index] = state
 
     @property
     def home(self) -> Home:
@@ -319,10 +325,44 @@ class HomeMachine(Machine):
         self.home.free(self.home.retention.retained(policy, oldest), now)
         return "named"
 
-    # --- what partitions ask ----------------------------------------------------------------------
+    # --- what partitions, and people about them, ask ----------------------------------------------
+
+    def join(self, index: int) -> str:
+        if index not in self.home.shards:
+            self._add_partition(index)
+        return "joined"
+
+    def drain(self, index: int) -> str:
+        """If others are left that take new groups."""
+        serving = [i for i, shard in self.home.shards.items() if shard is Shard.SERVING]
+        if len(serving) < 2 or index not in serving:
+            return "stays"
+        self._mark(index, Shard.DRAINING)
+        return "drains"
+
+    def lose(self, index: int, now: float) -> str:
+        serving = [i for i, shard in self.home.shards.items() if shard is Shard.SERVING]
+        is_last = not set(serving) - {index}
+        if is_last or self.home.shards.get(index) not in (Shard.SERVING, Shard.DRAINING):
+            return "stays"
+        self._mark(index, Shard.LOST)
+        self.home.lose_partition(index, now)
+        return "is lost"
+
+    def _pass_time(self, late_s: float, now: float) -> None:
+        super()._pass_time(late_s, now)
+        for index, shard in self.home.shards.items():
+            if shard is Shard.DRAINING and self.home.is_empty(index):
+                issued = (r for r in self.disk.of(IssuedRecord).values() if r.partition == index)
+                freed = self.disk.of(FreedRecord)
+                if all((record.group_id,) in freed for record in issued):
+                    self.engine.note(f"p{index} is gone")
+                    self._mark(index, Shard.GONE)
 
     def exchange(self, index: int, received: int, messages: Any, now: float) -> Any:
         """Take what is new, and give what it lacks; nothing leaves before it is durable."""
+        if self.home.shards[index] is Shard.LOST:
+            raise Fenced(f"partition {index} was declared lost")
         link = self.board.links[index]
         link.acknowledged(received)
         for message in link.receive(messages):

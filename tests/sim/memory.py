@@ -18,6 +18,7 @@ from penstock.dataflow.consumers import Consumer
 from penstock.dataflow.groups import SlotState
 from penstock.dataflow.partition import Partition
 from penstock.dataflow.records import BatchRecord, GroupRecord
+from penstock.types import NodeId
 
 Facts = dict[str, Any]
 
@@ -80,7 +81,7 @@ def check_room(machine: HomeMachine, num_open: int) -> None:
 
 def check_partition(laws: Laws, machine: Machine, partition: Partition) -> None:
     """Every slot is in one state, every lease has one holder, every waiting slot can be found."""
-    held: Counter[Any] = Counter()
+    held: Counter[tuple[NodeId, str]] = Counter()
     num_waiting = 0
     queue = set(peek(partition, "_queue"))
     for group_id, group in partition.groups.items():
@@ -99,18 +100,24 @@ def check_partition(laws: Laws, machine: Machine, partition: Partition) -> None:
             waiting + states[SlotState.LEASED] > 0, f"{group_id} is open and nothing can end it"
         )
         for index, slot in group.running():
-            held[group_id, index] += 1
+            grant = slot.grant
+            require(grant is not None and index in grant.slots, f"{group_id}.{index}: its grant")
+            if grant is not None:
+                held[grant.node_id, grant.request_id] += 1
+                named = partition.nodes[grant.node_id].granted[grant.request_id].grants
+                require(grant in named, f"{group_id}.{index}: its node does not know it")
             running = laws.running.get((group_id, index))
             same = running is not None and running.epoch == slot.epoch
             require(same, f"{group_id}.{index}: memory and records disagree on its lease")
     require(
         partition.num_waiting == num_waiting, f"{partition.num_waiting} wait, not {num_waiting}"
     )
-    by_nodes: Counter[Any] = Counter()
-    for node in partition.nodes.values():
-        by_nodes.update(node.leases)
-        named = Counter(slot for slots in node.granted.values() for slot in slots)
-        require(named == Counter(node.leases), f"{node.record.node_id}: requests and leases")
+    by_nodes: Counter[tuple[NodeId, str]] = Counter()
+    for node_id, node in partition.nodes.items():
+        left = {(node_id, request): held.num_left for request, held in node.granted.items()}
+        require(sum(left.values()) == node.num_leases, f"{node_id}: requests and leases")
+        require(all(left.values()), f"{node_id}: a request of which nothing runs is remembered")
+        by_nodes.update(left)
     require(by_nodes == held, "leases of slots and of nodes differ")
 
 
@@ -136,6 +143,7 @@ def facts(machine: Machine) -> Facts:
 def _home_facts(machine: HomeMachine) -> Facts:
     home = machine.home
     found: Facts = {
+        "shards": dict(home.shards),
         "open": {group_id: home.undecided(group_id) for group_id in home.open},
         "open at": {index: set(groups) for index, groups in home.open_at.items()},
         "served": dict(peek(home.supply, "_served")),
@@ -158,6 +166,7 @@ def _home_facts(machine: HomeMachine) -> Facts:
         found[f"{policy} sealed"] = (consumer.last_sealed, dict(consumer.sealed))
         found[f"{policy} levels"] = consumer.levels()
         found[f"{policy} arrived"] = consumer.num_arrived
+        found[f"{policy} yield"] = consumer.expected_yield
         found[f"{policy} replayable"] = consumer.num_replayable
         found[f"{policy} pins"] = (
             {group: seq for seq, groups in pins.batches.items() for group in groups},
@@ -179,7 +188,7 @@ def _partition_facts(partition: Partition) -> Facts:
                 sorted(group.again),
                 group.num_fresh,
                 {
-                    index: (slot.state, slot.attempt, slot.epoch, slot.lease)
+                    index: (slot.state, slot.attempt, slot.epoch, slot.grant)
                     for index, slot in group.touched.items()
                 },
             )
@@ -187,7 +196,7 @@ def _partition_facts(partition: Partition) -> Facts:
         },
         "waiting": partition.num_waiting,
         "nodes": {
-            node_id: (node.record, set(node.leases), dict(node.granted))
+            node_id: (node.record, {name: held.num_left for name, held in node.granted.items()})
             for node_id, node in partition.nodes.items()
         },
     }

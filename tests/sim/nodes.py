@@ -15,7 +15,7 @@ from typing import Any, cast
 import msgspec
 from tests.sim.engine import Actor, Call, Command, Engine, Network, Sleep, Task
 from tests.sim.laws import Laws
-from tests.sim.machines import Machine
+from tests.sim.machines import Machine, PartitionMachine
 from tests.sim.plans import Plan
 
 from penstock.dataflow.protocol import (
@@ -26,7 +26,7 @@ from penstock.dataflow.protocol import (
     Register,
 )
 from penstock.dataflow.records import RowRecord, row_id
-from penstock.errors import Fenced, NotFound, WireError
+from penstock.errors import Busy, Fenced, NotFound, WireError
 from penstock.types import NodeId, Outcome, OutcomeKind, PolicyName, PublishedVersion, RowId
 
 BEAT_S = 3.5
@@ -99,6 +99,12 @@ class Node:
         self.held, self._live = {}, {}
         self._desks = [Desk(machine) for machine in self._machines if machine.plan]
         self._tasks = [self._spawn(self._serve(desk)) for desk in self._desks]
+
+    def learn(self, machine: Machine) -> None:
+        """Home named a further partition."""
+        if not self.is_dead:
+            self._desks.append(Desk(machine))
+            self._spawn(self._serve(self._desks[-1]))
 
     def stop(self) -> None:
         for task in self._tasks:
@@ -218,11 +224,15 @@ class Node:
             self.held.pop(name, None)
             return
         result = self._result(name, work)
-        status = yield Call(
-            target=work.machine,
-            name=f"{self.name} deliver {name}",
-            command=_deliver(result),
-        )
+        while True:
+            status = yield Call(
+                target=work.machine,
+                name=f"{self.name} deliver {name}",
+                command=_deliver(result),
+            )
+            if not isinstance(status, Busy):
+                break
+            yield Sleep(seconds=1.0)
         self._laws.answered(result.row, status)
         self.held.pop(name, None)
         if self._engine.chance(0.1):
@@ -336,6 +346,8 @@ def _deliver(result: Result) -> Command:
             for policy, found in versions.items()
             for version in found
         ):
+            if isinstance(machine, PartitionMachine):
+                return Busy("home may know its version")
             partition.reject(row.group_id, row.slot, "version unknown here", now)
             return DeliveryStatus.INVALID
         return partition.deliver(row, row.summary, result.outcome, now)

@@ -6,11 +6,12 @@ The same machine drives the bare core and a service over HTTP: a subject gives t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import structs
 
 from penstock.dataflow.protocol import Grant, LiveVersion
 from penstock.types import GroupId, NodeId, PolicyName
@@ -177,7 +178,7 @@ class FlowMachine(RuleBasedStateMachine):
     def _ask(self, node: NodeId, request: str, count: int, live: LiveVersion) -> list[Grant]:
         """In order of slots; where a task stands in an answer may differ from answer to answer."""
         found = self.subject.lease(node, self.sessions[node], request, count, live)
-        named = [replace(grant, task=0) for grant in found]
+        named = [structs.replace(grant, task=0) for grant in found]
         return sorted(named, key=lambda grant: (grant.group_id, grant.slot))
 
     @precondition(lambda self: bool(self.grants))

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from penstock.dataflow.bundles import Blob
+from penstock.dataflow.cells import Cell
 from penstock.dataflow.columns import Columns
 from penstock.dataflow.pages import TablePages, readers_left
 from penstock.dataflow.payloads import MemoryPayloads
 from penstock.dataflow.readers import Readers
 from penstock.dataflow.records import (
+    BundleRecord,
     ColumnRecord,
     Erasure,
     FreedRecord,
@@ -39,7 +42,8 @@ def memory_tables() -> Tables:
 
 def wipe(tables: Tables) -> None:
     """Emptying tables is faster than making them."""
-    kept = (ColumnRecord, ReaderRecord, TakeRecord, ItemRecord, SpaceRecord, RowRecord, FreedRecord)
+    rows = (ColumnRecord, ItemRecord, BundleRecord, SpaceRecord, RowRecord, FreedRecord)
+    kept = (*rows, ReaderRecord, TakeRecord)
     tables.commit([Erasure(kind=kind, where="1 = 1", values={}) for kind in kept])
 
 
@@ -71,6 +75,10 @@ def rollout_row(
         delivered_at=now,
         arrival=arrival,
     )
+
+
+def no_blobs(name: str, blob: Blob) -> Cell:
+    raise AssertionError("no row of these tests names a blob")
 
 
 class ShelfWorld:

@@ -23,8 +23,9 @@ from tests.sim.slot_laws import require
 from tests.sim.stages import Stages
 from tests.sim.trainers import Trainer
 
+from penstock.dataflow.home import Home, Shard
 from penstock.dataflow.records import RowRecord
-from penstock.errors import WireError
+from penstock.errors import Fenced, WireError
 
 MAX_EVENTS = 200_000
 CALM_S = 400.0
@@ -49,19 +50,16 @@ class Simulation:
         self.home = HomeMachine(engine, plan, home_disk, name="home", check=self._check)
         self.machines: list[Machine] = [self.home]
         for index in plan.partitions:
-            disk = laws.disks[f"p{index}"] = Disk(engine, f"p{index}", laws.watch)
-            partition = PartitionMachine(
-                index, engine=engine, plan=plan, disk=disk, name=f"p{index}", check=self._check
-            )
-            self.machines.append(partition)
-        serving = [m for m in self.machines if m is not self.home or plan.has_partition]
+            self.machines.append(self._partition(index))
+        self.serving = [m for m in self.machines if m is not self.home or plan.has_partition]
         self.nodes = [
-            Node(engine, self.network, plan, laws, serving, f"n{i}") for i in range(plan.num_nodes)
+            Node(engine, self.network, plan, laws, self.serving, f"n{i}")
+            for i in range(plan.num_nodes)
         ]
         self.trainers = [
             Trainer(engine, self.network, plan, laws, self.home, policy) for policy in plan.policies
         ]
-        self.stages = Stages(engine, plan, serving)
+        self.stages = Stages(engine, plan, self.serving)
         self.is_calm = False
         self._believed: dict[str, memory.Facts] = {}
         self._num_open = 0
@@ -69,14 +67,31 @@ class Simulation:
             machine.before_death = self._remember
             machine.after_birth = self._recall
 
+    def _partition(self, index: int) -> PartitionMachine:
+        name = f"p{index}"
+        disk = self.laws.disks[name] = Disk(self.engine, name, self.laws.watch)
+        return PartitionMachine(
+            index, engine=self.engine, plan=self.plan, disk=disk, name=name, check=self._check
+        )
+
     # --- laws -------------------------------------------------------------------------------------
 
     def _check(self, machine: Machine) -> None:
         if isinstance(machine, HomeMachine):
             memory.check_room(machine, self._num_open)
             self._num_open = len(machine.home.open)
+            self._switch_off(machine.home)
         if machine.disk.is_quiet:
             memory.check(self.laws, machine)
+
+    def _switch_off(self, home: Home) -> None:
+        """Whoever drained a partition ends its process when it is gone."""
+        for machine in self.machines:
+            if not isinstance(machine, PartitionMachine) or machine.is_off:
+                continue
+            if home.shards.get(machine.index) is Shard.GONE:
+                machine.die("nobody needs it any more")
+                machine.is_off = True
 
     def _remember(self, machine: Machine) -> None:
         self._believed.pop(machine.name, None)
@@ -114,6 +129,28 @@ class Simulation:
         self.advance(lambda: self.engine.now > self.plan.fault_s, MAX_EVENTS)
         self.calm()
         self.require_progress()
+
+    def join(self) -> None:
+        """A further partition starts while the run goes on."""
+        partition = self._partition(len(self.machines))
+        partition.before_death, partition.after_birth = self._remember, self._recall
+        self.machines.append(partition)
+        self.engine.note(f"{partition.name} joins")
+        partition.start()
+        Task(self.engine, self.network, self._join(partition))
+
+    def _join(self, partition: PartitionMachine) -> Actor:
+        answer = None
+        while answer != "joined":
+            answer = yield Call(
+                target=self.home,
+                name=f"{partition.name} join",
+                command=Command(run=lambda home, now: home.join(partition.index)),
+            )
+        self.serving.append(partition)
+        for node in self.nodes:
+            node.learn(partition)
+        yield from self._exchange(partition)
 
     def advance(self, is_over: Callable[[], bool], max_events: int = MAX_EVENTS) -> bool:
         """Until something holds; the law that nothing vanishes is read every few events."""
@@ -157,7 +194,7 @@ class Simulation:
             found += [
                 f"{link} has {sent[link] - laws.received[link]} messages to take"
                 for link in sent
-                if laws.received[link] < sent[link]
+                if laws.received[link] < sent[link] and self._is_read(link)
             ]
             return found
 
@@ -180,7 +217,7 @@ class Simulation:
             found += [
                 f"{link} has messages to take"
                 for link, bodies in laws.bodies.items()
-                if laws.received[link] < len(bodies)
+                if laws.received[link] < len(bodies) and self._is_read(link)
             ]
             found += [f"{p} keeps {[*kept]}" for p, kept in laws.admitted.items() if kept]
             return found if home.home.is_finished else ["the run goes on", *found]
@@ -188,6 +225,12 @@ class Simulation:
         until = self.engine.now + END_S
         self.advance(lambda: self.engine.now > until or not missing())
         require(not missing(), f"the run does not end: {'; '.join(missing()[:6])}")
+
+    def _is_read(self, link: str) -> bool:
+        """Neither lost nor switched off."""
+        name = link.replace("home", "").strip(">")
+        is_off = any(machine.is_off for machine in self.machines if machine.name == name)
+        return not is_off and name not in self.laws.lost
 
     def require_all_kept(self) -> None:
         """What was acknowledged is in the tables that the next life will read."""
@@ -229,6 +272,10 @@ class Simulation:
                 command=self._offer(partition.index, received, messages),
                 tries=2,
             )
+            if isinstance(answer, Fenced):
+                partition.die("it was declared lost")
+                partition.is_off = True
+                return
             if answer is None or isinstance(answer, WireError):
                 continue
             partition.handle(f"{partition.name} takes", self._take(partition, answer), _ignore)

@@ -17,6 +17,7 @@ from penstock.dataflow.records import (
     ColumnRecord,
     CompletionRecord,
     DecisionRecord,
+    GrantRecord,
     GroupRecord,
     LeaseRecord,
     LinkRecord,
@@ -51,13 +52,16 @@ class SlotLaws:
         self.orders: Counter[bytes] = Counter()
         self.lives = 0
         """Of home: each may say once more what it wants."""
-        self.running: dict[tuple[GroupId, int], LeaseRecord] = {}
+        self.running: dict[tuple[GroupId, int], GrantRecord] = {}
+        self.leases: set[tuple[GroupId, int, int]] = set()
+        """Every one that was granted, durably."""
         self.results: dict[tuple[GroupId, int], RowId] = {}
         self.acked: dict[RowId, str] = {}
         self.fenced: set[RowId] = set()
         self.holders: dict[tuple[GroupId, int, int], NodeId] = {}
         self._watches: dict[type[Record], Any] = {
             GroupRecord: self._group,
+            GrantRecord: self._grant,
             LeaseRecord: self._lease,
             RowRecord: self._row,
             MessageRecord: self._message,
@@ -90,25 +94,34 @@ class SlotLaws:
         running = [slot for (group, slot) in self.running if group == new.group_id]
         require(not running, f"{new.group_id} ends and slots {running} still run")
 
-    def _lease(self, disk: Disk, new: LeaseRecord) -> None:
-        slot = (new.group_id, new.slot)
-        old = disk.of(LeaseRecord).get((new.group_id, new.slot, new.epoch))
-        name = f"lease {new.group_id}.{new.slot}.{new.epoch}"
+    def _grant(self, disk: Disk, new: GrantRecord) -> None:
         group = disk.of(GroupRecord).get((new.group_id,))
-        require(group is not None, f"{name} without a group")
-        if old is None:
-            require(not new.ended, f"{name} ends before it began")
+        require(group is not None and group.state == "open", f"{new}: it has no open group")
+        num_slots = 0 if group is None else group.num_slots
+        for index in range(new.slot, new.slot + new.num_slots):
+            slot, lease = (new.group_id, index), (new.group_id, index, new.epoch)
+            name = f"lease {new.group_id}.{index}.{new.epoch}"
+            require(0 <= index < num_slots, f"{name}: its group has no such slot")
+            require(lease not in self.leases, f"{name} is granted twice")
             require(slot not in self.running, f"{name}: two leases on one slot")
             require(slot not in self.results, f"{name}: the slot has its result")
-            require(group is not None and group.state == "open", f"{name}: its group has ended")
-            before = (new.group_id, new.slot, new.epoch - 1)
+            before = (new.group_id, index, new.epoch - 1)
             is_next = new.epoch == 1 or before in disk.of(LeaseRecord)
             require(is_next, f"{name}: an epoch is missing")
             self.running[slot] = new
-            return
-        require(not old.ended, f"{name} ends twice: {old.ended}, {new.ended}")
-        require(bool(new.ended), f"{name} is granted twice")
-        require(self.running.pop(slot).epoch == new.epoch, f"{name} is not the running one")
+            self.leases.add(lease)
+
+    def _lease(self, disk: Disk, new: LeaseRecord) -> None:
+        slot, lease = (new.group_id, new.slot), (new.group_id, new.slot, new.epoch)
+        name = f"lease {new.group_id}.{new.slot}.{new.epoch}"
+        require(lease in self.leases, f"{name} ends before it began")
+        require(lease not in disk.of(LeaseRecord), f"{name} ends twice")
+        require(bool(new.ended), f"{name} has no end")
+        grant = self.running.pop(slot)
+        require(grant.epoch == new.epoch, f"{name} is not the running one")
+        held = (grant.node_id, grant.session, grant.request_id, grant.attempt)
+        ended = (new.node_id, new.session, new.request_id, new.attempt)
+        require(held == ended, f"{name} ended as another than was granted")
         if new.ended == "delivered":
             row = disk.of(RowRecord).get((RowId(f"{new.group_id}.{new.slot}.{new.epoch}"),))
             require(row is not None, f"{name} was delivered and left no row")
@@ -178,7 +191,7 @@ class SlotLaws:
 
     def granted(self, grant: Grant, node_id: NodeId) -> None:
         lease = (grant.group_id, grant.slot, grant.epoch)
-        require(lease in self.disk_of(grant.group_id).of(LeaseRecord), f"{lease} is not durable")
+        require(lease in self.leases, f"{lease} is not durable")
         holder = self.holders.setdefault(lease, node_id)
         require(holder == node_id, f"{lease} is held by {holder} and {node_id}")
 
@@ -186,6 +199,7 @@ class SlotLaws:
         """What a node was told of its delivery."""
         stored = self.disk_of(row.group_id).of(RowRecord).get((row.row_id,))
         require(status is not DeliveryStatus.CONFLICT, f"{row.row_id} conflicts with itself")
+        require(status is not DeliveryStatus.INVALID, f"{row.row_id} is sound and was refused")
         if status in (DeliveryStatus.STORED, DeliveryStatus.DUPLICATE):
             same = stored is not None and stored.digest == row.digest
             require(same, f"{row.row_id} was acknowledged and is not durable")

@@ -8,21 +8,21 @@ The dictionary knows no windows, pages, queues or cursors; the machine runs with
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.sim.shelf_world import ShelfWorld, memory_tables
+from tests.sim.shelf_world import ShelfWorld, memory_tables, no_blobs
 
 from penstock.dataflow import shelf
-from penstock.dataflow.columns import number_cell
+from penstock.dataflow.bundles import Bundle, drafts
+from penstock.dataflow.cells import number_cell
 from penstock.dataflow.protocol import DeliveryStatus
 from penstock.dataflow.readers import RowGrant
-from penstock.dataflow.records import ColumnRecord, TakeRecord
-from penstock.dataflow.spaces import NewRow
+from penstock.dataflow.records import BundleRecord, ColumnRecord, TakeRecord
 from penstock.dataflow.takes import Claim, On, ReaderTerms
 from penstock.types import RowId
 
@@ -94,6 +94,18 @@ class Oracle:
             self.leases.pop((name, row_id), None)
 
 
+def columns_of(records: Iterable[object]) -> Iterator[ColumnRecord]:
+    """Those of their own records and those of rows that came together."""
+    for record in records:
+        if isinstance(record, ColumnRecord):
+            yield record
+        elif isinstance(record, BundleRecord):
+            bundle = Bundle(record)
+            for position in range(len(bundle.keys)):
+                found = (bundle.column(position, name) for name in bundle.names)
+                yield from (column for column in found if column is not None)
+
+
 class ReadersMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -121,9 +133,7 @@ class ReadersMachine(RuleBasedStateMachine):
         self.seen = len(self.world.journaled)
         landed: list[tuple[RowId, str]] = []
         takes = [record for record in journaled if isinstance(record, TakeRecord)]
-        for record in journaled:
-            if not isinstance(record, ColumnRecord):
-                continue
+        for record in columns_of(journaled):
             key = (record.row_id, record.name)
             assert key not in self.truth.columns, f"{key} is written twice"
             self.truth.columns[key] = (record.failed, record.digest)
@@ -166,17 +176,22 @@ class ReadersMachine(RuleBasedStateMachine):
             self.truth.columns[row_id, "turns"] = ("", "")
             self.observe()
 
-    @rule(key=st.sampled_from("abcdefgh"), name=st.sampled_from(["text", "note"]))
-    def put(self, key: str, name: str) -> None:
-        row_id = RowId(key)
-        cell = number_cell(name, float(len(name)))
-        row = NewRow(key=row_id, cells=(cell,))
-        known = self.truth.has(row_id, name)
-        result = self.world.spaces.put("eval", [row], "user", self.world.now)[0]
-        assert result.status is (DeliveryStatus.DUPLICATE if known else DeliveryStatus.STORED)
-        if row_id not in self.truth.rows:
-            self.truth.rows[row_id] = ("eval", self.world.shelf.last_arrival, self.world.now)
-        self.observe({(row_id, name)})
+    @rule(
+        keys=st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=3, unique=True),
+        name=st.sampled_from(["text", "note"]),
+    )
+    def put(self, keys: list[str], name: str) -> None:
+        value = float(len(name))
+        known = [key for key in keys if self.truth.has(RowId(key), name)]
+        rows = [*drafts([(RowId(key), {name: value}) for key in keys], no_blobs)]
+        first = self.world.shelf.last_arrival + 1
+        refused = self.world.spaces.put("eval", rows, "user", self.world.now)
+        assert [result.key for result in refused] == known
+        assert all(result.status is DeliveryStatus.DUPLICATE for result in refused)
+        new = [RowId(key) for key in keys if RowId(key) not in self.truth.rows]
+        for arrival, row_id in enumerate(new, first):
+            self.truth.rows[row_id] = ("eval", arrival, self.world.now)
+        self.observe({(RowId(key), name) for key in keys})
 
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
@@ -463,7 +478,9 @@ class ReadersMachine(RuleBasedStateMachine):
         for reader in self.world.shelf.readers.values():
             assert reader.cursor == reader.loaded_to and not reader.window
         assert self.world.tables.scalar("SELECT count(*) FROM takes") == 0
-        stored = self.world.tables.rows("SELECT row_id, name, failed, digest FROM columns")
+        tables = self.world.tables
+        found = columns_of([*tables.read(ColumnRecord), *tables.read(BundleRecord)])
+        stored = [(c.row_id, c.name, c.failed, c.digest) for c in found]
         known = self.truth.columns.items()
         expected = {(r, name, *column) for (r, name), column in known if name != "turns"}
         assert set(stored) == expected

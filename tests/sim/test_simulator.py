@@ -69,6 +69,10 @@ def test_blows_of_every_kind_fall() -> None:
         "pauses",
         "fenced",
         "was replaced by",
+        "joins",
+        "drains",
+        "nobody needs it any more",
+        "it was declared lost",
     }
     for seed in range(40):
         simulation = Simulation(draw_plan(seed))

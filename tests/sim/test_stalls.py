@@ -261,7 +261,7 @@ def test_a_clock_that_jumps_between_a_call_and_the_tick(begun: Begin) -> None:
     node.stop()
     until = simulation.engine.now + SMALL.lease.ttl_s + 3.0
     simulation.advance(lambda: simulation.engine.now > until)
-    assert not machine.nodes[node.name].leases, "its leases are free within a ttl"
+    assert not machine.nodes[node.name].num_leases, "its leases are free within a ttl"
     assert trained(simulation, simulation.laws.branches[ANNA].seq + 2)
 
 
@@ -283,7 +283,7 @@ def test_a_lease_nobody_heard_of_between_a_jump_and_the_tick(begun: Begin) -> No
     def look() -> bool:
         assert partition.host is not None
         found = partition.host.partition
-        return bool(found.num_waiting) and not found.nodes[node.name].leases
+        return bool(found.num_waiting) and not found.nodes[node.name].num_leases
 
     simulation.advance(look)
     partition.skew_s += 86_400.0

@@ -52,7 +52,7 @@ def check_batches(evidence: Evidence) -> Check:
         for why in _fate_faults(manifest, sealed[batch.consumer], is_replayed=max_uses > 1):
             findings.add(batch.name, why)
         for group in manifest.groups:
-            for why in members.faults(batch.consumer, group):
+            for why in members.faults(manifest, group):
                 findings.add(f"{batch.name} {group.group_id}", why)
         for group_id in named:
             uses[batch.consumer, group_id] += 1
@@ -110,8 +110,9 @@ class _Members:
         self._by_group = evidence.rows_by_group()
         self._counts: dict[str, dict[str, int]] = {}
         self._versions: dict[str, dict[str, list[Pair]]] = {}
+        self._by_role: dict[str, dict[str, dict[str, int]]] = {}
 
-    def faults(self, consumer: str, group: GroupSummary) -> Iterable[str]:
+    def faults(self, manifest: Manifest, group: GroupSummary) -> Iterable[str]:
         known = self._evidence.issued.get(group.group_id)
         if known is None or known.task_key != group.task_key:
             yield "is not the group of this task"
@@ -120,7 +121,7 @@ class _Members:
         due = {
             row.row_id
             for row in self._by_group.get(group.group_id, [])
-            if self._is_complete(row) and (self._sampled(row) or {}).get(consumer, 0) > 0
+            if self._is_complete(row) and self._is_seen(row, manifest)
         }
         if odd := sorted(due.symmetric_difference(row.row_id for row in group.rows)):
             yield f"its rows and the manifest's differ on {', '.join(odd[:3])}"
@@ -128,6 +129,18 @@ class _Members:
             row = self._evidence.rows.get(member.row_id)
             if row is not None and (wrong := self._member_fault(member, row)):
                 yield f"{member.row_id}: {wrong}"
+
+    def _is_seen(self, row: Row, manifest: Manifest) -> bool:
+        """It has a token that this batch trains."""
+        sampled = self._sampled(row) or {}
+        if manifest.sees is None:
+            return sampled.get(manifest.consumer, 0) > 0
+        roles = self._roles(row) or {}
+        return any(
+            tokens > 0 and (policy, role) in manifest.sees
+            for policy, count in sampled.items()
+            for role, tokens in roles.get(policy, {"": count}).items()
+        )
 
     def _is_complete(self, row: Row) -> bool:
         """It came to a good end, and has every column that its run waits for."""
@@ -144,6 +157,8 @@ class _Members:
             return f"sealed with {member.sampled} tokens; the row says {row.sampled}"
         if member.versions != decode_map(row.versions, dict[str, list[Pair]], self._versions):
             return f"sealed as made by {member.versions}; the row says {row.versions}"
+        if member.roles != self._roles(row):
+            return f"sealed as made in {member.roles}; the row says {row.roles}"
         # A row that is damaged itself is told by another law; its digest proves nothing here.
         if member.digest != row.digest and not self._evidence.contents[row.row_id].damage:
             return "sealed with other bytes"
@@ -163,6 +178,9 @@ class _Members:
 
     def _sampled(self, row: Row) -> dict[str, int] | None:
         return decode_map(row.sampled, dict[str, int], self._counts)
+
+    def _roles(self, row: Row) -> dict[str, dict[str, int]] | None:
+        return decode_map(row.roles or "{}", dict[str, dict[str, int]], self._by_role)
 
 
 def check_staleness(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
@@ -206,6 +224,9 @@ def _ages(
     is_complete = True
     for group in manifest.groups:
         for member in group.rows:
+            if manifest.sees is not None and batch.consumer not in member.versions:
+                ages.append(0)  # what only other policies sampled does not age
+                continue
             found = _versions(evidence, batch.consumer, group.group_id, member)
             for version in found:
                 if version not in counts_as and version in lineage.versions:

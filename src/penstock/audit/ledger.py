@@ -25,6 +25,7 @@ from penstock.audit.records import (
     Fate,
     Fork,
     Freed,
+    Grant,
     Group,
     Issued,
     Lease,
@@ -38,7 +39,7 @@ from penstock.audit.records import (
 )
 from penstock.errors import StoreError
 
-FORMATS = ("1", "2")
+FORMATS = ("1", "2", "3")
 """Of ledgers this auditor can read."""
 TableRow = TypeVar("TableRow", bound=Table)
 
@@ -101,11 +102,25 @@ class Moment:
     def work(self) -> Work:
         return Work(
             groups=self._table(Group, "groups", "issue"),
-            leases=self._table(Lease, "leases", "group_id, slot, epoch"),
+            leases=self._leases(),
             rows=self.rows(),
             columns=self._table(Column, "columns", "row_id, name", "space = 'train'"),
             completions=self._table(Completion, "completions", "group_id, policy"),
         )
+
+    def _leases(self) -> list[Lease]:
+        """Those that ended, and for every other slot of a grant one that runs; before format 3 all
+        are in one table. A slot granted twice under one epoch comes twice."""
+        found = self._table(Lease, "leases", "group_id")
+        ended = {(lease.group_id, lease.slot, lease.epoch) for lease in found}
+        for grant in self._table(Grant, "grants", "group_id"):
+            for slot in range(grant.slot, grant.slot + grant.num_slots):
+                lease = (grant.group_id, slot, grant.epoch)
+                if lease in ended:
+                    ended.remove(lease)
+                else:
+                    found.append(Lease(*lease, grant.attempt, grant.node_id, ended=""))
+        return sorted(found, key=lambda lease: (lease.group_id, lease.slot, lease.epoch))
 
     def rows(self) -> list[Row]:
         return self._table(Row, "rows", 'segment, "offset"')

@@ -37,6 +37,17 @@ class Group(Table, frozen=True, gc=False):
     state: str
 
 
+class Grant(Table, frozen=True, gc=False):
+    """Leases of neighbouring slots that began together."""
+
+    group_id: str
+    slot: int
+    epoch: int
+    num_slots: int
+    attempt: int
+    node_id: str
+
+
 class Lease(Table, frozen=True, gc=False):
     group_id: str
     slot: int
@@ -63,6 +74,8 @@ class Row(Table, frozen=True, gc=False):
     versions: str
     blob: str = ""
     """Digest of the blob that holds the payload, when it lies in no segment."""
+    roles: str = ""
+    """Of policies that acted in named roles, their tokens by role; empty for none."""
 
 
 class Column(Table, frozen=True, gc=False):
@@ -221,6 +234,8 @@ class MemberSummary(msgspec.Struct, frozen=True, gc=False):
     """Digests of columns of bytes."""
     values: dict[str, float] = {}
     """Columns that are one number."""
+    roles: dict[str, dict[str, int]] = {}
+    """Of policies that acted in named roles, their tokens by role."""
 
 
 class GroupSummary(msgspec.Struct, frozen=True):
@@ -234,6 +249,8 @@ class Manifest(msgspec.Struct, frozen=True):
     seq: int
     trains_from: int
     groups: tuple[GroupSummary, ...]
+    sees: tuple[tuple[str, str], ...] | None = None
+    """The (policy, role) pairs that its consumer trains; None: its own policy's."""
 
 
 class _Subject(msgspec.Struct, frozen=True):

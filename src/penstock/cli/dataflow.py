@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -50,6 +51,7 @@ def dataflow(
         Address under which nodes and trainers reach this partition, when it differs from where it
         listens.
     """
+    gc.disable()  # what a start makes stays; the service turns the collector on when it is there
     from penstock.cli.service import enter, make_tls
 
     tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory

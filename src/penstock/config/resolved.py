@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from penstock.config.checks import KeyPath
 from penstock.config.explain import path_text
+from penstock.config.passwords import without_password
 from penstock.config.run import RunConfig
 
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
@@ -25,8 +26,9 @@ def run_dir(config: RunConfig) -> Path:
 
 
 def dump(config: RunConfig) -> str:
-    """The resolved config as YAML; reading it gives an equal config."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(config.model_dump(mode="json"))))
+    """The resolved config as YAML; reading it gives an equal config, but for the password of its
+    store."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(_open(config))))
 
 
 def digest(config: RunConfig) -> str:
@@ -47,7 +49,16 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
 
 def _identity(config: RunConfig) -> dict[str, Any]:
     """All that says what the run is; `output_dir` only says where, and a run may be moved."""
-    return config.model_dump(mode="json", exclude={"output_dir"})
+    values = _open(config)
+    del values["output_dir"]
+    return values
+
+
+def _open(config: RunConfig) -> dict[str, Any]:
+    """What anybody who reads the run's folder may know."""
+    values = config.model_dump(mode="json")
+    values["dataflow"]["store"] = without_password(config.dataflow.store)
+    return values
 
 
 def _flat(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:

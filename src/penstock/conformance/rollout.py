@@ -251,7 +251,8 @@ class RolloutWatch:
             trajectory = read_row(delivery)
             if isinstance(trajectory, Trajectory):
                 self._check_versions(trajectory)
-            if self._payloads.setdefault(row_id, delivery.payload) != delivery.payload:
+            payload = bytes(delivery.payload)
+            if self._payloads.setdefault(row_id, payload) != payload:
                 self.findings.broke("delivery-repeated", f"row {row_id} came with other bytes")
             if row_id in self._answered_fenced:
                 self.findings.broke("fenced-dropped", f"row {row_id} came again")

@@ -117,7 +117,7 @@ def _row(grant: Grant, live: LiveVersion) -> Delivery:
         reward=float(grant.slot % 2),
         outcome=Outcome(kind=OutcomeKind.TRUNCATED, reason="length"),
     )
-    return Delivery(row_id=trajectory.row_id, payload=encode(trajectory))
+    return Delivery(row_id=trajectory.row_id, payload=memoryview(encode(trajectory)))
 
 
 class StandInTrainer:

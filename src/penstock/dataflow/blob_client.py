@@ -18,7 +18,7 @@ INLINE_BYTES = 1 << 20
 PIECE_BYTES = 4 << 20
 
 
-async def put_blob(caller: AsyncCaller, data: bytes, *, deadline_s: float) -> BlobRef:
+async def put_blob(caller: AsyncCaller, data: bytes | memoryview, *, deadline_s: float) -> BlobRef:
     """Goes on where an earlier upload of the same bytes stopped."""
     digest = await asyncio.to_thread(lambda: blake3(data).hexdigest())
     path = f"/v1/blobs/{digest}"
@@ -26,7 +26,7 @@ async def put_blob(caller: AsyncCaller, data: bytes, *, deadline_s: float) -> Bl
     may_restart = state.held_bytes > 0
     while not state.complete:
         offset = state.held_bytes
-        piece = data[offset : offset + PIECE_BYTES]
+        piece = bytes(data[offset : offset + PIECE_BYTES])
         try:
             state = await _put_piece(
                 caller, f"{path}?offset={offset}&size={len(data)}", piece, deadline_s

@@ -14,7 +14,7 @@ from penstock.dataflow.blobs import BlobStore
 from penstock.dataflow.bounds import Bounds
 from penstock.dataflow.completion import Needs
 from penstock.dataflow.consumers import PolicyTerms
-from penstock.dataflow.core import CoreTerms, home_core, partition_core
+from penstock.dataflow.core import CoreTerms, begin_home, partition_core
 from penstock.dataflow.groups import Closing, ClosingKind, LeaseTerms
 from penstock.dataflow.home import IssueTerms
 from penstock.dataflow.ledger import Ledger
@@ -34,6 +34,13 @@ from penstock.types import PolicyName, SamplingSpec
 
 def build(config: RunConfig, ledger_folder: Path) -> Dataflow:
     """Home and one partition over one ledger, as the last life left them."""
+    service = begin(config, ledger_folder)
+    service.complete(service.restore())
+    return service
+
+
+def begin(config: RunConfig, ledger_folder: Path) -> Dataflow:
+    """As `build`, but not whole yet: it leases slots, and comes to the rest when it runs."""
     clock = steady_clock()
     outbox = Outbox()
     ledger = _open(config, ledger_folder, "home")
@@ -41,7 +48,7 @@ def build(config: RunConfig, ledger_folder: Path) -> Dataflow:
         open_source(source.name, source.task, weight=source.weight, limit=source.limit)
         for source in config.sources
     ]
-    core = home_core(core_terms(config), sources, ledger.tables, outbox, clock())
+    core = begin_home(core_terms(config), sources, ledger.tables, outbox, clock())
     process = Process(ledger, outbox, clock, _bounds(config))
     service = Dataflow(
         process,
@@ -51,7 +58,6 @@ def build(config: RunConfig, ledger_folder: Path) -> Dataflow:
         stages=dict.fromkeys(map(PolicyName, config.models), _required(config)),
         report=terms_of(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
     )
-    service.nodes.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
     for record in ledger.stamp():
         outbox(record)
     return service

@@ -80,17 +80,20 @@ class NodeClient:
             deadline_s=deadline_s,
         )
 
-    async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
+    async def deliver(
+        self, body: DeliveryRequest, *, deadline_s: float = OUTAGE_S
+    ) -> DeliveryAnswer:
         """What is too large for a call goes ahead as a blob."""
-        deliveries = [await self._checked(delivery) for delivery in body.deliveries]
+        deliveries = [await self._checked(delivery, deadline_s) for delivery in body.deliveries]
         body = replace(body, deliveries=tuple(deliveries))
-        return await self._caller.call("POST", "/v1/trajectories", body, DeliveryAnswer)
+        path = "/v1/trajectories"
+        return await self._caller.call("POST", path, body, DeliveryAnswer, deadline_s=deadline_s)
 
-    async def _checked(self, delivery: Delivery) -> Delivery:
+    async def _checked(self, delivery: Delivery, deadline_s: float) -> Delivery:
         if len(delivery.payload) <= INLINE_BYTES:
             return delivery
-        ref = await put_blob(self._caller, delivery.payload, deadline_s=OUTAGE_S)
-        return replace(delivery, payload=b"", blob=ref.digest)
+        ref = await put_blob(self._caller, delivery.payload, deadline_s=deadline_s)
+        return replace(delivery, payload=memoryview(b""), blob=ref.digest)
 
 
 class TrainerClient:

@@ -10,16 +10,18 @@ row says. Decides nothing about what is free: `freed` and the tables do.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import structlog
 
 from penstock.dataflow.ledger import Ledger
+from penstock.dataflow.records import Record
 from penstock.dataflow.segments import Location
-from penstock.dataflow.tables import ColumnMove, RowMove, Tables
+from penstock.dataflow.tables import BundleMove, ColumnMove, RowMove, Tables
 from penstock.errors import StoreError
-from penstock.types import RowId
 
 log = structlog.get_logger(__name__)
 
@@ -39,62 +41,54 @@ LIVE_COLUMNS = (
     "(SELECT 1 FROM rows JOIN freed ON freed.group_id = rows.group_id "
     "WHERE rows.space = columns.space AND rows.row_id = columns.row_id)"
 )
+LIVE_BUNDLES = "FROM bundles WHERE segment = :segment AND length > 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Live:
-    """One record that somebody still needs, and what names it."""
+    """One payload that somebody still needs."""
 
-    row_id: str
-    column: tuple[str, str] | None
-    """(space, name) of a column; None for the row's own payload."""
+    name: str
+    """Of its record, for people."""
     location: Location
+    move: Callable[..., Record]
+    """Makes the record point to `to_segment` and `to_offset`."""
 
-    def moved(self, to: Location) -> RowMove | ColumnMove:
-        old = self.location
-        if self.column is None:
-            return RowMove(
-                row_id=RowId(self.row_id),
-                segment=old.segment,
-                offset=old.offset,
-                to_segment=to.segment,
-                to_offset=to.offset,
-            )
-        space, name = self.column
-        return ColumnMove(
-            space=space,
-            row_id=RowId(self.row_id),
-            name=name,
-            segment=old.segment,
-            offset=old.offset,
-            to_segment=to.segment,
-            to_offset=to.offset,
-        )
+    def moved(self, to: Location) -> Record:
+        return self.move(to_segment=to.segment, to_offset=to.offset)
 
 
 def live_bytes(tables: Tables, segment: int) -> int:
     """Payload in this segment that some record names and nobody freed."""
     found = (
         tables.scalar(f"SELECT coalesce(sum(length), 0) {live}", segment=segment)
-        for live in (LIVE_ROWS, LIVE_COLUMNS)
+        for live in (LIVE_ROWS, LIVE_COLUMNS, LIVE_BUNDLES)
     )
     return sum(map(int, found))
 
 
+_NAMED: tuple[tuple[type[Any], str, tuple[str, ...]], ...] = (
+    (RowMove, LIVE_ROWS, ("row_id",)),
+    (ColumnMove, LIVE_COLUMNS, ("space", "row_id", "name")),
+    (BundleMove, LIVE_BUNDLES, ("space", "arrival")),
+)
+"""Who names payload, and by what its records are told apart."""
+
+
 def _live(tables: Tables, segment: int) -> list[_Live]:
     """In order of place, so that copying reads forwards."""
-    rows = tables.rows(f'SELECT row_id, "offset", length {LIVE_ROWS}', segment=segment)
-    columns = tables.rows(
-        f'SELECT row_id, "offset", length, space, name {LIVE_COLUMNS}', segment=segment
-    )
-    found = [
-        _Live(
-            row_id=str(row_id),
-            column=(str(rest[0]), str(rest[1])) if rest else None,
-            location=Location(segment=segment, offset=int(offset), length=int(length)),
-        )
-        for row_id, offset, length, *rest in (*rows, *columns)
-    ]
+    found: list[_Live] = []
+    for move, live, keys in _NAMED:
+        query = f'SELECT "offset", length, {", ".join(keys)} {live}'
+        for offset, length, *values in tables.rows(query, segment=segment):
+            old = {"segment": segment, "offset": int(offset)}
+            found.append(
+                _Live(
+                    name="/".join(map(str, values)),
+                    location=Location(segment=segment, offset=int(offset), length=int(length)),
+                    move=partial(move, **dict(zip(keys, values, strict=True)), **old),
+                )
+            )
     return sorted(found, key=lambda live: live.location.offset)
 
 
@@ -173,7 +167,7 @@ class Compactor:
             try:
                 found.append((live, self._ledger.payloads.read(live.location)))
             except StoreError as error:  # told by whoever reads the row; its neighbours move
-                log.error("record cannot be moved", row=live.row_id, reason=str(error))
+                log.error("record cannot be moved", record=live.name, reason=str(error))
         return found
 
     async def _delete(self, segment: int, size: int) -> None:

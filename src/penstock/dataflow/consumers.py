@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -41,7 +41,8 @@ class ReadyGroup:
     tokens: int
     rewards: array[float]
     versions: tuple[tuple[int, int], ...]
-    """Every version that sampled tokens of this policy in it."""
+    """Every version that sampled tokens of this policy in it; none if its trainer only sees what
+    others sampled."""
     rows: bytes
     """msgpack list of RowSummary; decoded when it is sealed. Empty after a restart: the ledger has
     them."""
@@ -60,13 +61,14 @@ def ready_group(
     rows: Sequence[RowSummary],
     policy: PolicyName,
     arrival: int,
+    sees: Collection[tuple[PolicyName, str]] | None = None,
 ) -> ReadyGroup:
     return ReadyGroup(
         group_id=group_id,
         task_key=task_key,
         source=source,
         arrival=arrival,
-        tokens=sum(row.sampled.get(policy, 0) for row in rows),
+        tokens=sum(row.tokens_for(policy, sees) for row in rows),
         rewards=array("d", (row.reward for row in rows if row.reward is not None)),
         versions=tuple(sorted({v for row in rows for v in row.versions.get(policy, ())})),
         rows=msgspec.msgpack.encode(rows),
@@ -118,11 +120,23 @@ class Consumer:
         )
 
     def oldest(self, group: ReadyGroup) -> int:
-        """Oldest version of this policy's tokens in the group, on the surviving lineage."""
-        return min(self.lineage.effective(*version) for version in group.versions)
+        """Oldest version of this policy's tokens in the group, on the surviving lineage; what only
+        others sampled does not age."""
+        return self._oldest(group.versions)
 
-    def number_of(self, row: RowSummary) -> int:
-        return min(self.lineage.effective(*v) for v in row.versions[self.terms.policy])
+    def numbers_of(self, rows: Iterable[RowSummary]) -> Iterator[int]:
+        """As `oldest`, of each of these rows; few differ in what sampled them."""
+        known = dict[tuple[tuple[int, int], ...], int]()
+        for row in rows:
+            versions = row.versions.get(self.terms.policy, ())
+            number = known.get(versions)
+            if number is None:
+                number = known[versions] = self._oldest(versions)
+            yield number
+
+    def _oldest(self, versions: Iterable[tuple[int, int]]) -> int:
+        numbers = (self.lineage.effective(*version) for version in versions)
+        return min(numbers, default=self.next_number)
 
     def age(self, group: ReadyGroup) -> int:
         return self.next_number - self.oldest(group)

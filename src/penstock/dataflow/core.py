@@ -25,6 +25,7 @@ from penstock.dataflow.restore import (
     restore_lineage,
     restore_link,
     restore_partition,
+    restore_waiting,
     rows_of_groups,
     rule_memories,
 )
@@ -36,7 +37,7 @@ from penstock.dataflow.supply import Supply
 from penstock.dataflow.switchboard import Switchboard
 from penstock.dataflow.tables import Tables
 from penstock.dataflow.versions import Lineage
-from penstock.types import PolicyName
+from penstock.types import GroupId, PolicyName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,22 @@ def home_core(
     has_partition: bool = True,
 ) -> Core:
     """Home as its last life left it, with partition 0 beside it or with all of them elsewhere."""
+    core = begin_home(terms, sources, tables, journal, now, has_partition=has_partition)
+    complete_home(core, restore_waiting(core.home, tables), now)
+    return core
+
+
+def begin_home(
+    terms: CoreTerms,
+    sources: Sequence[Source],
+    tables: Tables,
+    journal: Journal,
+    now: float,
+    *,
+    has_partition: bool = True,
+) -> Core:
+    """As `home_core`, but what waits for a batch is still in the ledger: the partition can lease,
+    and home can do nothing before `restore_waiting` and `complete_home`."""
     board = Switchboard()
     rules = Rulebook(
         terms.rules,
@@ -102,15 +119,21 @@ def home_core(
         home.add_partition(record.index, Shard(record.state))
         board.links[record.index] = home_end(record.index, journal)
         restore_link(board.links[record.index], tables)
-    restore_home(home, tables, now)
+    restore_home(home, tables)
     if host is not None:
         restore_completion(host, tables)
         restore_partition(host.partition, tables, now)
-    for consumer in home.consumers.values():
-        home.tell_horizon(consumer)
-    board.run(now)
     sealing = Sealing(home, journal, partial(rows_of_groups, tables))
     return Core(board=board, home=home, sealing=sealing, host=host)
+
+
+def complete_home(core: Core, freed: Sequence[GroupId], now: float) -> None:
+    """Go on with home, all of which is back; `freed` is what nobody holds any more."""
+    core.home.free(freed, now)
+    for consumer in core.home.consumers.values():
+        core.home.count_replayable(consumer)
+        core.home.tell_horizon(consumer)
+    core.board.run(now)
 
 
 def partition_core(

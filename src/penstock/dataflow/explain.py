@@ -24,7 +24,6 @@ from penstock.dataflow.records import (
     IncarnationRecord,
     IssuedRecord,
     LeaseEnd,
-    LeaseRecord,
     RowRecord,
     RuleRecord,
     VersionRecord,
@@ -110,17 +109,11 @@ class _Reader:
 
     def row(self, group_id: GroupId, slot: int, epoch: int, id: str) -> Explanation:
         issued = self._issued(group_id)
-        tables = self._recorded.at(issued.partition)
-        leases = tables.read(
-            LeaseRecord,
-            "group_id = :group_id AND slot = :slot AND epoch = :epoch",
-            group_id=group_id,
-            slot=slot,
-            epoch=epoch,
-        )
+        found = self._recorded.leases(issued)
+        leases = [lease for lease in found if (lease.slot, lease.epoch) == (slot, epoch)]
         if not leases:
             raise _missing(id, "row", f"`penstock explain RUN {group_id}` lists its leases")
-        rows = tables.read(RowRecord, "row_id = :id", id=id)
+        rows = self._recorded.at(issued.partition).read(RowRecord, "row_id = :id", id=id)
         is_member = leases[0].ended == LeaseEnd.DELIVERED
         fates = self._recorded.fates(group_id) if is_member else []
         steps = [
@@ -265,8 +258,9 @@ class _Reader:
             (row.slot, row.epoch): row
             for row in tables.read(RowRecord, where, group_id=issued.group_id)
         }
-        for lease in tables.read(LeaseRecord, where, group_id=issued.group_id):
-            yield telling.lease(lease, rows.get((lease.slot, lease.epoch)))
+        for lease in self._recorded.leases(issued):
+            if slot is None or lease.slot == slot:
+                yield telling.lease(lease, rows.get((lease.slot, lease.epoch)))
         for letter in tables.read(DeadSlotRecord, where, group_id=issued.group_id):
             yield telling.dead_slot(letter)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.dataflow import pacing
 from penstock.dataflow.protocol import LiveVersion
+from penstock.dataflow.records import VersionRecord
 from penstock.dataflow.versions import Lineage
 from penstock.types import PolicyName, PublishedVersion, RowSummary
 
@@ -21,6 +22,9 @@ class Gate:
     max_staleness: Mapping[PolicyName, int]
     horizon: dict[PolicyName, int] = field(default_factory=dict[PolicyName, int])
     """Number that the next unsealed batch trains from; the committed one until home says more."""
+    _newest: tuple[VersionRecord, ...] = ()
+    _wanted: tuple[PublishedVersion, ...] = ()
+    """Made of them."""
 
     def may_run(self, due: Mapping[str, int], live: Sequence[LiveVersion]) -> bool:
         """Is a node with these live versions young enough for a group with this due date?
@@ -51,17 +55,20 @@ class Gate:
     @property
     def wanted(self) -> tuple[PublishedVersion, ...]:
         """What nodes should serve."""
-        newest = (lineage.newest for lineage in self.lineages.values())
-        return tuple(
-            PublishedVersion(
-                policy=version.policy,
-                incarnation=version.incarnation,
-                number=version.number,
-                manifest_digest=version.manifest_digest,
+        found = (lineage.newest for lineage in self.lineages.values())
+        newest = tuple(version for version in found if version is not None)
+        if newest != self._newest:  # asked at every command
+            self._newest = newest
+            self._wanted = tuple(
+                PublishedVersion(
+                    policy=version.policy,
+                    incarnation=version.incarnation,
+                    number=version.number,
+                    manifest_digest=version.manifest_digest,
+                )
+                for version in newest
             )
-            for version in newest
-            if version is not None
-        )
+        return self._wanted
 
     def is_published(self, policy: PolicyName, incarnation: int, number: int) -> bool:
         lineage = self.lineages.get(policy)

@@ -12,8 +12,11 @@ from types import MappingProxyType
 import msgspec
 
 from penstock.dataflow.protocol import LiveVersion, NodeState
-from penstock.dataflow.records import GroupRecord, LeaseRecord, NodeRecord
-from penstock.types import GroupId, RowId, RowSummary, Task
+from penstock.dataflow.records import GrantRecord, GroupRecord, NodeRecord
+from penstock.types import RowId, RowSummary, Task
+
+_task = msgspec.json.Decoder(Task)
+_due = msgspec.json.Decoder(dict[str, int])
 
 
 class ClosingKind(StrEnum):
@@ -73,15 +76,18 @@ NEXT_SLOT: Mapping[SlotState, frozenset[SlotState]] = MappingProxyType(
 )
 
 
-@dataclass(slots=True)
-class Slot:
+class Slot(msgspec.Struct, gc=False):
+    """A Struct that the collector of cycles need not look at: there may be a million of them, and
+    none is part of a cycle."""
+
     state: SlotState = SlotState.WAITING
     attempt: int = 0
     """Attempts that cost one: failures and expiries, not hand-backs."""
     epoch: int = 0
-    lease: LeaseRecord | None = None
+    grant: GrantRecord | None = None
+    """Under which it is leased."""
     row: RowSummary | None = None
-    reasons: list[str] = field(default_factory=list[str])
+    reasons: tuple[str, ...] = ()
     """Why each attempt came to nothing."""
 
     def move(self, state: SlotState) -> None:
@@ -107,25 +113,43 @@ class OpenGroup:
     @property
     def task(self) -> Task:
         if self.task_body is None:
-            self.task_body = msgspec.json.decode(self.record.task, type=Task)
+            self.task_body = _task.decode(self.record.task)
         return self.task_body
 
     @property
     def due(self) -> dict[str, int]:
-        return msgspec.json.decode(self.record.due, type=dict[str, int])
+        return _due.decode(self.record.due)
 
     def slot(self, index: int) -> Slot:
-        return self.touched.setdefault(index, Slot())
+        slot = self.touched.get(index)
+        if slot is None:
+            slot = self.touched[index] = Slot()
+        return slot
+
+    def lease(self, grant: GrantRecord) -> None:
+        """All slots of the grant; they were taken before."""
+        leased = SlotState.LEASED
+        for index in grant.slots:
+            slot = self.touched.get(index)
+            if slot is None:  # born waiting, like all slots
+                self.touched[index] = Slot(leased, epoch=grant.epoch, grant=grant)
+                continue
+            slot.move(leased)
+            slot.epoch, slot.grant = grant.epoch, grant
 
     @property
     def num_waiting(self) -> int:
         return len(self.again) + self.record.num_slots - self.num_fresh
 
-    def next_waiting(self) -> int:
+    def take(self, most: int) -> range:
+        """Waiting slots, which wait no more: one to be leased again, or fresh ones, which are all
+        alike."""
         if self.again:
-            return self.again.pop()
-        self.num_fresh += 1
-        return self.num_fresh - 1
+            index = self.again.pop()
+            return range(index, index + 1)
+        first = self.num_fresh
+        self.num_fresh = min(first + most, self.record.num_slots)
+        return range(first, self.num_fresh)
 
     @property
     def rows(self) -> tuple[RowSummary, ...]:
@@ -142,19 +166,27 @@ class OpenGroup:
 
 
 @dataclass(slots=True)
+class Held:
+    """What one request of a node got."""
+
+    grants: list[GrantRecord] = field(default_factory=list[GrantRecord])
+    """Those of which anything ran when they were added."""
+    num_left: int = 0
+    """Leases among them that run."""
+
+
+@dataclass(slots=True)
 class Node:
     record: NodeRecord
     last_seen: float
     state: NodeState = NodeState.STARTING
     live: tuple[LiveVersion, ...] = ()
-    leases: set[tuple[GroupId, int]] = field(default_factory=set[tuple[GroupId, int]])
+    num_leases: int = 0
     asking: str = ""
     """Its newest lease request; only this one may be granted anything."""
     asked_before: deque[str] = field(default_factory=lambda: deque[str](maxlen=16))
     """Older ones, which may arrive again from a network that repeats."""
-    granted: dict[str, set[tuple[GroupId, int]]] = field(
-        default_factory=dict[str, set[tuple[GroupId, int]]]
-    )
+    granted: dict[str, Held] = field(default_factory=dict[str, Held])
     """Held slots by the request that got them."""
     past_sessions: deque[str] = field(default_factory=lambda: deque[str](maxlen=16))
     """Lives of this node that were replaced."""

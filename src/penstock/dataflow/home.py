@@ -37,6 +37,7 @@ from penstock.dataflow.records import (
     GroupState,
     IssuedRecord,
     Journal,
+    MetaRecord,
     WasteRecord,
 )
 from penstock.dataflow.retention import Retention
@@ -133,6 +134,24 @@ class Home:
                 Report(group_id=group_id, policies=(), rows=(), dropped=DropReason.PARTITION_LOST),
                 now,
             )
+        for consumer in self.consumers.values():
+            self._lose_rows(consumer, index, now)
+
+    def _lose_rows(self, consumer: Consumer, index: int, now: float) -> None:
+        """Groups there that no batch has yet have no rows any more, and those of the replay pool
+        cannot be served again."""
+        for groups in (consumer.ready, consumer.incomplete):
+            for group in [g for g in groups.values() if partition_of(g.group_id) == index]:
+                del groups[group.group_id]
+                self.drop(consumer, group, DropReason.PARTITION_LOST, "partition", now)
+        for group in [g for g in consumer.pool.values() if partition_of(g.group_id) == index]:
+            self.leave_pool(consumer, group, now)
+        self.count_replayable(consumer)
+
+    def leave_pool(self, consumer: Consumer, group: ReadyGroup, now: float) -> None:
+        del consumer.pool[group.group_id]
+        self.fate(consumer, group, FateState.SEALED, now, rule="replay", keep_rows=False)
+        self.free(self.retention.unpooled(group.group_id, consumer.terms.policy), now)
 
     def is_empty(self, index: int) -> bool:
         return not self.open_at[index]
@@ -283,15 +302,22 @@ class Home:
 
     def _judge(self, consumer: Consumer, issued: IssuedRecord, report: Report, now: float) -> None:
         policy = consumer.terms.policy
-        rows = tuple(row for row in report.rows if row.sampled.get(policy, 0) > 0)
+        sees = self.rules.seen(policy, report.rows, now)
+        rows = tuple(row for row in report.rows if row.tokens_for(policy, sees) > 0)
         consumer.num_arrived += 1
         group = ready_group(
-            issued.group_id, issued.task_key, issued.source, rows, policy, consumer.num_arrived
+            issued.group_id,
+            issued.task_key,
+            issued.source,
+            rows,
+            policy,
+            consumer.num_arrived,
+            sees,
         )
         if report.dropped is not None or not rows:
             reason = report.dropped or DropReason.FAILED_SLOTS
             if reason is DropReason.FAILED_SLOTS:
-                consumer.expected_yield = pacing.next_yield(consumer.expected_yield, passed=False)
+                self._learn_yield(consumer, passed=False)
             self.drop(consumer, group, reason, "closing", now)
         elif consumer.is_done:
             self.drop(consumer, group, DropReason.REMAINDER, "end", now)
@@ -320,7 +346,7 @@ class Home:
         rule, reason = self.rules.judge(judged, now)
         self.rules.learn(judged, reason, now)
         self.rules.remember()
-        consumer.expected_yield = pacing.next_yield(consumer.expected_yield, passed=reason is None)
+        self._learn_yield(consumer, passed=reason is None)
         if reason is not None:
             self.drop(consumer, group, reason, rule, now)
             return
@@ -331,6 +357,14 @@ class Home:
             admitted = Admitted(group_id=group.group_id, policy=consumer.terms.policy)
             self._send(partition_of(group.group_id), admitted)
 
+    def _learn_yield(self, consumer: Consumer, *, passed: bool) -> None:
+        """Kept over restarts: a service that forgot it would start too little for many groups."""
+        before = consumer.expected_yield
+        consumer.expected_yield = pacing.next_yield(before, passed=passed)
+        if consumer.expected_yield != before:
+            key = yield_key(consumer.terms.policy)
+            self._journal(MetaRecord(key=key, value=repr(consumer.expected_yield)))
+
     def _completed(self, message: Completed, now: float) -> None:
         """The columns that the trainer needs are there, or will never be."""
         consumer = self.consumers[message.policy]
@@ -338,13 +372,14 @@ class Home:
         if group is None:
             return
         policy = consumer.terms.policy
-        rows = tuple(row for row in message.rows if row.sampled.get(policy, 0) > 0)
+        sees = self.rules.seen(policy, message.rows, now)
+        rows = tuple(row for row in message.rows if row.tokens_for(policy, sees) > 0)
         if message.dropped is not None or not rows:
             reason = message.dropped or DropReason.COLUMN_FAILED
             self.drop(consumer, group, reason, "columns", now)
             return
         full = ready_group(
-            group.group_id, group.task_key, group.source, rows, policy, group.arrival
+            group.group_id, group.task_key, group.source, rows, policy, group.arrival, sees
         )
         consumer.ready[group.group_id] = full
         self.fate(consumer, full, FateState.ADMITTED, now, rule="columns")
@@ -481,6 +516,11 @@ class Home:
                 self._unjudged[record.group_id] = undecided
             for policy in undecided:
                 self.consumers[policy].num_unjudged += 1
+
+
+def yield_key(policy: PolicyName) -> str:
+    """Under which the ledger keeps what a policy's rules let through."""
+    return f"yield/{policy}"
 
 
 def partition_of(group_id: GroupId) -> int:

@@ -20,7 +20,7 @@ from penstock.dataflow.records import RowRecord, row_id
 from penstock.dataflow.segments import Location
 from penstock.errors import BadRequest
 from penstock.types import GroupId, NodeId, RowId, RowSummary, Trajectory
-from penstock.wire.codec import decode
+from penstock.wire.codec import decode_views
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,8 @@ class Taken:
     """What was stored, if anything was."""
     tokens: int = 0
     is_failure: bool = False
+    is_early: bool = False
+    """It names a version that home may know and this partition does not: nothing was decided."""
 
 
 class Intake:
@@ -51,7 +53,10 @@ class Intake:
         self._is_scored = is_scored
         self._next_arrival = next_arrival
 
-    def take(self, node_id: NodeId, delivery: Delivery, now: float) -> Taken:
+    def take(
+        self, node_id: NodeId, delivery: Delivery, now: float, *, knows_all: bool = True
+    ) -> Taken:
+        """`knows_all`: a version that is not known here was never published."""
         try:
             group_id, slot, epoch = parse_row_id(delivery.row_id)
             if not self._partition.holds(node_id, group_id, slot, epoch):
@@ -59,9 +64,11 @@ class Intake:
         except BadRequest as error:
             return _refused(delivery, DeliveryStatus.INVALID, str(error))
         judged = self._judge(node_id, delivery)
+        if isinstance(judged, validate.Unpublished) and not knows_all:
+            return replace(_refused(delivery, DeliveryStatus.INVALID), is_early=True)
         if isinstance(judged, str):
             self._partition.reject(group_id, slot, judged, now)
-            return _refused(delivery, DeliveryStatus.INVALID, judged)
+            return _refused(delivery, DeliveryStatus.INVALID, str(judged))
         return self._store(delivery, *judged, now)
 
     def _judge(
@@ -69,7 +76,7 @@ class Intake:
     ) -> tuple[Trajectory, validate.Digested] | str:
         """The sound record behind these bytes, or what is wrong with it."""
         try:
-            trajectory = decode(delivery.payload, Trajectory)
+            trajectory = decode_views(delivery.payload, Trajectory)
         except BadRequest as error:
             return str(error)
         named = row_id(trajectory.group_id, trajectory.slot, trajectory.epoch)
@@ -102,6 +109,7 @@ class Intake:
             delivered_at=now,
             arrival=self._next_arrival(),
             blob=delivery.blob,
+            roles=msgspec.json.encode(summary.roles).decode() if summary.roles else "",
         )
         known = RowSummary(
             row_id=row.row_id,
@@ -110,6 +118,7 @@ class Intake:
             outcome=row.outcome,
             sampled=summary.sampled,
             versions=summary.versions,
+            roles=summary.roles,
         )
         status = self._partition.deliver(row, known, trajectory.outcome, now)
         return Taken(
@@ -129,7 +138,9 @@ class Intake:
         status = DeliveryStatus.STORED if held else DeliveryStatus.FENCED
         return DeliveryResult(row_id=name, status=status)
 
-    def look_again(self, result: DeliveryResult, payloads: Mapping[RowId, bytes]) -> DeliveryResult:
+    def look_again(
+        self, result: DeliveryResult, payloads: Mapping[RowId, memoryview]
+    ) -> DeliveryResult:
         """No lease stands behind it: the same bytes were stored before, others, or it is late."""
         payload = payloads.get(result.row_id)
         known = None if payload is None else self._ledger.row(result.row_id)

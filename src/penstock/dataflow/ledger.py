@@ -75,10 +75,8 @@ class Ledger:
         self._reserve = Reserve(folder, reserve_bytes)
         self._reserve.take()
         self._placed: list[Chunk] = []
-        self._forming: list[_Write] = []
-        """Writes of this turn of the event loop; they go to the writer together."""
         self._queued_bytes = 0
-        self._queue: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_groups, name="ledger", daemon=True)
         self._writer.start()
@@ -117,22 +115,13 @@ class Ledger:
     def _put(
         self, records: Sequence[Record | Erasure], chunks: list[Chunk]
     ) -> asyncio.Future[None]:
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        if not self._forming:
-            # After all requests that are ready now: the fewer groups, the less each one costs.
-            loop.call_soon(self._hand_over)
-        self._forming.append(_Write(records, chunks, done))
+        done = asyncio.get_running_loop().create_future()
+        self._queue.put(_Write(records, chunks, done))
         return done
-
-    def _hand_over(self) -> None:
-        if self._forming:
-            self._queue.put(self._forming)
-            self._forming = []
 
     def usage(self) -> Usage:
         """For `Bounds`: what is queued, and what is left on the disk."""
-        return Usage(queued_bytes=self._queued_bytes, free_bytes=self._reserve.free_bytes())
+        return Usage(queued_bytes=self._queued_bytes, free_bytes=self._reserve.free_bytes_lately())
 
     def _write_groups(self) -> None:
         """consumes: writes of all callers · produces: one fsynced group at a time
@@ -173,7 +162,7 @@ class Ledger:
         group: list[_Write] = []
         item = self._queue.get()
         while item is not None:
-            group += item
+            group.append(item)
             try:
                 item = self._queue.get_nowait()
             except queue.Empty:
@@ -207,7 +196,6 @@ class Ledger:
         group[0].done.get_loop().call_soon_threadsafe(tell)
 
     def close(self) -> None:
-        self._hand_over()
         self._closing.set()
         self._queue.put(None)
         self._writer.join()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import structlog
@@ -15,6 +15,7 @@ import structlog
 from penstock.dataflow.columns import REWARD, TURNS
 from penstock.dataflow.intake import Intake, Taken
 from penstock.dataflow.partition_host import PartitionHost
+from penstock.dataflow.polls import Poll, Polls
 from penstock.dataflow.process import IsGone, Process, stays
 from penstock.dataflow.protocol import (
     Delivery,
@@ -29,7 +30,7 @@ from penstock.dataflow.protocol import (
     Register,
 )
 from penstock.dataflow.row_service import RowService
-from penstock.errors import BadRequest, TooLarge
+from penstock.errors import BadRequest, Busy, TooLarge
 from penstock.types import NodeId, PolicyName, PublishedVersion
 
 log = structlog.get_logger(__name__)
@@ -39,6 +40,8 @@ MAX_CALL_BYTES = 64 << 20
 MAX_ROW_BYTES = 256 << 20
 """Of one trajectory; 100,000 tokens are about 1 MB."""
 RATE_WINDOW_S = 10.0
+CatchUp = Callable[[], Awaitable[bool]]
+"""Hear all that home has said so far; False when it is away."""
 BORN = (TURNS,)
 BORN_SCORED = (TURNS, REWARD)
 
@@ -50,7 +53,9 @@ class NodeSide:
         host: PartitionHost,
         rows: RowService,
         is_finished: Callable[[], bool],
+        catch_up: CatchUp | None = None,
     ) -> None:
+        """`catch_up`: where home is in another process."""
         self.trajectories = 0
         self.sampled_tokens = 0
         self.failed_tokens = 0
@@ -61,6 +66,7 @@ class NodeSide:
         self._partition = host.partition
         self._rows = rows
         self._is_finished = is_finished
+        self._catch_up = catch_up
         self.intake = Intake(
             host.partition,
             process.ledger,
@@ -69,8 +75,12 @@ class NodeSide:
             is_scored=host.completion.is_scored,
         )
         self._told: dict[NodeId, tuple[PublishedVersion, ...]] = {}
-        self._look = asyncio.Lock()
-        """Held by the one poll that looks whether it can be answered."""
+        self._polls = Polls()
+        self._num_offered = 0
+        """By the partition, when polls were last told."""
+        self._last_orders: tuple[tuple[PublishedVersion, ...], bool] = ((), False)
+        """Wanted versions, and whether the run is finished, when polls were last told."""
+        process.on_wake = self._woken
 
     # --- membership ---------------------------------------------------------------------------
 
@@ -86,19 +96,22 @@ class NodeSide:
 
     async def register(self, body: Register) -> Orders:
         self._partition.register(body, self._process.clock())
+        self._polls.call(body.node_id)
         await self._process.settle()
         log.info("node registered", node=body.node_id, capacity=body.capacity)
         return self.orders(body.node_id)
 
     async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> Orders:
-        self._partition.heartbeat(
+        is_new = self._partition.heartbeat(
             node_id, body.session, self._process.clock(), state=body.state, live=body.live
         )
-        self._process.wake()
+        if is_new:
+            self._polls.call(node_id)
         return self.orders(node_id)
 
     async def leave(self, node_id: NodeId, session: str) -> None:
         self._partition.leave(node_id, session, self._process.clock())
+        self._polls.call(node_id)
         await self._process.settle()
         self._told.pop(node_id, None)
         log.info("node left", node=node_id)
@@ -106,52 +119,57 @@ class NodeSide:
     # --- leases -------------------------------------------------------------------------------
 
     async def lease(self, body: LeaseRequest, is_gone: IsGone = stays) -> LeaseAnswer:
-        process = self._process
+        process, polls = self._process, self._polls
         give_up_at = process.hold_until(body.wait_s)
         if not 0 < len(body.request_id) <= 128:
             raise BadRequest("request_id has 1 to 128 characters")
         self._partition.ask(body.node_id, body.session, body.request_id, process.clock())
         key = (body.node_id, "work")
+        poll = Poll(body.node_id, body.max_slots)
         try:
             while True:
-                change = process.changed
+                polls.looks(poll)
                 answer = await self._try_lease(body)
-                if answer.grants or answer.orders.drain or answer.orders.stop:
+                if answer.grants:
+                    polls.call(body.node_id)  # the same request may have come twice
+                    return answer
+                if answer.orders.drain or answer.orders.stop:
                     return answer
                 if self._told.get(body.node_id) != self._host.gate.wanted:
                     return replace(answer, orders=self.orders(body.node_id))
-                if process.clock() >= give_up_at:
+                now = process.clock()
+                if now >= give_up_at:
                     return answer
-                process.waiting_since.setdefault(key, process.clock())
-                if not await self._wait_for_news(body, change, give_up_at, is_gone):
+                process.waiting_since.setdefault(key, now)
+                self._offer()
+                await polls.wait(poll, give_up_at - now)
+                if await is_gone():
                     return answer  # a grant now would be held by nobody
         finally:
             process.waiting_since.pop(key, None)
+            polls.looks(poll)
+            self._offer()
 
-    async def _wait_for_news(
-        self, body: LeaseRequest, change: asyncio.Event, give_up_at: float, is_gone: IsGone
-    ) -> bool:
-        """consumes: nothing · produces: nothing · waits for: a change that may concern this poll
-        woken by: any command. False: its node listens no more.
+    def _woken(self) -> None:
+        """A command changed something: call the polls that it may concern."""
+        orders = (self._host.gate.wanted, self._is_finished())
+        if orders != self._last_orders:
+            self._last_orders = orders
+            self._polls.call_all()
+        if self._partition.num_offered != self._num_offered:
+            self._num_offered = self._partition.num_offered
+            self._polls.tell()
+        self._offer()
 
-        Thousands may wait: they look one after the other, so that those for whom nothing is left
-        go on waiting at no further cost."""
-        process = self._process
-        while True:
-            await process.wait_for(change, give_up_at)
-            async with self._look:
-                change = process.changed
-                if self._concerns(body) or process.clock() >= give_up_at:
-                    return not await is_gone()
+    def _offer(self) -> None:
+        """What is left goes to polls that did not see it yet."""
+        if len(self._polls) and self._partition.num_waiting and self._process.has_room:
+            self._polls.offer(self._partition.num_waiting)
 
-    def _concerns(self, body: LeaseRequest) -> bool:
-        """May this poll be answered now? Cheap, because it is asked for each poll at each
-        change."""
-        if self._partition.num_waiting or self._is_finished():
-            return True
-        node = self._partition.nodes.get(body.node_id)
-        is_replaced = node is None or node.record.session != body.session
-        return is_replaced or self._told.get(body.node_id) != self._host.gate.wanted
+    def tick(self) -> None:
+        """What changes without a command: room on the disk, how much a slow node may hold."""
+        self._polls.tell()
+        self._woken()
 
     async def _try_lease(self, body: LeaseRequest) -> LeaseAnswer:
         process = self._process
@@ -195,18 +213,42 @@ class NodeSide:
             raise BadRequest(f"at most {MAX_DELIVERIES} deliveries and releases per call")
         self._require_room(body.deliveries)
         deliveries = [await self._fetched(delivery) for delivery in body.deliveries]
+        taken = self._take(body.node_id, deliveries, knows_all=self._catch_up is None)
+        if any(item.is_early for item in taken):
+            taken = await self._take_early(body.node_id, deliveries, taken)
         now = self._process.clock()
-        taken = [self.intake.take(body.node_id, delivery, now) for delivery in deliveries]
         results = [item.result for item in taken]
         results += [self.intake.release(body.node_id, row_id, now) for row_id in body.released]
-        for item in taken:
-            self._count(item, now)
         await self._process.settle()
         if any(result.status is DeliveryStatus.FENCED for result in results):
             await self._process.ledger.flush()  # its first copy may be committing just now
             payloads = {delivery.row_id: delivery.payload for delivery in deliveries}
             results = [self.intake.look_again(result, payloads) for result in results]
         return DeliveryAnswer(results=tuple(results), durability=self._process.ledger.durability)
+
+    def _take(
+        self, node_id: NodeId, deliveries: Sequence[Delivery], *, knows_all: bool
+    ) -> list[Taken]:
+        now = self._process.clock()
+        taken = [self.intake.take(node_id, d, now, knows_all=knows_all) for d in deliveries]
+        for item in taken:
+            self._count(item, now)
+        return taken
+
+    async def _take_early(
+        self, node_id: NodeId, deliveries: Sequence[Delivery], taken: Sequence[Taken]
+    ) -> list[Taken]:
+        """Weights may reach a node before the news of them reaches this partition: ask home."""
+        assert self._catch_up is not None, "who shares home's memory is never early"
+        if not await self._catch_up():
+            raise Busy(  # what was taken is found as a duplicate by the next try
+                "home is away, and only home can say whether the versions of these rows were "
+                "published; try again, their leases stand",
+                retry_after_s=1.0,
+            )
+        early = [d for d, item in zip(deliveries, taken, strict=True) if item.is_early]
+        again = iter(self._take(node_id, early, knows_all=True))
+        return [next(again) if item.is_early else item for item in taken]
 
     def _require_room(self, deliveries: Sequence[Delivery]) -> None:
         """Blobs count too: they are read to be judged, so a call could name more than memory."""
@@ -225,7 +267,8 @@ class NodeSide:
         if not delivery.blob:
             return delivery
         read = self._rows.blobs.read
-        return replace(delivery, payload=await asyncio.to_thread(read, delivery.blob))
+        payload = await asyncio.to_thread(read, delivery.blob)
+        return replace(delivery, payload=memoryview(payload))
 
     def _count(self, item: Taken, now: float) -> None:
         if item.row is None:

@@ -4,9 +4,12 @@ next life must know. Reads tables only."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from penstock.dataflow.columns import REWARD, TRAIN, TURNS
 from penstock.dataflow.records import ReaderRecord, TakeRecord
@@ -19,15 +22,18 @@ _OPEN = (
     "WHERE r.space = :space AND r.arrival > :after "
     "AND (t.state IS NULL OR t.state IN ('leased', 'waiting'))"
 )
+_UNSCORED, _SCORED = f'["{TURNS}"]', f'["{TURNS}", "{REWARD}"]'
 ROWS = (
-    f"SELECT r.row_id, r.arrival, r.delivered_at, r.reward IS NOT NULL, {_TAKE} "
+    "SELECT r.row_id, r.arrival, r.delivered_at, "
+    f"CASE WHEN r.reward IS NULL THEN '{_UNSCORED}' ELSE '{_SCORED}' END, {_TAKE} "
     f"FROM rows r {_OPEN} "
     "AND r.outcome IN ('completed', 'truncated') "
     "AND NOT EXISTS (SELECT 1 FROM freed f WHERE f.group_id = r.group_id) "
     "ORDER BY r.arrival LIMIT :num"
 )
 ITEMS = (
-    f"SELECT r.row_id, r.arrival, r.at, NULL, {_TAKE} FROM items r {_OPEN} "
+    f"SELECT r.row_id, r.arrival, r.at, b.names, {_TAKE} FROM items r "
+    f"LEFT JOIN bundles b ON b.space = r.space AND b.arrival = r.bundle {_OPEN} "
     "ORDER BY r.arrival LIMIT :num"
 )
 SPACES = "SELECT name FROM spaces UNION SELECT space FROM readers"
@@ -41,7 +47,7 @@ class PagedRow:
     arrival: int
     at: float
     born: frozenset[str]
-    """Columns it came with that stand in the row itself."""
+    """Columns it came with that have no records of their own."""
     take: TakeRecord | None = None
     """Of an earlier life of the service: handed out and not finished."""
 
@@ -76,11 +82,15 @@ class TablePages:
         return found[:num]
 
 
+@functools.lru_cache(maxsize=1024)
+def _names(text: str) -> frozenset[str]:
+    """Few differ, and one set serves all that do not."""
+    return frozenset(msgspec.json.decode(text, type=list[str]))
+
+
 def _paged(reader: str, row: tuple[Any, ...]) -> PagedRow:
-    row_id, arrival, at, has_reward, epoch, attempt, worker, request_id, state, error = row
-    born = frozenset[str]()
-    if has_reward is not None:
-        born = frozenset({TURNS, REWARD} if has_reward else {TURNS})
+    row_id, arrival, at, names, epoch, attempt, worker, request_id, state, error = row
+    born = _names(names) if names else frozenset[str]()
     take = None
     if state is not None:
         take = TakeRecord(

@@ -9,8 +9,9 @@ or cancelled.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import msgspec
 
@@ -18,6 +19,7 @@ from penstock.dataflow.gate import Gate
 from penstock.dataflow.groups import (
     Closing,
     ClosingKind,
+    Held,
     LeaseTerms,
     Node,
     OpenGroup,
@@ -35,6 +37,7 @@ from penstock.dataflow.protocol import (
 from penstock.dataflow.records import (
     NEXT_GROUP,
     DeadSlotRecord,
+    GrantRecord,
     GroupRecord,
     GroupState,
     Journal,
@@ -44,8 +47,8 @@ from penstock.dataflow.records import (
     RowRecord,
 )
 from penstock.dataflow.roster import Roster
-from penstock.dataflow.sources import derive_seed
-from penstock.dataflow.timers import OF_CLOSE, OF_START, Timers
+from penstock.dataflow.sources import slot_seeds
+from penstock.dataflow.timers import OF_CLOSE, OF_START, Timer, Timers
 from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, RowSummary
 
 COSTLY_ENDS = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
@@ -70,6 +73,8 @@ class Partition:
         self.gate = gate
         self.num_waiting = 0
         """Slots that could be leased now."""
+        self.num_offered = 0
+        """Slots that came to wait, in all."""
         self._closing = closing
         self._terms = terms
         self._journal = journal
@@ -91,6 +96,7 @@ class Partition:
         self._open(record, now)
         self._queue.append(record.group_id)
         self.num_waiting += record.num_slots
+        self.num_offered += record.num_slots
 
     def _open(self, record: GroupRecord, now: float) -> OpenGroup:
         group = OpenGroup(record=record, waiting_since=now)
@@ -119,7 +125,7 @@ class Partition:
     def moved(self, now: float) -> None:
         """Policies went on: end groups that nobody can use any more, close those on their last
         admissible version if that saves their rows."""
-        for group in [*self.groups.values()]:
+        for group in [group for group in self.groups.values() if group.touched]:
             rows = group.rows
             if not rows:
                 continue
@@ -152,8 +158,9 @@ class Partition:
         *,
         state: NodeState,
         live: tuple[LiveVersion, ...],
-    ) -> None:
-        self.roster.heard(node_id, session, now, state=state, live=live)
+    ) -> bool:
+        """Does the node say anything new?"""
+        return self.roster.heard(node_id, session, now, state=state, live=live)
 
     def leave(self, node_id: NodeId, session: str, now: float) -> None:
         node = self.roster.get(node_id, session)
@@ -185,64 +192,76 @@ class Partition:
             return self._granted_before(node, request_id)
         if request_id != node.asking or node.state is not NodeState.LIVE:
             return []
-        free = min(max_slots, self.roster.allowance(node) - len(node.leases))
+        free = min(max_slots, self.roster.allowance(node) - node.num_leases)
         grants: list[Grant] = []
-        num_groups = 0
+        num_groups, due = 0, ""
         while self._queue and len(grants) < free:
             group = self.groups.get(self._queue[0])
             if group is None or not group.num_waiting:  # ended, or all its slots were taken
                 self._queue.popleft()
                 continue
-            if not self.gate.may_run(group.due, live):
+            if due != group.record.due and not self.gate.may_run(group.due, live):
                 break  # groups behind it need a version at least as young
-            num_groups += 1
+            due = group.record.due
             while group.num_waiting and len(grants) < free:
-                grants.append(self._grant(node, group, request_id, num_groups - 1, now))
+                record = self._grant(node, group, request_id, free - len(grants), now)
+                grants += self._describe(group, record, record.slots, num_groups)
+            num_groups += 1
         return grants
 
-    def _grant(self, node: Node, group: OpenGroup, request_id: str, task: int, now: float) -> Grant:
-        index = group.next_waiting()
-        self.num_waiting -= 1
-        slot = group.slot(index)
-        slot.move(SlotState.LEASED)
-        slot.epoch += 1
-        slot.lease = LeaseRecord(
+    def _grant(
+        self, node: Node, group: OpenGroup, request_id: str, most: int, now: float
+    ) -> GrantRecord:
+        slots = group.take(most)
+        self.num_waiting -= len(slots)
+        first = group.touched.get(slots.start)
+        record = GrantRecord(
             group_id=group.record.group_id,
-            slot=index,
-            epoch=slot.epoch,
-            attempt=slot.attempt + 1,
+            slot=slots.start,
+            epoch=first.epoch + 1 if first else 1,
+            num_slots=len(slots),
+            attempt=first.attempt + 1 if first else 1,
             node_id=node.record.node_id,
             session=node.record.session,
             request_id=request_id,
             granted_at=now,
-            ended="",
-            ended_at=0.0,
         )
-        self._journal(slot.lease)
-        self.roster.hold(node, slot.lease)
-        self._timers.slot_runs(slot.lease, now)
-        return self._describe(group, slot.lease, task)
+        self._journal(record)
+        group.lease(record)
+        self.roster.hold(node, record, len(slots))
+        self._timers.slots_run(record, now)
+        return record
 
-    def _describe(self, group: OpenGroup, lease: LeaseRecord, task: int) -> Grant:
-        return Grant(
-            group_id=lease.group_id,
-            slot=lease.slot,
-            epoch=lease.epoch,
-            attempt=lease.attempt,
-            task=task,
-            seed=derive_seed(group.task.seed, lease.slot),
-        )
+    def _describe(
+        self, group: OpenGroup, record: GrantRecord, slots: range, task: int
+    ) -> list[Grant]:
+        return [
+            Grant(
+                group_id=record.group_id,
+                slot=index,
+                epoch=record.epoch,
+                attempt=record.attempt,
+                task=task,
+                seed=seed,
+            )
+            for index, seed in zip(slots, slot_seeds(group.task.seed, slots), strict=True)
+        ]
 
     def _granted_before(self, node: Node, request_id: str) -> list[Grant]:
         grants: list[Grant] = []
         tasks: dict[GroupId, int] = {}
-        for group_id, index in sorted(node.granted[request_id]):
-            group = self.groups[group_id]
-            lease = group.slot(index).lease
-            assert lease is not None, "a held slot has a lease"
-            task = tasks.setdefault(group_id, len(tasks))
-            grants.append(self._describe(group, lease, task))
+        for group, index, record in self._running(node.granted[request_id]):
+            task = tasks.setdefault(record.group_id, len(tasks))
+            grants += self._describe(group, record, range(index, index + 1), task)
         return grants
+
+    def _running(self, held: Held) -> Iterator[tuple[OpenGroup, int, GrantRecord]]:
+        """Its slots that run, as they are met: the caller may end them."""
+        for record in sorted(held.grants, key=attrgetter("group_id", "slot")):
+            for index in record.slots:
+                group = self.groups.get(record.group_id)
+                if group is not None and group.slot(index).grant is record:
+                    yield group, index, record
 
     def release(
         self, node_id: NodeId, group_id: GroupId, index: int, epoch: int, now: float
@@ -277,10 +296,14 @@ class Partition:
             if timer.slot == OF_START:
                 self._waited(group, now)
                 continue
-            slot = group.slot(timer.slot)
+            self._overran(group, timer, now)
+
+    def _overran(self, group: OpenGroup, timer: Timer, now: float) -> None:
+        why = f"no result within start-to-close ({self._terms.start_to_close_s:g} s)"
+        for index in range(timer.slot, timer.slot + timer.num_slots):
+            slot = group.slot(index)
             if slot.state is SlotState.LEASED and slot.epoch == timer.epoch:
-                why = f"no result within start-to-close ({self._terms.start_to_close_s:g} s)"
-                self._lose(group, timer.slot, slot, LeaseEnd.EXPIRED, why, now)
+                self._lose(group, index, slot, LeaseEnd.EXPIRED, why, now)
 
     def _waited(self, group: OpenGroup, now: float) -> None:
         start_s = self._terms.schedule_to_start_s
@@ -291,22 +314,20 @@ class Partition:
             return
         why = f"nobody took it within schedule-to-start ({start_s:g} s)"
         while group.num_waiting:
-            index = group.next_waiting()
+            [index] = group.take(1)
             self.num_waiting -= 1
             self._give_up(group, index, group.slot(index), why, now)
         self._close_if_over(group, now)
 
     def _end_all(self, node: Node, end: LeaseEnd, why: str, now: float) -> None:
-        for group_id, index in sorted(node.leases):
-            group = self.groups.get(group_id)
-            slot = None if group is None else group.slot(index)
-            if group is None or slot is None or slot.state is not SlotState.LEASED:
-                continue  # ended by an earlier turn of this loop
-            if end is LeaseEnd.RELEASED:
-                self._end_lease(group, index, slot, end, now)
-                self._requeue(group, index, slot, now)
-            else:
-                self._lose(group, index, slot, end, why, now)
+        for held in [*node.granted.values()]:
+            for group, index, _ in self._running(held):
+                slot = group.slot(index)
+                if end is LeaseEnd.RELEASED:
+                    self._end_lease(group, index, slot, end, now)
+                    self._requeue(group, index, slot, now)
+                else:
+                    self._lose(group, index, slot, end, why, now)
 
     def _lose(
         self, group: OpenGroup, index: int, slot: Slot, end: LeaseEnd, why: str, now: float
@@ -314,7 +335,7 @@ class Partition:
         """An attempt came to nothing: try again, or give the slot up."""
         self._end_lease(group, index, slot, end, now, why)
         slot.attempt += 1
-        slot.reasons.append(f"{end}: {why}"[:300])
+        slot.reasons += (f"{end}: {why}"[:300],)
         if slot.attempt < self._max_attempts:
             self._requeue(group, index, slot, now)
             return
@@ -328,7 +349,7 @@ class Partition:
     def _give_up(self, group: OpenGroup, index: int, slot: Slot, why: str, now: float) -> None:
         """The slot becomes a dead letter with all its reasons."""
         if why:
-            slot.reasons.append(why)
+            slot.reasons += (why,)
         slot.move(SlotState.DEAD)
         reasons = msgspec.json.encode(slot.reasons).decode()
         self._journal(
@@ -338,11 +359,11 @@ class Partition:
     def _end_lease(
         self, group: OpenGroup, index: int, slot: Slot, end: LeaseEnd, now: float, why: str = ""
     ) -> None:
-        lease = slot.lease
-        assert lease is not None and not lease.ended, "a lease ends once"
-        self._journal(lease.ended_as(end, now, why[:300]))
-        slot.lease = None
-        self.roster.let_go(lease, end)
+        assert slot.grant is not None, "a lease ends once"
+        lease = slot.grant.lease(index, end, now, why[:300])
+        self._journal(lease)
+        slot.grant = None
+        self.roster.let_go(lease)
 
     def _requeue(self, group: OpenGroup, index: int, slot: Slot, now: float) -> None:
         slot.move(SlotState.WAITING)
@@ -351,6 +372,7 @@ class Partition:
             self._timers.group_waits(group.record.group_id, now)
         group.again.append(index)
         self.num_waiting += 1
+        self.num_offered += 1
         self._queue.appendleft(group.record.group_id)  # older than all that wait
 
     def _leased(self, node_id: NodeId, group_id: GroupId, index: int, epoch: int) -> Slot | None:
@@ -358,7 +380,7 @@ class Partition:
         slot = None if group is None else group.touched.get(index)
         if slot is None or slot.state is not SlotState.LEASED or slot.epoch != epoch:
             return None
-        return slot if slot.lease is not None and slot.lease.node_id == node_id else None
+        return slot if slot.grant is not None and slot.grant.node_id == node_id else None
 
     # --- deliveries ---------------------------------------------------------------------------
 
@@ -371,7 +393,7 @@ class Partition:
         """Take the result of a held lease; under an older epoch it is refused and changes
         nothing."""
         slot = self._leased(row.node_id, row.group_id, row.slot, row.epoch)
-        if slot is None or slot.lease is None:
+        if slot is None or slot.grant is None:
             return DeliveryStatus.FENCED
         group = self.groups[row.group_id]
         self._journal(row)
@@ -379,7 +401,7 @@ class Partition:
         if node is not None:
             node.last_seen, node.is_silent = now, False
             node.num_delivered += 1
-            self.roster.finished(node, slot.lease, now)
+            self.roster.finished(node, slot.grant, now)
         if outcome.has_reward:
             self._end_lease(group, row.slot, slot, LeaseEnd.DELIVERED, now)
             slot.move(SlotState.DONE)
@@ -427,18 +449,24 @@ class Partition:
     def restore(
         self,
         groups: Iterable[GroupRecord],
+        grants: Iterable[GrantRecord],
         leases: Iterable[LeaseRecord],
         rows: Iterable[RowRecord],
         nodes: Iterable[NodeRecord],
         dead: Iterable[DeadSlotRecord],
         now: float,
     ) -> None:
-        """Rebuild open groups and give every live lease a full ttl; `leases` come in order of
-        epoch."""
+        """Rebuild open groups and give every live lease a full ttl; `leases`, which ended, come in
+        order of epoch."""
         self.roster.restore(nodes, now)
         opened = [self._open(g, now) for g in sorted(groups, key=lambda record: record.issue)]
-        for lease in leases:
-            self._restore_lease(lease, now)
+        ended = {(lease.group_id, lease.slot, lease.epoch): lease for lease in leases}
+        for lease in ended.values():
+            self._restore_ended(lease)
+        for grant in grants:
+            group_id, epoch = grant.group_id, grant.epoch
+            running = [slot for slot in grant.slots if (group_id, slot, epoch) not in ended]
+            self._restore_running(grant, running, now)
         for row in rows:
             if Outcome(kind=row.outcome).has_reward:
                 slot = self.groups[row.group_id].slot(row.slot)
@@ -462,19 +490,23 @@ class Partition:
         if group.num_waiting:
             self._queue.append(group.record.group_id)
 
-    def _restore_lease(self, lease: LeaseRecord, now: float) -> None:
-        group = self.groups[lease.group_id]
-        slot = group.slot(lease.slot)
-        slot.epoch = max(slot.epoch, lease.epoch)
+    def _restore_ended(self, lease: LeaseRecord) -> None:
+        slot = self.groups[lease.group_id].slot(lease.slot)
+        slot.epoch = lease.epoch
         if lease.ended in COSTLY_ENDS:
             slot.attempt += 1
-            slot.reasons.append(f"{lease.ended}: {lease.detail}")
+            slot.reasons += (f"{lease.ended}: {lease.detail}",)
             if slot.attempt >= self._max_attempts:
                 slot.state = SlotState.DEAD
-        if lease.ended:
+
+    def _restore_running(self, grant: GrantRecord, slots: Sequence[int], now: float) -> None:
+        if not slots:
             return
-        slot.state, slot.lease = SlotState.LEASED, lease
-        node = self.nodes.get(lease.node_id)
+        group = self.groups[grant.group_id]
+        for index in slots:
+            slot = group.slot(index)
+            slot.state, slot.epoch, slot.grant = SlotState.LEASED, grant.epoch, grant
+        node = self.nodes.get(grant.node_id)
         assert node is not None, "a running lease names a registered node"
-        self.roster.hold(node, lease)
-        self._timers.slot_runs(lease, now)
+        self.roster.hold(node, grant, len(slots))
+        self._timers.slots_run(grant, now)

@@ -4,7 +4,6 @@ where they lie."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 from penstock.dataflow.link_protocol import (
@@ -16,8 +15,8 @@ from penstock.dataflow.link_protocol import (
 )
 from penstock.dataflow.partition_side import PartitionSide
 from penstock.dataflow.protocol import Done, RowsAnswer, RowsRequest
-from penstock.dataflow.row_payloads import RowPayloads
-from penstock.dataflow.trainer_routes import TRAINERS
+from penstock.dataflow.row_payloads import RowPayloads, Wanted
+from penstock.dataflow.trainer_routes import TRAINERS, serve_rows
 from penstock.errors import BadRequest
 from penstock.wire.auth import Role
 from penstock.wire.server import Call, Route
@@ -103,12 +102,12 @@ class FetchRoutes:
 
     payloads: RowPayloads
 
-    async def rows(self, call: Call) -> RowsAnswer:
+    async def rows(self, call: Call) -> object:
         body: RowsRequest = call.body
         if len(body.row_ids) > MAX_ROWS:
             raise BadRequest(f"at most {MAX_ROWS} rows per call, these are {len(body.row_ids)}")
-        rows = await asyncio.to_thread(self.payloads.read, body.row_ids, body.columns)
-        return RowsAnswer(rows=rows)
+        wanted = Wanted(row_ids=body.row_ids, columns=body.columns)
+        return await serve_rows(self.payloads, wanted, call)
 
     def routes(self) -> list[Route]:
         return [

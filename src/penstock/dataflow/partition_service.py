@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from contextlib import suppress
 from typing import Protocol
 
 import structlog
@@ -35,6 +36,7 @@ from penstock.dataflow.switchboard import Switchboard
 log = structlog.get_logger(__name__)
 
 PULL_S = 20.0
+CATCH_UP_S = 5.0
 BEAT_S = 2.0
 """Home hears from a partition so often, also when there is nothing to say."""
 
@@ -65,7 +67,7 @@ class PartitionService:
         self.host = host
         self.partition = host.partition
         self.is_finished = False
-        self.nodes = NodeSide(process, host, rows, lambda: self.is_finished)
+        self.nodes = NodeSide(process, host, rows, lambda: self.is_finished, self._catch_up)
         self._home = home
         self._url = url
         self._life = PartitionLife(epoch=epoch, session=secrets.token_hex(8))
@@ -102,6 +104,7 @@ class PartitionService:
     async def tick(self) -> None:
         self.partition.tick(self.process.clock())
         await self.process.settle()
+        self.nodes.tick()
         await self.rows.tick()
 
     def forgive(self, gap_s: float) -> None:
@@ -130,17 +133,29 @@ class PartitionService:
     async def _pull(self) -> None:
         """consumes: home's orders · produces: groups to run, versions, fates
         waits for: home to have something new · woken by: its answer"""
-        index = self.partition.index
         while True:
-            request = LinkPull(life=self._life, received=self._link.num_received, wait_s=PULL_S)
-            answer = await self._home.pull(index, request)
-            now = self.process.clock()
-            for message in self._link.receive(answer.messages):
-                self.host.apply(message, now)
-            self.is_finished = answer.finished
-            await self.process.settle()
+            answer = await self._pull_once(PULL_S)
             if answer.finished and not answer.messages:
                 await asyncio.sleep(1.0)  # home answers at once then; no hurry any more
+
+    async def _pull_once(self, wait_s: float) -> LinkPulled:
+        request = LinkPull(life=self._life, received=self._link.num_received, wait_s=wait_s)
+        answer = await self._home.pull(self.partition.index, request)
+        now = self.process.clock()
+        for message in self._link.receive(answer.messages):
+            self.host.apply(message, now)
+        self.is_finished = answer.finished
+        await self.process.settle()
+        return answer
+
+    async def _catch_up(self) -> bool:
+        """Hear all that home has said so far; False when home is away."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CATCH_UP_S):
+                while (await self._pull_once(0.0)).messages:
+                    pass
+                return True
+        return False
 
     def figures(self) -> PartitionFigures:
         nodes = self.nodes

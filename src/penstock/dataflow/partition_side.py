@@ -28,6 +28,7 @@ from penstock.dataflow.protocol import Done, PartitionAddress, PartitionFigures,
 from penstock.dataflow.records import (
     CommitRecord,
     IncarnationRecord,
+    Journal,
     PartitionRecord,
     VersionRecord,
 )
@@ -84,19 +85,10 @@ class PartitionSide:
         self._process.journal(record)
         self._far[index] = _Far(record, self._process.clock(), PartitionFigures())
         if known is None:
-            self._add(index)
+            welcome(index, self._home, self._board, self._process.journal)
         await self._process.settle()
         log.info("partition joined", index=index, url=body.url, epoch=body.life.epoch)
         return Done()
-
-    def _add(self, index: int) -> None:
-        """A new partition must know every version before it judges a node or a delivery."""
-        self._board.links[index] = link = home_end(index, self._process.journal)
-        for policy, consumer in self._home.consumers.items():
-            for record in consumer.lineage.history():
-                link.send(_fact(record))
-            link.send(Horizon(policy=policy, number=consumer.next_number))
-        self._home.add_partition(index)
 
     async def push(self, index: int, body: LinkPush) -> LinkPushed:
         far = self._require(index, body.life)
@@ -114,14 +106,14 @@ class PartitionSide:
         self._require(index, body.life)
         link = self._board.links[index]
         link.acknowledged(body.received)
+        await process.settle()
         while True:
             change = process.changed
-            await process.repeat()  # what leaves here must be durable here
             self._require(index, body.life)
             messages = link.unacknowledged(body.received)
             finished = self._home.is_finished
             if messages or finished or process.clock() >= give_up_at:
-                await process.ledger.flush()
+                await process.repeat()  # what leaves here must be durable here
                 return LinkPulled(messages=messages, finished=finished)
             await process.wait_for(change, give_up_at)
 
@@ -211,6 +203,16 @@ class PartitionSide:
             )
             for index, far in self._far.items()
         )
+
+
+def welcome(index: int, home: Home, board: Switchboard, journal: Journal) -> None:
+    """A new partition must know every version before it judges a node or a delivery."""
+    board.links[index] = link = home_end(index, journal)
+    for policy, consumer in home.consumers.items():
+        for record in consumer.lineage.history():
+            link.send(_fact(record))
+        link.send(Horizon(policy=policy, number=consumer.next_number))
+    home.add_partition(index)
 
 
 def _fact(record: IncarnationRecord | CommitRecord | VersionRecord) -> ToPartition:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from penstock.dataflow import segments
-from penstock.dataflow.segments import Chunk, Location, SegmentPlan, SegmentWriter
+from penstock.dataflow.segments import Chunk, Location, SegmentPlan, SegmentReader, SegmentWriter
 from penstock.errors import StoreError
 
 Durability = Literal["D0", "D1", "D2"]
@@ -61,6 +61,7 @@ class SegmentPayloads:
         self._folder = folder
         self._plan = SegmentPlan(folder)
         self._writer = SegmentWriter(folder)
+        self._reader = SegmentReader(folder)
 
     def place(self, payload: bytes | memoryview) -> Chunk:
         return self._plan.place(payload)
@@ -69,7 +70,13 @@ class SegmentPayloads:
         self._writer.append(chunks)
 
     def read(self, location: Location) -> bytes:
-        return segments.read(self._folder, location)
+        payload = bytearray(location.length)
+        self._reader.read_into(location, memoryview(payload))
+        return bytes(payload)
+
+    def read_into(self, location: Location, payload: memoryview, *, may_wait: bool) -> None:
+        """As `read`, to where the caller wants it; BlockingIOError if it may not wait for it."""
+        self._reader.read_into(location, payload, may_wait=may_wait)
 
     def sizes(self) -> dict[int, int]:
         found = segments.sizes(self._folder)
@@ -79,6 +86,7 @@ class SegmentPayloads:
     def delete(self, segment: int) -> None:
         assert segment != self._plan.segment, "the open segment still takes payload"
         segments.delete(self._folder, segment)
+        self._reader.forget(segment)
 
     def close(self) -> None:
         """Let go of the open file; a store without its owner lets go by itself."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError
 
+from penstock.config.passwords import PASSWORD_ENV, password_in
 from penstock.errors import ConfigError, StoreError
 
 MAX_NAME = 63
@@ -27,14 +29,23 @@ def connect(url: str, name: str) -> tuple[sa.Engine, sa.Connection]:
     """The engine for reading, and the one connection that may write."""
     address = _address(url)
     schema = _schema(name)
-    engine = sa.create_engine(address, isolation_level="AUTOCOMMIT", pool_pre_ping=True)
+    password = password_in(url) or os.environ.get(PASSWORD_ENV, "")
+    engine = sa.create_engine(
+        address,
+        isolation_level="AUTOCOMMIT",
+        pool_pre_ping=True,
+        connect_args={"password": password},  # none at all breaks the driver when it is asked
+    )
     event.listen(engine, "connect", _set_up(schema))
     where = f"{address.host or 'the local socket'}/{address.database or ''}"
     try:
         writer = engine.connect()
     except DBAPIError as error:
         engine.dispose()
-        raise StoreError(f"PostgreSQL at {where} cannot be reached: {_reason(error)}") from error
+        cure = "" if password else f"; no password was given: set {PASSWORD_ENV}"
+        raise StoreError(
+            f"PostgreSQL at {where} cannot be reached: {_reason(error)}{cure}"
+        ) from error
     try:
         _require_durable(writer, where)
         _lock(writer, schema, where)

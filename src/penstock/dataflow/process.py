@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from penstock.dataflow.bounds import Bounds
 from penstock.dataflow.ledger import Ledger
@@ -63,20 +64,43 @@ class Process:
         self.waiting_since: dict[tuple[str, str], float] = {}
         """(who, on what) to since when: polls that are held open."""
         self._changed = asyncio.Event()
+        self.on_wake: Callable[[], None] = lambda: None
+        """For an owner of many polls, who wakes only those that it concerns."""
+        self._settling: list[asyncio.Future[bool]] = []
+        """Commands of this turn of the event loop."""
 
     async def settle(self) -> None:
         """Act on what changed; return when all of it is durable."""
-        self.drive(self.clock())
-        records = self.journal.take()
-        if records:
-            durable = self.ledger.write([*records, *self.watch(records)])
-            self.wake()
-            await durable
+        await self._turn_end()
 
     async def repeat(self) -> None:
         """For an answer that may repeat an earlier decision: that one must be durable too."""
-        await self.settle()
-        await self.ledger.flush()
+        has_written = await self._turn_end()
+        if not has_written:  # a write of this turn comes after all earlier ones
+            await self.ledger.flush()
+
+    def _turn_end(self) -> asyncio.Future[bool]:
+        """Done when what this command did is durable, if it did anything. Commands of one turn of
+        the event loop are driven and written together: the fewer groups, the less each costs."""
+        loop = asyncio.get_running_loop()
+        if not self._settling:
+            loop.call_soon(self._end_turn)
+        done = loop.create_future()
+        self._settling.append(done)
+        return done
+
+    def _end_turn(self) -> None:
+        settling, self._settling = self._settling, []
+        try:
+            self.drive(self.clock())
+            records = self.journal.take()
+            if not records:
+                return _resolve(settling, False)
+            durable = self.ledger.write([*records, *self.watch(records)])
+        except Exception as error:
+            return _fail(settling, error)
+        self.wake()
+        durable.add_done_callback(partial(_pass_on, settling))
 
     # --- memory and disk ----------------------------------------------------------------------
 
@@ -104,6 +128,7 @@ class Process:
     def wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_wake()
 
     async def wait_for(self, change: asyncio.Event, give_up_at: float) -> None:
         """consumes: nothing · produces: nothing · waits for: a command after the caller looked
@@ -111,6 +136,26 @@ class Process:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, give_up_at - self.clock())):
                 await change.wait()
+
+
+def _pass_on(settling: Sequence[asyncio.Future[bool]], durable: asyncio.Future[None]) -> None:
+    error = durable.exception()
+    if error is None:
+        _resolve(settling, True)
+    else:
+        _fail(settling, error)
+
+
+def _resolve(settling: Sequence[asyncio.Future[bool]], has_written: bool) -> None:
+    for done in settling:
+        if not done.done():  # its caller may be gone
+            done.set_result(has_written)
+
+
+def _fail(settling: Sequence[asyncio.Future[bool]], error: BaseException) -> None:
+    for done in settling:
+        if not done.done():
+            done.set_exception(error)
 
 
 def steady_clock() -> Callable[[], float]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from penstock.types import (
     GroupId,
     JsonObject,
@@ -150,9 +152,9 @@ class LeaseRequest:
     live: tuple[LiveVersion, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """The right to answer one slot, until the lease ends."""
+class Grant(msgspec.Struct, frozen=True, kw_only=True):
+    """The right to answer one slot, until the lease ends. A Struct, because so many are made that
+    a frozen dataclass would cost more than all else in a lease."""
 
     group_id: GroupId
     slot: int
@@ -187,8 +189,9 @@ class DeliveryStatus(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     row_id: RowId
-    payload: bytes
-    """A msgpack Trajectory, stored and served byte for byte."""
+    payload: memoryview
+    """A msgpack Trajectory, stored and served byte for byte; where it arrives, a view of the call's
+    body."""
     blob: str = ""
     """Digest under which a payload above 1 MB went ahead by `PUT /v1/blobs/{digest}`; `payload` is
     empty then."""
@@ -285,6 +288,8 @@ class RowPayload:
     """Where to fetch it: `POST {at}/v1/rows`."""
     columns: dict[str, bytes] = field(default_factory=dict[str, bytes])
     """Values of the further columns that the manifest names for it."""
+    filler: bytes = b""
+    """Means nothing: a row found damaged while its answer was under way is as long as announced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -427,3 +432,4 @@ class Status:
     partitions: tuple[PartitionStatus, ...] = ()
     """Those in processes of their own."""
     detail: JsonObject = field(default_factory=dict[str, object])
+    """`failing_rules`: by rule, what it raised last."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.dataflow.columns import Cell, compare
+from penstock.dataflow.cells import Cell, compare
 from penstock.dataflow.protocol import DeliveryStatus
 from penstock.dataflow.records import Erasure, Journal, ReaderRecord, TakeRecord
 from penstock.dataflow.shelf import Shelf
@@ -45,6 +45,8 @@ class Readers:
     def __init__(self, shelf: Shelf, journal: Journal) -> None:
         self._shelf = shelf
         self._journal = journal
+        self._stood_still_s = 0.0
+        """Not yet made good; the next tick does."""
 
     # --- declaring ----------------------------------------------------------------------------
 
@@ -208,6 +210,9 @@ class Readers:
 
     def tick(self, now: float) -> None:
         """Leases whose worker fell silent, rows that are overdue, cursors that moved."""
+        if self._stood_still_s:
+            self._shelf.prolong(self._stood_still_s, now)
+            self._stood_still_s = 0.0
         for reader in [*self._shelf.readers.values()]:
             for take in reversed([*reader.leased.values()]):  # the oldest is to be next
                 if take.lease is not None and take.lease.expires_at < now:
@@ -240,11 +245,9 @@ class Readers:
 
     def forgive(self, gap_s: float) -> None:
         """The service itself stood still: nobody could be heard meanwhile, so nobody was silent."""
+        self._stood_still_s += gap_s
         for reader in self._shelf.readers.values():
             reader.seen_at += gap_s
-            for take in reader.leased.values():
-                if take.lease is not None:
-                    take.lease.expires_at += gap_s
 
 
 def _held(reader: Reader, claim: Claim) -> Take | None:

@@ -17,8 +17,10 @@ from penstock.dataflow.records import (
     BatchRecord,
     CommitRecord,
     FateRecord,
+    GrantRecord,
     GroupRecord,
     IssuedRecord,
+    LeaseRecord,
 )
 from penstock.dataflow.restore import restore_lineage
 from penstock.dataflow.tables import Tables
@@ -44,6 +46,15 @@ class Recorded:
         tables = self.at(issued.partition)
         found = tables.read(GroupRecord, "group_id = :id", id=issued.group_id)
         return found[0] if found else None
+
+    def leases(self, issued: IssuedRecord) -> list[LeaseRecord]:
+        """Of all its slots, those that run too."""
+        tables = self.at(issued.partition)
+        grants = tables.read(GrantRecord, "group_id = :id", id=issued.group_id)
+        ended = tables.read(LeaseRecord, "group_id = :id", id=issued.group_id)
+        found = {(grant.epoch, slot): grant.lease(slot) for grant in grants for slot in grant.slots}
+        found |= {(lease.epoch, lease.slot): lease for lease in ended}
+        return [found[key] for key in sorted(found)]
 
     def fates(self, group_id: GroupId) -> list[FateRecord]:
         return self.home.read(FateRecord, "group_id = :id", id=group_id)

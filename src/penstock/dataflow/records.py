@@ -25,7 +25,8 @@ from penstock.types import (
     RowSummary,
 )
 
-FORMAT = 2
+_ROLES = msgspec.json.Decoder(dict[PolicyName, dict[str, int]])
+FORMAT = 3
 """Of the ledger on disk. A newer one is refused by name; N reads N - 1."""
 
 
@@ -168,7 +169,49 @@ class CompletionRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrantRecord:
+    """Slots of one group that one request got together. Each is a lease of its own, which runs
+    until a LeaseRecord says how it ended; one record for all, because most groups go whole."""
+
+    TABLE: ClassVar[str] = "grants"
+    KEY: ClassVar[tuple[str, ...]] = ("group_id", "slot", "epoch")
+
+    group_id: GroupId
+    slot: int
+    """The first of them."""
+    epoch: int
+    num_slots: int
+    attempt: int
+    node_id: NodeId
+    session: str
+    request_id: str
+    granted_at: float
+
+    @property
+    def slots(self) -> range:
+        return range(self.slot, self.slot + self.num_slots)
+
+    def lease(self, slot: int, ended: str = "", at: float = 0.0, detail: str = "") -> LeaseRecord:
+        """That of one of its slots, as it ended or as it runs."""
+        return LeaseRecord(
+            group_id=self.group_id,
+            slot=slot,
+            epoch=self.epoch,
+            attempt=self.attempt,
+            node_id=self.node_id,
+            session=self.session,
+            request_id=self.request_id,
+            granted_at=self.granted_at,
+            ended=ended,
+            ended_at=at,
+            detail=detail,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
+    """A lease that ended; one that runs is a slot of a GrantRecord."""
+
     TABLE: ClassVar[str] = "leases"
     KEY: ClassVar[tuple[str, ...]] = ("group_id", "slot", "epoch")
 
@@ -181,26 +224,10 @@ class LeaseRecord:
     request_id: str
     granted_at: float
     ended: str
-    """A LeaseEnd, empty while the lease runs."""
+    """A LeaseEnd; empty only in memory, of a lease that runs."""
     ended_at: float
     detail: str = ""
     """Why it came to nothing, for people."""
-
-    def ended_as(self, end: LeaseEnd, at: float, detail: str) -> LeaseRecord:
-        """Written out, because every delivery passes here and `replace` is slow."""
-        return LeaseRecord(
-            group_id=self.group_id,
-            slot=self.slot,
-            epoch=self.epoch,
-            attempt=self.attempt,
-            node_id=self.node_id,
-            session=self.session,
-            request_id=self.request_id,
-            granted_at=self.granted_at,
-            ended=end,
-            ended_at=at,
-            detail=detail,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +256,8 @@ class RowRecord:
     space: str = "train"
     blob: str = ""
     """Digest of the claim-checked blob that holds the payload, empty when it lies in a segment."""
+    roles: str = ""
+    """JSON: of policies that acted in named roles, their tokens by role; empty for none."""
 
     @property
     def summary(self) -> RowSummary:
@@ -240,6 +269,7 @@ class RowRecord:
             outcome=OutcomeKind(self.outcome),
             sampled=cast(Mapping[PolicyName, int], msgspec.json.decode(self.sampled)),
             versions=cast(Mapping[PolicyName, tuple[tuple[int, int], ...]], versions),
+            roles=_ROLES.decode(self.roles) if self.roles else {},
         )
 
 
@@ -453,8 +483,38 @@ class TakeRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BundleRecord:
+    """Rows that users put by key in one call with the same columns: one record for all of them.
+    Its commit also says in `items` where each key is."""
+
+    TABLE: ClassVar[str] = "bundles"
+    KEY: ClassVar[tuple[str, ...]] = ("space", "arrival")
+
+    space: str
+    arrival: int
+    """Of its first row; the others follow one by one."""
+    num_cells: int
+    names: str
+    """JSON list of the columns that every row has in here."""
+    keys: str
+    """JSON list, in order of arrival."""
+    contents: bytes
+    """msgpack: sizes and digests of their values, and numbers themselves."""
+    segment: int
+    offset: int
+    length: int
+    """Where the values lie in the payload store, one after another; in segment 0 for those that are
+    here."""
+    writer: str
+    at: float
+    payload: bytes = b""
+    """The values themselves when they are short: one sync makes them durable, not two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ItemRecord:
-    """A row that a user put by key into a space; its columns are in `columns`."""
+    """Where a row is found that a user put by key into a space. Follows from its bundle, whose keys
+    tell if it is wrong."""
 
     TABLE: ClassVar[str] = "items"
     KEY: ClassVar[tuple[str, ...]] = ("space", "row_id")
@@ -464,6 +524,8 @@ class ItemRecord:
     """The user's key."""
     arrival: int
     at: float
+    bundle: int = 0
+    """Arrival of the first row of its bundle; 0 when all its columns are in `columns`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -592,6 +654,7 @@ RECORDS: tuple[type[Record], ...] = (
     IssuedRecord,
     DeadSlotRecord,
     CompletionRecord,
+    GrantRecord,
     LeaseRecord,
     RowRecord,
     FateRecord,
@@ -608,6 +671,7 @@ RECORDS: tuple[type[Record], ...] = (
     ColumnRecord,
     ReaderRecord,
     TakeRecord,
+    BundleRecord,
     ItemRecord,
     SpaceRecord,
     RuleRecord,

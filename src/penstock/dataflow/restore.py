@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.dataflow.completion import Landed, Stage
 from penstock.dataflow.consumers import Consumer, ReadyGroup
-from penstock.dataflow.home import Home
+from penstock.dataflow.home import Home, yield_key
 from penstock.dataflow.links import Link
 from penstock.dataflow.partition import Partition
 from penstock.dataflow.partition_host import PartitionHost
@@ -31,12 +31,14 @@ from penstock.dataflow.records import (
     DeadSlotRecord,
     FateRecord,
     FateState,
+    GrantRecord,
     GroupRecord,
     IncarnationRecord,
     IssuedRecord,
     LeaseRecord,
     LinkRecord,
     MessageRecord,
+    MetaRecord,
     NodeRecord,
     RowRecord,
     RuleRecord,
@@ -65,6 +67,7 @@ def restore_partition(partition: Partition, tables: Tables, now: float) -> None:
     leases = tables.read(LeaseRecord, OF_OPEN_GROUPS)
     partition.restore(
         groups=tables.read(GroupRecord, "state = 'open'"),
+        grants=tables.read(GrantRecord, OF_OPEN_GROUPS),
         leases=sorted(leases, key=lambda lease: (lease.group_id, lease.slot, lease.epoch)),
         rows=tables.read(RowRecord, OF_OPEN_GROUPS),
         nodes=tables.read(NodeRecord, 'NOT "left"'),
@@ -120,7 +123,8 @@ def rule_memories(tables: Tables) -> dict[str, dict[str, Any]]:
     return dict(memories)
 
 
-def restore_home(home: Home, tables: Tables, now: float) -> None:
+def restore_home(home: Home, tables: Tables) -> None:
+    """All but what waits for a batch: enough to go on with what runs."""
     sources = tables.read(SourceRecord)
     home.supply.restore(sources)
     judged: defaultdict[GroupId, set[PolicyName]] = defaultdict(set)
@@ -137,12 +141,18 @@ def restore_home(home: Home, tables: Tables, now: float) -> None:
     )
     for consumer in home.consumers.values():
         restore_lineage(consumer.lineage, tables)
+        for kept in tables.read(MetaRecord, "key = :key", key=yield_key(consumer.terms.policy)):
+            consumer.expected_yield = float(kept.value)
         _restore_sealed(consumer, tables)
-        _restore_groups(consumer, tables)
-    home.free(_restore_retention(home, tables), now)
     home.wasted_tokens = {record.reason: record.tokens for record in tables.read(WasteRecord)}
+
+
+def restore_waiting(home: Home, tables: Tables) -> list[GroupId]:
+    """The groups that wait for a batch, and who holds which; returns those that nobody does any
+    more. For any thread, while nobody asks home for anything."""
     for consumer in home.consumers.values():
-        home.count_replayable(consumer)
+        _restore_groups(consumer, tables)
+    return _restore_retention(home, tables)
 
 
 def restore_lineage(lineage: Lineage, tables: Tables) -> None:

@@ -12,11 +12,18 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from penstock.dataflow.groups import Node
+from penstock.dataflow.groups import Held, Node
 from penstock.dataflow.protocol import LiveVersion, NodeState, Register
-from penstock.dataflow.records import Journal, LeaseEnd, LeaseRecord, NodeRecord, row_id
+from penstock.dataflow.records import (
+    GrantRecord,
+    Journal,
+    LeaseEnd,
+    LeaseRecord,
+    NodeRecord,
+    row_id,
+)
 from penstock.errors import Fenced, NotFound
-from penstock.types import GroupId, NodeId, RowId
+from penstock.types import NodeId, RowId
 
 SLOW = 2.0
 """A node this many times slower than the median gets leases in proportion."""
@@ -77,10 +84,13 @@ class Roster:
         *,
         state: NodeState,
         live: tuple[LiveVersion, ...],
-    ) -> None:
+    ) -> bool:
+        """Does the node say anything new?"""
         node = self.get(node_id, session)
         node.last_seen, node.is_silent = now, False
+        before = (node.state, node.live)
         node.state, node.live = state, live
+        return before != (state, live)
 
     def ask(self, node_id: NodeId, session: str, request_id: str, now: float) -> None:
         """Take note of a lease request. A node's newest one replaces those before it: nobody
@@ -98,9 +108,9 @@ class Roster:
             return capacity
         return max(1, int(capacity * SLOW * self._median_s / node.attempt_s))
 
-    def finished(self, node: Node, lease: LeaseRecord, now: float) -> None:
+    def finished(self, node: Node, grant: GrantRecord, now: float) -> None:
         """An attempt of this node has a result."""
-        took_s = max(0.0, now - lease.granted_at)
+        took_s = max(0.0, now - grant.granted_at)
         known = node.attempt_s
         node.attempt_s = took_s if not known else known + ATTEMPT_WEIGHT * (took_s - known)
 
@@ -121,21 +131,25 @@ class Roster:
 
     # --- who holds what -----------------------------------------------------------------------
 
-    def hold(self, node: Node, lease: LeaseRecord) -> None:
-        node.leases.add((lease.group_id, lease.slot))
-        node.granted.setdefault(lease.request_id, set()).add((lease.group_id, lease.slot))
+    def hold(self, node: Node, grant: GrantRecord, num_slots: int) -> None:
+        """So many slots of the grant run."""
+        held = node.granted.get(grant.request_id)
+        if held is None:
+            held = node.granted[grant.request_id] = Held()
+        held.grants.append(grant)
+        held.num_left += num_slots
+        node.num_leases += num_slots
 
-    def let_go(self, lease: LeaseRecord, end: LeaseEnd) -> None:
+    def let_go(self, lease: LeaseRecord) -> None:
         node = self.nodes.get(lease.node_id)
-        if node is not None and end in (LeaseEnd.CANCELLED, LeaseEnd.TRUNCATED):
+        if node is not None and lease.ended in (LeaseEnd.CANCELLED, LeaseEnd.TRUNCATED):
             node.stopped.append(row_id(lease.group_id, lease.slot, lease.epoch))
-        slot: tuple[GroupId, int] = (lease.group_id, lease.slot)
-        if node is None or slot not in node.leases:
+        held = None if node is None else node.granted.get(lease.request_id)
+        if node is None or held is None:
             return
-        node.leases.remove(slot)
-        held = node.granted[lease.request_id]
-        held.remove(slot)
-        if not held:
+        node.num_leases -= 1
+        held.num_left -= 1
+        if not held.num_left:
             del node.granted[lease.request_id]
 
     def stopped(self, node_id: NodeId) -> tuple[RowId, ...]:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from penstock.dataflow.protocol import DeliveryStatus
 from penstock.dataflow.takes import Claim, On
 from penstock.types import RowId
@@ -178,8 +180,7 @@ class SpacesAnswer:
     spaces: tuple[SpaceState, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutRow:
+class PutRow(msgspec.Struct, frozen=True, kw_only=True):
     key: RowId
     columns: Mapping[str, Value]
 
@@ -221,12 +222,11 @@ class FailedColumn:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowValues:
+class RowValues(msgspec.Struct, frozen=True, kw_only=True):
     key: RowId
     is_known: bool
-    columns: Mapping[str, Value] = field(default_factory=dict[str, Value])
-    failed: Mapping[str, FailedColumn] = field(default_factory=dict[str, FailedColumn])
+    columns: Mapping[str, Value] = {}
+    failed: Mapping[str, FailedColumn] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

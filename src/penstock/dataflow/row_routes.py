@@ -36,7 +36,8 @@ from penstock.dataflow.spaces import check_name
 from penstock.dataflow.takes import On, ReaderTerms
 from penstock.errors import BadRequest, Forbidden, NotFound, TooLarge
 from penstock.wire.auth import Role
-from penstock.wire.server import Call, Route
+from penstock.wire.codec import MSGPACK, encode
+from penstock.wire.server import Call, Raw, Route
 
 PUT_BYTES = 32 << 20
 PIECE_BYTES = 1 << 20
@@ -113,7 +114,9 @@ class RowSurface:
         writer = call.credential.subject or call.credential.role.value
         return await self.service.put(call.path["space"], call.body, writer)
 
-    async def get(self, call: Call) -> GetAnswer:
+    async def get(self, call: Call) -> GetAnswer | Raw:
+        if MSGPACK in call.headers.get("accept", ""):
+            return await self.service.get(call.path["space"], call.body, _packed)
         return await self.service.get(call.path["space"], call.body)
 
     async def clear(self, call: Call) -> Done:
@@ -310,6 +313,10 @@ async def _pieces(body: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes
             held, size = [], 0
     if size:
         yield b"".join(held)
+
+
+def _packed(answer: GetAnswer) -> Raw:
+    return Raw(encode(answer))
 
 
 def _number(call: Call, name: str) -> int:

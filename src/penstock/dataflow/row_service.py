@@ -8,11 +8,21 @@ Runs on the event loop that owns the core; hashing and reading of values happen 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from penstock.dataflow.blobs import BlobStore
-from penstock.dataflow.columns import Cell, Columns, blob_cell, bytes_cell, failed_cell, number_cell
+from penstock.dataflow.bundles import Blob, Draft, drafts
+from penstock.dataflow.cells import (
+    Cell,
+    blob_cell,
+    bytes_cell,
+    check_column,
+    failed_cell,
+    finite,
+    number_cell,
+)
+from penstock.dataflow.columns import Columns
 from penstock.dataflow.pages import TablePages, readers_left
 from penstock.dataflow.process import IsGone, Process, stays
 from penstock.dataflow.protocol import DeliveryStatus
@@ -20,6 +30,7 @@ from penstock.dataflow.readers import Readers, Status
 from penstock.dataflow.reading import RowReading
 from penstock.dataflow.records import ColumnRecord, RowRecord
 from penstock.dataflow.row_protocol import (
+    BlobRef,
     ColumnOutcome,
     End,
     ExtendAnswer,
@@ -42,13 +53,14 @@ from penstock.dataflow.row_protocol import (
     Value,
 )
 from penstock.dataflow.shelf import Shelf
-from penstock.dataflow.spaces import NewRow, PutResult, Spaces
+from penstock.dataflow.spaces import PutResult, Spaces
 from penstock.dataflow.takes import Claim, ReaderTerms
 from penstock.errors import BadRequest
 
+T = TypeVar("T")
 MAX_ROWS = 4_096
 """In one call; more would hold the event loop."""
-THREAD_BYTES = 256 << 10
+THREAD_BYTES = 1 << 20
 """Values above this are hashed in a thread."""
 
 
@@ -63,7 +75,7 @@ class RowService:
         self._process = process
         self._ledger = ledger
         self._clock = process.clock
-        self._reading = RowReading(ledger)
+        self._reading = RowReading(ledger, self.columns.stands_alone)
         self._erasing = asyncio.Lock()
         """Held while rows or a reader are removed: nothing may take their place before that is
         durable, since a commit erases after it has written every record of its group."""
@@ -154,7 +166,7 @@ class RowService:
         _check_count(len(body.results))
         cells = await self._in_thread(
             lambda: [self._result_cells(result) for result in body.results],
-            [value for result in body.results for value in result.columns.values()],
+            [result.columns for result in body.results],
         )
         now = self._clock()
         outcomes = [
@@ -188,12 +200,11 @@ class RowService:
 
     # --- values -------------------------------------------------------------------------------
 
-    async def _in_thread(
-        self, make: Callable[[], list[list[Cell]]], values: Sequence[Value]
-    ) -> list[list[Cell]]:
+    async def _in_thread(self, make: Callable[[], T], rows: Iterable[Mapping[str, Value]]) -> T:
         """Values made ready to store, off the event loop when they are long; 429 or 507 first, when
         there is no room for them."""
-        num_bytes = sum(len(value) for value in values if isinstance(value, bytes))
+        sizes = [len(v) for values in rows for v in values.values() if isinstance(v, bytes)]
+        num_bytes = sum(sizes)
         self.require_room(num_bytes)
         return await asyncio.to_thread(make) if num_bytes > THREAD_BYTES else make()
 
@@ -206,43 +217,48 @@ class RowService:
         return cells
 
     def _cell(self, name: str, value: Value) -> Cell:
-        if not 0 < len(name) <= 128:
-            raise BadRequest("the name of a column has 1 to 128 characters")
+        check_column(name)
         if isinstance(value, bytes):
             return bytes_cell(name, value)
-        if isinstance(value, (int, float)):
-            if not math.isfinite(value):
-                raise BadRequest(f"column {name!r} is {value}; give a finite number, or fail it")
-            return number_cell(name, float(value))
-        size = self.blobs.claim(value.digest)
-        if size != value.size:
-            raise BadRequest(f"blob {value.digest} has {size} bytes, not {value.size}")
-        return blob_cell(name, value.digest, size)
+        if isinstance(value, BlobRef):
+            return self._blob_cell(name, value)
+        return number_cell(name, finite(name, value))
+
+    def _blob_cell(self, name: str, blob: Blob) -> Cell:
+        size = self.blobs.claim(blob.digest)
+        if size != blob.size:
+            raise BadRequest(f"blob {blob.digest} has {size} bytes, not {blob.size}")
+        return blob_cell(name, blob.digest, size)
 
     # --- spaces -------------------------------------------------------------------------------
 
     async def put(self, space: str, body: PutRequest, writer: str) -> PutAnswer:
         _check_count(len(body.rows))
-        cells = await self._in_thread(
-            lambda: [self._row_cells(row) for row in body.rows],
-            [value for row in body.rows for value in row.columns.values()],
+        made = await self._in_thread(
+            lambda: self._drafts(body.rows), [row.columns for row in body.rows]
         )
-        rows = [
-            NewRow(key=row.key, cells=tuple(row_cells))
-            for row, row_cells in zip(body.rows, cells, strict=True)
-        ]
         async with self._erasing:
-            results = self.spaces.put(space, rows, writer, self._clock())
+            refused = self.spaces.put(space, made, writer, self._clock())
         await self._process.repeat()
-        return PutAnswer(not_stored=tuple(_outcome(r) for r in results if not _is_stored(r)))
+        return PutAnswer(not_stored=tuple(map(_outcome, refused)))
 
-    def _row_cells(self, row: PutRow) -> list[Cell]:
-        return [self._cell(name, value) for name, value in row.columns.items()]
+    def _drafts(self, rows: Iterable[PutRow]) -> list[Draft]:
+        return [*drafts([(row.key, row.columns) for row in rows], self._blob_cell)]
 
-    async def get(self, space: str, body: GetRequest) -> GetAnswer:
+    async def get(
+        self, space: str, body: GetRequest, pack: Callable[[GetAnswer], T] = lambda answer: answer
+    ) -> T:
+        """pack: what to make of the answer, off the event loop: it may be long."""
         _check_count(len(body.keys))
-        rows = await asyncio.to_thread(self._reading.read, space, body.keys, body.columns)
-        return GetAnswer(rows=tuple(rows))
+        found = self._reading.read_few(space, body.keys, body.columns)
+        if found is not None:
+            return pack(GetAnswer(rows=tuple(found)))
+
+        def read() -> T:
+            rows = self._reading.read(space, body.keys, body.columns)
+            return pack(GetAnswer(rows=tuple(rows)))
+
+        return await asyncio.to_thread(read)
 
     async def set_quota(self, space: str, quota_bytes: int) -> None:
         self.spaces.set_quota(space, quota_bytes, self._clock())
@@ -285,10 +301,6 @@ def _check_lease(body: RowLeaseRequest) -> None:
 def _check_count(num: int) -> None:
     if num > MAX_ROWS:
         raise BadRequest(f"{num} rows in one call; give at most {MAX_ROWS}")
-
-
-def _is_stored(result: PutResult) -> bool:
-    return result.status is DeliveryStatus.STORED
 
 
 def _outcome(result: PutResult) -> ColumnOutcome:

@@ -12,11 +12,14 @@ worker of that reader; columns are write-once, so working on it twice changes no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import asyncio
+from collections import deque
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeGuard, TypeVar
 from urllib.parse import quote
+
+import msgspec
 
 from penstock.dataflow.blob_client import INLINE_BYTES, get_blob, put_blob
 from penstock.dataflow.protocol import DeliveryStatus, Done
@@ -32,7 +35,6 @@ from penstock.dataflow.row_protocol import (
     QuotaRequest,
     ReaderRequest,
     ReaderState,
-    RowValues,
     Value,
 )
 from penstock.dataflow.row_stream import Data, RowReader
@@ -43,11 +45,12 @@ from penstock.wire.client import OUTAGE_S, AsyncCaller
 
 T = TypeVar("T")
 ROWS_PER_CALL = 256
-CALL_BYTES = 8 << 20
+CALL_BYTES = 2 << 20
+AT_A_TIME = 4
+"""Calls of one put or get; a later one may arrive first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GotRow:
+class GotRow(msgspec.Struct, frozen=True, kw_only=True):
     key: RowId
     columns: Mapping[str, Data]
     """Those that are there; a column nobody wrote yet is absent."""
@@ -81,35 +84,42 @@ class RowsClient:
     async def put(self, space: str, rows: Mapping[str, Mapping[str, Data]]) -> list[ColumnOutcome]:
         """Rows by key, durable when this returns. Putting the same again changes nothing; a
         column that stands with another value raises Conflict, and all others are stored."""
-        refused: list[ColumnOutcome] = []
-        for part in _parts(rows):
-            body = PutRequest(
-                rows=tuple([PutRow(key=RowId(k), columns=await self.pack(row)) for k, row in part])
-            )
-            path = _space(space, "/rows")
-            answer = await self.call("POST", path, body, PutAnswer)
-            refused += answer.not_stored
+        calls = (self._put(space, part) for part in _parts(rows))
+        refused = [outcome for found in await _some_at_a_time(calls) for outcome in found]
         conflicts = [one for one in refused if one.status is DeliveryStatus.CONFLICT]
         if conflicts:
             raise Conflict(f"{len(conflicts)} columns were not stored: {conflicts[0].detail}")
         return refused
 
+    async def _put(self, space: str, part: Sequence[_NewRow]) -> Sequence[ColumnOutcome]:
+        made = [
+            PutRow(key=RowId(key), columns=await self.pack(row) if is_long else row)
+            for key, row, is_long in part
+        ]
+        body = PutRequest(rows=tuple(made))
+        return (await self.call("POST", _space(space, "/rows"), body, PutAnswer)).not_stored
+
     async def get(
         self, space: str, keys: Sequence[str], columns: Sequence[str] = ()
     ) -> dict[str, GotRow]:
         """Columns of these rows, all of them when none are named. Unknown keys are absent."""
-        found: dict[str, GotRow] = {}
-        start = 0
-        while start < len(keys):
-            asked = tuple(RowId(key) for key in keys[start : start + ROWS_PER_CALL])
-            body = GetRequest(keys=asked, columns=tuple(columns))
-            answer = await self.call(
-                "POST", f"/v1/spaces/{quote(space, safe='')}/get", body, GetAnswer
-            )
-            for values in answer.rows:
-                if values.is_known:
-                    found[values.key] = await self._unpack(values)
-            start += len(answer.rows)
+        parts = (keys[n : n + ROWS_PER_CALL] for n in range(0, len(keys), ROWS_PER_CALL))
+        calls = (self._get(space, part, tuple(columns)) for part in parts)
+        return {row.key: row for found in await _some_at_a_time(calls) for row in found}
+
+    async def _get(self, space: str, keys: Sequence[str], columns: tuple[str, ...]) -> list[GotRow]:
+        found: list[GotRow] = []
+        num_told = 0
+        while num_told < len(keys):  # an answer may end before the keys do
+            asked = tuple([RowId(key) for key in keys[num_told:]])
+            body = GetRequest(keys=asked, columns=columns)
+            answer = await self.call("POST", _space(space, "/get"), body, GetAnswer)
+            num_told += len(answer.rows)
+            for row in answer.rows:
+                if row.is_known:
+                    values = row.columns
+                    data = values if _has_no_blob(values) else await self._unpack(values)
+                    found.append(GotRow(key=row.key, columns=data, failed=row.failed))
         return found
 
     async def clear(self, space: str) -> None:
@@ -186,26 +196,50 @@ class RowsClient:
                 packed[name] = value
         return packed
 
-    async def _unpack(self, values: RowValues) -> GotRow:
+    async def _unpack(self, values: Mapping[str, Value]) -> Mapping[str, Data]:
         columns: dict[str, Data] = {}
-        for name, value in values.columns.items():
+        for name, value in values.items():
             columns[name] = await self.get_blob(value) if isinstance(value, BlobRef) else value
-        return GotRow(key=values.key, columns=columns, failed=values.failed)
+        return columns
+
+
+def _has_no_blob(columns: Mapping[str, Value]) -> TypeGuard[Mapping[str, Data]]:
+    return BlobRef not in map(type, columns.values())
+
+
+async def _some_at_a_time(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All answers in order; while one is written or read, the next is on its way."""
+    running: deque[asyncio.Task[T]] = deque()
+    answers: list[T] = []
+    try:
+        for call in calls:
+            running.append(asyncio.create_task(call))
+            if len(running) >= AT_A_TIME:
+                answers.append(await running.popleft())
+        while running:
+            answers.append(await running.popleft())
+        return answers
+    finally:
+        for task in running:
+            task.cancel()
 
 
 def _space(name: str, what: str = "") -> str:
     return f"/v1/spaces/{quote(name, safe='')}{what}"
 
 
-def _parts(
-    rows: Mapping[str, Mapping[str, Data]],
-) -> Iterable[list[tuple[str, Mapping[str, Data]]]]:
+_NewRow = tuple[str, Mapping[str, Data], bool]
+"""Key, columns, and whether some of them must go ahead as blobs."""
+
+
+def _parts(rows: Mapping[str, Mapping[str, Data]]) -> Iterable[list[_NewRow]]:
     """Calls of a size that holds nobody up."""
-    part: list[tuple[str, Mapping[str, Data]]] = []
+    part: list[_NewRow] = []
     size = 0
     for key, columns in rows.items():
-        part.append((key, columns))
-        size += sum(len(value) for value in columns.values() if isinstance(value, bytes))
+        sizes = [len(value) for value in columns.values() if isinstance(value, bytes)]
+        size += sum(sizes)
+        part.append((key, columns, max(sizes, default=0) > INLINE_BYTES))
         if len(part) >= ROWS_PER_CALL or size >= CALL_BYTES:
             yield part
             part, size = [], 0

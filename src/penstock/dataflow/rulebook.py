@@ -21,11 +21,14 @@ from penstock.types import (
     DropReason,
     JudgedGroup,
     PolicyName,
+    RowSummary,
     SourceShare,
     Task,
 )
 
 T = TypeVar("T")
+OWN_TURNS = "by-policy"
+"""The route rule that needs no asking."""
 _DRAWS = "#draws"
 """Key of the count of random numbers a rule has used; no rule's own key begins with #."""
 
@@ -191,11 +194,26 @@ class Rulebook:
 
         return self._guarded(rule, f"{policy} batch", now, ask, [])
 
-    def sees(self, policy: PolicyName, turn_policy: PolicyName, role: str) -> bool:
+    def seen(
+        self, policy: PolicyName, rows: Iterable[RowSummary], now: float
+    ) -> frozenset[tuple[PolicyName, str]] | None:
+        """The (policy, role) pairs of these rows that the policy's trainer sees; None: every turn
+        of its own. A rule that fails lets it see its own."""
         rules = self._rules(policy, "route")
-        if not rules:
-            return policy == turn_policy
-        return bool(rules[0].rule.sees(policy, turn_policy, role))
+        if not rules or rules[0].terms.name == OWN_TURNS:
+            return None
+        [rule] = rules
+
+        def ask(pair: tuple[PolicyName, str]) -> bool:
+            return self._guarded(
+                rule,
+                f"turns of {pair[0]} as {pair[1]!r}",
+                now,
+                lambda: bool(rule.rule.sees(policy, *pair)),
+                pair[0] == policy,
+            )
+
+        return frozenset(filter(ask, sorted({pair for row in rows for pair, _ in row.parts})))
 
     # --- failures and memory ------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ from blake3 import blake3
 
 from penstock.dataflow.consumers import Consumer, ReadyGroup
 from penstock.dataflow.home import Home
+from penstock.dataflow.manifests import seal
 from penstock.dataflow.records import BatchRecord, FateState, Journal
 from penstock.dataflow.rulebook import ReplayTerms
 from penstock.errors import Conflict
 from penstock.types import GroupId, Manifest, PolicyName, SealedGroup
-from penstock.wire.codec import encode
 
 POOL_GROUPS = 10_000
 """Groups a replay pool holds; beyond it the oldest leave."""
@@ -126,11 +126,7 @@ class Sealing:
         spare = (group for group in consumer.pool.values() if group.group_id not in gone)
         leaving += [next(spare) for _ in range(max(0, staying - POOL_GROUPS))]
         for group in leaving:
-            del consumer.pool[group.group_id]
-            self._home.fate(consumer, group, FateState.SEALED, now, rule="replay", keep_rows=False)
-            self._home.free(
-                self._home.retention.unpooled(group.group_id, consumer.terms.policy), now
-            )
+            self._home.leave_pool(consumer, group, now)
 
     def _record(
         self,
@@ -141,18 +137,22 @@ class Sealing:
         now: float,
     ) -> BatchRecord:
         policy, trains_from = consumer.terms.policy, consumer.next_number
+        groups = tuple(
+            SealedGroup(group_id=g.group_id, task_key=g.task_key, rows=g.decoded())
+            for g in (*fresh, *again)
+        )
+        rows = (row for group in groups for row in group.rows)
+        sees = self._home.rules.seen(policy, rows, now)
         manifest = Manifest(
             consumer=policy,
             seq=seq,
             trains_from=trains_from,
-            groups=tuple(
-                SealedGroup(group_id=g.group_id, task_key=g.task_key, rows=g.decoded())
-                for g in (*fresh, *again)
-            ),
+            groups=groups,
+            sees=None if sees is None else tuple(sorted(sees)),
         )
-        ages = [trains_from - consumer.number_of(row) for row in manifest.rows]
+        ages = [trains_from - number for number in consumer.numbers_of(manifest.rows)]
         assert all(not consumer.is_stale(group) for group in fresh), "expire() ran just before"
-        body = encode(manifest)
+        body = seal(manifest)
         return BatchRecord(
             consumer=policy,
             seq=seq,

@@ -23,6 +23,10 @@ HEADER = struct.Struct("<4sII")
 """Magic, payload length, CRC32C of the payload."""
 MAX_SEGMENT_BYTES = 256 << 20
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+MAX_OPEN = 8
+"""Segments that a reader keeps open."""
+LONG_BYTES = 4 << 20
+"""Of payload whose checksum takes milliseconds."""
 MAX_PARTS = 1024
 """The kernel takes no more parts in one writev (IOV_MAX)."""
 
@@ -130,7 +134,7 @@ def _write_at(descriptor: int, offset: int, chunks: Sequence[Chunk]) -> None:
     parts: list[bytes | memoryview] = []
     for chunk in chunks:
         size = chunk.location.length
-        parts += (HEADER.pack(MAGIC, size, crc32c.crc32c(chunk.payload)), chunk.payload)
+        parts += (HEADER.pack(MAGIC, size, _crc(chunk.payload)), chunk.payload)
     position = offset
     try:
         for start in range(0, len(parts), MAX_PARTS):
@@ -166,20 +170,71 @@ def _sync_folder(folder: Path) -> None:
 
 def read(folder: Path, location: Location) -> bytes:
     """The payload, or StoreError naming the damaged record; its neighbours stay readable."""
-    path = segment_path(folder, location.segment)
-    where = f"{path.name} at {location.offset}"
+    payload = bytearray(location.length)
+    SegmentReader(folder).read_into(location, memoryview(payload))
+    return bytes(payload)
+
+
+def _crc(payload: bytes | memoryview) -> int:
+    """Lets no other thread run meanwhile, unless it is long: waiting for a turn again would take
+    longer."""
+    return crc32c.crc32c(payload, gil_release_mode=0 if len(payload) <= LONG_BYTES else 1)
+
+
+class SegmentReader:
+    """Reads records, from any thread; keeps the files it read last open."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[int, _OpenFile] = {}
+
+    def read_into(self, location: Location, payload: memoryview, *, may_wait: bool = True) -> None:
+        """Fill `payload` with the record's, or StoreError naming the damaged record. Without
+        `may_wait`, BlockingIOError when the system does not have all of it in memory."""
+        file = self._open.get(location.segment) or self._open_segment(location.segment)
+        header = bytearray(HEADER.size)
+        parts, at = [header, payload], location.offset
+        size = os.preadv(file.descriptor, parts, at) if may_wait else _at_once(file, parts, at)
+        if size != HEADER.size + location.length:
+            raise StoreError(f"record {_name(location)} is cut off")
+        if HEADER.unpack(header) != (MAGIC, location.length, _crc(payload)):
+            raise StoreError(f"record {_name(location)} is damaged: its checksum does not match")
+
+    def _open_segment(self, segment: int) -> _OpenFile:
+        path = segment_path(self._folder, segment)
+        try:
+            file = _OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except FileNotFoundError as error:  # other trouble may pass, and is no verdict on the row
+            raise StoreError(f"segment {path.name} is missing") from error
+        self._open[segment] = file
+        for oldest in [*self._open][:-MAX_OPEN]:
+            self.forget(oldest)
+        return file
+
+    def forget(self, segment: int) -> None:
+        """Let go of a segment, above all of one that is deleted: its space is free then."""
+        self._open.pop(segment, None)
+
+
+class _OpenFile:
+    """Closed when the last thread that reads it lets go of it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+def _at_once(file: _OpenFile, parts: Sequence[bytearray | memoryview], offset: int) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError as error:  # any other trouble may pass, and is no verdict on the row
-        raise StoreError(f"segment {path.name} is missing") from error
-    try:
-        data = os.pread(descriptor, HEADER.size + location.length, location.offset)
-    finally:
-        os.close(descriptor)
-    if len(data) != HEADER.size + location.length:
-        raise StoreError(f"record {where} is cut off")
-    magic, length, crc = HEADER.unpack_from(data)
-    payload = data[HEADER.size :]
-    if magic != MAGIC or length != location.length or crc != crc32c.crc32c(payload):
-        raise StoreError(f"record {where} is damaged: its checksum does not match")
-    return payload
+        size = os.preadv(file.descriptor, parts, offset, os.RWF_NOWAIT)
+    except OSError as error:  # most file systems can, and those that cannot say so
+        raise BlockingIOError(error.errno, str(error)) from error
+    if size < sum(map(len, parts)):
+        raise BlockingIOError(errno.EAGAIN, "only a part is in memory")
+    return size
+
+
+def _name(location: Location) -> str:
+    return f"{segment_path(Path(), location.segment)} at {location.offset}"

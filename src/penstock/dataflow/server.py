@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -15,7 +16,7 @@ from starlette.applications import Starlette
 
 from penstock.config import RunConfig
 from penstock.dataflow import status as reading
-from penstock.dataflow.build import build, build_partition, partition_folder, run_facts
+from penstock.dataflow.build import begin, build_partition, partition_folder, run_facts
 from penstock.dataflow.explain import Explanation, explain
 from penstock.dataflow.home_client import HomeClient
 from penstock.dataflow.node_routes import NodeRoutes
@@ -34,6 +35,9 @@ from penstock.wire.auth import Verifier
 from penstock.wire.server import EVERYBODY, Call, Raw, Route, Tls, build_app, calm_collector, server
 
 log = structlog.get_logger(__name__)
+
+EARLY = frozenset({("POST", "/v1/leases"), ("PUT", "/v1/nodes/{node_id}")})
+"""Answered before a service is whole: they ask the partition alone, and end nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +71,18 @@ class Surface:
             ttl_s=self.ttl_s,
             partitions=lambda: self.service.partitions.addresses,
         )
-        return [
+        routes = [
             *nodes.routes(),
             *TrainerRoutes(trainers=self.service.trainers).routes(),
             *HomeRoutes(partitions=self.service.partitions).routes(),
             *RowSurface(service=self.service.rows).routes(),
             *self._reader_routes(),
+        ]
+        if self.service.is_whole.is_set():
+            return routes
+        return [
+            route if (route.method, route.path) in EARLY else _later(route, self.service.is_whole)
+            for route in routes
         ]
 
     def _reader_routes(self) -> list[Route]:
@@ -109,6 +119,16 @@ class Surface:
                 summary="Prometheus metrics.",
             ),
         ]
+
+
+def _later(route: Route, is_whole: asyncio.Event) -> Route:
+    """The same, held open until the service is whole."""
+
+    async def handler(call: Call) -> object:
+        await is_whole.wait()
+        return await route.handler(call)
+
+    return replace(route, handler=handler)
 
 
 def surface(service: Dataflow, config: RunConfig, weights_url: str) -> Surface:
@@ -183,7 +203,7 @@ async def serve_dataflow(
     tls: Tls | None = None,
 ) -> None:
     """Serve one run until told to stop; raises StoreError when storage failed."""
-    service = build(config, run_dir / "ledger")
+    service = begin(config, run_dir / "ledger")
     app = build_server(surface(service, config, weights_url), verifier)
     log.info("dataflow serves", run=config.name, host=host, port=port)
     await _serve(service, server(app, host, port, tls))
@@ -222,6 +242,7 @@ async def _serve(service: Dataflow | PartitionService, listener: uvicorn.Server)
 
     service.process.ledger.on_failure = stop
     calm_collector()
+    gc.enable()
     await listener.serve()
     if failures:
         raise failures[0]

@@ -8,22 +8,25 @@ through `trainers`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import gc
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 
 from penstock.dataflow.compaction import Compactor
-from penstock.dataflow.core import Core
+from penstock.dataflow.core import Core, complete_home
 from penstock.dataflow.node_side import NodeSide
 from penstock.dataflow.partition import Partition
 from penstock.dataflow.partition_side import PartitionSide
 from penstock.dataflow.process import Process
 from penstock.dataflow.report.figures import Terms
 from penstock.dataflow.report.reading import balance_of, look_at
+from penstock.dataflow.restore import restore_waiting
 from penstock.dataflow.row_payloads import RowPayloads
 from penstock.dataflow.row_service import RowService
 from penstock.dataflow.trainer_side import TrainerSide
-from penstock.types import PolicyName
+from penstock.errors import StoreError
+from penstock.types import GroupId, PolicyName
 
 log = structlog.get_logger(__name__)
 
@@ -52,12 +55,16 @@ class Dataflow:
         self.host = host
         self.partition: Partition = host.partition
         self.board = board
-        self.nodes = NodeSide(process, host, rows, lambda: home.is_finished)
+        self.is_whole = asyncio.Event()
+        """Home has all that waits for a batch. Before that slots are leased, and nothing else."""
+        self._core = core
+        self.nodes = NodeSide(
+            process, host, rows, lambda: self.is_whole.is_set() and home.is_finished
+        )
         self.rows = rows
         self._stages = stages
         host.shelf = rows.shelf
         self.balance = balance_of(process, home, run, report)
-        process.watch = self.balance.see
         self.partitions = PartitionSide(process, home, board)
         self.trainers = TrainerSide(
             process,
@@ -74,8 +81,25 @@ class Dataflow:
         process.drive = self._drive
         self._look_for_workers()
 
+    def restore(self) -> list[GroupId]:
+        """Blocks: what waits for a batch and what the report has counted, out of the ledger. For
+        any thread, before the service is whole; its result is for `complete`."""
+        tables = self.process.ledger.tables
+        freed = restore_waiting(self.home, tables)
+        self.balance.tally.restore(tables)
+        self.nodes.trajectories = int(tables.scalar("SELECT count(*) FROM rows") or 0)
+        return freed
+
+    def complete(self, freed: Sequence[GroupId]) -> None:
+        """All is there: act on what happened meanwhile, and serve everybody."""
+        complete_home(self._core, freed, self.process.clock())
+        self.process.watch = self.balance.see
+        self.is_whole.set()
+
     def _drive(self, now: float) -> None:
         """Let home judge what ended and start what has room."""
+        if not self.is_whole.is_set():
+            return
         self.host.land(now)
         if not self.board.run(now) and not self._may_issue:
             return  # no group ended and no policy moved, so there is as much room as before
@@ -98,11 +122,22 @@ class Dataflow:
             self.source_trouble = ""
 
     async def run_timers(self) -> None:
+        if not self.is_whole.is_set():
+            await self._restore_rest()
         async with asyncio.TaskGroup() as loops:
             ticks = run_ticks(self.process, self.tick, self.forgive)
             loops.create_task(ticks, name="ticks")
             loops.create_task(Compactor(self.process.ledger).run(), name="compaction")
             loops.create_task(sweep_blobs(self.rows), name="blobs")
+
+    async def _restore_rest(self) -> None:
+        try:
+            freed = await asyncio.to_thread(self.restore)
+        except StoreError as error:
+            self.process.ledger.on_failure(error)  # a start that fails ends the process aloud
+            raise
+        self.complete(freed)
+        gc.freeze()  # what came back stays: the collector need not walk it
 
     async def tick(self) -> None:
         """Expire what is over, and look for work to start: a source may answer again."""
@@ -112,6 +147,7 @@ class Dataflow:
         self.partitions.tick()
         self.balance.look(look_at(self), self.process.clock())
         await self.process.settle()
+        self.nodes.tick()
         await self.rows.tick()
 
     def _look_for_workers(self) -> None:

@@ -8,9 +8,11 @@ nothing of workers.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from penstock.dataflow.columns import ADMITTED, TRAIN, Cell, Columns, failed_cell, number_cell
+from penstock.dataflow.cells import Cell, failed_cell, number_cell
+from penstock.dataflow.columns import ADMITTED, TRAIN, Columns
 from penstock.dataflow.completion import Landed
 from penstock.dataflow.pages import PagedRow, Pages, ReadersLeft
 from penstock.dataflow.records import ColumnRecord, Erasure, Journal, TakeRecord
@@ -22,6 +24,8 @@ WINDOW = 65_536
 PAGE = 512
 LOW = 128
 """With fewer rows to hand out, the next page is read."""
+MAX_STALLS = 64
+"""Remembered, for rows that come back from disk."""
 INPUT = "input"
 """A column that the reader needs is itself failed."""
 
@@ -39,6 +43,8 @@ class Shelf:
         self._journal = journal
         self._window = window
         self._newest: dict[str, int] = {}
+        self._stalls: deque[tuple[float, float]] = deque(maxlen=MAX_STALLS)
+        """When the service stood still: until when, for how long."""
         self._landed: list[Landed] = []
 
     def drain(self) -> list[Landed]:
@@ -51,20 +57,33 @@ class Shelf:
 
     # --- rows come and go ---------------------------------------------------------------------
 
-    def next_arrival(self) -> int:
-        self.last_arrival += 1
-        return self.last_arrival
+    def next_arrival(self, num: int = 1) -> int:
+        """The first of so many that follow one another."""
+        first = self.last_arrival + 1
+        self.last_arrival += num
+        return first
 
     def arrived(
         self, space: str, row_id: RowId, arrival: int, columns: Iterable[str], now: float
     ) -> None:
         """A row with these columns; its record is journaled by the caller, in order of arrival."""
+        self.arrived_together(space, (row_id,), arrival, columns, now)
+
+    def arrived_together(
+        self, space: str, row_ids: Sequence[RowId], first: int, columns: Iterable[str], now: float
+    ) -> None:
+        """Rows with the same columns, one arrival after another."""
         before = self._newest.get(space, 0)
-        self._newest[space] = arrival
-        row = PagedRow(row_id=row_id, arrival=arrival, at=now, born=frozenset(columns))
+        self._newest[space] = first + len(row_ids) - 1
+        born = frozenset(columns)
         for reader in self.of(space):
-            if reader.loaded_to >= before and len(reader.window) < self._window:
+            if reader.loaded_to < before:
+                continue
+            for arrival, row_id in enumerate(row_ids, first):
+                if len(reader.window) >= self._window:
+                    break
                 reader.loaded_to = arrival
+                row = PagedRow(row_id=row_id, arrival=arrival, at=now, born=born)
                 self._enter(reader, row, {}, now)
 
     def admitted(self, row_ids: Sequence[RowId], now: float) -> None:
@@ -174,9 +193,9 @@ class Shelf:
             reader.loaded_to = max(reader.loaded_to, on_disk)
         rows = [row for row in rows if not self.columns.is_gone(terms.space, row.row_id)]
         names = (*terms.needs, *terms.writes)
-        standing = self.columns.standing(terms.space, [row.row_id for row in rows], names)
+        alone = self.columns.alone(terms.space, [row.row_id for row in rows], names)
         for row in rows:
-            there = ((name, standing.get((row.row_id, name))) for name in names)
+            there = ((name, alone.get((row.row_id, name))) for name in names)
             self._enter(reader, row, {name: c for name, c in there if c is not None}, now)
         if terms.on is On.ADMITTED:
             reader.sort_ages()
@@ -193,7 +212,7 @@ class Shelf:
         take = Take(
             row_id=row.row_id,
             arrival=row.arrival,
-            since=_since(reader, row, columns),
+            since=self._held_up(_since(reader, row, columns), now),
             lacks=sum(bit for name, bit in reader.needs_bits.items() if name not in there),
             owes=owes,
             lease=None if row.take is None else lease_of(row.take),
@@ -206,6 +225,20 @@ class Shelf:
             last = reader.waiting.pop()
             assert last is take, "a row that was handed out had its columns"
             reader.hold(take, now + reader.terms.ttl_s)  # after a restart: a full ttl
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def prolong(self, gap_s: float, now: float) -> None:
+        """The service stood still for so long: leases and deadlines of all rows, in memory or on
+        disk, stood still with it."""
+        self._stalls.append((now, gap_s))
+        for reader in self.readers.values():
+            reader.prolong(gap_s, now)
+
+    def _held_up(self, since: float, now: float) -> float:
+        """When a deadline that began then would have begun, had the service never stood still."""
+        gaps = (gap_s for ended_at, gap_s in self._stalls if since < ended_at)
+        return min(since + sum(gaps), now) if since else since
 
     # --- cursors and restart ------------------------------------------------------------------
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.dataflow.columns import COLUMN_BYTES, RESERVED, TRAIN, Cell, Columns, compare
+from penstock.dataflow.bundles import Draft, Values
+from penstock.dataflow.cells import Cell, compare
+from penstock.dataflow.columns import COLUMN_BYTES, RESERVED, TRAIN, Columns
 from penstock.dataflow.protocol import DeliveryStatus
-from penstock.dataflow.records import ColumnRecord, ItemRecord, Journal, SpaceRecord
+from penstock.dataflow.records import ColumnRecord, Journal, SpaceRecord
 from penstock.dataflow.shelf import Shelf
 from penstock.dataflow.tables import Tables
 from penstock.errors import BadRequest, Forbidden, NotFound, StorageFull
@@ -21,13 +23,9 @@ RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewRow:
-    key: RowId
-    cells: tuple[Cell, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PutResult:
+    """A column that was not stored, and why."""
+
     key: RowId
     name: str
     status: DeliveryStatus
@@ -53,60 +51,70 @@ class Spaces:
         self.records[name] = SpaceRecord(name=name, quota_bytes=quota_bytes, at=now)
         self._journal(self.records[name])
 
-    def put(self, name: str, rows: Sequence[NewRow], writer: str, now: float) -> list[PutResult]:
-        """All of it, or nothing when it does not fit. A column that stands is never changed."""
+    def put(self, name: str, drafts: Sequence[Draft], writer: str, now: float) -> list[PutResult]:
+        """All of it, or nothing when it does not fit; the answer names what stood before. A column
+        that stands is never changed."""
         check_name(name)
         if name == TRAIN:
             raise Forbidden("rows of 'train' come from rollouts; put into a space of another name")
-        _check_rows(rows)
-        keys = [row.key for row in rows]
-        items = self._columns.items(name, keys)
-        known = [key for key in keys if key in items]
-        names = {cell.name for row in rows for cell in row.cells}
-        standing = self._columns.standing(name, known, names)
-        fresh = (c for row in rows for c in row.cells if (row.key, c.name) not in standing)
-        self._require_room(name, fresh)
+        rows = {key: values for draft in drafts for key, values in draft.rows}
+        _check_rows(rows, drafts)
+        places = self._columns.places(name, [*rows])
+        cells = {
+            key: draft.cells(key, values)
+            for draft in (drafts if places else ())
+            for key, values in draft.rows
+            if key in places
+        }
+        standing = self._columns.standing(
+            name, [*cells], {cell.name for row in cells.values() for cell in row}
+        )
+        if cells:
+            drafts = [fresh for draft in drafts for fresh in draft.without(cells)]
+        missing = [c for key in cells for c in cells[key] if (key, c.name) not in standing]
+        self._require_room(name, drafts, missing)
         if name not in self.records:
             self.set_quota(name, 0, now)
+        for draft in drafts:
+            self._add(name, draft, writer, now)
         return [
-            result
-            for row in rows
-            for result in self._put_row(name, row, row.key in items, standing, writer, now)
+            refused
+            for key, row in cells.items()
+            for refused in self._complete(name, key, row, standing, writer, now)
         ]
 
-    def _put_row(
+    def _add(self, name: str, draft: Draft, writer: str, now: float) -> None:
+        first = self._shelf.next_arrival(len(draft.rows))
+        self._columns.add(name, draft, first, writer, now)
+        self._shelf.arrived_together(name, draft.keys, first, draft.names, now)
+
+    def _complete(
         self,
         name: str,
-        row: NewRow,
-        is_known: bool,
+        key: RowId,
+        cells: Iterable[Cell],
         standing: Mapping[tuple[RowId, str], ColumnRecord],
         writer: str,
         now: float,
-    ) -> list[PutResult]:
-        results: list[PutResult] = []
-        for cell in row.cells:
-            stands = standing.get((row.key, cell.name))
-            status, detail = DeliveryStatus.STORED, ""
-            if stands is not None:
-                status, detail = compare(stands, cell)
-            elif is_known:
-                self._shelf.land(name, row.key, cell, writer, now)
+    ) -> Iterable[PutResult]:
+        """Give a row that is there the columns it does not have."""
+        for cell in cells:
+            stands = standing.get((key, cell.name))
+            if stands is None:
+                self._shelf.land(name, key, cell, writer, now)
             else:
-                self._columns.land(name, row.key, cell, writer, now)
-            results.append(PutResult(key=row.key, name=cell.name, status=status, detail=detail))
-        if not is_known:
-            arrival = self._shelf.next_arrival()
-            self._columns.add_item(ItemRecord(space=name, row_id=row.key, arrival=arrival, at=now))
-            born = [cell.name for cell in row.cells]
-            self._shelf.arrived(name, row.key, arrival, born, now)
-        return results
+                status, detail = compare(stands, cell)
+                yield PutResult(key=key, name=cell.name, status=status, detail=detail)
 
-    def _require_room(self, name: str, cells: Iterable[Cell]) -> None:
+    def _require_room(self, name: str, drafts: Iterable[Draft], cells: Iterable[Cell]) -> None:
         record = self.records.get(name)
         quota = 0 if record is None else record.quota_bytes
+        if not quota:
+            return
         used = self._columns.used_bytes.get(name, 0)
         wanted = sum(cell.length + COLUMN_BYTES for cell in cells)
-        if quota and wanted and used + wanted > quota:
+        wanted += sum(draft.counted_bytes(COLUMN_BYTES) for draft in drafts)
+        if wanted and used + wanted > quota:
             raise StorageFull(
                 f"space {name!r} holds {used} of {quota} bytes and this needs {wanted} more; "
                 f"clear it (DELETE /v1/spaces/{name}) or raise its quota (PUT /v1/spaces/{name})",
@@ -131,16 +139,11 @@ def check_name(name: str) -> None:
         raise BadRequest(f"{name[:128]!r} is no name; it reads [A-Za-z0-9._-]{{1,128}}")
 
 
-def _check_rows(rows: Sequence[NewRow]) -> None:
-    keys = {row.key for row in rows}
-    if len(keys) != len(rows):
+def _check_rows(rows: Mapping[RowId, Values], drafts: Iterable[Draft]) -> None:
+    if len(rows) != sum(len(draft.rows) for draft in drafts):
         raise BadRequest("a key stands twice in one call; give each row once")
-    for row in rows:
-        if not 0 < len(row.key) <= 256:
-            raise BadRequest("a key has 1 to 256 characters")
-        names = [cell.name for cell in row.cells]
-        if len(set(names)) != len(names):
-            raise BadRequest(f"row {row.key!r} names a column twice")
-        taken = RESERVED.intersection(names)
-        if taken:
-            raise BadRequest(f"columns {sorted(taken)} are the service's own; choose other names")
+    if not all(0 < len(key) <= 256 and "\0" not in key for key in rows):
+        raise BadRequest("a key has 1 to 256 characters, and NUL is none of them")
+    taken = RESERVED.intersection([name for draft in drafts for name in draft.names])
+    if taken:
+        raise BadRequest(f"columns {sorted(taken)} are the service's own; choose other names")

@@ -42,11 +42,13 @@ class SpreadClient:
         self._token = token
         self._clients = {HOME: NodeClient(url, token)}
         self._urls = {HOME: url}
+        self._retired: list[NodeClient] = []
+        """Of partitions that moved or are gone: a call may still be on its way there."""
         self._register: Register | None = None
         self._turn = 0
 
     async def close(self) -> None:
-        for client in self._clients.values():
+        for client in (*self._clients.values(), *self._retired):
             await client.close()
 
     # --- membership ---------------------------------------------------------------------------
@@ -70,7 +72,7 @@ class SpreadClient:
         stop: list[RowId] = []
         try:
             while True:
-                beats = [self._beat(index, node_id, body) for index in self._others()]
+                beats = [self._beat(self._clients[i], node_id, body) for i in self._others()]
                 for told in await asyncio.gather(*beats):
                     stop += told
                 await asyncio.wait({asking}, timeout=REBEAT_S)
@@ -83,9 +85,10 @@ class SpreadClient:
         told = (*answer.orders.stop, *stop)
         return replace(answer, orders=replace(answer.orders, stop=told))
 
-    async def _beat(self, index: int, node_id: NodeId, body: Heartbeat) -> tuple[RowId, ...]:
+    async def _beat(
+        self, client: NodeClient, node_id: NodeId, body: Heartbeat
+    ) -> tuple[RowId, ...]:
         """What this partition wants stopped. One that is away for a moment is asked again soon."""
-        client = self._clients[index]
         try:
             answer = await client.heartbeat(node_id, body, deadline_s=REBEAT_S)
         except NotFound:
@@ -107,7 +110,7 @@ class SpreadClient:
         """Follow home's list: join what is new or has moved, forget what is gone."""
         named = {partition.index: partition.url for partition in partitions}
         for index in [i for i in self._others() if named.get(i) != self._urls[i]]:
-            await self._clients.pop(index).close()
+            self._retired.append(self._clients.pop(index))
             del self._urls[index]
         for index, url in named.items():
             if index not in self._clients:
@@ -134,40 +137,46 @@ class SpreadClient:
 
     async def _lease_at(self, index: int, body: LeaseRequest) -> LeaseAnswer:
         """One that is away, home included, holds up nobody: the others have work too."""
-        try:
-            return await self._clients[index].lease(body, deadline_s=body.wait_s + REBEAT_S)
-        except (Unreachable, NotFound):  # unknown there: the next heartbeat joins
-            return LeaseAnswer(tasks=(), grants=(), orders=Orders(wanted=()))
+        client = self._clients.get(index)  # home may have given it up meanwhile
+        if client is not None:
+            with suppress(Unreachable, NotFound):  # unknown there: the next heartbeat joins
+                return await client.lease(body, deadline_s=body.wait_s + REBEAT_S)
+        return LeaseAnswer(tasks=(), grants=(), orders=Orders(wanted=()))
 
     async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
-        if not self._others():
-            return await self._clients[HOME].deliver(body)
-        parts = {index: _part(body, index, self._clients.keys()) for index in self._clients}
-        sent = {index: part for index, part in parts.items() if part.deliveries or part.released}
+        """A call lasts until all partitions it is for have answered; who must not wait for one
+        that is away calls for each apart."""
+        row_ids = [*(delivery.row_id for delivery in body.deliveries), *body.released]
+        places = dict.fromkeys(map(_partition_of, row_ids))
         answers = await asyncio.gather(
-            *(self._clients[index].deliver(part) for index, part in sent.items())
+            *(self._deliver_at(place, _part(body, place)) for place in places)
         )
         found: dict[RowId, DeliveryResult] = {
             result.row_id: result for answer in answers for result in answer.results
         }
-        row_ids = [*(delivery.row_id for delivery in body.deliveries), *body.released]
         return DeliveryAnswer(
             results=tuple(found[row_id] for row_id in row_ids),
             durability=min((answer.durability for answer in answers), default="D1"),
         )
 
+    async def _deliver_at(self, index: int, part: DeliveryRequest) -> DeliveryAnswer:
+        """Tried again while the partition is away, where it has moved to, and at home when it is
+        gone: home refuses what is not its own."""
+        while index in self._others():
+            with suppress(Unreachable):
+                return await self._clients[index].deliver(part, deadline_s=REBEAT_S)
+        return await self._clients[HOME].deliver(part)
 
-def _part(body: DeliveryRequest, index: int, known: Iterable[int]) -> DeliveryRequest:
-    """What of it belongs to this partition; rows of one that is gone go to home, which refuses
-    them."""
 
-    def is_here(row_id: RowId) -> bool:
-        number = row_id[1:].partition("-")[0]
-        place = int(number) if number.isdecimal() else HOME
-        return index == (place if place in known else HOME)
+def _partition_of(row_id: RowId) -> int:
+    number = row_id[1:].partition("-")[0]
+    return int(number) if number.isdecimal() else HOME
 
+
+def _part(body: DeliveryRequest, index: int) -> DeliveryRequest:
+    """What of it belongs to this partition."""
     return replace(
         body,
-        deliveries=tuple(d for d in body.deliveries if is_here(d.row_id)),
-        released=tuple(row_id for row_id in body.released if is_here(row_id)),
+        deliveries=tuple(d for d in body.deliveries if _partition_of(d.row_id) == index),
+        released=tuple(row_id for row_id in body.released if _partition_of(row_id) == index),
     )

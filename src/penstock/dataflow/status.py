@@ -39,6 +39,9 @@ def status(service: Dataflow, run: str) -> Status:
         wasted_tokens=_wasted(service, far),
         tokens_per_s=service.nodes.tokens_per_s(now) + sum(p.figures.tokens_per_s for p in far),
         partitions=far,
+        detail={"failing_rules": dict(troubles)}
+        if (troubles := service.home.rules.troubles)
+        else {},
     )
 
 
@@ -73,7 +76,7 @@ def _nodes(service: Dataflow, now: float) -> Iterator[NodeStatus]:
             node_id=node_id,
             state="silent" if node.is_silent else node.state.value,
             live=node.live,
-            num_leases=len(node.leases),
+            num_leases=node.num_leases,
             capacity=node.record.capacity,
             silent_s=round(max(0.0, now - node.last_seen), 1),
             delivered=node.num_delivered,
@@ -114,7 +117,7 @@ def _last_life(service: Dataflow) -> float:
 
 
 def _behind_batch(service: Dataflow) -> str:
-    holding = [n for n, node in service.partition.nodes.items() if node.leases]
+    holding = [n for n, node in service.partition.nodes.items() if node.num_leases]
     if holding:
         return f"{len(service.home.open)} groups on {', '.join(sorted(holding)[:3])}"
     if service.partition.num_waiting:

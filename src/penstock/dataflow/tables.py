@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import types
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from enum import StrEnum
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -23,9 +24,11 @@ from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.dataflow import formats
+from penstock.dataflow.asking import Asking
 from penstock.dataflow.postgres import array, connect
 from penstock.dataflow.records import (
     RECORDS,
+    BundleRecord,
     ColumnRecord,
     Erasure,
     FateRecord,
@@ -76,6 +79,7 @@ def _table(metadata: sa.MetaData, kind: type[Record]) -> sa.Table:
             for name in _field_names(kind)
         ),
         sa.Column(CHECKSUM, sa.BigInteger, server_default="0"),
+        sqlite_with_rowid=kind is not ItemRecord,  # small and many: one tree holds key and row
     )
 
 
@@ -92,6 +96,7 @@ sa.Index("rows_by_segment", TABLES[RowRecord].c.segment)
 _BATCH = (TABLES[FateRecord].c[name] for name in ("consumer", "seq", "group_id"))
 sa.Index("fates_by_batch", *_BATCH)
 sa.Index("columns_by_segment", TABLES[ColumnRecord].c.segment)
+sa.Index("bundles_by_segment", TABLES[BundleRecord].c.segment)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +130,22 @@ class ColumnMove:
     offset: int
 
 
-MOVES: tuple[type[Record], ...] = (RowMove, ColumnMove)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BundleMove:
+    """As RowMove, for the values of a bundle."""
+
+    TABLE: ClassVar[str] = "bundles"
+    KEY: ClassVar[tuple[str, ...]] = ("space", "arrival", "segment", "offset")
+
+    to_segment: int
+    to_offset: int
+    space: str
+    arrival: int
+    segment: int
+    offset: int
+
+
+MOVES: tuple[type[Record], ...] = (RowMove, ColumnMove, BundleMove)
 
 
 def _upsert(kind: type[Record], dialect: sa.Dialect) -> sa.ClauseElement:
@@ -160,6 +180,7 @@ class _Statement:
         self._sql = str(statement.compile(dialect=dialect))
         self._head, _, rest = self._sql.partition(" VALUES ")
         self._marks, _, self._tail = rest.partition(" ON CONFLICT ")
+        self._by_size: dict[int, str] = {}
         self._values: Callable[[Record], tuple[Any, ...]] = attrgetter(*_field_names(kind))
         self._checked = None if kind in MOVES else _checked_fields(kind)
         # SQLite is a call away; to a server all records go in one round trip, an array per column.
@@ -179,15 +200,48 @@ class _Statement:
 
     def _execute_rows(self, connection: sa.Connection, rows: list[tuple[Any, ...]]) -> None:
         """Many rows to a statement: SQLite's driver lets other threads run after each statement
-        and then waits for its turn, up to 5 ms, so `executemany` would wait once per row."""
+        and then waits for its turn, up to 5 ms, so `executemany` would wait once per row. Straight
+        to the driver, because the layer above costs more than a small statement."""
+        cursor = connection.connection.cursor()
         start, size = 0, MAX_ROWS_PER_STATEMENT
         while start < len(rows):
-            while size > len(rows) - start:
-                size //= 2  # few sizes, so that the driver's cache of statements knows them
-            marks = ", ".join([self._marks] * size)
-            sql = f"{self._head} VALUES {marks} ON CONFLICT {self._tail}"
-            connection.exec_driver_sql(sql, tuple(chain(*rows[start : start + size])))
+            left = len(rows) - start
+            while size > left:
+                # Few sizes, so that the driver's cache of statements knows them.
+                size = left if left < 8 else size // 2
+            if size not in self._by_size:
+                marks = ", ".join([self._marks] * size)
+                self._by_size[size] = f"{self._head} VALUES {marks} ON CONFLICT {self._tail}"
+            cursor.execute(self._by_size[size], tuple(chain(*rows[start : start + size])))
             start += size
+
+
+_KEYS = {
+    "sqlite": "json_each(?) w CROSS JOIN bundles b ON b.space = json_extract(w.value, '$[0]') "
+    "AND b.arrival = json_extract(w.value, '$[1]') CROSS JOIN json_each(b.keys) k",
+    "postgresql": "json_array_elements(CAST(%s AS json)) w JOIN bundles b ON b.space = w->>0 "
+    "AND b.arrival = CAST(w->>1 AS bigint) CROSS JOIN LATERAL (SELECT value, n - 1 AS key FROM "
+    "json_array_elements_text(CAST(b.keys AS json)) WITH ORDINALITY AS o (value, n)) k",
+}
+ITEMS = (
+    "INSERT INTO items (space, row_id, arrival, at, bundle, checksum) "
+    "SELECT b.space, k.value, b.arrival + k.key, b.at, b.arrival, 0 FROM {keys} WHERE TRUE "
+    "ON CONFLICT (space, row_id) DO UPDATE SET arrival = excluded.arrival, at = excluded.at, "
+    "bundle = excluded.bundle, checksum = 0"
+)
+"""Where each key of some bundles is; the database takes them out of the bundles themselves."""
+
+
+class _BundleStatement(_Statement):
+    def __init__(self, dialect: sa.Dialect) -> None:
+        super().__init__(BundleRecord, dialect)
+        self._items = ITEMS.format(keys=_KEYS[dialect.name])
+
+    def execute(self, connection: sa.Connection, records: Iterable[Record]) -> None:
+        bundles = [*records]
+        super().execute(connection, bundles)
+        written = msgspec.json.encode([*map(self.key, bundles)]).decode()
+        connection.exec_driver_sql(self._items, (written,))
 
 
 def _checked_fields(kind: type[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -213,20 +267,37 @@ def _checksum(values: Sequence[Any]) -> int:
     return crc32c.crc32c(msgspec.msgpack.encode(values)) or 1
 
 
-def _text(sql: str, values: Mapping[str, Any]) -> sa.TextClause:
-    """Lists among the values stand for `IN :name`."""
-    lists = [name for name, value in values.items() if isinstance(value, list)]
-    expanding: list[Any] = [sa.bindparam(name, expanding=True) for name in lists]
-    return sa.text(sql).bindparams(*expanding)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """How the records of one kind are read."""
+
+    select: str
+    names: tuple[str, ...]
+    flags: tuple[int, ...]
+    """Fields that are true or false; SQLite keeps numbers."""
+    checked: Callable[[Sequence[Any]], Sequence[Any]]
+
+
+@functools.cache
+def _shape(kind: type[Any]) -> _Shape:
+    names, hints = tuple(_field_names(kind)), get_type_hints(kind)
+    columns = ", ".join(f'"{name}"' for name in (*names, CHECKSUM))
+    return _Shape(
+        select=f"SELECT {columns} FROM {kind.TABLE}",
+        names=names,
+        flags=tuple(i for i, name in enumerate(names) if hints[name] is bool),
+        checked=_checked_fields(kind),
+    )
 
 
 class Tables:
     """The records of one database: written whole, read by condition. Knows nothing of payload."""
 
     def __init__(self, engine: sa.Engine, writer: sa.Connection | None = None) -> None:
-        """writer: the one connection that may commit, when it carries the lock of the ledger."""
+        """writer: the one connection that commits, when it carries the lock of the ledger."""
         self._engine = engine
-        self._writer = writer
+        self._writer = writer or engine.connect()
+        self._ask = Asking(engine)
         try:
             with self._begin() as connection:
                 formats.prepare(connection, METADATA, RECORDS)
@@ -234,6 +305,7 @@ class Tables:
             self.close()
             raise
         self._statements = {kind: _Statement(kind, engine.dialect) for kind in (*RECORDS, *MOVES)}
+        self._statements[BundleRecord] = _BundleStatement(engine.dialect)
 
     def commit(self, records: Sequence[Record | Erasure]) -> None:
         """All of them in one transaction, erasures last; of several with one key the last
@@ -255,45 +327,39 @@ class Tables:
 
     @contextlib.contextmanager
     def _begin(self) -> Generator[sa.Connection]:
-        if self._writer is None:
-            with self._engine.begin() as connection:
-                yield connection
-        elif self._writer.invalidated:
+        if self._writer.invalidated:
             raise StoreError(
                 "the connection that held this ledger's lock is lost, and another service may "
                 "write by now; start this one anew"
             )
-        else:
-            with self._writer.begin():
-                yield self._writer
+        with self._writer.begin():
+            yield self._writer
 
     def read(self, kind: type[R], where: str = "", **values: Any) -> list[R]:
         """Records of one table, filtered by an SQL condition with named values."""
-        table = TABLES[cast(type[Record], kind)]
-        query = sa.select(table)
-        if where:
-            query = query.where(_text(where, values))
-        with self._engine.connect() as connection:
-            names, checked = _field_names(kind), _checked_fields(kind)
-            found: list[R] = []
-            for *fields, checksum in connection.execute(query, values):
-                if checksum and checksum != _checksum(checked(fields)):
-                    which = ", ".join(map(str, fields[:3]))
-                    raise StoreError(f"a record of table {table.name} is damaged: {which}, …")
-                found.append(kind(**dict(zip(names, fields, strict=True))))
-            return found
+        shape = _shape(kind)
+        query = f"{shape.select} WHERE {where}" if where else shape.select
+        found: list[R] = []
+        for *fields, checksum in self._ask(query, values):
+            for index in shape.flags:
+                fields[index] = bool(fields[index])
+            if checksum and checksum != _checksum(shape.checked(fields)):
+                which = ", ".join(map(str, fields[:3]))
+                table = cast(type[Record], kind).TABLE
+                raise StoreError(f"a record of table {table} is damaged: {which}, …")
+            found.append(kind(**dict(zip(shape.names, fields, strict=True))))
+        return found
 
     def rows(self, query: str, **values: Any) -> list[tuple[Any, ...]]:
-        with self._engine.connect() as connection:
-            return [tuple(row) for row in connection.execute(_text(query, values), values)]
+        return self._ask(query, values)
 
     def scalar(self, query: str, **values: Any) -> Any:
-        with self._engine.connect() as connection:
-            return connection.execute(_text(query, values), values).scalar()
+        found = self._ask(query, values)
+        return found[0][0] if found else None
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
+        self._ask.close()
         self._engine.dispose()
 
 

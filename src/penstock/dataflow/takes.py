@@ -203,6 +203,18 @@ class Reader:
         self.cursor = self.in_order[0].arrival - 1 if self.in_order else self.loaded_to
         return self.cursor
 
+    def prolong(self, gap_s: float, now: float) -> None:
+        """The service stood still for so long, until a moment ago. What began since then was not
+        held up: no lease and no deadline gets more than all its time."""
+        ttl_s = self.terms.ttl_s
+        self.seen_at = min(self.seen_at, now)
+        self.patient_until = min(self.patient_until + gap_s, now + 2 * ttl_s)
+        for take in self.window.values():
+            if take.since:
+                take.since = min(take.since + gap_s, now)
+            if take.lease is not None:
+                take.lease.expires_at = min(take.lease.expires_at + gap_s, now + ttl_s)
+
     def sort_ages(self) -> None:
         self.by_age = deque(sorted(self.by_age, key=lambda take: take.since))
 

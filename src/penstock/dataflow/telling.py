@@ -202,9 +202,9 @@ def sealed_group(
     )
     facts: dict[str, Any] = {"batch": name, "uses": fate.uses}
     if row is not None and all(member.row_id != row for member in group.rows):
-        text += f", without this row: it has no token of {fate.consumer}"
+        text += f", without this row: it has no token for {fate.consumer}"
         return Step(at=batch.sealed_at, what="sealed", text=text, facts=facts)
-    oldest = _oldest(group, lineage, row)
+    oldest = _oldest(group, lineage, row, batch)
     text += (
         f"; it trains from number {batch.trains_from}, the oldest token here is of {oldest}: "
         f"staleness {batch.trains_from - oldest}"
@@ -215,13 +215,15 @@ def sealed_group(
     return Step(at=batch.sealed_at, what="sealed", text=text, facts=facts)
 
 
-def _oldest(group: SealedGroup, lineage: Lineage, row_id: RowId | None) -> int:
-    return min(
+def _oldest(group: SealedGroup, lineage: Lineage, row_id: RowId | None, batch: BatchRecord) -> int:
+    """What only other policies sampled does not age."""
+    numbers = (
         lineage.effective(*version)
         for row in group.rows
         if row_id is None or row.row_id == row_id
-        for version in row.versions[lineage.policy]
+        for version in row.versions.get(lineage.policy, ())
     )
+    return min(numbers, default=batch.trains_from)
 
 
 def commit(record: CommitRecord) -> Step:
@@ -263,7 +265,7 @@ def sealed_batch(
         {
             "group": group.group_id,
             "task": group.task_key,
-            "staleness": batch.trains_from - _oldest(group, lineage, None),
+            "staleness": batch.trains_from - _oldest(group, lineage, None, batch),
             "rewards": [row.reward for row in group.rows],
             "served_before": group in again,
         }

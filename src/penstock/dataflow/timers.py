@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.dataflow.groups import LeaseTerms
-from penstock.dataflow.records import LeaseRecord
+from penstock.dataflow.records import GrantRecord
 from penstock.types import GroupId
 
 OF_START, OF_CLOSE = -1, -2
@@ -20,12 +20,13 @@ OF_START, OF_CLOSE = -1, -2
 
 
 class Timer(NamedTuple):
-    """One limit: start-to-close of a slot, or one of a whole group."""
+    """One limit: start-to-close of slots granted together, or one of a whole group."""
 
     at: float
     group_id: GroupId
     slot: int
-    epoch: int
+    epoch: int = 0
+    num_slots: int = 1
 
 
 class Timers:
@@ -46,10 +47,11 @@ class Timers:
     def _watch_group(self, group_id: GroupId, kind: int, since: float) -> None:
         limit_s = self._limit_s[kind]
         if limit_s is not None:
-            heapq.heappush(self._heap, Timer(since + limit_s, group_id, kind, 0))
+            heapq.heappush(self._heap, Timer(since + limit_s, group_id, kind))
 
-    def slot_runs(self, lease: LeaseRecord, since: float) -> None:
-        timer = Timer(since + self._of_slot_s, lease.group_id, lease.slot, lease.epoch)
+    def slots_run(self, grant: GrantRecord, since: float) -> None:
+        at = since + self._of_slot_s
+        timer = Timer(at, grant.group_id, grant.slot, grant.epoch, grant.num_slots)
         heapq.heappush(self._heap, timer)
 
     def due(self, now: float) -> Iterator[Timer]:

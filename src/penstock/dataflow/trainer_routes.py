@@ -17,10 +17,12 @@ from penstock.dataflow.protocol import (
     PublishRequest,
     RowsAnswer,
 )
+from penstock.dataflow.row_payloads import RowPayloads, Wanted
 from penstock.dataflow.trainer_side import TrainerSide
 from penstock.errors import BadRequest
 from penstock.wire.auth import Role
-from penstock.wire.server import Call, Route
+from penstock.wire.codec import MSGPACK
+from penstock.wire.server import Call, Pieces, Route
 
 TRAINERS = frozenset({Role.TRAINER, Role.ADMIN})
 READERS = frozenset({Role.READER, Role.TRAINER, Role.ADMIN})
@@ -47,12 +49,13 @@ class TrainerRoutes:
     async def batch(self, call: Call) -> BatchAnswer:
         return await self.trainers.batch(call.body)
 
-    async def rows(self, call: Call) -> RowsAnswer:
+    async def rows(self, call: Call) -> object:
         policy, seq = _batch_id(call.path["batch_id"])
         rank, of = call.query.get("rank", "0"), call.query.get("of", "1")
         if not (rank.isdecimal() and of.isdecimal() and len(rank + of) <= 12):
             raise BadRequest("rank and of are numbers of at most six digits")
-        return await self.trainers.rows(policy, seq, int(rank), int(of))
+        wanted = await self.trainers.wanted(policy, seq, int(rank), int(of))
+        return await serve_rows(self.trainers.payloads, wanted, call)
 
     async def commit(self, call: Call) -> Done:
         policy, seq = _batch_id(call.path["batch_id"])
@@ -124,6 +127,14 @@ class TrainerRoutes:
                 response=Done,
             ),
         ]
+
+
+async def serve_rows(payloads: RowPayloads, wanted: Wanted, call: Call) -> object:
+    """In pieces, unless somebody wants to read them as JSON."""
+    if MSGPACK in call.headers.get("accept", ""):
+        found = await payloads.find(wanted)
+        return Pieces(payloads.pieces(found), found.num_bytes)
+    return await payloads.answer(wanted)
 
 
 def _batch_id(text: str) -> tuple[str, int]:

@@ -4,7 +4,6 @@ here."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ from blake3 import blake3
 
 from penstock.dataflow.consumers import Consumer
 from penstock.dataflow.home import Home
+from penstock.dataflow.manifests import manifest_of
 from penstock.dataflow.messages import Committed, Incarnated, Published
 from penstock.dataflow.process import Process
 from penstock.dataflow.protocol import (
@@ -26,16 +26,14 @@ from penstock.dataflow.protocol import (
     IncarnationRequest,
     PolicyState,
     PublishRequest,
-    RowPayload,
     RowsAnswer,
 )
 from penstock.dataflow.records import BatchRecord, CheckpointRecord
 from penstock.dataflow.report.balance import Balance
-from penstock.dataflow.row_payloads import RowPayloads
+from penstock.dataflow.row_payloads import RowPayloads, Wanted
 from penstock.dataflow.sealing import Sealing
 from penstock.errors import BadRequest, Conflict, NotFound, StoreError
-from penstock.types import Manifest, PolicyName, RowId
-from penstock.wire.codec import decode
+from penstock.types import PolicyName, RowId
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +53,9 @@ class TrainerSide:
         self._process = process
         self._home = home
         self._sealing = sealing
-        self._payloads = payloads
+        self.payloads = payloads
+        self._durable: dict[PolicyName, int] = {}
+        """The newest batch that is known to be on disk, by policy."""
         self._balance = balance
         self._address_of = address_of
 
@@ -149,7 +149,9 @@ class TrainerSide:
     async def _sealed(self, consumer: Consumer, seq: int) -> BatchRecord:
         newest = consumer.newest_batch
         if newest is not None and newest.seq == seq:
-            await self._process.ledger.flush()
+            if self._durable.get(consumer.terms.policy) != seq:
+                await self._process.ledger.flush()
+                self._durable[consumer.terms.policy] = seq
             return newest
         where = "consumer = :policy AND seq = :seq"
         tables = self._process.ledger.tables
@@ -159,26 +161,23 @@ class TrainerSide:
         return found[0]
 
     async def rows(self, policy: str, seq: int, rank: int, of: int) -> RowsAnswer:
+        """The rows of one rank of a sealed batch, all in memory."""
+        return await self.payloads.answer(await self.wanted(policy, seq, rank, of))
+
+    async def wanted(self, policy: str, seq: int, rank: int, of: int) -> Wanted:
+        """Which rows that are."""
         consumer = self._seen(policy)
         if not 0 <= rank < of:
             raise BadRequest(f"rank {rank} of {of}; ranks count from 0")
         if not 0 < seq <= consumer.last_sealed:
             raise NotFound(f"batch {policy}.{seq} is not sealed yet")
-        record = await self._sealed(consumer, seq)
-        manifest = decode(record.manifest, Manifest)
+        manifest = manifest_of((await self._sealed(consumer, seq)).manifest)
         row_ids = [row.row_id for row in manifest.rows][rank::of]
         places = {row_id: self._address_of(row_id) for row_id in row_ids}
-        near = [row_id for row_id in row_ids if places[row_id] == ""]
-        columns = sorted({name for row in manifest.rows for name in row.columns})
-        rows = await asyncio.to_thread(self._payloads.read, near, columns)
-        found = {row.row_id: row for row in rows}
-        return RowsAnswer(
-            columns=tuple(columns),
-            rows=tuple(
-                found.get(row_id)
-                or RowPayload(row_id=row_id, payload=None, at=places[row_id] or "")
-                for row_id in row_ids
-            ),
+        return Wanted(
+            row_ids=row_ids,
+            columns=sorted({name for row in manifest.rows for name in row.columns}),
+            elsewhere={row_id: at or "" for row_id, at in places.items() if at != ""},
         )
 
     async def commit(self, policy: str, seq: int, body: CommitRequest) -> None:
@@ -242,7 +241,7 @@ def _serve(record: BatchRecord) -> BatchAnswer:
     if blake3(record.manifest).hexdigest() != record.digest:
         name = f"{record.consumer}.{record.seq}"
         raise StoreError(f"the manifest of batch {name} is damaged; restore the ledger from a copy")
-    return BatchAnswer(manifest=decode(record.manifest, Manifest), digest=record.digest)
+    return BatchAnswer(manifest=manifest_of(record.manifest), digest=record.digest)
 
 
 def _finite(stats: Mapping[str, float]) -> dict[str, float]:

@@ -5,11 +5,11 @@ nothing a node says."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.types import FinishReason, PolicyName, Trajectory, Turn
+from penstock.types import MAX_ROLE, FinishReason, PolicyName, Trajectory, Turn
 
 MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0; engines round."""
@@ -24,10 +24,20 @@ IsPublished = Callable[[PolicyName, int, int], bool]
 """Did the ledger ever publish this (policy, incarnation, number)?"""
 
 
+class Unpublished(str):
+    """What is wrong is a version that nobody here has heard of; elsewhere somebody may have."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digested:
     sampled: dict[PolicyName, int]
     versions: dict[PolicyName, tuple[tuple[int, int], ...]]
+    roles: dict[PolicyName, dict[str, int]] = field(
+        default_factory=dict[PolicyName, dict[str, int]]
+    )
+    """Of policies that acted in named roles, the same tokens by role."""
 
 
 def digest(
@@ -50,7 +60,7 @@ def digest(
             version = (turn.policy, span.incarnation, span.number)
             if version not in known and not is_published(*version):
                 name = f"{turn.policy}@{span.incarnation}.{span.number}"
-                return f"turn {index}: {name} was never published"
+                return Unpublished(f"turn {index}: {name} was never published")
             known.add(version)
         if turn.sampled_ids and _is_trainable(turn):
             sampled[turn.policy] = sampled.get(turn.policy, 0) + len(turn.sampled_ids) // 4
@@ -59,8 +69,19 @@ def digest(
     if (tokens := _unfolded(turns)) > MAX_TOKENS:
         return f"its branches unfold to {tokens} tokens; at most {MAX_TOKENS}"
     return Digested(
-        sampled=sampled, versions={p: tuple(sorted(made)) for p, made in versions.items()}
+        sampled=sampled,
+        versions={p: tuple(sorted(made)) for p, made in versions.items()},
+        roles=_by_role(turns) if any(turn.role for turn in turns) else {},
     )
+
+
+def _by_role(turns: Sequence[Turn]) -> dict[PolicyName, dict[str, int]]:
+    found: dict[PolicyName, dict[str, int]] = {}
+    for turn in turns:
+        if turn.sampled_ids and _is_trainable(turn):
+            roles = found.setdefault(turn.policy, {})
+            roles[turn.role] = roles.get(turn.role, 0) + len(turn.sampled_ids) // 4
+    return {policy: roles for policy, roles in found.items() if roles.keys() != {""}}
 
 
 def _unfolded(turns: Sequence[Turn]) -> int:
@@ -102,6 +123,8 @@ def _check_shapes(turns: Sequence[Turn]) -> str:
 def _check_shape(turn: Turn, index: int) -> str:
     if not -1 <= turn.parent < index:
         return f"parent {turn.parent} does not come before it"
+    if len(turn.role) > MAX_ROLE:
+        return f"its role has {len(turn.role)} characters; at most {MAX_ROLE}"
     if len(turn.sampled_ids) % 4 or len(turn.prompt_ids) % 4:
         return "token ids are int32, 4 bytes each"
     if len(turn.sampled_ids) != len(turn.logprobs):

@@ -2,7 +2,7 @@
 """Which processes a run consists of, as commands with their environment.
 
 Owns the list and its names. Starts nothing; a launcher does. A token never stands in a command,
-where every user of the machine could read it, only in an environment.
+where every user of the machine could read it, only in an environment; nor does a password.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from penstock.config import RunConfig
+from penstock.config.passwords import PASSWORD_ENV, password_in
 from penstock.fleet.folder import RunFolder
 from penstock.wire.auth import Role
 
@@ -52,7 +53,7 @@ def local_services(config: RunConfig, folder: RunFolder) -> tuple[Service, ...]:
             name="dataflow",
             kind=Kind.SERVER,
             command=_penstock("dataflow", *at),
-            make_env=lambda: _env(1),
+            make_env=lambda: {**_env(1), **_store_env(config)},
         ),
         *(_partition(config, folder, index) for index in range(1, config.dataflow.partitions)),
         Service(
@@ -90,7 +91,7 @@ def _partition(config: RunConfig, folder: RunFolder, index: int) -> Service:
 
     def make_env() -> Mapping[str, str]:
         token = folder.token(config.name, Role.PARTITION, ttl_s=TOKEN_TTL_S)
-        return {**_env(1), TOKEN: token}
+        return {**_env(1), **_store_env(config), TOKEN: token}
 
     return Service(
         name=f"partition-{index}", kind=Kind.SERVER, command=_penstock(*words), make_env=make_env
@@ -109,6 +110,12 @@ def _with_token(
         return {**_env(config.models[policy].torch_threads), TOKEN: token}
 
     return make_env
+
+
+def _store_env(config: RunConfig) -> Mapping[str, str]:
+    """The password of the store, which the config in the run's folder does not have."""
+    password = password_in(config.dataflow.store)
+    return {PASSWORD_ENV: password} if password else {}
 
 
 def _env(num_threads: int) -> dict[str, str]:

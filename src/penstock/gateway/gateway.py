@@ -57,6 +57,7 @@ class _Prepared:
     """One call, rendered and matched against the tree."""
 
     policy: PolicyName
+    role: str
     renderer: Renderer
     parent: int
     new_text: str
@@ -91,16 +92,17 @@ class Session:
         messages: Sequence[JsonObject],
         *,
         policy: PolicyName | None = None,
+        role: str = "",
         **overrides: object,
     ) -> Answer:
-        """Ask a policy (the session's first unless named) and record the turn.
+        """Ask a policy (the session's first unless named), in a role, and record the turn.
 
         `overrides` are the sampling fields of the OpenAI API: temperature, top_p, max_tokens,
         seed, stop. Raises EngineError, BadRequest, NotFound, Unauthorized; none of them records
         a turn.
         """
         return await self.chat_with(
-            messages, read_overrides(overrides) if overrides else None, policy
+            messages, read_overrides(overrides) if overrides else None, policy, role
         )
 
     async def chat_with(
@@ -108,10 +110,11 @@ class Session:
         messages: Sequence[JsonObject],
         overrides: Overrides | None = None,
         policy: PolicyName | None = None,
+        role: str = "",
     ) -> Answer:
         """`chat`, with the overrides already read."""
         self._check_open()
-        call = self._prepare(messages, policy or self.policies[0])
+        call = self._prepare(messages, policy or self.policies[0], role)
         seed = derive(self._seed, self._num_calls)
         self._num_calls += 1
         if overrides is None:
@@ -146,7 +149,7 @@ class Session:
         if not self.is_open:
             raise Unauthorized(CLOSED)
 
-    def _prepare(self, messages: Sequence[JsonObject], policy: PolicyName) -> _Prepared:
+    def _prepare(self, messages: Sequence[JsonObject], policy: PolicyName, role: str) -> _Prepared:
         renderer = self.renderer(policy)
         if not 1 <= len(messages) <= MAX_MESSAGES:
             raise BadRequest(f"{len(messages)} messages; send 1 to {MAX_MESSAGES}")
@@ -159,7 +162,7 @@ class Session:
             context_ids = [*self._tree.context_ids(parent), *new_ids]
         if not context_ids:
             raise BadRequest("the messages render to an empty prompt; send some content")
-        return _Prepared(policy, renderer, parent, new_text, new_ids, context_ids)
+        return _Prepared(policy, role, renderer, parent, new_text, new_ids, context_ids)
 
     def _record(
         self, call: _Prepared, sampling: SamplingSpec, completion: Completion, started_at: float
@@ -179,6 +182,7 @@ class Session:
             reached_agent=not is_aborted,
             started_at=started_at,
             ended_at=time.time(),
+            role=call.role,
         )
         index = self._tree.add(turn, call.new_text + full)
         if is_aborted:

@@ -13,22 +13,23 @@ from typing import Any
 from penstock.gateway.gateway import Answer, Session
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.programs import inherited_env, run_program
-from penstock.types import JsonObject, PolicyName
+from penstock.types import MAX_ROLE, JsonObject, PolicyName
 
 
 class BoundPolicy:
     """Chat with one policy; every call is recorded as a turn of this attempt."""
 
-    __slots__ = ("_name", "_session")
+    __slots__ = ("_name", "_role", "_session")
 
-    def __init__(self, session: Session, name: PolicyName | None) -> None:
+    def __init__(self, session: Session, name: PolicyName | None, role: str) -> None:
         self._session = session
         self._name = name
+        self._role = role
 
     async def chat(self, messages: Sequence[JsonObject], **overrides: Any) -> Answer:
         """One model call. `overrides` are fields of the sampling spec: `temperature=0.7,
         max_tokens=64`."""
-        return await self._session.chat(messages, policy=self._name, **overrides)
+        return await self._session.chat(messages, policy=self._name, role=self._role, **overrides)
 
 
 class Context:
@@ -42,9 +43,12 @@ class Context:
         self._session = session
         self._endpoint = endpoint
 
-    def policy(self, name: str | None = None) -> BoundPolicy:
-        """The policy of that name; a run with one policy need not name it."""
-        return BoundPolicy(self._session, None if name is None else PolicyName(name))
+    def policy(self, name: str | None = None, *, role: str = "") -> BoundPolicy:
+        """The policy of that name; a run with one policy need not name it. `role` is what it acts
+        as, for `route` rules that go by it."""
+        if len(role) > MAX_ROLE:
+            raise ValueError(f"a role has at most {MAX_ROLE} characters, not {len(role)}")
+        return BoundPolicy(self._session, None if name is None else PolicyName(name), role)
 
     @property
     def base_url(self) -> str:

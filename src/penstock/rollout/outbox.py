@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -64,31 +65,57 @@ def _drop_torn_line(file: int) -> None:
         os.ftruncate(file, start + tail.rfind(b"\n") + 1)
 
 
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """What is for one partition: waiting, and on its way."""
+
+    waiting: list[Delivery] = field(default_factory=list[Delivery])
+    released: list[RowId] = field(default_factory=list[RowId])
+    num_sending: int = 0
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.released) + self.num_sending
+
+
 class Outbox:
+    """One lane per partition: while one is away its rows wait here, and the others' go on."""
+
     def __init__(
         self, calls: Deliveries, membership: Membership, acknowledgements: Acknowledgements
     ) -> None:
         self._calls = calls
         self._membership = membership
         self._acknowledgements = acknowledgements
-        self._waiting: list[Delivery] = []
-        self._released: list[RowId] = []
-        self._num_sending = 0
-        self._filled = asyncio.Event()
+        self._lanes: dict[str, _Lane] = {}
+        self._opened: asyncio.Queue[_Lane] = asyncio.Queue()
         self._shrunk = asyncio.Event()
 
     def __len__(self) -> int:
         """Rows not yet acknowledged, and slots not yet handed back."""
-        return len(self._waiting) + len(self._released) + self._num_sending
+        return sum(map(len, self._lanes.values()))
 
     def put(self, trajectory: Trajectory) -> None:
-        self._waiting.append(Delivery(row_id=trajectory.row_id, payload=encode(trajectory)))
-        self._filled.set()
+        lane = self._lane(trajectory.row_id)
+        lane.waiting.append(
+            Delivery(row_id=trajectory.row_id, payload=memoryview(encode(trajectory)))
+        )
+        lane.filled.set()
 
     def release(self, row_id: RowId) -> None:
         """Hand the slot back without a result."""
-        self._released.append(row_id)
-        self._filled.set()
+        lane = self._lane(row_id)
+        lane.released.append(row_id)
+        lane.filled.set()
+
+    def _lane(self, row_id: RowId) -> _Lane:
+        """A row's name begins with its partition."""
+        partition = row_id.partition("-")[0]
+        lane = self._lanes.get(partition)
+        if lane is None:
+            lane = self._lanes[partition] = _Lane()
+            self._opened.put_nowait(lane)
+        return lane
 
     async def at_most(self, num_rows: int) -> None:
         """Wait until no more than so many are here."""
@@ -97,23 +124,30 @@ class Outbox:
             await self._shrunk.wait()
 
     async def deliver(self) -> None:
+        """consumes: the first row of a partition · produces: a loop that delivers there
+        waits for: a new partition · woken by: `put()`, `release()`"""
+        async with asyncio.TaskGroup() as loops:
+            while True:
+                loops.create_task(self._deliver(await self._opened.get()))
+
+    async def _deliver(self, lane: _Lane) -> None:
         """consumes: trajectories and released slots · produces: acknowledged ids on disk
         waits for: something to send, then the service's fsync · woken by: `put()`, `release()`"""
         while True:
-            await self._filled.wait()
+            await lane.filled.wait()
             await asyncio.sleep(0)  # those that finish in the same turn of the loop come along
-            request = self._next_request()
+            request = self._next_request(lane)
             answer = await self._membership.known(partial(self._calls.deliver, request))
             self._settle(request, answer.results)
-            self._num_sending = 0
+            lane.num_sending = 0
             self._shrunk.set()
-            if not self._waiting and not self._released:
-                self._filled.clear()
+            if not lane.waiting and not lane.released:
+                lane.filled.clear()
 
-    def _next_request(self) -> DeliveryRequest:
-        deliveries, self._waiting = split(self._waiting)
-        released, self._released = tuple(self._released), []
-        self._num_sending = len(deliveries) + len(released)
+    def _next_request(self, lane: _Lane) -> DeliveryRequest:
+        deliveries, lane.waiting = split(lane.waiting)
+        released, lane.released = tuple(lane.released), []
+        lane.num_sending = len(deliveries) + len(released)
         return DeliveryRequest(
             node_id=self._membership.node_id,
             session=self._membership.session,

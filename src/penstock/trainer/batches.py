@@ -54,7 +54,7 @@ def assemble(
     rewards_R = np.array([row.score for row in manifest.rows], np.float64)
     sizes = [len(group.rows) for group in manifest.groups]
     groups_R = np.repeat(np.arange(len(sizes)), np.array(sizes, np.int64))
-    samples = cut(_trajectories(manifest, rows), policy)
+    samples = cut(_trajectories(manifest, rows), policy, manifest.sees)
     return Batch(
         seq=manifest.seq,
         trains_from=manifest.trains_from,

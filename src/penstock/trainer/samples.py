@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trajectories cut into flat token sequences for one policy.
 
-Owns which tokens are trained: those this policy sampled, in an answer that reached its agent, each
-exactly once and in the context in which it was sampled. Knows nothing of rewards, torch or text.
+Owns which tokens are trained: those of turns that this policy's trainer sees, its own unless the
+manifest says otherwise, in an answer that reached its agent, each exactly once and in the context
+in which it was sampled. Knows nothing of rewards, torch or text.
 
 T = tokens of all samples one after another, S = samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,8 @@ from penstock.types import FinishReason, PolicyName, Trajectory, Turn
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Seen = Collection[tuple[PolicyName, str]]
+"""The (policy, role) pairs whose turns are trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +36,11 @@ class Samples:
     """Index in the manifest of the row each sample was cut from; never falls."""
     ids_T: npt.NDArray[np.int32]
     mask_T: Bools
-    """True where this policy sampled the token and it is to be trained."""
+    """True where the token was sampled and is to be trained."""
     logprobs_T: Floats
     """As sampled, under the token's own sampling spec."""
     numbers_T: npt.NDArray[np.int32]
-    """Number of the version that sampled it."""
+    """Number of the version that sampled it; -1 where another policy did."""
     temperature_T: Floats
     top_k_T: npt.NDArray[np.int32]
     top_p_T: Floats
@@ -72,7 +75,7 @@ class _Pieces:
         self.span_numbers.append(-1)
         return num_ids
 
-    def add_answer(self, turn: Turn) -> int:
+    def add_answer(self, turn: Turn, *, is_own: bool) -> int:
         num_ids = len(turn.sampled_ids) // 4
         spec = turn.sampling
         self.ids.append(turn.sampled_ids)
@@ -81,24 +84,26 @@ class _Pieces:
         self.specs.append((True, spec.temperature, spec.top_k, spec.top_p))
         for span in turn.spans:
             self.span_lengths.append(span.end - span.start)
-            self.span_numbers.append(span.number)
+            self.span_numbers.append(span.number if is_own else -1)
         return num_ids
 
 
 _CONTEXT = (False, 1.0, 0, 1.0)
 
 
-def cut(rows: Iterable[tuple[int, Trajectory]], policy: PolicyName) -> Samples:
+def cut(
+    rows: Iterable[tuple[int, Trajectory]], policy: PolicyName, sees: Seen | None = None
+) -> Samples:
     """Samples of these (manifest index, trajectory) pairs, in their order."""
     pieces = _Pieces()
     for row, trajectory in rows:
-        for path, trained in _paths(trajectory.turns, policy):
+        for path, trained in _paths(trajectory.turns, policy, sees):
             num_ids = 0
             for index in path:
                 turn = trajectory.turns[index]
                 num_ids += pieces.add_context(turn.prompt_ids)
                 if index in trained:
-                    num_ids += pieces.add_answer(turn)
+                    num_ids += pieces.add_answer(turn, is_own=turn.policy == policy)
                 else:
                     num_ids += pieces.add_context(turn.sampled_ids)
             pieces.sample_lengths.append(num_ids)
@@ -106,10 +111,11 @@ def cut(rows: Iterable[tuple[int, Trajectory]], policy: PolicyName) -> Samples:
     return _join(pieces)
 
 
-def is_trained(turn: Turn, policy: PolicyName) -> bool:
+def is_trained(turn: Turn, policy: PolicyName, sees: Seen | None = None) -> bool:
     """Whether this policy learns from the turn's answer."""
+    is_seen = turn.policy == policy if sees is None else (turn.policy, turn.role) in sees
     return (
-        turn.policy == policy
+        is_seen
         and turn.reached_agent
         and turn.finish is not FinishReason.ABORT
         and turn.sampling.temperature > 0  # a greedy choice has no gradient under its own spec
@@ -118,13 +124,13 @@ def is_trained(turn: Turn, policy: PolicyName) -> bool:
 
 
 def _paths(
-    turns: Sequence[Turn], policy: PolicyName
+    turns: Sequence[Turn], policy: PolicyName, sees: Seen | None
 ) -> Iterator[tuple[Sequence[int], frozenset[int]]]:
     """Each root-to-leaf path with the turns to train in it, cut behind the last of these.
 
     A turn shared by several branches is trained in the first; a path left with none is left out.
     """
-    left = {index for index, turn in enumerate(turns) if is_trained(turn, policy)}
+    left = {index for index, turn in enumerate(turns) if is_trained(turn, policy, sees)}
     if len(turns) == 1:
         if left:
             yield (0,), frozenset(left)

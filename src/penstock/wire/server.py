@@ -13,11 +13,18 @@ import asyncio
 import gc
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
@@ -36,6 +43,8 @@ from penstock.wire.codec import JSON, MSGPACK, decode, encode, encode_json
 log = structlog.get_logger(__name__)
 
 DEFAULT_BODY_BYTES = 1 << 20
+LARGE_BLOCK = 31 << 20
+"""Bytes; glibc learns from blocks up to 32 MB what is worth keeping."""
 EVERYBODY = frozenset(Role)
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
@@ -100,6 +109,15 @@ class Raw:
     headers: dict[str, str] = field(default_factory=dict[str, str])
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """An answer that is already msgpack bytes and is sent while it is made."""
+
+    pieces: AsyncGenerator[bytes | memoryview]
+    num_bytes: int | None = None
+    """Of all of them, when that is known before."""
+
+
 def build_app(
     routes: Sequence[Route], verifier: Verifier, *, title: str, lifespan: Lifespan | None = None
 ) -> Starlette:
@@ -129,24 +147,59 @@ def build_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # it would answer without a token
-    app.direct = {
-        (endpoint.table.method, endpoint.table.path): endpoint
-        for endpoint in endpoints
-        if "{" not in endpoint.table.path
-    }
+    app.direct = _Table(endpoints)
     return app
 
 
-class _App(Starlette):
-    """Calls to a fixed path go straight to their endpoint, which answers for its own errors;
-    Starlette's layers cost more than a small call."""
+class _Table:
+    """Endpoints by method and path; of several the first that fits, as Starlette would have it."""
 
-    direct: Mapping[tuple[str, str], _Endpoint] = MappingProxyType({})
+    def __init__(self, endpoints: Iterable[_Endpoint]) -> None:
+        self._fixed: dict[tuple[str, str], _Endpoint] = {}
+        self._named: dict[tuple[str, int], list[tuple[list[str], _Endpoint]]] = {}
+        """With `{name}` among their parts, by the number of parts."""
+        for endpoint in endpoints:
+            method, path = endpoint.table.method, endpoint.table.path
+            if "{" in path:
+                parts = path.split("/")
+                self._named.setdefault((method, len(parts)), []).append((parts, endpoint))
+            else:
+                self._fixed[method, path] = endpoint
+
+    def find(self, method: str, path: str) -> tuple[_Endpoint, dict[str, str]] | None:
+        """And what stands for each name in the path."""
+        endpoint = self._fixed.get((method, path))
+        if endpoint is not None:
+            return endpoint, {}
+        parts = path.split("/")
+        for template, endpoint in self._named.get((method, len(parts)), ()):
+            names = _names(template, parts)
+            if names is not None:
+                return endpoint, names
+        return None
+
+
+def _names(template: Sequence[str], parts: Sequence[str]) -> dict[str, str] | None:
+    names: dict[str, str] = {}
+    for wanted, part in zip(template, parts, strict=True):
+        if wanted.startswith("{") and part:
+            names[wanted[1:-1]] = part
+        elif wanted != part:
+            return None
+    return names
+
+
+class _App(Starlette):
+    """Calls go straight to their endpoint, which answers for its own errors; Starlette's layers
+    cost more than a small call. They answer for what is nobody's."""
+
+    direct = _Table(())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not scope.get("root_path"):
-            endpoint = self.direct.get((scope["method"], scope["path"]))
-            if endpoint is not None:
+            found = self.direct.find(scope["method"], scope["path"])
+            if found is not None:
+                endpoint, scope["path_params"] = found
                 await endpoint(scope, receive, send)
                 return
         await super().__call__(scope, receive, send)
@@ -247,9 +300,47 @@ def _response(headers: Mapping[str, str], value: object) -> Response:
         return value
     if isinstance(value, Raw):
         return Response(value.body, media_type=value.media_type, headers=value.headers)
+    if isinstance(value, Pieces):
+        return _Streamed(value)
     if MSGPACK in headers.get("accept", ""):
         return Response(encode(value), media_type=MSGPACK)
     return Response(encode_json(value), media_type=JSON)
+
+
+class _Streamed(Response):
+    """As Starlette's own, without its task group, which costs more than a small answer."""
+
+    media_type = MSGPACK
+
+    def __init__(self, answer: Pieces) -> None:
+        self._pieces = answer.pieces
+        self.status_code = 200
+        self.background = None
+        size = answer.num_bytes
+        self.init_headers({} if size is None else {"content-length": str(size)})
+
+    def render(self, content: Any) -> bytes:
+        raise NotImplementedError("this answer is never in memory as a whole")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        hung_up = asyncio.create_task(_hung_up(receive))
+        try:
+            await send(start)
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await asyncio.sleep(0)  # while the socket takes all, nobody else had a turn
+                if hung_up.done():
+                    return  # nobody is there for the rest
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            hung_up.cancel()
+            await self._pieces.aclose()
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def error_response(error: WireError) -> Response:
@@ -333,10 +424,13 @@ def check_bind(host: str, tls: Tls | None) -> None:
 
 def calm_collector() -> None:
     """For a process that is one service, once its state is built: what lives now lives on, so the
-    collector of cycles need not walk it again and again; counting references frees the rest."""
+    collector of cycles need not walk it again and again; counting references frees the rest. After
+    one large block the allocator keeps what large bodies free, and need not ask for it page by page
+    with each of them."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    bytearray(LARGE_BLOCK)
 
 
 async def serve(app: Starlette, host: str, port: int, tls: Tls | None = None) -> None:

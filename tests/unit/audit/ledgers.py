@@ -139,7 +139,9 @@ class FakeNode:
             DeliveryRequest(
                 node_id=self.node_id,
                 session=self.session,
-                deliveries=tuple(Delivery(row_id=t.row_id, payload=encode(t)) for t in rows),
+                deliveries=tuple(
+                    Delivery(row_id=t.row_id, payload=memoryview(encode(t))) for t in rows
+                ),
             )
         )
         stored = [r.row_id for r in answer.results if r.status is DeliveryStatus.STORED]

@@ -24,6 +24,9 @@ UNSEALED = (
 )
 """Groups that are complete and in no batch: spoiling one spoils nothing else."""
 
+RUNS = "(group_id, slot, epoch) NOT IN (SELECT group_id, slot, epoch FROM leases)"
+"""Grants of one slot each whose lease has not ended."""
+
 
 def far(run_dir: Path) -> Path:
     return run_dir / "ledger" / "p1"
@@ -70,6 +73,23 @@ def whole(run_dir: Path, table: str, where: str, *values: object) -> Record:
         found = connection.execute(query, values).fetchone()
     assert found is not None, f"no {table} with {where} {values}"
     return dict(found)
+
+
+def split_grants(run_dir: Path) -> None:
+    """One for each slot, so that they can be changed alone."""
+    with ledger(run_dir) as connection:
+        connection.execute(
+            "INSERT INTO grants WITH RECURSIVE one(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM one "
+            "WHERE n < 99) SELECT group_id, slot + n, epoch, 1, attempt, node_id, session, "
+            "request_id, granted_at, checksum FROM grants JOIN one ON n < num_slots"
+        )
+        connection.execute("UPDATE grants SET num_slots = 1")
+
+
+def running_lease(run_dir: Path) -> Record:
+    """A grant of one slot that has not ended."""
+    split_grants(run_dir)
+    return whole(run_dir, "grants", RUNS)
 
 
 def forget_acknowledgement(run_dir: Path, row_id: str) -> None:

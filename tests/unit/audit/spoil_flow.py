@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.unit.audit.run_files import (
+    RUNS,
     UNSEALED,
     Record,
     change,
@@ -13,6 +14,7 @@ from tests.unit.audit.run_files import (
     insert,
     one,
     payload,
+    running_lease,
     store,
     whole,
 )
@@ -49,11 +51,9 @@ def end_slot_twice(run_dir: Path) -> str:
 def leave_lease_running(run_dir: Path) -> str:
     """A dropped group with a slot that somebody still holds."""
     (group_id,) = one(run_dir, "SELECT group_id FROM groups WHERE state = 'dropped'")
-    lease = whole(run_dir, "leases", "group_id = ? AND slot = 3", group_id)
     change(run_dir, "DELETE FROM leases WHERE group_id = ? AND slot = 3", group_id)
     change(run_dir, "DELETE FROM rows WHERE group_id = ? AND slot = 3", group_id)
     forget_acknowledgement(run_dir, f"{group_id}.3.1")
-    insert(run_dir, "leases", lease | {"epoch": 1, "attempt": 1, "ended": ""})
     return group_id
 
 
@@ -65,9 +65,17 @@ def lose_an_epoch(run_dir: Path) -> str:
 
 
 def run_two_leases(run_dir: Path) -> str:
-    lease = whole(run_dir, "leases", "ended = ''")
-    insert(run_dir, "leases", lease | {"epoch": lease["epoch"] + 1})
+    lease = running_lease(run_dir)
+    insert(run_dir, "grants", lease | {"epoch": lease["epoch"] + 1})
     return f"{lease['group_id']}.{lease['slot']}"
+
+
+def grant_a_lease_twice(run_dir: Path) -> str:
+    """The same epoch of a slot was granted twice."""
+    grant = whole(run_dir, "grants", f"{RUNS} AND num_slots > 1")
+    again = {"slot": grant["slot"] + 1, "num_slots": 1}
+    insert(run_dir, "grants", grant | again)
+    return f"{grant['group_id']}.{again['slot']}"
 
 
 def close_without_a_slot(run_dir: Path) -> str:
@@ -100,7 +108,7 @@ def lose_group(run_dir: Path) -> str:
     (group_id,) = one(
         run_dir,
         "SELECT group_id FROM groups WHERE state = 'open' "
-        "AND group_id NOT IN (SELECT group_id FROM leases) ORDER BY issue DESC",
+        "AND group_id NOT IN (SELECT group_id FROM grants) ORDER BY issue DESC",
     )
     change(run_dir, "DELETE FROM groups WHERE group_id = ?", group_id)
     return group_id

@@ -8,7 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from tests.unit.audit.run_files import Record, change, far, insert, ledger, one, segment, whole
+from tests.unit.audit.run_files import (
+    RUNS,
+    Record,
+    change,
+    far,
+    insert,
+    ledger,
+    one,
+    running_lease,
+    segment,
+    whole,
+)
 
 DOWN, UP = "home>p1", "p1>home"
 
@@ -157,8 +168,8 @@ def flip_far_payload(run_dir: Path) -> str:
 
 
 def lose_a_far_lease(run_dir: Path) -> str:
-    change(far(run_dir), "UPDATE leases SET epoch = epoch + 1 WHERE ended = ''")
-    lease = whole(far(run_dir), "leases", "ended = ''")
+    lease = running_lease(far(run_dir))
+    change(far(run_dir), f"UPDATE grants SET epoch = epoch + 1 WHERE {RUNS}")
     return f"{lease['group_id']}.{lease['slot']}"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.unit.audit.ledgers import Run, always_completed, eventful_run, small_config
 from tests.unit.audit.run_files import (
+    RUNS,
     UNSEALED,
     change,
     forget_acknowledgement,
@@ -16,7 +17,9 @@ from tests.unit.audit.run_files import (
     one,
     payload,
     row_in_batch,
+    running_lease,
     segment,
+    split_grants,
     store,
     whole,
 )
@@ -39,7 +42,7 @@ def test_stopped_run_passes(original: Path) -> None:
     with ledger(original) as connection:  # the run is eventful enough to mean something
         ends = {end for (end,) in connection.execute("SELECT DISTINCT ended FROM leases")}
         fates = {f"{s}{r}" for s, r in connection.execute("SELECT state, reason FROM fates")}
-    assert ends == {"", "delivered", "failed", "released", "expired"}
+    assert ends == {"delivered", "failed", "released", "expired"}
     assert fates >= {"admitted", "sealed", "droppedstale", "droppedfailed_slots"}
 
 
@@ -142,8 +145,8 @@ def test_newer_and_damaged_ledgers_are_refused(run_dir: Path) -> None:
     change(run_dir, "UPDATE rows SET slot = 'two' WHERE slot = 2")
     with pytest.raises(StoreError, match="table rows"):
         audit(run_dir)
-    change(run_dir, "UPDATE meta SET value = '3' WHERE key = 'format'")
-    with pytest.raises(StoreError, match="format 3"):
+    change(run_dir, "UPDATE meta SET value = '4' WHERE key = 'format'")
+    with pytest.raises(StoreError, match="format 4"):
         audit(run_dir)
     (run_dir / "ledger" / "ledger.db").write_bytes(b"no database at all" * 100)
     with pytest.raises(StoreError, match="cannot be read"):
@@ -162,7 +165,13 @@ def test_freed_payload_may_be_gone(run_dir: Path) -> None:
 def test_a_ledger_of_format_1_is_read(run_dir: Path) -> None:
     """Tables and columns that came later are missing."""
     tables = ("freed", "issued", "columns", "completions", "partitions", "links", "messages")
+    running_lease(run_dir)
     with ledger(run_dir) as connection:
+        connection.execute(
+            "INSERT INTO leases SELECT group_id, slot, epoch, attempt, node_id, session, "
+            f"request_id, granted_at, '', 0.0, '', 0 FROM grants WHERE {RUNS}"
+        )
+        connection.execute("DROP TABLE grants")
         for table in tables:
             connection.execute(f"DROP TABLE {table}")
         connection.execute("ALTER TABLE rows DROP COLUMN blob")
@@ -177,7 +186,9 @@ def test_survivors_may_close_without_all(run_dir: Path) -> None:
     """The same ledger under another closing policy: members that failed for good, were cut while
     they ran or before they started are excused, as long as enough remain."""
     (group_id,) = one(run_dir, UNSEALED)
-    change(run_dir, "DELETE FROM leases WHERE group_id = ? AND slot = 2", group_id)
+    split_grants(run_dir)
+    for table in ("grants", "leases"):
+        change(run_dir, f"DELETE FROM {table} WHERE group_id = ? AND slot = 2", group_id)
     for slot, end in ((1, "expired"), (3, "truncated")):
         statement = "UPDATE leases SET ended = ? WHERE group_id = ? AND slot = ?"
         change(run_dir, statement, end, group_id, slot)

@@ -49,6 +49,7 @@ PLANTS: dict[str, tuple[Callable[[Path], str], ...]] = {
         spoil_flow.leave_lease_running,
         spoil_flow.lose_an_epoch,
         spoil_flow.run_two_leases,
+        spoil_flow.grant_a_lease_twice,
         spoil_flow.close_without_a_slot,
         spoil_flow.miscount_attempts,
     ),

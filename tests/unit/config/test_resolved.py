@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.config import RunConfig, demo, differences, digest, dump, load, run_dir
 from penstock.config.loader import parse
+from penstock.config.passwords import password_in, without_password
 
 LoadText = Callable[..., RunConfig]
 
@@ -114,3 +115,23 @@ def test_differences_name_keys_and_values(design: str, load_text: LoadText) -> N
 
 def test_run_dir() -> None:
     assert run_dir(demo(0)) == Path("outputs/reverse")
+
+
+def test_the_password_of_a_store_is_kept_nowhere() -> None:
+    with_it, without = (
+        parse(
+            dump(demo(0)),
+            origin="x",
+            overrides=[f"dataflow.store={url}", "dataflow.payload=s3://bucket/run"],
+        )
+        for url in (
+            "postgresql://me:se%2Fcret@db.example:5432/runs?sslmode=require&password=se/cret",
+            "postgresql://me@db.example:5432/runs?sslmode=require",
+        )
+    )
+    assert "cret" not in dump(with_it)
+    assert parse(dump(with_it), origin="x") == without
+    assert digest(with_it) == digest(without) and differences(with_it, without) == []
+    assert password_in(with_it.dataflow.store) == "se/cret"
+    assert password_in(without.dataflow.store) == password_in("sqlite") == ""
+    assert without_password("postgresql:///runs") == "postgresql:///runs"

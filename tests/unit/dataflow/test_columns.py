@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sim.shelf_world import ShelfWorld, memory_tables
 
-from penstock.dataflow.columns import (
+from penstock.dataflow.cells import (
     MAX_INLINE_BYTES,
     Cell,
-    Recent,
     blob_cell,
     bytes_cell,
     compare,
     failed_cell,
     number_cell,
 )
+from penstock.dataflow.columns import Recent
 from penstock.dataflow.protocol import DeliveryStatus
 from penstock.errors import BadRequest
 from penstock.types import RowId

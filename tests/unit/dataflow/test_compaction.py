@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from tests.sim.shelf_world import no_blobs
 
 from penstock.dataflow import compaction, segments
+from penstock.dataflow.bundles import INLINE_BYTES, drafts, record_of
 from penstock.dataflow.compaction import Compactor
 from penstock.dataflow.ledger import Ledger
-from penstock.dataflow.records import ColumnRecord, Erasure, FreedRecord, RowRecord
+from penstock.dataflow.reading import OpenBundle, RowReading
+from penstock.dataflow.records import BundleRecord, ColumnRecord, Erasure, FreedRecord, RowRecord
 from penstock.dataflow.segments import Location
 from penstock.errors import StoreError
 from penstock.types import GroupId, NodeId, OutcomeKind, RowId
@@ -133,6 +136,30 @@ async def test_columns_live_with_their_row_and_items_until_erased(tmp_path: Path
     assert compaction.live_bytes(ledger.tables, found.segment) == sum(
         SIZE if r.segment == found.segment else 0 for r in ledger.tables.read(RowRecord, "")
     ) + len(ids[0][0] * 40)
+    ledger.close()
+
+
+async def test_values_of_rows_put_together_move_with_their_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = bytes(range(256)) * (INLINE_BYTES // 256 + 1)
+    monkeypatch.setattr(segments, "MAX_SEGMENT_BYTES", 3 * len(values))
+    ledger = Ledger(tmp_path)
+    [draft] = drafts([(RowId("mine"), {"x": values})], no_blobs)
+    kept = record_of(draft, ledger.place, space="eval", arrival=1, writer="w", now=0.0)
+    await ledger.write([kept, row(0, ledger.place(bytes(3 * len(values))))])
+    await fill(ledger, range(1, 2 * 3 * len(values) // SIZE))
+    reading = RowReading(ledger, lambda space: False)
+    await ledger.write(freed(*range(2 * 3 * len(values) // SIZE)))
+    before = reading.read("eval", [RowId("mine")], [])
+    await fast(ledger).sweep()
+    assert 1 not in segments.sizes(ledger.segments_folder)
+    assert reading.read("eval", [RowId("mine")], []) == before
+    opened = OpenBundle(ledger, kept, [])
+    assert opened.row(RowId("mine"), 0) == ({"x": values}, {}), "it moved after somebody looked"
+    await ledger.write([Erasure(kind=BundleRecord, where="space = 'eval'", values={})])
+    left = segments.sizes(ledger.segments_folder)
+    assert sum(compaction.live_bytes(ledger.tables, segment) for segment in left) == 0
     ledger.close()
 
 

@@ -153,15 +153,40 @@ def test_leaving_hands_back_without_costing_an_attempt() -> None:
     assert (again.group_id, again.slot, again.attempt) == (grant.group_id, grant.slot, 1)
 
 
-def test_an_attempt_that_overruns_is_taken_away() -> None:
-    world = ready_world()
+def test_attempts_that_overrun_are_taken_away() -> None:
+    """All that were granted together, but for the one that has its result."""
+    world = ready_world(Settings(num_slots=3))
     a, _ = world.held
-    [grant] = world.lease(a, 1)
+    done, *late = world.lease(a, 3)
+    assert {grant.group_id for grant in late} == {done.group_id}
+    assert world.deliver(a, done) == "stored"
     for _ in range(62):
         world.now += 10
         world.heartbeat(a)
         world.settle(world.partition.tick(world.now))
-    assert not world.partition.holds(a, grant.group_id, grant.slot, grant.epoch)
+    for grant in late:
+        assert not world.partition.holds(a, grant.group_id, grant.slot, grant.epoch)
+    ends = world.tables.rows("SELECT slot, ended FROM leases ORDER BY slot")
+    assert ends == [(0, "delivered"), (1, "expired"), (2, "expired")]
+
+
+def test_every_slot_has_a_seed_of_its_own_however_it_was_granted() -> None:
+    seeds: list[list[int]] = []
+    for at_once in (6, 1, 4):
+        world = ready_world(Settings(num_slots=3))
+        grants = [grant for _ in range(6) for grant in world.lease(NodeId("a"), at_once)][:6]
+        assert [grant.slot for grant in grants] == [0, 1, 2, 0, 1, 2]
+        seeds.append([grant.seed for grant in grants])
+    assert seeds[0] == seeds[1] == seeds[2]
+    assert len(set(seeds[0])) == 6 and all(0 <= seed < 1 << 63 for seed in seeds[0])
+
+
+def test_slots_granted_together_are_one_record() -> None:
+    world = ready_world(Settings(num_slots=3))
+    world.lease(NodeId("a"), 5)
+    grants = world.tables.rows("SELECT slot, num_slots, epoch FROM grants ORDER BY group_id")
+    assert grants == [(0, 3, 1), (0, 2, 1)]
+    assert not world.tables.rows("SELECT * FROM leases"), "none has ended"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import uuid
 import pytest
 from tests.sim.shelf_world import ShelfWorld
 
-from penstock.dataflow.columns import number_cell
+from penstock.dataflow.cells import number_cell
 from penstock.dataflow.protocol import DeliveryStatus
 from penstock.dataflow.readers import RowGrant
 from penstock.dataflow.records import ColumnRecord, ReaderRecord
@@ -340,3 +340,67 @@ def test_a_row_in_the_window_costs_200_bytes() -> None:
         assert before / len(ids) <= 200
     finally:
         tracemalloc.stop()
+
+
+# --- the service stands still -----------------------------------------------------------------
+
+
+def stand_still(world: ShelfWorld, seconds: float) -> None:
+    """Nobody is heard meanwhile; then it notices."""
+    world.now += seconds
+    world.readers.forgive(seconds)
+    world.tick()
+
+
+def test_a_stall_is_nobodys_silence_and_nobodys_delay(world: ShelfWorld) -> None:
+    world.arrive("p0-1.0.1")
+    (grant,) = lease(world, "score")
+    stand_still(world, 700)
+    assert world.shelf.drain() == [], "a deadline stood still with the service"
+    assert world.readers.has_worker("score", world.now)
+    score(world, grant)
+
+
+def test_what_began_after_a_stall_gets_its_own_time_and_no_more(world: ShelfWorld) -> None:
+    """Requests may be answered after the service woke and before it notices that it slept."""
+    world.now += 700
+    world.arrive("p0-1.0.1")
+    assert len(lease(world, "score")) == 1
+    world.readers.forgive(700)
+    world.tick()
+    assert world.readers.has_worker("score", world.now)
+    world.tick(SCORE.ttl_s + 0.1)
+    (again,) = lease(world, "score")  # its worker fell silent, stall or not
+    world.readers.release("score", claim(again), world.now)
+    world.tick(60 - SCORE.ttl_s)
+    assert [event.failed for event in world.shelf.drain()] == ["overdue"]
+
+
+def test_stalls_again_and_again_postpone_nothing_for_ever(world: ShelfWorld) -> None:
+    world.arrive("p0-1.0.1")
+    for _ in range(60):
+        assert world.shelf.drain() == [], "it had less than its time"
+        world.tick(1.0)
+        stand_still(world, 5.0)
+    assert [event.failed for event in world.shelf.drain()] == ["overdue"]
+
+
+def test_a_deadline_that_had_passed_stays_passed(world: ShelfWorld) -> None:
+    world.arrive("p0-1.0.1")
+    world.now += 60.1
+    stand_still(world, 700)
+    assert [event.failed for event in world.shelf.drain()] == ["overdue"]
+
+
+def test_rows_on_disk_stood_still_too() -> None:
+    world = ShelfWorld(window=1)
+    world.readers.declare(SCORE, world.now)
+    for n in range(3):
+        world.arrive(f"p0-{n}.0.1")
+    world.flush()
+    stand_still(world, 700)
+    for _ in range(3):
+        for grant in lease(world, "score"):
+            score(world, grant)
+        world.flush()
+    assert [event.failed for event in world.shelf.drain()] == ["", "", ""]

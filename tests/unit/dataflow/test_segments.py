@@ -1,12 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.dataflow import segments
-from penstock.dataflow.segments import HEADER, SegmentPlan, SegmentWriter, read, segment_path
+from penstock.dataflow.segments import (
+    HEADER,
+    SegmentPlan,
+    SegmentReader,
+    SegmentWriter,
+    read,
+    segment_path,
+)
 from penstock.errors import StoreError
 
 
@@ -53,3 +63,21 @@ def test_a_cut_off_record_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(StoreError, match="cut off"):
         read(tmp_path, chunk.location)
+
+
+def test_who_may_not_wait_gets_all_of_a_record_or_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = SegmentPlan(tmp_path).place(b"hello")
+    SegmentWriter(tmp_path).append([chunk])
+    reader, payload = SegmentReader(tmp_path), bytearray(5)
+    preadv = os.preadv
+
+    def half_there(descriptor: int, parts: Sequence[Any], offset: int, flags: int = 0) -> int:
+        return preadv(descriptor, [*parts][:1] if flags else parts, offset)
+
+    monkeypatch.setattr(segments.os, "preadv", half_there)
+    with pytest.raises(BlockingIOError):
+        reader.read_into(chunk.location, memoryview(payload), may_wait=False)
+    reader.read_into(chunk.location, memoryview(payload))
+    assert payload == b"hello"

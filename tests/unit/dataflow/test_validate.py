@@ -74,9 +74,23 @@ def test_a_sound_record_tells_tokens_and_age() -> None:
     )
 
 
+def test_tokens_are_counted_by_role_only_where_one_is_named() -> None:
+    other = PolicyName("judge")
+    turns = [turn(role="solve"), turn(), turn(policy=other), turn(role="x", reached_agent=False)]
+
+    def always(policy: PolicyName, incarnation: int, number: int) -> bool:
+        return True
+
+    verdict = digest(trajectory(*turns), always)
+    assert isinstance(verdict, Digested)
+    assert verdict.sampled == {POLICY: 6, other: 3}
+    assert verdict.roles == {POLICY: {"solve": 3, "": 3}}
+
+
 @pytest.mark.parametrize(
     ("record", "complaint"),
     [
+        (trajectory(turn(role="r" * 65)), "at most 64"),
         (trajectory(reward=None), "needs a finite reward"),
         (trajectory(reward=float("nan")), "needs a finite reward"),
         (trajectory(outcome=Outcome(kind=OutcomeKind.FAILED)), "failure is not a reward"),

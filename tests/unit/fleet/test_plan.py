@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import RunConfig, demo
+from penstock.config.passwords import PASSWORD_ENV
 from penstock.fleet.folder import RunFolder
 from penstock.fleet.plan import TOKEN, Kind, local_services
 from penstock.wire.auth import Audience, Role, Signer
@@ -59,3 +60,23 @@ def test_tokens_are_in_environments_and_never_in_commands(
         "node-0": Role.ROLLOUT,
         "node-1": Role.ROLLOUT,
     }
+
+
+def test_only_services_with_a_ledger_get_the_password_of_the_store(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PASSWORD_ENV, raising=False)
+    config = demo(0)
+    flow = config.dataflow.model_copy(
+        update={"store": "postgresql://me:secret@127.0.0.1/runs", "partitions": 2}
+    )
+    config = config.model_copy(update={"dataflow": flow})
+    folder.write_config(config)
+    assert "secret" not in folder.config_file.read_text()
+    services = local_services(folder.read_config(), folder), local_services(config, folder)
+    told = [
+        {service.name for service in found if service.make_env().get(PASSWORD_ENV) == "secret"}
+        for found in services
+    ]
+    assert told == [set(), {"dataflow", "partition-1"}]
+    assert not any("secret" in word for found in services for s in found for word in s.command)

@@ -208,7 +208,7 @@ async def test_overrides_reach_the_engine_and_the_record(renderer: Renderer) -> 
 async def test_impossible_sampling_is_refused(renderer: Renderer, bad: dict[str, object]) -> None:
     session = open_session(FakeEngine(ids_of("a")), renderer)
     with pytest.raises(BadRequest):
-        await session.chat([user("q")], policy=None, **bad)
+        await session.chat([user("q")], policy=None, role="", **bad)
     assert session.turns() == ()
 
 

@@ -240,7 +240,7 @@ class FakeDataflow:
         async with self._changed:
             self.released.extend(body.released)
             results = tuple(
-                DeliveryResult(row_id=d.row_id, status=self._store(d.row_id, d.payload))
+                DeliveryResult(row_id=d.row_id, status=self._store(d.row_id, bytes(d.payload)))
                 for d in body.deliveries
             ) + tuple(
                 DeliveryResult(row_id=row_id, status=DeliveryStatus.STORED)

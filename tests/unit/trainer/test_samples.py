@@ -160,3 +160,16 @@ def _trainable_contexts(trajectory: Trajectory) -> list[tuple[int, ...]]:
             sampled = list(view_ids(turn.sampled_ids))
             out += [(*context, *sampled[: i + 1]) for i in range(len(sampled))]
     return out
+
+
+def test_what_the_manifest_lets_a_trainer_see_is_trained() -> None:
+    solved = replace(make_turn([1], [2], number=4), role="solve")
+    taught = replace(make_turn([5], [6], parent=0, policy=OTHER, number=4), role="explain")
+    talked = make_turn([3], [4], parent=1, number=4)
+    rows = [(0, make_trajectory(solved, taught, talked))]
+    both = cut(rows, POLICY, [(POLICY, "solve"), (OTHER, "explain")])
+    assert sequences(both) == [([1, 2, 5, 6], [2, 6])]
+    assert both.numbers_T[both.mask_T].tolist() == [4, -1], "a teacher has other versions"
+    assert both.logprobs_T[both.mask_T].tolist() == [-0.5, -0.5]
+    assert cut(rows, POLICY, []).num_trained == 0
+    assert sequences(cut(rows, POLICY)) == [([1, 2, 5, 6, 3, 4], [2, 4])]

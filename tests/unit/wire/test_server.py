@@ -69,7 +69,7 @@ def authorised(signer: Signer, role: Role = Role.ROLLOUT) -> list[tuple[bytes, b
     return [(b"authorization", f"Bearer {token}".encode()), (b"accept", MSGPACK.encode())]
 
 
-PATHS = pytest.mark.parametrize("path", ["/fixed", "/named/x"], ids=["direct", "routed"])
+PATHS = pytest.mark.parametrize("path", ["/fixed", "/named/x"], ids=["fixed", "named"])
 
 
 @PATHS
@@ -109,3 +109,8 @@ async def test_a_refusal_says_when_to_come_back(app: Starlette, signer: Signer, 
 @PATHS
 async def test_a_caller_who_hangs_up_is_no_error(app: Starlette, signer: Signer, path: str) -> None:
     assert (await ask(app, path, authorised(signer), []))[0] == 499
+
+
+@pytest.mark.parametrize("path", ["/named", "/named/", "/named/x/y", "/fixed/", "named/x"])
+async def test_what_fits_no_route_is_nobodys(app: Starlette, signer: Signer, path: str) -> None:
+    assert (await ask(app, path, authorised(signer), [b""]))[0] == 404

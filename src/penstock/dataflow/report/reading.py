@@ -6,6 +6,7 @@ Looks at home, partitions and nodes as they are; changes nothing."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,14 +41,12 @@ def terms_of(config: ReportConfig, *, ttl_s: float) -> Terms:
 
 
 def balance_of(process: Process, home: Home, run: str, terms: Terms) -> Balance:
-    """A balance that goes on where the ledger stands."""
+    """A balance; its tally has yet to be restored."""
 
     def number_of(policy: PolicyName, incarnation: int, number: int) -> int:
         return home.consumer(policy).lineage.effective(incarnation, number)
 
-    balance = Balance(run, home.consumers, terms, number_of, process.clock())
-    balance.tally.restore(process.ledger.tables)
-    return balance
+    return Balance(run, home.consumers, terms, number_of, process.clock())
 
 
 def look_at(service: Dataflow) -> Look:
@@ -77,16 +76,16 @@ def node_looks(
 ) -> Iterable[NodeLook]:
     for node in nodes:
         record = node.record
-        marks = dict(tag.split("=", 1) for tag in _tags.decode(record.tags) if "=" in tag)
+        gpus, cost_per_hour = _marks(record.tags)
         yield NodeLook(
             node_id=record.node_id,
             activity=activity_of(node, wanted),
             joined_at=node.joined_at,
             last_seen=node.last_seen,
-            num_leases=len(node.leases),
+            num_leases=node.num_leases,
             capacity=record.capacity,
-            gpus=max(1, int(_positive(marks.get("gpus"), 1.0))),
-            cost_per_hour=_positive(marks.get("cost"), 0.0),
+            gpus=gpus,
+            cost_per_hour=cost_per_hour,
         )
 
 
@@ -97,7 +96,7 @@ def activity_of(node: Node, wanted: Mapping[PolicyName, PublishedVersion]) -> No
         return NodeActivity.STARTING
     if node.state is NodeState.DRAINING:
         return NodeActivity.DRAINING
-    if node.leases:
+    if node.num_leases:
         return NodeActivity.ROLLING_OUT
     is_behind = any(
         version.policy in wanted
@@ -106,6 +105,13 @@ def activity_of(node: Node, wanted: Mapping[PolicyName, PublishedVersion]) -> No
         for version in node.live
     )
     return NodeActivity.LOADING if is_behind else NodeActivity.WAITING
+
+
+@lru_cache(maxsize=4096)
+def _marks(tags: str) -> tuple[int, float]:
+    """GPUs and cost per hour that a node names; asked of every node at every tick."""
+    marks = dict(tag.split("=", 1) for tag in _tags.decode(tags) if "=" in tag)
+    return max(1, int(_positive(marks.get("gpus"), 1.0))), _positive(marks.get("cost"), 0.0)
 
 
 def _positive(text: str | None, otherwise: float) -> float:

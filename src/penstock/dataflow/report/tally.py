@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
+from penstock.dataflow.manifests import manifest_of
 from penstock.dataflow.records import (
     BatchRecord,
     FateRecord,
@@ -23,14 +24,13 @@ from penstock.dataflow.records import (
 )
 from penstock.dataflow.report.figures import NOTHING, REFUSALS, Counts, Flow
 from penstock.dataflow.report.recount import Readable, recount
-from penstock.types import GroupId, Manifest, NodeId, OutcomeKind, PolicyName
-from penstock.wire.codec import decode
+from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName
 
 KEY = "report"
 """Of the totals among the ledger's facts."""
 TOTALS = "SELECT value FROM meta WHERE key = :key"
 ADMITTED = "SELECT consumer, group_id FROM fates WHERE state = 'admitted'"
-LAST_ROW = "SELECT max(arrival) FROM rows"
+LAST_ROW = "SELECT max(arrival) FROM rows WHERE space = 'train'"
 EARLIER_ROWS = (
     "SELECT node_id, sampled FROM rows WHERE group_id = :group_id AND arrival <= :last "
     "AND outcome IN ('completed', 'truncated')"
@@ -199,13 +199,18 @@ class Tally:
         policy, passed = batch.consumer, self.policies.get(batch.consumer)
         if passed is None:
             return
+        manifest, ages = manifest_of(batch.manifest), dict[tuple[tuple[int, int], ...], Sum]()
         histogram = self.staleness[policy]
-        for index, group in enumerate(decode(batch.manifest, Manifest).groups):
+        for index, group in enumerate(manifest.groups):
             is_again = index >= batch.num_groups - batch.num_replayed
             for row in group.rows:
-                oldest = min(self._number_of(policy, *v) for v in row.versions[policy])
-                age, tokens = max(0, batch.trains_from - oldest), row.sampled[policy]
-                histogram.setdefault(age, Sum()).add(1, tokens)
+                made_by, tokens = row.versions.get(policy, ()), manifest.tokens(row)
+                aged = ages.get(made_by)
+                if aged is None:  # few rows were made by other versions than the one before
+                    numbers = (self._number_of(policy, *version) for version in made_by)
+                    age = batch.trains_from - min(numbers, default=batch.trains_from)
+                    aged = ages[made_by] = histogram.setdefault(max(0, age), Sum())
+                aged.add(1, tokens)
                 if is_again:
                     passed.replayed.add(1, tokens)
 

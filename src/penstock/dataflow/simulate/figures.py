@@ -120,5 +120,5 @@ def _of_policy(
 
 def _served(batch: BatchRecord) -> Amount:
     manifest = decode(batch.manifest, Manifest)
-    tokens = sum(row.sampled.get(batch.consumer, 0) for row in manifest.rows)
+    tokens = sum(manifest.tokens(row) for row in manifest.rows)
     return Amount(groups=batch.num_groups, rows=batch.num_rows, tokens=tokens)

@@ -15,7 +15,7 @@ from penstock.dataflow.protocol import LiveVersion, NodeState
 from penstock.dataflow.records import NodeRecord
 from penstock.dataflow.report.figures import NodeActivity, Terms
 from penstock.dataflow.report.reading import activity_of, node_looks, terms_of
-from penstock.types import GroupId, NodeId, PolicyName, PublishedVersion
+from penstock.types import NodeId, PolicyName, PublishedVersion
 
 P = PolicyName("p")
 WANTED = {P: PublishedVersion(policy=P, incarnation=1, number=5, manifest_digest="")}
@@ -96,7 +96,7 @@ def test_tags_tell_gpus_and_cost(tags: tuple[str, ...], gpus: int, cost: float) 
 
 def test_what_a_node_is_doing() -> None:
     holding = node()
-    holding.leases.add((GroupId("g"), 0))
+    holding.num_leases = 1
     silent = replace(holding, is_silent=True)
     starting, draining = node(state=NodeState.STARTING), node(state=NodeState.DRAINING)
     assert activity_of(node(), WANTED) is NodeActivity.WAITING

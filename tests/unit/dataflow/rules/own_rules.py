@@ -4,7 +4,7 @@
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from penstock.types import Candidate, Draw, DropReason, JudgedGroup
+from penstock.types import Candidate, Draw, DropReason, JudgedGroup, PolicyName
 
 
 class OnlyLong:
@@ -50,3 +50,13 @@ class Again:
 
     def choose(self, pool: Sequence[Candidate], count: int, draw: Draw) -> Sequence[Candidate]:
         return pool[:count]
+
+
+class BlindRoute:
+    """Cannot say who sees what."""
+
+    def __init__(self, state: MutableMapping[str, Any]) -> None:
+        pass
+
+    def sees(self, policy: PolicyName, turn_policy: PolicyName, role: str) -> bool:
+        raise RuntimeError(f"no idea about {turn_policy} as {role!r}")
