@@ -78,6 +78,7 @@ class Dataflow:
         """What a user's source raised when it was asked for the next task."""
         self._may_issue = True
         """Look for room at the next command whatever it is: at the start, then at each tick."""
+        self._will_issue = False
         process.drive = self._drive
         self._look_for_workers()
 
@@ -97,7 +98,7 @@ class Dataflow:
         self.is_whole.set()
 
     def _drive(self, now: float) -> None:
-        """Let home judge what ended and start what has room."""
+        """Let home judge what ended; what then has room is started after the answers."""
         if not self.is_whole.is_set():
             return
         self.host.land(now)
@@ -106,12 +107,14 @@ class Dataflow:
         self._may_issue = False
         if self.home.is_finished:
             self.home.wind_up()
-        else:
-            self._issue(now)
-        self.board.run(now)
+            self.board.run(now)
+        elif not self._will_issue:
+            self._will_issue = True
+            self.process.put_off(self._issue)
 
     def _issue(self, now: float) -> None:
         """Start what has room. A user's source may raise: that stops new work, and nothing else."""
+        self._will_issue = False
         try:
             self.home.issue(now)
         except Exception as error:
@@ -120,6 +123,7 @@ class Dataflow:
             self.source_trouble = f"{type(error).__name__}: {error}"
         else:
             self.source_trouble = ""
+        self.board.run(now)
 
     async def run_timers(self) -> None:
         if not self.is_whole.is_set():
