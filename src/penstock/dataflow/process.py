@@ -68,7 +68,7 @@ class Process:
         """For an owner of many polls, who wakes only those that it concerns."""
         self._settling: list[asyncio.Future[bool]] = []
         """Commands of this turn of the event loop."""
-        self._put_off: list[Callable[[float], None]] = []
+        self._put_off: list[Callable[[], None]] = []
 
     async def settle(self) -> None:
         """Act on what changed; return when all of it is durable."""
@@ -95,37 +95,28 @@ class Process:
         try:
             self.drive(self.clock())
             records = self.journal.take()
-            if not records:
-                return self._answer(settling, None)
-            durable = self.ledger.write([*records, *self.watch(records)])
+            if records:
+                durable = self.ledger.write([*records, *self.watch(records)])
+                durable.add_done_callback(partial(_pass_on, settling))
+                self.wake()
+            else:
+                _resolve(settling, False)
         except Exception as error:
             if not settling:
                 raise  # nobody to tell but the log
-            return _fail(settling, error)
-        self.wake()
-        durable.add_done_callback(partial(self._answer, settling))
-
-    def _answer(
-        self, settling: Sequence[asyncio.Future[bool]], durable: asyncio.Future[None] | None
-    ) -> None:
-        """Let the commands of a turn go on, then do what was put off for them."""
-        error = None if durable is None else durable.exception()
-        if error is not None:
-            return _fail(settling, error)
-        for done in settling:
-            if not done.done():  # its caller may be gone
-                done.set_result(durable is not None)
+            _fail(settling, error)
         if self._put_off:
-            asyncio.get_running_loop().call_soon(self._take_up)
+            self._take_up()
 
-    def put_off(self, act: Callable[[float], None]) -> None:
-        """Act after the answers of this turn, in a turn of its own."""
+    def put_off(self, act: Callable[[], None]) -> None:
+        """Act when the records of this turn are on their way to the disk, before anything else;
+        what it changes is written after them, and no answer of this turn waits for that."""
         self._put_off.append(act)
 
     def _take_up(self) -> None:
         acts, self._put_off = self._put_off, []
         for act in acts:
-            act(self.clock())
+            act()
         self._end_turn()
 
     # --- memory and disk ----------------------------------------------------------------------
@@ -162,6 +153,20 @@ class Process:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, give_up_at - self.clock())):
                 await change.wait()
+
+
+def _pass_on(settling: Sequence[asyncio.Future[bool]], durable: asyncio.Future[None]) -> None:
+    error = durable.exception()
+    if error is None:
+        _resolve(settling, True)
+    else:
+        _fail(settling, error)
+
+
+def _resolve(settling: Sequence[asyncio.Future[bool]], has_written: bool) -> None:
+    for done in settling:
+        if not done.done():  # its caller may be gone
+            done.set_result(has_written)
 
 
 def _fail(settling: Sequence[asyncio.Future[bool]], error: BaseException) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 import structlog
 
@@ -78,7 +79,6 @@ class Dataflow:
         """What a user's source raised when it was asked for the next task."""
         self._may_issue = True
         """Look for room at the next command whatever it is: at the start, then at each tick."""
-        self._will_issue = False
         process.drive = self._drive
         self._look_for_workers()
 
@@ -98,7 +98,7 @@ class Dataflow:
         self.is_whole.set()
 
     def _drive(self, now: float) -> None:
-        """Let home judge what ended; what then has room is started after the answers."""
+        """Let home judge what ended; what then has room is started while that is written."""
         if not self.is_whole.is_set():
             return
         self.host.land(now)
@@ -108,13 +108,11 @@ class Dataflow:
         if self.home.is_finished:
             self.home.wind_up()
             self.board.run(now)
-        elif not self._will_issue:
-            self._will_issue = True
-            self.process.put_off(self._issue)
+        else:
+            self.process.put_off(partial(self._issue, now))
 
     def _issue(self, now: float) -> None:
         """Start what has room. A user's source may raise: that stops new work, and nothing else."""
-        self._will_issue = False
         try:
             self.home.issue(now)
         except Exception as error:
