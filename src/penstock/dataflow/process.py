@@ -95,29 +95,45 @@ class Process:
         try:
             self.drive(self.clock())
             records = self.journal.take()
-            if records:
-                durable = self.ledger.write([*records, *self.watch(records)])
-                durable.add_done_callback(partial(_pass_on, settling))
-                self.wake()
-            else:
-                _resolve(settling, False)
+            if not records:
+                return self._answer(settling, None)
+            durable = self.ledger.write([*records, *self.watch(records)])
         except Exception as error:
             if not settling:
                 raise  # nobody to tell but the log
-            _fail(settling, error)
+            return _fail(settling, error)
+        durable.add_done_callback(partial(self._answer, settling))
+        self.wake()
+
+    def _answer(
+        self, settling: Sequence[asyncio.Future[bool]], durable: asyncio.Future[None] | None
+    ) -> None:
+        """Let the commands of a turn go on; durable: what they wrote, if anything."""
+        error = None if durable is None else durable.exception()
+        if error is not None:
+            return _fail(settling, error)
+        for done in settling:
+            if not done.done():  # its caller may be gone
+                done.set_result(durable is not None)
         if self._put_off:
-            self._take_up()
+            asyncio.get_running_loop().call_soon(self._take_up_now)
+
+    # --- what answers do not wait for ---------------------------------------------------------
 
     def put_off(self, act: Callable[[], None]) -> None:
-        """Act when the records of this turn are on their way to the disk, before anything else;
-        what it changes is written after them, and no answer of this turn waits for that."""
+        """Act after the answers of this turn, or at the next `take_up()` if that comes first."""
         self._put_off.append(act)
 
-    def _take_up(self) -> None:
+    def take_up(self) -> None:
+        """Before a command that must find everything as if nothing had been put off."""
         acts, self._put_off = self._put_off, []
         for act in acts:
             act()
-        self._end_turn()
+
+    def _take_up_now(self) -> None:
+        if self._put_off:
+            self.take_up()
+            self._end_turn()
 
     # --- memory and disk ----------------------------------------------------------------------
 
@@ -153,20 +169,6 @@ class Process:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, give_up_at - self.clock())):
                 await change.wait()
-
-
-def _pass_on(settling: Sequence[asyncio.Future[bool]], durable: asyncio.Future[None]) -> None:
-    error = durable.exception()
-    if error is None:
-        _resolve(settling, True)
-    else:
-        _fail(settling, error)
-
-
-def _resolve(settling: Sequence[asyncio.Future[bool]], has_written: bool) -> None:
-    for done in settling:
-        if not done.done():  # its caller may be gone
-            done.set_result(has_written)
 
 
 def _fail(settling: Sequence[asyncio.Future[bool]], error: BaseException) -> None:

@@ -98,9 +98,10 @@ class Dataflow:
         self.is_whole.set()
 
     def _drive(self, now: float) -> None:
-        """Let home judge what ended; what then has room is started while that is written."""
+        """Let home judge what ended; what then has room is started after the answers."""
         if not self.is_whole.is_set():
             return
+        self.process.take_up()
         self.host.land(now)
         if not self.board.run(now) and not self._may_issue:
             return  # no group ended and no policy moved, so there is as much room as before

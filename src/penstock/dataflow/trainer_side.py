@@ -74,6 +74,7 @@ class TrainerSide:
     def _seen(self, policy: str) -> Consumer:
         consumer = self._home.consumer(policy)
         self.seen[consumer.terms.policy] = self._process.clock()
+        self._process.take_up()
         return consumer
 
     async def incarnate(self, policy: str, body: IncarnationRequest) -> IncarnationAnswer:
@@ -142,6 +143,7 @@ class TrainerSide:
             return _serve(await self._sealed(consumer, seq))
         if self._home.has_ended(consumer):
             return BatchAnswer(manifest=None, end=True)
+        self._process.take_up()
         record = self._sealing.seal(consumer, seq, self._process.clock())
         await self._process.settle()
         return BatchAnswer(manifest=None) if record is None else _serve(record)
