@@ -39,6 +39,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.errors import BadRequest, ConfigError, Forbidden, TooLarge, WireError
 from penstock.wire.auth import Credential, Role, Verifier
 from penstock.wire.codec import JSON, MSGPACK, decode, encode, encode_json
+from penstock.wire.heads import BoundedHeads
 
 log = structlog.get_logger(__name__)
 
@@ -467,6 +468,7 @@ def _config(app: Starlette, host: str, port: int, tls: Tls | None = None) -> uvi
         host=host,
         port=port,
         loop="uvloop",
+        http=BoundedHeads,
         log_config=None,
         access_log=False,
         proxy_headers=False,
