@@ -116,7 +116,7 @@ class Process:
             if not done.done():  # its caller may be gone
                 done.set_result(durable is not None)
         if self._put_off:
-            asyncio.get_running_loop().call_soon(self._take_up_now)
+            asyncio.get_running_loop().call_soon(self.take_up)
 
     # --- what answers do not wait for ---------------------------------------------------------
 
@@ -125,15 +125,13 @@ class Process:
         self._put_off.append(act)
 
     def take_up(self) -> None:
-        """Before a command that must find everything as if nothing had been put off."""
+        """Before a command that must find everything as if nothing had been put off. What is done
+        now is written in a turn that waits for no command: this one may be refused."""
         acts, self._put_off = self._put_off, []
         for act in acts:
             act()
-
-    def _take_up_now(self) -> None:
-        if self._put_off:
-            self.take_up()
-            self._end_turn()
+        if acts:
+            asyncio.get_running_loop().call_soon(self._end_turn)
 
     # --- memory and disk ----------------------------------------------------------------------
 
