@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,11 +30,13 @@ def test_an_endless_head_is_refused(tmp_path: Path, kind: str) -> None:
     with serving(app) as url:
         address = urlsplit(url)
         with socket.create_connection((str(address.hostname), address.port or 0), 10) as caller:
-            caller.settimeout(10)
+            caller.settimeout(5)
             caller.sendall(begin)
-            with pytest.raises((ConnectionError, TimeoutError)):
-                for _ in range(20 * MAX_HEAD_BYTES // len(more)):
+            with suppress(ConnectionError):  # refused in the middle of it
+                for _ in range(2 * MAX_HEAD_BYTES // len(more)):
                     caller.sendall(more)
+                while caller.recv(1 << 16):  # a connection that stays open ends in a TimeoutError
+                    pass
 
 
 def test_long_heads_and_long_bodies_are_served(tmp_path: Path) -> None:
