@@ -152,45 +152,38 @@ def _misses(tables: Tables, rows: Iterable[RowRecord]) -> bool:
     return False
 
 
-def judge_records(tables: Tables, truth: Records) -> tuple[Verdict, str]:
-    """Over a new connection: what an older one has in memory proves nothing about the disk."""
+def judge_start(
+    folder: Path, truth: Records, before_last: Records | None = None
+) -> tuple[Verdict, str]:
+    """As a start does, with what it repairs and refuses."""
     try:
-        found = read_records(tables)
-        misses = _misses(tables, truth[RowRecord.TABLE].values())
+        tables = open_tables(folder)
+        try:
+            tables.verify()
+            found = read_records(tables)
+            misses = _misses(tables, found[RowRecord.TABLE].values())
+        finally:
+            tables.close()
     except SAID_SO as error:
         return Verdict.REFUSED, f"{type(error).__name__}: {str(error)[:80]}"
-    finally:
-        tables.close()
-    rows = found[RowRecord.TABLE]
-    for key, row in truth[RowRecord.TABLE].items():
-        # A wrong place gives no bytes, or bytes of another digest: whoever reads a row holds what
-        # lies there against its digest.
-        if key in rows and rows[key] == replace(
-            row, segment=rows[key].segment, offset=rows[key].offset
-        ):
-            rows[key] = row
+    if found == before_last:
+        return Verdict.TORN, ""
     for table, records in truth.items():
-        if found[table] != records:
+        if _in_place(found[table], records) != records:
             kept = sum(1 for key in records if key in found[table])
             return Verdict.SILENT, f"{table}: {kept} of {len(records)} keys, or other values"
     return (Verdict.MISSED, "") if misses else (Verdict.HARMLESS, "")
 
 
-def judge_start(folder: Path, truth: Records, before_last: Records) -> tuple[Verdict, str]:
-    """As a start does, with what it repairs and refuses."""
-    try:
-        tables = open_tables(folder)
-        try:
-            found = read_records(tables)
-        finally:
-            tables.close()
-    except SAID_SO as error:
-        return Verdict.REFUSED, f"{type(error).__name__}: {str(error)[:80]}"
-    if found == truth:
-        return Verdict.HARMLESS, ""
-    kept = sum(len(records) for records in found.values())
-    is_torn = found == before_last
-    return Verdict.TORN if is_torn else Verdict.SILENT, f"{kept} records are left"
+def _in_place(found: dict[Key, Any], truth: Mapping[Key, Any]) -> dict[Key, Any]:
+    """A wrong place gives no bytes, or bytes of another digest: whoever reads a row holds what lies
+    there against its digest. So where a row lies does not count."""
+    return {
+        key: replace(record, segment=truth[key].segment, offset=truth[key].offset)
+        if key in truth and isinstance(record, RowRecord)
+        else record
+        for key, record in found.items()
+    }
 
 
 def without_last_commit(log: bytes) -> bytes:

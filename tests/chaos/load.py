@@ -163,13 +163,14 @@ class BadNode:
                 with suppress(Conflict, NotFound):  # it registers anew at this moment
                     await self._beat(self._live)
 
-    async def work(self) -> list[Delivery]:
+    async def work(self, max_slots: int = 0) -> list[Delivery]:
+        """Results of so many leases at most, or of as many as a node happens to have room for."""
         live = self._live
         body = LeaseRequest(
             request_id=uuid.uuid4().hex,
             node_id=self.node_id,
             session=self._session,
-            max_slots=self._rng.randrange(1, CAPACITY),
+            max_slots=max_slots or self._rng.randrange(1, CAPACITY),
             wait_s=1.0,
             live=() if live is None else (live,),
         )
@@ -248,10 +249,11 @@ class Probe:
         await self._node.client.close()
 
     async def hold(self, num: int) -> None:
+        """So many and no more: each may keep a group open, and the others must fill a batch."""
         await self._node.register()
         async with asyncio.timeout(PROGRESS_S):
             while len(self._held) < num:
-                self._held += await self._node.work()
+                self._held += await self._node.work(num - len(self._held))
 
     async def refusal(self) -> float | None:
         """Send one result. Seconds after which to come back, 0 when that was not said; None: it

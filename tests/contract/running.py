@@ -130,9 +130,10 @@ def partition(
     running: Running,
     index: int,
     home_client: type[HomeClient] = HomeClient,
+    port: int = 0,
 ) -> Generator[PartitionService]:
     """A further partition over its own ledger folder, as another process would serve it."""
-    port = free_port()
+    port = port or free_port()
     home = home_client(running.url, running.token(Role.PARTITION))
     service = build_partition(config, folder, index, home, url=f"http://127.0.0.1:{port}")
     verifier = running.signer.verifier(Audience.DATAFLOW)

@@ -431,3 +431,32 @@ def test_a_version_that_a_partition_has_not_heard_of_costs_no_work(
                 assert await deliver(never, grants[1]) is DeliveryStatus.INVALID
 
         asyncio.run(outpace_the_news())
+
+
+def test_a_life_that_began_while_a_partition_was_away_is_not_fenced_by_it(tmp_path: Path) -> None:
+    """It still knows the last life; home alone says which is the current one."""
+    port = free_port()
+
+    async def two_lives(running: Running, first: contextlib.ExitStack) -> None:
+        old, new = SpreadNode(running), SpreadNode(running)
+        await old.join()
+        await asyncio.to_thread(first.close)
+        await new.join()
+        with partition(tmp_path / "p1", CONFIG, running, 1, port=port) as back:
+            known = back.partition.nodes
+            assert known[new.node_id].record.session == old.session
+            await new.lease()  # nothing there for it yet, and no error
+            await new.beat()
+            assert known[new.node_id].record.session == new.session
+            assert 1 in await new.work()
+            with pytest.raises(Fenced):
+                await old.beat()
+            assert known[new.node_id].record.session == new.session
+        for node in (old, new):
+            await node.client.close()
+
+    with dataflow(tmp_path, CONFIG) as running, contextlib.ExitStack() as first:
+        first.enter_context(partition(tmp_path / "p1", CONFIG, running, 1, port=port))
+        eventually(lambda: len(running.reader().status().partitions) == 1, "it joins")
+        SmallTrainer(running)
+        asyncio.run(two_lives(running, first))

@@ -205,6 +205,7 @@ def opened(folder: Path) -> Generator[Moment]:
     try:
         connection.execute("BEGIN")
         _check_format(connection)
+        _check_pages(connection)
         yield Moment(connection)
     finally:
         connection.close()
@@ -220,3 +221,10 @@ def _check_format(connection: sqlite3.Connection) -> None:
             f"this ledger has format {found[0]}, this auditor reads {', '.join(FORMATS)}; "
             "audit it with the penstock that wrote it"
         )
+
+
+def _check_pages(connection: sqlite3.Connection) -> None:
+    """A record that fell out of its page would only look as if it had never been."""
+    [found] = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise StoreError(f"the ledger's database is damaged: {found}")

@@ -37,7 +37,7 @@ class Asking:
         try:
             connection = self._idle.pop()
         except IndexError:
-            connection = self._connect()
+            connection = self.connect()
         try:
             found = connection.execute(words, {name: _plain(v) for name, v in values.items()})
             rows: list[tuple[Any, ...]] = found.fetchall()
@@ -47,8 +47,8 @@ class Asking:
         self._idle.append(connection)
         return rows
 
-    def _connect(self) -> Any:
-        """Out of the engine's pool, whose few connections others wait for."""
+    def connect(self) -> Any:
+        """One of the driver's own, out of the engine's pool, whose few others wait for."""
         fairy = self._engine.raw_connection()
         fairy.detach()
         return fairy.dbapi_connection

@@ -4,6 +4,7 @@
 A format adds tables, indexes and columns to the one before; a column has the default of its
 record's field. What the added ones must hold is filled in by one step per format, in one commit
 with the new number. An upgrade that was interrupted is simply continued by the next start.
+Records that a step changed have the checksum 0 until the caller gives them theirs.
 """
 
 from __future__ import annotations
@@ -20,51 +21,94 @@ from penstock.dataflow.records import FORMAT, Record, RowRecord
 from penstock.errors import StoreError
 from penstock.wire.codec import encode, encode_json
 
+NEW = 0
+"""Of a database that has no ledger yet."""
+STAMP = f"INSERT INTO meta (key, value) VALUES ('format', '{FORMAT}')"
+
 
 def prepare(
     connection: sa.Connection, metadata: sa.MetaData, kinds: Sequence[type[Record]]
-) -> None:
-    """Make the database one of this format, new or old."""
-    before = _format(connection)
-    if before > FORMAT:
+) -> bool:
+    """Make the database one of this format, new or old; True when it changed."""
+    found = _Found(connection, metadata)
+    if found.format == FORMAT:
+        found.require_all()
+    elif found.format == NEW:
+        found.require_nothing()
+    elif found.format > FORMAT:
         raise StoreError(
-            f"this ledger has format {before}, this penstock reads up to {FORMAT}; "
+            f"this ledger has format {found.format}, this penstock reads up to {FORMAT}; "
             "run the newer penstock that wrote it"
         )
-    _complete(connection, metadata, kinds)
-    if before == 1:
+    _complete(connection, metadata, kinds, found)
+    if found.format == NEW:
+        connection.exec_driver_sql(STAMP)
+    if found.format == 1:
         _from_1(connection)
-    if before <= 2:
+    if found.format in (1, 2):
         for statement in FROM_2:
             connection.exec_driver_sql(statement)
+    return found.format != FORMAT
+
+
+class _Found:
+    """What is there, in three questions, since a server is far away. What a flipped bit hid behind
+    another name must not be made anew, empty."""
+
+    def __init__(self, connection: sa.Connection, metadata: sa.MetaData) -> None:
+        self._connection = connection
+        self._tables = metadata.tables
+        known = sa.inspect(connection)
+        self.columns = {
+            table: {column["name"] for column in columns}
+            for (_, table), columns in known.get_multi_columns().items()
+        }
+        self.indexes = {
+            index["name"] for indexes in known.get_multi_indexes().values() for index in indexes
+        }
+        self.format = self._format()
+
+    def _format(self) -> int:
+        if "meta" not in self.columns:
+            return NEW
+        query = sa.text("SELECT value FROM meta WHERE key = 'format'")
+        return int(self._connection.execute(query).scalar() or NEW)
+
+    def require_all(self) -> None:
+        """A ledger of this format has everything."""
+        for name, table in self._tables.items():
+            if missing := set(table.columns.keys()) - self.columns.get(name, set()):
+                raise StoreError(
+                    f"table {name} of this ledger lacks {', '.join(sorted(missing))}: the ledger's "
+                    "database is damaged; restore the ledger from a copy"
+                )
+
+    def require_nothing(self) -> None:
+        """Tables without a format are those of a first start that was cut off."""
+        for name in self.columns.keys() & self._tables.keys():
+            if self._connection.execute(sa.text(f"SELECT 1 FROM {name} LIMIT 1")).scalar():
+                raise StoreError(
+                    f"this ledger has records in table {name} but no format: its database is "
+                    "damaged; restore the ledger from a copy"
+                )
 
 
 def _complete(
-    connection: sa.Connection, metadata: sa.MetaData, kinds: Sequence[type[Record]]
+    connection: sa.Connection,
+    metadata: sa.MetaData,
+    kinds: Sequence[type[Record]],
+    found: _Found,
 ) -> None:
-    """Tables, columns and indexes that are not there yet; all that is there in three questions,
-    since a server is far away."""
-    found = sa.inspect(connection)
-    columns = {table: known for (_, table), known in found.get_multi_columns().items()}
-    indexes = {index["name"] for known in found.get_multi_indexes().values() for index in known}
-    new = [table for table in metadata.sorted_tables if table.name not in columns]
+    """Make the tables, columns and indexes that are not there yet."""
+    new = [table for table in metadata.sorted_tables if table.name not in found.columns]
     metadata.create_all(connection, tables=new, checkfirst=False)
     for kind in kinds:
-        if known := columns.get(kind.TABLE):
-            names = {column["name"] for column in known}
-            _add_columns(connection, kind, metadata.tables[kind.TABLE], names)
+        if known := found.columns.get(kind.TABLE):
+            _add_columns(connection, kind, metadata.tables[kind.TABLE], known)
     for table in metadata.tables.values():
         for index in table.indexes:
-            if table not in new and index.name not in indexes:
+            if table not in new and index.name not in found.indexes:
                 index.create(connection)
-
-
-def _format(connection: sa.Connection) -> int:
-    """That of the ledger found there; this one's for a new ledger."""
-    if not sa.inspect(connection).has_table("meta"):
-        return FORMAT
-    found = connection.execute(sa.text("SELECT value FROM meta WHERE key = 'format'")).scalar()
-    return FORMAT if found is None else int(found)
 
 
 def _add_columns(

@@ -30,7 +30,7 @@ from penstock.dataflow.partition_host import PartitionHost
 from penstock.dataflow.process import Process
 from penstock.dataflow.protocol import Done, PartitionFigures
 from penstock.dataflow.row_service import RowService
-from penstock.dataflow.service import run_ticks, sweep_blobs
+from penstock.dataflow.service import run_ticks, sweep_blobs, verify_once
 from penstock.dataflow.switchboard import Switchboard
 
 log = structlog.get_logger(__name__)
@@ -87,6 +87,7 @@ class PartitionService:
                 loops.create_task(ticks, name="ticks")
                 loops.create_task(Compactor(self.process.ledger).run(), name="compaction")
                 loops.create_task(sweep_blobs(self.rows), name="blobs")
+                loops.create_task(verify_once(self.process.ledger), name="verification")
                 await self._join()
                 loops.create_task(self._push(), name="push")
                 loops.create_task(self._pull(), name="pull")

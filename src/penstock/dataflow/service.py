@@ -16,6 +16,7 @@ import structlog
 
 from penstock.dataflow.compaction import Compactor
 from penstock.dataflow.core import Core, complete_home
+from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.node_side import NodeSide
 from penstock.dataflow.partition import Partition
 from penstock.dataflow.partition_side import PartitionSide
@@ -132,6 +133,7 @@ class Dataflow:
             loops.create_task(ticks, name="ticks")
             loops.create_task(Compactor(self.process.ledger).run(), name="compaction")
             loops.create_task(sweep_blobs(self.rows), name="blobs")
+            loops.create_task(verify_once(self.process.ledger), name="verification")
 
     async def _restore_rest(self) -> None:
         try:
@@ -182,6 +184,16 @@ async def run_ticks(
             log.warning("the service stood still; leases are prolonged", seconds=late_s)
             forgive(late_s)
         await tick()
+
+
+async def verify_once(ledger: Ledger) -> None:
+    """consumes: the ledger's database, once · produces: the end of this process if it is damaged
+    waits for: the disk"""
+    try:
+        await asyncio.to_thread(ledger.tables.verify)
+    except StoreError as error:
+        ledger.on_failure(error)
+        raise
 
 
 async def sweep_blobs(rows: RowService) -> None:

@@ -27,7 +27,7 @@ from penstock.dataflow.protocol import (
     Register,
     Registered,
 )
-from penstock.errors import NotFound, Unreachable
+from penstock.errors import Fenced, NotFound, Unreachable
 from penstock.types import NodeId, RowId
 
 HOME = 0
@@ -67,12 +67,17 @@ class SpreadClient:
             await client.register(self._register, deadline_s=REBEAT_S)
 
     async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> HeartbeatAnswer:
-        """Home's answer. While home is away the others go on hearing from this node."""
+        """Home's answer. While home is away the others go on hearing from this node. Home alone
+        says which life of a node is the current one: a partition that still knows the last one was
+        away when this one began, and is told once home has answered."""
         asking = asyncio.create_task(self._clients[HOME].heartbeat(node_id, body))
         stop: list[RowId] = []
+        behind: set[NodeClient] = set()
         try:
             while True:
-                beats = [self._beat(self._clients[i], node_id, body) for i in self._others()]
+                beats = [
+                    self._beat(self._clients[i], node_id, body, behind) for i in self._others()
+                ]
                 for told in await asyncio.gather(*beats):
                     stop += told
                 await asyncio.wait({asking}, timeout=REBEAT_S)
@@ -81,18 +86,21 @@ class SpreadClient:
         finally:
             asking.cancel()
         answer = asking.result()
+        await asyncio.gather(*map(self._join, behind))
         await self._learn(answer.partitions)
         told = (*answer.orders.stop, *stop)
         return replace(answer, orders=replace(answer.orders, stop=told))
 
     async def _beat(
-        self, client: NodeClient, node_id: NodeId, body: Heartbeat
+        self, client: NodeClient, node_id: NodeId, body: Heartbeat, behind: set[NodeClient]
     ) -> tuple[RowId, ...]:
         """What this partition wants stopped. One that is away for a moment is asked again soon."""
         try:
             answer = await client.heartbeat(node_id, body, deadline_s=REBEAT_S)
         except NotFound:
             await self._join(client)
+        except Fenced:
+            behind.add(client)
         except Unreachable:
             pass
         else:
@@ -139,7 +147,9 @@ class SpreadClient:
         """One that is away, home included, holds up nobody: the others have work too."""
         client = self._clients.get(index)  # home may have given it up meanwhile
         if client is not None:
-            with suppress(Unreachable, NotFound):  # unknown there: the next heartbeat joins
+            # This life is not known there yet, or no more; the next heartbeat joins, or tells.
+            unknown = (NotFound,) if index == HOME else (NotFound, Fenced)
+            with suppress(Unreachable, *unknown):
                 return await client.lease(body, deadline_s=body.wait_s + REBEAT_S)
         return LeaseAnswer(tasks=(), grants=(), orders=Orders(wanted=()))
 

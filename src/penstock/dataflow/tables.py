@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sqlite3
 import types
 from collections.abc import Callable, Generator, Iterable, Sequence
 from enum import StrEnum
@@ -44,10 +45,14 @@ from penstock.types import RowId
 
 R = TypeVar("R")
 CHECKSUM = "checksum"
-"""CRC32C of a record, for SQLite has none for its pages; 0: written before there was one."""
+"""CRC32C of a record, for SQLite has none for its pages. Never 0: SQLite makes up what a damaged
+record lacks. Items have none, since their bundle tells if one is wrong."""
 PLACE = frozenset({"segment", "offset"})
 """Moved by compaction without the rest; what lies there has a checksum and a digest of its own."""
 MAX_ROWS_PER_STATEMENT = 64
+RESTAMP_ROWS = 10_000
+VERIFY_STEPS = 100_000
+"""Of SQLite's machine, between two looks whether somebody waits for the end."""
 
 _COLUMN_TYPES: dict[Any, type[sa.types.TypeEngine[Any]]] = {
     str: sa.Text,
@@ -275,7 +280,8 @@ class _Shape:
     names: tuple[str, ...]
     flags: tuple[int, ...]
     """Fields that are true or false; SQLite keeps numbers."""
-    checked: Callable[[Sequence[Any]], Sequence[Any]]
+    checked: Callable[[Sequence[Any]], Sequence[Any]] | None
+    """None for records without a checksum."""
 
 
 @functools.cache
@@ -286,8 +292,16 @@ def _shape(kind: type[Any]) -> _Shape:
         select=f"SELECT {columns} FROM {kind.TABLE}",
         names=names,
         flags=tuple(i for i, name in enumerate(names) if hints[name] is bool),
-        checked=_checked_fields(kind),
+        checked=None if kind is ItemRecord else _checked_fields(kind),
     )
+
+
+def _record(kind: type[R], fields: list[Any]) -> R:
+    """Makes numbers flags where they stand."""
+    shape = _shape(kind)
+    for index in shape.flags:
+        fields[index] = bool(fields[index])
+    return kind(**dict(zip(shape.names, fields, strict=True)))
 
 
 class Tables:
@@ -298,14 +312,16 @@ class Tables:
         self._engine = engine
         self._writer = writer or engine.connect()
         self._ask = Asking(engine)
+        self._is_closed = False
+        self._statements = {kind: _Statement(kind, engine.dialect) for kind in (*RECORDS, *MOVES)}
+        self._statements[BundleRecord] = _BundleStatement(engine.dialect)
         try:
             with self._begin() as connection:
-                formats.prepare(connection, METADATA, RECORDS)
+                if formats.prepare(connection, METADATA, RECORDS):
+                    self._restamp(connection)
         except BaseException:
             self.close()
             raise
-        self._statements = {kind: _Statement(kind, engine.dialect) for kind in (*RECORDS, *MOVES)}
-        self._statements[BundleRecord] = _BundleStatement(engine.dialect)
 
     def commit(self, records: Sequence[Record | Erasure]) -> None:
         """All of them in one transaction, erasures last; of several with one key the last
@@ -325,6 +341,16 @@ class Tables:
                 table = TABLES[erasure.kind]
                 connection.execute(table.delete().where(sa.text(erasure.where)), erasure.values)
 
+    def _restamp(self, connection: sa.Connection) -> None:
+        """Give records of an older format the checksums that this one asks for."""
+        for kind in RECORDS:
+            if _shape(kind).checked is None:
+                continue
+            query = f"{_shape(kind).select} WHERE checksum = 0 LIMIT {RESTAMP_ROWS}"
+            while found := connection.exec_driver_sql(query).all():
+                records = [_record(kind, fields) for *fields, _ in found]
+                self._statements[kind].execute(connection, records)
+
     @contextlib.contextmanager
     def _begin(self) -> Generator[sa.Connection]:
         if self._writer.invalidated:
@@ -341,14 +367,32 @@ class Tables:
         query = f"{shape.select} WHERE {where}" if where else shape.select
         found: list[R] = []
         for *fields, checksum in self._ask(query, values):
-            for index in shape.flags:
-                fields[index] = bool(fields[index])
-            if checksum and checksum != _checksum(shape.checked(fields)):
+            record = _record(kind, fields)
+            if shape.checked is not None and checksum != _checksum(shape.checked(fields)):
                 which = ", ".join(map(str, fields[:3]))
                 table = cast(type[Record], kind).TABLE
                 raise StoreError(f"a record of table {table} is damaged: {which}, …")
-            found.append(kind(**dict(zip(shape.names, fields, strict=True))))
+            found.append(record)
         return found
+
+    def verify(self) -> None:
+        """StoreError when the pages of a SQLite file do not fit together: of a record that fell out
+        of its page no checksum is left. Reads the whole file, some 2 s per GB, until `close()`; a
+        server has its own ways."""
+        if self._engine.dialect.name != "sqlite":
+            return
+        connection = self._ask.connect()
+        connection.set_progress_handler(lambda: self._is_closed, VERIFY_STEPS)
+        try:
+            [found] = connection.execute("PRAGMA quick_check(1)").fetchone()
+        except sqlite3.DatabaseError as error:
+            found = str(error)
+        finally:
+            connection.close()
+        if found != "ok" and not self._is_closed:
+            raise StoreError(
+                f"the ledger's database is damaged: {found}; restore the ledger from a copy"
+            )
 
     def rows(self, query: str, **values: Any) -> list[tuple[Any, ...]]:
         return self._ask(query, values)
@@ -358,6 +402,7 @@ class Tables:
         return found[0][0] if found else None
 
     def close(self) -> None:
+        self._is_closed = True
         self._writer.close()
         self._ask.close()
         self._engine.dispose()
