@@ -35,6 +35,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "openai_agent"
 POLICY = PolicyName("policy")
 STEPS = 6
 DRAFTS = 5
+MAX_RUNS = 4
 REWARD = """
 def reward(completions, **columns):
     return [sum(map(text.count, "abcde")) / (1 + len(text)) for text in completions]
@@ -117,13 +118,25 @@ def recomputed(trajectory: Trajectory, folder: Path) -> tuple[torch.Tensor, torc
         return forward(load_model(folder), inputs).logprobs_K, inputs.logprobs_K
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_plain_openai_script_is_trained_token_by_token(tmp_path: Path) -> None:
-    run = run_agent(tmp_path)
+    """Whether weights change in mid-answer is a matter of timing: a run that saw none is followed by
+    another."""
+    for attempt in range(MAX_RUNS):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        if compared(run_agent(folder), folder / "snapshots"):
+            return
+    raise AssertionError(f"no weights changed in mid-answer in {MAX_RUNS} runs")
+
+
+def compared(run: RunFolder, to: Path) -> int:
+    """Hold every sampled token of a run against its snapshot; how many trajectories had turns of
+    several."""
     audit = penstock("audit", str(run.path), "--json")
     assert audit.returncode == 0, audit.stdout + audit.stderr
     with sqlite3.connect(run.path / "ledger" / "ledger.db") as database:
-        folders = snapshots(database, run.path / "weights", tmp_path / "snapshots")
+        folders = snapshots(database, run.path / "weights", to)
         trajectories = list(trained_trajectories(database, run.path / "ledger"))
     assert len(trajectories) == STEPS * 2
     worst, num_tokens, num_mixed = 0.0, 0, 0
@@ -145,5 +158,4 @@ def test_a_plain_openai_script_is_trained_token_by_token(tmp_path: Path) -> None
     print(f"{num_tokens} tokens, {num_mixed} trajectories across a swap, worst {worst:.2e}")
     assert worst < 1e-4
     assert num_tokens > 1000
-    if not num_mixed:  # a matter of timing; what was sampled was compared all the same
-        pytest.skip("no weights changed in mid-answer this time: that part was not seen")
+    return num_mixed

@@ -39,6 +39,9 @@ PULL_S = 20.0
 CATCH_UP_S = 5.0
 BEAT_S = 2.0
 """Home hears from a partition so often, also when there is nothing to say."""
+GATHER_S = 0.02
+"""Between two letters of one direction: what comes meanwhile goes with the next one, and a busy
+partition costs home no more calls than a quiet one."""
 
 
 class HomeCalls(Protocol):
@@ -125,8 +128,8 @@ class PartitionService:
             await self.process.ledger.flush()  # home must never know what we could forget
             answer = await self._home.push(index, self._letter(messages))
             beat_at = self.process.clock() + BEAT_S
-            self._link.acknowledged(answer.received)
-            await self.process.settle()
+            self._link.acknowledged(answer.received)  # written with whatever comes next
+            await asyncio.sleep(GATHER_S)
 
     def _letter(self, messages: tuple[Numbered, ...]) -> LinkPush:
         return LinkPush(life=self._life, messages=messages, figures=self.figures())
@@ -136,8 +139,8 @@ class PartitionService:
         waits for: home to have something new · woken by: its answer"""
         while True:
             answer = await self._pull_once(PULL_S)
-            if answer.finished and not answer.messages:
-                await asyncio.sleep(1.0)  # home answers at once then; no hurry any more
+            over = answer.finished and not answer.messages
+            await asyncio.sleep(1.0 if over else GATHER_S)  # a finished run answers at once
 
     async def _pull_once(self, wait_s: float) -> LinkPulled:
         request = LinkPull(life=self._life, received=self._link.num_received, wait_s=wait_s)

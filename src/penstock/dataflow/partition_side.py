@@ -105,8 +105,7 @@ class PartitionSide:
         give_up_at = process.hold_until(body.wait_s)
         self._require(index, body.life)
         link = self._board.links[index]
-        link.acknowledged(body.received)
-        await process.settle()
+        link.acknowledged(body.received)  # written with whatever comes next
         while True:
             change = process.changed
             self._require(index, body.life)

@@ -4,12 +4,15 @@ if something had not been."""
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.contract.running import small_config
 
+from penstock.dataflow.build import build
 from penstock.dataflow.records import SourceRecord
 from penstock.dataflow.tables import open_tables
 from penstock.errors import StoreError
@@ -41,6 +44,14 @@ def root_page(folder: Path, table: str) -> int:
     return (page - 1) * size
 
 
+def drop_records(folder: Path, table: str, *, keep: int) -> None:
+    """One byte says how many records the page has."""
+    at = root_page(folder, table) + 4
+    with (folder / "ledger.db").open("r+b") as file:
+        file.seek(at)
+        file.write(keep.to_bytes(1, "big"))
+
+
 def test_whole_files_pass(folder: Path) -> None:
     tables = open_tables(folder)
     tables.verify()
@@ -49,15 +60,29 @@ def test_whole_files_pass(folder: Path) -> None:
 
 
 def test_a_record_that_fell_out_of_its_page_is_missed(folder: Path) -> None:
-    at = root_page(folder, "sources") + 4  # how many cells this page has
-    with (folder / "ledger.db").open("r+b") as file:
-        file.seek(at)
-        file.write((len(SOURCES) - 4).to_bytes(1, "big"))
+    drop_records(folder, "sources", keep=len(SOURCES) - 4)
     tables = open_tables(folder)
     assert len(tables.read(SourceRecord)) < len(SOURCES), "no checksum tells"
     with pytest.raises(StoreError, match="damaged"):
         tables.verify()
     tables.close()
+
+
+async def test_a_service_that_finds_such_damage_ends(tmp_path: Path) -> None:
+    config = small_config(groups_per_batch=1, steps=9)
+    service = build(config, tmp_path)
+    service.process.ledger.tables.commit(SOURCES)
+    service.close()
+    drop_records(tmp_path, "sources", keep=len(SOURCES) - 4)
+    service = build(config, tmp_path)
+    ended = asyncio.get_running_loop().create_future()
+    service.process.ledger.on_failure = ended.set_result
+    loops = asyncio.create_task(service.run_timers())
+    async with asyncio.timeout(20):
+        assert "damaged" in str(await ended)
+    with pytest.raises(ExceptionGroup):
+        await loops
+    service.close()
 
 
 @pytest.mark.parametrize("made_up", ["0", "NULL"])
