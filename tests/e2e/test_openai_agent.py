@@ -120,7 +120,7 @@ def recomputed(trajectory: Trajectory, folder: Path) -> tuple[torch.Tensor, torc
 
 @pytest.mark.timeout(900)
 def test_a_plain_openai_script_is_trained_token_by_token(tmp_path: Path) -> None:
-    """Whether weights change in mid-answer is a matter of timing: a run that saw none is followed by
+    """Whether weights change in mid-answer is a matter of timing: after a run that saw none comes
     another."""
     for attempt in range(MAX_RUNS):
         folder = tmp_path / str(attempt)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of weight deltas, in NumPy on bit patterns: what changed, and by how much.
+
+Owns the find and apply loops, which `fast` has compiled, and the small packings both sides share.
+A difference is taken on the monotone map of a float's bits (neighbouring floats are neighbouring
+integers, −0 and +0 included), modulo 2^n. Map and difference are bijections, so every pattern
+comes back exactly: NaN payloads, infinities, denormals. Knows no streams and no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+BITS: Mapping[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+"""Item sizes that have a sparse form; the others are sent whole or not at all."""
+ESCAPE_GAP = 255
+"""A gap byte of this value says: the rest of the gap is the next far gap."""
+ESCAPE_CODE = 3
+"""A two-bit code of this value says: the rest of the difference is the next big one."""
+CHUNK_BYTES = 1 << 19
+"""Compared at a time; two of them and the scratch fit a core's cache."""
+
+Bits = NDArray[Any]
+"""A one-dimensional array of bit patterns: uint16 or uint32."""
+Bytes = NDArray[np.uint8]
+Positions = NDArray[np.int64]
+Far = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """The changes of one chunk, small enough to keep those of a whole tensor."""
+
+    num_elements: int
+    num_changed: int
+    lead: int
+    """Unchanged elements before the first change; all of them if nothing changed."""
+    trail: int
+    """Unchanged elements after the last change."""
+    gaps: Bytes
+    """Unchanged elements before each change but the first, escaped at 255."""
+    far: Far
+    codes: Bytes
+    """Zigzag difference minus one (it is never zero), escaped at 3; one code to a byte."""
+    big: Bits
+
+    @property
+    def num_bytes(self) -> int:
+        """What the streams of these changes take before compression, about."""
+        return self.num_changed + self.num_changed // 4 + self.far.nbytes + self.big.nbytes
+
+
+class Loops(Protocol):
+    """The inner loops; whoever runs them, the results are the same to the last bit."""
+
+    def find(self, base: Bits, new: Bits) -> Changes:
+        """What differs between two chunks of the same length."""
+        ...
+
+    def walk(self, gaps: Bytes, far: Far, digits: Bytes, shift: int, last: int) -> Positions:
+        """Ascending positions from gaps, after `last`.
+
+        Each gap byte of 255 takes the next of `far`. `digits` are the lowest bits of each gap,
+        below the `shift`; there are none if it is 0.
+        """
+        ...
+
+    def zigzags(self, codes: Bytes, big: Bits) -> Bits:
+        """Zigzag differences from codes; each code of 3 takes the next of `big`."""
+        ...
+
+    def apply(self, target: Bits, positions: Positions, zigzags: Bits) -> None:
+        """Add the differences in place; positions are inside the target, each once."""
+        ...
+
+
+class NumpyLoops:
+    def find(self, base: Bits, new: Bits) -> Changes:
+        positions = _differing(base, new)
+        if not len(positions):
+            return unchanged(new)
+        zigzags = _zigzag(_monotone(new[positions]) - _monotone(base[positions]))
+        gaps, far = split_gaps(np.diff(positions) - 1)
+        codes = np.minimum(zigzags - 1, ESCAPE_CODE).astype(np.uint8)
+        return Changes(
+            num_elements=len(new),
+            num_changed=len(positions),
+            lead=int(positions[0]),
+            trail=len(new) - 1 - int(positions[-1]),
+            gaps=gaps,
+            far=far,
+            codes=codes,
+            big=zigzags[codes == ESCAPE_CODE] - (ESCAPE_CODE + 1),
+        )
+
+    def walk(self, gaps: Bytes, far: Far, digits: Bytes, shift: int, last: int) -> Positions:
+        steps = merge_gaps(gaps, far)
+        if shift:
+            steps <<= shift
+            steps += digits
+        steps += 1
+        steps[0] += last
+        return np.cumsum(steps, out=steps)
+
+    def zigzags(self, codes: Bytes, big: Bits) -> Bits:
+        merged = codes.astype(big.dtype) + 1
+        if len(big):
+            merged[codes == ESCAPE_CODE] += big
+        return merged
+
+    def apply(self, target: Bits, positions: Positions, zigzags: Bits) -> None:
+        target[positions] = _monotone(_monotone(target[positions]) + _unzigzag(zigzags))
+
+
+def unchanged(new: Bits) -> Changes:
+    return Changes(
+        num_elements=len(new),
+        num_changed=0,
+        lead=len(new),
+        trail=0,
+        gaps=np.empty(0, np.uint8),
+        far=np.empty(0, np.int64),
+        codes=np.empty(0, np.uint8),
+        big=np.empty(0, new.dtype),
+    )
+
+
+def join_gaps(chunks: Iterable[Changes]) -> tuple[list[Bytes], list[Far]]:
+    """Gap bytes and far gaps of consecutive chunks, those over their borders included."""
+    gaps: list[Bytes] = []
+    far: list[Far] = []
+    carry = 0
+    for chunk in chunks:
+        if not chunk.num_changed:
+            carry += chunk.lead
+            continue
+        for part in (split_gaps(np.array([carry + chunk.lead])), (chunk.gaps, chunk.far)):
+            gaps.append(part[0])
+            far.append(part[1])
+        carry = chunk.trail
+    return gaps, far
+
+
+def split_gaps(gaps: NDArray[np.int64]) -> tuple[Bytes, Far]:
+    escaped = gaps[gaps >= ESCAPE_GAP] - ESCAPE_GAP
+    return np.minimum(gaps, ESCAPE_GAP).astype(np.uint8), escaped
+
+
+def merge_gaps(gaps: Bytes, far: Far) -> NDArray[np.int64]:
+    merged = gaps.astype(np.int64)
+    if len(far):
+        merged[gaps == ESCAPE_GAP] += far
+    return merged
+
+
+def join_codes(chunks: Iterable[Changes]) -> Bytes:
+    """Codes of consecutive chunks, packed across their borders."""
+    packed: list[Bytes] = []
+    rest = np.empty(0, np.uint8)
+    for chunk in chunks:
+        codes = np.concatenate([rest, chunk.codes])
+        num_even = len(codes) // 4 * 4
+        packed.append(pack_pairs(codes[:num_even]))
+        rest = codes[num_even:]
+    return np.concatenate([*packed, pack_pairs(rest)])
+
+
+def pack_pairs(values: NDArray[Any]) -> Bytes:
+    """Numbers 0–3, four to a byte, the first in the lowest bits; the last byte filled with 0."""
+    padded = np.zeros(-(-len(values) // 4) * 4, np.uint8)
+    padded[: len(values)] = values
+    # Four bytes abcd times this sum of powers has a|b<<2|c<<4|d<<6 in its highest byte.
+    folded = padded.view("<u4") * np.uint32(1 << 24 | 1 << 18 | 1 << 12 | 1 << 6)
+    return (folded >> np.uint32(24)).astype(np.uint8)
+
+
+_UNPACKED = (
+    (np.arange(256, dtype=np.uint8)[:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & np.uint8(3)
+).view("<u4")[:, 0]
+
+
+def unpack_pairs(packed: Bytes, num_values: int) -> Bytes:
+    return _UNPACKED[packed].view(np.uint8)[:num_values]
+
+
+def count_threes(packed: Bytes) -> int:
+    return int(np.bitwise_count(packed & packed >> np.uint8(1) & np.uint8(0x55)).sum())
+
+
+def sum_pairs(packed: Bytes) -> int:
+    twos, ones = packed & np.uint8(0xAA), packed & np.uint8(0x55)
+    return int(2 * np.bitwise_count(twos).sum() + np.bitwise_count(ones).sum())
+
+
+def to_planes(values: NDArray[Any]) -> list[Bytes]:
+    """Byte planes, lowest first: as many as the largest value needs, none for no values."""
+    if not len(values):
+        return []
+    num_planes = max(1, (int(values.max()).bit_length() + 7) // 8)
+    rows = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
+    return [np.ascontiguousarray(rows[:, plane]) for plane in range(num_planes)]
+
+
+def from_planes(planes: Sequence[Bytes], part: slice, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The values that these places of the planes hold."""
+    if not planes:
+        return np.empty(0, dtype)
+    values = np.zeros((len(planes[0][part]), dtype.itemsize), np.uint8)
+    for number, plane in enumerate(planes):
+        values[:, number] = plane[part]
+    return values.view(dtype)[:, 0]
+
+
+def _differing(base: Bits, new: Bits) -> Positions:
+    """Compared eight bytes at a time: most words are equal, and few are looked at again."""
+    per_word = 8 // new.itemsize
+    num_paired = len(new) // per_word * per_word
+    base_words, new_words = base[:num_paired].view("<u8"), new[:num_paired].view("<u8")
+    words = np.flatnonzero(base_words != new_words)
+    inside = np.flatnonzero((base_words[words] ^ new_words[words]).view(new.dtype))
+    positions = words[inside // per_word] * per_word + inside % per_word
+    if num_paired == len(new):
+        return positions
+    rest = np.flatnonzero(base[num_paired:] != new[num_paired:]) + num_paired
+    return np.concatenate([positions, rest])
+
+
+def _monotone(bits: Bits) -> Bits:
+    """Sign and magnitude to two's complement, in the order of the floats; its own inverse."""
+    return bits ^ (_sign(bits) >> bits.dtype.type(1))
+
+
+def _sign(bits: Bits) -> Bits:
+    """All ones where the highest bit is set, else zero."""
+    return -(bits >> bits.dtype.type(8 * bits.itemsize - 1))
+
+
+def _zigzag(difference: Bits) -> Bits:
+    """0, −1, 1, −2, 2 … to 0, 1, 2, 3, 4 …"""
+    return (difference << difference.dtype.type(1)) ^ _sign(difference)
+
+
+def _unzigzag(zigzags: Bits) -> Bits:
+    one = zigzags.dtype.type(1)
+    return (zigzags >> one) ^ -(zigzags & one)
