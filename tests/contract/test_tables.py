@@ -19,8 +19,6 @@ from penstock.config.passwords import PASSWORD_ENV, password_in, without_passwor
 from penstock.dataflow.records import (
     FORMAT,
     BatchRecord,
-    BundleRecord,
-    ColumnRecord,
     Erasure,
     FateRecord,
     FateState,
@@ -29,6 +27,7 @@ from penstock.dataflow.records import (
     RowRecord,
     SourceRecord,
 )
+from penstock.dataflow.row_records import BundleRecord, ColumnRecord
 from penstock.dataflow.tables import METADATA, BundleMove, ColumnMove, RowMove, Tables, open_tables
 from penstock.errors import StoreError
 from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId

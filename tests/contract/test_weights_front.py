@@ -56,6 +56,7 @@ def paths(tmp_path: Path) -> list[str]:
     return [
         f"/v1/manifests/{manifest_digest(tmp_path)}",
         f"/v1/blobs/{blob_digest(tmp_path)}",
+        f"/v1/deltas/{blob_digest(tmp_path)}?bytes=1&from={'0' * 64}",
         "/metrics",
         "/openapi.json",
     ]
@@ -257,3 +258,14 @@ async def test_metrics_count_reads(
     text = (await http.get("/metrics", headers=bearer(signer, Role.READER))).text
     assert 'penstock_weights_requests_total{kind="blob",role="rollout"} 1.0' in text
     assert 'penstock_weights_requests_total{kind="manifest",role="rollout"} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    "query", ["", "bytes=1", "bytes=1&from=../../keys", "bytes=-1&from={0}", "bytes=one&from={0}"]
+)
+async def test_questions_for_deltas_are_checked(
+    tmp_path: Path, signer: Signer, http: httpx2.AsyncClient, query: str
+) -> None:
+    path = f"/v1/deltas/{blob_digest(tmp_path)}?{query.format('0' * 64)}"
+    assert (await http.get(path, headers=bearer(signer))).status_code == 400
+    assert (await http.get("/v1/deltas/..%2f..%2fkeys", headers=bearer(signer))).status_code >= 400

@@ -18,7 +18,6 @@ from tests.sim.slot_laws import SlotLaws, require
 from penstock.dataflow.records import (
     BatchRecord,
     CheckpointRecord,
-    ColumnRecord,
     CommitRecord,
     CompletionRecord,
     FateRecord,
@@ -32,6 +31,7 @@ from penstock.dataflow.records import (
     SourceRecord,
     VersionRecord,
 )
+from penstock.dataflow.row_records import ColumnRecord
 from penstock.types import GroupId, Manifest, PolicyName
 from penstock.wire.codec import decode
 

@@ -27,11 +27,11 @@ from penstock.dataflow.process import Outbox
 from penstock.dataflow.records import (
     BatchRecord,
     CheckpointRecord,
-    ColumnRecord,
     FreedRecord,
     IssuedRecord,
     PartitionRecord,
 )
+from penstock.dataflow.row_records import ColumnRecord
 from penstock.dataflow.switchboard import Switchboard
 from penstock.errors import Conflict, Fenced, WireError
 from penstock.types import PolicyName, RowId

@@ -15,15 +15,12 @@ from penstock.dataflow.columns import Columns
 from penstock.dataflow.pages import TablePages, readers_left
 from penstock.dataflow.payloads import MemoryPayloads
 from penstock.dataflow.readers import Readers
-from penstock.dataflow.records import (
+from penstock.dataflow.records import Erasure, FreedRecord, Record, RowRecord
+from penstock.dataflow.row_records import (
     BundleRecord,
     ColumnRecord,
-    Erasure,
-    FreedRecord,
     ItemRecord,
     ReaderRecord,
-    Record,
-    RowRecord,
     SpaceRecord,
     TakeRecord,
 )

@@ -14,7 +14,6 @@ from tests.sim.disk import Disk
 
 from penstock.dataflow.protocol import DeliveryStatus, Grant
 from penstock.dataflow.records import (
-    ColumnRecord,
     CompletionRecord,
     DecisionRecord,
     GrantRecord,
@@ -26,6 +25,7 @@ from penstock.dataflow.records import (
     RowRecord,
     SourceRecord,
 )
+from penstock.dataflow.row_records import ColumnRecord
 from penstock.types import GroupId, NodeId, RowId
 
 GOOD = ("completed", "truncated")

@@ -22,7 +22,7 @@ from penstock.dataflow.bundles import Bundle, drafts
 from penstock.dataflow.cells import number_cell
 from penstock.dataflow.protocol import DeliveryStatus
 from penstock.dataflow.readers import RowGrant
-from penstock.dataflow.records import BundleRecord, ColumnRecord, TakeRecord
+from penstock.dataflow.row_records import BundleRecord, ColumnRecord, TakeRecord
 from penstock.dataflow.takes import Claim, On, ReaderTerms
 from penstock.types import RowId
 

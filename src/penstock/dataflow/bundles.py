@@ -25,7 +25,7 @@ from penstock.dataflow.cells import (
     number_cell,
     require_short,
 )
-from penstock.dataflow.records import BundleRecord, ColumnRecord
+from penstock.dataflow.row_records import BundleRecord, ColumnRecord
 from penstock.dataflow.segments import Location
 from penstock.errors import StoreError
 from penstock.types import RowId

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from penstock.dataflow.protocol import DeliveryStatus
-from penstock.dataflow.records import ColumnRecord
+from penstock.dataflow.row_records import ColumnRecord
 from penstock.errors import BadRequest
 
 MAX_INLINE_BYTES = 1 << 20

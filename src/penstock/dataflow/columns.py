@@ -13,7 +13,8 @@ from typing import Generic, TypeVar
 
 from penstock.dataflow.bundles import Bundle, Draft, record_of
 from penstock.dataflow.cells import Cell
-from penstock.dataflow.records import BundleRecord, ColumnRecord, Erasure, ItemRecord, Journal
+from penstock.dataflow.records import Erasure, Journal
+from penstock.dataflow.row_records import BundleRecord, ColumnRecord, ItemRecord
 from penstock.dataflow.segments import Location
 from penstock.dataflow.tables import Tables
 from penstock.types import RowId

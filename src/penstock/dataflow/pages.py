@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.dataflow.columns import REWARD, TRAIN, TURNS
-from penstock.dataflow.records import ReaderRecord, TakeRecord
+from penstock.dataflow.row_records import ReaderRecord, TakeRecord
 from penstock.dataflow.tables import Tables
 from penstock.types import RowId
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from penstock.dataflow.cells import Cell, compare
 from penstock.dataflow.protocol import DeliveryStatus
-from penstock.dataflow.records import Erasure, Journal, ReaderRecord, TakeRecord
+from penstock.dataflow.records import Erasure, Journal
+from penstock.dataflow.row_records import ReaderRecord, TakeRecord
 from penstock.dataflow.shelf import Shelf
 from penstock.dataflow.takes import Claim, Lease, Reader, ReaderTerms, Take, TakeState
 from penstock.errors import Conflict, NotFound

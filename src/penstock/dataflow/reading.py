@@ -10,8 +10,9 @@ from typing import NamedTuple
 from penstock.dataflow.bundles import Bundle
 from penstock.dataflow.columns import ADMITTED, PART, PLACES, REWARD, TRAIN, TURNS, Place
 from penstock.dataflow.ledger import Ledger
-from penstock.dataflow.records import BundleRecord, ColumnRecord, RowRecord
+from penstock.dataflow.records import RowRecord
 from penstock.dataflow.row_protocol import BlobRef, FailedColumn, RowValues, Value
+from penstock.dataflow.row_records import BundleRecord, ColumnRecord
 from penstock.dataflow.segments import Location
 from penstock.errors import StoreError
 from penstock.types import RowId

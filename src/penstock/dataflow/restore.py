@@ -25,7 +25,6 @@ from penstock.dataflow.partition import Partition
 from penstock.dataflow.partition_host import PartitionHost
 from penstock.dataflow.records import (
     BatchRecord,
-    ColumnRecord,
     CommitRecord,
     CompletionRecord,
     DeadSlotRecord,
@@ -47,6 +46,7 @@ from penstock.dataflow.records import (
     WasteRecord,
 )
 from penstock.dataflow.retention import pinned_batches
+from penstock.dataflow.row_records import ColumnRecord
 from penstock.dataflow.tables import Tables
 from penstock.dataflow.versions import Lineage
 from penstock.types import GroupId, PolicyName, RowId

@@ -19,7 +19,7 @@ from penstock.dataflow.blobs import MAX_BLOB_BYTES, BlobStore
 from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.payloads import SegmentPayloads
 from penstock.dataflow.protocol import RowPayload, RowsAnswer
-from penstock.dataflow.records import ColumnRecord
+from penstock.dataflow.row_records import ColumnRecord
 from penstock.dataflow.segments import Location
 from penstock.errors import NotFound, StoreError
 from penstock.types import RowId

@@ -28,7 +28,7 @@ from penstock.dataflow.process import IsGone, Process, stays
 from penstock.dataflow.protocol import DeliveryStatus
 from penstock.dataflow.readers import Readers, Status
 from penstock.dataflow.reading import RowReading
-from penstock.dataflow.records import ColumnRecord, RowRecord
+from penstock.dataflow.records import RowRecord
 from penstock.dataflow.row_protocol import (
     BlobRef,
     ColumnOutcome,
@@ -52,6 +52,7 @@ from penstock.dataflow.row_protocol import (
     Stored,
     Value,
 )
+from penstock.dataflow.row_records import ColumnRecord
 from penstock.dataflow.shelf import Shelf
 from penstock.dataflow.spaces import PutResult, Spaces
 from penstock.dataflow.takes import Claim, ReaderTerms

@@ -15,7 +15,8 @@ from penstock.dataflow.cells import Cell, failed_cell, number_cell
 from penstock.dataflow.columns import ADMITTED, TRAIN, Columns
 from penstock.dataflow.completion import Landed
 from penstock.dataflow.pages import PagedRow, Pages, ReadersLeft
-from penstock.dataflow.records import ColumnRecord, Erasure, Journal, TakeRecord
+from penstock.dataflow.records import Erasure, Journal
+from penstock.dataflow.row_records import ColumnRecord, TakeRecord
 from penstock.dataflow.takes import On, Reader, Take, TakeState, lease_of, reader_of
 from penstock.types import RowId
 

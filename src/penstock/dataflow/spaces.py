@@ -13,7 +13,8 @@ from penstock.dataflow.bundles import Draft, Values
 from penstock.dataflow.cells import Cell, compare
 from penstock.dataflow.columns import COLUMN_BYTES, RESERVED, TRAIN, Columns
 from penstock.dataflow.protocol import DeliveryStatus
-from penstock.dataflow.records import ColumnRecord, Journal, SpaceRecord
+from penstock.dataflow.records import Journal
+from penstock.dataflow.row_records import ColumnRecord, SpaceRecord
 from penstock.dataflow.shelf import Shelf
 from penstock.dataflow.tables import Tables
 from penstock.errors import BadRequest, Forbidden, NotFound, StorageFull

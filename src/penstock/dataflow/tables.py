@@ -29,16 +29,14 @@ from penstock.dataflow.asking import Asking
 from penstock.dataflow.postgres import array, connect
 from penstock.dataflow.records import (
     RECORDS,
-    BundleRecord,
-    ColumnRecord,
     Erasure,
     FateRecord,
     GroupRecord,
     IssuedRecord,
-    ItemRecord,
     Record,
     RowRecord,
 )
+from penstock.dataflow.row_records import BundleRecord, ColumnRecord, ItemRecord
 from penstock.dataflow.wal import refuse_damage
 from penstock.errors import StoreError
 from penstock.types import RowId

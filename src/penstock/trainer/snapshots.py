@@ -52,6 +52,7 @@ class Snapshots:
             if path.name not in _NOT_SERVED:
                 _link(path, self._folder / path.name)
         self._dtype = _dtype(model_folder)
+        self._last: StoredVersion | None = None
 
     @property
     def static(self) -> list[Path]:
@@ -61,7 +62,10 @@ class Snapshots:
     def put(self, weights: Mapping[str, Tensor], number: int) -> StoredVersion:
         """Store these weights as a version; publishing it is the ledger's business."""
         folder = self.write(weights)
-        return put_snapshot(self._store_root, folder, policy=self._policy, number=number)
+        self._last = put_snapshot(
+            self._store_root, folder, policy=self._policy, number=number, after=self._last
+        )
+        return self._last
 
     def write(self, weights: Mapping[str, Tensor]) -> Path:
         """The folder with these weights, in the precision its config.json names."""

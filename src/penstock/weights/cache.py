@@ -14,12 +14,14 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import AsyncGenerator, Collection, Generator
+from collections.abc import AsyncGenerator, Collection, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from penstock.errors import WeightsError
-from penstock.weights.manifest import FileEntry, SnapshotManifest
+from penstock.weights.chain import DeltaEntry
+from penstock.weights.file_delta import apply_delta
+from penstock.weights.manifest import FileEntry, SnapshotManifest, is_digest
 from penstock.weights.store import open_regular
 from penstock.weights.tensors import Scan, scan
 
@@ -27,6 +29,8 @@ LOCK_POLL_S = 0.02
 RESUMABLE_S = 3600.0
 """A cut-off blob nobody touched for so long is not worth resuming."""
 PARTIAL = ".partial"
+MAX_BASES = 64
+"""As many as a front looks at."""
 
 
 class BlobCache:
@@ -61,6 +65,38 @@ class BlobCache:
         if found is None:
             path.unlink(missing_ok=True)
         return found
+
+    def alike(self, file: FileEntry) -> list[str]:
+        """Blobs from which a delta to this one may lead: weights of the same size."""
+        if not file.name.endswith(".safetensors"):
+            return []
+        return sorted(
+            blob.name
+            for blob in self._blobs.iterdir()
+            if is_digest(blob.name) and blob.stat().st_size == file.bytes
+        )[:MAX_BASES]
+
+    def make(self, file: FileEntry, steps: Sequence[DeltaEntry]) -> Scan:
+        """The blob from one that is here, along deltas that are here; WeightsError if they lead
+        elsewhere."""
+        base = self._blobs / steps[0].base
+        made: list[Path] = []
+        try:
+            for step in steps:
+                path = self._blobs / f"{secrets.token_hex(8)}{PARTIAL}"
+                made.append(path)
+                with open_regular(self._blobs / step.blob) as delta:
+                    apply_delta(base, delta, path, base_blob=step.base)
+                base = path
+            found = _verify(base, file)
+            if found is None:
+                raise WeightsError(f"{file.name}: its deltas lead to other bytes than {file.blob}")
+            base.chmod(0o444)
+            base.rename(self._blobs / file.blob)
+            return found
+        finally:
+            for path in made:
+                path.unlink(missing_ok=True)
 
     @asynccontextmanager
     async def partial(self, file: FileEntry) -> AsyncGenerator[Partial]:

@@ -11,11 +11,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import structlog
 
 from penstock.errors import BadRequest, NotFound, TooLarge, WeightsError, boundary
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.cache import BlobCache
+from penstock.weights.chain import Way, leads_to
+from penstock.weights.file_delta import has_one_layout, make_delta
 from penstock.weights.manifest import (
     MAX_MANIFEST_BYTES,
     FileEntry,
@@ -30,6 +35,8 @@ from penstock.weights.manifest import (
 from penstock.weights.store import DirectoryStore, open_regular
 from penstock.weights.tensors import PIECE_BYTES, Scan, TensorEntry
 from penstock.wire.client import AsyncCaller
+
+log = structlog.get_logger(__name__)
 
 MAX_TRIES = 3
 """How often a damaged blob or manifest is fetched before the version is given up."""
@@ -50,11 +57,17 @@ class StoredVersion:
 
 
 def put_snapshot(
-    store_root: Path, folder: Path, *, policy: PolicyName, number: int
+    store_root: Path,
+    folder: Path,
+    *,
+    policy: PolicyName,
+    number: int,
+    after: StoredVersion | None = None,
 ) -> StoredVersion:
     """Put a Hugging Face folder into the store; lasting when this returns, but not published.
 
     Takes the files directly in it that a snapshot may carry: weights, config, tokenizer, template.
+    `after` is the version that most nodes have: they get what changed since.
     """
     names = sorted(entry.name for entry in folder.iterdir() if is_file_name(entry.name))
     if not any(name.endswith(".safetensors") for name in names):
@@ -73,8 +86,23 @@ def put_snapshot(
             [tensor for found in scans.values() for tensor in found.tensors],
         )
         store.sync_blobs()
+        if after is not None:
+            _put_deltas(store, parse_manifest(store.read_manifest(after.manifest_digest)), manifest)
         digest = store.put_manifest(encode_manifest(manifest))
     return StoredVersion(manifest_digest=digest, weights_digest=manifest.weights_digest)
+
+
+def _put_deltas(store: DirectoryStore, old: SnapshotManifest, new: SnapshotManifest) -> None:
+    """Between files of one name and layout; others travel whole."""
+    bases = {file.name: file for file in old.files if file.name.endswith(".safetensors")}
+    for file in new.files:
+        base = bases.get(file.name)
+        if base is None or base.bytes != file.bytes or base.blob == file.blob:
+            continue
+        paths = store.blob_path(base.blob), store.blob_path(file.blob)
+        if has_one_layout(*paths):
+            make = partial(make_delta, *paths, base_blob=base.blob, target_blob=file.blob)
+            store.put_delta(base.blob, file.blob, make)
 
 
 def _put_file(store: DirectoryStore, path: Path) -> Scan:
@@ -154,7 +182,39 @@ async def _bring_all(
 
 
 async def _bring(caller: AsyncCaller, blobs: BlobCache, file: FileEntry) -> Scan:
-    """The verified blob is in the cache when this returns."""
+    """The verified blob is in the cache when this returns: it was there, or its deltas came, or the
+    whole of it."""
+    if blobs.has(file) and (found := await asyncio.to_thread(blobs.check, file)) is not None:
+        return found
+    try:
+        if (found := await _bring_changes(caller, blobs, file)) is not None:
+            return found
+    except WeightsError as error:
+        log.warning("a delta was of no use; the whole file is fetched", file=file.name, why=error)
+    return await _bring_whole(caller, blobs, file)
+
+
+async def _bring_changes(caller: AsyncCaller, blobs: BlobCache, file: FileEntry) -> Scan | None:
+    """From a file in the cache along deltas; None when there is no such way."""
+    have = await asyncio.to_thread(blobs.alike, file)
+    if not have:
+        return None
+    path = f"/v1/deltas/{file.blob}?bytes={file.bytes}&from={','.join(have)}"
+    try:
+        way = await caller.call("GET", path, None, Way)
+    except (BadRequest, NotFound):
+        return None  # a front that knows no deltas
+    if not leads_to(file.blob, way.steps, have, below=file.bytes):
+        return None
+    deltas = [
+        FileEntry(name=f"{file.name} from {step.base[:12]}", blob=step.blob, bytes=step.bytes)
+        for step in way.steps
+    ]
+    await _bring_all(caller, blobs, deltas)
+    return await asyncio.to_thread(blobs.make, file, way.steps)
+
+
+async def _bring_whole(caller: AsyncCaller, blobs: BlobCache, file: FileEntry) -> Scan:
     for _ in range(MAX_TRIES):
         if blobs.has(file) and (found := await asyncio.to_thread(blobs.check, file)) is not None:
             return found

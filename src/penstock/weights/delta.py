@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import msgspec
 
@@ -51,6 +51,11 @@ _LENGTH = struct.Struct("<I")
 _LENGTHS = struct.Struct("<II")
 """Of a frame's head: unpacked, packed. Both are zero at the end of the delta."""
 
+
+class Writable(Protocol):
+    def write(self, data: bytes | memoryview, /) -> object: ...
+
+
 Tensor = tuple[str, int, memoryview | None, memoryview]
 """Name, bytes of an item, raw bytes in the base (None if it has no such tensor), raw new bytes."""
 
@@ -59,9 +64,9 @@ Tensor = tuple[str, int, memoryview | None, memoryview]
 class DeltaHeader:
     format: int
     base: str
-    """Manifest digest of the version it starts from."""
+    """Digest of what it starts from."""
     target: str
-    """Manifest digest of the version it leads to."""
+    """Digest of what it leads to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +100,7 @@ _head_decoder = msgspec.msgpack.Decoder(_Head)
 
 
 def write_delta(
-    out: BinaryIO, base_digest: str, target_digest: str, tensors: Iterable[Tensor]
+    out: Writable, base_digest: str, target_digest: str, tensors: Iterable[Tensor]
 ) -> None:
     """Every tensor of the target version, each once; holds on to few of them at a time."""
     header = msgspec.json.encode(
@@ -156,7 +161,7 @@ class _Shared:
         return self.num_bytes >= SHARED_BYTES or len(self.names) == MAX_SHARING
 
 
-def _write_shared(out: BinaryIO, item_bytes: int, shared: _Shared) -> _Shared:
+def _write_shared(out: Writable, item_bytes: int, shared: _Shared) -> _Shared:
     if shared.names:
         payload = encode_found(shared.found)
         assert payload is not None, "tensors with few changes have a small sparse form"
@@ -164,7 +169,7 @@ def _write_shared(out: BinaryIO, item_bytes: int, shared: _Shared) -> _Shared:
     return _Shared()
 
 
-def _write_frame(out: BinaryIO, names: list[str], item_bytes: int, payload: Payload) -> None:
+def _write_frame(out: Writable, names: list[str], item_bytes: int, payload: Payload) -> None:
     head = msgspec.msgpack.encode(
         _Head(
             names=tuple(names),
@@ -207,7 +212,7 @@ def read_delta(source: BinaryIO, sizes: Mapping[str, int]) -> tuple[DeltaHeader,
             f"delta has format {header.format}, this penstock reads {FORMAT}; update the node"
         )
     if not is_digest(header.base) or not is_digest(header.target):
-        raise WeightsError("delta: header names no valid manifest digests")
+        raise WeightsError("delta: header names no valid digests")
     return header, _read_frames(source, sizes)
 
 

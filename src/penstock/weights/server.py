@@ -23,6 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.errors import BadRequest, NotFound, WeightsError
 from penstock.observe.prometheus import MEDIA_TYPE, exposition, new_registry
+from penstock.weights.chain import Way
+from penstock.weights.manifest import is_digest
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Role, Verifier
 from penstock.wire.codec import JSON
@@ -34,6 +36,10 @@ READERS = frozenset(Role) - {Role.SESSION}
 PIECE_BYTES = 1 << 20
 OCTETS = "application/octet-stream"
 RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{0,18})|-(\d{1,18}))")
+
+
+MAX_BASES = 64
+MAX_DIGITS = 18
 
 
 def build(store_root: Path, verifier: Verifier) -> Starlette:
@@ -52,6 +58,16 @@ def build(store_root: Path, verifier: Verifier) -> Starlette:
             handler=front.blob,
             roles=READERS,
             summary="The blob with this BLAKE3; a Range of bytes may be asked for.",
+        ),
+        Route(
+            method="GET",
+            path="/v1/deltas/{digest}",
+            handler=front.deltas,
+            roles=READERS,
+            response=Way,
+            query=("from", "bytes"),
+            summary="Deltas that lead to the blob with this BLAKE3, of `bytes` bytes, from one of "
+            "the blobs `from=DIGEST,DIGEST,…`; none when they would not be smaller.",
         ),
         Route(
             method="GET",
@@ -110,6 +126,17 @@ class Front:
         return BlobResponse(
             file, span, size, self._sent_bytes, is_part=bool(RANGE.fullmatch(asked))
         )
+
+    async def deltas(self, call: Call) -> Way:
+        have = call.query.get("from", "").split(",")
+        target, num_bytes = call.path["digest"], call.query.get("bytes", "")
+        if not all(map(is_digest, (target, *have))) or len(have) > MAX_BASES:
+            raise BadRequest(f"give 1 to {MAX_BASES} digests in 64 lower-case hex digits each")
+        if not (num_bytes.isascii() and num_bytes.isdecimal()) or len(num_bytes) > MAX_DIGITS:
+            raise BadRequest(f"bytes is {num_bytes[:20]!r}; give the size of the wanted blob")
+        way = await run_in_threadpool(self._store.way_to, target, int(num_bytes), have)
+        self._requests.labels("deltas", call.credential.role).inc()
+        return Way(steps=way)
 
     async def metrics(self, call: Call) -> object:
         return Raw(exposition(self._registry), MEDIA_TYPE)

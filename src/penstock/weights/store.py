@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory of immutable blobs and manifests, each under its own BLAKE3.
+"""A directory of immutable blobs and manifests, each under its own BLAKE3, and of deltas, which are
+blobs too, found by the two files between which they lead.
 
 Owns atomic, durable, create-if-absent writing and name-safe reading. Has no head and no authority:
 which version is current only the ledger knows. Nothing is ever overwritten, and a half-written file
@@ -12,17 +13,23 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+import msgspec
+from blake3 import blake3
+
 from penstock.errors import WeightsError
+from penstock.weights.chain import DeltaEntry, cheapest
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of, is_digest
 from penstock.weights.tensors import Scan, Sink, scan
 
 T = TypeVar("T")
 ABANDONED_S = 86_400.0
 """A file still incoming after a day belongs to a writer that died."""
+_entry_decoder = msgspec.json.Decoder(DeltaEntry)
 
 
 class DirectoryStore:
@@ -30,12 +37,13 @@ class DirectoryStore:
         self._root = root
         self._blobs = root / "blobs"
         self._manifests = root / "manifests"
+        self._deltas = root / "deltas"
         self._incoming = root / "incoming"
 
     def prepare(self) -> None:
         """Make the folders and drop what dead writers left; a reader needs neither."""
         if not self._manifests.is_dir():
-            for folder in (self._blobs, self._incoming, self._manifests):
+            for folder in (self._blobs, self._deltas, self._incoming, self._manifests):
                 folder.mkdir(parents=True, exist_ok=True)
             _sync_folder(self._root)
             _sync_folder(self._root.parent)
@@ -62,6 +70,44 @@ class DirectoryStore:
         digest = self._write(write, lambda digest: self._manifests / f"{digest}.json")
         _sync_folder(self._manifests)
         return digest
+
+    def put_delta(self, base: str, target: str, write: Callable[[Output], None]) -> DeltaEntry:
+        """Keep what `write` writes as the delta between these blobs, lasting when this returns."""
+
+        def fill(sink: Sink) -> Output:
+            out = Output(sink)
+            write(out)
+            return out
+
+        out = self._write(fill, lambda out: self._blobs / out.digest)
+        _sync_folder(self._blobs)
+        entry = DeltaEntry(base=base, target=target, blob=out.digest, bytes=out.num_bytes)
+        folder = self._deltas / target
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write(
+            lambda sink: sink(msgspec.json.encode(entry, order="sorted")),
+            lambda _: folder / f"{base}.json",
+        )
+        return entry
+
+    def deltas_to(self, target: str) -> list[DeltaEntry]:
+        """Those that lead to this blob; a damaged entry is as good as none."""
+        found: list[DeltaEntry] = []
+        try:
+            paths = sorted((self._deltas / target).iterdir())
+        except OSError:
+            return found
+        for path in paths:
+            with suppress(msgspec.MsgspecError, OSError):
+                found.append(_entry_decoder.decode(path.read_bytes()))
+        return found
+
+    def way_to(self, file: str, num_bytes: int, have: Collection[str]) -> tuple[DeltaEntry, ...]:
+        """Deltas from one of these blobs to this file, if they take less than its bytes."""
+        return cheapest(file, lambda blob: blob in have, self.deltas_to, below=num_bytes)
+
+    def blob_path(self, digest: str) -> Path:
+        return self._blobs / digest
 
     def open_blob(self, digest: str) -> BinaryIO:
         return _open(self._blobs, digest, "")
@@ -95,6 +141,25 @@ class DirectoryStore:
             return filled
         finally:
             temporary.unlink(missing_ok=True)
+
+
+class Output:
+    """What is written goes to a sink and into a digest."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.num_bytes = 0
+        self._sink = sink
+        self._hash = blake3()
+
+    def write(self, piece: bytes | memoryview) -> int:
+        self.num_bytes += len(piece)
+        self._hash.update(piece)
+        self._sink(bytes(piece))
+        return len(piece)
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
 
 
 def open_regular(path: Path) -> BinaryIO:

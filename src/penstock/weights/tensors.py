@@ -70,6 +70,32 @@ class Scan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Where a tensor lies in its file."""
+
+    dtype: str
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A safetensors file without its weights."""
+
+    head: bytes
+    """Everything before the first tensor."""
+    spans: Mapping[str, Span]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.head) + sum(span.num_bytes for span in self.spans.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Range:
     dtype: str
     shape: tuple[int, ...]
@@ -89,6 +115,21 @@ def check_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
             f"tensor {name}: {str(shape)[:80]} is no shape of at most {MAX_DIMS} sizes"
         )
     return math.prod(shape) * ITEM_BYTES[dtype]
+
+
+def read_layout(source: BinaryIO, name: str) -> Layout:
+    """From the front of a file; its weights are left unread."""
+    reading = _Reading(source, name, None)
+    length, header = _read_header(reading)
+    spans = {
+        tensor: Span(
+            dtype=found.dtype,
+            start=reading.num_bytes + found.data_offsets[0],
+            end=reading.num_bytes + found.data_offsets[1],
+        )
+        for tensor, found in parse_header(header, name)
+    }
+    return Layout(head=length + header, spans=spans)
 
 
 def scan(source: BinaryIO, name: str, sink: Sink | None = None) -> Scan:
@@ -132,14 +173,21 @@ class _Reading:
         return self._hash.hexdigest()
 
 
-def _scan_tensors(reading: _Reading) -> tuple[TensorEntry, ...]:
-    header_bytes = int.from_bytes(reading.exactly(8), "little")
+def _read_header(reading: _Reading) -> tuple[bytes, bytes]:
+    """Its length, and itself."""
+    length = reading.exactly(8)
+    header_bytes = int.from_bytes(length, "little")
     if not 2 <= header_bytes <= MAX_HEADER_BYTES:
         raise WeightsError(
             f"{reading.name}: header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} allowed; "
             "this is no safetensors file"
         )
-    ranges = parse_header(reading.exactly(header_bytes), reading.name)
+    return length, reading.exactly(header_bytes)
+
+
+def _scan_tensors(reading: _Reading) -> tuple[TensorEntry, ...]:
+    _, header = _read_header(reading)
+    ranges = parse_header(header, reading.name)
     tensors = tuple(_digest_tensor(reading, name, found) for name, found in ranges)
     if reading.take(1):
         raise WeightsError(f"{reading.name}: bytes after the last tensor belong to none")

@@ -19,7 +19,8 @@ from penstock.dataflow.bundles import INLINE_BYTES, drafts, record_of
 from penstock.dataflow.compaction import Compactor
 from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.reading import OpenBundle, RowReading
-from penstock.dataflow.records import BundleRecord, ColumnRecord, Erasure, FreedRecord, RowRecord
+from penstock.dataflow.records import Erasure, FreedRecord, RowRecord
+from penstock.dataflow.row_records import BundleRecord, ColumnRecord
 from penstock.dataflow.segments import Location
 from penstock.errors import StoreError
 from penstock.types import GroupId, NodeId, OutcomeKind, RowId

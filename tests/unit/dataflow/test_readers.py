@@ -12,7 +12,7 @@ from tests.sim.shelf_world import ShelfWorld
 from penstock.dataflow.cells import number_cell
 from penstock.dataflow.protocol import DeliveryStatus
 from penstock.dataflow.readers import RowGrant
-from penstock.dataflow.records import ColumnRecord, ReaderRecord
+from penstock.dataflow.row_records import ColumnRecord, ReaderRecord
 from penstock.dataflow.takes import NEXT_TAKE, Claim, On, ReaderTerms, Take, TakeState
 from penstock.errors import Conflict, NotFound
 from penstock.types import RowId

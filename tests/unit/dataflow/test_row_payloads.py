@@ -14,8 +14,9 @@ from penstock.dataflow.blobs import BlobStore
 from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.payloads import MemoryPayloads, SegmentPayloads
 from penstock.dataflow.protocol import RowsAnswer
-from penstock.dataflow.records import ColumnRecord, Record, RowRecord
+from penstock.dataflow.records import Record, RowRecord
 from penstock.dataflow.row_payloads import RowPayloads, Wanted
+from penstock.dataflow.row_records import ColumnRecord
 from penstock.dataflow.segments import HEADER, Location, segment_path
 from penstock.types import GroupId, NodeId, OutcomeKind, RowId
 from penstock.wire.codec import decode

@@ -12,7 +12,7 @@ from penstock.dataflow.bundles import Values, drafts
 from penstock.dataflow.cells import number_cell
 from penstock.dataflow.columns import COLUMN_BYTES
 from penstock.dataflow.protocol import DeliveryStatus
-from penstock.dataflow.records import ItemRecord
+from penstock.dataflow.row_records import ItemRecord
 from penstock.dataflow.takes import Claim, ReaderTerms
 from penstock.errors import BadRequest, Forbidden, NotFound, StorageFull
 from penstock.types import RowId

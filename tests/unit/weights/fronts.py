@@ -15,10 +15,13 @@ from starlette.routing import Route as StarletteRoute
 from tests.unit.weights.folders import write_folder
 
 from penstock.types import PolicyName, PublishedVersion
-from penstock.weights.client import put_snapshot
+from penstock.weights.chain import Way
+from penstock.weights.client import StoredVersion, put_snapshot
 from penstock.weights.server import build
+from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncCaller, connect
+from penstock.wire.codec import MSGPACK, encode
 from penstock.wire.server import server
 
 POLICY = PolicyName("policy")
@@ -51,8 +54,17 @@ async def real_front(tmp_path: Path) -> AsyncGenerator[AsyncCaller]:
 
 
 def put(tmp_path: Path, seed: int = 0, number: int = 0) -> PublishedVersion:
-    folder = write_folder(tmp_path / f"hf-{seed}", seed)
-    stored = put_snapshot(tmp_path / "store", folder, policy=POLICY, number=number)
+    return put_folder(tmp_path, write_folder(tmp_path / f"hf-{seed}", seed), number)
+
+
+def put_folder(
+    tmp_path: Path, folder: Path, number: int, after: PublishedVersion | None = None
+) -> PublishedVersion:
+    """`after`: there will be deltas from it."""
+    last = None
+    if after is not None:
+        last = StoredVersion(manifest_digest=after.manifest_digest, weights_digest="")
+    stored = put_snapshot(tmp_path / "store", folder, policy=POLICY, number=number, after=last)
     return PublishedVersion(
         policy=POLICY, incarnation=1, number=number, manifest_digest=stored.manifest_digest
     )
@@ -63,6 +75,11 @@ async def meddling(store: Path, touch: Touch) -> AsyncGenerator[AsyncCaller]:
     """A relay nobody should trust: passes what the store holds through `touch`."""
 
     async def answer(request: Request) -> Response:
+        if request.path_params["kind"] == "deltas":
+            have = request.query_params["from"].split(",")
+            size, target = int(request.query_params["bytes"]), request.path_params["digest"]
+            way = Way(steps=DirectoryStore(store).way_to(target, size, have))
+            return Response(await touch(request, encode(way)), media_type=MSGPACK)
         path = store / request.url.path.removeprefix("/v1/")
         if path.parent.name == "manifests":
             path = path.with_suffix(".json")

@@ -14,7 +14,6 @@ import msgspec
 
 from penstock.dataflow.recorded import Recorded
 from penstock.dataflow.records import (
-    ColumnRecord,
     CommitRecord,
     DecisionRecord,
     FateRecord,
@@ -24,6 +23,7 @@ from penstock.dataflow.records import (
     IssuedRecord,
     RowRecord,
 )
+from penstock.dataflow.row_records import ColumnRecord
 from penstock.dataflow.sources import Source
 from penstock.dataflow.supply import Supply
 from penstock.types import DropReason, GroupId, Outcome, PolicyName, RowId, RowSummary, Task

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions pulled as deltas: the same bytes as the whole, a fraction of them on the wire, and the
+whole whenever a delta is of no use."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from starlette.requests import Request
+from tests.unit.weights.folders import contents, weights_bytes
+from tests.unit.weights.fronts import meddling, put_folder, real_front
+
+from penstock.types import PublishedVersion
+from penstock.weights.client import pull
+from penstock.weights.manifest import FileEntry, parse_manifest
+from penstock.weights.store import DirectoryStore
+
+WEIGHTS = "model.safetensors"
+SHAPES = {"a.weight": (200, 300), "b.weight": (300,), "c.weight": (40_000,)}
+
+
+def write_version(folder: Path, number: int, share: float = 0.01) -> Path:
+    """Version 0, with a few changes more for each number."""
+    folder.mkdir(parents=True)
+    data = bytearray(weights_bytes(SHAPES, 1))
+    start = data.index(b"}}") + 2
+    draw = random.Random(0)
+    for _ in range(number * int(share * (len(data) - start) / 4)):
+        data[draw.randrange(start, len(data)) & ~3] ^= 1
+    (folder / WEIGHTS).write_bytes(bytes(data))
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    return folder
+
+
+def versions(tmp_path: Path, num: int) -> list[PublishedVersion]:
+    """Each with a delta from the one before."""
+    found: list[PublishedVersion] = []
+    for number in range(num):
+        folder = write_version(tmp_path / f"hf-{number}", number)
+        after = found[-1] if found else None
+        found.append(put_folder(tmp_path, folder, number, after))
+    return found
+
+
+def weights_file(tmp_path: Path, version: PublishedVersion) -> FileEntry:
+    data = DirectoryStore(tmp_path / "store").read_manifest(version.manifest_digest)
+    return next(file for file in parse_manifest(data).files if file.name == WEIGHTS)
+
+
+async def test_only_changes_travel(tmp_path: Path) -> None:
+    num_bytes: list[int] = []
+
+    async def count(request: Request, data: bytes) -> bytes:
+        num_bytes.append(len(data))
+        return data
+
+    made = versions(tmp_path, 4)
+    async with meddling(tmp_path / "store", count) as caller:
+        await pull(caller, made[0], tmp_path / "cache")
+        whole = sum(num_bytes)
+        for number in (1, 3):  # one step, then two at once
+            num_bytes.clear()
+            folder = await pull(caller, made[number], tmp_path / "cache")
+            assert contents(folder) == contents(tmp_path / f"hf-{number}")
+            assert sum(num_bytes) < whole / 10
+    assert not list((tmp_path / "cache").rglob("*.partial"))
+
+
+async def test_the_real_front_knows_deltas(tmp_path: Path) -> None:
+    made = versions(tmp_path, 3)
+    fetched = tmp_path / "cache" / "blobs"
+    async with real_front(tmp_path) as caller:
+        await pull(caller, made[0], tmp_path / "cache")
+        folder = await pull(caller, made[2], tmp_path / "cache")
+    assert contents(folder) == contents(tmp_path / "hf-2")
+    store = DirectoryStore(tmp_path / "store")
+    target = weights_file(tmp_path, made[2]).blob
+    [step] = store.deltas_to(target)
+    assert (fetched / step.blob).exists(), "it came as a delta"
+
+
+@pytest.mark.parametrize("spoil", ["delta", "base", "way"])
+async def test_a_delta_of_no_use_costs_only_its_bytes(tmp_path: Path, spoil: str) -> None:
+    made = versions(tmp_path, 2)
+    file = weights_file(tmp_path, made[1])
+    [step] = DirectoryStore(tmp_path / "store").deltas_to(file.blob)
+
+    async def meddle(request: Request, data: bytes) -> bytes:
+        kind = request.path_params["kind"]
+        if spoil == "delta" and step.blob in request.url.path:
+            return data[:-9] + bytes(9)
+        if spoil == "way" and kind == "deltas":
+            return data.replace(step.blob.encode(), file.blob.encode())
+        return data
+
+    async with meddling(tmp_path / "store", meddle) as caller:
+        await pull(caller, made[0], tmp_path / "cache")
+        if spoil == "base":
+            path = tmp_path / "cache" / "blobs" / weights_file(tmp_path, made[0]).blob
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            os.chmod(path, 0o644)
+            path.write_bytes(data)
+        folder = await pull(caller, made[1], tmp_path / "cache")
+    assert contents(folder) == contents(tmp_path / "hf-1")
+
+
+async def test_a_front_without_deltas_sends_the_whole(tmp_path: Path) -> None:
+    made = versions(tmp_path, 2)
+    for path in (tmp_path / "store" / "deltas").rglob("*.json"):
+        path.unlink()
+    async with real_front(tmp_path) as caller:
+        folders = [await pull(caller, version, tmp_path / "cache") for version in made]
+    assert contents(folders[1]) == contents(tmp_path / "hf-1")
+
+
+def test_another_layout_has_no_delta(tmp_path: Path) -> None:
+    """A parameter of another name, though every file has the same size."""
+    first = put_folder(tmp_path, write_version(tmp_path / "hf-0", 0), 0)
+    folder = write_version(tmp_path / "hf-1", 1)
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data.replace(b"a.weight", b"z.weight"))
+    second = put_folder(tmp_path, folder, 1, first)
+    blob = weights_file(tmp_path, second).blob
+    assert not DirectoryStore(tmp_path / "store").deltas_to(blob)
