@@ -37,7 +37,7 @@ PYTEST_ARGS ?=
 SEEDS ?= 300
 KILLS ?= 1000
 BENCHMARKS ?= dataflow_ingest dataflow_lease dataflow_batch dataflow_vs_transferqueue dataflow_scale dataflow_restart \
-  data_algorithms staleness pacing_policies streaming_overlap
+  data_algorithms staleness pacing_policies streaming_overlap weights_delta
 BENCH_ARGS ?=
 IMAGES ?= 300
 FLIPS ?= 20000

@@ -17,7 +17,7 @@ from tests.sim.slot_laws import require
 from penstock.dataflow.consumers import Consumer
 from penstock.dataflow.groups import SlotState
 from penstock.dataflow.partition import Partition
-from penstock.dataflow.records import BatchRecord, GroupRecord
+from penstock.dataflow.records import BatchRecord, FreedRecord, GroupRecord
 from penstock.types import NodeId
 
 Facts = dict[str, Any]
@@ -153,6 +153,7 @@ def _home_facts(machine: HomeMachine) -> Facts:
             index: (link.num_received, link.unacknowledged(0))
             for index, link in machine.board.links.items()
         },
+        "freed": {record.group_id for record in machine.disk.of(FreedRecord).values()},
         "rules": {bound.terms.id: dict(bound.memory) for bound in peek(home.rules, "_all")},
     }
     for policy, consumer in home.consumers.items():
@@ -225,10 +226,25 @@ def has_acted(machine: Machine) -> bool:
     return any(isinstance(record, GroupRecord) for record in peek(machine.outbox, "_records"))
 
 
+def _compare_pins(before: Any, after: Any, freed: set[str], what: str) -> None:
+    """A life that let go of a batch whose groups others still hold leaves no trace of that: the
+    next one may hold it again, as long as nothing of it is freed."""
+    batches, pool, floor = before
+    now_batches, now_pool, now_floor = after
+    told = f"{what} was {before}, is {after}"
+    require(now_pool == pool and now_floor <= floor, told)
+    require(batches.items() <= now_batches.items(), told)
+    again = now_batches.keys() - batches.keys()
+    require(not again & freed and (bool(again) or now_floor == floor), told)
+
+
 def compare(before: Facts, after: Facts, who: str) -> None:
     for name, value in before.items():
         if name in ("links", "unacknowledged"):
             continue  # a start may say more; what was said stays, see below
+        if name.endswith(" pins"):
+            _compare_pins(value, after[name], after["freed"], f"{who} forgot: {name}")
+            continue
         require(after[name] == value, f"{who} forgot: {name} was {value}, is {after[name]}")
     for index, (received, sent) in before.get("links", {}).items():
         again = after["links"][index]

@@ -23,8 +23,8 @@ from tests.sim.slot_laws import require
 from tests.sim.stages import Stages
 from tests.sim.trainers import Trainer
 
-from penstock.dataflow.home import Home, Shard
-from penstock.dataflow.records import RowRecord
+from penstock.dataflow.home import Shard
+from penstock.dataflow.records import PartitionRecord, RowRecord
 from penstock.errors import Fenced, WireError
 
 MAX_EVENTS = 200_000
@@ -80,16 +80,18 @@ class Simulation:
         if isinstance(machine, HomeMachine):
             memory.check_room(machine, self._num_open)
             self._num_open = len(machine.home.open)
-            self._switch_off(machine.home)
+            self._switch_off(machine)
         if machine.disk.is_quiet:
             memory.check(self.laws, machine)
 
-    def _switch_off(self, home: Home) -> None:
-        """Whoever drained a partition ends its process when it is gone."""
+    def _switch_off(self, home: HomeMachine) -> None:
+        """Whoever drained a partition ends its process when it is gone, for good."""
+        known = home.disk.of(PartitionRecord)
         for machine in self.machines:
             if not isinstance(machine, PartitionMachine) or machine.is_off:
                 continue
-            if home.shards.get(machine.index) is Shard.GONE:
+            record = known.get((machine.index,))
+            if record is not None and record.state == Shard.GONE:
                 machine.die("nobody needs it any more")
                 machine.is_off = True
 
