@@ -47,6 +47,11 @@ class Link(Generic[Out, In]):
         self._unacknowledged.append(Numbered(number=self._num_sent, body=body))
         self._journal(MessageRecord(link=self._out, number=self._num_sent, body=body))
 
+    @property
+    def has_news(self) -> bool:
+        """Does the other side lack anything?"""
+        return bool(self._unacknowledged)
+
     def unacknowledged(self, after: int) -> tuple[Numbered, ...]:
         """What the other side lacks that has everything up to `after`, oldest first."""
         lacking = (message for message in self._unacknowledged if message.number > after)

@@ -80,7 +80,7 @@ class NodeSide:
         """By the partition, when polls were last told."""
         self._last_orders: tuple[tuple[PublishedVersion, ...], bool] = ((), False)
         """Wanted versions, and whether the run is finished, when polls were last told."""
-        process.on_wake = self._woken
+        process.on_wake.append(self._woken)
 
     # --- membership ---------------------------------------------------------------------------
 

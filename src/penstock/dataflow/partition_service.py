@@ -39,7 +39,7 @@ PULL_S = 20.0
 CATCH_UP_S = 5.0
 BEAT_S = 2.0
 """Home hears from a partition so often, also when there is nothing to say."""
-GATHER_S = 0.02
+GATHER_S = 0.05
 """Between two letters of one direction: what comes meanwhile goes with the next one, and a busy
 partition costs home no more calls than a quiet one."""
 
@@ -81,6 +81,8 @@ class PartitionService:
         self._board = board
         host.shelf = rows.shelf
         process.drive = self._drive
+        self._to_say = asyncio.Event()
+        process.on_wake.append(self._woken)
 
     async def run(self) -> None:
         """Until cancelled; a loop that dies ends the process aloud."""
@@ -117,19 +119,23 @@ class PartitionService:
 
     async def _push(self) -> None:
         """consumes: reports of this partition · produces: home's knowledge of them
-        waits for: something home lacks · woken by: any command"""
+        waits for: something home lacks · woken by: the command that says it"""
         index, beat_at = self.partition.index, 0.0
         while True:
-            change = self.process.changed
+            self._to_say.clear()
             messages = self._link.unacknowledged(0)
             if not messages and self.process.clock() < beat_at:
-                await self.process.wait_for(change, beat_at)
+                await self.process.wait_for(self._to_say, beat_at)
                 continue
             await self.process.ledger.flush()  # home must never know what we could forget
             answer = await self._home.push(index, self._letter(messages))
             beat_at = self.process.clock() + BEAT_S
             self._link.acknowledged(answer.received)  # written with whatever comes next
             await asyncio.sleep(GATHER_S)
+
+    def _woken(self) -> None:
+        if self._link.has_news:
+            self._to_say.set()
 
     def _letter(self, messages: tuple[Numbered, ...]) -> LinkPush:
         return LinkPush(life=self._life, messages=messages, figures=self.figures())

@@ -7,6 +7,7 @@ adds a partition; a person drains one or declares it lost.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -64,6 +65,9 @@ class PartitionSide:
             record.index: _Far(record, now, PartitionFigures())
             for record in process.ledger.tables.read(PartitionRecord)
         }
+        self._news: dict[int, asyncio.Event] = {}
+        """Set when there is something for the partition whose poll is held open."""
+        process.on_wake.append(self._woken)
 
     # --- what partitions ask ------------------------------------------------------------------
 
@@ -107,14 +111,21 @@ class PartitionSide:
         link = self._board.links[index]
         link.acknowledged(body.received)  # written with whatever comes next
         while True:
-            change = process.changed
+            news = self._news.setdefault(index, asyncio.Event())
             self._require(index, body.life)
             messages = link.unacknowledged(body.received)
             finished = self._home.is_finished
             if messages or finished or process.clock() >= give_up_at:
                 await process.repeat()  # what leaves here must be durable here
                 return LinkPulled(messages=messages, finished=finished)
-            await process.wait_for(change, give_up_at)
+            await process.wait_for(news, give_up_at)
+
+    def _woken(self) -> None:
+        """A command changed something: wake the polls that it concerns."""
+        finished = self._home.is_finished
+        for index in [*self._news]:
+            if finished or self._board.links[index].has_news:
+                self._news.pop(index).set()
 
     def _require(self, index: int, life: PartitionLife) -> _Far:
         far = self._far.get(index)
@@ -154,6 +165,7 @@ class PartitionSide:
         far.record = replace(far.record, state=state, at=self._process.clock())
         self._process.journal(far.record)
         self._home.shards[index] = state
+        self._news.pop(index, asyncio.Event()).set()
 
     def tick(self) -> None:
         """A draining partition whose rows nobody needs any more is gone."""

@@ -64,8 +64,8 @@ class Process:
         self.waiting_since: dict[tuple[str, str], float] = {}
         """(who, on what) to since when: polls that are held open."""
         self._changed = asyncio.Event()
-        self.on_wake: Callable[[], None] = lambda: None
-        """For an owner of many polls, who wakes only those that it concerns."""
+        self.on_wake: list[Callable[[], None]] = []
+        """For owners of many polls, who wake only those that it concerns."""
         self._settling: list[asyncio.Future[bool]] = []
         """Commands of this turn of the event loop."""
         self._put_off: list[Callable[[], None]] = []
@@ -159,7 +159,8 @@ class Process:
     def wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-        self.on_wake()
+        for act in self.on_wake:
+            act()
 
     async def wait_for(self, change: asyncio.Event, give_up_at: float) -> None:
         """consumes: nothing · produces: nothing · waits for: a command after the caller looked
