@@ -4,6 +4,7 @@ whole whenever a delta is of no use."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.unit.weights.folders import contents, weights_bytes
 from tests.unit.weights.fronts import meddling, put_folder, real_front
 
 from penstock.types import PublishedVersion
+from penstock.weights import client as module
 from penstock.weights.client import pull
 from penstock.weights.manifest import FileEntry, parse_manifest
 from penstock.weights.store import DirectoryStore
@@ -113,6 +115,23 @@ async def test_a_front_without_deltas_sends_the_whole(tmp_path: Path) -> None:
     for path in (tmp_path / "store" / "deltas").rglob("*.json"):
         path.unlink()
     async with real_front(tmp_path) as caller:
+        folders = [await pull(caller, version, tmp_path / "cache") for version in made]
+    assert contents(folders[1]) == contents(tmp_path / "hf-1")
+
+
+async def test_a_front_that_cannot_say_costs_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one, or one that fails at just this."""
+    monkeypatch.setattr(module, "ASK_S", 0.1)
+
+    async def fail(request: Request, data: bytes) -> bytes:
+        if request.path_params["kind"] == "deltas":
+            raise RuntimeError("no such thing")
+        return data
+
+    made = versions(tmp_path, 2)
+    async with meddling(tmp_path / "store", fail) as caller, asyncio.timeout(20):
         folders = [await pull(caller, version, tmp_path / "cache") for version in made]
     assert contents(folders[1]) == contents(tmp_path / "hf-1")
 

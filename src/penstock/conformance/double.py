@@ -99,6 +99,7 @@ class Double:
         # One address serves both, and a node fetches weights: their blobs come first.
         return [
             _read("/v1/manifests/{digest}", front.manifest, "A manifest."),
+            _read("/v1/deltas/{digest}", front.deltas, "Deltas that lead to a blob."),
             _read("/v1/blobs/{digest}", front.blob, "A blob."),
             *(call for call in calls if (call.method, call.path) != ("GET", "/v1/blobs/{digest}")),
         ]

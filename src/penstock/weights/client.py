@@ -16,7 +16,7 @@ from pathlib import Path
 
 import structlog
 
-from penstock.errors import BadRequest, NotFound, TooLarge, WeightsError, boundary
+from penstock.errors import BadRequest, NotFound, TooLarge, WeightsError, WireError, boundary
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.cache import BlobCache
 from penstock.weights.chain import Way, leads_to
@@ -40,6 +40,8 @@ log = structlog.get_logger(__name__)
 
 MAX_TRIES = 3
 """How often a damaged blob or manifest is fetched before the version is given up."""
+ASK_S = 5.0
+"""How long a front that does not answer is asked for deltas."""
 NUM_PARALLEL = 8
 """Blobs fetched at once."""
 PLAIN = {"accept-encoding": "identity"}
@@ -201,9 +203,9 @@ async def _bring_changes(caller: AsyncCaller, blobs: BlobCache, file: FileEntry)
         return None
     path = f"/v1/deltas/{file.blob}?bytes={file.bytes}&from={','.join(have)}"
     try:
-        way = await caller.call("GET", path, None, Way)
-    except (BadRequest, NotFound):
-        return None  # a front that knows no deltas
+        way = await caller.call("GET", path, None, Way, deadline_s=ASK_S)
+    except WireError:
+        return None  # a front that knows no deltas, or none at all: the whole file waits for it
     if not leads_to(file.blob, way.steps, have, below=file.bytes):
         return None
     deltas = [
