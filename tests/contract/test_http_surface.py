@@ -19,7 +19,9 @@ from tests.contract.running import serving, small_config
 
 from penstock.dataflow.build import build
 from penstock.dataflow.server import build_server, surface
+from penstock.weights.origin import Origin
 from penstock.weights.server import build as build_front
+from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 
 MUTATING = ("post", "put", "patch", "delete")
@@ -70,7 +72,7 @@ def service(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Service
         core = build(config, tmp_path / "ledger")
         app = build_server(surface(core, config, "http://127.0.0.1:1"), verifier)
     else:
-        app = build_front(tmp_path / "weights", verifier)
+        app = build_front(Origin(DirectoryStore(tmp_path / "weights")), verifier)
     with serving(app) as url:
         yield Service(
             name=name,

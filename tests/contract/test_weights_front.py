@@ -17,8 +17,10 @@ from tests.unit.weights.fronts import listening
 
 from penstock.types import PolicyName
 from penstock.weights import server as module
-from penstock.weights.client import put_snapshot
+from penstock.weights.origin import Origin
+from penstock.weights.publish import put_snapshot
 from penstock.weights.server import build, parse_range
+from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 
 BLOB = "model-00002-of-00002.safetensors"
@@ -33,7 +35,7 @@ def signer(tmp_path: Path) -> Signer:
 async def http(tmp_path: Path, signer: Signer) -> AsyncGenerator[httpx2.AsyncClient]:
     write_folder(tmp_path / "hf")
     put_snapshot(tmp_path / "store", tmp_path / "hf", policy=PolicyName("p"), number=0)
-    app = build(tmp_path / "store", signer.verifier(Audience.WEIGHTS))
+    app = build(Origin(DirectoryStore(tmp_path / "store")), signer.verifier(Audience.WEIGHTS))
     async with listening(app) as url, httpx2.AsyncClient(base_url=url) as client:
         yield client
 
@@ -71,7 +73,7 @@ async def test_every_route_is_in_the_document_and_none_writes(
         for path, operations in document["paths"].items()
         for method in operations
     }
-    app = build(tmp_path / "store", signer.verifier(Audience.WEIGHTS))
+    app = build(Origin(DirectoryStore(tmp_path / "store")), signer.verifier(Audience.WEIGHTS))
     routed = {
         (method, route.path)
         for route in app.routes

@@ -12,8 +12,10 @@ from blake3 import blake3
 from tests.unit.weights.fronts import listening
 
 from penstock.types import PolicyName, PublishedVersion
-from penstock.weights.client import pull, put_snapshot
+from penstock.weights.client import pull
 from penstock.weights.manifest import parse_manifest
+from penstock.weights.origin import Origin
+from penstock.weights.publish import put_snapshot
 from penstock.weights.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
@@ -50,7 +52,7 @@ async def test_a_saved_model_is_pulled_bit_equal(tmp_path: Path) -> None:
     )
     signer = Signer.create(tmp_path / "keys", "run")
     token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=60)
-    app = build(tmp_path / "store", signer.verifier(Audience.WEIGHTS))
+    app = build(Origin(DirectoryStore(tmp_path / "store")), signer.verifier(Audience.WEIGHTS))
     async with listening(app) as url, connect(url, token) as caller:
         folder = await pull(caller, wanted, tmp_path / "cache")
     loaded = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype="auto")

@@ -32,14 +32,16 @@ def serve(
     import uvloop
 
     from penstock.cli.service import address, enter, make_tls
+    from penstock.weights.origin import Origin
     from penstock.weights.server import build
+    from penstock.weights.store import DirectoryStore
     from penstock.wire.auth import Audience, Verifier
     from penstock.wire.server import serve as serve_app
 
     tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory
     folder, config, endpoints = enter(run_dir, "weights")
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.WEIGHTS)
-    app = build(folder.weights, verifier)
+    app = build(Origin(DirectoryStore(folder.weights)), verifier)
     listen_host, listen_port = address(endpoints.weights, host, port)
     uvloop.run(serve_app(app, listen_host, listen_port, tls))
     return 0

@@ -38,6 +38,7 @@ from penstock.dataflow.service import Dataflow
 from penstock.errors import ConfigError
 from penstock.observe.prometheus import new_registry
 from penstock.types import PolicyName
+from penstock.weights.origin import Origin
 from penstock.weights.server import READERS, Front
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
@@ -95,7 +96,7 @@ class Double:
 
     def _routes(self) -> list[Route]:
         calls = surface(self.service, run_config(), self.url).routes()
-        front = Front(DirectoryStore(self.store), new_registry("weights", RUN))
+        front = Front(Origin(DirectoryStore(self.store)), new_registry("weights", RUN))
         # One address serves both, and a node fetches weights: their blobs come first.
         return [
             _read("/v1/manifests/{digest}", front.manifest, "A manifest."),

@@ -34,7 +34,7 @@ from penstock.dataflow.protocol import (
 )
 from penstock.errors import NotFound, Unreachable
 from penstock.types import NodeId, RowId, Trajectory
-from penstock.weights.client import StoredVersion
+from penstock.weights.publish import StoredVersion
 from penstock.wire.server import Call
 
 MAX_CAPACITY = 8

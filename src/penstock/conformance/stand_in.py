@@ -42,8 +42,8 @@ from penstock.types import (
     log_probs,
     token_ids,
 )
-from penstock.weights.client import StoredVersion, put_snapshot
 from penstock.weights.manifest import encode_manifest, make_manifest, parse_manifest
+from penstock.weights.publish import StoredVersion, put_snapshot
 from penstock.weights.store import DirectoryStore
 from penstock.wire.codec import encode
 

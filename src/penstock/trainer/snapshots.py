@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.trainer.models import WEIGHTS, static_files
 from penstock.types import PolicyName
-from penstock.weights.client import StoredVersion, put_snapshot
+from penstock.weights.publish import StoredVersion, put_snapshot
 
 _PREFIX = ".snapshot-"
 

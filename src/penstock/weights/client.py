@@ -1,38 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainers and nodes call: put a snapshot into the store, pull one and stage it verified.
+"""What nodes call: pull a version and stage it verified.
 
-Owns the order of writes (blobs, then the manifest) and the pull (fetch, verify every tensor, stage,
-rename). Publishing is the ledger's business, loading the engine's; a folder returned by `pull`
-holds nothing that was not digested in that call.
+Owns the pull: fetch, verify every tensor, stage, rename. Loading is the engine's business; a folder
+returned by `pull` holds nothing that was not digested in that call.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import structlog
 
 from penstock.errors import BadRequest, NotFound, TooLarge, WeightsError, WireError, boundary
-from penstock.types import PolicyName, PublishedVersion
+from penstock.types import PublishedVersion
 from penstock.weights.cache import BlobCache
 from penstock.weights.chain import Way, leads_to
-from penstock.weights.file_delta import has_one_layout, make_delta
 from penstock.weights.manifest import (
     MAX_MANIFEST_BYTES,
     FileEntry,
     SnapshotManifest,
     digest_of,
-    encode_manifest,
     is_digest,
-    is_file_name,
-    make_manifest,
     parse_manifest,
 )
-from penstock.weights.store import DirectoryStore, open_regular
 from penstock.weights.tensors import PIECE_BYTES, Scan, TensorEntry
 from penstock.wire.client import AsyncCaller
 
@@ -45,78 +37,6 @@ ASK_S = 5.0
 NUM_PARALLEL = 8
 """Blobs fetched at once."""
 PLAIN = {"accept-encoding": "identity"}
-
-
-# --- for trainers --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredVersion:
-    """What the trainer publishes to the ledger next."""
-
-    manifest_digest: str
-    weights_digest: str
-
-
-def put_snapshot(
-    store_root: Path,
-    folder: Path,
-    *,
-    policy: PolicyName,
-    number: int,
-    after: StoredVersion | None = None,
-) -> StoredVersion:
-    """Put a Hugging Face folder into the store; lasting when this returns, but not published.
-
-    Takes the files directly in it that a snapshot may carry: weights, config, tokenizer, template.
-    `after` is the version that most nodes have: they get what changed since.
-    """
-    names = sorted(entry.name for entry in folder.iterdir() if is_file_name(entry.name))
-    if not any(name.endswith(".safetensors") for name in names):
-        raise WeightsError(f"no .safetensors file in {folder}; save the model there first")
-    with boundary(WeightsError, f"putting {folder} into the weight store {store_root}"):
-        store = DirectoryStore(store_root)
-        store.prepare()
-        scans = {name: _put_file(store, folder / name) for name in names}
-        manifest = make_manifest(
-            policy,
-            number,
-            [
-                FileEntry(name=name, blob=found.blob, bytes=found.num_bytes)
-                for name, found in scans.items()
-            ],
-            [tensor for found in scans.values() for tensor in found.tensors],
-        )
-        store.sync_blobs()
-        if after is not None:
-            _put_deltas(store, parse_manifest(store.read_manifest(after.manifest_digest)), manifest)
-        digest = store.put_manifest(encode_manifest(manifest))
-    return StoredVersion(manifest_digest=digest, weights_digest=manifest.weights_digest)
-
-
-def _put_deltas(store: DirectoryStore, old: SnapshotManifest, new: SnapshotManifest) -> None:
-    """Between files of one name and layout; others travel whole."""
-    bases = {file.name: file for file in old.files if file.name.endswith(".safetensors")}
-    for file in new.files:
-        base = bases.get(file.name)
-        if base is None or base.bytes != file.bytes or base.blob == file.blob:
-            continue
-        paths = store.blob_path(base.blob), store.blob_path(file.blob)
-        if has_one_layout(*paths):
-            make = partial(make_delta, *paths, base_blob=base.blob, target_blob=file.blob)
-            store.put_delta(base.blob, file.blob, make)
-
-
-def _put_file(store: DirectoryStore, path: Path) -> Scan:
-    if path.is_symlink() or not path.is_file():
-        raise WeightsError(
-            f"{path} is no regular file; a snapshot follows no links, copy what it points to"
-        )
-    with open_regular(path) as file:
-        return store.put_blob(file, path.name)
-
-
-# --- for nodes -----------------------------------------------------------------------------------
 
 
 async def pull(caller: AsyncCaller, wanted: PublishedVersion, cache: Path) -> Path:

@@ -1,36 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read-only HTTP front of a weight store: manifests, blobs with Range, metrics.
+"""Read-only HTTP front of a source of weights: manifests, blobs with Range, ways along deltas,
+metrics.
 
-Owns ranges and streaming from disk; never holds more than one piece of a blob per request. Accepts
-nothing: versions enter the store beside it, and what a reader gets it verifies itself.
+Owns ranges and streaming; never holds more than one piece of a blob per request. Accepts nothing:
+versions enter the store beside it, and what a reader gets it verifies itself.
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from http import HTTPStatus
-from pathlib import Path
-from typing import BinaryIO
 
-import structlog
 from prometheus_client import CollectorRegistry, Counter
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from penstock.errors import BadRequest, NotFound, WeightsError
+from penstock.errors import BadRequest
 from penstock.observe.prometheus import MEDIA_TYPE, exposition, new_registry
 from penstock.weights.chain import Way
 from penstock.weights.manifest import is_digest
-from penstock.weights.store import DirectoryStore
+from penstock.weights.sources import Blob, Source
 from penstock.wire.auth import Role, Verifier
 from penstock.wire.codec import JSON
 from penstock.wire.server import Call, Raw, Route, build_app, error_response
-
-log = structlog.get_logger(__name__)
 
 READERS = frozenset(Role) - {Role.SESSION}
 PIECE_BYTES = 1 << 20
@@ -42,8 +37,8 @@ MAX_BASES = 64
 MAX_DIGITS = 18
 
 
-def build(store_root: Path, verifier: Verifier) -> Starlette:
-    front = Front(DirectoryStore(store_root), new_registry("weights", verifier.run))
+def build(source: Source, verifier: Verifier) -> Starlette:
+    front = Front(source, new_registry("weights", verifier.run))
     routes = [
         Route(
             method="GET",
@@ -77,12 +72,18 @@ def build(store_root: Path, verifier: Verifier) -> Starlette:
             summary="Prometheus text.",
         ),
     ]
-    return build_app(routes, verifier, title="penstock weights")
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
+        yield
+        await source.close()
+
+    return build_app(routes, verifier, title="penstock weights", lifespan=lifespan)
 
 
 class Front:
-    def __init__(self, store: DirectoryStore, registry: CollectorRegistry) -> None:
-        self._store = store
+    def __init__(self, source: Source, registry: CollectorRegistry) -> None:
+        self._source = source
         self._registry = registry
         self._requests = Counter(
             "penstock_weights_requests",
@@ -95,46 +96,28 @@ class Front:
         )
 
     async def manifest(self, call: Call) -> object:
-        digest = call.path["digest"]
-        try:
-            data = await run_in_threadpool(self._store.read_manifest, digest)
-        except ValueError as error:
-            raise BadRequest(str(error)) from None
-        except OSError:
-            raise _missing("manifest", digest) from None
-        except WeightsError as error:
-            log.error("manifest damaged", digest=digest, detail=str(error))
-            raise NotFound(str(error)) from None
+        data = await self._source.manifest(_digest(call))
         self._requests.labels("manifest", call.credential.role).inc()
         return Raw(data, JSON)
 
     async def blob(self, call: Call) -> object:
-        digest = call.path["digest"]
-        try:
-            file = await run_in_threadpool(self._store.open_blob, digest)
-        except ValueError as error:
-            raise BadRequest(str(error)) from None
-        except OSError:
-            raise _missing("blob", digest) from None
+        blob = await self._source.blob(_digest(call))
         self._requests.labels("blob", call.credential.role).inc()
-        size = os.fstat(file.fileno()).st_size
         asked = call.headers.get("range", "")
-        span = parse_range(asked, size)
+        span = parse_range(asked, blob.num_bytes)
         if span is None:
-            file.close()
-            return _unsatisfiable(asked, size)
-        return BlobResponse(
-            file, span, size, self._sent_bytes, is_part=bool(RANGE.fullmatch(asked))
-        )
+            await blob.close()
+            return _unsatisfiable(asked, blob.num_bytes)
+        return BlobResponse(blob, span, self._sent_bytes, is_part=bool(RANGE.fullmatch(asked)))
 
     async def deltas(self, call: Call) -> Way:
         have = call.query.get("from", "").split(",")
-        target, num_bytes = call.path["digest"], call.query.get("bytes", "")
-        if not all(map(is_digest, (target, *have))) or len(have) > MAX_BASES:
+        target, num_bytes = _digest(call), call.query.get("bytes", "")
+        if not all(map(is_digest, have)) or len(have) > MAX_BASES:
             raise BadRequest(f"give 1 to {MAX_BASES} digests in 64 lower-case hex digits each")
         if not (num_bytes.isascii() and num_bytes.isdecimal()) or len(num_bytes) > MAX_DIGITS:
             raise BadRequest(f"bytes is {num_bytes[:20]!r}; give the size of the wanted blob")
-        way = await run_in_threadpool(self._store.way_to, target, int(num_bytes), have)
+        way = await self._source.way(target, int(num_bytes), have)
         self._requests.labels("deltas", call.credential.role).inc()
         return Way(steps=way)
 
@@ -159,33 +142,31 @@ def parse_range(header: str, size: int) -> tuple[int, int] | None:
 
 
 class BlobResponse(StreamingResponse):
-    """Bytes `span` of an open file, piece by piece; the file is closed whatever happens."""
+    """Bytes `span` of an open blob, piece by piece; it is closed whatever happens."""
 
-    def __init__(
-        self, file: BinaryIO, span: tuple[int, int], size: int, sent: Counter, *, is_part: bool
-    ) -> None:
+    def __init__(self, blob: Blob, span: tuple[int, int], sent: Counter, *, is_part: bool) -> None:
         start, end = span
         headers = {"accept-ranges": "bytes", "content-length": str(end - start)}
         if is_part:
-            headers["content-range"] = f"bytes {start}-{end - 1}/{size}"
+            headers["content-range"] = f"bytes {start}-{end - 1}/{blob.num_bytes}"
         super().__init__(
             self._pieces(start, end),
             status_code=HTTPStatus.PARTIAL_CONTENT if is_part else HTTPStatus.OK,
             headers=headers,
             media_type=OCTETS,
         )
-        self._file = file
+        self._blob = blob
         self._sent = sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._file:
+        try:
             await super().__call__(scope, receive, send)
+        finally:
+            await self._blob.close()
 
     async def _pieces(self, start: int, end: int) -> AsyncIterator[bytes]:
-        descriptor = self._file.fileno()
         while start < end:
-            length = min(PIECE_BYTES, end - start)
-            piece = await run_in_threadpool(os.pread, descriptor, length, start)
+            piece = await self._blob.read(start, min(PIECE_BYTES, end - start))
             if not piece:
                 raise OSError(f"blob was cut off at byte {start} while it was being sent")
             self._sent.inc(len(piece))
@@ -193,10 +174,11 @@ class BlobResponse(StreamingResponse):
             yield piece
 
 
-def _missing(kind: str, digest: str) -> NotFound:
-    return NotFound(
-        f"no {kind} {digest} in this store; was the version published from another one?"
-    )
+def _digest(call: Call) -> str:
+    digest = call.path["digest"]
+    if not is_digest(digest):
+        raise BadRequest(f"{digest[:80]!r} is no BLAKE3 digest in 64 lower-case hex digits")
+    return digest
 
 
 def _unsatisfiable(asked: str, size: int) -> Response:

@@ -20,8 +20,10 @@ from tests.unit.weights.folders import TENSORS, weights_bytes
 
 from penstock.dataflow.protocol import NodeState, Orders, RunFacts
 from penstock.types import PublishedVersion
-from penstock.weights.client import put_snapshot
+from penstock.weights.origin import Origin
+from penstock.weights.publish import put_snapshot
 from penstock.weights.server import build
+from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience
 from penstock.wire.server import serve_on
 
@@ -38,7 +40,7 @@ PATHS = os.pathsep.join([SOURCE, str(Path(__file__).parents[3])])
 @asynccontextmanager
 async def weights_front(dataflow: FakeDataflow, root: Path) -> AsyncGenerator[None]:
     listener = socket.create_server(("127.0.0.1", 0))
-    app = build(root, dataflow.signer.verifier(Audience.WEIGHTS))
+    app = build(Origin(DirectoryStore(root)), dataflow.signer.verifier(Audience.WEIGHTS))
     serving = asyncio.create_task(serve_on(app, listener))
     dataflow.weights_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:

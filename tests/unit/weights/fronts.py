@@ -16,7 +16,8 @@ from tests.unit.weights.folders import write_folder
 
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.chain import Way
-from penstock.weights.client import StoredVersion, put_snapshot
+from penstock.weights.origin import Origin
+from penstock.weights.publish import StoredVersion, put_snapshot
 from penstock.weights.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
@@ -48,7 +49,7 @@ async def real_front(tmp_path: Path) -> AsyncGenerator[AsyncCaller]:
     """A caller with a rollout token for a front over `tmp_path / "store"`."""
     signer = Signer.create(tmp_path / "keys", "run")
     token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=60)
-    app = build(tmp_path / "store", signer.verifier(Audience.WEIGHTS))
+    app = build(Origin(DirectoryStore(tmp_path / "store")), signer.verifier(Audience.WEIGHTS))
     async with listening(app) as url, connect(url, token) as caller:
         yield caller
 

@@ -15,8 +15,8 @@ import penstock
 from penstock.errors import WeightsError
 from penstock.types import PolicyName
 from penstock.weights import store as module
-from penstock.weights.client import StoredVersion, put_snapshot
 from penstock.weights.manifest import digest_of, parse_manifest
+from penstock.weights.publish import StoredVersion, put_snapshot
 from penstock.weights.store import DirectoryStore
 
 POLICY = PolicyName("policy")
@@ -88,7 +88,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from penstock.weights import store
-from penstock.weights.client import put_snapshot
+from penstock.weights.publish import put_snapshot
 left = int(sys.argv[3])
 def die(real):
     def call(*args, **kwargs):
