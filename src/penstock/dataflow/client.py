@@ -29,6 +29,7 @@ from penstock.dataflow.protocol import (
     RowsAnswer,
     RowsRequest,
     Status,
+    VersionsInUse,
 )
 from penstock.dataflow.report.shape import BalanceReport
 from penstock.types import NodeId, PolicyName, RowId
@@ -158,6 +159,9 @@ class TrainerClient:
     def publish(self, policy: PolicyName, body: PublishRequest) -> None:
         self._caller.call("POST", f"/v1/policies/{policy}/versions", body, Done)
 
+    def versions_in_use(self) -> VersionsInUse:
+        return self._caller.call("GET", "/v1/versions", None, VersionsInUse)
+
     def checkpoints(self, policy: PolicyName, body: CheckpointsRequest) -> None:
         self._caller.call("PUT", f"/v1/policies/{policy}/checkpoints", body, Done)
 
@@ -171,6 +175,11 @@ class ReaderClient:
 
     def close(self) -> None:
         self._caller.close()
+
+    def versions_in_use(self) -> VersionsInUse:
+        return self._caller.call(
+            "GET", "/v1/versions", None, VersionsInUse, deadline_s=self._patience_s
+        )
 
     def status(self) -> Status:
         return self._caller.call(

@@ -344,6 +344,31 @@ class CheckpointsRequest:
     """(number, seq) of each complete checkpoint."""
 
 
+class UsedBy(StrEnum):
+    NEWEST = "newest"
+    """Nodes are told to serve it, or were a moment ago."""
+    NODE = "node"
+    CHECKPOINT = "checkpoint"
+    ROWS = "rows"
+    """Rows that may be trained, or trained again, were sampled from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionInUse:
+    policy: PolicyName
+    incarnation: int
+    number: int
+    manifest_digest: str
+    by: UsedBy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionsInUse:
+    """`GET /v1/versions`: of all policies; a weight store may let go of the others."""
+
+    versions: tuple[VersionInUse, ...]
+
+
 # --- people -----------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from penstock.dataflow.home_client import HomeClient
 from penstock.dataflow.node_routes import NodeRoutes
 from penstock.dataflow.partition_routes import FetchRoutes, HomeRoutes
 from penstock.dataflow.partition_service import PartitionService
-from penstock.dataflow.protocol import RunFacts, Status
+from penstock.dataflow.protocol import RunFacts, Status, VersionsInUse
 from penstock.dataflow.recorded import Recorded
 from penstock.dataflow.report.reading import look_at
 from penstock.dataflow.report.shape import BalanceReport
@@ -54,6 +54,10 @@ class Surface:
 
     async def report(self, call: Call) -> BalanceReport:
         return self.service.balance.report(look_at(self.service), self.service.process.clock())
+
+    async def versions(self, call: Call) -> VersionsInUse:
+        nodes = self.service.partition.nodes.values()
+        return self.service.trainers.versions_in_use([live for node in nodes for live in node.live])
 
     async def explain(self, call: Call) -> Explanation:
         recorded = Recorded(home=self.service.process.ledger.tables, partitions={})
@@ -102,6 +106,14 @@ class Surface:
                 roles=READERS,
                 summary="Who waits for whom, what is wasted, and how large the pool should be.",
                 response=BalanceReport,
+            ),
+            Route(
+                method="GET",
+                path="/v1/versions",
+                handler=self.versions,
+                roles=READERS,
+                summary="Published versions that somebody may still ask the weight store for.",
+                response=VersionsInUse,
             ),
             Route(
                 method="GET",

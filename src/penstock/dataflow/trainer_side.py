@@ -5,8 +5,9 @@ here."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from itertools import chain
 
 import msgspec
 import structlog
@@ -24,14 +25,17 @@ from penstock.dataflow.protocol import (
     CommitRequest,
     IncarnationAnswer,
     IncarnationRequest,
+    LiveVersion,
     PolicyState,
     PublishRequest,
     RowsAnswer,
+    VersionsInUse,
 )
 from penstock.dataflow.records import BatchRecord, CheckpointRecord
 from penstock.dataflow.report.balance import Balance
 from penstock.dataflow.row_payloads import RowPayloads, Wanted
 from penstock.dataflow.sealing import Sealing
+from penstock.dataflow.version_use import versions_in_use
 from penstock.errors import BadRequest, Conflict, NotFound, StoreError
 from penstock.types import PolicyName, RowId
 
@@ -218,6 +222,23 @@ class TrainerSide:
             consumer.lineage.apply_version(record)
             self._home.tell_all(Published(record=record))
         await self._process.repeat()
+
+    def versions_in_use(self, live: Collection[LiveVersion]) -> VersionsInUse:
+        """live: what nodes serve."""
+        retained = {
+            record.policy: msgspec.json.decode(record.retained, type=list[tuple[int, int]])
+            for record in self._process.ledger.tables.read(CheckpointRecord)
+        }
+        found = (
+            versions_in_use(
+                consumer.lineage,
+                live=live,
+                retained=retained.get(policy, [(0, 0)]),
+                max_staleness=consumer.terms.max_staleness,
+            )
+            for policy, consumer in self._home.consumers.items()
+        )
+        return VersionsInUse(versions=tuple(chain.from_iterable(found)))
 
     async def checkpoints(self, policy: str, body: CheckpointsRequest) -> None:
         consumer = self._seen(policy)

@@ -56,6 +56,10 @@ class Lineage:
         """Newest number of the current incarnation, -1 for none."""
         return self._published.get(self.incarnation, -1)
 
+    def versions(self) -> Iterator[VersionRecord]:
+        """All that were published, oldest first."""
+        yield from (self._versions[key] for key in sorted(self._versions))
+
     def has(self, incarnation: int, number: int) -> bool:
         return (incarnation, number) in self._versions
 
@@ -70,7 +74,7 @@ class Lineage:
         for incarnation, fork in self._forks.items():
             yield fork
             yield from (c for c in self._commits if c.incarnation == incarnation)
-        yield from (self._versions[key] for key in sorted(self._versions))
+        yield from self.versions()
 
     # --- decisions: each returns the record that makes it so, or raises -----------------------
 

@@ -47,14 +47,19 @@ def _tensors(layout: Layout, old: memoryview, now: memoryview) -> Iterator[Tenso
 
 def apply_delta(base: Path, delta: BinaryIO, made: Path, *, base_blob: str) -> None:
     """Make the file that the delta leads to, from a copy of its base, which has been verified."""
-    layout = layout_of(base)
+    shutil.copyfile(base, made)
+    apply_here(made, delta, base_blob=base_blob)
+
+
+def apply_here(made: Path, delta: BinaryIO, *, base_blob: str) -> None:
+    """Turn this very file, which holds the delta's base, into what the delta leads to."""
+    layout = layout_of(made)
     sizes = {name: span.num_bytes for name, span in layout.spans.items()}
     header, frames = read_delta(delta, sizes)
     if header.base != base_blob:
         raise WeightsError(
-            f"the delta starts from {header.base[:12]}, and {base.name} is {base_blob[:12]}"
+            f"the delta starts from {header.base[:12]}, and {made.name} is {base_blob[:12]}"
         )
-    shutil.copyfile(base, made)
     with _mapped(made, is_writable=True) as raw:
         tensors = _views(layout, raw)
         for frame in frames:

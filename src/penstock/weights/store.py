@@ -2,19 +2,20 @@
 """A directory of immutable blobs and manifests, each under its own BLAKE3, and of deltas, which are
 blobs too, found by the two files between which they lead.
 
-Owns atomic, durable, create-if-absent writing and name-safe reading. Has no head and no authority:
-which version is current only the ledger knows. Nothing is ever overwritten, and a half-written file
-never has a name that can be read.
+Owns atomic, durable, create-if-absent writing, name-safe reading, and the lock that keeps deletion
+away from writing. Has no head and no authority: which version is current only the ledger knows.
+Nothing is ever overwritten, and a half-written file never has a name that can be read.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -50,6 +51,32 @@ class DirectoryStore:
         for path in self._incoming.iterdir():
             if time.time() - path.stat().st_mtime > ABANDONED_S:
                 path.unlink(missing_ok=True)
+
+    @contextmanager
+    def writing(self) -> Generator[None]:
+        """What is written inside, and all it refers to, is not deleted before the end."""
+        with self._lock_file() as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            yield
+
+    @contextmanager
+    def deleting(self) -> Generator[bool]:
+        """Unset while somebody writes: the next time will do."""
+        with self._lock_file() as descriptor:
+            is_alone = True
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_alone = False
+            yield is_alone
+
+    @contextmanager
+    def _lock_file(self) -> Generator[int]:
+        descriptor = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def put_blob(self, source: BinaryIO, name: str) -> Scan:
         """Copy a file in and digest it on the way; it is lasting only after `sync_blobs`."""
@@ -109,6 +136,60 @@ class DirectoryStore:
     def blob_path(self, digest: str) -> Path:
         return self._blobs / digest
 
+    def has_blob(self, digest: str) -> bool:
+        return self.blob_path(digest).exists()
+
+    def make_blob(self, digest: str, fill: Callable[[Path], object]) -> None:
+        """Keep the file that `fill` makes at a path, if it is the one of this digest."""
+        temporary = self._incoming / secrets.token_hex(16)
+        try:
+            fill(temporary)
+            with open_regular(temporary) as file:
+                found = scan(file, "")
+                if found.blob != digest:
+                    raise WeightsError(f"what was made for {digest} is {found.blob}")
+                os.fsync(file.fileno())
+            temporary.chmod(0o444)
+            with suppress(FileExistsError):
+                os.link(temporary, self.blob_path(digest))
+            _sync_folder(self._blobs)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    # --- all there is -------------------------------------------------------------------------
+
+    def manifests(self) -> Iterator[str]:
+        yield from (path.stem for path in _files(self._manifests) if is_digest(path.stem))
+
+    def blobs(self) -> Iterator[tuple[str, int]]:
+        """Digests and bytes."""
+        for path in _files(self._blobs):
+            with suppress(FileNotFoundError):
+                yield path.name, path.stat().st_size
+
+    def deltas(self) -> Iterator[DeltaEntry]:
+        for folder in _files(self._deltas):
+            yield from self.deltas_to(folder.name)
+
+    def age_s(self, manifest: str) -> float:
+        """Since a manifest was written."""
+        return time.time() - (self._manifests / f"{manifest}.json").stat().st_mtime
+
+    # --- deletion; only inside `deleting()` ---------------------------------------------------
+
+    def delete_manifest(self, digest: str) -> None:
+        (self._manifests / f"{digest}.json").unlink(missing_ok=True)
+
+    def delete_blob(self, digest: str) -> None:
+        self.blob_path(digest).unlink(missing_ok=True)
+
+    def delete_delta(self, entry: DeltaEntry) -> None:
+        """The entry alone; its bytes are a blob."""
+        folder = self._deltas / entry.target
+        (folder / f"{entry.base}.json").unlink(missing_ok=True)
+        with suppress(OSError):  # others lead there too
+            folder.rmdir()
+
     def open_blob(self, digest: str) -> BinaryIO:
         return _open(self._blobs, digest, "")
 
@@ -160,6 +241,11 @@ class Output:
     @property
     def digest(self) -> str:
         return self._hash.hexdigest()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    with suppress(FileNotFoundError):
+        yield from sorted(folder.iterdir())
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a store that are no longer whole, made again from deltas; one delta in place of many.
+
+What is made is digested before it gets its name. Blocks, and belongs off the event loop.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from penstock.errors import WeightsError
+from penstock.weights.chain import DeltaEntry, cheapest
+from penstock.weights.file_delta import apply_here, make_delta
+from penstock.weights.store import DirectoryStore, open_regular
+
+ANY_SIZE = 1 << 62
+
+
+def way_from_whole(store: DirectoryStore, blob: str) -> tuple[DeltaEntry, ...]:
+    """Deltas from a file that is whole to this one."""
+    return cheapest(blob, store.has_blob, store.deltas_to, below=ANY_SIZE)
+
+
+def make_whole(store: DirectoryStore, blob: str) -> Path:
+    """Where this file lies, whole; WeightsError when nothing leads to it."""
+    path = store.blob_path(blob)
+    if path.exists():
+        return path
+    with store.writing():
+        way = way_from_whole(store, blob)
+        if not way:
+            raise WeightsError(
+                f"blob {blob} is gone, and no deltas lead to it; publish the version again"
+            )
+        store.make_blob(blob, partial(_follow, store, way))
+    return path
+
+
+def merge(store: DirectoryStore, base: str, target: str) -> DeltaEntry:
+    """One delta from base to target, both made whole for it."""
+    with store.writing():
+        old, new = make_whole(store, base), make_whole(store, target)
+        make = partial(make_delta, old, new, base_blob=base, target_blob=target)
+        return store.put_delta(base, target, make)
+
+
+def _follow(store: DirectoryStore, way: Sequence[DeltaEntry], made: Path) -> None:
+    shutil.copyfile(store.blob_path(way[0].base), made)
+    for step in way:
+        with open_regular(store.blob_path(step.blob)) as delta:
+            apply_here(made, delta, base_blob=step.base)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A front over a store that keeps few files whole: every version in use can still be read."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from tests.unit.weights.fronts import real_front
+from tests.unit.weights.histories import History
+
+from penstock.errors import NotFound, Unreachable
+from penstock.weights import origin as module
+from penstock.weights import retention
+from penstock.weights.chain import Way
+from penstock.weights.origin import Origin
+from penstock.weights.retention import carry_out, plan
+from penstock.weights.store import DirectoryStore
+from penstock.wire.client import AsyncCaller
+
+
+@pytest.fixture
+def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> History:
+    """Eight versions in use, of which the first and the last are whole."""
+    monkeypatch.setattr(retention, "GRACE_S", -1.0)
+    history = History(tmp_path / "store", share=0.2)
+    history.go_on(8)
+    with history.store.deleting():
+        in_use = [history.digest(number) for number in range(8)]
+        carry_out(history.store, plan(history.store, in_use, in_use[-1:]))
+    assert history.whole() == [0, 7]
+    return history
+
+
+async def ask_way(caller: AsyncCaller, history: History, base: int, target: int) -> Way:
+    file = history.file(target)
+    path = f"/v1/deltas/{file.blob}?bytes={file.bytes}&from={history.file(base).blob}"
+    return await caller.call("GET", path, None, Way)
+
+
+async def test_a_file_that_is_not_whole_is_made_and_kept(history: History, tmp_path: Path) -> None:
+    file = history.file(4)
+    async with real_front(tmp_path) as caller:
+        answer = await caller.request("GET", f"/v1/blobs/{file.blob}")
+    assert blake3(answer.content).hexdigest() == file.blob
+    assert history.store.has_blob(file.blob)
+
+
+async def test_it_is_made_once_for_all_who_ask(
+    history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    real = DirectoryStore.make_blob
+
+    def make(store: DirectoryStore, digest: str, fill: object) -> None:
+        made.append(digest)
+        real(store, digest, fill)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(DirectoryStore, "make_blob", make)
+    file = history.file(5)
+    async with real_front(tmp_path) as caller:
+        asking = [caller.request("GET", f"/v1/blobs/{file.blob}") for _ in range(8)]
+        answers = await asyncio.gather(*asking)
+    assert made == [file.blob]
+    assert {blake3(answer.content).hexdigest() for answer in answers} == {file.blob}
+
+
+async def test_who_is_far_behind_gets_one_delta(history: History, tmp_path: Path) -> None:
+    async with real_front(tmp_path) as caller:
+        (entry,) = (await ask_way(caller, history, 1, 7)).steps
+        near = (await ask_way(caller, history, 5, 7)).steps
+    assert (entry.base, entry.target) == (history.file(1).blob, history.file(7).blob)
+    assert len(near) == 2, "few steps are not worth a delta of their own"
+
+
+async def test_nobody_waits_long_for_a_merge(
+    history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+    real = module.merge
+
+    def slow(*args: object) -> object:
+        may_go_on.wait(20)
+        return real(*args)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(module, "merge", slow)
+    monkeypatch.setattr(module, "HOLD_S", 0.05)
+    async with real_front(tmp_path) as caller:
+        assert len((await ask_way(caller, history, 1, 7)).steps) == 6
+        may_go_on.set()
+        async with asyncio.timeout(20):
+            while len((await ask_way(caller, history, 1, 7)).steps) > 1:
+                pass
+
+
+async def test_whoever_comes_too_early_is_told_when_to_ask_again(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+    real = module.make_whole
+
+    def slow(*args: object) -> object:
+        may_go_on.wait(20)
+        return real(*args)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(module, "make_whole", slow)
+    monkeypatch.setattr(module, "HOLD_S", 0.05)
+    source = Origin(history.store)
+    with pytest.raises(Unreachable) as caught:
+        await source.blob(history.file(3).blob)
+    assert caught.value.retry_after_s
+    may_go_on.set()
+    await source.close()
+
+
+async def test_a_damaged_delta_is_no_answer(history: History) -> None:
+    (entry,) = history.store.deltas_to(history.file(1).blob)
+    path = history.store.blob_path(entry.blob)
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-9])
+    source = Origin(history.store)
+    with pytest.raises(NotFound):
+        await source.blob(history.file(2).blob)
+    await source.close()
