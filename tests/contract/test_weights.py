@@ -13,10 +13,8 @@ from starlette.requests import Request
 from tests.unit.weights.folders import contents
 from tests.unit.weights.fronts import meddling, put, real_front
 
-from penstock.weights import client as module
-from penstock.weights.client import prune, pull
-from penstock.weights.manifest import parse_manifest
-from penstock.weights.store import DirectoryStore
+from penstock.weights import partial as module
+from penstock.weights.client import Puller
 from penstock.wire.client import AsyncCaller
 
 
@@ -28,9 +26,9 @@ async def caller(tmp_path: Path) -> AsyncGenerator[AsyncCaller]:
 
 async def test_what_was_put_is_pulled(tmp_path: Path, caller: AsyncCaller) -> None:
     wanted = put(tmp_path)
-    folder = await pull(caller, wanted, tmp_path / "cache")
+    folder = await Puller(tmp_path / "cache").pull([caller], wanted)
     assert contents(folder) == contents(tmp_path / "hf-0")
-    assert await pull(caller, wanted, tmp_path / "cache") == folder
+    assert await Puller(tmp_path / "cache").pull([caller], wanted) == folder
     assert len(list((tmp_path / "cache" / "versions").iterdir())) == 1
 
 
@@ -43,10 +41,10 @@ async def test_unchanged_files_are_fetched_once(tmp_path: Path) -> None:
 
     first, second = put(tmp_path, 0, 0), put(tmp_path, 1, 1)
     async with meddling(tmp_path / "store", note) as caller:
-        await pull(caller, first, tmp_path / "cache")
+        await Puller(tmp_path / "cache").pull([caller], first)
         assert len(asked) == 1 + 5
         asked.clear()
-        folder = await pull(caller, second, tmp_path / "cache")
+        folder = await Puller(tmp_path / "cache").pull([caller], second)
         assert sorted(path.split("/")[2] for path in asked) == [
             "blobs",
             "deltas",
@@ -60,47 +58,19 @@ async def test_unchanged_files_are_fetched_once(tmp_path: Path) -> None:
 
 async def test_many_pulls_may_share_a_cache(tmp_path: Path, caller: AsyncCaller) -> None:
     wanted = [put(tmp_path, seed, seed) for seed in range(4)] * 3
-    folders = await asyncio.gather(*(pull(caller, each, tmp_path / "cache") for each in wanted))
+    folders = await asyncio.gather(
+        *(Puller(tmp_path / "cache").pull([caller], each) for each in wanted)
+    )
     for each, folder in zip(wanted, folders, strict=True):
         assert contents(folder) == contents(tmp_path / f"hf-{each.number}")
     left = {path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()}
     assert not [name for name in left if name.endswith(".partial")]
 
 
-async def test_a_cut_off_blob_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", 100)
-    wanted = put(tmp_path)
-    store = DirectoryStore(tmp_path / "store")
-    files = parse_manifest(store.read_manifest(wanted.manifest_digest)).files
-    largest = max(files, key=lambda file: file.bytes)
-    asked: list[str] = []
-    enough = asyncio.Event()
-
-    async def stall(request: Request, data: bytes) -> bytes:
-        if largest.blob in request.url.path:
-            asked.append(request.headers["range"])
-            if len(asked) == 4 and not enough.is_set():
-                enough.set()
-                await asyncio.sleep(30)
-        return data
-
-    async with meddling(tmp_path / "store", stall) as caller:
-        task = asyncio.create_task(pull(caller, wanted, tmp_path / "cache"))
-        await enough.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert asked == ["bytes=0-99", "bytes=100-199", "bytes=200-299", "bytes=300-399"]
-        asked.clear()
-        folder = await pull(caller, wanted, tmp_path / "cache")
-        assert asked[0] == "bytes=300-399"
-    assert contents(folder) == contents(tmp_path / "hf-0")
-
-
 async def test_an_outage_in_mid_blob_is_sat_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(module, "MIN_PIECE_BYTES", 64)
     wanted = put(tmp_path)
     failures = iter(range(5))
 
@@ -110,7 +80,7 @@ async def test_an_outage_in_mid_blob_is_sat_out(
         return data
 
     async with meddling(tmp_path / "store", fail) as caller:
-        folder = await pull(caller, wanted, tmp_path / "cache")
+        folder = await Puller(tmp_path / "cache").pull([caller], wanted)
     assert contents(folder) == contents(tmp_path / "hf-0")
 
 
@@ -119,9 +89,9 @@ async def test_pruning_keeps_what_is_kept_and_what_it_shares(
 ) -> None:
     cache = tmp_path / "cache"
     versions = [put(tmp_path, seed, seed) for seed in range(3)]
-    folders = [await pull(caller, each, cache) for each in versions]
+    folders = [await Puller(cache).pull([caller], each) for each in versions]
     (cache / "versions" / ".left-by-a-killed-pull").mkdir()
-    prune(cache, {versions[2].manifest_digest})
+    Puller(cache).prune({versions[2].manifest_digest})
     assert [folder.exists() for folder in folders] == [False, False, True]
     assert contents(folders[2]) == contents(tmp_path / "hf-2")
     assert len(list((cache / "versions").iterdir())) == 1
@@ -139,14 +109,14 @@ async def test_pruning_deletes_nothing_under_a_running_pull(tmp_path: Path) -> N
         return data
 
     async with meddling(tmp_path / "store", slow) as caller:
-        folder = await pull(caller, first, cache)
+        folder = await Puller(cache).pull([caller], first)
         is_slow = True
-        running = asyncio.create_task(pull(caller, second, cache))
+        running = asyncio.create_task(Puller(cache).pull([caller], second))
         await asyncio.sleep(0.1)
-        prune(cache, set())
+        Puller(cache).prune(set())
         assert folder.exists()
         assert contents(await running) == contents(tmp_path / "hf-1")
-    prune(cache, {second.manifest_digest})
+    Puller(cache).prune({second.manifest_digest})
     assert not folder.exists()
 
 
@@ -156,6 +126,6 @@ async def test_a_partial_worth_resuming_survives_pruning(tmp_path: Path) -> None
     fresh.write_bytes(b"1")
     old.write_bytes(b"1")
     os.utime(old, (0, 0))
-    prune(tmp_path, set())
+    Puller(tmp_path).prune(set())
     assert fresh.exists()
     assert not old.exists()

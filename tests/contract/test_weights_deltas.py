@@ -15,8 +15,8 @@ from tests.unit.weights.folders import contents, weights_bytes
 from tests.unit.weights.fronts import meddling, put_folder, real_front
 
 from penstock.types import PublishedVersion
-from penstock.weights import client as module
-from penstock.weights.client import pull
+from penstock.weights import links as module
+from penstock.weights.client import Puller
 from penstock.weights.manifest import FileEntry, parse_manifest
 from penstock.weights.store import DirectoryStore
 
@@ -61,11 +61,11 @@ async def test_only_changes_travel(tmp_path: Path) -> None:
 
     made = versions(tmp_path, 4)
     async with meddling(tmp_path / "store", count) as caller:
-        await pull(caller, made[0], tmp_path / "cache")
+        await Puller(tmp_path / "cache").pull([caller], made[0])
         whole = sum(num_bytes)
         for number in (1, 3):  # one step, then two at once
             num_bytes.clear()
-            folder = await pull(caller, made[number], tmp_path / "cache")
+            folder = await Puller(tmp_path / "cache").pull([caller], made[number])
             assert contents(folder) == contents(tmp_path / f"hf-{number}")
             assert sum(num_bytes) < whole / 10
     assert not list((tmp_path / "cache").rglob("*.partial"))
@@ -75,8 +75,8 @@ async def test_the_real_front_knows_deltas(tmp_path: Path) -> None:
     made = versions(tmp_path, 3)
     fetched = tmp_path / "cache" / "blobs"
     async with real_front(tmp_path) as caller:
-        await pull(caller, made[0], tmp_path / "cache")
-        folder = await pull(caller, made[2], tmp_path / "cache")
+        await Puller(tmp_path / "cache").pull([caller], made[0])
+        folder = await Puller(tmp_path / "cache").pull([caller], made[2])
     assert contents(folder) == contents(tmp_path / "hf-2")
     store = DirectoryStore(tmp_path / "store")
     target = weights_file(tmp_path, made[2]).blob
@@ -99,14 +99,14 @@ async def test_a_delta_of_no_use_costs_only_its_bytes(tmp_path: Path, spoil: str
         return data
 
     async with meddling(tmp_path / "store", meddle) as caller:
-        await pull(caller, made[0], tmp_path / "cache")
+        await Puller(tmp_path / "cache").pull([caller], made[0])
         if spoil == "base":
             path = tmp_path / "cache" / "blobs" / weights_file(tmp_path, made[0]).blob
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
             os.chmod(path, 0o644)
             path.write_bytes(data)
-        folder = await pull(caller, made[1], tmp_path / "cache")
+        folder = await Puller(tmp_path / "cache").pull([caller], made[1])
     assert contents(folder) == contents(tmp_path / "hf-1")
 
 
@@ -115,7 +115,7 @@ async def test_a_front_without_deltas_sends_the_whole(tmp_path: Path) -> None:
     for path in (tmp_path / "store" / "deltas").rglob("*.json"):
         path.unlink()
     async with real_front(tmp_path) as caller:
-        folders = [await pull(caller, version, tmp_path / "cache") for version in made]
+        folders = [await Puller(tmp_path / "cache").pull([caller], version) for version in made]
     assert contents(folders[1]) == contents(tmp_path / "hf-1")
 
 
@@ -132,7 +132,7 @@ async def test_a_front_that_cannot_say_costs_a_moment(
 
     made = versions(tmp_path, 2)
     async with meddling(tmp_path / "store", fail) as caller, asyncio.timeout(20):
-        folders = [await pull(caller, version, tmp_path / "cache") for version in made]
+        folders = [await Puller(tmp_path / "cache").pull([caller], version) for version in made]
     assert contents(folders[1]) == contents(tmp_path / "hf-1")
 
 

@@ -12,7 +12,7 @@ from blake3 import blake3
 from tests.unit.weights.fronts import listening
 
 from penstock.types import PolicyName, PublishedVersion
-from penstock.weights.client import pull
+from penstock.weights.client import Puller
 from penstock.weights.manifest import parse_manifest
 from penstock.weights.origin import Origin
 from penstock.weights.publish import put_snapshot
@@ -54,7 +54,7 @@ async def test_a_saved_model_is_pulled_bit_equal(tmp_path: Path) -> None:
     token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=60)
     app = build(Origin(DirectoryStore(tmp_path / "store")), signer.verifier(Audience.WEIGHTS))
     async with listening(app) as url, connect(url, token) as caller:
-        folder = await pull(caller, wanted, tmp_path / "cache")
+        folder = await Puller(tmp_path / "cache").pull([caller], wanted)
     loaded = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype="auto")
     saved = model.state_dict()
     assert saved.keys() == loaded.state_dict().keys()

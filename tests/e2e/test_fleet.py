@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.e2e.system import PENSTOCK, System, assert_complete, penstock, until
@@ -104,3 +106,22 @@ def test_a_guest_works_survives_a_restart_and_leaves(
     again = penstock("run", str(system.folder.path))
     assert again.returncode == 0
     assert "finished before" in again.stderr
+    assert_store_is_tidied(system)
+
+
+def assert_store_is_tidied(system: System) -> None:
+    """Of a run that is over: by what its ledger says is in use."""
+    run = str(system.folder.path)
+    planned = json_of(penstock("weights", "gc", run, "--dry-run", "--json"))
+    done = json_of(penstock("weights", "gc", run, "--json"))
+    assert {**planned, "dry_run": False} == done
+    assert done["versions_kept"] >= 2
+    again = json_of(penstock("weights", "gc", run, "--json"))
+    assert (again["bytes_freed"], again["bytes_kept"]) == (0, done["bytes_kept"])
+    verified = json_of(penstock("weights", "verify", run, "--json"))
+    assert verified["ok"] and verified["num_versions"] == done["versions_kept"]
+
+
+def json_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

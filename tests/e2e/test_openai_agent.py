@@ -29,6 +29,8 @@ from penstock.trainer.learner import forward
 from penstock.trainer.models import init_model, load_model
 from penstock.trainer.samples import cut
 from penstock.types import PolicyName, Trajectory
+from penstock.weights.remake import make_whole
+from penstock.weights.store import DirectoryStore
 from penstock.wire.codec import decode
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "openai_agent"
@@ -88,15 +90,19 @@ def trained_trajectories(database: sqlite3.Connection, ledger: Path) -> Iterator
 
 
 def snapshots(database: sqlite3.Connection, weights: Path, to: Path) -> dict[tuple[int, int], Path]:
-    """Every published version as an ordinary folder, straight from the store's files."""
+    """Every version that the store keeps, as an ordinary folder."""
+    store = DirectoryStore(weights)
+    kept = set(store.manifests())
     folders: dict[tuple[int, int], Path] = {}
     query = "SELECT incarnation, number, manifest_digest FROM versions"
     for incarnation, number, digest in database.execute(query):
+        if digest not in kept:
+            continue
         folder = to / f"{incarnation}.{number}"
         folder.mkdir(parents=True)
         manifest = json.loads((weights / "manifests" / f"{digest}.json").read_bytes())
         for file in manifest["files"]:
-            os.link(weights / "blobs" / file["blob"], folder / file["name"])
+            os.link(make_whole(store, file["blob"]), folder / file["name"])
         folders[incarnation, number] = folder
     return folders
 

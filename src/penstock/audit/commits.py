@@ -85,10 +85,12 @@ def _members(evidence: Evidence, commit: Commit) -> Iterable[MemberSummary]:
 
 
 def check_versions(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
-    """Each published version is a fork point or was committed, and its manifest is in the store."""
+    """Each published version is a fork point or was committed, and its manifest is in the store as
+    long as somebody may ask for it."""
     findings = Findings("versions")
+    needed = _needed(evidence)
     manifests = evidence.weights / "manifests"
-    proved: dict[tuple[str, int, str], str] = {}
+    proved: dict[tuple[str, int, str, bool], str] = {}
     for version in evidence.versions:
         lineage = lineages[version.policy]
         fork = lineage.forks.get(version.incarnation)
@@ -96,20 +98,38 @@ def check_versions(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
         if fork is None or version.number not in committed | {fork.number}:
             findings.add(version.name, "published, and neither committed nor a fork point")
         if manifests.is_dir():
-            content = (version.policy, version.number, version.manifest_digest)
+            is_needed = version.name in needed
+            content = (version.policy, version.number, version.manifest_digest, is_needed)
             if content not in proved:  # a replay publishes the same bytes again
-                proved[content] = _manifest_fault(manifests, version)
+                proved[content] = _manifest_fault(manifests, version, is_needed=is_needed)
             if why := proved[content]:
                 findings.add(version.name, why)
     return findings.result(len(evidence.versions))
 
 
-def _manifest_fault(folder: Path, version: Version) -> str:
+def _needed(evidence: Evidence) -> set[str]:
+    """The two newest of each policy, and all from which rows may be that its trainer would see
+    again after a restart."""
+    checkpoints = {one.policy: json.loads(one.retained) for one in evidence.checkpoints}
+    needed: set[str] = set()
+    for policy in {version.policy for version in evidence.versions}:
+        mine = [version for version in evidence.versions if version.policy == policy]
+        mine.sort(key=lambda version: (version.incarnation, version.number))
+        oldest = min((number for number, _ in checkpoints.get(policy) or [(0, 0)]), default=0)
+        floor = oldest - evidence.run_file.fresh_staleness(policy)
+        needed |= {version.name for version in mine[-2:]}
+        needed |= {version.name for version in mine if version.number >= floor}
+    return needed
+
+
+def _manifest_fault(folder: Path, version: Version, *, is_needed: bool) -> str:
     digest = version.manifest_digest
     if len(digest) != 64 or not digest.isalnum():
         return f"{digest[:80]!r} is no digest"
     try:
         data = (folder / f"{digest}.json").read_bytes()
+    except FileNotFoundError:
+        return f"its manifest {digest} is gone, and somebody may ask for it" if is_needed else ""
     except OSError as error:
         return f"its manifest {digest} cannot be read: {error.strerror}"
     if blake3(data).hexdigest() != digest:

@@ -56,10 +56,13 @@ class RunFile(msgspec.Struct, frozen=True):
 
     def max_staleness(self, policy: str) -> int:
         """Of any row in a batch, fresh or served again."""
-        model = self.models.get(policy, _Model())
-        own = (model.training or self.training).max_staleness
-        replay = self._replay(policy)
+        own, replay = self.fresh_staleness(policy), self._replay(policy)
         return own if replay is None else max(own, replay.max_staleness or 0)
+
+    def fresh_staleness(self, policy: str) -> int:
+        """Of rows that no batch has had yet."""
+        model = self.models.get(policy, _Model())
+        return (model.training or self.training).max_staleness
 
     def max_uses(self, policy: str) -> float:
         """In how many batches a group may be."""

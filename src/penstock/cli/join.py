@@ -20,6 +20,12 @@ def join(
     token: str | None = None,
     name: str | None = None,
     capacity: int | None = None,
+    relay: str | None = None,
+    serve_weights: str | None = None,
+    serve_gb: float = 50.0,
+    public_key: str | None = None,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
 ) -> int:
     """Become a rollout node of a run until it ends, or until SIGTERM or Ctrl-C.
 
@@ -33,10 +39,24 @@ def join(
         Names this node; by default the host's name and four random signs.
     capacity
         Slots to work on at once.
+    relay
+        Address of a relay to ask for weights before the run's own front; PENSTOCK_RELAY_TOKEN
+        holds the token shown to it.
+    serve_weights
+        HOST:PORT where this node is a relay to its neighbours; beyond this machine only with TLS.
+    serve_gb
+        Most that weights kept for neighbours may take, in GB, beside the node's own.
+    public_key
+        The run's public key, or a file with it; --serve-weights knows the run's nodes by it.
+    tls_cert
+        Certificate file for --serve-weights.
+    tls_key
+        Its key file.
     """
     import uvloop
 
-    from penstock.cli.service import import_from, leave
+    from penstock.cli.service import import_from, leave, make_tls
+    from penstock.cli.sharing import check_url, given_relay_token, make_sharing, read_public_key
     from penstock.errors import ConfigError
     from penstock.observe import logs
     from penstock.types import NodeId
@@ -49,14 +69,32 @@ def join(
         )
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url!r} is no address; it looks like http://127.0.0.1:18080")
+    shown = given_relay_token()
+    if relay is not None and not shown:
+        raise ConfigError(
+            "no token for the relay: set PENSTOCK_RELAY_TOKEN; `penstock token RUN --for-relay` "
+            "mints one where the run was started. Your other token is not for relays"
+        )
     node = name or f"{_host()}-{secrets.token_hex(2)}"
+    tls, state_dir = make_tls(tls_cert, tls_key), _state_dir(node)
+    sharing = make_sharing(
+        serve_weights, serve_gb, state_dir, tls, lambda: read_public_key(public_key)
+    )
     logs.configure(node)
     import_from((str(Path.cwd()),))
     _knock(url, given)
     from penstock.rollout.node import run_node
 
     uvloop.run(
-        run_node(url, given, node_id=NodeId(node), state_dir=_state_dir(node), capacity=capacity)
+        run_node(
+            url,
+            given,
+            node_id=NodeId(node),
+            state_dir=state_dir,
+            capacity=capacity,
+            relay=None if relay is None else (check_url(relay), shown),
+            sharing=sharing,
+        )
     )
     leave(0)
 

@@ -35,6 +35,7 @@ COMMANDS = (
     ("dataflow", SERVICES, "The ledger between rollout nodes and trainers."),
     ("rollout", SERVICES, "One rollout node of a run folder."),
     ("trainer", SERVICES, "The trainer of one policy."),
+    ("relay", SERVICES, "A cache of a run's weights, near to its nodes."),
 )
 
 
@@ -50,8 +51,18 @@ def build() -> App:
     for order, (name, group, text) in enumerate(COMMANDS):
         path = f"penstock.cli.{name}:{name}"
         app.command(path, name=name, help=text, group=group, sort_key=order)
-    weights = App(name="weights", help="The weight store of a run.", group=SERVICES)
-    weights.command("penstock.cli.weights:serve", name="serve", help="Its read-only HTTP front.")
+    weights = App(
+        name="weights", help="What lies in a run's weight store, and is it sound.", group=RUNS
+    )
+    for verb, text in (
+        ("ls", "Its versions: sizes, and how each is kept."),
+        ("show", "One version: files, tensors, the deltas that lead to it."),
+        ("verify", "Digest all of it; names what is damaged, and the cure."),
+        ("diff", "What changed between two versions, tensor by tensor."),
+        ("serve", "Its read-only HTTP front."),
+    ):
+        weights.command(f"penstock.cli.weights:{verb}", name=verb, help=text)
+    weights.command("penstock.cli.weights_gc:gc", name="gc", help="Delete what nobody uses.")
     app.command(weights)
     conformance = App(
         name="conformance", help="Check a node or trainer written by somebody else.", group=RUNS

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands print: one JSON object as the last line, durations and numbers as people read
-them."""
+"""How commands print: one JSON object as the last line, durations, sizes and numbers as people
+read them."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 
 def print_json(value: object) -> None:
@@ -37,3 +38,26 @@ def span(seconds: float) -> str:
     if seconds < 10:
         return f"{seconds:.1f} s"
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def size(num_bytes: int) -> str:
+    """`512 B`, `8.4 kB`, `28 GB`."""
+    value = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.5:
+            return f"{value:.0f} {unit}" if value >= 9.95 or unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:,.1f} TB"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+    """Aligned lines under their heads, the first columns to the left; as wide as they need be."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines: list[str] = []
+    for row in (heads, *rows):
+        cells = [
+            text.ljust(width) if number < left else text.rjust(width)
+            for number, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

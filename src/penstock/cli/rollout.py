@@ -12,6 +12,11 @@ def rollout(
     name: str = "node-0",
     policy: str | None = None,
     capacity: int | None = None,
+    relay: str | None = None,
+    serve_weights: str | None = None,
+    serve_gb: float = 50.0,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
 ) -> int:
     """Lease tasks, generate, score and deliver until the run ends or SIGTERM.
 
@@ -25,16 +30,34 @@ def rollout(
         Whose engine settings to use; may be left out when the run has one policy.
     capacity
         Slots to work on at once; by default the config's.
+    relay
+        Address of a relay to ask for weights before the run's own front.
+    serve_weights
+        HOST:PORT where this node is a relay to its neighbours; beyond this machine only with TLS.
+    serve_gb
+        Most that weights kept for neighbours may take, in GB, beside the node's own.
+    tls_cert
+        Certificate file for --serve-weights.
+    tls_key
+        Its key file.
     """
     import uvloop
 
-    from penstock.cli.service import enter, leave, only_policy, token_for
+    from penstock.cli.service import enter, leave, make_tls, only_policy, token_for
+    from penstock.cli.sharing import check_url, given_relay_token, make_sharing
+    from penstock.fleet.plan import TOKEN_TTL_S
     from penstock.types import NodeId
     from penstock.wire.auth import Role
 
+    tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory
+    shown = given_relay_token()
     folder, config, endpoints = enter(run_dir, name)
     model = config.models[only_policy(config, policy)]
     folder.acks.mkdir(exist_ok=True)
+    if relay is not None and not shown:
+        shown = folder.relay_token(config.name, Role.ROLLOUT, ttl_s=TOKEN_TTL_S)
+    state_dir = folder.nodes / name
+    sharing = make_sharing(serve_weights, serve_gb, state_dir, tls, folder.public_key)
     from penstock.rollout.node import run_node
 
     uvloop.run(
@@ -42,10 +65,12 @@ def rollout(
             endpoints.dataflow,
             token_for(folder, config, Role.ROLLOUT),
             node_id=NodeId(name),
-            state_dir=folder.nodes / name,
+            state_dir=state_dir,
             acks=folder.acks / f"{name}.txt",
             capacity=capacity or model.capacity,
             engine=model.engine,
+            relay=None if relay is None else (check_url(relay), shown),
+            sharing=sharing,
         )
     )
     leave(0)

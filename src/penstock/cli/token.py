@@ -15,6 +15,7 @@ def token(
     /,
     *,
     role: RoleName = "rollout",
+    for_relay: bool = False,
     ttl_h: float = 24.0,
     json: bool = False,
 ) -> int:
@@ -25,11 +26,14 @@ def token(
     run
         The run folder, or its config file.
     role
-        What its holder may do.
+        What its holder may do; relay is for `penstock relay`.
+    for_relay
+        Make the token that is shown to relays and is worth nothing elsewhere, instead of the one
+        for the run's own services.
     ttl_h
         Hours until it expires.
     json
-        Print one JSON object with the token and the URL to join.
+        Print one JSON object with the token and the URL to join; a relay's with the public key.
     """
     from penstock.cli.output import note, print_json
     from penstock.cli.target import find_folder
@@ -39,15 +43,25 @@ def token(
     if ttl_h <= 0:
         raise ConfigError(f"--ttl-h {ttl_h:g} would be expired at once; give hours above 0")
     folder = find_folder(run)
-    url = folder.endpoints().dataflow
-    ttl_s = ttl_h * 3600.0
-    minted = folder.token(folder.read_config().name, Role(role), ttl_s=ttl_s)
+    endpoints, name, ttl_s = folder.endpoints(), folder.read_config().name, ttl_h * 3600.0
+    mint = folder.relay_token if for_relay else folder.token
+    minted = mint(name, Role(role), ttl_s=ttl_s)
+    is_relay = role == "relay" and not for_relay
+    url = endpoints.weights if is_relay else endpoints.dataflow
     if json:
         expires_at = round(time.time() + ttl_s, 3)
-        print_json({"token": minted, "url": url, "role": role, "expires_at": expires_at})
+        found = {"token": minted, "url": url, "role": role, "expires_at": expires_at}
+        print_json({**found, "public_key": folder.public_key()} if is_relay else found)
     else:
         print(minted)
-        if role == "rollout":
+        if for_relay:
+            note("show it to relays: PENSTOCK_RELAY_TOKEN=<the line above> … --relay URL")
+        elif is_relay:
+            note(
+                f"start it with: PENSTOCK_TOKEN=<the line above> penstock relay {url} "
+                f"--public-key={folder.public_key()} --cache DIR --port PORT"
+            )
+        elif role == "rollout":
             note(f"join with: PENSTOCK_TOKEN=<the line above> penstock join {url}")
     if folder.holder() is None:
         note(f"this run is not running now; `penstock run {run}` starts it")

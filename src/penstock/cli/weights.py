@@ -1,9 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock weights serve`: the read-only HTTP front over a run's weight store."""
+"""`penstock weights`: what lies in a run's weight store, whether it is sound, and its HTTP front.
+
+Looking needs no service: it reads the run folder, while the run goes on or after it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.weights.catalog import Catalog
+    from penstock.weights.store import DirectoryStore
 
 
 def serve(
@@ -45,3 +55,154 @@ def serve(
     listen_host, listen_port = address(endpoints.weights, host, port)
     uvloop.run(serve_app(app, listen_host, listen_port, tls))
     return 0
+
+
+def ls(run: Path, /, *, json: bool = False) -> int:
+    """List the versions in a run's weight store.
+
+    Parameters
+    ----------
+    run
+        The run folder, or its config file; running or finished.
+    json
+        Print one JSON object as the last line.
+    """
+    from penstock.cli.output import note, print_json
+    from penstock.cli.weights_text import list_lines, listed
+
+    _, store, catalog = _open(run)
+    blobs = [num_bytes for _, num_bytes in store.blobs()]
+    if json:
+        print_json({**listed(catalog), "num_blobs": len(blobs), "store_bytes": sum(blobs)})
+    else:
+        print("\n".join(list_lines(catalog, blobs)))
+    if catalog.damaged:
+        note(f"{len(catalog.damaged)} manifests are damaged; `penstock weights verify {run}`")
+    return 0
+
+
+def show(run: Path, version: str, /, *, json: bool = False) -> int:
+    """Show one version: its files, how they are kept, and its tensors.
+
+    Parameters
+    ----------
+    run
+        The run folder, or its config file.
+    version
+        POLICY@NUMBER, the number alone if the run has one policy, or the first digits of a
+        manifest's digest.
+    json
+        Print one JSON object as the last line.
+    """
+    from penstock.cli.output import print_json
+    from penstock.cli.weights_text import show_lines, shown
+    from penstock.weights.catalog import find_version
+
+    _, store, catalog = _open(run)
+    meant = find_version(catalog, version)
+    if json:
+        print_json(shown(meant))
+    else:
+        print("\n".join(show_lines(store, catalog, meant)))
+    return 0
+
+
+def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> int:
+    """Digest every file, tensor and delta of one version, or of all; exit 1 if any is damaged.
+
+    Parameters
+    ----------
+    run
+        The run folder, or its config file.
+    version
+        POLICY@NUMBER, a number, or the first digits of a manifest's digest; all if left out.
+    json
+        Print one JSON object as the last line.
+    """
+    from penstock.cli.output import counted, note, print_json, size
+    from penstock.cli.weights_text import damage_lines
+    from penstock.weights.catalog import find_version
+    from penstock.weights.verify import Verifier, damaged_manifest
+
+    root, store, catalog = _open(run)
+    versions = catalog.versions if version is None else (find_version(catalog, version),)
+    found = [] if version else [damaged_manifest(root, store, each) for each in catalog.damaged]
+    with _scratch(root) as scratch:
+
+        def tell(name: str, file: str, num_bytes: int) -> None:
+            note(f"{name}  {file}  {size(num_bytes)}")
+
+        verifier = Verifier(store, scratch, tell)
+        for each in versions:
+            found += verifier.verify(each)
+    if json:
+        print_json(
+            {
+                "ok": not found,
+                "num_versions": len(versions),
+                "bytes": verifier.num_bytes,
+                "damage": found,
+            }
+        )
+    for line in damage_lines(found):
+        note(line)
+    if found:
+        note(f"error: {counted(len(found), 'damage')} in {root}")
+    elif not json:
+        print(f"{counted(len(versions), 'version')} sound, {size(verifier.num_bytes)} digested")
+    return 1 if found else 0
+
+
+def diff(run: Path, old: str, new: str, /, *, json: bool = False) -> int:
+    """Show what changed from one version to another, tensor by tensor.
+
+    Parameters
+    ----------
+    run
+        The run folder, or its config file.
+    old
+        POLICY@NUMBER, a number, or the first digits of a manifest's digest.
+    new
+        The version to compare with it.
+    json
+        Print one JSON object as the last line, with every tensor.
+    """
+    from penstock.cli.output import print_json
+    from penstock.cli.weights_text import diff_lines, differences
+    from penstock.weights.catalog import find_version
+    from penstock.weights.compare import compare
+
+    root, store, catalog = _open(run)
+    first, second = find_version(catalog, old), find_version(catalog, new)
+    with _scratch(root) as scratch:
+        found = compare(store, first, second, scratch)
+    if json:
+        print_json(differences(first, second, found))
+    else:
+        print("\n".join(diff_lines(first, second, found)))
+    return 0
+
+
+def _open(run: Path) -> tuple[Path, DirectoryStore, Catalog]:
+    from penstock.cli.target import find_folder
+    from penstock.errors import WeightsError
+    from penstock.weights.catalog import read_catalog
+    from penstock.weights.store import DirectoryStore
+
+    root = find_folder(run).weights
+    store = DirectoryStore(root)
+    catalog = read_catalog(store)
+    if not catalog.versions and not catalog.damaged:
+        raise WeightsError(f"no version in {root} yet; the trainer publishes number 0 first")
+    return root, store, catalog
+
+
+@contextmanager
+def _scratch(root: Path) -> Generator[Path]:
+    """Beside the store, where there is room for a model."""
+    import os
+    import tempfile
+
+    beside = root.parent if os.access(root.parent, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=".weights-", dir=beside) as folder:
+        yield Path(folder)

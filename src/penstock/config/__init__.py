@@ -28,6 +28,7 @@ from penstock.config.run import (
 )
 from penstock.config.stages import StageConfig
 from penstock.config.trainer import AlgorithmConfig, SamplingConfig, TrainingConfig
+from penstock.config.weights import WeightsConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -49,6 +50,7 @@ __all__ = [
     "SurvivorsClosing",
     "SurvivorsConfig",
     "TrainingConfig",
+    "WeightsConfig",
     "WorkflowConfig",
     "demo",
     "differences",

@@ -37,6 +37,7 @@ from penstock.config.crossings import crossings
 from penstock.config.dataflow import DataflowConfig, PolicyDataflowConfig
 from penstock.config.rules import RuleConfig, layered
 from penstock.config.trainer import AlgorithmConfig, SamplingConfig, TrainingConfig
+from penstock.config.weights import WeightsConfig
 from penstock.errors import ConfigError
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3",)
@@ -215,6 +216,8 @@ class RunConfig(Section):
     """The algorithm of every policy that names no other."""
     training: TrainingConfig
     """The training of every policy that names no other."""
+    weights: WeightsConfig = WeightsConfig()
+    """Weights on their way to the nodes."""
     pipeline: Annotated[None, only(None, "leave pipeline null")] = None
     """A graph of training stages; only the algorithm's own is served yet."""
     eval: Annotated[None, only(None, "leave eval null")] = None

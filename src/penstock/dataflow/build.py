@@ -237,5 +237,6 @@ def run_facts(config: RunConfig) -> RunFacts:
         engine=first.engine,
         torch_threads=first.torch_threads,
         start_to_close_s=config.dataflow.lease.start_to_close_s,
+        transfer=config.weights.transfer,
         is_scored="reward" not in _needs(config).judge,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -74,6 +75,8 @@ class RunFacts:
     """Engine kind for each policy of the run."""
     torch_threads: int
     start_to_close_s: float
+    transfer: Literal["auto", "delta", "full"] = "auto"
+    """How a node fetches weights: whole, as changes, or as is sooner."""
     is_scored: bool = True
     """Nodes give the reward; false when a stage does, and rows come without one."""
 

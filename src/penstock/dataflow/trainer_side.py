@@ -35,7 +35,11 @@ from penstock.dataflow.records import BatchRecord, CheckpointRecord
 from penstock.dataflow.report.balance import Balance
 from penstock.dataflow.row_payloads import RowPayloads, Wanted
 from penstock.dataflow.sealing import Sealing
-from penstock.dataflow.version_use import versions_in_use
+from penstock.dataflow.version_use import (
+    NO_CHECKPOINT,
+    retained_checkpoints,
+    versions_in_use,
+)
 from penstock.errors import BadRequest, Conflict, NotFound, StoreError
 from penstock.types import PolicyName, RowId
 
@@ -225,15 +229,12 @@ class TrainerSide:
 
     def versions_in_use(self, live: Collection[LiveVersion]) -> VersionsInUse:
         """live: what nodes serve."""
-        retained = {
-            record.policy: msgspec.json.decode(record.retained, type=list[tuple[int, int]])
-            for record in self._process.ledger.tables.read(CheckpointRecord)
-        }
+        retained = retained_checkpoints(self._process.ledger.tables)
         found = (
             versions_in_use(
                 consumer.lineage,
                 live=live,
-                retained=retained.get(policy, [(0, 0)]),
+                retained=retained.get(policy, NO_CHECKPOINT),
                 max_staleness=consumer.terms.max_staleness,
             )
             for policy, consumer in self._home.consumers.items()

@@ -1,12 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which published versions somebody may still ask the weight store for. Pure."""
+"""Which published versions somebody may still ask the weight store for. Decides nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import msgspec
 
 from penstock.dataflow.protocol import LiveVersion, UsedBy, VersionInUse
+from penstock.dataflow.recorded import Recorded
+from penstock.dataflow.records import CheckpointRecord
+from penstock.dataflow.restore import restore_lineage
+from penstock.dataflow.tables import Tables
 from penstock.dataflow.versions import Lineage
+from penstock.types import PolicyName
+
+NO_CHECKPOINT: Sequence[tuple[int, int]] = ((0, 0),)
+"""The initial model is what a trainer would restore."""
 
 
 def versions_in_use(
@@ -43,3 +53,23 @@ def versions_in_use(
             manifest_digest=record.manifest_digest,
             by=by,
         )
+
+
+def retained_checkpoints(tables: Tables) -> dict[PolicyName, Sequence[tuple[int, int]]]:
+    """(number, seq) of those that each trainer has named."""
+    return {
+        record.policy: msgspec.json.decode(record.retained, type=list[tuple[int, int]])
+        for record in tables.read(CheckpointRecord)
+    }
+
+
+def recorded_in_use(
+    recorded: Recorded, max_staleness: Mapping[PolicyName, int]
+) -> Iterator[VersionInUse]:
+    """Of a run that nobody serves now: no node has anything."""
+    retained = retained_checkpoints(recorded.home)
+    for policy, bound in max_staleness.items():
+        lineage = Lineage(policy)
+        restore_lineage(lineage, recorded.home)
+        checkpoints = retained.get(policy, NO_CHECKPOINT)
+        yield from versions_in_use(lineage, live=(), retained=checkpoints, max_staleness=bound)

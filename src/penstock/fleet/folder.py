@@ -13,7 +13,7 @@ import random
 import shutil
 import socket
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +33,12 @@ PORTS = range(18_000, 32_000)
 restart."""
 LOCK_S = 1.0
 """Whoever asks for the holder has the lock for a moment, so a refused lock is tried again."""
+
+AUDIENCES: Mapping[Role, tuple[Audience, ...]] = {
+    Role.READER: (Audience.DATAFLOW,),
+    Role.RELAY: (Audience.WEIGHTS, Audience.RELAY),
+}
+"""Whom a token of these roles may be shown to; all others speak to the dataflow and the weights."""
 
 _log = structlog.get_logger(__name__)
 
@@ -207,9 +213,15 @@ class RunFolder:
 
     def token(self, run: str, role: Role, *, ttl_s: float, subject: str = "") -> str:
         """A token for whoever plays this role; made only where the signing key is readable."""
-        both = (Audience.DATAFLOW, Audience.WEIGHTS)
-        audiences = (Audience.DATAFLOW,) if role is Role.READER else both
+        audiences = AUDIENCES.get(role, (Audience.DATAFLOW, Audience.WEIGHTS))
         return Signer.read(self.keys, run).mint(role, audiences, ttl_s=ttl_s, subject=subject)
+
+    def relay_token(self, run: str, role: Role, *, ttl_s: float) -> str:
+        """What somebody of this role shows to relays; worth nothing elsewhere."""
+        return Signer.read(self.keys, run).mint(role, [Audience.RELAY], ttl_s=ttl_s)
+
+    def public_key(self) -> str:
+        return (self.keys / "public.key").read_text().strip()
 
     def free_bytes(self) -> int:
         return free_bytes(self.path)

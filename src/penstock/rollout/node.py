@@ -30,6 +30,7 @@ from penstock.rollout.engines import make_engine
 from penstock.rollout.engines.base import Engine
 from penstock.rollout.loader import Fetch, FrontFetch, Loader
 from penstock.rollout.membership import Members, Membership
+from penstock.rollout.neighbour import Sharing, SharingFetch
 from penstock.rollout.orders import StandingOrders
 from penstock.rollout.outbox import Acknowledgements, Deliveries, Outbox
 from penstock.rollout.rewards.scorer import Scorer
@@ -110,7 +111,7 @@ class Outside:
     """What lies beyond the node; tests bring their own."""
 
     dataflow: Dataflow
-    fetch: Fetch
+    make_fetch: Callable[[RunFacts], Fetch]
     make_engine: Callable[[RunFacts], Engine]
 
 
@@ -128,6 +129,7 @@ async def build(
     membership = Membership(outside.dataflow, orders, node_id=node_id, capacity=capacity)
     registered = await membership.join()
     facts = registered.facts
+    fetch = outside.make_fetch(facts)
     engines = Engines(facts.policies, lambda: outside.make_engine(facts))
     gateway = Gateway(engines)
     endpoint = Endpoint(gateway)
@@ -138,7 +140,7 @@ async def build(
         yield Node(
             orders=orders,
             membership=membership,
-            loader=Loader(orders, membership, engines, gateway, outside.fetch),
+            loader=Loader(orders, membership, engines, gateway, fetch),
             endpoint=endpoint,
             scorer=scorer,
             slots=Slots(outside.dataflow, membership, orders, attempts, outbox, capacity=capacity),
@@ -148,6 +150,7 @@ async def build(
         )
     finally:
         await engines.close()
+        await fetch.close()
 
 
 async def run_node(
@@ -159,22 +162,30 @@ async def run_node(
     acks: Path | None = None,
     capacity: int | None = None,
     engine: str | None = None,
+    relay: tuple[str, str] | None = None,
+    sharing: Sharing | None = None,
 ) -> None:
     """Join the run at `url` and work until it ends, the node is drained, or SIGTERM or SIGINT
     comes.
 
     `acks` takes the acknowledged row ids, by default `state_dir/acks.txt`; `engine` overrides the
-    run's engine kind. Returns after an orderly leave; raises what ended the node otherwise.
+    run's engine kind; `relay`, a URL and the token shown there, is asked for weights before the
+    run's own front, and with `sharing` the node is a relay to others. Returns after an orderly
+    leave; raises what ended the node otherwise.
     """
 
     def make(facts: RunFacts) -> Engine:
         seed = zlib.crc32(node_id.encode())
         return make_engine(engine or facts.engine, seed=seed, torch_threads=facts.torch_threads)
 
+    def fetch(facts: RunFacts) -> Fetch:
+        if sharing is not None:
+            return SharingFetch(token, state_dir, sharing, relay=relay, transfer=facts.transfer)
+        return FrontFetch(token, state_dir / "weights", relay=relay, transfer=facts.transfer)
+
     client = SpreadClient(url, token)
-    fetch = FrontFetch(token, state_dir / "weights")
     acknowledgements = Acknowledgements(acks or state_dir / "acks.txt")
-    outside = Outside(dataflow=client, fetch=fetch, make_engine=make)
+    outside = Outside(dataflow=client, make_fetch=fetch, make_engine=make)
     try:
         async with build(
             outside, acknowledgements, node_id=node_id, capacity=capacity or CAPACITY
@@ -183,7 +194,6 @@ async def run_node(
                 await node.run()
     finally:
         acknowledgements.close()
-        await fetch.close()
         await client.close()
 
 

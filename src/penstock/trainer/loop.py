@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's loop: batches in, versions out.
 
-Owns the order of calls that makes training exactly-once: commit before publish, publish before the
-next batch, the cursor inside the checkpoint. A crash at any point loses nothing: the next life
-restores the newest checkpoint, takes a new incarnation at its cursor, and the same sealed batches
-come again.
+Owns the order of calls that makes training exactly-once: commit before publish, the restore point
+published before the first batch, the cursor inside the checkpoint. A crash at any point loses
+nothing: the next life restores the newest checkpoint, takes a new incarnation at its cursor, and
+the same sealed batches come again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ from penstock.dataflow.protocol import (
     PolicyState,
     PublishRequest,
     RowsAnswer,
+    UsedBy,
+    VersionsInUse,
 )
 from penstock.errors import Conflict, Fenced, StoreError
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.checkpoint import Checkpoints
 from penstock.trainer.learner import Learner, Stats
+from penstock.trainer.publisher import Publisher
 from penstock.trainer.snapshots import Snapshots, weights_of
 from penstock.types import PolicyName
+from penstock.weights.publish import StoredVersion
 
 _log = structlog.get_logger(__name__)
 
@@ -64,6 +68,8 @@ class Versions(Protocol):
 
     def checkpoints(self, policy: PolicyName, body: CheckpointsRequest) -> None: ...
 
+    def versions_in_use(self) -> VersionsInUse: ...
+
 
 class Dataflow(Batches, Versions, Protocol):
     """All that a trainer asks of the dataflow."""
@@ -87,6 +93,7 @@ class Trainer:
         self._learner = learner
         self._dataflow = dataflow
         self._snapshots = snapshots
+        self._publisher = Publisher(snapshots, self._announce, self._versions_in_use)
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._is_stopping = is_stopping
@@ -100,16 +107,21 @@ class Trainer:
         consumes: sealed batches · produces: commits, versions, checkpoints
         waits for: the next batch · ends: when no batch will follow, when it is told to stop (after
         its step, with a checkpoint), or when it is fenced"""
-        self._take_over()
-        self._publish()
-        for batch in self._batches():
-            stats = self._learner.step(batch)
-            self._commit(batch, stats)
-            if stats.skipped is None:
-                self._publish()
-            if self._checkpoints.is_due(self._cursor):
-                self._save()
-        self._save()
+        try:
+            self._take_over()
+            self._publish()
+            self._publisher.finish()
+            for batch in self._batches():
+                stats = self._learner.step(batch)
+                self._commit(batch, stats)
+                if stats.skipped is None:
+                    self._publish()
+                if self._checkpoints.is_due(self._cursor):
+                    self._save()
+            self._publisher.finish()
+            self._save()
+        finally:
+            self._publisher.close()
         return self._has_ended
 
     def _take_over(self) -> None:
@@ -200,15 +212,22 @@ class Trainer:
 
     def _publish(self) -> None:
         started = time.perf_counter()
-        stored = self._snapshots.put(weights_of(self._learner.model), self._cursor.number)
+        self._publisher.hand_over(weights_of(self._learner.model), self._cursor.number)
+        self._seconds["publish"] = time.perf_counter() - started
+
+    def _announce(self, number: int, stored: StoredVersion) -> None:
         body = PublishRequest(
             incarnation=self._cursor.incarnation,
-            number=self._cursor.number,
+            number=number,
             manifest_digest=stored.manifest_digest,
             weights_digest=stored.weights_digest,
         )
         self._dataflow.publish(self._policy, body)
-        self._seconds["publish"] = time.perf_counter() - started
+
+    def _versions_in_use(self) -> tuple[list[str], list[str]]:
+        versions = self._dataflow.versions_in_use().versions
+        newest = [found.manifest_digest for found in versions if found.by is UsedBy.NEWEST]
+        return [found.manifest_digest for found in versions], newest
 
     def _save(self) -> None:
         if self._checkpoints.last.cursor == self._cursor:

@@ -49,7 +49,12 @@ def run_trainer(
     torch.set_num_threads(config.for_policy(policy).model.torch_threads)
     checkpoints = make_checkpoints(config, policy, run_dir)
     learner, checkpoint = make_learner(config.for_policy(policy), checkpoints, seed=config.seed)
-    snapshots = Snapshots(store_root, PolicyName(policy), checkpoint.folder)
+    snapshots = Snapshots(
+        store_root,
+        PolicyName(policy),
+        checkpoint.folder,
+        anchor_every=config.weights.anchor_every,
+    )
     try:
         is_complete = Trainer(
             policy=PolicyName(policy),

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.trainer.models import WEIGHTS, static_files
 from penstock.types import PolicyName
-from penstock.weights.publish import StoredVersion, put_snapshot
+from penstock.weights.publish import StoredVersion, let_go, put_snapshot
 
 _PREFIX = ".snapshot-"
 
@@ -41,8 +41,11 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 class Snapshots:
     """Writes versions of one policy."""
 
-    def __init__(self, store_root: Path, policy: PolicyName, model_folder: Path) -> None:
+    def __init__(
+        self, store_root: Path, policy: PolicyName, model_folder: Path, *, anchor_every: int = 25
+    ) -> None:
         self._store_root = store_root
+        self._anchor_every = anchor_every
         self._policy = policy
         self._beside = store_root.parent
         self._prefix = f"{_PREFIX}{policy}-"
@@ -59,22 +62,29 @@ class Snapshots:
         """Files that every folder of this policy's weights carries unchanged."""
         return static_files(self._folder)
 
+    def copy(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """These weights as they are now, in the precision that config.json names."""
+        return {
+            name: tensor.to(self._dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+            for name, tensor in weights.items()
+        }
+
     def put(self, weights: Mapping[str, Tensor], number: int) -> StoredVersion:
-        """Store these weights as a version; publishing it is the ledger's business."""
-        folder = self.write(weights)
+        """Store such a copy as a version; publishing it is the ledger's business."""
+        folder = self._write(weights)
         self._last = put_snapshot(
             self._store_root, folder, policy=self._policy, number=number, after=self._last
         )
         return self._last
 
-    def write(self, weights: Mapping[str, Tensor]) -> Path:
-        """The folder with these weights, in the precision its config.json names."""
-        served = {
-            name: tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in weights.items()
-        }
+    def tidy(self, in_use: Collection[str], newest: Collection[str]) -> None:
+        """Let go of what the store need not keep: these are the manifests that it must."""
+        let_go(self._store_root, in_use, newest, anchor_every=self._anchor_every)
+
+    def _write(self, weights: Mapping[str, Tensor]) -> Path:
+        """The folder with these weights."""
         temporary = self._folder / f".{WEIGHTS}"
-        save_file(served, temporary, metadata={"format": "pt"})
+        save_file(dict(weights), temporary, metadata={"format": "pt"})
         temporary.replace(self._folder / WEIGHTS)
         return self._folder
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's folder of pulled weights: verified blobs, cut-off ones to resume, staged versions.
+"""A node's folder of pulled weights: verified blobs, cut-off ones to resume, wrong ones to mend,
+staged versions.
 
 Owns locks, so that tasks and processes may share it, and atomic names: `blobs/DIGEST` and
 `versions/DIGEST/` appear complete. Nothing is synced to disk: whatever a crash leaves is digested
@@ -14,21 +15,24 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import AsyncGenerator, Collection, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from penstock.errors import WeightsError
 from penstock.weights.chain import DeltaEntry
-from penstock.weights.file_delta import apply_delta
+from penstock.weights.file_delta import apply_here
 from penstock.weights.manifest import FileEntry, SnapshotManifest, is_digest
+from penstock.weights.partial import Partial, verify
 from penstock.weights.store import open_regular
-from penstock.weights.tensors import Scan, scan
+from penstock.weights.tensors import Scan, TensorEntry
 
 LOCK_POLL_S = 0.02
 RESUMABLE_S = 3600.0
 """A cut-off blob nobody touched for so long is not worth resuming."""
 PARTIAL = ".partial"
+WRONG = ".wrong"
+"""Was taken for the blob and is not: all but a few tensors of it may be of use."""
 MAX_BASES = 64
 """As many as a front looks at."""
 
@@ -56,14 +60,14 @@ class BlobCache:
         return (self._blobs / file.blob).exists()
 
     def check(self, file: FileEntry) -> Scan | None:
-        """Digest the cached blob; one that is damaged is deleted and counts as absent."""
+        """Digest the cached blob; one that is damaged counts as absent."""
         path = self._blobs / file.blob
         try:
-            found = _verify(path, file)
+            found = verify(path, file)
+            if found is None:
+                path.rename(self._wrong(file))
         except FileNotFoundError:
             return None
-        if found is None:
-            path.unlink(missing_ok=True)
         return found
 
     def alike(self, file: FileEntry) -> list[str]:
@@ -79,34 +83,36 @@ class BlobCache:
     def make(self, file: FileEntry, steps: Sequence[DeltaEntry]) -> Scan:
         """The blob from one that is here, along deltas that are here; WeightsError if they lead
         elsewhere."""
-        base = self._blobs / steps[0].base
-        made: list[Path] = []
+        made = self._blobs / f"{secrets.token_hex(8)}{PARTIAL}"
         try:
+            shutil.copyfile(self._blobs / steps[0].base, made)
             for step in steps:
-                path = self._blobs / f"{secrets.token_hex(8)}{PARTIAL}"
-                made.append(path)
                 with open_regular(self._blobs / step.blob) as delta:
-                    apply_delta(base, delta, path, base_blob=step.base)
-                base = path
-            found = _verify(base, file)
+                    apply_here(made, delta, base_blob=step.base)
+            found = verify(made, file)
             if found is None:
+                made.rename(self._wrong(file))
                 raise WeightsError(f"{file.name}: its deltas lead to other bytes than {file.blob}")
-            base.chmod(0o444)
-            base.rename(self._blobs / file.blob)
+            made.chmod(0o444)
+            made.rename(self._blobs / file.blob)
             return found
         finally:
-            for path in made:
-                path.unlink(missing_ok=True)
+            made.unlink(missing_ok=True)
 
     @asynccontextmanager
-    async def partial(self, file: FileEntry) -> AsyncGenerator[Partial]:
+    async def partial(
+        self, file: FileEntry, tensors: Mapping[str, TensorEntry]
+    ) -> AsyncGenerator[Partial]:
         """The blob on its way in, for one writer at a time; it keeps what an earlier writer had."""
         path = self._blobs / f"{file.blob}{PARTIAL}"
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             try:
                 if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_at(descriptor, path):
-                    yield Partial(path, self._blobs / file.blob, file)
+                    partial = Partial(path, self._blobs / file.blob, file, tensors)
+                    if self._wrong(file).exists():
+                        await to_the_end(partial.adopt, self._wrong(file))
+                    yield partial
                     return
             finally:
                 os.close(descriptor)
@@ -140,6 +146,9 @@ class BlobCache:
                 if found.st_nlink == 1 and not (blob.suffix == PARTIAL and is_resumable):
                     blob.unlink()
 
+    def _wrong(self, file: FileEntry) -> Path:
+        return self._blobs / f"{file.blob}{WRONG}"
+
     @contextmanager
     def _lock(self, kind: int) -> Generator[bool]:
         descriptor = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -170,48 +179,15 @@ class BlobCache:
             shutil.rmtree(damaged, ignore_errors=True)
 
 
-class Partial:
-    """A blob on its way into the cache. Works by name: its threads may outlive their caller."""
-
-    def __init__(self, path: Path, final: Path, file: FileEntry) -> None:
-        self._path = path
-        self._final = final
-        self._file = file
-
-    @property
-    def num_bytes(self) -> int:
-        return self._path.stat().st_size
-
-    def append(self, piece: bytes) -> None:
-        with self._path.open("ab") as out:
-            out.write(piece)
-
-    def finish(self) -> Scan | None:
-        """Give the blob its name if it is the right one, else start over."""
-        found = _verify(self._path, self._file)
-        if found is None:
-            os.truncate(self._path, 0)
-            return None
-        # Engines open hard links of this file; a stray write must not reach the other versions.
-        self._path.chmod(0o444)
-        self._path.rename(self._final)
-        return found
-
-    def drop(self) -> None:
-        self._path.unlink(missing_ok=True)
-
-
-def _verify(path: Path, file: FileEntry) -> Scan | None:
-    """None when the bytes are not those of the digest; WeightsError when they are, and wrong."""
+async def to_the_end(work: Callable[..., object], *args: object) -> None:
+    """In a thread. Whoever is cancelled waits for it, so that nothing is written without the lock
+    or to a blob that has been verified since."""
+    thread = asyncio.ensure_future(asyncio.to_thread(work, *args))
     try:
-        with open_regular(path) as blob:
-            found = scan(blob, file.name)
-    except WeightsError:
-        with open_regular(path) as blob:
-            if scan(blob, "").blob == file.blob:
-                raise
-        return None
-    return found if (found.blob, found.num_bytes) == (file.blob, file.bytes) else None
+        await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        await asyncio.wait([thread])
+        raise
 
 
 def _is_locked(descriptor: int, kind: int) -> bool:

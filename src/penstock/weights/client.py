@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What nodes call: pull a version and stage it verified.
 
-Owns the pull: fetch, verify every tensor, stage, rename. Loading is the engine's business; a folder
-returned by `pull` holds nothing that was not digested in that call.
+Owns the pull: fetch from whichever front has it, along deltas or whole, verify every tensor, mend
+what is damaged, stage, rename. Loading is the engine's business; a folder returned by `pull` holds
+nothing that was not digested in that call.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
-from penstock.errors import BadRequest, NotFound, TooLarge, WeightsError, WireError, boundary
+from penstock.errors import WeightsError, WireError, boundary
 from penstock.types import PublishedVersion
-from penstock.weights.cache import BlobCache
-from penstock.weights.chain import Way, leads_to
+from penstock.weights.cache import BlobCache, to_the_end
+from penstock.weights.chain import DeltaEntry, Way, leads_to
+from penstock.weights.links import Front, Link, Speed, Transfer, fronts_of, takes_delta
 from penstock.weights.manifest import (
     MAX_MANIFEST_BYTES,
     FileEntry,
@@ -25,56 +29,94 @@ from penstock.weights.manifest import (
     is_digest,
     parse_manifest,
 )
-from penstock.weights.tensors import PIECE_BYTES, Scan, TensorEntry
+from penstock.weights.partial import Partial, Span
+from penstock.weights.tensors import Scan, TensorEntry
 from penstock.wire.client import AsyncCaller
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
 MAX_TRIES = 3
-"""How often a damaged blob or manifest is fetched before the version is given up."""
-ASK_S = 5.0
-"""How long a front that does not answer is asked for deltas."""
-NUM_PARALLEL = 8
-"""Blobs fetched at once."""
-PLAIN = {"accept-encoding": "identity"}
+"""How often one front is asked for what came damaged."""
+NUM_FILES = 8
+"""Brought at once."""
+NUM_RANGES = 32
+"""Requests at once. With a connection to each, a link of 20 Mbit/s and 300 ms is full even while
+one packet in a hundred is lost; a fast one is with fewer."""
 
 
-async def pull(caller: AsyncCaller, wanted: PublishedVersion, cache: Path) -> Path:
-    """A Hugging Face folder with exactly the wanted version, every tensor verified.
+class Puller:
+    """Pulls versions into one folder, and learns how fast links and this machine are."""
 
-    `caller` speaks to the weights front. Blobs that the cache holds are not fetched again, cut-off
-    ones are resumed. May be cancelled at any time, and several pulls may share a cache, over tasks
-    and processes.
-    """
-    what = f"pulling {wanted.policy}@{wanted.incarnation}.{wanted.number} into {cache}"
-    with boundary(WeightsError, what):
-        blobs = BlobCache(cache)
-        async with blobs.in_use():
-            manifest = await _fetch_manifest(caller, wanted)
-            _check_tensors(manifest, await _bring_all(caller, blobs, manifest.files))
-            return await asyncio.to_thread(blobs.stage, wanted.manifest_digest, manifest)
+    def __init__(
+        self, cache: Path, *, transfer: Transfer = "auto", num_ranges: int = NUM_RANGES
+    ) -> None:
+        self._cache = cache
+        self._transfer: Transfer = transfer
+        self._num_ranges = num_ranges
+        self._links: dict[str, Link] = {}
+        self._making = Speed(num_unlike=1)  # the first file waits for a compiler, too
+
+    async def pull(self, fronts: Sequence[AsyncCaller], wanted: PublishedVersion) -> Path:
+        """A Hugging Face folder with exactly the wanted version, every tensor verified.
+
+        What a front does not have, or gives damaged, the next is asked for; only the last may sit
+        out a long outage. Blobs that the cache holds are not fetched again, cut-off ones are
+        resumed. May be cancelled at any time, and several pulls may share a cache, over tasks and
+        processes.
+        """
+        what = f"pulling {wanted.policy}@{wanted.incarnation}.{wanted.number} into {self._cache}"
+        with boundary(WeightsError, what):
+            blobs = BlobCache(self._cache)
+            async with blobs.in_use():
+                asked = fronts_of(fronts, self._links)
+                manifest = await _from_any(asked, lambda front: _fetch_manifest(front, wanted))
+                slots = asyncio.Semaphore(self._num_ranges)
+                pull = _Pull(blobs, asked, manifest, slots, self._making, self._transfer)
+                _check_tensors(manifest, await pull.bring_all(manifest.files))
+                return await asyncio.to_thread(blobs.stage, wanted.manifest_digest, manifest)
+
+    def prune(self, keep: Collection[str]) -> None:
+        """Delete staged versions but those with these manifest digests, and blobs none of them
+        uses.
+
+        Does nothing while a pull runs in this cache; the next call will.
+        """
+        BlobCache(self._cache).prune(keep)
 
 
-def prune(cache: Path, keep: Collection[str]) -> None:
-    """Delete staged versions but those with these manifest digests, and blobs none of them uses.
+async def _from_any(fronts: Sequence[Front], get: Callable[[Front], Awaitable[T]]) -> T:
+    """From the first front that can; the error is that of the last."""
+    for front in fronts[:-1]:
+        if front.is_worth_asking:
+            try:
+                return await get(front)
+            except (WeightsError, WireError) as error:
+                log.warning("asking the next front", front=front.url, why=str(error))
+    return await get(fronts[-1])
 
-    Does nothing while a pull runs in this cache; the next call will.
-    """
-    BlobCache(cache).prune(keep)
+
+async def _all_of(works: Iterable[Coroutine[None, None, T]]) -> list[T]:
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
-async def _fetch_manifest(caller: AsyncCaller, wanted: PublishedVersion) -> SnapshotManifest:
+async def _fetch_manifest(front: Front, wanted: PublishedVersion) -> SnapshotManifest:
     digest = wanted.manifest_digest
     what = f"manifest of {wanted.policy}@{wanted.incarnation}.{wanted.number}"
     if not is_digest(digest):
         raise WeightsError(f"{what}: {digest[:80]!r} is no BLAKE3 digest")
     for _ in range(MAX_TRIES):
-        data = await _get(caller, f"/v1/manifests/{digest}", PLAIN, MAX_MANIFEST_BYTES, what)
+        data = await front.get(f"/v1/manifests/{digest}", MAX_MANIFEST_BYTES, what)
         if digest_of(data) == digest:
             break
     else:
         raise WeightsError(
-            f"{what}: {caller.base_url} sent bytes of another digest than {digest}, "
+            f"{what}: {front.url} sent bytes of another digest than {digest}, "
             f"{MAX_TRIES} times; check its store"
         )
     manifest = parse_manifest(data)
@@ -86,92 +128,134 @@ async def _fetch_manifest(caller: AsyncCaller, wanted: PublishedVersion) -> Snap
     return manifest
 
 
-async def _bring_all(
-    caller: AsyncCaller, blobs: BlobCache, files: Iterable[FileEntry]
-) -> list[Scan]:
-    slots = asyncio.Semaphore(NUM_PARALLEL)
+class _Pull:
+    """One version on its way."""
 
-    async def bring(file: FileEntry) -> Scan:
-        async with slots:
-            return await _bring(caller, blobs, file)
+    def __init__(
+        self,
+        blobs: BlobCache,
+        fronts: Sequence[Front],
+        manifest: SnapshotManifest,
+        slots: asyncio.Semaphore,
+        making: Speed,
+        transfer: Transfer,
+    ) -> None:
+        self._blobs = blobs
+        self._fronts = fronts
+        self._tensors = {tensor.name: tensor for tensor in manifest.tensors}
+        self._slots = slots
+        self._making = making
+        self._transfer: Transfer = transfer
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(bring(file)) for file in files]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
+    async def bring_all(self, files: Iterable[FileEntry]) -> list[Scan]:
+        places = asyncio.Semaphore(NUM_FILES)
 
+        async def bring(file: FileEntry) -> Scan:
+            async with places:
+                return await self._bring(file)
 
-async def _bring(caller: AsyncCaller, blobs: BlobCache, file: FileEntry) -> Scan:
-    """The verified blob is in the cache when this returns: it was there, or its deltas came, or the
-    whole of it."""
-    if blobs.has(file) and (found := await asyncio.to_thread(blobs.check, file)) is not None:
+        return await _all_of(map(bring, files))
+
+    async def _bring(self, file: FileEntry) -> Scan:
+        """The verified blob is in the cache when this returns: it was there, or its deltas came, or
+        the whole of it."""
+        if (found := await self._from_cache(file)) is not None:
+            return found
+        try:
+            if (found := await self._bring_changes(file)) is not None:
+                return found
+        except WeightsError as error:
+            log.warning("a delta was of no use", file=file.name, why=str(error))
+        return await _from_any(self._fronts, lambda front: self._bring_whole(front, file))
+
+    async def _from_cache(self, file: FileEntry) -> Scan | None:
+        if not self._blobs.has(file):
+            return None
+        return await asyncio.to_thread(self._blobs.check, file)
+
+    async def _bring_changes(self, file: FileEntry) -> Scan | None:
+        """From a file in the cache along deltas; None when no such way is worth taking."""
+        steps = await self._find_way(file)
+        if not steps:
+            return None
+        await self.bring_all(
+            FileEntry(name=f"{file.name} from {step.base[:12]}", blob=step.blob, bytes=step.bytes)
+            for step in steps
+        )
+        began_at = time.monotonic()
+        found = await asyncio.to_thread(self._blobs.make, file, steps)
+        self._making.add(file.bytes, time.monotonic() - began_at)
         return found
-    try:
-        if (found := await _bring_changes(caller, blobs, file)) is not None:
-            return found
-    except WeightsError as error:
-        log.warning("a delta was of no use; the whole file is fetched", file=file.name, why=error)
-    return await _bring_whole(caller, blobs, file)
 
-
-async def _bring_changes(caller: AsyncCaller, blobs: BlobCache, file: FileEntry) -> Scan | None:
-    """From a file in the cache along deltas; None when there is no such way."""
-    have = await asyncio.to_thread(blobs.alike, file)
-    if not have:
-        return None
-    path = f"/v1/deltas/{file.blob}?bytes={file.bytes}&from={','.join(have)}"
-    try:
-        way = await caller.call("GET", path, None, Way, deadline_s=ASK_S)
-    except WireError:
-        return None  # a front that knows no deltas, or none at all: the whole file waits for it
-    if not leads_to(file.blob, way.steps, have, below=file.bytes):
-        return None
-    deltas = [
-        FileEntry(name=f"{file.name} from {step.base[:12]}", blob=step.blob, bytes=step.bytes)
-        for step in way.steps
-    ]
-    await _bring_all(caller, blobs, deltas)
-    return await asyncio.to_thread(blobs.make, file, way.steps)
-
-
-async def _bring_whole(caller: AsyncCaller, blobs: BlobCache, file: FileEntry) -> Scan:
-    for _ in range(MAX_TRIES):
-        if blobs.has(file) and (found := await asyncio.to_thread(blobs.check, file)) is not None:
-            return found
-        async with blobs.partial(file) as partial:
-            if blobs.has(file):  # somebody else brought it while this pull waited for the lock
-                partial.drop()
+    async def _find_way(self, file: FileEntry) -> tuple[DeltaEntry, ...]:
+        have = await asyncio.to_thread(self._blobs.alike, file) if self._transfer != "full" else ()
+        if not have:
+            return ()
+        path = f"/v1/deltas/{file.blob}?bytes={file.bytes}&from={','.join(have)}"
+        for front in self._fronts:
+            if not front.is_worth_asking:
                 continue
-            while (have := partial.num_bytes) < file.bytes:
-                last = min(have + PIECE_BYTES, file.bytes) - 1
-                piece = await _get(
-                    caller,
+            try:
+                steps = (await front.ask(path, Way)).steps
+            except WireError:
+                continue  # it knows no deltas, or does not answer: the whole file waits for it
+            if leads_to(file.blob, steps, have, below=file.bytes):
+                return steps if self._is_sooner(front, steps, file) else ()
+        return ()
+
+    def _is_sooner(self, front: Front, steps: Sequence[DeltaEntry], file: FileEntry) -> bool:
+        is_sooner = takes_delta(
+            self._transfer,
+            delta_bytes=sum(step.bytes for step in steps),
+            file_bytes=file.bytes,
+            link_bytes_per_s=front.bytes_per_s,
+            making_bytes_per_s=self._making.bytes_per_s,
+        )
+        if not is_sooner:
+            self._making.doubt()
+        return is_sooner
+
+    async def _bring_whole(self, front: Front, file: FileEntry) -> Scan:
+        """From one front, whatever of it is not here yet."""
+        async with self._blobs.partial(file, self._tensors) as partial:
+            # Somebody else may have brought it while this pull waited for the lock.
+            if (found := await self._from_cache(file)) is not None:
+                partial.drop()
+                return found
+            if partial.is_complete:  # and left by somebody who could not mend it
+                found = await asyncio.to_thread(partial.finish)
+            for _ in range(MAX_TRIES):
+                if found is not None:
+                    return found
+                missing = await asyncio.to_thread(partial.missing)
+                await _all_of(self._bring_piece(front, file, partial, span) for span in missing)
+                found = await asyncio.to_thread(partial.finish)
+        if found is not None:
+            return found
+        raise WeightsError(
+            f"{file.name}: {front.url} sent bytes of another digest than {file.blob}, "
+            f"{MAX_TRIES} times; check its store, the last verified version stays in use"
+        )
+
+    async def _bring_piece(
+        self, front: Front, file: FileEntry, partial: Partial, span: Span
+    ) -> None:
+        start, end = span
+        pieces: list[bytes] = []
+        async with self._slots:
+            at = start
+            while at < end:
+                piece = await front.get(
                     f"/v1/blobs/{file.blob}",
-                    {"range": f"bytes={have}-{last}", **PLAIN},
-                    last + 1 - have,
+                    end - at,
                     f"blob of {file.name}",
+                    {"range": f"bytes={at}-{end - 1}"},
                 )
                 if not piece:
-                    break
-                await asyncio.to_thread(partial.append, piece)
-            if (found := await asyncio.to_thread(partial.finish)) is not None:
-                return found
-    raise WeightsError(
-        f"{file.name}: {caller.base_url} sent bytes of another digest than {file.blob}, "
-        f"{MAX_TRIES} times; check its store, the last verified version stays in use"
-    )
-
-
-async def _get(
-    caller: AsyncCaller, path: str, headers: dict[str, str], max_bytes: int, what: str
-) -> bytes:
-    try:
-        answer = await caller.request("GET", path, headers=headers, max_answer_bytes=max_bytes)
-    except (BadRequest, NotFound, TooLarge) as error:
-        raise WeightsError(f"{what}: {error}") from error
-    return answer.content
+                    raise WeightsError(f"{file.name}: {front.url} sent nothing for byte {at}")
+                pieces.append(piece)
+                at += len(piece)
+            await to_the_end(partial.write, start, b"".join(pieces))
 
 
 def _check_tensors(manifest: SnapshotManifest, scans: list[Scan]) -> None:

@@ -15,56 +15,62 @@ the right tensor only its digest tells, and that is the caller's to check. Knows
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import islice
+from functools import cache
 
 import numpy as np
 
 from penstock.errors import WeightsError
-from penstock.weights.payload import Kind, Payload, Role, Stream, pack, pack_pieces, unpack
-from penstock.weights.sparse import MAX_DIGITS, NewValues, Places, unpack_changes, unpack_places
+from penstock.weights.payload import (
+    Kind,
+    Payload,
+    Role,
+    Stream,
+    pack_whole,
+    unpack,
+    whole_bytes,
+)
+from penstock.weights.sparse import (
+    NewValues,
+    by_tensor,
+    pack_differences,
+    pack_places,
+    pack_values,
+    unpack_changes,
+    unpack_places,
+)
 from penstock.weights.symbols import (
     BITS,
-    CHUNK_BYTES,
+    BLOCK_BYTES,
     Bits,
-    Bytes,
     Changes,
     Loops,
     NumpyLoops,
-    Positions,
-    join_codes,
-    join_gaps,
-    merge_gaps,
-    pack_pairs,
-    split_gaps,
-    to_planes,
 )
 
 NUM_THREADS = 2
 THREADS_WORTH_BYTES = 8 << 20
-BATCH_CHUNKS = 16
-"""Chunks compared between two looks at whether the sparse form still pays."""
 RARE_AT_MOST = 16
 """Changes that take less than this fraction of their tensor are few."""
 WHOLE_AT_LEAST = 4
 """A sparse form under this fraction of a large tensor is taken without trying the full one."""
+LARGE_BYTES = 1 << 19
 VALUES_AT_MOST = 4
 """Where more than this fraction has changed, all values compete with the differences, not some."""
 COMPILED_WORTH_BYTES = 1 << 20
 """Under this size plain NumPy is done before a compiler has started."""
-USUAL_GAP = 128
-"""Gaps of this length on average fit a byte; of longer ones the lowest digits are split off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """All changes of one tensor, with the new bits they were found in."""
+    """All changes of one tensor, with the new bits they were found in. They are for one use:
+    whoever encodes them takes them out, so that they need not lie in memory beside the result."""
 
     new: Bits
-    chunks: tuple[Changes, ...]
+    chunks: list[Changes]
 
     @property
     def is_rare(self) -> bool:
@@ -99,9 +105,9 @@ def encode_alone(found: Found | None, new: memoryview) -> Payload:
     payload = None if found is None else encode_found([found])
     if payload is None:
         return encode_full(new)
-    if len(new) > CHUNK_BYTES and payload.size * WHOLE_AT_LEAST <= len(new):
+    if len(new) > LARGE_BYTES and payload.size * WHOLE_AT_LEAST <= len(new):
         return payload
-    return min(payload, encode_full(new), key=lambda payload: payload.size)
+    return payload if payload.size <= whole_bytes(new) else encode_full(new)
 
 
 def find_tensor(
@@ -115,59 +121,64 @@ def find_tensor(
     """All changes, or None if they would take more than the tensor; a pool shares the work."""
     loops = loops or _loops_for(len(new))
     base_bits, new_bits = as_bits(base, item_bytes), as_bits(new, item_bytes)
-    step = CHUNK_BYTES // item_bytes
-    starts = iter(range(0, len(new_bits), step))
+    step = loops.chunk_bytes // item_bytes
 
     def find(start: int) -> Changes:
         return loops.find(base_bits[start : start + step], new_bits[start : start + step])
 
     chunks: list[Changes] = []
     num_bytes = 0
-    while True:
-        some = islice(starts, BATCH_CHUNKS)
-        batch = list(pool.map(find, some) if pool else map(find, some))
-        if not batch:
-            return Found(new=new_bits, chunks=tuple(chunks))
-        chunks += batch
-        num_bytes += sum(chunk.num_bytes for chunk in batch)
+    for chunk in _in_order(find, range(0, len(new_bits), step), pool):
+        chunks.append(chunk)
+        num_bytes += chunk.num_bytes
         if num_bytes > len(new):
             return None
+    return Found(new=new_bits, chunks=chunks)
+
+
+def _in_order(
+    find: Callable[[int], Changes], starts: Iterable[int], pool: Executor | None
+) -> Iterator[Changes]:
+    """Few chunks are searched ahead, so that no thread waits and little is in memory."""
+    if pool is None:
+        yield from map(find, starts)
+        return
+    ahead: deque[Future[Changes]] = deque()
+    for start in starts:
+        ahead.append(pool.submit(find, start))
+        if len(ahead) > 2 * NUM_THREADS:
+            yield ahead.popleft().result()
+    while ahead:
+        yield ahead.popleft().result()
 
 
 def encode_found(tensors: Sequence[Found]) -> Payload | None:
     """Tensors of one item size as one `same` or `sparse` payload; None if it would not be small."""
     chunks = [chunk for tensor in tensors for chunk in tensor.chunks if chunk.num_elements]
+    for tensor in tensors:
+        tensor.chunks.clear()
+    bits = [tensor.new for tensor in tensors]
     num_elements = sum(chunk.num_elements for chunk in chunks)
     num_changed = sum(chunk.num_changed for chunk in chunks)
     if not num_changed:
         return _SAME
-    gaps, far_pieces = join_gaps(chunks)
-    far = np.concatenate(far_pieces)
-    digits: list[Bytes] = []
-    if num_digits := _num_digits(num_elements, num_changed):
-        wide = merge_gaps(np.concatenate(gaps), far)
-        digits = [pack_pairs(wide >> 2 * number & 3) for number in range(num_digits)]
-        few, far = split_gaps(wide >> 2 * num_digits)
-        gaps = [few]
-    far_planes = to_planes(far)
-    streams = [
-        pack_pieces(Role.GAPS, gaps),
-        *map(partial(pack, Role.FAR), far_planes),
-        *map(partial(pack, Role.DIGITS), digits),
-    ]
-    differences = _pack_differences(chunks)
+    places = pack_places(chunks, num_elements, num_changed)
+    differences = pack_differences(chunks, num_changed)
+    payload = _sparse(num_changed, [*places, *differences])
     if 8 * _size(differences) > 3 * num_changed and VALUES_AT_MOST * num_changed <= num_elements:
-        places = Places(gaps=np.concatenate(gaps), far=tuple(far_planes), digits=tuple(digits))
-        values = _pack_values(places, [tensor.new for tensor in tensors])
-        differences = min(values, differences, key=_size)
-    streams += differences
-    if sum(stream.num_bytes for stream in streams) > sum(tensor.new.nbytes for tensor in tensors):
-        return None
+        values = pack_values(unpack_places(payload, num_elements), bits)
+        if _size(values) <= _size(differences):
+            payload = _sparse(num_changed, [*places, *values])
+    is_small = payload.num_unpacked <= sum(new.nbytes for new in bits)
+    return payload if is_small else None
+
+
+def _sparse(num_changed: int, streams: Sequence[Stream]) -> Payload:
     return Payload(kind=Kind.SPARSE, num_changed=num_changed, streams=tuple(streams))
 
 
 def encode_full(new: memoryview) -> Payload:
-    return Payload(kind=Kind.FULL, num_changed=0, streams=(pack(Role.WHOLE, new),))
+    return Payload(kind=Kind.FULL, num_changed=0, streams=(pack_whole(new),))
 
 
 _SAME = Payload(kind=Kind.SAME, num_changed=0, streams=())
@@ -179,32 +190,9 @@ def as_bits(raw: memoryview, item_bytes: int) -> Bits:
 
 def _is_equal(base: memoryview, new: memoryview) -> bool:
     return all(
-        base[start : start + CHUNK_BYTES].tobytes() == new[start : start + CHUNK_BYTES].tobytes()
-        for start in range(0, len(new), CHUNK_BYTES)
+        base[start : start + BLOCK_BYTES].tobytes() == new[start : start + BLOCK_BYTES].tobytes()
+        for start in range(0, len(new), BLOCK_BYTES)
     )
-
-
-def _num_digits(num_elements: int, num_changed: int) -> int:
-    """How many two-bit digits make the average gap fit a byte well."""
-    mean = num_elements // num_changed
-    return next(n for n in range(MAX_DIGITS + 1) if mean >> 2 * n < USUAL_GAP or n == MAX_DIGITS)
-
-
-def _pack_differences(chunks: Sequence[Changes]) -> list[Stream]:
-    codes = join_codes(chunks)
-    big = np.concatenate([chunk.big for chunk in chunks])
-    return [pack(Role.CODES, codes), *map(partial(pack, Role.BIG), to_planes(big))]
-
-
-def _pack_values(places: Places, tensors: Sequence[Bits]) -> list[Stream]:
-    values = np.concatenate(
-        [
-            tensor[inside]
-            for positions in places.steps(NumpyLoops())
-            for tensor, inside, _ in _by_tensor(tensors, positions)
-        ]
-    )
-    return [pack(Role.VALUES, plane) for plane in to_planes(values)]
 
 
 def _size(streams: Sequence[Stream]) -> int:
@@ -269,24 +257,11 @@ def _apply_sparse(
     loops = loops or _loops_for(num_bytes)
     steps = zip(places.steps(loops), changes.steps(loops), strict=True)
     for positions, values in steps:
-        for tensor, inside, part in _by_tensor(tensors, positions):
+        for tensor, inside, part in by_tensor(tensors, positions):
             if isinstance(changes, NewValues):
                 tensor[inside] = values[part]
             else:
                 loops.apply(tensor, inside, values[part])
-
-
-def _by_tensor(
-    tensors: Sequence[Bits], positions: Positions
-) -> Iterator[tuple[Bits, Positions, slice]]:
-    """For each tensor with changes here: it, the positions inside it, which of all they are."""
-    ends = np.cumsum([len(tensor) for tensor in tensors])
-    done = 0
-    for number, upto in enumerate(np.searchsorted(positions, ends).tolist()):
-        if upto > done:
-            start = ends[number - 1] if number else 0
-            yield tensors[number], positions[done:upto] - start, slice(done, upto)
-            done = upto
 
 
 # --- loops ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
 
@@ -27,6 +27,7 @@ import msgspec
 from penstock.errors import WeightsError
 from penstock.weights.codec import (
     NUM_THREADS,
+    THREADS_WORTH_BYTES,
     Found,
     encode_alone,
     encode_found,
@@ -46,6 +47,10 @@ MAX_SHARING = 1024
 MAX_STREAMS = 64
 SHARED_BYTES = 32 << 20
 """Tensors share a frame up to about this size, so that its tables cost little."""
+
+AHEAD_BYTES = 16 << 20
+MAX_AHEAD = 16
+"""Tensors searched before it is their turn."""
 
 _LENGTH = struct.Struct("<I")
 _LENGTHS = struct.Struct("<II")
@@ -122,23 +127,34 @@ def write_delta(
 
 
 def _find_ahead(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Found | None]]:
-    """Tensors in their order, each with its changes; some are compared in threads meanwhile."""
-    ahead: deque[tuple[Tensor, Future[Found | None]]] = deque()
+    """Tensors in their order, each with its changes; small ones are searched in threads meanwhile,
+    a large one by all threads, when it is its turn."""
+    ahead: deque[tuple[Tensor, Future[Found | None] | None]] = deque()
+    num_ahead = 0
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         for tensor in tensors:
-            ahead.append((tensor, pool.submit(_find, tensor)))
-            if len(ahead) > NUM_THREADS:
-                done, found = ahead.popleft()
-                yield done, found.result()
-        for done, found in ahead:
-            yield done, found.result()
+            num_bytes = len(tensor[-1])
+            is_large = num_bytes >= THREADS_WORTH_BYTES
+            ahead.append((tensor, None if is_large else pool.submit(_find, tensor)))
+            num_ahead += num_bytes
+            while ahead and (len(ahead) > MAX_AHEAD or num_ahead > AHEAD_BYTES):
+                num_ahead -= len(ahead[0][0][-1])
+                yield _found(*ahead.popleft(), pool)
+        while ahead:
+            yield _found(*ahead.popleft(), pool)
 
 
-def _find(tensor: Tensor) -> Found | None:
+def _found(
+    tensor: Tensor, found: Future[Found | None] | None, pool: Executor
+) -> tuple[Tensor, Found | None]:
+    return tensor, _find(tensor, pool) if found is None else found.result()
+
+
+def _find(tensor: Tensor, pool: Executor | None = None) -> Found | None:
     _, item_bytes, base, new = tensor
     if base is None or not _has_sparse_form(item_bytes, base, new):
         return None
-    return find_tensor(base, new, item_bytes)
+    return find_tensor(base, new, item_bytes, pool=pool)
 
 
 def _has_sparse_form(item_bytes: int, base: memoryview | None, new: memoryview) -> bool:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from threading import Lock
+from threading import Lock, local
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.weights.symbols import (
+    BLOCK_BYTES,
     ESCAPE_CODE,
     ESCAPE_GAP,
     Bits,
@@ -29,38 +31,53 @@ from penstock.weights.symbols import (
 )
 
 Array = NDArray[Any]
+Counts = tuple[Any, Any, Any, Any, Any]
+"""Changes, far gaps, big differences; first and last place."""
+_numba: Any = importlib.import_module("numba")
 
 
 class CompiledLoops:
     """Unaligned tensors, which are rare, go the slow way."""
 
+    chunk_bytes = 4 * BLOCK_BYTES
+    """Other threads may run for so long: nothing here holds the interpreter's lock."""
+
     def __init__(self) -> None:
         self._plain = NumpyLoops()
+        self._scratches = local()
 
     def find(self, base: Bits, new: Bits) -> Changes:
         num_paired = new.nbytes // 8 * 8 // new.itemsize
         base_words, new_words = base[:num_paired].view("<u8"), new[:num_paired].view("<u8")
         if not (base_words.flags.aligned and new_words.flags.aligned):
             return self._plain.find(base, new)
-        places = np.empty(len(new) + 1, np.int64)
-        count = _compiled(_find, new.itemsize)(base_words, new_words, base, new, places)
+        out = self._scratch(len(new), new.dtype)
+        count, num_far, num_big, first, last = _compiled(_find, new.itemsize)(
+            base_words, new_words, base, new,
+            out.words, out.places, out.gaps, out.far, out.codes, out.big,
+        )  # fmt: skip
         if not count:
             return unchanged(new)
-        gaps, codes = np.empty(count - 1, np.uint8), np.empty(count, np.uint8)
-        far, big = np.empty(count, np.int64), np.empty(count + 1, new.dtype)
-        num_far, num_big = _compiled(_describe, new.itemsize)(
-            base, new, places[:count], gaps, far, codes, big
-        )
         return Changes(
             num_elements=len(new),
             num_changed=count,
-            lead=int(places[0]),
-            trail=len(new) - 1 - int(places[count - 1]),
-            gaps=gaps,
-            far=far[:num_far].copy(),
-            codes=codes,
-            big=big[:num_big].copy(),
+            lead=first,
+            trail=len(new) - 1 - last,
+            gaps=out.gaps[1:count].copy(),
+            far=out.far[:num_far].copy(),
+            codes=out.codes[: -(-count // 4)].copy(),
+            big=out.big[:num_big].copy(),
         )
+
+    def _scratch(self, num_elements: int, dtype: np.dtype[Any]) -> _Scratch:
+        """Of this thread: fresh memory for each chunk would cost more than the search."""
+        found = getattr(self._scratches, f"items{dtype.itemsize}", None)
+        if found is None or len(found.gaps) < num_elements:
+            found = _Scratch.for_elements(
+                max(num_elements, self.chunk_bytes // dtype.itemsize), dtype
+            )
+            setattr(self._scratches, f"items{dtype.itemsize}", found)
+        return found
 
     def walk(self, gaps: Bytes, far: Far, digits: Bytes, shift: int, last: int) -> Positions:
         positions = np.empty(len(gaps), np.int64)
@@ -78,6 +95,28 @@ class CompiledLoops:
         return _compiled(_apply, target.itemsize)(target, positions, zigzags)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scratch:
+    words: NDArray[np.int32]
+    places: NDArray[np.int32]
+    gaps: Bytes
+    far: Far
+    codes: Bytes
+    big: Bits
+
+    @classmethod
+    def for_elements(cls, num: int, dtype: np.dtype[Any]) -> _Scratch:
+        """Room for the worst: every candidate is written, kept or not."""
+        return cls(
+            words=np.empty(BLOCK_BYTES // 8 + 1, np.int32),
+            places=np.empty(BLOCK_BYTES // dtype.itemsize + 8, np.int32),
+            gaps=np.empty(num, np.uint8),
+            far=np.empty(num // (ESCAPE_GAP + 1) + 2, np.int64),
+            codes=np.empty(num // 4 + 1, np.uint8),
+            big=np.empty(num + 1, dtype),
+        )
+
+
 _compiling = Lock()
 
 
@@ -89,7 +128,7 @@ def _compiled(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
 @cache
 def _compile(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
     """Arrays a loop only reads may be read-only, as those of mapped files are."""
-    numba: Any = importlib.import_module("numba")
+    numba = _numba
     bits = {1: numba.uint8, 2: numba.uint16, 4: numba.uint32}[item_bytes]
 
     def source(item: Any) -> Any:
@@ -98,9 +137,10 @@ def _compile(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
     read, read_words = source(bits), source(numba.uint64)
     read_bytes, read_places = source(numba.uint8), source(numba.int64)
     out, out_bytes, out_places = bits[::1], numba.uint8[::1], numba.int64[::1]
+    numbers = numba.int32[::1]
+    found = (numbers, numbers, out_bytes, out_places, out_bytes, out)
     arguments = {
-        _find: (read_words, read_words, read, read, out_places),
-        _describe: (read, read, read_places, out_bytes, out_places, out_bytes, out),
+        _find: (read_words, read_words, read, read, *found),
         _walk: (read_bytes, read_places, read_bytes, numba.int64, numba.int64, out_places),
         _join: (read_bytes, read, out),
         _apply: (out, read_places, read),
@@ -112,54 +152,69 @@ def _compile(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
 # and 64-bit integers throughout, for what wraps in NumPy does not here and is masked instead.
 
 
-def _find(base_words: Array, new_words: Array, base: Bits, new: Bits, places: Positions) -> int:
-    """Positions of what differs, in `places`; returns how many."""
+def _find(
+    base_words: Array, new_words: Array, base: Bits, new: Bits, words: Array, places: Array,
+    gaps: Bytes, far: Far, codes: Bytes, big: Bits,
+) -> Counts:  # fmt: skip
+    """All that differs, block by block. The first gap means nothing."""
+    size = len(words) - 1
     per_word = 8 // new.itemsize
-    words = np.empty(len(new_words) + 1, np.int64)
-    num_words = 0
-    for word in range(len(new_words)):
-        words[num_words] = word
-        num_words += base_words[word] != new_words[word]
-    count = 0
-    for number in range(num_words):
-        start = words[number] * per_word
-        for place in range(start, start + per_word):
-            places[count] = place
-            count += base[place] != new[place]
-    for place in range(len(new_words) * per_word, len(new)):
-        places[count] = place
-        count += base[place] != new[place]
-    return count
+    counts: Counts = (0, 0, 0, -1, -1)
+    for begin in range(0, max(len(new_words), 1), size):
+        end = min(begin + size, len(new_words))
+        num_words = 0
+        for word in range(begin, end):
+            words[num_words] = word
+            num_words += base_words[word] != new_words[word]
+        num = 0
+        for number in range(num_words):
+            start = words[number] * per_word
+            for place in range(start, start + per_word):
+                places[num] = place
+                num += base[place] != new[place]
+        if end == len(new_words):
+            for place in range(end * per_word, len(new)):
+                places[num] = place
+                num += base[place] != new[place]
+        if num:
+            counts = _describe(base, new, places[:num], counts, gaps, far, codes, big)
+    return counts
 
 
 def _describe(
-    base: Bits, new: Bits, places: Positions, gaps: Bytes, far: Far, codes: Bytes, big: Bits
-) -> tuple[int, int]:
-    """Gaps and differences of the changes at `places`; returns how many escaped from each."""
+    base: Bits, new: Bits, places: Array, counts: Counts,
+    gaps: Bytes, far: Far, codes: Bytes, big: Bits,
+) -> Counts:  # fmt: skip
+    """Gaps and differences of the changes at `places`, after those that were counted."""
     sign_bit = 8 * new.itemsize - 1
     magnitude = (1 << sign_bit) - 1
     mask = (1 << 8 * new.itemsize) - 1
-    num_far: Any = 0
-    num_big: Any = 0
-    last = places[0]
+    count, num_far, num_big, first, last = counts
+    if not count:
+        first, last = np.int64(places[0]), np.int64(places[0]) - 1
     for number in range(len(places)):
-        place = places[number]
+        place = np.int64(places[number])
         old = np.int64(base[place])
         now = np.int64(new[place])
         old ^= -(old >> sign_bit) & magnitude
         now ^= -(now >> sign_bit) & magnitude
         difference = (now - old) & mask
         code = (((difference << 1) ^ -(difference >> sign_bit)) & mask) - 1
-        codes[number] = min(code, ESCAPE_CODE)
+        shift = 2 * (count & 3)
+        kept = codes[count >> 2] & ((1 << shift) - 1)
+        codes[count >> 2] = kept | min(code, ESCAPE_CODE) << shift
         big[num_big] = code - ESCAPE_CODE
         num_big += code >= ESCAPE_CODE
-        if number > 0:
-            gap = place - last - 1
-            gaps[number - 1] = min(gap, ESCAPE_GAP)
-            far[num_far] = gap - ESCAPE_GAP
-            num_far += gap >= ESCAPE_GAP
+        gap = place - last - 1
+        gaps[count] = min(gap, ESCAPE_GAP)
+        far[num_far] = gap - ESCAPE_GAP
+        num_far += gap >= ESCAPE_GAP
         last = place
-    return num_far, num_big
+        count += 1
+    return count, num_far, num_big, first, last
+
+
+_numba.extending.register_jitable(_describe)
 
 
 def _walk(

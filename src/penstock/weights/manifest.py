@@ -29,6 +29,9 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
 """What a snapshot may carry. No code, no pickle: an engine could run a `.py` or `.bin` beside
 them."""
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""Their names in every adapter that PEFT writes and engines read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +42,7 @@ class FileEntry:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotManifest:
+class SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     format: int
     policy: PolicyName
     number: int
@@ -48,6 +50,13 @@ class SnapshotManifest:
     tensors: tuple[TensorEntry, ...]
     weights_digest: str
     """Over the tensors alone, however they are spread over files."""
+    base: str = ""
+    """Of an adapter, the `weights_digest` of the model it belongs to. A whole model has none, and
+    none is not written: manifests from before there were adapters keep their names."""
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.base != ""
 
 
 _encoder = msgspec.json.Encoder(order="sorted")
@@ -76,7 +85,12 @@ def weights_digest(tensors: Iterable[TensorEntry]) -> str:
 
 
 def make_manifest(
-    policy: PolicyName, number: int, files: Iterable[FileEntry], tensors: Iterable[TensorEntry]
+    policy: PolicyName,
+    number: int,
+    files: Iterable[FileEntry],
+    tensors: Iterable[TensorEntry],
+    *,
+    base: str = "",
 ) -> SnapshotManifest:
     """Checked and in canonical order."""
     entries = tuple(sorted(tensors, key=lambda tensor: tensor.name))
@@ -87,6 +101,7 @@ def make_manifest(
         files=tuple(sorted(files, key=lambda file: file.name)),
         tensors=entries,
         weights_digest=weights_digest(entries),
+        base=base,
     )
     _check(manifest)
     return manifest
@@ -124,6 +139,7 @@ def _check(manifest: SnapshotManifest) -> None:
             f"at most {MAX_FILES} and {MAX_TENSORS} allowed"
         )
     _check_files(manifest.files)
+    _check_base(manifest)
     _check_tensors(manifest.tensors)
     if weights_digest(manifest.tensors) != manifest.weights_digest:
         raise WeightsError("manifest: weights_digest is not that of its tensors")
@@ -142,6 +158,27 @@ def _check_files(files: tuple[FileEntry, ...]) -> None:
         raise WeightsError("manifest: two files have the same name")
     if not any(file.name.endswith(".safetensors") for file in files):
         raise WeightsError("manifest: no .safetensors file, so no weights")
+
+
+def _check_base(manifest: SnapshotManifest) -> None:
+    """Engines take a folder with an adapter's config for an adapter, whatever else lies in it."""
+    names = {file.name for file in manifest.files}
+    if (ADAPTER_CONFIG in names) != manifest.is_adapter:
+        raise WeightsError(
+            f"manifest: base is {manifest.base[:80]!r}, and {ADAPTER_CONFIG} is "
+            f"{'there' if ADAPTER_CONFIG in names else 'not'}; an adapter has both, the base being "
+            "the weights_digest of its model, and a whole model has neither"
+        )
+    if not manifest.is_adapter:
+        return
+    if not is_digest(manifest.base):
+        raise WeightsError(f"manifest: base {manifest.base[:80]!r} is no BLAKE3 digest")
+    weights = sorted(name for name in names if name.endswith(".safetensors"))
+    if weights != [ADAPTER_WEIGHTS]:
+        raise WeightsError(
+            f"manifest: weights of an adapter are {ADAPTER_WEIGHTS} alone, not "
+            f"{', '.join(weights)[:200]}"
+        )
 
 
 def _check_tensors(tensors: tuple[TensorEntry, ...]) -> None:

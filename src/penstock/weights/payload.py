@@ -7,7 +7,7 @@ it declared, and whoever unpacks it has checked that number first. Knows not wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
@@ -15,9 +15,10 @@ import numpy as np
 import zstandard
 
 from penstock.errors import WeightsError
-from penstock.weights.symbols import Bytes
+from penstock.weights.symbols import WINDOW_BYTES, Bits, Bytes, split_planes
 
 ZSTD_LEVEL = 1
+WHOLE_STEP_BYTES = 1 << 20
 
 Data = bytes | memoryview
 
@@ -70,19 +71,86 @@ class Payload:
     def size(self) -> int:
         return sum(len(stream.data) for stream in self.streams)
 
+    @property
+    def num_unpacked(self) -> int:
+        return sum(stream.num_bytes for stream in self.streams)
+
 
 def pack(role: Role, raw: Bytes | memoryview) -> Stream:
     plain = raw if isinstance(raw, memoryview) else raw.data
     return Stream(role=role, num_bytes=len(plain), data=compress(plain))
 
 
-def pack_pieces(role: Role, pieces: Sequence[Bytes]) -> Stream:
-    """One stream of many pieces that are not copied together first."""
-    num_bytes = sum(map(len, pieces))
-    squeezing = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compressobj(size=num_bytes)
-    packed = b"".join([*(squeezing.compress(piece.data) for piece in pieces), squeezing.flush()])
-    data = packed if len(packed) < num_bytes else np.concatenate(pieces).data
-    return Stream(role=role, num_bytes=num_bytes, data=data)
+class Packer:
+    """One stream, packed while its pieces come; they are not kept."""
+
+    def __init__(self, role: Role, num_bytes: int) -> None:
+        self._role = role
+        self._num_bytes = num_bytes
+        self._squeezing = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compressobj(size=num_bytes)
+        self._packed = bytearray()
+        self._waiting: list[Bytes] = []
+        self._num_waiting = 0
+
+    def add(self, piece: Bytes) -> None:
+        self._waiting.append(piece)
+        self._num_waiting += len(piece)
+        if self._num_waiting >= WINDOW_BYTES:
+            self._squeeze()
+
+    def finish(self) -> Stream:
+        if not self._packed and self._num_waiting == self._num_bytes:
+            return pack(self._role, np.concatenate([*self._waiting, np.empty(0, np.uint8)]))
+        self._squeeze()
+        self._packed += self._squeezing.flush()
+        data: Data = memoryview(self._packed)
+        self._packed = bytearray()
+        if len(data) >= self._num_bytes:  # it grew, so the plain bytes are taken, which it knows
+            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=self._num_bytes)
+        return Stream(role=self._role, num_bytes=self._num_bytes, data=data)
+
+    def _squeeze(self) -> None:
+        if self._waiting:
+            self._packed += self._squeezing.compress(np.concatenate(self._waiting).data)
+            self._waiting, self._num_waiting = [], 0
+
+
+def pack_pieces(role: Role, num_bytes: int, pieces: Iterable[Bytes]) -> Stream:
+    packer = Packer(role, num_bytes)
+    for piece in pieces:
+        packer.add(piece)
+    return packer.finish()
+
+
+def pack_planes(role: Role, num: int, num_values: int, pieces: Iterable[Bits]) -> list[Stream]:
+    """So many byte planes of values that come in pieces."""
+    packers = [Packer(role, num_values) for _ in range(num)]
+    for piece in pieces:
+        for packer, plane in zip(packers, split_planes(piece, num), strict=True):
+            packer.add(plane)
+    return [packer.finish() for packer in packers]
+
+
+def pack_whole(raw: memoryview) -> Stream:
+    packed = bytearray()
+    for piece in _squeezed(raw):
+        packed += piece
+        if len(packed) >= len(raw):
+            break
+    data = memoryview(packed) if len(packed) < len(raw) else raw
+    return Stream(role=Role.WHOLE, num_bytes=len(raw), data=data)
+
+
+def whole_bytes(raw: memoryview) -> int:
+    """How many a packed tensor takes, without keeping them."""
+    return min(len(raw), sum(map(len, _squeezed(raw))))
+
+
+def _squeezed(raw: memoryview) -> Iterator[bytes]:
+    squeezing = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compressobj(size=len(raw))
+    for start in range(0, len(raw), WHOLE_STEP_BYTES):
+        yield squeezing.compress(raw[start : start + WHOLE_STEP_BYTES])
+    yield squeezing.flush()
 
 
 def unpack(stream: Stream) -> Bytes:

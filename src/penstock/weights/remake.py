@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from blake3 import blake3
+
 from penstock.errors import WeightsError
 from penstock.weights.chain import DeltaEntry, cheapest
 from penstock.weights.file_delta import apply_here, make_delta
@@ -35,19 +37,24 @@ def make_whole(store: DirectoryStore, blob: str) -> Path:
             raise WeightsError(
                 f"blob {blob} is gone, and no deltas lead to it; publish the version again"
             )
-        store.make_blob(blob, partial(_follow, store, way))
+        store.make_blob(blob, partial(follow, store, way))
     return path
 
 
 def merge(store: DirectoryStore, base: str, target: str) -> DeltaEntry:
-    """One delta from base to target, both made whole for it."""
+    """One delta from base to target, both made whole for it. They are digested: what they were
+    made from may be deleted on the strength of this delta."""
     with store.writing():
         old, new = make_whole(store, base), make_whole(store, target)
+        for path, blob in ((old, base), (new, target)):
+            if blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest() != blob:
+                raise WeightsError(f"{path} is damaged: its bytes have another digest; delete it")
         make = partial(make_delta, old, new, base_blob=base, target_blob=target)
         return store.put_delta(base, target, make)
 
 
-def _follow(store: DirectoryStore, way: Sequence[DeltaEntry], made: Path) -> None:
+def follow(store: DirectoryStore, way: Sequence[DeltaEntry], made: Path) -> None:
+    """Make a file at the end of the way; the caller digests it."""
     shutil.copyfile(store.blob_path(way[0].base), made)
     for step in way:
         with open_regular(store.blob_path(step.blob)) as delta:

@@ -13,12 +13,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
+import structlog
 from prometheus_client import CollectorRegistry, Counter
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, WireError
 from penstock.observe.prometheus import MEDIA_TYPE, exposition, new_registry
 from penstock.weights.chain import Way
 from penstock.weights.manifest import is_digest
@@ -26,6 +27,8 @@ from penstock.weights.sources import Blob, Source
 from penstock.wire.auth import Role, Verifier
 from penstock.wire.codec import JSON
 from penstock.wire.server import Call, Raw, Route, build_app, error_response
+
+log = structlog.get_logger(__name__)
 
 READERS = frozenset(Role) - {Role.SESSION}
 PIECE_BYTES = 1 << 20
@@ -102,13 +105,19 @@ class Front:
 
     async def blob(self, call: Call) -> object:
         blob = await self._source.blob(_digest(call))
-        self._requests.labels("blob", call.credential.role).inc()
         asked = call.headers.get("range", "")
         span = parse_range(asked, blob.num_bytes)
         if span is None:
             await blob.close()
             return _unsatisfiable(asked, blob.num_bytes)
-        return BlobResponse(blob, span, self._sent_bytes, is_part=bool(RANGE.fullmatch(asked)))
+        try:
+            first = await blob.read(span[0], min(PIECE_BYTES, span[1] - span[0]))
+        except BaseException:
+            await blob.close()
+            raise
+        self._requests.labels("blob", call.credential.role).inc()
+        is_part = bool(RANGE.fullmatch(asked))
+        return BlobResponse(blob, span, first, self._sent_bytes, is_part=is_part)
 
     async def deltas(self, call: Call) -> Way:
         have = call.query.get("from", "").split(",")
@@ -142,15 +151,20 @@ def parse_range(header: str, size: int) -> tuple[int, int] | None:
 
 
 class BlobResponse(StreamingResponse):
-    """Bytes `span` of an open blob, piece by piece; it is closed whatever happens."""
+    """Bytes `span` of an open blob, piece by piece; it is closed whatever happens.
 
-    def __init__(self, blob: Blob, span: tuple[int, int], sent: Counter, *, is_part: bool) -> None:
+    The first piece is read before the answer begins, so that a source that has nothing can say so.
+    """
+
+    def __init__(
+        self, blob: Blob, span: tuple[int, int], first: bytes, sent: Counter, *, is_part: bool
+    ) -> None:
         start, end = span
         headers = {"accept-ranges": "bytes", "content-length": str(end - start)}
         if is_part:
             headers["content-range"] = f"bytes {start}-{end - 1}/{blob.num_bytes}"
         super().__init__(
-            self._pieces(start, end),
+            self._pieces(start, end, first),
             status_code=HTTPStatus.PARTIAL_CONTENT if is_part else HTTPStatus.OK,
             headers=headers,
             media_type=OCTETS,
@@ -161,17 +175,20 @@ class BlobResponse(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except WireError as error:  # too late for a status; the cut connection tells the reader
+            log.warning("a blob was cut off", why=str(error))
         finally:
             await self._blob.close()
 
-    async def _pieces(self, start: int, end: int) -> AsyncIterator[bytes]:
+    async def _pieces(self, start: int, end: int, piece: bytes) -> AsyncIterator[bytes]:
         while start < end:
-            piece = await self._blob.read(start, min(PIECE_BYTES, end - start))
             if not piece:
                 raise OSError(f"blob was cut off at byte {start} while it was being sent")
             self._sent.inc(len(piece))
             start += len(piece)
             yield piece
+            if start < end:
+                piece = await self._blob.read(start, min(PIECE_BYTES, end - start))
 
 
 def _digest(call: Call) -> str:

@@ -28,7 +28,8 @@ class Blob(Protocol):
 
 class Source(Protocol):
     """Digests are valid when they come here. What is not there is NotFound; what will be soon is
-    Unreachable, with a hint when to ask again."""
+    Unreachable, with a hint when to ask again; what this source cannot get now is Unreachable
+    without one, and to be asked for elsewhere."""
 
     async def manifest(self, digest: str) -> bytes: ...
 

@@ -1,30 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """The streams of a sparse payload: which elements change, and to what.
 
-Owns their unpacking and every check on them, so that nothing read here can point outside the
-tensor or miss a part. Unpacks in steps, because positions take eight times the byte of a gap.
+Owns their packing, which keeps nothing twice in memory, their unpacking and every check on them, so
+that nothing read here can point outside the tensor or miss a part. Unpacks in steps, because
+positions take eight times the byte of a gap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from penstock.errors import WeightsError
-from penstock.weights.payload import Payload, Role, unpack
+from penstock.weights.payload import (
+    Payload,
+    Role,
+    Stream,
+    pack,
+    pack_pieces,
+    pack_planes,
+    unpack,
+)
 from penstock.weights.symbols import (
     ESCAPE_CODE,
     ESCAPE_GAP,
     Bits,
     Bytes,
+    Changes,
     Loops,
+    NumpyLoops,
     Positions,
     count_threes,
     from_planes,
+    join_big,
+    join_codes,
+    join_gaps,
+    merge_gaps,
+    num_planes,
+    pack_pairs,
+    split_gaps,
     sum_pairs,
+    to_planes,
     unpack_pairs,
 )
 
@@ -35,6 +55,10 @@ MAX_DIGITS = 4
 MAX_FAR_PLANES = 5
 """A gap over 2^40 elements stands in no tensor of this world."""
 
+USUAL_GAP = 128
+"""Gaps of this length on average fit a byte; of longer ones the lowest digits are split off."""
+
+T = TypeVar("T")
 _FAR = np.dtype("<i8")
 _PLACE_ROLES = frozenset({Role.GAPS, Role.FAR, Role.DIGITS})
 
@@ -106,6 +130,73 @@ class NewValues:
         """New values, as many at a time as there are positions."""
         for start in range(0, self.num_changed, STEP):
             yield from_planes(self.planes, slice(start, start + STEP), self.dtype)
+
+
+# --- packing -------------------------------------------------------------------------------------
+
+
+def pack_places(chunks: Sequence[Changes], num_elements: int, num_changed: int) -> list[Stream]:
+    gaps, far_pieces = join_gaps(chunks)
+    far = np.concatenate([*far_pieces, np.empty(0, np.int64)])
+    digits: list[Bytes] = []
+    if num_digits := _num_digits(num_elements, num_changed):
+        wide = merge_gaps(np.concatenate(gaps), far)
+        digits = [pack_pairs(wide >> 2 * number & 3) for number in range(num_digits)]
+        few, far = split_gaps(wide >> 2 * num_digits)
+        gaps = [few]
+    return [
+        pack_pieces(Role.GAPS, sum(map(len, gaps)), gaps),
+        *map(partial(pack, Role.FAR), to_planes(far)),
+        *map(partial(pack, Role.DIGITS), digits),
+    ]
+
+
+def pack_differences(chunks: list[Changes], num_changed: int) -> list[Stream]:
+    """Takes the chunks out of their list."""
+    codes = pack_pieces(Role.CODES, -(-num_changed // 4), join_codes(chunks))
+    num_big = sum(len(chunk.big) for chunk in chunks)
+    most = max((int(chunk.big.max()) for chunk in chunks if len(chunk.big)), default=0)
+    num = num_planes(most) if num_big else 0
+    return [codes, *pack_planes(Role.BIG, num, num_big, join_big(_taken(chunks)))]
+
+
+def pack_values(places: Places, tensors: Sequence[Bits]) -> list[Stream]:
+    values = [
+        tensor[inside]
+        for positions in places.steps(NumpyLoops())
+        for tensor, inside, _ in by_tensor(tensors, positions)
+    ]
+    most = max(int(piece.max()) for piece in values)
+    return pack_planes(Role.VALUES, num_planes(most), len(places.gaps), _taken(values))
+
+
+def _taken(items: list[T]) -> Iterator[T]:
+    """From the first on; the list is empty afterwards, and so is the memory."""
+    items.reverse()
+    while items:
+        yield items.pop()
+
+
+def _num_digits(num_elements: int, num_changed: int) -> int:
+    """How many two-bit digits make the average gap fit a byte well."""
+    mean = num_elements // num_changed
+    return next(n for n in range(MAX_DIGITS + 1) if mean >> 2 * n < USUAL_GAP or n == MAX_DIGITS)
+
+
+# --- unpacking -----------------------------------------------------------------------------------
+
+
+def by_tensor(
+    tensors: Sequence[Bits], positions: Positions
+) -> Iterator[tuple[Bits, Positions, slice]]:
+    """For each tensor with changes here: it, the positions inside it, which of all they are."""
+    ends = np.cumsum([len(tensor) for tensor in tensors])
+    done = 0
+    for number, upto in enumerate(np.searchsorted(positions, ends).tolist()):
+        if upto > done:
+            start = ends[number - 1] if number else 0
+            yield tensors[number], positions[done:upto] - start, slice(done, upto)
+            done = upto
 
 
 def unpack_places(payload: Payload, num_elements: int) -> Places:

@@ -4,12 +4,14 @@ blobs too, found by the two files between which they lead.
 
 Owns atomic, durable, create-if-absent writing, name-safe reading, and the lock that keeps deletion
 away from writing. Has no head and no authority: which version is current only the ledger knows.
-Nothing is ever overwritten, and a half-written file never has a name that can be read.
+Nothing is ever overwritten but what a disk damaged, and a half-written file never has a name that
+can be read.
 """
 
 from __future__ import annotations
 
 import fcntl
+import filecmp
 import os
 import secrets
 import stat
@@ -20,12 +22,15 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
+import structlog
 from blake3 import blake3
 
 from penstock.errors import WeightsError
 from penstock.weights.chain import DeltaEntry, cheapest
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of, is_digest
 from penstock.weights.tensors import Scan, Sink, scan
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 ABANDONED_S = 86_400.0
@@ -118,7 +123,11 @@ class DirectoryStore:
         return entry
 
     def deltas_to(self, target: str) -> list[DeltaEntry]:
-        """Those that lead to this blob; a damaged entry is as good as none."""
+        """Those that lead to this blob and are there."""
+        return [entry for entry in self.entries_to(target) if self.has_blob(entry.blob)]
+
+    def entries_to(self, target: str) -> list[DeltaEntry]:
+        """All that were ever made and may be lost; a damaged entry is as good as none."""
         found: list[DeltaEntry] = []
         try:
             paths = sorted((self._deltas / target).iterdir())
@@ -169,7 +178,7 @@ class DirectoryStore:
 
     def deltas(self) -> Iterator[DeltaEntry]:
         for folder in _files(self._deltas):
-            yield from self.deltas_to(folder.name)
+            yield from self.entries_to(folder.name)
 
     def age_s(self, manifest: str) -> float:
         """Since a manifest was written."""
@@ -211,14 +220,15 @@ class DirectoryStore:
             with open(os.open(temporary, flags, 0o444), "wb", buffering=0) as file:
                 filled = fill(lambda piece: _write_all(file.fileno(), piece))
                 final = place(filled)
-                if final.exists():
-                    _check_same_size(final, os.fstat(file.fileno()).st_size)
+                if _is_same(temporary, final):
                     return filled
                 os.fsync(file.fileno())
             try:
                 os.link(temporary, final)
             except FileExistsError:
-                _check_same_size(final, temporary.stat().st_size)
+                if not _is_same(temporary, final):
+                    log.error("a damaged file of the store is replaced", path=str(final))
+                    temporary.rename(final)
             return filled
         finally:
             temporary.unlink(missing_ok=True)
@@ -269,13 +279,12 @@ def _write_all(descriptor: int, piece: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _check_same_size(path: Path, num_bytes: int) -> None:
-    found = path.stat().st_size
-    if found != num_bytes:
-        raise WeightsError(
-            f"{path} is damaged: {found} bytes where its digest belongs to {num_bytes}; "
-            "delete it and publish again"
-        )
+def _is_same(new: Path, known: Path) -> bool:
+    """Equal names mean equal bytes, unless a disk forgot some."""
+    try:
+        return filecmp.cmp(new, known, shallow=False)
+    except FileNotFoundError:
+        return False
 
 
 def _sync_folder(folder: Path) -> None:

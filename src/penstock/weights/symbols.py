@@ -9,7 +9,7 @@ comes back exactly: NaN payloads, infinities, denormals. Knows no streams and no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,8 +22,10 @@ ESCAPE_GAP = 255
 """A gap byte of this value says: the rest of the gap is the next far gap."""
 ESCAPE_CODE = 3
 """A two-bit code of this value says: the rest of the difference is the next big one."""
-CHUNK_BYTES = 1 << 19
+BLOCK_BYTES = 1 << 19
 """Compared at a time; two of them and the scratch fit a core's cache."""
+WINDOW_BYTES = 1 << 18
+"""Gathered before they are packed, for every call costs."""
 
 Bits = NDArray[Any]
 """A one-dimensional array of bit patterns: uint16 or uint32."""
@@ -46,17 +48,20 @@ class Changes:
     """Unchanged elements before each change but the first, escaped at 255."""
     far: Far
     codes: Bytes
-    """Zigzag difference minus one (it is never zero), escaped at 3; one code to a byte."""
+    """Zigzag difference minus one (it is never zero), escaped at 3; four codes to a byte."""
     big: Bits
 
     @property
     def num_bytes(self) -> int:
-        """What the streams of these changes take before compression, about."""
+        """What these changes take, which is about what their streams do before compression."""
         return self.num_changed + self.num_changed // 4 + self.far.nbytes + self.big.nbytes
 
 
 class Loops(Protocol):
     """The inner loops; whoever runs them, the results are the same to the last bit."""
+
+    chunk_bytes: int
+    """How much `find` is best given at once."""
 
     def find(self, base: Bits, new: Bits) -> Changes:
         """What differs between two chunks of the same length."""
@@ -80,6 +85,8 @@ class Loops(Protocol):
 
 
 class NumpyLoops:
+    chunk_bytes = BLOCK_BYTES
+
     def find(self, base: Bits, new: Bits) -> Changes:
         positions = _differing(base, new)
         if not len(positions):
@@ -94,7 +101,7 @@ class NumpyLoops:
             trail=len(new) - 1 - int(positions[-1]),
             gaps=gaps,
             far=far,
-            codes=codes,
+            codes=pack_pairs(codes),
             big=zigzags[codes == ESCAPE_CODE] - (ESCAPE_CODE + 1),
         )
 
@@ -139,11 +146,18 @@ def join_gaps(chunks: Iterable[Changes]) -> tuple[list[Bytes], list[Far]]:
         if not chunk.num_changed:
             carry += chunk.lead
             continue
-        for part in (split_gaps(np.array([carry + chunk.lead])), (chunk.gaps, chunk.far)):
-            gaps.append(part[0])
-            far.append(part[1])
+        gap = carry + chunk.lead
         carry = chunk.trail
+        if gap >= ESCAPE_GAP:
+            far.append(np.array([gap - ESCAPE_GAP]))
+            gap = ESCAPE_GAP
+        gaps += (_ONE_GAP[gap : gap + 1], chunk.gaps)
+        if len(chunk.far):
+            far.append(chunk.far)
     return gaps, far
+
+
+_ONE_GAP = np.arange(ESCAPE_GAP + 1, dtype=np.uint8)
 
 
 def split_gaps(gaps: NDArray[np.int64]) -> tuple[Bytes, Far]:
@@ -158,16 +172,32 @@ def merge_gaps(gaps: Bytes, far: Far) -> NDArray[np.int64]:
     return merged
 
 
-def join_codes(chunks: Iterable[Changes]) -> Bytes:
+def join_codes(chunks: Iterable[Changes]) -> Iterator[Bytes]:
     """Codes of consecutive chunks, packed across their borders."""
-    packed: list[Bytes] = []
-    rest = np.empty(0, np.uint8)
+    waiting: list[Bytes] = []
+    num_waiting = 0
     for chunk in chunks:
-        codes = np.concatenate([rest, chunk.codes])
-        num_even = len(codes) // 4 * 4
-        packed.append(pack_pairs(codes[:num_even]))
-        rest = codes[num_even:]
-    return np.concatenate([*packed, pack_pairs(rest)])
+        waiting.append(unpack_pairs(chunk.codes, chunk.num_changed))
+        num_waiting += chunk.num_changed
+        if num_waiting >= WINDOW_BYTES:
+            codes = np.concatenate(waiting)
+            num_even = len(codes) // 4 * 4
+            yield pack_pairs(codes[:num_even])
+            waiting, num_waiting = [codes[num_even:]], len(codes) - num_even
+    yield pack_pairs(np.concatenate([*waiting, np.empty(0, np.uint8)]))
+
+
+def join_big(chunks: Iterable[Changes]) -> Iterator[Bits]:
+    waiting: list[Bits] = []
+    num_waiting = 0
+    for chunk in chunks:
+        waiting.append(chunk.big)
+        num_waiting += chunk.big.nbytes
+        if num_waiting >= WINDOW_BYTES:
+            yield np.concatenate(waiting)
+            waiting, num_waiting = [], 0
+    if num_waiting:
+        yield np.concatenate(waiting)
 
 
 def pack_pairs(values: NDArray[Any]) -> Bytes:
@@ -201,9 +231,16 @@ def to_planes(values: NDArray[Any]) -> list[Bytes]:
     """Byte planes, lowest first: as many as the largest value needs, none for no values."""
     if not len(values):
         return []
-    num_planes = max(1, (int(values.max()).bit_length() + 7) // 8)
+    return split_planes(values, num_planes(int(values.max())))
+
+
+def num_planes(most: int) -> int:
+    return max(1, (most.bit_length() + 7) // 8)
+
+
+def split_planes(values: NDArray[Any], num: int) -> list[Bytes]:
     rows = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
-    return [np.ascontiguousarray(rows[:, plane]) for plane in range(num_planes)]
+    return [np.ascontiguousarray(rows[:, plane]) for plane in range(num)]
 
 
 def from_planes(planes: Sequence[Bytes], part: slice, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -47,6 +47,9 @@ class Role(StrEnum):
 class Audience(StrEnum):
     DATAFLOW = "dataflow"
     WEIGHTS = "weights"
+    """The run's own weights front."""
+    RELAY = "relay"
+    """Whoever passes weights on, on machines that the run need not trust."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +138,24 @@ class Verifier:
     def read(cls, folder: Path, *, run: str, audience: Audience) -> Verifier:
         raw = _unpack((folder / "public.key").read_text().strip())
         return cls(Ed25519PublicKey.from_public_bytes(raw), run=run, audience=audience)
+
+    @classmethod
+    def beside(cls, token: str, public_key: str, *, audience: Audience) -> Verifier:
+        """For who has no run folder, only the run's public key and a token of his own, which names
+        the run."""
+        try:
+            key = Ed25519PublicKey.from_public_bytes(_unpack(public_key.strip()))
+        except ValueError:
+            raise ConfigError(
+                f"{public_key[:80]!r} is no public key of a run; it is the line in keys/public.key "
+                "of the run folder, and `penstock token RUN --role relay` prints it"
+            ) from None
+        verifier = cls(key, run="", audience=audience)
+        credential = verifier._check_signature(token)
+        if credential.expires_at <= time.time():
+            raise Unauthorized("token has expired; mint a new one with `penstock token RUN`")
+        verifier.run = credential.run
+        return verifier
 
     def verify(self, token: str, *, now: float | None = None) -> Credential:
         """The credential, or Unauthorized (no valid token) or Forbidden (valid, but not here)."""

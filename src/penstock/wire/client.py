@@ -170,6 +170,23 @@ class AsyncCaller:
                 delay_s = patience.after(error)
             await asyncio.sleep(delay_s)
 
+    @asynccontextmanager
+    async def stream(
+        self, path: str, *, headers: dict[str, str], timeout_s: float = REQUEST_S
+    ) -> AsyncGenerator[httpx2.Response]:
+        """One GET whose body is read while it comes; asked once, without a second try."""
+        url = self.base_url + path
+        try:
+            async with self._http.stream(
+                "GET", url, headers=headers, timeout=timeout_s
+            ) as response:
+                if response.status_code >= 400:
+                    await response.aread()
+                _raise_for(response, url)
+                yield response
+        except httpx2.TransportError as error:
+            raise Unreachable(f"{url}: {type(error).__name__}: {error}") from error
+
 
 @asynccontextmanager
 async def connect(base_url: str, token: str) -> AsyncGenerator[AsyncCaller]:

@@ -440,9 +440,10 @@ async def serve(app: Starlette, host: str, port: int, tls: Tls | None = None) ->
     await server(app, host, port, tls).serve()
 
 
-async def serve_on(app: Starlette, listener: socket.socket) -> None:
+async def serve_on(app: Starlette, listener: socket.socket, tls: Tls | None = None) -> None:
     """Serve inside somebody else's process until cancelled; signals stay the host's business."""
-    guest = _Guest(_config(app, *listener.getsockname()[:2]))
+    host, port, *_ = listener.getsockname()
+    guest = _Guest(_config(app, host, port, tls))
     try:
         await guest.serve(sockets=[listener])
     except asyncio.CancelledError:

@@ -133,6 +133,18 @@ def test_run_without_weights_folder_passes(run_dir: Path) -> None:
     assert_passes(run_dir)
 
 
+def test_versions_that_nobody_needs_may_be_gone(run_dir: Path) -> None:
+    """A trainer that could restore number 4 at the earliest, and rows that are one version old."""
+    retained = {"policy": "policy", "incarnation": 1, "retained": "[[4,4],[5,5]]", "at": 0}
+    insert(run_dir, "checkpoints", retained)
+    oldest = 4 - small_config().training.max_staleness
+    for number, is_needed in ((oldest - 1, False), (oldest, True)):
+        version = whole(run_dir, "versions", f"incarnation = 1 AND number = {number}")
+        (run_dir / "weights" / "manifests" / f"{version['manifest_digest']}.json").unlink()
+        found = next(check for check in audit(run_dir).checks if check.name == "versions")
+        assert found.ok is not is_needed
+
+
 def test_folder_without_a_run_is_refused(tmp_path: Path, run_dir: Path) -> None:
     with pytest.raises(StoreError, match=r"config\.yaml"):
         audit(tmp_path)

@@ -17,12 +17,13 @@ import pytest
 from penstock.cli import main as command_line
 from penstock.cli.main import COMMANDS, build, main
 from penstock.config import demo, load
+from penstock.errors import Forbidden
 from penstock.fleet.folder import Finish, RunFolder
 from penstock.fleet.processes import cpu_s
 from penstock.wire.auth import Audience, Role, Signer
 
 ALL = [name for name, _, _ in COMMANDS] + [
-    "weights serve",
+    *(f"weights {verb}" for verb in ("ls", "show", "verify", "diff", "serve", "gc")),
     "conformance rollout",
     "conformance trainer",
 ]
@@ -320,8 +321,10 @@ def test_a_token_is_one_line_on_stdout(
     assert "penstock join http://127.0.0.1:" in err
     assert f"not running now; `penstock run {run_folder.path}` starts it" in err
     signer = Signer.read(run_folder.keys, "reverse")
-    for audience in Audience:
+    for audience in (Audience.DATAFLOW, Audience.WEIGHTS):
         assert signer.verifier(audience).verify(out.strip()).role is Role.ROLLOUT
+    with pytest.raises(Forbidden):
+        signer.verifier(Audience.RELAY).verify(out.strip())
     code, out, _ = run_main(
         capsys, "token", str(run_folder.path), "--role", "reader", "--ttl-h", "1", "--json"
     )

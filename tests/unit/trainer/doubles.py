@@ -20,6 +20,9 @@ from penstock.dataflow.protocol import (
     PublishRequest,
     RowPayload,
     RowsAnswer,
+    UsedBy,
+    VersionInUse,
+    VersionsInUse,
 )
 from penstock.errors import Conflict, Fenced
 from penstock.trainer.batches import Batch, assemble
@@ -219,6 +222,21 @@ class MemoryDataflow:
         self._require(body.incarnation)
         self.retained = body.retained
         self._done(f"checkpoints {body.retained}")
+
+    def versions_in_use(self) -> VersionsInUse:
+        self._done("versions")
+        return VersionsInUse(
+            versions=tuple(
+                VersionInUse(
+                    policy=POLICY,
+                    incarnation=body.incarnation,
+                    number=body.number,
+                    manifest_digest=body.manifest_digest,
+                    by=UsedBy.NEWEST if body is self.published[-1] else UsedBy.ROWS,
+                )
+                for body in self.published
+            )
+        )
 
     def _require(self, incarnation: int) -> None:
         if incarnation != self.incarnation:

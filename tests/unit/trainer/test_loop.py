@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,8 +23,22 @@ from penstock.errors import Fenced, StoreError
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.loop import Trainer
 from penstock.trainer.models import WEIGHTS
+from penstock.trainer.publisher import Publisher
 from penstock.trainer.service import make_checkpoints, make_learner
 from penstock.trainer.snapshots import Snapshots, weights_of
+
+
+@pytest.fixture(autouse=True)
+def published_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that calls have one order; `test_publisher` is about the other ones."""
+    hand_over = Publisher.hand_over
+
+    def at_once(publisher: Publisher, weights: Mapping[str, Tensor], number: int) -> None:
+        hand_over(publisher, weights, number)
+        publisher.finish()
+
+    monkeypatch.setattr(Publisher, "hand_over", at_once)
+
 
 BATCHES = [random_batch(0, seq=seq) for seq in range(1, 7)]
 

@@ -139,8 +139,9 @@ def test_frames_are_closed_when_large_enough(monkeypatch: pytest.MonkeyPatch) ->
     assert max(len(frame.names) for frame in frames_of(written(tensors), tensors)) == 2
 
 
-def test_tensors_are_taken_one_by_one() -> None:
+def test_tensors_are_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model does not fit in memory twice: few tensors are asked for before frames are written."""
+    monkeypatch.setattr(delta, "AHEAD_BYTES", 350)
     num_taken = 0
 
     class Out(io.BytesIO):

@@ -61,6 +61,49 @@ def test_the_shape_is_that_of_the_protocol() -> None:
     assert value["tensors"][1] == {"name": "w", "dtype": "F32", "shape": [2, 3], "digest": C}
 
 
+ADAPTER = [
+    FileEntry(name="adapter_model.safetensors", blob=A, bytes=100),
+    FileEntry(name="adapter_config.json", blob=B, bytes=3),
+]
+
+
+def make_adapter() -> SnapshotManifest:
+    return make_manifest(PolicyName("solver"), 3, ADAPTER, TENSORS, base=C)
+
+
+def test_a_base_is_written_by_adapters_alone() -> None:
+    data = encode_manifest(make_adapter())
+    assert json.loads(data)["base"] == C
+    plain = json.dumps(json.loads(data), sort_keys=True, separators=(",", ":")).encode()
+    assert data == plain
+    assert parse_manifest(data) == make_adapter()
+    assert make_adapter().is_adapter and not make().is_adapter
+    empty = changed(lambda m: m.update(base=""))
+    assert encode_manifest(parse_manifest(empty)) == encode_manifest(make())
+
+
+ADAPTER_CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "adapter without a base": lambda m: m.pop("base"),
+    "adapter with an empty base": lambda m: m.update(base=""),
+    "base is a name": lambda m: m.update(base="HuggingFaceTB/SmolLM2-135M"),
+    "base in capitals": lambda m: m.update(base=C.upper()),
+    "base is a number": lambda m: m.update(base=7),
+    "no config": lambda m: m["files"].pop(0),
+    "weights of another name": lambda m: m["files"][1].update(name="model.safetensors"),
+    "weights of a whole model beside it": lambda m: m["files"].append(
+        {"name": "model.safetensors", "blob": A, "bytes": 100}
+    ),
+}
+
+
+@pytest.mark.parametrize("change", ADAPTER_CHANGES.values(), ids=ADAPTER_CHANGES.keys())
+def test_an_adapter_that_lies_is_refused(change: Callable[[dict[str, Any]], object]) -> None:
+    value = json.loads(encode_manifest(make_adapter()))
+    change(value)
+    with pytest.raises(WeightsError):
+        parse_manifest(json.dumps(value).encode())
+
+
 def test_the_weights_digest_is_over_sorted_lines() -> None:
     expected = blake3(f"b BF16  {B}\nw F32 2x3 {C}\n".encode()).hexdigest()
     assert weights_digest(TENSORS) == expected == make().weights_digest
@@ -119,6 +162,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "bad tensor digest": lambda m: m["tensors"][1].update(digest="0"),
     "newline in a tensor's name": lambda m: m["tensors"][1].update(name="w\n"),
     "other weights digest": lambda m: m.update(weights_digest=A),
+    "base of a whole model": lambda m: m.update(base=A),
     "key missing": lambda m: m.pop("weights_digest"),
 }
 

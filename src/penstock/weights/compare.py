@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What changed between two versions, tensor by tensor.
+
+Files are mapped, and only tensors with different digests are read, a piece at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import WeightsError
+from penstock.weights.catalog import KeptVersion, undisturbed, whole_file
+from penstock.weights.file_delta import layout_of
+from penstock.weights.manifest import SnapshotManifest
+from penstock.weights.store import DirectoryStore
+from penstock.weights.tensors import ITEM_BYTES, TensorEntry
+
+PIECE_ITEMS = 1 << 20
+FLOATS = {"BF16": np.dtype("<u2"), "F16": np.dtype("<u2"), "F32": np.dtype("<u4")}
+"""Bit patterns of the types whose neighbours can be counted."""
+WHOLE_NUMBERS = {"U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorChange:
+    name: str
+    num_elements: int
+    num_changed: int
+    max_ulps: int | None
+    """Representable numbers between the two farthest apart; None where that means nothing."""
+    max_abs: float | None
+    """NaN when one of two elements is none."""
+
+    @property
+    def share(self) -> float:
+        return self.num_changed / self.num_elements if self.num_elements else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    changes: tuple[TensorChange, ...]
+    """Of all tensors that both have in one shape and type; most changed first."""
+    only_old: tuple[str, ...]
+    only_new: tuple[str, ...]
+    reshaped: tuple[str, ...]
+    """Of another shape or type."""
+
+    @property
+    def num_elements(self) -> int:
+        return sum(change.num_elements for change in self.changes)
+
+    @property
+    def num_changed(self) -> int:
+        return sum(change.num_changed for change in self.changes)
+
+
+def compare(store: DirectoryStore, old: KeptVersion, new: KeptVersion, scratch: Path) -> Comparison:
+    olds, news = _by_name(old.manifest), _by_name(new.manifest)
+    both = [name for name in news if name in olds]
+    same_kind = [name for name in both if _kind(olds[name]) == _kind(news[name])]
+    changes: list[TensorChange] = []
+    with undisturbed(store), ExitStack() as opened:
+        differing = {name for name in same_kind if olds[name].digest != news[name].digest}
+        before = _tensors(opened, store, old, scratch / "old", differing)
+        after = _tensors(opened, store, new, scratch / "new", differing)
+        for name in same_kind:
+            if name in differing:
+                changes.append(_change(news[name], before[name], after[name]))
+            else:
+                changes.append(_unchanged(news[name]))
+    return Comparison(
+        changes=tuple(sorted(changes, key=lambda change: (-change.share, change.name))),
+        only_old=tuple(name for name in olds if name not in news),
+        only_new=tuple(name for name in news if name not in olds),
+        reshaped=tuple(name for name in both if name not in set(same_kind)),
+    )
+
+
+def _by_name(manifest: SnapshotManifest) -> dict[str, TensorEntry]:
+    return {tensor.name: tensor for tensor in manifest.tensors}
+
+
+def _kind(tensor: TensorEntry) -> tuple[str, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape
+
+
+def _tensors(
+    opened: ExitStack, store: DirectoryStore, version: KeptVersion, scratch: Path, wanted: set[str]
+) -> Mapping[str, NDArray[np.uint8]]:
+    """Raw bytes of the wanted tensors, mapped."""
+    found: dict[str, NDArray[np.uint8]] = {}
+    scratch.mkdir()
+    for file in version.files:
+        if not file.entry.name.endswith(".safetensors") or wanted <= found.keys():
+            continue
+        path = opened.enter_context(whole_file(store, file.entry.blob, scratch))
+        mapped = np.memmap(path, np.uint8, "r")
+        spans = layout_of(path).spans.items()
+        found |= {name: mapped[span.start : span.end] for name, span in spans if name in wanted}
+    if missing := wanted - found.keys():
+        raise WeightsError(
+            f"{version.name}: {min(missing)} is in none of its files; `penstock weights verify` "
+            "tells what is damaged"
+        )
+    return found
+
+
+def _unchanged(tensor: TensorEntry) -> TensorChange:
+    num_elements = int(np.prod(tensor.shape, dtype=np.int64))
+    return TensorChange(
+        name=tensor.name, num_elements=num_elements, num_changed=0, max_ulps=0, max_abs=0.0
+    )
+
+
+def _change(tensor: TensorEntry, old: NDArray[np.uint8], new: NDArray[np.uint8]) -> TensorChange:
+    item_bytes = ITEM_BYTES[tensor.dtype]
+    bits = np.dtype(f"<u{item_bytes}")
+    num_changed, max_ulps, max_abs = 0, 0, 0.0
+    has_ulps = tensor.dtype in FLOATS
+    has_values = has_ulps or tensor.dtype in WHOLE_NUMBERS
+    step = PIECE_ITEMS * item_bytes
+    for start in range(0, len(new), step):
+        one, two = old[start : start + step].view(bits), new[start : start + step].view(bits)
+        differs = one != two
+        if not differs.any():
+            continue
+        one, two = one[differs], two[differs]
+        num_changed += len(one)
+        if has_ulps:
+            max_ulps = max(max_ulps, int(np.abs(_ordered(one) - _ordered(two)).max()))
+        if has_values:
+            with np.errstate(invalid="ignore"):  # infinity from infinity, and NaN
+                apart = np.abs(_values(one, tensor.dtype) - _values(two, tensor.dtype))
+            max_abs = float(np.maximum(max_abs, apart.max()))
+    return TensorChange(
+        name=tensor.name,
+        num_elements=len(new) // item_bytes,
+        num_changed=num_changed,
+        max_ulps=max_ulps if has_ulps else None,
+        max_abs=max_abs if has_values else None,
+    )
+
+
+def _ordered(bits: NDArray[Any]) -> NDArray[np.int64]:
+    """Numbers in the order of the floats that they are the bits of; both zeros are 0."""
+    sign = np.int64(1) << (8 * bits.itemsize - 1)
+    wide = bits.astype(np.int64)
+    return np.where(wide & sign, sign - wide, wide)
+
+
+def _values(bits: NDArray[Any], dtype: str) -> NDArray[np.float64]:
+    if dtype == "BF16":
+        bits, dtype = bits.astype(np.uint32) << np.uint32(16), "F32"
+    kinds = {"F16": "<f2", "F32": "<f4", **WHOLE_NUMBERS}
+    return bits.view(kinds[dtype]).astype(np.float64)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work for many that is done once: answers shared by all who asked, bytes by all who wait for them.
+
+Owns waiting and cancelling. Knows nothing of weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Shared(Generic[K, V]):
+    """Equal questions in flight get one answer; who hangs up does not end it for the others."""
+
+    def __init__(self) -> None:
+        self._running: dict[K, asyncio.Task[V]] = {}
+
+    async def get(self, key: K, ask: Callable[[], Coroutine[Any, Any, V]]) -> V:
+        return await asyncio.shield(self.begin(key, ask))
+
+    def begin(self, key: K, ask: Callable[[], Coroutine[Any, Any, V]]) -> asyncio.Task[V]:
+        task = self._running.get(key)
+        if task is None:
+            task = self._running[key] = asyncio.create_task(ask())
+            task.add_done_callback(lambda done: self._ended(key, done))
+        return task
+
+    def _ended(self, key: K, task: asyncio.Task[V]) -> None:
+        del self._running[key]
+        if not task.cancelled():
+            task.exception()  # nobody may be left to hear of it
+
+    async def close(self) -> None:
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Flow:
+    """A piece on its way in; whoever waits for it is told when there is more."""
+
+    def __init__(self) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
+        self.task: asyncio.Task[None] | None = None
+
+    async def moved(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
+
+    def tell(self, error: BaseException | None = None) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)

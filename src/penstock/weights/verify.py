@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is everything in a weight store what its name says? Digests every file, tensor and delta.
+
+Reads only; what is to be done about damage it says, and does not do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import WeightsError
+from penstock.weights.catalog import SHORT, KeptFile, KeptVersion, undisturbed, whole_file
+from penstock.weights.chain import DeltaEntry
+from penstock.weights.manifest import SnapshotManifest, parse_manifest
+from penstock.weights.remake import way_from_whole
+from penstock.weights.store import DirectoryStore, open_regular
+from penstock.weights.tensors import Scan, TensorEntry, scan
+
+NUM_NAMED = 3
+"""Tensors that a line of damage names."""
+AGAIN = "publish the version again, or copy the file from a relay or node that has it"
+
+Report = Callable[[str, str, int], object]
+"""Told before each file is read: version, file name, bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    version: str
+    what: str
+    """File of the version, or what else is wrong."""
+    path: str
+    why: str
+    cure: str
+
+
+class Verifier:
+    """Files that versions share are read once."""
+
+    def __init__(self, store: DirectoryStore, scratch: Path, report: Report) -> None:
+        self.num_bytes = 0
+        """Read so far."""
+        self._store = store
+        self._scratch = scratch
+        self._report = report
+        self._scans: dict[str, Scan | str] = {}
+        """What was found in each blob, or why nothing could be."""
+        self._deltas: set[str] = set()
+
+    def verify(self, version: KeptVersion) -> list[Damage]:
+        """Nothing when it is sound, or was deleted meanwhile by whoever may."""
+        with undisturbed(self._store):
+            try:
+                self._store.read_manifest(version.digest)
+            except FileNotFoundError:
+                return []
+            found = [wrong for file in version.files for wrong in self._file(version, file)]
+            return found or list(self._tensors(version))
+
+    def _file(self, version: KeptVersion, file: KeptFile) -> Iterator[Damage]:
+        entry = file.entry
+        scanned = self._scan(version.name, file)
+        if isinstance(scanned, str):
+            yield self._damage(version, file, scanned)
+        elif scanned.blob != entry.blob:
+            why = f"its digest is {scanned.blob[:SHORT]}"
+            named = _differing(version.manifest, scanned.tensors)
+            yield self._damage(version, file, f"{why}; {named}" if named else why)
+        for step in file.deltas:
+            yield from self._delta(version, file, step)
+
+    def _scan(self, name: str, file: KeptFile) -> Scan | str:
+        blob = file.entry.blob
+        if blob not in self._scans:
+            self._report(name, file.entry.name, file.entry.bytes)
+            self.num_bytes += file.entry.bytes
+            try:
+                with (
+                    whole_file(self._store, blob, self._scratch) as path,
+                    open_regular(path) as opened,
+                ):
+                    self._scans[blob] = scan(opened, file.entry.name)
+            except (WeightsError, OSError) as error:
+                self._scans[blob] = str(error)
+        return self._scans[blob]
+
+    def _delta(self, version: KeptVersion, file: KeptFile, step: DeltaEntry) -> Iterator[Damage]:
+        if step.blob in self._deltas:
+            return
+        self._deltas.add(step.blob)
+        path = self._store.blob_path(step.blob)
+        why = ""
+        try:
+            with open_regular(path) as opened:
+                found = scan(opened, "")
+            self.num_bytes += found.num_bytes
+            if (found.blob, found.num_bytes) != (step.blob, step.bytes):
+                why = f"its digest is {found.blob[:SHORT]}"
+        except OSError as error:
+            why = str(error)
+        if why:
+            yield Damage(
+                version=version.name,
+                what=f"delta to {file.entry.name} from {step.base[:SHORT]}",
+                path=str(path),
+                why=why,
+                cure="delete it; nodes fetch the whole file instead" if file.is_whole else AGAIN,
+            )
+
+    def _damage(self, version: KeptVersion, file: KeptFile, why: str) -> Damage:
+        path = self._store.blob_path(file.entry.blob)
+        if not file.is_whole:
+            cure = AGAIN
+        elif way_from_whole(self._store, file.entry.blob):
+            cure = "delete it; it is made again from deltas when somebody asks for it"
+        else:
+            cure = f"delete it and {AGAIN}"
+        what = file.entry.name if file.is_whole else f"{file.entry.name} (from deltas)"
+        return Damage(version=version.name, what=what, path=str(path), why=why, cure=cure)
+
+    def _tensors(self, version: KeptVersion) -> Iterator[Damage]:
+        """Files may be what the manifest says while it lies about the tensors in them."""
+        scans = [self._scans[file.entry.blob] for file in version.files]
+        found = [tensor for each in scans if isinstance(each, Scan) for tensor in each.tensors]
+        listed = {tensor.name for tensor in version.manifest.tensors}
+        named = _differing(version.manifest, found)
+        if len(found) != len(listed) and not named:
+            named = f"files hold {len(found)} tensors, the manifest lists {len(listed)}"
+        if named:
+            yield Damage(
+                version=version.name,
+                what="manifest",
+                path=version.digest,
+                why=f"{named}, though its files are as it says",
+                cure="no node takes this version; publish it again",
+            )
+
+
+def _differing(manifest: SnapshotManifest, found: Iterable[TensorEntry]) -> str:
+    """Which tensors are not as listed, in words."""
+    listed = {tensor.name: tensor for tensor in manifest.tensors}
+    wrong = [tensor.name for tensor in found if listed.get(tensor.name) != tensor]
+    if not wrong:
+        return ""
+    more = f" and {len(wrong) - NUM_NAMED} more" if len(wrong) > NUM_NAMED else ""
+    return f"other bits in {', '.join(wrong[:NUM_NAMED])}{more}"
+
+
+def damaged_manifest(root: Path, store: DirectoryStore, digest: str) -> Damage:
+    """Of a manifest that a catalog could not read."""
+    try:
+        parse_manifest(store.read_manifest(digest))
+        why = "it is readable again"
+    except (WeightsError, OSError) as error:
+        why = str(error).partition("; ")[0]
+    return Damage(
+        version=digest[:SHORT],
+        what="manifest",
+        path=str(root / "manifests" / f"{digest}.json"),
+        why=why,
+        cure=f"delete it and {AGAIN}",
+    )

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`penstock relay`, its tokens, and the options of nodes about relays: every mistake is told with
+its cure."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.config import demo
+from penstock.fleet.folder import RunFolder
+from penstock.wire.auth import Audience, Role, Signer, Verifier
+
+RUN = "reverse"
+AWAY = "http://127.0.0.1:1"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run that was started once."""
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config(demo(0))
+    folder.choose_endpoints(tmp_path, ())
+    Signer.create(folder.keys, RUN)
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What a command that fails says."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert ended.value.code != 0
+    return capsys.readouterr().err
+
+
+def minted(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["token", *map(str, words)])
+    assert ended.value.code == 0
+    captured = capsys.readouterr()
+    return captured.out.strip(), captured.err
+
+
+def audiences(folder: RunFolder, token: str) -> set[Audience]:
+    signer = Signer.read(folder.keys, RUN)
+    credential = signer.verifier(Audience.RELAY).verify(token)
+    return {Audience(each) for each in credential.audiences}
+
+
+def test_a_relay_token_opens_weights_and_relays_alone(
+    capsys: pytest.CaptureFixture[str], folder: RunFolder
+) -> None:
+    token, err = minted(capsys, folder.path, "--role", "relay")
+    assert audiences(folder, token) == {Audience.WEIGHTS, Audience.RELAY}
+    assert f"penstock relay {folder.endpoints().weights} --public-key={folder.public_key()}" in err
+    out, _ = minted(capsys, folder.path, "--role", "relay", "--json")
+    found = json.loads(out)
+    assert (found["url"], found["public_key"]) == (folder.endpoints().weights, folder.public_key())
+    assert Verifier.beside(found["token"], found["public_key"], audience=Audience.RELAY).run == RUN
+
+
+def test_what_a_node_shows_to_a_relay_opens_relays_alone(
+    capsys: pytest.CaptureFixture[str], folder: RunFolder
+) -> None:
+    token, err = minted(capsys, folder.path, "--for-relay")
+    assert audiences(folder, token) == {Audience.RELAY}
+    assert "PENSTOCK_RELAY_TOKEN" in err
+
+
+def test_each_mistake_at_the_start_is_told(
+    capsys: pytest.CaptureFixture[str],
+    folder: RunFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    token = folder.token(RUN, Role.RELAY, ttl_s=60)
+    key = f"--public-key={folder.public_key()}"
+    rest = ("--cache", tmp_path / "cache", "--port", 18999)
+
+    def start(*words: object, shown: str = token) -> str:
+        monkeypatch.setenv("PENSTOCK_TOKEN", shown)
+        return told(capsys, "relay", *words)
+
+    assert "penstock token RUN --role relay" in start(AWAY, key, *rest, shown="")
+    assert "is no address" in start("127.0.0.1:1", key, *rest)
+    assert "no public key of a run" in start(AWAY, "--public-key=nonsense", *rest)
+    other = Signer.create(tmp_path / "other", RUN).mint(Role.RELAY, [Audience.RELAY], ttl_s=60)
+    assert "does not match this run's key" in start(AWAY, key, *rest, shown=other)
+    expired = folder.token(RUN, Role.RELAY, ttl_s=-1)
+    assert "has expired" in start(AWAY, key, *rest, shown=expired)
+    assert "without TLS" in start(AWAY, key, *rest, "--host", "0.0.0.0")
+    assert "GB above 0" in start(AWAY, key, *rest, "--max-gb", "0")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port} is taken" in start(AWAY, key, *rest[:2], "--port", port)
+    assert "--public-key" in start(AWAY, *rest)
+    (tmp_path / "cache").mkdir()
+    file = folder.keys / "public.key"
+    assert "no public key" not in start(AWAY, f"--public-key={file}", *rest, "--max-gb", "0")
+
+
+def test_a_node_needs_its_own_token_for_a_relay(
+    capsys: pytest.CaptureFixture[str], folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.path))
+
+    def start(*words: object) -> str:
+        monkeypatch.setenv("PENSTOCK_TOKEN", folder.token(RUN, Role.ROLLOUT, ttl_s=60))
+        return told(capsys, "join", AWAY, *words)
+
+    assert "penstock token RUN --for-relay" in start("--relay", AWAY)
+    assert "give --public-key" in start("--serve-weights", "127.0.0.1:18999")
+    assert "give HOST:PORT" in start("--serve-weights", "18999")
+    assert "without TLS" in start("--serve-weights", "0.0.0.0:18999")

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deltas are a saving: whatever is wrong with the version before, the new one goes in whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+from tests.unit.weights.folders import weights_bytes
+from tests.unit.weights.histories import History
+
+from penstock.types import PolicyName
+from penstock.weights import publish
+from penstock.weights.manifest import parse_manifest
+from penstock.weights.publish import StoredVersion, put_snapshot
+from penstock.weights.store import DirectoryStore
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    path.unlink()
+    path.write_bytes(data)
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    changed = bytearray(data)
+    changed[place] ^= 1
+    return bytes(changed)
+
+
+def manifest_path(history: History) -> Path:
+    return history.store.blob_path("x").parents[1] / "manifests" / f"{history.digest(0)}.json"
+
+
+def blob_path(history: History) -> Path:
+    return history.store.blob_path(history.file(0).blob)
+
+
+DAMAGE: dict[str, Callable[[History], object]] = {
+    "manifest gone": lambda h: manifest_path(h).unlink(),
+    "manifest empty": lambda h: rewrite(manifest_path(h), b""),
+    "manifest flipped": lambda h: rewrite(
+        manifest_path(h), flipped(manifest_path(h).read_bytes(), 40)
+    ),
+    "base gone": lambda h: blob_path(h).unlink(),
+    "base empty": lambda h: rewrite(blob_path(h), b""),
+    "base cut off": lambda h: rewrite(blob_path(h), blob_path(h).read_bytes()[:-9]),
+    "base flipped in its weights": lambda h: rewrite(
+        blob_path(h), flipped(blob_path(h).read_bytes(), -1)
+    ),
+    "base flipped in its header": lambda h: rewrite(
+        blob_path(h), flipped(blob_path(h).read_bytes(), 30)
+    ),
+    "base is a folder": lambda h: (blob_path(h).unlink(), blob_path(h).mkdir()),
+}
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    history = History(tmp_path / "store")
+    history.go_on()
+    return history
+
+
+def is_whole(history: History, number: int) -> bool:
+    """All of the version's files are there, and none of them needs a delta."""
+    manifest = parse_manifest(history.store.read_manifest(history.digest(number)))
+    return all(map(history.store.has_blob, (file.blob for file in manifest.files)))
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_version_before_costs_only_the_delta(
+    history: History, damage: Callable[[History], object]
+) -> None:
+    damage(history)
+    with capture_logs() as logs:
+        history.go_on()
+    assert [line["log_level"] for line in logs] == ["warning"]
+    assert logs[0]["why"]
+    assert is_whole(history, 1)
+    assert not list(history.store.deltas()), "a delta from damaged bytes leads nowhere"
+    history.go_on()
+    assert history.store.deltas_to(history.file(2).blob), "the next has one again"
+
+
+def test_a_codec_that_fails_costs_only_the_delta(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(publish, "make_delta", fail)
+    history.go_on()
+    assert is_whole(history, 1)
+    assert not list(history.store.deltas())
+
+
+def test_a_digest_that_is_none_costs_only_the_delta(history: History, tmp_path: Path) -> None:
+    after = StoredVersion(manifest_digest="../../etc/passwd", weights_digest="")
+    found = put_snapshot(
+        tmp_path / "store", tmp_path / "hf-policy", policy=PolicyName("p"), number=9, after=after
+    )
+    assert history.store.read_manifest(found.manifest_digest)
+
+
+def test_one_bad_file_does_not_cost_the_others_their_deltas(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    last: StoredVersion | None = None
+    blobs: list[dict[str, str]] = []
+    for number in range(2):
+        for name in ("one.safetensors", "two.safetensors"):
+            data = weights_bytes({f"{name}.weight": (1000,)}, 1)
+            (folder / name).write_bytes(flipped(data, -4) if number else data)
+        last = put_snapshot(
+            tmp_path / "store", folder, policy=PolicyName("p"), number=number, after=last
+        )
+        manifest = parse_manifest(store.read_manifest(last.manifest_digest))
+        blobs.append({file.name: file.blob for file in manifest.files})
+        if not number:
+            store.blob_path(blobs[0]["one.safetensors"]).unlink()
+    assert not store.deltas_to(blobs[1]["one.safetensors"])
+    assert store.deltas_to(blobs[1]["two.safetensors"])
