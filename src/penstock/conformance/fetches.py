@@ -81,11 +81,12 @@ class Fetches:
         )
 
     def _covers(self, blob: str, num_bytes: int, undamaged: bool) -> bool:
+        """A party may mend what came damaged, byte by byte, or fetch all of it again."""
         position = 0
-        served = [s for s in self._served if s.blob == blob and not (undamaged and s.is_damaged)]
+        served = [part for part in self._served if part.blob == blob]
         for part in sorted(served, key=lambda part: part.start):
             if part.start <= position:
-                position = max(position, part.end)
+                position = max(position, part.end - (undamaged and part.is_damaged))
         return position >= num_bytes
 
     def _weights(self, manifest_digest: str) -> list[tuple[str, int]]:

@@ -49,7 +49,7 @@ RULES = (
     Rule("heartbeat-in-time", f"a heartbeat every {HEARTBEAT_S:g} s, from joining to leaving"),
     Rule("rejoin-when-unknown", "after 404 the node registers again"),
     Rule("fetch-before-live", "a version is live only after its manifest and weights were fetched"),
-    Rule("corrupt-blob-refused", "a damaged blob is fetched again before its version is live"),
+    Rule("corrupt-blob-refused", "what came damaged is fetched again before its version is live"),
     Rule("wrong-tensor-refused", "a version whose tensors are not the manifest's is never live"),
     Rule("lease-before-live", "no lease is asked for before a version is live"),
     Rule("lease-repeated", "a lease without an answer is asked for again under its request_id"),

@@ -28,7 +28,7 @@ async def test_a_load_keeps_so_many_calls_open() -> None:
 
     timed = await load(Server(url="", pid=os.getpid()), [call] * 50, connections=7)
     assert (made, most, timed.calls, len(timed.latencies_s)) == (50, 7, 50, 50)
-    assert min(timed.latencies_s) >= 0.001
+    assert min(timed.latencies_s) >= 0.0005  # clocks of loops are coarser than those of callers
 
 
 def test_the_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:

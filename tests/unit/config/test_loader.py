@@ -309,14 +309,19 @@ def test_demo_refuses_a_bad_seed() -> None:
 
 
 def test_import_is_quick_and_brings_no_torch() -> None:
-    code = (
-        "import sys, time; import penstock.config; "
-        "print(time.process_time(), [m for m in ('torch', 'transformers') if m in sys.modules])"
-    )
-    runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        for _ in range(3)
-    ]
-    seconds, heavy = zip(*(run.stdout.strip().split(" ", 1) for run in runs), strict=True)
-    assert set(heavy) == {"[]"}
-    assert min(map(float, seconds)) < 0.5
+    """Measured by what pydantic alone takes: machines differ."""
+
+    def least_s(module: str) -> float:
+        code = (
+            f"import sys, time; import {module}; "
+            "print(time.process_time(), [m for m in ('torch', 'transformers') if m in sys.modules])"
+        )
+        runs = [
+            subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+            for _ in range(3)
+        ]
+        seconds, heavy = zip(*(run.stdout.strip().split(" ", 1) for run in runs), strict=True)
+        assert set(heavy) == {"[]"}
+        return min(map(float, seconds))
+
+    assert least_s("penstock.config") < 9 * least_s("pydantic")

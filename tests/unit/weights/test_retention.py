@@ -179,3 +179,20 @@ def test_without_anything_that_leads_there(tmp_path: Path) -> None:
     history.store.delete_blob(history.file(0).blob)
     with pytest.raises(WeightsError, match="publish the version again"):
         make_whole(history.store, history.file(0).blob)
+
+
+def test_five_hundred_versions_stay_within_the_budget(tmp_path: Path) -> None:
+    """A trainer with a checkpoint every 20 versions, of which it keeps two, and rows that may be 4
+    versions old: whole are the newest two and the anchors of what is in use, and deltas are few."""
+    history = History(tmp_path / "store", share=0.003)
+    worst = 0.0
+    for number in range(500):
+        history.go_on()
+        oldest = max(0, number // 20 * 20 - 20) - 4
+        in_use = [*range(max(0, oldest), number + 1)]
+        sweep(history, in_use, newest=[max(0, number - 1), number])
+        used = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*"))
+        worst = max(worst, used / history.file(number).bytes)
+    num_anchors = -(-64 // 25) + 1  # of at most 64 in use, and the one before them
+    assert 2 < worst < 2 + num_anchors + 0.5, worst
+    assert len(list(history.store.manifests())) == 44
