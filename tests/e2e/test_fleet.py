@@ -114,12 +114,14 @@ def assert_store_is_tidied(system: System) -> None:
     run = str(system.folder.path)
     planned = json_of(penstock("weights", "gc", run, "--dry-run", "--json"))
     done = json_of(penstock("weights", "gc", run, "--json"))
-    assert {**planned, "dry_run": False} == done
-    assert done["versions_kept"] >= 2
+    # What was published within the last minute stays, and minutes pass.
+    assert {*planned["versions_deleted"]} <= {*done["versions_deleted"]}
+    assert {*planned["blobs_deleted"]} <= {*done["blobs_deleted"]}
+    assert 2 <= done["versions_kept"] <= planned["versions_kept"]
     again = json_of(penstock("weights", "gc", run, "--json"))
-    assert (again["bytes_freed"], again["bytes_kept"]) == (0, done["bytes_kept"])
+    assert not {*done["blobs_deleted"]} & {*again["blobs_deleted"]}
     verified = json_of(penstock("weights", "verify", run, "--json"))
-    assert verified["ok"] and verified["num_versions"] == done["versions_kept"]
+    assert verified["ok"] and verified["num_versions"] == again["versions_kept"]
 
 
 def json_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
