@@ -15,6 +15,7 @@ from tests.unit.weights.histories import History
 from penstock.errors import NotFound, Unreachable
 from penstock.weights import origin as module
 from penstock.weights import retention
+from penstock.weights import store as store_module
 from penstock.weights.chain import Way
 from penstock.weights.origin import Origin
 from penstock.weights.retention import carry_out, plan
@@ -125,3 +126,24 @@ async def test_a_damaged_delta_is_no_answer(history: History) -> None:
     with pytest.raises(NotFound):
         await source.blob(history.file(2).blob)
     await source.close()
+
+
+async def test_what_is_being_read_stays_until_it_was_read(
+    history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a slow link versions pass while one travels: it is neither thinned nor deleted."""
+    file = history.file(4)
+
+    def sweep() -> None:
+        with history.store.deleting():
+            carry_out(history.store, plan(history.store, [], [history.digest(7)]))
+
+    async with real_front(tmp_path) as caller:
+        path = f"/v1/blobs/{file.blob}"
+        first = await caller.request("GET", path, headers={"range": "bytes=0-999"})
+        sweep()
+        rest = await caller.request("GET", path, headers={"range": "bytes=1000-"})
+    assert blake3(first.content + rest.content).hexdigest() == file.blob
+    monkeypatch.setattr(store_module, "READ_S", -1.0)
+    sweep()
+    assert not history.store.has_blob(file.blob)

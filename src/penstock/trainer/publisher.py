@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 import structlog
 from torch import Tensor
 
+from penstock.errors import WeightsError, WireError
 from penstock.trainer.snapshots import Snapshots
 from penstock.weights.publish import StoredVersion
 
@@ -106,6 +107,11 @@ class Publisher:
             self._changed.notify_all()
 
     def _tidy(self) -> None:
-        if time.monotonic() - self._tidied_at >= TIDY_S:
+        """A store that grows is no reason to stop training."""
+        if time.monotonic() - self._tidied_at < TIDY_S:
+            return
+        try:
             self._snapshots.tidy(*self._in_use())
-            self._tidied_at = time.monotonic()
+        except (WeightsError, WireError) as error:
+            _log.warning("the weight store was not tidied", why=str(error))
+        self._tidied_at = time.monotonic()

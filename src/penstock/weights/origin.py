@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import BinaryIO
@@ -26,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 HOLD_S = 2.0
 """How long a request waits for work that it has caused; callers give it a little more."""
+NOTE_S = 20.0
 MERGE_FROM = 4
 """Steps that are worth one delta in their place; fewer overlap little, so merging saves little."""
 
@@ -34,6 +36,7 @@ class Origin:
     def __init__(self, store: DirectoryStore) -> None:
         self._store = store
         self._works = _Works()
+        self._noted: dict[str, float] = {}
 
     async def manifest(self, digest: str) -> bytes:
         try:
@@ -58,11 +61,21 @@ class Origin:
 
     async def _open(self, digest: str) -> StoredBlob:
         try:
-            return StoredBlob(await run_sync(self._store.open_blob, digest))
+            blob = StoredBlob(await run_sync(self._store.open_blob, digest))
+            await self._note(digest)
+            return blob
         except FileNotFoundError:
             raise
         except OSError:
             raise _missing("blob", digest) from None
+
+    async def _note(self, digest: str) -> None:
+        """Each range of a blob is a request; one note in a while tells of all of them."""
+        now = time.monotonic()
+        if now - self._noted.get(digest, -NOTE_S) >= NOTE_S:
+            self._noted = {blob: at for blob, at in self._noted.items() if now - at < NOTE_S}
+            self._noted[digest] = now
+            await run_sync(self._store.note_read, digest)
 
     async def way(
         self, target: str, num_bytes: int, have: Collection[str]

@@ -3,7 +3,8 @@
 deltas lead to.
 
 A whole file that cannot be made again in fewer than `anchor_every` steps, for fewer bytes than its
-own, stays: that is an anchor. Nothing marks one; who restarts finds them where they are. Planning
+own, stays: that is an anchor. Nothing marks one; who restarts finds them where they are. What
+somebody reads now stays too: over a slow link many versions pass while one travels. Planning
 changes nothing; `carry_out` does, and a crash in its middle leaves a store that is whole.
 """
 
@@ -53,6 +54,8 @@ def plan(
 ) -> Plan:
     """in_use: manifests of all policies that somebody refers to · newest: those of them whose files
     stay whole, because they are asked for most."""
+    if not newest:
+        raise WeightsError("nobody says which versions are the newest; nothing is deleted")
     going: list[str] = []
     staying: dict[str, SnapshotManifest] = {}
     for digest in store.manifests():
@@ -60,7 +63,7 @@ def plan(
             going.append(digest)
         elif (manifest := _read(store, digest)) is not None:
             staying[digest] = manifest
-    keeping = _Keeping(store)
+    keeping = _Keeping(store, store.read_lately())
     asked_for = [staying[digest] for digest in newest if digest in staying]
     for file in _files_of(asked_for):
         keeping.keep_whole(file)
@@ -73,8 +76,9 @@ def plan(
 class _Keeping:
     """What stays of a store, as it was looked at once."""
 
-    def __init__(self, store: DirectoryStore) -> None:
+    def __init__(self, store: DirectoryStore, being_read: Collection[str]) -> None:
         self._blobs = dict(store.blobs())
+        self._being_read = being_read
         self._steps: dict[str, list[DeltaEntry]] = defaultdict(list)
         for entry in store.deltas():
             self._steps[entry.target].append(entry)
@@ -115,7 +119,7 @@ class _Keeping:
         return [step for step in self._steps.get(blob, ()) if step.blob in self._blobs]
 
     def plan(self, going: Sequence[str], *, num_versions: int) -> Plan:
-        stay = self._whole | {delta.blob for delta in self._deltas}
+        stay = self._whole | {delta.blob for delta in self._deltas} | set(self._being_read)
         return Plan(
             manifests=tuple(going),
             blobs=tuple(found for found in self._blobs.items() if found[0] not in stay),

@@ -33,6 +33,8 @@ from penstock.weights.tensors import Scan, Sink, scan
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+READ_S = 120.0
+"""Who asks for no more of a blob for so long has it, or has given it up."""
 ABANDONED_S = 86_400.0
 """A file still incoming after a day belongs to a writer that died."""
 _entry_decoder = msgspec.json.Decoder(DeltaEntry)
@@ -45,6 +47,7 @@ class DirectoryStore:
         self._manifests = root / "manifests"
         self._deltas = root / "deltas"
         self._incoming = root / "incoming"
+        self._reading = root / "reading"
 
     def prepare(self) -> None:
         """Make the folders and drop what dead writers left; a reader needs neither."""
@@ -179,6 +182,23 @@ class DirectoryStore:
     def deltas(self) -> Iterator[DeltaEntry]:
         for folder in _files(self._deltas):
             yield from self.entries_to(folder.name)
+
+    def note_read(self, digest: str) -> None:
+        """Somebody reads this blob, and will want more of it."""
+        with suppress(OSError):  # a full disk is no reader's fault
+            self._reading.mkdir(exist_ok=True)
+            (self._reading / digest).touch()
+
+    def read_lately(self) -> set[str]:
+        """Blobs that somebody has read within the last minutes; older notes are dropped."""
+        found: set[str] = set()
+        for path in _files(self._reading):
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime < READ_S:
+                    found.add(path.name)
+                else:
+                    path.unlink()
+        return found
 
     def age_s(self, manifest: str) -> float:
         """Since a manifest was written."""

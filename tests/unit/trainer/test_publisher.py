@@ -151,6 +151,21 @@ def test_a_store_that_cannot_be_written_ends_the_trainer(
     publisher.close()
 
 
+def test_a_store_that_cannot_be_tidied_is_no_reason_to_stop(
+    snapshots: Snapshots, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: object) -> None:
+        raise WeightsError("a manifest cannot be read")
+
+    monkeypatch.setattr(module, "TIDY_S", 0.0)
+    monkeypatch.setattr(snapshots, "tidy", unreadable)
+    publisher = Publisher(snapshots, ledger.announce, ledger.in_use)
+    for number in range(3):
+        publisher.hand_over(weights(float(number)), number)
+    publisher.finish()
+    assert ledger.numbers[-1] == 2
+
+
 def test_closing_waits_for_nobody(
     snapshots: Snapshots, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
