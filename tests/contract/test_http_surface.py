@@ -31,7 +31,7 @@ MUTATING = ("post", "put", "patch", "delete")
 class Service:
     name: str
     app: Starlette
-    url: str
+    http: httpx2.Client
     audience: Audience
     signer: Signer
     stranger: Signer
@@ -44,9 +44,7 @@ class Service:
     def call(self, method: str, path: str, token: str, **kwargs: Any) -> httpx2.Response:
         headers = {"authorization": f"Bearer {token}"} if token else {}
         headers |= kwargs.pop("headers", {})
-        return httpx2.request(
-            method.upper(), self.url + path, headers=headers, timeout=20, **kwargs
-        )
+        return self.http.request(method.upper(), path, headers=headers, **kwargs)
 
     def token(self, role: Role = Role.ADMIN, ttl_s: float = 600.0) -> str:
         return self.signer.mint(role, [self.audience], ttl_s=ttl_s)
@@ -73,11 +71,11 @@ def service(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Service
         app = build_server(surface(core, config, "http://127.0.0.1:1"), verifier)
     else:
         app = build_front(Origin(DirectoryStore(tmp_path / "weights")), verifier)
-    with serving(app) as url:
+    with serving(app) as url, httpx2.Client(base_url=url, timeout=20) as http:
         yield Service(
             name=name,
             app=app,
-            url=url,
+            http=http,
             audience=audience,
             signer=signer,
             stranger=Signer.create(tmp_path / "strange", config.name),

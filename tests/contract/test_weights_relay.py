@@ -215,7 +215,7 @@ async def test_a_tree_of_relays_costs_the_origin_one_copy(tmp_path: Path, run: R
     assert source.num_bytes == sum(map(len, contents(tmp_path / "large-0").values()))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 async def test_altered_bytes_are_always_found(tmp_path: Path, run: Run, seed: int) -> None:
     wanted = put_large(tmp_path)
     draw = random.Random(seed)

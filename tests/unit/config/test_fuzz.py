@@ -115,7 +115,7 @@ def change(tree: Any, path: tuple[Any, ...], action: str, junk: Any) -> None:
         tree.append(junk)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_changed_trees(data: st.DataObject) -> None:
     tree = yaml.safe_load(GOOD)
@@ -128,7 +128,7 @@ def test_changed_trees(data: st.DataObject) -> None:
     read(yaml.safe_dump(tree, sort_keys=False), [])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_changed_texts(data: st.DataObject) -> None:
     text = GOOD
@@ -139,7 +139,7 @@ def test_changed_texts(data: st.DataObject) -> None:
     read(text, [])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(text=st.text() | st.lists(PIECES).map("".join))
 def test_any_text(text: str) -> None:
     read(text, [])
@@ -175,13 +175,13 @@ VALUES = (
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(pairs=st.lists(st.tuples(KEYS, VALUES), min_size=1, max_size=3))
 def test_any_overrides(pairs: list[tuple[str, str]]) -> None:
     read(GOOD, [f"{key}={value}" for key, value in pairs])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(overrides=st.lists(st.text(max_size=8), min_size=1, max_size=2))
 def test_any_text_as_override(overrides: list[str]) -> None:
     read(GOOD, overrides)

@@ -65,7 +65,7 @@ def configs(draw: st.DrawFn) -> RunConfig:
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(config=configs())
 def test_reading_a_dump_gives_an_equal_config(config: RunConfig) -> None:
     again = parse(dump(config), origin="config.yaml")

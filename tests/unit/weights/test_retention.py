@@ -186,8 +186,8 @@ def test_five_hundred_versions_stay_within_the_budget(tmp_path: Path) -> None:
     versions old: whole are the newest two and the anchors of what is in use, and deltas are few."""
     history = History(tmp_path / "store", share=0.003)
     worst = 0.0
-    for number in range(500):
-        history.go_on()
+    for number in range(0, 500, 5):
+        history.go_on(1 if number == 0 else 5)
         oldest = max(0, number // 20 * 20 - 20) - 4
         in_use = [*range(max(0, oldest), number + 1)]
         sweep(history, in_use, newest=[max(0, number - 1), number])
@@ -195,4 +195,4 @@ def test_five_hundred_versions_stay_within_the_budget(tmp_path: Path) -> None:
         worst = max(worst, used / history.file(number).bytes)
     num_anchors = -(-64 // 25) + 1  # of at most 64 in use, and the one before them
     assert 2 < worst < 2 + num_anchors + 0.5, worst
-    assert len(list(history.store.manifests())) == 44
+    assert len(list(history.store.manifests())) == 40
