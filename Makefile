@@ -7,7 +7,8 @@
 #   make e2e-long       the end-to-end tests too slow for CI
 #   make sim            the simulator alone, over many seeds            SEEDS=10000
 #   make chaos          faults under load: kills, power loss, bit flips, full disks, failed fsyncs
-#                       KILLS=1000 IMAGES=300 FLIPS=20000 FILLS=20 SYNC_FAULTS=50 DEMO_KILLS=20 CHAINS=20000 WEIGHTS_FAULTS=1000
+#                       KILLS=1000 IMAGES=300 FLIPS=20000 FILLS=20 SYNC_FAULTS=50 DEMO_KILLS=20 CHAINS=20000 WEIGHTS_FAULTS=1000 SESSIONS=1000
+#                       SWAPS=200 ENGINE_KILLS=20
 #   make mutants        plant each bug of tests/mutants and see its named tests fail
 #   make docs           build the documentation into site/
 #   make constraints    refresh constraints/*.txt from fresh environments
@@ -38,7 +39,7 @@ SEEDS ?= 300
 KILLS ?= 1000
 BENCHMARKS ?= dataflow_ingest dataflow_lease dataflow_batch dataflow_vs_transferqueue dataflow_scale dataflow_restart \
   data_algorithms staleness pacing_policies streaming_overlap weights_delta weights_wan \
-  weights_fanout
+  weights_fanout gateway_tree gateway_overhead
 BENCH_ARGS ?=
 IMAGES ?= 300
 FLIPS ?= 20000
@@ -47,8 +48,14 @@ SYNC_FAULTS ?= 50
 DEMO_KILLS ?= 20
 CHAINS ?= 20000
 WEIGHTS_FAULTS ?= 1000
+SESSIONS ?= 1000
+SWAPS ?= 200
+ENGINE_KILLS ?= 20
+ONLINE_S ?= 600
 # Tests on PostgreSQL run wherever a server is installed, so always in CI.
 HAS_POSTGRES = $(shell ls -d /usr/lib/postgresql/*/bin/postgres 2>/dev/null)
+# Campaigns on a real engine run where one is installed.
+HAS_VLLM = $(shell ls "$${PENSTOCK_CACHE:-$$HOME/.cache/penstock}/vllm/bin/vllm" 2>/dev/null)
 NEEDS_MORE = slow or gpu or vllm or ray$(if $(HAS_POSTGRES),, or postgres)
 # No test reaches for the network, and no tokenizer starts threads before a fork.
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
@@ -100,8 +107,9 @@ sim:
 chaos:
 	PENSTOCK_CHAOS_KILLS=$(DEMO_KILLS) PENSTOCK_SERVICE_KILLS=$(KILLS) PENSTOCK_IMAGES=$(IMAGES) \
 	  PENSTOCK_FLIPS=$(FLIPS) PENSTOCK_FILLS=$(FILLS) PENSTOCK_SYNC_FAULTS=$(SYNC_FAULTS) \
-	  PENSTOCK_CHAINS=$(CHAINS) PENSTOCK_WEIGHTS_FAULTS=$(WEIGHTS_FAULTS) \
-	  $(PYTEST) tests/chaos $(PYTEST_ARGS)
+	  PENSTOCK_CHAINS=$(CHAINS) PENSTOCK_WEIGHTS_FAULTS=$(WEIGHTS_FAULTS) PENSTOCK_SESSIONS=$(SESSIONS) \
+	  PENSTOCK_SWAPS=$(SWAPS) PENSTOCK_ENGINE_KILLS=$(ENGINE_KILLS) PENSTOCK_ONLINE_S=$(ONLINE_S) \
+	  $(PYTEST) $(if $(HAS_VLLM),,-m "not vllm") tests/chaos tests/unit/gateway/test_exactness.py $(PYTEST_ARGS)
 
 docs:
 	$(BIN)/zensical build --clean --strict

@@ -4,12 +4,14 @@
 PenstockError
 ├── ConfigError (ValueError)      the run file is wrong; says file, line and cure
 ├── WireError                     a call between services did not succeed
-│   ├── BadRequest 400 · Unauthorized 401 · Forbidden 403 · NotFound 404
+│   ├── BadRequest 400            ContextOverflow, when a prompt exceeds the model's window
+│   ├── Unauthorized 401 · Forbidden 403 · NotFound 404
 │   ├── Conflict 409              somebody else's fact stands
 │   │   └── Fenced 409            an older lease, session or incarnation tried to act
 │   ├── TooLarge 413 · Busy 429 · StorageFull 507
 │   └── Unreachable               no answer before the deadline
 ├── EngineError                   generate or load failed in an inference engine
+│   └── Refused                   the request itself is at fault: no engine would answer it
 ├── WorkflowError                 the user's workflow raised or its program failed
 ├── RewardError                   the reward function raised, was killed, or returned nonsense
 ├── WeightsError                  a snapshot is missing, damaged or of another model
@@ -44,6 +46,17 @@ class WireError(PenstockError):
 
 class BadRequest(WireError):
     status, code = 400, "bad_request"
+
+
+class ContextOverflow(BadRequest):
+    """The prompt alone fills the model's window."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str, *, num_tokens: int, window: int) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
+        self.window = window
 
 
 class Unauthorized(WireError):
@@ -83,6 +96,10 @@ class Unreachable(WireError):
 
 
 class EngineError(PenstockError):
+    pass
+
+
+class Refused(EngineError):
     pass
 
 

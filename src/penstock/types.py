@@ -110,6 +110,10 @@ class Task:
     tags: tuple[str, ...] = ()
 
 
+SESSION_TAG = "session"
+"""Tag of a node that serves agents from outside."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSpec:
     """How tokens were drawn; a log-probability means nothing without it."""
@@ -118,9 +122,14 @@ class SamplingSpec:
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    """Drops tokens less likely than this share of the likeliest one; 0 drops none."""
     max_tokens: int = 16
     seed: int = 0
     stop: tuple[str, ...] = ()
+    json_schema: str = ""
+    """JSON of a schema that the answer must fit. Its tokens are drawn from what a grammar leaves of
+    the distribution, which no trainer can compute again: such an answer is never trained."""
 
 
 MAX_ROLE = 64
@@ -160,6 +169,16 @@ class Turn:
     role: str = ""
     """What the policy acted as, when the workflow says so; `route` rules may go by it. At most
     MAX_ROLE characters."""
+
+
+def is_data(turn: Turn) -> bool:
+    """Whether anybody may learn from its answer: it was finished, it reached its agent, and its
+    log-probs can be computed again."""
+    return (
+        turn.reached_agent
+        and turn.finish is not FinishReason.ABORT
+        and not turn.sampling.json_schema
+    )
 
 
 class OutcomeKind(StrEnum):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One contract over every engine: spans, swaps, damaged snapshots, seeds, closing."""
+"""One contract over every engine, and over pools of them: spans, pieces, swaps, damaged snapshots,
+seeds, closing."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError, EngineError
-from penstock.gateway.generate import Completion
+from penstock.errors import ConfigError, EngineError, Refused
+from penstock.gateway.generate import Completion, Piece
 from penstock.rollout.engines import (
     Engine,
     HfEngine,
@@ -20,6 +21,7 @@ from penstock.rollout.engines import (
     make_engine,
 )
 from penstock.rollout.engines.simulated import Load
+from penstock.rollout.pool import Pool
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -47,6 +49,7 @@ MAKERS: dict[str, Callable[[], Engine]] = {
     "scripted": lambda: ScriptedEngine(long_script),
     "simulated": simulated,
     "hf": HfEngine,
+    "pool of simulated": lambda: Pool([simulated() for _ in range(2)]),
 }
 
 
@@ -117,9 +120,54 @@ async def test_an_answer_is_covered_by_the_live_version(
     assert [span.number for span in (await ask(engine)).spans] == [4]
 
 
+async def test_pieces_are_the_answer_as_it_is_sampled(engine: Engine, folders: list[Path]) -> None:
+    """Also while weights change: every piece is of one version, in order and without gap."""
+    await engine.load(folders[0], version(0))
+    heard: list[Piece] = []
+    spec = SamplingSpec(max_tokens=150, seed=3)
+    call = asyncio.create_task(
+        engine(PROMPT, spec, policy=POLICY, session="s", listen=heard.append)
+    )
+    number, num_early = 0, 0
+    while not call.done():
+        num_early = len(heard)
+        number += 1
+        await engine.load(folders[number % 2], version(number))
+        await pause(engine)
+    completion = await call
+    assert 0 < num_early < len(heard), "nothing was told before the end"
+    assert [i for piece in heard for i in piece.sampled_ids] == list(
+        view_ids(completion.sampled_ids)
+    )
+    told = [logprob for piece in heard for logprob in piece.logprobs]
+    assert told == pytest.approx(list(view_log_probs(completion.logprobs)))
+    by_token = [piece.version.number for piece in heard for _ in piece.sampled_ids]
+    spans = [span.number for span in completion.spans for _ in range(span.start, span.end)]
+    assert by_token == spans
+    assert len(completion.spans) >= 2
+
+
+async def test_nobody_hears_the_pieces_of_another(engine: Engine, folders: list[Path]) -> None:
+    await engine.load(folders[0], version(0))
+    heard: dict[int, list[int]] = {seed: [] for seed in range(8)}
+
+    async def listen_to(seed: int) -> Completion:
+        spec = SamplingSpec(max_tokens=3 + seed, seed=seed)
+        return await engine(
+            PROMPT,
+            spec,
+            policy=POLICY,
+            session=str(seed),
+            listen=lambda piece: heard[seed].extend(piece.sampled_ids),
+        )
+
+    answers = await asyncio.gather(*map(listen_to, heard))
+    assert [list(view_ids(answer.sampled_ids)) for answer in answers] == list(heard.values())
+
+
 async def test_another_policy_is_refused(engine: Engine, folders: list[Path]) -> None:
     await engine.load(folders[0], version(0))
-    with pytest.raises(EngineError, match="serves 'policy', not 'judge'"):
+    with pytest.raises(Refused, match="serves 'policy', not 'judge'"):
         await engine(PROMPT, SamplingSpec(), policy=PolicyName("judge"), session="s")
 
 
@@ -222,6 +270,7 @@ async def test_close_fails_what_is_running_and_what_comes(
     await engine.close()
     for result in await asyncio.gather(*calls, late, return_exceptions=True):
         assert isinstance(result, EngineError), result
+    assert engine.live is None
     with pytest.raises(EngineError, match="closed"):
         await ask(engine)
     await engine.close()
@@ -236,8 +285,8 @@ async def test_make_engine_knows_every_kind() -> None:
         engine = make_engine(kind, seed=0, torch_threads=1)
         assert isinstance(engine, expected)
         await engine.close()
-    with pytest.raises(ConfigError, match="one of: hf, simulated, scripted"):
-        make_engine("vllm", seed=0, torch_threads=1)
+    with pytest.raises(ConfigError, match="one of: hf, vllm, sglang, simulated, scripted"):
+        make_engine("sgl", seed=0, torch_threads=1)
 
 
 async def test_simulated_failures_and_lengths_follow_the_declared_load(

@@ -3,21 +3,95 @@
 
 from __future__ import annotations
 
-from tests.e2e.system import SMALL, System, assert_complete
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+from tests.e2e.system import PENSTOCK, SMALL, System, assert_complete, until
+
+EPISODES = """
+name: episodes
+models:
+  policy: {init: "builtin:tiny-qwen3", capacity: 4}
+sources:
+  - {name: train, task: penstock.tasks.reverse}
+workflow: episode:run
+reward: null
+algorithm: {name: grpo, num_generations: 2}
+sampling: {max_tokens: 6}
+training: {learning_rate: 1.0e-3, groups_per_batch: 2, steps: 2, max_staleness: 2}
+"""
+EPISODE = """
+import asyncio, os, random
+
+async def run(task, ctx):
+    question = [{"role": "user", "content": task.payload["prompt"]}]
+    messages = list(question)
+    for turn in range(8):
+        if turn == 3:
+            await ask(ctx, question)
+            await ask(ctx, question)
+        answer = await ask(ctx, messages)
+        messages += [{"role": "assistant", "content": answer.text}, *question]
+        await asyncio.sleep(0.6)
+    return random.random()
+
+async def ask(ctx, messages):
+    answer = await ctx.policy().chat(messages, seed=random.getrandbits(31))
+    with open("answers.txt", "a") as file:
+        file.write(f"{os.getpid()} {ctx.seed} {answer.text!r}\\n")
+    return answer
+"""
+"""Ten calls, two of them alike; each draws a seed of its own, so an answer given twice was kept."""
 
 
-def test_a_killed_dataflow_and_a_killed_node_come_back(system: System) -> None:
-    system.start(*SMALL)
-    system.until_step(1)
-    dataflow = system.kill("dataflow")
-    system.until_back("dataflow", other_than=dataflow)
-    system.until_step(4)
-    node = system.kill("node-0")
-    system.until_back("node-0", other_than=node)
-    assert system.wait() == 0, system.output()
-    assert "dataflow was killed by SIGKILL" in system.output()
-    assert "node-0 was killed by SIGKILL" in system.output()
-    assert_complete(system, steps=10)
+def answers(folder: Path) -> dict[str, dict[str, list[str]]]:
+    """By episode and process, in order."""
+    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    path = folder / "answers.txt"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        pid, episode, text = line.split(" ", 2)
+        found[episode][pid].append(text)
+    return found
+
+
+def test_a_killed_node_loses_no_finished_turn(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(EPISODES)
+    (tmp_path / "episode.py").write_text(EPISODE)
+    words = ("run", "run.yaml", f"output_dir={tmp_path}", "--headless")
+    system = System(tmp_path / "episodes")
+    with (tmp_path / "out.txt").open("wb") as out:
+        system.launcher = subprocess.Popen([*PENSTOCK, *words], cwd=tmp_path, stdout=out, stderr=-2)
+    try:
+
+        def is_in_the_middle() -> bool:
+            return any(
+                len(n) in (6, 7) for told in answers(tmp_path).values() for n in told.values()
+            )
+
+        until(is_in_the_middle, timeout_s=120.0, what="an episode in its middle")
+        killed = str(system.kill("node-0"))
+        before = {name: told[killed] for name, told in answers(tmp_path).items() if killed in told}
+        saved: list[int] = []
+
+        def has_gone_on() -> bool:
+            status = system.status()
+            saved.append(0 if status is None else status.salvaged_tokens)
+            return saved[-1] > 0
+
+        until(has_gone_on, timeout_s=120.0, what="turns are served again")
+        assert system.wait() == 0, (tmp_path / "out.txt").read_text()
+    finally:
+        system.close()
+    after = answers(tmp_path)
+    interrupted = [name for name, told in before.items() if 6 <= len(told) < 10]
+    assert interrupted
+    for name in interrupted:
+        [again] = [told for pid, told in after[name].items() if pid != killed]
+        assert len(again) == 10
+        num_kept = sum(old == new for old, new in zip(before[name], again, strict=False))
+        assert num_kept >= len(before[name]) - 2, (before[name], again)
+    assert_complete(system, steps=2)
 
 
 def test_a_killed_trainer_comes_back_and_a_killed_launcher_is_started_again(

@@ -37,17 +37,22 @@ class Span(msgspec.Struct, frozen=True, gc=False):
     number: int
 
 
+class Sampling(msgspec.Struct, frozen=True, gc=False):
+    json_schema: str = ""
+
+
 class Turn(msgspec.Struct, frozen=True, gc=False):
     policy: str
     sampled_ids: bytes
     logprobs: bytes
     spans: tuple[Span, ...]
     finish: str
+    sampling: Sampling = Sampling()
     reached_agent: bool = True
 
     @property
     def is_trainable(self) -> bool:
-        return self.reached_agent and self.finish != "abort"
+        return self.reached_agent and self.finish != "abort" and not self.sampling.json_schema
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):

@@ -67,7 +67,7 @@ def ask_probe(target: Target) -> Findings:
 
     config = target.config
     question = Question(
-        sources=[(source.name, source.task) for source in config.sources],
+        sources=[(source.name, source.task) for source in config.sources if source.task],
         reward=config.reward or "",
         workflow=_function(config.workflow),
         is_single_turn=config.workflow == "single_turn",
@@ -105,7 +105,9 @@ def derived(target: Target) -> dict[str, object]:
     policies: dict[str, dict[str, int]] = {}
     for name in config.models:
         policy = config.for_policy(name)
-        rows = policy.training.groups_per_batch * policy.algorithm.num_generations
+        has_tasks = any(source.task for source in config.sources)
+        num_members = policy.algorithm.num_generations if has_tasks else 1
+        rows = policy.training.groups_per_batch * num_members
         updates = policy.training.minibatches * policy.training.epochs
         policies[name] = {
             "steps": policy.training.steps,

@@ -20,6 +20,7 @@ def join(
     token: str | None = None,
     name: str | None = None,
     capacity: int | None = None,
+    engines: int = 1,
     relay: str | None = None,
     serve_weights: str | None = None,
     serve_gb: float = 50.0,
@@ -39,6 +40,8 @@ def join(
         Names this node; by default the host's name and four random signs.
     capacity
         Slots to work on at once.
+    engines
+        Engines of each policy inside this node.
     relay
         Address of a relay to ask for weights before the run's own front; PENSTOCK_RELAY_TOKEN
         holds the token shown to it.
@@ -75,8 +78,8 @@ def join(
             "no token for the relay: set PENSTOCK_RELAY_TOKEN; `penstock token RUN --for-relay` "
             "mints one where the run was started. Your other token is not for relays"
         )
-    node = name or f"{_host()}-{secrets.token_hex(2)}"
-    tls, state_dir = make_tls(tls_cert, tls_key), _state_dir(node)
+    node = name or f"{host_name()}-{secrets.token_hex(2)}"
+    tls, state_dir = make_tls(tls_cert, tls_key), state_dir_of(node)
     sharing = make_sharing(
         serve_weights, serve_gb, state_dir, tls, lambda: read_public_key(public_key)
     )
@@ -92,6 +95,7 @@ def join(
             node_id=NodeId(node),
             state_dir=state_dir,
             capacity=capacity,
+            num_engines=engines,
             relay=None if relay is None else (check_url(relay), shown),
             sharing=sharing,
         )
@@ -111,11 +115,11 @@ def _knock(url: str, token: str) -> None:
         caller.close()
 
 
-def _host() -> str:
+def host_name() -> str:
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()).strip("-")[:40] or "node"
 
 
-def _state_dir(node: str) -> Path:
+def state_dir_of(node: str) -> Path:
     """In the user's cache, or a temporary folder where there is no home."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     try:

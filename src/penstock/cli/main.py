@@ -23,6 +23,7 @@ COMMANDS = (
     ("demo", START, "A real run on this CPU in two minutes: reward rises."),
     ("init", START, "Write a task, a reward and a config, ready to edit."),
     ("check", START, "Find what will fail, in seconds, before it costs hours."),
+    ("doctor", START, "What this machine has for runs, and how to get the rest."),
     ("run", START, "Run everything a config names on this machine; resumes by default."),
     ("status", RUNS, "What a run does now, and who waits for whom."),
     ("report", RUNS, "How trainers and nodes keep pace, and where the time went."),
@@ -32,9 +33,11 @@ COMMANDS = (
     ("audit", RUNS, "Prove from the files that nothing was lost or trained twice."),
     ("token", RUNS, "Mint a token for somebody who joins a run."),
     ("join", RUNS, "Lend this machine to a run as a rollout node."),
+    ("forget", RUNS, "Remove a session of an outside agent from all future use."),
     ("dataflow", SERVICES, "The ledger between rollout nodes and trainers."),
     ("rollout", SERVICES, "One rollout node of a run folder."),
     ("trainer", SERVICES, "The trainer of one policy."),
+    ("gateway", SERVICES, "Serve agents outside the run, whose sessions it learns from."),
     ("relay", SERVICES, "A cache of a run's weights, near to its nodes."),
 )
 

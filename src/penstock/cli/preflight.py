@@ -29,7 +29,23 @@ def problems(target: Target) -> Iterator[str]:
     yield from _missing_extras()
     yield from _missing_models(target.config)
     yield from _missing_program(target.config)
+    yield from _missing_engines(target.config)
     yield from _unwritable(target.folder.path)
+
+
+def _missing_engines(config: RunConfig) -> Iterator[str]:
+    from penstock.rollout.engines.vllm.child import default_environment
+
+    for name, model in config.models.items():
+        if model.engine != "vllm" or model.vllm.url or not model.replicas:
+            continue
+        own = model.vllm.environment
+        program = (Path(own).expanduser() if own else default_environment()) / "bin" / "vllm"
+        if not os.access(program, os.X_OK):
+            yield (
+                f"policy {name} has engine: vllm, and there is no {program}; `penstock doctor` "
+                "tells how to get it"
+            )
 
 
 def _missing_extras() -> Iterator[str]:

@@ -69,6 +69,10 @@ def rollout(
             acks=folder.acks / f"{name}.txt",
             capacity=capacity or model.capacity,
             engine=model.engine,
+            engine_url=model.engine_url,
+            vllm_environment=model.vllm.environment or "",
+            num_engines=model.engines,
+            max_paused=model.max_paused,
             relay=None if relay is None else (check_url(relay), shown),
             sharing=sharing,
         )

@@ -61,6 +61,13 @@ def token(
                 f"start it with: PENSTOCK_TOKEN=<the line above> penstock relay {url} "
                 f"--public-key={folder.public_key()} --cache DIR --port PORT"
             )
+        elif role == "gateway":
+            note(
+                f"serve agents with: PENSTOCK_TOKEN=<the line above> penstock gateway {url} "
+                f"--public-key={folder.public_key()} --port PORT"
+            )
+        elif role == "session":
+            note("an agent's api_key at `penstock gateway`; base_url is its address and /v1")
         elif role == "rollout":
             note(f"join with: PENSTOCK_TOKEN=<the line above> penstock join {url}")
     if folder.holder() is None:

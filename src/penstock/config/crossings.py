@@ -24,6 +24,7 @@ def crossings(config: RunConfig) -> Iterator[Contradiction]:
     yield from _unknown_names_in_rules(config)
     yield from _replay_of_nothing(config)
     yield from _two_rewards(config)
+    yield from _sessions(config)
 
 
 def _groups_that_cannot_close(config: RunConfig) -> Iterator[Contradiction]:
@@ -107,3 +108,56 @@ def _two_rewards(config: RunConfig) -> Iterator[Contradiction]:
                 f"{config.reward} already; set reward: null, or take reward out of writes",
                 keys=((*at, "writes"), at, ("reward",)),
             )
+
+
+def _sessions(config: RunConfig) -> Iterator[Contradiction]:
+    """What groups of one, whose reward comes from outside and late, cannot go with."""
+    found = [i for i, source in enumerate(config.sources) if source.session is not None]
+    if not found:
+        return
+    at: KeyPath = ("sources", found[0], "session")
+    if len(found) > 1:
+        yield Contradiction(
+            text="a run has one source of sessions; take the others out",
+            keys=(("sources", found[1], "session"),),
+        )
+    yield from _groups_of_one(config, at)
+    for name in ("schedule_to_start_s", "schedule_to_close_s"):
+        if getattr(config.dataflow.lease, name) is not None:
+            yield Contradiction(
+                text=f"sessions begin and end when their agents like, so {name} would end what "
+                "nobody is late with; leave it null",
+                keys=(("dataflow", "lease", name), at),
+            )
+    for index, stage in enumerate(config.dataflow.stages):
+        if "reward" in stage.writes:
+            yield Contradiction(
+                text=f"stage {stage.name} writes reward, and that of a session comes through the "
+                "gateway; take reward out of writes",
+                keys=(("dataflow", "stages", index, "writes"), at),
+            )
+
+
+def _groups_of_one(config: RunConfig, at: KeyPath) -> Iterator[Contradiction]:
+    """A session has no fellows in its group."""
+    for name in config.models:
+        policy = config.for_policy(name)
+        if policy.algorithm.compares_in_group:
+            yield Contradiction(
+                text=f"{policy.algorithm.name} compares the members of a group, and a session is "
+                f"a group of one: policy {name} would learn nothing from it; "
+                "set algorithm.name: reinforce",
+                keys=(at, ("algorithm", "name")),
+            )
+        if any(r.hook is Hook.ADMIT and r.name == "reward-spread" for r in policy.rules):
+            yield Contradiction(
+                text=f"reward-spread drops every group without spread, and a session is a group "
+                f"of one: policy {name} would never see it; take the rule out",
+                keys=(at,),
+            )
+    if isinstance(config.dataflow.closing, SurvivorsClosing):
+        yield Contradiction(
+            text="survivors wants several good members, and a session is a group of one; "
+            "set closing: complete",
+            keys=(("dataflow", "closing"), at),
+        )

@@ -42,6 +42,8 @@ from penstock.errors import ConfigError
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3",)
 """Models that penstock builds itself, without a download."""
+VLLM_TEMPERATURES = (0.01, 2.0)
+"""It raises what is below to this, silently, and refuses what is above."""
 WORKFLOWS = ("single_turn",)
 """Workflows that penstock ships, by name."""
 
@@ -106,22 +108,49 @@ def _report_to(value: object) -> object:
     return cast(object, value)
 
 
+class VllmConfig(Section):
+    """Where vLLM is; what `engine: vllm` needs to know."""
+
+    url: str | None = None
+    """A server that runs already, like http://127.0.0.1:8000; null starts one inside each node."""
+    environment: str | None = None
+    """Virtual environment that holds vLLM; null is the one that `make setup-engine` makes."""
+    options: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """More words for `vllm serve`, like [--dtype, float32]."""
+
+
+class SglangConfig(Section):
+    """Where SGLang is, for `engine: sglang`; untested on a real server."""
+
+    url: str | None = None
+    """The server, like http://127.0.0.1:30000."""
+
+
 class ModelConfig(Section):
     """One policy: its model, who serves it, and what it does differently from the others."""
 
     init: Annotated[str, AfterValidator(_init)]
     """Initial weights: `builtin:NAME`, or a folder in Hugging Face form."""
     engine: Annotated[
-        Literal["hf", "scripted", "simulated"],
-        one_of("hf", "scripted", "simulated", later=("vllm", "sglang")),
+        Literal["hf", "vllm", "sglang", "scripted", "simulated"],
+        one_of("hf", "vllm", "sglang", "scripted", "simulated"),
     ] = "hf"
-    """What generates: transformers in process, a table of answers, or a simulation of timing."""
+    """What generates: transformers in process, vLLM or SGLang in a process of its own, a table of
+    answers, or a simulation of timing."""
+    vllm: VllmConfig = VllmConfig()
+    """Where vLLM is, for that engine."""
+    sglang: SglangConfig = SglangConfig()
+    """Where SGLang is, for that engine."""
     replicas: NonNegativeInt = 1
     """Rollout nodes the launcher starts; 0 leaves generating to nodes that join."""
     frozen: Annotated[Literal[False], only(False, "set frozen: false, or leave it out")] = False
     """Served and never trained (judges, teachers); only false is served yet."""
     capacity: PositiveInt = 256
     """Slots one node works on at once."""
+    engines: PositiveInt = 1
+    """Engines inside each node; requests of a lost one go on at the others."""
+    max_paused: float = Field(default=0.25, gt=0, le=1)
+    """Share of a node's engines that may take new weights at once; one always may."""
     torch_threads: PositiveInt = 1
     """CPU threads of torch in each process of this policy."""
     algorithm: AlgorithmConfig | None = None
@@ -131,18 +160,57 @@ class ModelConfig(Section):
     dataflow: PolicyDataflowConfig | None = None
     """This policy's rules."""
 
+    @model_validator(mode="after")
+    def _has_a_server_of_its_own(self) -> Self:
+        if self.engine == "sglang" and not self.sglang.url:
+            raise ValueError("engine sglang needs a server that runs; set sglang: {url: ...}")
+        if self.engine_url and self.replicas * self.engines > 1:
+            raise ValueError(
+                f"{self.engine}.url names one server, and an engine swaps weights in its own; "
+                "set replicas: 1 and engines: 1"
+            )
+        return self
+
+    @property
+    def engine_url(self) -> str:
+        """Where the engine's server runs already; empty when it is to be started."""
+        urls = {"vllm": self.vllm.url, "sglang": self.sglang.url}
+        return urls.get(self.engine) or ""
+
+
+class SessionConfig(Section):
+    """Sessions of agents outside the run, which come to `penstock gateway` when they like."""
+
+    reward_deadline_s: float = Field(default=3600.0, gt=0)
+    """Seconds from the opening of a session in which its reward must come."""
+    idle_s: float = Field(default=600.0, gt=0)
+    """Seconds without a call after which a session has ended."""
+    default_reward: float | None = Field(default=None, ge=-1e9, le=1e9)
+    """Reward of a session for which none came in time; null: it is never trained."""
+
 
 class SourceConfig(Section):
-    """A named, ordered supplier of tasks."""
+    """A named, ordered supplier of tasks, or the door for agents from outside."""
 
     name: Name
     """Names the source in ids and metrics."""
-    task: Annotated[str, AfterValidator(_task)]
+    task: Annotated[str, AfterValidator(_task)] | None = None
     """A module with tasks, or a .jsonl file, relative to the working directory."""
+    session: SessionConfig | None = None
+    """Instead of tasks: sessions of agents outside the run, each a group of one."""
     weight: float = Field(default=1.0, gt=0)
     """Share of this source in the mix, relative to the others."""
     limit: PositiveInt | None = None
     """Use the first tasks only, so many; all when null."""
+
+    @model_validator(mode="after")
+    def _supplies_one_thing(self) -> Self:
+        if (self.task is None) is (self.session is None):
+            raise ValueError(
+                f"source {self.name} needs either task: (a module or a .jsonl file) or session: "
+                "({} for sessions of agents from outside)"
+            )
+        return self
 
 
 class CommandWorkflow(Section):
@@ -244,7 +312,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        refuse([*self._repeated_sources(), *crossings(self)])
+        refuse([*self._repeated_sources(), *self._temperatures(), *crossings(self)])
         return self
 
     def _repeated_sources(self) -> Iterator[Contradiction]:
@@ -255,6 +323,21 @@ class RunConfig(Section):
                     text=f"a source named {shown(name)} stands above; give each its own name",
                     keys=(("sources", index, "name"),),
                 )
+
+    def _temperatures(self) -> Iterator[Contradiction]:
+        least, most = VLLM_TEMPERATURES
+        is_vllm = any(model.engine == "vllm" for model in self.models.values())
+        if is_vllm and not least <= self.sampling.temperature <= most:
+            yield Contradiction(
+                text=f"temperature {self.sampling.temperature:g}: vLLM samples from {least:g} to "
+                f"{most:g}; choose one of these, or another engine",
+                keys=(("sampling", "temperature"),),
+            )
+
+    @property
+    def session_source(self) -> SourceConfig | None:
+        """The one through which agents from outside come, if they may."""
+        return next((source for source in self.sources if source.session is not None), None)
 
     def for_policy(self, name: str) -> PolicyConfig:
         """What holds for this policy: its own settings where it has any, else the shared ones."""

@@ -44,8 +44,8 @@ class SamplingConfig(Section):
 class AlgorithmConfig(Section):
     """The loss and its advantage, under TRL's names."""
 
-    name: Annotated[Literal["grpo"], one_of("grpo")] = "grpo"
-    """The algorithm."""
+    name: Annotated[Literal["grpo", "reinforce"], one_of("grpo", "reinforce")] = "grpo"
+    """The algorithm: grpo compares the members of a group, reinforce the rows of a batch."""
     num_generations: PositiveInt = 8
     """Trajectories per group: how often each task is attempted."""
     epsilon: float = Field(default=0.2, gt=0, lt=1)
@@ -60,13 +60,18 @@ class AlgorithmConfig(Section):
     beta: Annotated[float, BeforeValidator(_beta)] = Field(default=0.0, ge=0)
     """Weight of the divergence from a reference model; only 0.0 is served yet."""
 
+    @property
+    def compares_in_group(self) -> bool:
+        """Whether a group of one teaches nothing."""
+        return self.name == "grpo"
+
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         refuse(self._contradictions())
         return self
 
     def _contradictions(self) -> Iterator[Contradiction]:
-        if self.num_generations < 2:
+        if self.compares_in_group and self.num_generations < 2:
             yield Contradiction(
                 text=f"{self.name} compares the members of a group, and a group of "
                 f"{self.num_generations} has none to compare; set num_generations >= 2",

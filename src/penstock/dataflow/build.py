@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from penstock.config import RunConfig
+from penstock.config import RunConfig, SourceConfig
 from penstock.config.dataflow import SHARED_HOOKS, SurvivorsClosing
 from penstock.dataflow.blobs import BlobStore
 from penstock.dataflow.bounds import Bounds
@@ -21,12 +21,12 @@ from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.objects import open_payloads
 from penstock.dataflow.partition_service import HomeCalls, PartitionService
 from penstock.dataflow.process import Outbox, Process, steady_clock
-from penstock.dataflow.protocol import RunFacts
+from penstock.dataflow.protocol import RunFacts, SessionTerms
 from penstock.dataflow.report.reading import terms_of
 from penstock.dataflow.row_service import RowService
 from penstock.dataflow.rulebook import RuleTerms
 from penstock.dataflow.service import Dataflow
-from penstock.dataflow.sources import open_source
+from penstock.dataflow.sources import Source, open_source, session_source
 from penstock.dataflow.takes import On, ReaderTerms
 from penstock.errors import ConfigError
 from penstock.types import PolicyName, SamplingSpec
@@ -44,10 +44,7 @@ def begin(config: RunConfig, ledger_folder: Path) -> Dataflow:
     clock = steady_clock()
     outbox = Outbox()
     ledger = _open(config, ledger_folder, "home")
-    sources = [
-        open_source(source.name, source.task, weight=source.weight, limit=source.limit)
-        for source in config.sources
-    ]
+    sources = [_source(source) for source in config.sources]
     core = begin_home(core_terms(config), sources, ledger.tables, outbox, clock())
     process = Process(ledger, outbox, clock, _bounds(config))
     service = Dataflow(
@@ -61,6 +58,12 @@ def begin(config: RunConfig, ledger_folder: Path) -> Dataflow:
     for record in ledger.stamp():
         outbox(record)
     return service
+
+
+def _source(source: SourceConfig) -> Source:
+    if source.task is None:
+        return session_source(source.name, weight=source.weight, limit=source.limit)
+    return open_source(source.name, source.task, weight=source.weight, limit=source.limit)
 
 
 def build_partition(
@@ -142,10 +145,15 @@ def partition_folder(ledger_folder: Path, index: int) -> Path:
 
 def core_terms(config: RunConfig) -> CoreTerms:
     lease = config.dataflow.lease
+    session = config.session_source
     return CoreTerms(
         policies=tuple(_policy_terms(config, name) for name in config.models),
         rules=tuple(_rules(config)),
-        issue=IssueTerms(num_slots=_num_slots(config), pace=config.dataflow.pace),
+        issue=IssueTerms(
+            num_slots=_num_slots(config),
+            pace=config.dataflow.pace,
+            session_source="" if session is None else session.name,
+        ),
         closing=_closing(config),
         lease=LeaseTerms(
             ttl_s=lease.ttl_s,
@@ -153,11 +161,30 @@ def core_terms(config: RunConfig) -> CoreTerms:
             max_attempts=lease.max_attempts,
             schedule_to_start_s=lease.schedule_to_start_s,
             schedule_to_close_s=lease.schedule_to_close_s,
+            session_source="" if session is None else session.name,
+            session_start_to_close_s=_session_s(config),
         ),
         workflow=_workflow(config),
         seed=config.seed,
         retain_batches=config.dataflow.retain_batches,
         needs=dict.fromkeys(map(PolicyName, config.models), _needs(config)),
+    )
+
+
+def _session_s(config: RunConfig) -> float:
+    """From the grant: a place waits for an agent as long as an agent may be silent at most."""
+    terms = _session_terms(config)
+    return 0.0 if terms is None else terms.reward_deadline_s + terms.idle_s
+
+
+def _session_terms(config: RunConfig) -> SessionTerms | None:
+    source = config.session_source
+    if source is None or source.session is None:
+        return None
+    return SessionTerms(
+        reward_deadline_s=source.session.reward_deadline_s,
+        idle_s=source.session.idle_s,
+        default_reward=source.session.default_reward,
     )
 
 
@@ -235,8 +262,10 @@ def run_facts(config: RunConfig) -> RunFacts:
             max_tokens=sampling.max_tokens,
         ),
         engine=first.engine,
+        engine_options=first.vllm.options,
         torch_threads=first.torch_threads,
         start_to_close_s=config.dataflow.lease.start_to_close_s,
         transfer=config.weights.transfer,
         is_scored="reward" not in _needs(config).judge,
+        session=_session_terms(config),
     )

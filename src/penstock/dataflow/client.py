@@ -24,15 +24,17 @@ from penstock.dataflow.protocol import (
     LeaseRequest,
     PolicyState,
     PublishRequest,
+    RecordRequest,
     Register,
     Registered,
     RowsAnswer,
     RowsRequest,
     Status,
+    TurnsAnswer,
     VersionsInUse,
 )
 from penstock.dataflow.report.shape import BalanceReport
-from penstock.types import NodeId, PolicyName, RowId
+from penstock.types import NodeId, PolicyName, RowId, Turn
 from penstock.wire.client import OUTAGE_S, AsyncCaller, Caller
 
 HEARTBEAT_TIMEOUT_S = 4.0
@@ -89,6 +91,16 @@ class NodeClient:
         body = replace(body, deliveries=tuple(deliveries))
         path = "/v1/trajectories"
         return await self._caller.call("POST", path, body, DeliveryAnswer, deadline_s=deadline_s)
+
+    async def record(self, body: RecordRequest, *, deadline_s: float = OUTAGE_S) -> None:
+        await self._caller.call("POST", "/v1/turns", body, Done, deadline_s=deadline_s)
+
+    async def recorded(
+        self, node_id: NodeId, row_id: RowId, *, deadline_s: float = OUTAGE_S
+    ) -> tuple[Turn, ...]:
+        path = f"/v1/turns/{row_id}?node_id={node_id}"
+        answer = await self._caller.call("GET", path, None, TurnsAnswer, deadline_s=deadline_s)
+        return answer.turns
 
     async def _checked(self, delivery: Delivery, deadline_s: float) -> Delivery:
         if len(delivery.payload) <= INLINE_BYTES:

@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.dataflow.protocol import LiveVersion, NodeState
 from penstock.dataflow.records import GrantRecord, GroupRecord, NodeRecord
-from penstock.types import RowId, RowSummary, Task
+from penstock.types import SESSION_TAG, RowId, RowSummary, Task
 
 _task = msgspec.json.Decoder(Task)
 _due = msgspec.json.Decoder(dict[str, int])
@@ -51,6 +51,11 @@ class LeaseTerms:
     """From the moment a slot could be leased until somebody takes it."""
     schedule_to_close_s: float | None = None
     """The whole group, from its issue."""
+    session_source: str = ""
+    """Slots of this source are for agents from outside: only nodes tagged for them get any, and
+    those get no others."""
+    session_start_to_close_s: float = 0.0
+    """One attempt at such a slot."""
 
 
 class SlotState(StrEnum):
@@ -199,3 +204,8 @@ class Node:
     joined_at: float = 0.0
     stopped: list[RowId] = field(default_factory=list[RowId])
     """Its leases that were cut or cancelled, until it is told."""
+
+    @property
+    def serves_sessions(self) -> bool:
+        """A gateway for agents from outside, which works on nothing else."""
+        return f'"{SESSION_TAG}"' in self.record.tags

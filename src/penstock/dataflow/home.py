@@ -50,6 +50,7 @@ from penstock.types import (
     GroupId,
     JudgedGroup,
     PolicyName,
+    RowId,
     RowSummary,
 )
 
@@ -61,6 +62,8 @@ class IssueTerms:
     num_slots: int
     pace: str = "any"
     """`any`, `all`, or the name of the policy whose room decides."""
+    session_source: str = ""
+    """Groups of this source have one slot, for one session of an agent from outside."""
 
 
 class Shard(StrEnum):
@@ -97,6 +100,10 @@ class Home:
         """Groups that some consumer has not judged yet."""
         self.open_at: dict[int, set[GroupId]] = {}
         """The same by partition."""
+        self._num_open: dict[str, int] = {}
+        """The same by source."""
+        self.gone: set[RowId] = set()
+        """Rows that nobody may be served any more."""
         self.wasted_tokens: dict[str, int] = {}
         self._unjudged: dict[GroupId, set[PolicyName]] = {}
         """Who has not judged an open group; only where that is not everybody."""
@@ -121,10 +128,13 @@ class Home:
         self.shards[index] = shard
         self.open_at.setdefault(index, set())
 
+    def tell(self, index: int, message: ToPartition) -> None:
+        if self.shards[index] not in (Shard.GONE, Shard.LOST):
+            self._send(index, message)
+
     def tell_all(self, message: ToPartition) -> None:
-        for index, shard in self.shards.items():
-            if shard not in (Shard.GONE, Shard.LOST):
-                self._send(index, message)
+        for index in self.shards:
+            self.tell(index, message)
 
     def lose_partition(self, index: int, now: float) -> None:
         """Declared lost: what was open there ends, and home does not listen to it any more."""
@@ -213,10 +223,11 @@ class Home:
             self._send(partition, Issue(record=record))
 
     def _next_group(self, partition: int, now: float) -> GroupRecord | None:
-        chosen = self.supply.next_task(now)
+        chosen = self.supply.next_task(now, self._full())
         if chosen is None:
             return None
         task, why = chosen
+        num_slots = self._issue_terms.num_slots
         due = {
             policy: pacing.due_number(
                 consumer.levels(),
@@ -248,7 +259,7 @@ class Home:
             ordinal=task.ordinal,
             task_key=task.key,
             task=msgspec.json.encode(task).decode(),
-            num_slots=self._issue_terms.num_slots,
+            num_slots=1 if task.source == self._issue_terms.session_source else num_slots,
             due=msgspec.json.encode(due).decode(),
             state=GroupState.OPEN,
             reason="",
@@ -256,13 +267,32 @@ class Home:
             ended_at=0.0,
         )
 
+    def _full(self) -> str:
+        """The source of sessions when it has its share of what is open: groups that wait for an
+        agent must leave room for the others."""
+        name = self._issue_terms.session_source
+        weights = {share.name: share.weight for share in self.supply.shares()} if name else {}
+        if name not in weights or len(weights) == 1:
+            return ""
+        share = weights[name] / sum(weights.values())
+        num_open = self._num_open.get(name, 0)
+        return name if num_open + 1 > max(1.0, share * (len(self.open) + 1)) else ""
+
+    def _opened(self, record: IssuedRecord) -> None:
+        self.open[record.group_id] = record
+        self.open_at.setdefault(record.partition, set()).add(record.group_id)
+        self._num_open[record.source] = self._num_open.get(record.source, 0) + 1
+
     def _open(self, record: IssuedRecord) -> None:
         self._journal(record)
-        self.open[record.group_id] = record
-        self.open_at[record.partition].add(record.group_id)
+        self._opened(record)
         self.retention.issued(record.group_id, len(self.consumers))
         for consumer in self.consumers.values():
             consumer.num_unjudged += 1
+
+    @property
+    def session_source(self) -> str:
+        return self._issue_terms.session_source
 
     @property
     def is_exhausted(self) -> bool:
@@ -297,6 +327,7 @@ class Home:
             return
         self._unjudged.pop(report.group_id, None)
         del self.open[report.group_id]
+        self._num_open[issued.source] -= 1
         self.open_at[issued.partition].discard(report.group_id)
         self._journal(replace(issued, judged=True))
 
@@ -319,6 +350,8 @@ class Home:
             if reason is DropReason.FAILED_SLOTS:
                 self._learn_yield(consumer, passed=False)
             self.drop(consumer, group, reason, "closing", now)
+        elif self.gone and any(row.row_id in self.gone for row in rows):
+            self.drop(consumer, group, DropReason.FORGOTTEN, "forget", now)
         elif consumer.is_done:
             self.drop(consumer, group, DropReason.REMAINDER, "end", now)
         elif consumer.is_stale(group):
@@ -510,8 +543,7 @@ class Home:
     ) -> None:
         self._num_issued = num_issued
         for record, undecided in open_groups:
-            self.open[record.group_id] = record
-            self.open_at.setdefault(record.partition, set()).add(record.group_id)
+            self._opened(record)
             if len(undecided) < len(self.consumers):
                 self._unjudged[record.group_id] = undecided
             for policy in undecided:

@@ -19,7 +19,7 @@ from penstock.dataflow.protocol import Delivery, DeliveryResult, DeliveryStatus
 from penstock.dataflow.records import RowRecord, row_id
 from penstock.dataflow.segments import Location
 from penstock.errors import BadRequest
-from penstock.types import GroupId, NodeId, RowId, RowSummary, Trajectory
+from penstock.types import GroupId, NodeId, OutcomeKind, RowId, RowSummary, Trajectory
 from penstock.wire.codec import decode_views
 
 
@@ -32,6 +32,10 @@ class Taken:
     """What was stored, if anything was."""
     tokens: int = 0
     is_failure: bool = False
+    reason: str = ""
+    """Of a failure."""
+    is_released: bool = False
+    """The attempt was given up on purpose; its slot waits as before."""
     is_early: bool = False
     """It names a version that home may know and this partition does not: nothing was decided."""
 
@@ -126,6 +130,8 @@ class Intake:
             row=row,
             tokens=sum(summary.sampled.values()),
             is_failure=not trajectory.outcome.has_reward,
+            reason=trajectory.outcome.reason,
+            is_released=trajectory.outcome.kind is OutcomeKind.CANCELLED,
         )
 
     def release(self, node_id: NodeId, name: RowId, now: float) -> DeliveryResult:

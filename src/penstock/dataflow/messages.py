@@ -17,7 +17,7 @@ from penstock.dataflow.records import (
     IncarnationRecord,
     VersionRecord,
 )
-from penstock.types import DropReason, GroupId, PolicyName, RowSummary
+from penstock.types import DropReason, GroupId, PolicyName, RowId, RowSummary
 
 # --- home to a partition ----------------------------------------------------------------------
 
@@ -69,7 +69,15 @@ class Freed(Struct, frozen=True, kw_only=True, tag=True):
     group_ids: tuple[GroupId, ...]
 
 
-ToPartition = Issue | Incarnated | Committed | Published | Horizon | Admitted | Dropped | Freed
+class Forgotten(Struct, frozen=True, kw_only=True, tag=True):
+    """This row, or the running attempt that would become it, is of no use to anybody."""
+
+    row_id: RowId
+
+
+ToPartition = (
+    Issue | Incarnated | Committed | Published | Horizon | Admitted | Dropped | Freed | Forgotten
+)
 
 # --- a partition to home ----------------------------------------------------------------------
 

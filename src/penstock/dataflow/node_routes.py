@@ -16,17 +16,19 @@ from penstock.dataflow.protocol import (
     LeaseAnswer,
     LeaseRequest,
     PartitionAddress,
+    RecordRequest,
     Register,
     Registered,
     RunFacts,
+    TurnsAnswer,
 )
 from penstock.errors import BadRequest
-from penstock.types import NodeId
+from penstock.types import NodeId, RowId
 from penstock.wire.auth import Role
 from penstock.wire.server import Call, Route
 
 DELIVERY_BYTES = 64 << 20
-NODES = frozenset({Role.ROLLOUT, Role.STAGE, Role.ADMIN})
+NODES = frozenset({Role.ROLLOUT, Role.STAGE, Role.GATEWAY, Role.ADMIN})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,14 @@ class NodeRoutes:
 
     async def deliver(self, call: Call) -> DeliveryAnswer:
         return await self.nodes.deliver(call.body)
+
+    async def record(self, call: Call) -> Done:
+        self.nodes.turns.record(call.body)
+        return Done()
+
+    async def recorded(self, call: Call) -> TurnsAnswer:
+        node_id = NodeId(call.query.get("node_id", ""))
+        return self.nodes.turns.offer(node_id, RowId(call.path["row_id"]))
 
     def routes(self) -> list[Route]:
         return [
@@ -109,11 +119,30 @@ class NodeRoutes:
                 method="POST",
                 path="/v1/trajectories",
                 handler=self.deliver,
-                roles=NODES | {Role.GATEWAY},
+                roles=NODES,
                 summary="Deliver results, fenced by lease epoch; durable when answered.",
                 request=DeliveryRequest,
                 response=DeliveryAnswer,
                 max_body_bytes=DELIVERY_BYTES,
+            ),
+            Route(
+                method="POST",
+                path="/v1/turns",
+                handler=self.record,
+                roles=NODES,
+                summary="Tell finished turns of running attempts; kept in memory, for a retry.",
+                request=RecordRequest,
+                response=Done,
+                max_body_bytes=DELIVERY_BYTES,
+            ),
+            Route(
+                method="GET",
+                path="/v1/turns/{row_id}",
+                handler=self.recorded,
+                roles=NODES,
+                summary="What earlier attempts at a leased slot left, to be served again.",
+                response=TurnsAnswer,
+                query=("node_id",),
             ),
         ]
 

@@ -30,6 +30,7 @@ from penstock.dataflow.protocol import (
     Register,
 )
 from penstock.dataflow.row_service import RowService
+from penstock.dataflow.turn_side import TurnSide
 from penstock.errors import BadRequest, Busy, TooLarge
 from penstock.types import NodeId, PolicyName, PublishedVersion
 
@@ -74,8 +75,11 @@ class NodeSide:
             next_arrival=rows.shelf.next_arrival,
             is_scored=host.completion.is_scored,
         )
+        self.turns = TurnSide(host.partition)
         self._told: dict[NodeId, tuple[PublishedVersion, ...]] = {}
         self._polls = Polls()
+        self._session_polls = Polls()
+        """Of nodes that serve agents from outside: other slots are for them."""
         self._num_offered = 0
         """By the partition, when polls were last told."""
         self._last_orders: tuple[tuple[PublishedVersion, ...], bool] = ((), False)
@@ -96,7 +100,7 @@ class NodeSide:
 
     async def register(self, body: Register) -> Orders:
         self._partition.register(body, self._process.clock())
-        self._polls.call(body.node_id)
+        self._call(body.node_id)
         await self._process.settle()
         log.info("node registered", node=body.node_id, capacity=body.capacity)
         return self.orders(body.node_id)
@@ -106,12 +110,12 @@ class NodeSide:
             node_id, body.session, self._process.clock(), state=body.state, live=body.live
         )
         if is_new:
-            self._polls.call(node_id)
+            self._call(node_id)
         return self.orders(node_id)
 
     async def leave(self, node_id: NodeId, session: str) -> None:
         self._partition.leave(node_id, session, self._process.clock())
-        self._polls.call(node_id)
+        self._call(node_id)
         await self._process.settle()
         self._told.pop(node_id, None)
         log.info("node left", node=node_id)
@@ -119,11 +123,13 @@ class NodeSide:
     # --- leases -------------------------------------------------------------------------------
 
     async def lease(self, body: LeaseRequest, is_gone: IsGone = stays) -> LeaseAnswer:
-        process, polls = self._process, self._polls
+        process = self._process
         give_up_at = process.hold_until(body.wait_s)
         if not 0 < len(body.request_id) <= 128:
             raise BadRequest("request_id has 1 to 128 characters")
         self._partition.ask(body.node_id, body.session, body.request_id, process.clock())
+        serves_sessions = self._partition.nodes[body.node_id].serves_sessions
+        polls = self._session_polls if serves_sessions else self._polls
         key = (body.node_id, "work")
         poll = Poll(body.node_id, body.max_slots)
         try:
@@ -156,19 +162,35 @@ class NodeSide:
         if orders != self._last_orders:
             self._last_orders = orders
             self._polls.call_all()
+            self._session_polls.call_all()
         if self._partition.num_offered != self._num_offered:
             self._num_offered = self._partition.num_offered
-            self._polls.tell()
+            self._tell()
         self._offer()
+
+    def _call(self, node_id: NodeId) -> None:
+        self._polls.call(node_id)
+        self._session_polls.call(node_id)
+
+    def _tell(self) -> None:
+        self._polls.tell()
+        self._session_polls.tell()
 
     def _offer(self) -> None:
         """What is left goes to polls that did not see it yet."""
-        if len(self._polls) and self._partition.num_waiting and self._process.has_room:
-            self._polls.offer(self._partition.num_waiting)
+        partition = self._partition
+        num_sessions = partition.num_waiting_sessions
+        for polls, num_waiting in (
+            (self._polls, partition.num_waiting - num_sessions),
+            (self._session_polls, num_sessions),
+        ):
+            if len(polls) and num_waiting and self._process.has_room:
+                polls.offer(num_waiting)
 
     def tick(self) -> None:
         """What changes without a command: room on the disk, how much a slow node may hold."""
-        self._polls.tell()
+        self.turns.tick()
+        self._tell()
         self._woken()
 
     async def _try_lease(self, body: LeaseRequest) -> LeaseAnswer:
@@ -190,7 +212,7 @@ class NodeSide:
         finished = self._is_finished()
         return LeaseAnswer(
             tasks=tasks,
-            grants=tuple(grants),
+            grants=tuple(self.turns.mark(grants)),
             orders=self.orders(body.node_id)
             if wanted is None
             else Orders(wanted=wanted, drain=finished, finished=finished),
@@ -273,6 +295,7 @@ class NodeSide:
     def _count(self, item: Taken, now: float) -> None:
         if item.row is None:
             return
+        self.turns.heed(item)
         if not item.is_failure:
             columns = BORN_SCORED if item.row.reward is not None else BORN
             arrived = self._rows.shelf.arrived

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.dataflow.columns import REWARD, TRAIN, TURNS
+from penstock.dataflow.records import GONE
 from penstock.dataflow.row_records import ReaderRecord, TakeRecord
 from penstock.dataflow.tables import Tables
 from penstock.types import RowId
@@ -29,6 +30,7 @@ ROWS = (
     f"FROM rows r {_OPEN} "
     "AND r.outcome IN ('completed', 'truncated') "
     "AND NOT EXISTS (SELECT 1 FROM freed f WHERE f.group_id = r.group_id) "
+    f"AND NOT EXISTS (SELECT 1 FROM meta m WHERE m.key = '{GONE}' || r.row_id) "
     "ORDER BY r.arrival LIMIT :num"
 )
 ITEMS = (

@@ -46,10 +46,11 @@ from penstock.dataflow.records import (
     NodeRecord,
     RowRecord,
 )
+from penstock.dataflow.records import row_id as name_of
 from penstock.dataflow.roster import Roster
 from penstock.dataflow.sources import slot_seeds
 from penstock.dataflow.timers import OF_CLOSE, OF_START, Timer, Timers
-from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, RowSummary
+from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, RowId, RowSummary
 
 COSTLY_ENDS = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
 """Ends of a lease that cost its slot an attempt."""
@@ -73,6 +74,8 @@ class Partition:
         self.gate = gate
         self.num_waiting = 0
         """Slots that could be leased now."""
+        self.num_waiting_sessions = 0
+        """Those among them that are for agents from outside."""
         self.num_offered = 0
         """Slots that came to wait, in all."""
         self._closing = closing
@@ -81,6 +84,8 @@ class Partition:
         self._send = send
         self._queue: deque[GroupId] = deque()
         """Groups with waiting slots, oldest first; entries without any are skipped when met."""
+        self._session_queue: deque[GroupId] = deque()
+        """The same for slots of sessions."""
         self._timers = Timers(terms)
 
     @property
@@ -93,10 +98,22 @@ class Partition:
         if record.group_id in self.groups:
             return
         self._journal(record)
-        self._open(record, now)
-        self._queue.append(record.group_id)
-        self.num_waiting += record.num_slots
+        group = self._open(record, now)
+        self._queue_of(group).append(record.group_id)
+        self._wait(group, record.num_slots)
         self.num_offered += record.num_slots
+
+    def _is_session(self, group: OpenGroup) -> bool:
+        return group.record.source == self._terms.session_source
+
+    def _queue_of(self, group: OpenGroup) -> deque[GroupId]:
+        return self._session_queue if self._is_session(group) else self._queue
+
+    def _wait(self, group: OpenGroup, num_slots: int) -> None:
+        """So many more slots of this group wait, or fewer."""
+        self.num_waiting += num_slots
+        if self._is_session(group):
+            self.num_waiting_sessions += num_slots
 
     def _open(self, record: GroupRecord, now: float) -> OpenGroup:
         group = OpenGroup(record=record, waiting_since=now)
@@ -112,9 +129,20 @@ class Partition:
             self._cut(group, LeaseEnd.CANCELLED, now)
             self._end_group(group, GroupState.DROPPED, reason, now)
 
+    def forget(self, row_id: RowId, now: float) -> None:
+        """End the group of one whose attempt or row this is; it is not ended for an attempt that
+        came to nothing before."""
+        group_id = GroupId(row_id.partition(".")[0])
+        group = self.groups.get(group_id)
+        for index, slot in group.touched.items() if group is not None else ():
+            is_meant = row_id == name_of(group_id, index, slot.epoch)
+            if is_meant and slot.state in (SlotState.LEASED, SlotState.DONE):
+                self.drop(group_id, DropReason.FORGOTTEN, now)
+                return
+
     def _cut(self, group: OpenGroup, end: LeaseEnd, now: float) -> None:
         """Stop what runs and what waits: these slots get no result any more."""
-        self.num_waiting -= group.num_waiting
+        self._wait(group, -group.num_waiting)
         for index in (*group.again, *range(group.num_fresh, group.record.num_slots)):
             group.slot(index).move(SlotState.TRUNCATED)
         group.again, group.num_fresh = [], group.record.num_slots
@@ -193,12 +221,13 @@ class Partition:
         if request_id != node.asking or node.state is not NodeState.LIVE:
             return []
         free = min(max_slots, self.roster.allowance(node) - node.num_leases)
+        queue = self._session_queue if node.serves_sessions else self._queue
         grants: list[Grant] = []
         num_groups, due = 0, ""
-        while self._queue and len(grants) < free:
-            group = self.groups.get(self._queue[0])
+        while queue and len(grants) < free:
+            group = self.groups.get(queue[0])
             if group is None or not group.num_waiting:  # ended, or all its slots were taken
-                self._queue.popleft()
+                queue.popleft()
                 continue
             if due != group.record.due and not self.gate.may_run(group.due, live):
                 break  # groups behind it need a version at least as young
@@ -213,7 +242,7 @@ class Partition:
         self, node: Node, group: OpenGroup, request_id: str, most: int, now: float
     ) -> GrantRecord:
         slots = group.take(most)
-        self.num_waiting -= len(slots)
+        self._wait(group, -len(slots))
         first = group.touched.get(slots.start)
         record = GrantRecord(
             group_id=group.record.group_id,
@@ -229,7 +258,7 @@ class Partition:
         self._journal(record)
         group.lease(record)
         self.roster.hold(node, record, len(slots))
-        self._timers.slots_run(record, now)
+        self._timers.slots_run(record, now, is_session=self._is_session(group))
         return record
 
     def _describe(
@@ -299,7 +328,10 @@ class Partition:
             self._overran(group, timer, now)
 
     def _overran(self, group: OpenGroup, timer: Timer, now: float) -> None:
-        why = f"no result within start-to-close ({self._terms.start_to_close_s:g} s)"
+        terms = self._terms
+        is_session = self._is_session(group)
+        limit_s = terms.session_start_to_close_s if is_session else terms.start_to_close_s
+        why = f"no result within start-to-close ({limit_s:g} s)"
         for index in range(timer.slot, timer.slot + timer.num_slots):
             slot = group.slot(index)
             if slot.state is SlotState.LEASED and slot.epoch == timer.epoch:
@@ -315,7 +347,7 @@ class Partition:
         why = f"nobody took it within schedule-to-start ({start_s:g} s)"
         while group.num_waiting:
             [index] = group.take(1)
-            self.num_waiting -= 1
+            self._wait(group, -1)
             self._give_up(group, index, group.slot(index), why, now)
         self._close_if_over(group, now)
 
@@ -336,14 +368,14 @@ class Partition:
         self._end_lease(group, index, slot, end, now, why)
         slot.attempt += 1
         slot.reasons += (f"{end}: {why}"[:300],)
-        if slot.attempt < self._max_attempts:
+        if slot.attempt < self.max_attempts:
             self._requeue(group, index, slot, now)
             return
         self._give_up(group, index, slot, "", now)
         self._close_if_over(group, now)
 
     @property
-    def _max_attempts(self) -> int:
+    def max_attempts(self) -> int:
         return 1 if self._closing.kind is ClosingKind.DROP else self._terms.max_attempts
 
     def _give_up(self, group: OpenGroup, index: int, slot: Slot, why: str, now: float) -> None:
@@ -371,9 +403,9 @@ class Partition:
             group.waiting_since = now
             self._timers.group_waits(group.record.group_id, now)
         group.again.append(index)
-        self.num_waiting += 1
+        self._wait(group, 1)
         self.num_offered += 1
-        self._queue.appendleft(group.record.group_id)  # older than all that wait
+        self._queue_of(group).appendleft(group.record.group_id)  # older than all that wait
 
     def _leased(self, node_id: NodeId, group_id: GroupId, index: int, epoch: int) -> Slot | None:
         group = self.groups.get(group_id)
@@ -486,9 +518,9 @@ class Partition:
             for index in range(group.num_fresh)
             if group.slot(index).state is SlotState.WAITING
         ]
-        self.num_waiting += group.num_waiting
+        self._wait(group, group.num_waiting)
         if group.num_waiting:
-            self._queue.append(group.record.group_id)
+            self._queue_of(group).append(group.record.group_id)
 
     def _restore_ended(self, lease: LeaseRecord) -> None:
         slot = self.groups[lease.group_id].slot(lease.slot)
@@ -496,7 +528,7 @@ class Partition:
         if lease.ended in COSTLY_ENDS:
             slot.attempt += 1
             slot.reasons += (f"{lease.ended}: {lease.detail}",)
-            if slot.attempt >= self._max_attempts:
+            if slot.attempt >= self.max_attempts:
                 slot.state = SlotState.DEAD
 
     def _restore_running(self, grant: GrantRecord, slots: Sequence[int], now: float) -> None:
@@ -509,4 +541,4 @@ class Partition:
         node = self.nodes.get(grant.node_id)
         assert node is not None, "a running lease names a registered node"
         self.roster.hold(node, grant, len(slots))
-        self._timers.slots_run(grant, now)
+        self._timers.slots_run(grant, now, is_session=self._is_session(group))

@@ -5,12 +5,14 @@ tells it. Pure.
 
 from __future__ import annotations
 
+from penstock.dataflow.columns import TRAIN
 from penstock.dataflow.completion import Completion
 from penstock.dataflow.gate import Gate
 from penstock.dataflow.messages import (
     Admitted,
     Committed,
     Dropped,
+    Forgotten,
     Freed,
     Horizon,
     Incarnated,
@@ -19,8 +21,9 @@ from penstock.dataflow.messages import (
     ToPartition,
 )
 from penstock.dataflow.partition import Partition
-from penstock.dataflow.records import FreedRecord, Journal
+from penstock.dataflow.records import FreedRecord, Journal, MetaRecord, gone_key
 from penstock.dataflow.shelf import Shelf
+from penstock.types import DropReason, RowId
 
 
 class PartitionHost:
@@ -58,6 +61,8 @@ class PartitionHost:
                 self.partition.drop(message.group_id, message.reason, now)
             case Freed():
                 self._freed(message, now)
+            case Forgotten():
+                self._forget(message.row_id, now)
             case Incarnated() | Committed() | Published():
                 self._moved(message, now)
 
@@ -85,3 +90,10 @@ class PartitionHost:
         if not self._shares_home:
             for group_id in message.group_ids:
                 self._journal(FreedRecord(group_id=group_id, at=now))
+
+    def _forget(self, row_id: RowId, now: float) -> None:
+        if not self._shares_home:
+            self._journal(MetaRecord(key=gone_key(row_id), value=DropReason.FORGOTTEN))
+        if self.shelf is not None:
+            self.shelf.forget(TRAIN, [row_id])
+        self.partition.forget(row_id, now)

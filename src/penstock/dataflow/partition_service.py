@@ -176,6 +176,7 @@ class PartitionService:
             trajectories=nodes.trajectories,
             sampled_tokens=nodes.sampled_tokens,
             failed_tokens=nodes.failed_tokens,
+            salvaged_tokens=nodes.turns.salvaged_tokens,
             tokens_per_s=nodes.tokens_per_s(self.process.clock()),
             lacks=tuple(
                 stage

@@ -24,6 +24,7 @@ from penstock.types import (
     RowId,
     SamplingSpec,
     Task,
+    Turn,
 )
 
 # --- nodes ------------------------------------------------------------------------------------
@@ -61,6 +62,18 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTerms:
+    """How long a run waits for agents from outside."""
+
+    reward_deadline_s: float
+    """From the opening of a session until its reward must be there."""
+    idle_s: float
+    """Without a call for so long a session has ended."""
+    default_reward: float | None
+    """Of a session for which none came; None: it is never trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """What a node must know of the run; a joiner needs nothing but the URL and a token."""
 
@@ -77,8 +90,12 @@ class RunFacts:
     start_to_close_s: float
     transfer: Literal["auto", "delta", "full"] = "auto"
     """How a node fetches weights: whole, as changes, or as is sooner."""
+    engine_options: tuple[str, ...] = ()
+    """More words for an engine that is a program of its own."""
     is_scored: bool = True
     """Nodes give the reward; false when a stage does, and rows come without one."""
+    session: SessionTerms | None = None
+    """Of runs that learn from agents outside of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +150,15 @@ class HeartbeatAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetAnswer:
+    """`DELETE /v1/sessions/{id}`."""
+
+    session: str
+    was: str
+    """Where it was: `running`, `waiting` for a batch, `sealed` into one, `trained`, `dropped`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     """A call that has nothing to say but yes."""
 
@@ -167,6 +193,8 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     """Index into the answer's `tasks`: slots of a group share one."""
     seed: int
     """For this slot, whatever node or attempt runs it."""
+    num_recorded: int = 0
+    """Turns that an earlier attempt left, to be fetched and served instead of generated again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +202,30 @@ class LeaseAnswer:
     tasks: tuple[Task, ...]
     grants: tuple[Grant, ...]
     orders: Orders
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTurn:
+    """A finished turn of an attempt that still runs."""
+
+    row_id: RowId
+    """The row that the attempt will become."""
+    index: int
+    """Among the turns of this attempt."""
+    turn: Turn
+    is_reused: bool = False
+    """An earlier attempt generated it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordRequest:
+    node_id: NodeId
+    turns: tuple[RecordedTurn, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnsAnswer:
+    turns: tuple[Turn, ...]
 
 
 class DeliveryStatus(StrEnum):
@@ -385,6 +437,7 @@ class PartitionFigures:
     trajectories: int = 0
     sampled_tokens: int = 0
     failed_tokens: int = 0
+    salvaged_tokens: int = 0
     tokens_per_s: float = 0.0
     lacks: tuple[str, ...] = ()
     """Stages without a live worker."""
@@ -457,6 +510,8 @@ class Status:
     wasted_tokens: dict[str, int]
     """Generated and never trained, by reason."""
     tokens_per_s: float
+    salvaged_tokens: int = 0
+    """Not generated again after an attempt was lost."""
     partitions: tuple[PartitionStatus, ...] = ()
     """Those in processes of their own."""
     detail: JsonObject = field(default_factory=dict[str, object])

@@ -33,6 +33,8 @@ from penstock.types import (
     RowSummary,
 )
 
+GONE = "gone/"
+"""How the ledger begins the names of rows that nobody may be served any more."""
 _ROLES = msgspec.json.Decoder(dict[PolicyName, dict[str, int]])
 FORMAT = 3
 """Of the ledger on disk. A newer one is refused by name; N reads N - 1."""
@@ -556,6 +558,11 @@ RECORDS: tuple[type[Record], ...] = (
     LinkRecord,
     PartitionRecord,
 )
+
+
+def gone_key(row_id: RowId) -> str:
+    """Under which the ledger keeps that nobody may be served this row any more."""
+    return f"{GONE}{row_id}"
 
 
 def row_id(group_id: GroupId, slot: int, epoch: int) -> RowId:

@@ -24,6 +24,7 @@ from penstock.dataflow.links import Link
 from penstock.dataflow.partition import Partition
 from penstock.dataflow.partition_host import PartitionHost
 from penstock.dataflow.records import (
+    GONE,
     BatchRecord,
     CommitRecord,
     CompletionRecord,
@@ -144,6 +145,10 @@ def restore_home(home: Home, tables: Tables) -> None:
         for kept in tables.read(MetaRecord, "key = :key", key=yield_key(consumer.terms.policy)):
             consumer.expected_yield = float(kept.value)
         _restore_sealed(consumer, tables)
+    home.gone = {
+        RowId(key.removeprefix(GONE))
+        for (key,) in tables.rows("SELECT key FROM meta WHERE key LIKE :keys", keys=f"{GONE}%")
+    }
     home.wasted_tokens = {record.reason: record.tokens for record in tables.read(WasteRecord)}
 
 

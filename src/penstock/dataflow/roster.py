@@ -104,6 +104,8 @@ class Roster:
     def allowance(self, node: Node) -> int:
         """Slots this node may hold: its capacity, or less when it is slower than the others."""
         capacity = node.record.capacity
+        if node.serves_sessions:
+            return capacity  # how long a session takes is its agent's business
         if node.attempt_s <= SLOW * self._median_s or not self._median_s:
             return capacity
         return max(1, int(capacity * SLOW * self._median_s / node.attempt_s))
@@ -115,7 +117,11 @@ class Roster:
         node.attempt_s = took_s if not known else known + ATTEMPT_WEIGHT * (took_s - known)
 
     def newly_silent(self, ttl_s: float, now: float) -> Iterator[Node]:
-        times_s = [node.attempt_s for node in self.nodes.values() if node.attempt_s]
+        times_s = [
+            node.attempt_s
+            for node in self.nodes.values()
+            if node.attempt_s and not node.serves_sessions
+        ]
         self._median_s = statistics.median(times_s) if len(times_s) > 1 else 0.0
         for node in self.nodes.values():
             # One heard after the service stood still, and before it was forgiven, gains nothing.

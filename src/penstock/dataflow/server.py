@@ -20,9 +20,9 @@ from penstock.dataflow.build import begin, build_partition, partition_folder, ru
 from penstock.dataflow.explain import Explanation, explain
 from penstock.dataflow.home_client import HomeClient
 from penstock.dataflow.node_routes import NodeRoutes
-from penstock.dataflow.partition_routes import FetchRoutes, HomeRoutes
+from penstock.dataflow.partition_routes import OPERATORS, FetchRoutes, HomeRoutes
 from penstock.dataflow.partition_service import PartitionService
-from penstock.dataflow.protocol import RunFacts, Status, VersionsInUse
+from penstock.dataflow.protocol import ForgetAnswer, RunFacts, Status, VersionsInUse
 from penstock.dataflow.recorded import Recorded
 from penstock.dataflow.report.reading import look_at
 from penstock.dataflow.report.shape import BalanceReport
@@ -62,6 +62,9 @@ class Surface:
     async def explain(self, call: Call) -> Explanation:
         recorded = Recorded(home=self.service.process.ledger.tables, partitions={})
         return await asyncio.to_thread(explain, recorded, call.path["id"])
+
+    async def forget(self, call: Call) -> ForgetAnswer:
+        return await self.service.forgetting.forget(call.path["session"])
 
     async def metrics(self, call: Call) -> Raw:
         body = reading.metrics(self.service, self.facts.run)
@@ -122,6 +125,14 @@ class Surface:
                 roles=READERS,
                 summary="Why a task was skipped, a row dropped, a batch composed so.",
                 response=Explanation,
+            ),
+            Route(
+                method="DELETE",
+                path="/v1/sessions/{session}",
+                handler=self.forget,
+                roles=OPERATORS,
+                summary="Forget a session: out of what is not trained, masked in what is sealed.",
+                response=ForgetAnswer,
             ),
             Route(
                 method="GET",

@@ -16,6 +16,7 @@ import structlog
 
 from penstock.dataflow.compaction import Compactor
 from penstock.dataflow.core import Core, complete_home
+from penstock.dataflow.forgetting import Forgetting
 from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.node_side import NodeSide
 from penstock.dataflow.partition import Partition
@@ -76,6 +77,7 @@ class Dataflow:
             self.balance,
             self.partitions.address_of,
         )
+        self.forgetting = Forgetting(process, home)
         self.source_trouble = ""
         """What a user's source raised when it was asked for the next task."""
         self._may_issue = True

@@ -66,6 +66,15 @@ def slot_seeds(seed: int, slots: range) -> tuple[int, ...]:
     return tuple(word >> 1 for word in struct.unpack(f"<{len(slots)}Q", digest))
 
 
+def session_source(name: str, *, weight: float = 1.0, limit: int | None = None) -> Source:
+    """Places for sessions: what is asked in them only their agents know."""
+
+    def place(ordinal: int, seed: int) -> JsonObject:
+        return {"session": ordinal}
+
+    return Source(name=name, weight=weight, make=place, limit=limit)
+
+
 def open_source(name: str, where: str, *, weight: float = 1.0, limit: int | None = None) -> Source:
     """A module with `make_task(ordinal, seed)`, or a `.jsonl` file with one payload per line."""
     if where.endswith(".jsonl"):

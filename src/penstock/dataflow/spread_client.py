@@ -24,11 +24,12 @@ from penstock.dataflow.protocol import (
     LeaseRequest,
     Orders,
     PartitionAddress,
+    RecordRequest,
     Register,
     Registered,
 )
-from penstock.errors import Fenced, NotFound, Unreachable
-from penstock.types import NodeId, RowId
+from penstock.errors import Fenced, NotFound, Unreachable, WireError
+from penstock.types import NodeId, RowId, Turn
 
 HOME = 0
 REBEAT_S = 2.0
@@ -168,6 +169,22 @@ class SpreadClient:
             results=tuple(found[row_id] for row_id in row_ids),
             durability=min((answer.durability for answer in answers), default="D1"),
         )
+
+    async def record(self, body: RecordRequest) -> None:
+        """Tried at each partition once: what does not arrive is only generated again."""
+        for place in dict.fromkeys(_partition_of(turn.row_id) for turn in body.turns):
+            told = tuple(turn for turn in body.turns if _partition_of(turn.row_id) == place)
+            client = self._clients.get(place)
+            if client is not None:
+                with suppress(WireError):
+                    await client.record(replace(body, turns=told), deadline_s=REBEAT_S)
+
+    async def recorded(self, node_id: NodeId, row_id: RowId) -> tuple[Turn, ...]:
+        """Nothing, when the partition does not say in time."""
+        client = self._clients.get(_partition_of(row_id), self._clients[HOME])
+        with suppress(WireError):
+            return await client.recorded(node_id, row_id, deadline_s=REBEAT_S)
+        return ()
 
     async def _deliver_at(self, index: int, part: DeliveryRequest) -> DeliveryAnswer:
         """Tried again while the partition is away, where it has moved to, and at home when it is

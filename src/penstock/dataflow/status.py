@@ -38,6 +38,8 @@ def status(service: Dataflow, run: str) -> Status:
         sampled_tokens=service.nodes.sampled_tokens + sum(p.figures.sampled_tokens for p in far),
         wasted_tokens=_wasted(service, far),
         tokens_per_s=service.nodes.tokens_per_s(now) + sum(p.figures.tokens_per_s for p in far),
+        salvaged_tokens=service.nodes.turns.salvaged_tokens
+        + sum(p.figures.salvaged_tokens for p in far),
         partitions=far,
         detail={"failing_rules": dict(troubles)}
         if (troubles := service.home.rules.troubles)

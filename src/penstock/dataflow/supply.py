@@ -40,19 +40,21 @@ class Supply:
 
     @property
     def is_exhausted(self) -> bool:
-        return not self._left()
+        return not self.shares()
 
-    def _left(self) -> list[SourceShare]:
+    def shares(self) -> list[SourceShare]:
+        """Sources that still have tasks."""
         return [
             SourceShare(name=name, weight=source.weight, served=self._served[name])
             for name, source in self._sources.items()
             if source.limit is None or self._served[name] < source.limit
         ]
 
-    def next_task(self, now: float) -> tuple[Task, dict[str, object]] | None:
-        """The next task that the rules want, and how it was chosen; None: there is none left."""
+    def next_task(self, now: float, full: str = "") -> tuple[Task, dict[str, object]] | None:
+        """The next task that the rules want, and how it was chosen; None: there is none left.
+        Nothing of the source that is `full`."""
         num_skipped = 0
-        while left := self._left():
+        while left := [share for share in self.shares() if share.name != full]:
             name, mix = self._rules.pick(left, now)
             ordinal = self._served[name]
             task = self._sources[name].task(ordinal, seed=self._seed, workflow=self._workflow)

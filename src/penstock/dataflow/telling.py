@@ -50,7 +50,7 @@ _MEANING: Mapping[str, str] = {
     DropReason.RULE: "a rule of your own refused it",
     DropReason.OVERDUE: "it waited or ran longer than schedule-to-close",
     DropReason.PARTITION_LOST: "its partition was declared lost",
-    DropReason.FORGOTTEN: "its space was cleared",
+    DropReason.FORGOTTEN: "its space was cleared, or somebody asked for it to be forgotten",
 }
 
 

@@ -27,6 +27,8 @@ class Timer(NamedTuple):
     slot: int
     epoch: int = 0
     num_slots: int = 1
+    limit_s: float = 0.0
+    """What it may last in all."""
 
 
 class Timers:
@@ -34,6 +36,7 @@ class Timers:
         self._limit_s = {OF_START: terms.schedule_to_start_s, OF_CLOSE: terms.schedule_to_close_s}
         # One ttl of grace: the node itself cuts at start-to-close and needs time to deliver.
         self._of_slot_s = terms.start_to_close_s + terms.ttl_s
+        self._of_session_s = terms.session_start_to_close_s + terms.ttl_s
         self._heap: list[Timer] = []
         self._is_prolonged = False
 
@@ -47,11 +50,13 @@ class Timers:
     def _watch_group(self, group_id: GroupId, kind: int, since: float) -> None:
         limit_s = self._limit_s[kind]
         if limit_s is not None:
-            heapq.heappush(self._heap, Timer(since + limit_s, group_id, kind))
+            timer = Timer(since + limit_s, group_id, kind, limit_s=limit_s)
+            heapq.heappush(self._heap, timer)
 
-    def slots_run(self, grant: GrantRecord, since: float) -> None:
-        at = since + self._of_slot_s
-        timer = Timer(at, grant.group_id, grant.slot, grant.epoch, grant.num_slots)
+    def slots_run(self, grant: GrantRecord, since: float, *, is_session: bool = False) -> None:
+        limit_s = self._of_session_s if is_session else self._of_slot_s
+        at = since + limit_s
+        timer = Timer(at, grant.group_id, grant.slot, grant.epoch, grant.num_slots, limit_s)
         heapq.heappush(self._heap, timer)
 
     def due(self, now: float) -> Iterator[Timer]:
@@ -68,12 +73,6 @@ class Timers:
     def _cap(self, now: float) -> None:
         """What began after the service stood still, and before it was forgiven, was not held up:
         nothing gets more than its whole limit."""
-        self._heap = [
-            timer._replace(at=min(timer.at, self._latest(timer, now))) for timer in self._heap
-        ]
+        self._heap = [timer._replace(at=min(timer.at, now + timer.limit_s)) for timer in self._heap]
         heapq.heapify(self._heap)
         self._is_prolonged = False
-
-    def _latest(self, timer: Timer, now: float) -> float:
-        limit_s = self._limit_s.get(timer.slot, self._of_slot_s)
-        return now + (limit_s or 0.0)

@@ -183,7 +183,10 @@ class TrainerSide:
             raise NotFound(f"batch {policy}.{seq} is not sealed yet")
         manifest = manifest_of((await self._sealed(consumer, seq)).manifest)
         row_ids = [row.row_id for row in manifest.rows][rank::of]
-        places = {row_id: self._address_of(row_id) for row_id in row_ids}
+        places = {
+            row_id: None if row_id in self._home.gone else self._address_of(row_id)
+            for row_id in row_ids
+        }
         return Wanted(
             row_ids=row_ids,
             columns=sorted({name for row in manifest.rows for name in row.columns}),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.types import MAX_ROLE, FinishReason, PolicyName, Trajectory, Turn
+from penstock.types import MAX_ROLE, PolicyName, Trajectory, Turn, is_data
 
 MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0; engines round."""
@@ -62,7 +62,7 @@ def digest(
                 name = f"{turn.policy}@{span.incarnation}.{span.number}"
                 return Unpublished(f"turn {index}: {name} was never published")
             known.add(version)
-        if turn.sampled_ids and _is_trainable(turn):
+        if turn.sampled_ids and is_data(turn):
             sampled[turn.policy] = sampled.get(turn.policy, 0) + len(turn.sampled_ids) // 4
             made_by = versions.setdefault(turn.policy, set())
             made_by.update([(span.incarnation, span.number) for span in turn.spans])
@@ -78,7 +78,7 @@ def digest(
 def _by_role(turns: Sequence[Turn]) -> dict[PolicyName, dict[str, int]]:
     found: dict[PolicyName, dict[str, int]] = {}
     for turn in turns:
-        if turn.sampled_ids and _is_trainable(turn):
+        if turn.sampled_ids and is_data(turn):
             roles = found.setdefault(turn.policy, {})
             roles[turn.role] = roles.get(turn.role, 0) + len(turn.sampled_ids) // 4
     return {policy: roles for policy, roles in found.items() if roles.keys() != {""}}
@@ -93,10 +93,6 @@ def _unfolded(turns: Sequence[Turn]) -> int:
         lengths.append(before + (len(turn.prompt_ids) + len(turn.sampled_ids)) // 4)
         leaves.discard(turn.parent)
     return sum(lengths[leaf] for leaf in leaves)
-
-
-def _is_trainable(turn: Turn) -> bool:
-    return turn.reached_agent and turn.finish is not FinishReason.ABORT
 
 
 def _check_outcome(trajectory: Trajectory, is_scored: bool) -> str:
@@ -118,6 +114,11 @@ def _check_shapes(turns: Sequence[Turn]) -> str:
         if wrong := _check_shape(turn, index):
             return f"turn {index}: {wrong}"
     return ""
+
+
+def wrong_turn(turn: Turn, index: int) -> str:
+    """What is wrong with a turn that stands alone, if anything."""
+    return _check_shape(turn, index) or _wrong_values([turn])
 
 
 def _check_shape(turn: Turn, index: int) -> str:

@@ -37,6 +37,8 @@ LOCK_S = 1.0
 AUDIENCES: Mapping[Role, tuple[Audience, ...]] = {
     Role.READER: (Audience.DATAFLOW,),
     Role.RELAY: (Audience.WEIGHTS, Audience.RELAY),
+    Role.GATEWAY: (Audience.DATAFLOW, Audience.WEIGHTS, Audience.GATEWAY),
+    Role.SESSION: (Audience.GATEWAY,),
 }
 """Whom a token of these roles may be shown to; all others speak to the dataflow and the weights."""
 

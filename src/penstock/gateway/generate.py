@@ -5,7 +5,7 @@ business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from penstock.types import (
     PolicyName,
     SamplingSpec,
     TokenIds,
+    Version,
     VersionSpan,
 )
 
@@ -31,6 +32,21 @@ class Completion:
     finish: FinishReason
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Tokens of an answer that is still being made, told as they were sampled."""
+
+    sampled_ids: Sequence[int]
+    logprobs: Sequence[float]
+    version: Version
+    """Sampled all of these tokens."""
+
+
+Listen = Callable[[Piece], None]
+"""Hears the pieces of one answer, in order and without gap; called in the event loop, never
+blocks. What the engine returns in the end is the truth, and may hold more than was told."""
+
+
 class Generate(Protocol):
     async def __call__(
         self,
@@ -39,6 +55,9 @@ class Generate(Protocol):
         *,
         policy: PolicyName,
         session: str,
+        listen: Listen | None = None,
     ) -> Completion:
-        """Raises EngineError; cancelling the call gives the engine's place to somebody else."""
+        """Raises EngineError; cancelling the call gives the engine's place to somebody else.
+
+        An engine that cannot tell of an answer in the making never calls `listen`."""
         ...

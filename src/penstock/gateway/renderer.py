@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -20,17 +22,40 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from penstock.errors import BadRequest, WeightsError
-from penstock.types import JsonObject
+from penstock.gateway.detokenize import decoder_of
+from penstock.gateway.marks import MARK, Marks, split
+from penstock.gateway.parsing import END_THINK, STRUCTURE, tool_format
+from penstock.gateway.snapshot import (
+    read_object,
+    read_special_tokens,
+    read_stop_ids,
+    read_template,
+    read_window,
+)
+from penstock.types import FinishReason, JsonObject
 from penstock.wire.codec import encode_json
 
 MAX_CACHED = 8192
 MAX_CACHED_CHARS = 4096
 """Longer prompts are rarely repeated, and a cache of them would cost more memory than time."""
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""The names under which templates ask whether the model is to think."""
+ANSWER_FIELDS = frozenset({"content", "reasoning_content", "reasoning", "tool_calls"})
+"""What an answer becomes in a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """One answer, read in every way that is needed."""
+
+    marked: str
+    visible: str
+    own: str
+    """Marked, without the token that only says that the answer is over."""
 
 
 class Renderer:
-    """Messages to text, text to token ids, token ids to text."""
+    """Messages to marked text (see `marks`), marked text to token ids, token ids to text."""
 
     def __init__(
         self,
@@ -39,21 +64,32 @@ class Renderer:
         *,
         stop_ids: frozenset[int] = frozenset(),
         special_tokens: dict[str, str] | None = None,
+        window: int | None = None,
     ) -> None:
         self.stop_ids = stop_ids
         """Ids that end an answer, from the snapshot's generation config."""
+        self.window = window
+        """Tokens of prompt and answer together that the model can hold; None if it does not say."""
+        self.tool_format = tool_format(template)
+        self.has_thinking = END_THINK in template
+        """Its template knows what reasoning is."""
+        self.num_ids = tokenizer.get_vocab_size()
         self._tokenizer = tokenizer
+        self._decode = decoder_of(tokenizer)
         self._template = _compile(template)
         self._special_tokens = special_tokens or {}
         added = tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._special = {i: token.content for i, token in added.items() if token.special}
+        self._hidden = frozenset(i for i, word in self._special.items() if word not in STRUCTURE)
+        self._marks = Marks(tuple(self._special.values()))
+        self._spelled = _spell(tokenizer, self._marks.words)
         self._texts: dict[bytes, str] = {}
         self._ids: dict[str, tuple[int, ...]] = {}
 
     @classmethod
     def load(cls, folder: Path) -> Renderer:
         """From `tokenizer.json`, the chat template and the configs of a Hugging Face folder."""
-        config = _read_object(folder / "tokenizer_config.json")
+        config = read_object(folder / "tokenizer_config.json")
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # tokenizers raises bare Exception
@@ -63,51 +99,172 @@ class Renderer:
             ) from None
         return cls(
             tokenizer,
-            _read_template(folder, config),
-            stop_ids=_read_stop_ids(folder),
-            special_tokens=_read_special_tokens(config),
+            read_template(folder, config),
+            stop_ids=read_stop_ids(folder),
+            special_tokens=read_special_tokens(config),
+            window=read_window(folder),
         )
 
-    def render(self, messages: Sequence[JsonObject]) -> str:
-        """The prompt text up to the point where the model's answer begins."""
-        key = encode_json(messages)
+    def render(
+        self,
+        messages: Sequence[JsonObject],
+        *,
+        tools: Sequence[JsonObject] = (),
+        thinking: bool | None = None,
+        answers: Mapping[int, str] | None = None,
+    ) -> str:
+        """The prompt, marked, up to the point where the model's answer begins.
+
+        `answers` gives, by message, the marked text of answers whose own form is to be kept: the
+        template gets it as content, instead of the parts that the agent was told.
+        """
+        if answers:
+            return self._render(messages, tools, thinking, answers)
+        try:
+            key = encode_json((messages, tools, thinking))
+        except (UnicodeEncodeError, TypeError, OverflowError) as error:
+            raise BadRequest(f"the messages are no valid JSON: {error}") from None
         text = self._texts.get(key)
         if text is None:
-            text = self._render(messages)
+            text = self._render(messages, tools, thinking, {})
             if len(key) <= MAX_CACHED_CHARS:
                 _remember(self._texts, key, text)
         return text
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of rendered text; the template has already written every special token."""
+        """Token ids of marked text; the template has already written every special token."""
         ids = self._ids.get(text)
         if ids is None:
-            ids = tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            ids = tuple(self._encode(text))
             if len(text) <= MAX_CACHED_CHARS:
                 _remember(self._ids, text, ids)
         return ids
 
+    def mark(self, text: str) -> str:
+        """Foreign text, marked."""
+        return self._marks.guard(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text with its special tokens, as it stands in the model's context."""
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        return self._decode(ids)
+
+    def decode_marked(self, ids: Sequence[int]) -> str:
+        """The same, marked: tokens that only spell a special token are not taken for one."""
+        if self._special.keys().isdisjoint(ids):
+            return self._marks.guard(self.decode(ids))
+        parts: list[str] = []
+        for special, run in groupby(ids, self._special.get):
+            if special is None:
+                parts.append(self._marks.guard(self.decode(list(run))))
+            else:
+                parts.extend(special for _ in run)
+        return "".join(parts)
 
     def decode_visible(self, ids: Sequence[int]) -> str:
         """Text as an agent sees it: without special tokens."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self.decode(self.without_hidden(ids))
+
+    def decode_answer(self, ids: Sequence[int], finish: FinishReason) -> Texts:
+        """`decode_marked`, `decode_visible` and the answer's own text, decoded once where no
+        special token stands inside it."""
+        own_ids, last = ids, ""
+        if self.ends(ids, finish):
+            own_ids, last = ids[:-1], self._special.get(ids[-1])
+        is_plain = last is not None and (not last or ids[-1] in self._hidden)
+        if is_plain and self._special.keys().isdisjoint(own_ids):
+            text = self.decode(own_ids)
+            own = self._marks.guard(text)
+            return Texts(marked=own + (last or ""), visible=text, own=own)
+        return Texts(
+            marked=self.decode_marked(ids),
+            visible=self.decode_visible(ids),
+            own=self.decode_marked(own_ids),
+        )
+
+    def without_hidden(self, ids: Sequence[int]) -> Sequence[int]:
+        """The ids whose text an agent sees."""
+        if self._hidden.isdisjoint(ids):
+            return ids
+        return [token for token in ids if token not in self._hidden]
 
     def has_special(self, ids: Sequence[int]) -> bool:
-        return not self._special_ids.isdisjoint(ids)
+        return not self._special.keys().isdisjoint(ids)
 
-    def _render(self, messages: Sequence[JsonObject]) -> str:
+    def ends(self, ids: Sequence[int], finish: FinishReason) -> bool:
+        """Whether the last id only says that the answer is over."""
+        if not ids or finish is not FinishReason.STOP:
+            return False
+        return ids[-1] in (self.stop_ids or self._hidden)
+
+    def _encode(self, text: str) -> list[int]:
+        if MARK not in text:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = []
+        for at, part in enumerate(split(text)):
+            if at % 2 == 0:
+                ids += self._tokenizer.encode(part, add_special_tokens=False).ids if part else ()
+            elif part.isdigit():
+                ids += self._spelled[int(part)]
+            elif not part:
+                ids += self._tokenizer.encode(MARK, add_special_tokens=False).ids
+        return ids
+
+    def _render(
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject],
+        thinking: bool | None,
+        answers: Mapping[int, str],
+    ) -> str:
+        switches = {} if thinking is None else dict.fromkeys(THINKING_SWITCHES, thinking)
         try:
             return self._template.render(
-                messages=messages, tools=None, add_generation_prompt=True, **self._special_tokens
+                messages=[
+                    self._ready(message, answers.get(at)) for at, message in enumerate(messages)
+                ],
+                tools=self._marks.guard_all(tools) or None,
+                add_generation_prompt=True,
+                **switches,
+                **self._special_tokens,
             )
         except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise BadRequest(
                 f"the model's chat template cannot render these messages: {error}; "
                 "check roles and their order"
             ) from None
+
+    def _ready(self, message: JsonObject, answer: str | None) -> JsonObject:
+        if answer is None:
+            ready: JsonObject = self._marks.guard_all(_with_objects(message))
+            return ready
+        rest = {name: value for name, value in message.items() if name not in ANSWER_FIELDS}
+        return {**self._marks.guard_all(rest), "content": answer}
+
+
+def _spell(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+    """Each control token as ordinary text."""
+    tokenizer.encode_special_tokens = True
+    try:
+        return [tokenizer.encode(word, add_special_tokens=False).ids for word in words]
+    finally:
+        tokenizer.encode_special_tokens = False
+
+
+def _with_objects(message: JsonObject) -> JsonObject:
+    """Arguments of tool calls as objects, which is how templates want them."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in cast(list[Any], calls)]}
+
+
+def _with_object(call: Any) -> Any:
+    try:
+        function = call["function"]
+        arguments = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _remember(cache: dict[Any, Any], key: object, value: object) -> None:
@@ -123,8 +280,8 @@ def _compile(template: str) -> Template:
     def strftime_now(pattern: str) -> str:
         return datetime.datetime.now().strftime(pattern)
 
-    def tojson(value: object, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def tojson(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
@@ -136,55 +293,3 @@ def _compile(template: str) -> Template:
         return environment.from_string(template)
     except TemplateError as error:
         raise WeightsError(f"the snapshot's chat template does not compile: {error}") from None
-
-
-# --- reading a snapshot -------------------------------------------------------------------------
-
-
-def _read_object(path: Path) -> JsonObject:
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise WeightsError(f"{path} is no valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise WeightsError(f"{path} holds no JSON object")
-    return cast(JsonObject, value)
-
-
-def _read_template(folder: Path, config: JsonObject) -> str:
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # older snapshots name several; the one for chat is "default"
-        named = cast(list[JsonObject], template)
-        template = next((t.get("template") for t in named if t.get("name") == "default"), None)
-    if not isinstance(template, str):
-        raise WeightsError(
-            f"no chat template in {folder}; add chat_template.jinja, or chat_template in "
-            "tokenizer_config.json, to the model the run starts from"
-        )
-    return template
-
-
-def _read_special_tokens(config: JsonObject) -> dict[str, str]:
-    tokens: dict[str, str] = {}
-    for name in SPECIAL_TOKENS:
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = cast(JsonObject, value).get("content")
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
-
-
-def _read_stop_ids(folder: Path) -> frozenset[int]:
-    for name in ("generation_config.json", "config.json"):
-        value = _read_object(folder / name).get("eos_token_id")
-        if isinstance(value, int):
-            return frozenset({value})
-        if isinstance(value, list):
-            return frozenset(int(item) for item in cast(list[Any], value))
-    return frozenset()

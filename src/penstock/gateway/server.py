@@ -1,183 +1,151 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway over HTTP: an OpenAI base URL for agents that were not written for penstock.
+"""The gateway over HTTP: a base URL for agents that were not written for penstock.
 
-Owns routes, session keys, body limits and OpenAI's error shape. A session is named by its key,
-or by its key and the path `/sessions/{id}/v1`. Engines stay private: nothing here can load,
-pause or stop one.
+Owns the list of paths that exist, session keys, body limits and quotas. A session is named by its
+key, or by its key and the path `/sessions/{id}/v1`. Engines stay private: no path of a request is
+ever passed on, and nothing here can load, pause or stop one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
-import msgspec
-import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.errors import EngineError, TooLarge, WireError
-from penstock.gateway.dialects import chat
-from penstock.gateway.gateway import Answer, Gateway, Session
-from penstock.types import JsonObject, PolicyName
+from penstock.errors import TooLarge
+from penstock.gateway.dialects.chat import CHAT
+from penstock.gateway.dialects.completions import COMPLETIONS
+from penstock.gateway.dialects.dialect import Dialect, Problem
+from penstock.gateway.dialects.messages import MESSAGES
+from penstock.gateway.dialects.responses import RESPONSES
+from penstock.gateway.exchange import Exchange, problem_for_agent
+from penstock.gateway.gateway import Gateway, Session
+from penstock.gateway.openapi import SESSION, openapi_document
+from penstock.gateway.quotas import MAX_CONCURRENT_CALLS, TOKENS_PER_MINUTE, Quotas
+from penstock.types import JsonObject
 from penstock.wire.codec import JSON, decode, encode_json
 
-log = structlog.get_logger(__name__)
-
-MAX_BODY_BYTES = 1 << 20
-Handler = Callable[[Session, Request], Awaitable[Response]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Endpoint:
-    method: str
-    path: str
-    handler: Handler
-    summary: str
-    request: type[Any] | None = None
+MAX_BODY_BYTES = 4 << 20
+DIALECTS = (CHAT, RESPONSES, MESSAGES, COMPLETIONS)
+GONE = 499
+"""What proxies log for a client that went away; nobody reads it."""
 
 
-def build_app(gateway: Gateway) -> Starlette:
-    """Every route but `/healthz` answers only to the key of an open session."""
-    document: JsonObject = {}
+def build_app(
+    gateway: Gateway,
+    *,
+    max_concurrent_calls: int = MAX_CONCURRENT_CALLS,
+    tokens_per_minute: int = TOKENS_PER_MINUTE,
+) -> Starlette:
+    """Every route but `/healthz` answers only to the key of an open session. The quotas are each
+    session's own."""
+    quotas = Quotas(max_concurrent_calls=max_concurrent_calls, tokens_per_minute=tokens_per_minute)
+    document = openapi_document(DIALECTS)
 
-    async def openapi(session: Session, request: Request) -> Response:
-        return Response(encode_json(document), media_type=JSON)
+    async def openapi(session: Session) -> JsonObject:
+        return document
 
-    endpoints = [
-        _Endpoint(
-            method=method, path=prefix + path, handler=handler, summary=summary, request=request
-        )
-        for prefix in ("", "/sessions/{session_id}")
-        for method, path, handler, summary, request in (
-            ("POST", "/v1/chat/completions", _chat, "OpenAI chat.", chat.ChatRequest),
-            ("GET", "/v1/models", _models, "The policies of this session.", None),
-        )
-    ]
-    endpoints.append(
-        _Endpoint(method="GET", path="/openapi.json", handler=openapi, summary="This document.")
-    )
-    document.update(_openapi(endpoints))
-    return Starlette(
+    calls = {dialect.path: _Calls(dialect, gateway, quotas) for dialect in DIALECTS}
+    app = _App(
         routes=[
+            *(
+                Route(prefix + path, call, methods=["POST"])
+                for prefix in ("", SESSION)
+                for path, call in calls.items()
+            ),
+            *(_get(prefix + "/v1/models", _models, gateway) for prefix in ("", SESSION)),
+            _get("/openapi.json", openapi, gateway),
             _exact(Route("/healthz", _healthz, methods=["GET"])),
-            *(_route(endpoint, gateway) for endpoint in endpoints),
         ],
+        middleware=[Middleware(_PlainPaths)],
         exception_handlers={HTTPException: _no_such_route},
     )
+    app.router.redirect_slashes = False
+    app.calls = calls
+    return app
 
 
-# --- handlers -----------------------------------------------------------------------------------
+class _App(Starlette):
+    """Model calls go straight to their dialect, which answers for its own errors; Starlette's
+    layers answer for all else."""
+
+    calls: Mapping[str, ASGIApp] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = self._find(scope) if scope["type"] == "http" else None
+        await (call or super().__call__)(scope, receive, send)
+
+    def _find(self, scope: Scope) -> ASGIApp | None:
+        path: str = scope["path"]
+        if scope["method"] != "POST" or scope.get("root_path") or b"%" in scope["raw_path"]:
+            return None
+        call = self.calls.get(path)
+        if call is None and path.startswith("/sessions/"):
+            session_id, _, rest = path.removeprefix("/sessions/").partition("/")
+            call = self.calls.get("/" + rest) if session_id else None
+            scope["path_params"] = {"session_id": session_id}
+        return call
 
 
-async def _chat(session: Session, request: Request) -> Response:
-    body = decode(await _read_body(request), chat.ChatRequest, media_type=JSON)
-    chat.check(body)
-    renderer = session.renderer(PolicyName(body.model))
-    messages = chat.plain_messages(body)
-    answers = await _ask(session, messages, body)
-    reply = chat.Reply(
-        model=body.model,
-        choices=[chat.Choice(answer=answer, turn=session.turn(answer.turn)) for answer in answers],
-        renderer=renderer,
-        has_logprobs=bool(body.logprobs),
-    )
-    if await request.is_disconnected():
-        _mark_unreached(session, reply)
-        return Response(status_code=499)
-    if not body.stream:
-        return Response(encode_json(chat.completion_body(reply)), media_type=JSON)
-    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return StreamingResponse(
-        _stream(session, reply, include_usage=include_usage), media_type="text/event-stream"
-    )
+# --- calls --------------------------------------------------------------------------------------
 
 
-async def _ask(
-    session: Session, messages: list[JsonObject], body: chat.ChatRequest
-) -> list[Answer]:
-    """All choices, or the first error; then the choices that did succeed reach nobody."""
-    results = await asyncio.gather(
-        *(
-            session.chat_with(messages, chat.overrides_of(body, choice), PolicyName(body.model))
-            for choice in range(body.num_choices)
-        ),
-        return_exceptions=True,
-    )
-    answers = [result for result in results if isinstance(result, Answer)]
-    for result in results:
-        if isinstance(result, BaseException):
-            for answer in answers:
-                session.mark_unreached(answer.turn)
-            raise result
-    return answers
+class _Calls:
+    """The path of one dialect, as an ASGI application."""
 
+    def __init__(self, dialect: Dialect, gateway: Gateway, quotas: Quotas) -> None:
+        self._dialect = dialect
+        self._gateway = gateway
+        self._quotas = quotas
 
-async def _stream(
-    session: Session, reply: chat.Reply, *, include_usage: bool
-) -> AsyncIterator[bytes]:
-    try:
-        for event in chat.stream_events(reply, include_usage=include_usage):
-            yield event
-    except BaseException:  # cancelled or closed by the server because the client went away
-        _mark_unreached(session, reply)
-        raise
-
-
-def _mark_unreached(session: Session, reply: chat.Reply) -> None:
-    for choice in reply.choices:
-        session.mark_unreached(choice.answer.turn)
-
-
-async def _models(session: Session, request: Request) -> Response:
-    models = [
-        {"id": policy, "object": "model", "created": 0, "owned_by": "penstock"}
-        for policy in session.policies
-    ]
-    return Response(encode_json({"object": "list", "data": models}), media_type=JSON)
-
-
-async def _healthz(request: Request) -> Response:
-    return Response(encode_json({"status": "ok"}), media_type=JSON)
-
-
-# --- routing, keys, errors ----------------------------------------------------------------------
-
-
-def _route(endpoint: _Endpoint, gateway: Gateway) -> Route:
-    async def handle(request: Request) -> Response:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
         try:
-            session = gateway.find(_key(request), request.path_params.get("session_id"))
-            return await endpoint.handler(session, request)
-        except WireError as error:
-            code = _OPENAI_CODES.get(error.code, error.code)
-            return _error(error.status, code, str(error))
-        except EngineError as error:
-            return _error(503, "engine_error", str(error))
+            response = await self._respond(request, send)
         except ClientDisconnect:
-            return Response(status_code=499)
-        except Exception:
-            log.exception("handler failed", method=endpoint.method, path=endpoint.path)
-            return _error(500, "internal", "internal error; see this node's log")
+            response = Response(status_code=GONE)
+        except Exception as error:
+            response = _failure(problem_for_agent(error), self._dialect)
+        if response is not None:
+            await response(scope, receive, send)
 
-    return _exact(Route(endpoint.path, handle, methods=[endpoint.method]))
+    async def _respond(self, request: Request, send: Send) -> Response | None:
+        """None once a stream was sent."""
+        session = _find(self._gateway, request)
+        fields = decode(await _read_body(request), dict[str, Any], media_type=JSON)
+        ask = self._dialect.read(fields)
+        exchange = Exchange(session, ask)
+        with self._quotas.hold(session, len(ask.calls)):
+            gone = asyncio.create_task(_leaves(request.receive))
+            try:
+                if ask.is_stream:
+                    await exchange.stream(send, gone.done)
+                    return None
+                replies = await exchange.replies()
+            finally:
+                self._quotas.spend(session, exchange.answers.values())
+                gone.cancel()
+        if gone.done():
+            exchange.mark_unreached()
+            return Response(status_code=GONE)
+        return Response(encode_json(ask.body(replies)), media_type=JSON)
 
 
-def _exact(route: Route) -> Route:
-    assert route.methods is not None
-    route.methods.discard("HEAD")  # Starlette adds HEAD to GET; the document lists every method
-    return route
-
-
-def _key(request: Request) -> str:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+async def _leaves(receive: Receive) -> None:
+    """Until the agent hangs up. One task for the whole call: to ask anew after every piece of a
+    stream costs more than the piece."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _read_body(request: Request) -> bytes:
@@ -192,55 +160,86 @@ async def _read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-_OPENAI_CODES = {"unauthorized": "invalid_api_key", "not_found": "model_not_found"}
+# --- other routes -------------------------------------------------------------------------------
 
 
-def _error(status: int, code: str, message: str) -> Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    return Response(encode_json(body), status_code=status, media_type=JSON)
+async def _models(session: Session) -> JsonObject:
+    """In a shape that serves OpenAI's clients and Anthropic's."""
+    models = [
+        {
+            "id": policy,
+            "object": "model",
+            "created": 0,
+            "owned_by": "penstock",
+            "type": "model",
+            "display_name": policy,
+            "created_at": "1970-01-01T00:00:00Z",
+            "lifecycle": "active",
+        }
+        for policy in session.policies
+    ]
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
+    return {"object": "list", "data": models, **ends}
+
+
+async def _healthz(request: Request) -> Response:
+    return Response(encode_json({"status": "ok"}), media_type=JSON)
+
+
+def _get(path: str, answer: Callable[[Session], Awaitable[JsonObject]], gateway: Gateway) -> Route:
+    async def handle(request: Request) -> Response:
+        try:
+            body = await answer(_find(gateway, request))
+        except Exception as error:
+            return _failure(problem_for_agent(error), CHAT)
+        return Response(encode_json(body), media_type=JSON)
+
+    return _exact(Route(path, handle, methods=["GET"]))
+
+
+def _exact(route: Route) -> Route:
+    assert route.methods is not None
+    route.methods.discard("HEAD")  # Starlette adds HEAD to GET; the document lists every method
+    return route
+
+
+# --- keys, paths, errors ------------------------------------------------------------------------
+
+
+def _find(gateway: Gateway, request: Request) -> Session:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return gateway.find(key, request.path_params.get("session_id"))
+
+
+class _PlainPaths:
+    """No path here needs an escape, so one that has any is somebody's attempt at another path."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or b"%" not in scope.get("raw_path", b""):
+            await self._app(scope, receive, send)
+            return
+        response = await _no_such_route(Request(scope), HTTPException(HTTPStatus.NOT_FOUND))
+        await response(scope, receive, send)
+
+
+def _failure(problem: Problem, dialect: Dialect) -> Response:
+    headers: dict[str, str] = {}
+    if problem.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(problem.retry_after_s)))
+    body = encode_json(dialect.error(problem))
+    return Response(body, status_code=problem.status, headers=headers, media_type=JSON)
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = HTTPStatus(error.status_code).phrase.lower()
-    message = f"{request.method} {request.url.path}: {reason}; see /openapi.json for the routes"
-    return _error(error.status_code, reason.replace(" ", "_"), message)
-
-
-def _openapi(endpoints: list[_Endpoint]) -> JsonObject:
-    template = "#/components/schemas/{name}"
-    (request,), components = msgspec.json.schema_components(
-        [chat.ChatRequest], ref_template=template
+    problem = Problem(
+        status=error.status_code,
+        code=reason.replace(" ", "_") if error.status_code != 404 else "no_such_route",
+        message=f"{request.method} {request.url.path}: {reason}; see /openapi.json for the routes",
     )
-    paths: JsonObject = {
-        "/healthz": {
-            "get": {
-                "summary": "Alive; the only route without a key.",
-                "security": [],
-                "responses": {"200": {"description": "alive"}},
-            }
-        }
-    }
-    for endpoint in endpoints:
-        operation: JsonObject = {
-            "summary": endpoint.summary,
-            "responses": {"200": {"description": "done"}, "4XX": {"description": "OpenAI error"}},
-        }
-        if "{session_id}" in endpoint.path:
-            parameter = {"name": "session_id", "in": "path", "required": True}
-            operation["parameters"] = [{**parameter, "schema": {"type": "string"}}]
-        if endpoint.request is not None:
-            content = {JSON: {"schema": request}}
-            operation["requestBody"] = {"required": True, "content": content}
-        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "penstock gateway", "version": "1"},
-        "paths": paths,
-        "security": [{"key": []}],
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-    }
+    return _failure(problem, MESSAGES if MESSAGES.path in request.url.path else CHAT)

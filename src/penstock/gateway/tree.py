@@ -1,25 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The turns of one session as a tree of text and token segments.
 
-A request whose rendered text continues the whole context of an earlier turn extends that turn:
-what was sampled stays exactly as it was sampled, only the rest is tokenised. History rewritten
-by the agent or by the template starts a branch; nothing is repaired silently.
+A request whose prompt continues the whole context of an earlier turn extends that turn: what was
+sampled stays exactly as it was sampled, only the rest is tokenised. Whether it continues is
+decided on marked text, in which equal text means equal control tokens (see `marks`), or on ids
+where the caller sends ids. History rewritten by the agent or by the template starts a branch;
+nothing is repaired silently.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import AnyStr
 
-from penstock.types import PolicyName, Turn, view_ids
+from penstock.types import PolicyName, TokenIds, Turn, view_ids
 
 ROOT = -1
 
 
 @dataclass(slots=True)
 class _Segment:
+    """What one turn added to its parent's context."""
+
     turn: Turn
-    text: str
-    """What this turn added to its parent's context: new prompt text, then the sampled text."""
+    prompt: str
+    sampled: str
     children: list[int]
 
 
@@ -43,6 +49,18 @@ class TurnTree:
         Longest context wins, then the newest turn. Other policies' turns never match: their ids
         are of another tokenizer. Answers that never reached the agent do not either.
         """
+        return self._longest(policy, text, lambda at: (at.prompt, at.sampled))
+
+    def match_ids(self, policy: PolicyName, ids: TokenIds) -> tuple[int, int]:
+        """The same for a prompt of ids; the length is in bytes."""
+        return self._longest(policy, ids, lambda at: (at.turn.prompt_ids, at.turn.sampled_ids))
+
+    def _longest(
+        self,
+        policy: PolicyName,
+        whole: AnyStr,
+        parts_of: Callable[[_Segment], tuple[AnyStr, AnyStr]],
+    ) -> tuple[int, int]:
         best, best_length = ROOT, 0
         open_nodes = [(index, 0) for index in self._roots]
         while open_nodes:
@@ -50,31 +68,40 @@ class TurnTree:
             segment = self._segments[index]
             if segment.turn.policy != policy or not segment.turn.reached_agent:
                 continue
-            if not text.startswith(segment.text, start):
+            prompt, sampled = parts_of(segment)
+            middle = start + len(prompt)
+            if not (whole.startswith(prompt, start) and whole.startswith(sampled, middle)):
                 continue
-            end = start + len(segment.text)
+            end = middle + len(sampled)
             if (end, index) > (best_length, best):
                 best, best_length = index, end
             open_nodes.extend((child, end) for child in segment.children)
         return best, best_length
 
+    def path(self, index: int) -> Iterator[int]:
+        """This turn, its parent, and so on."""
+        while index != ROOT:
+            yield index
+            index = self._segments[index].turn.parent
+
     def context_ids(self, index: int) -> list[int]:
         """All ids of a turn's context, from the first prompt to its own sampled tokens."""
-        chain: list[Turn] = []
-        while index != ROOT:
-            turn = self._segments[index].turn
-            chain.append(turn)
-            index = turn.parent
-        ids: list[int] = []
-        for turn in reversed(chain):
-            ids.extend(view_ids(turn.prompt_ids))
-            ids.extend(view_ids(turn.sampled_ids))
-        return ids
+        parts: list[bytes] = []
+        for at in self.path(index):
+            turn = self._segments[at].turn
+            parts += (turn.sampled_ids, turn.prompt_ids)
+        return view_ids(TokenIds(b"".join(reversed(parts)))).tolist()
 
-    def add(self, turn: Turn, text: str) -> int:
+    def add(self, turn: Turn, prompt: str, sampled: str) -> int:
+        """Turns that ask the same share the memory of their question."""
         index = len(self._segments)
-        self._segments.append(_Segment(turn, text, []))
         siblings = self._roots if turn.parent == ROOT else self._segments[turn.parent].children
+        for sibling in siblings:
+            twin = self._segments[sibling]
+            if twin.turn.prompt_ids == turn.prompt_ids and twin.prompt == prompt:
+                turn, prompt = replace(turn, prompt_ids=twin.turn.prompt_ids), twin.prompt
+                break
+        self._segments.append(_Segment(turn, prompt, sampled, []))
         siblings.append(index)
         return index
 

@@ -5,6 +5,7 @@ a crash.
 How an attempt ends, in this order:
 - the engine refused or died              → failed(engine)
 - the workflow raised                     → failed(workflow), the user's own frames in `detail`
+  … because the window was full           → truncated(length) if some answer had reached it
 - the workflow made no model call         → failed(workflow)
 - its time was up                         → truncated(deadline) if some answer had reached it,
                                             else failed(deadline)
@@ -30,6 +31,7 @@ from penstock.gateway.gateway import Gateway, Session
 from penstock.rollout.context import Context
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.functions import shorten, user_traceback
+from penstock.rollout.recorder import Recorder
 from penstock.rollout.rewards.scorer import Failed, Scored
 from penstock.rollout.workflows import Workflow, find_workflow
 from penstock.types import (
@@ -76,12 +78,14 @@ class Attempts:
         self,
         gateway: Gateway,
         endpoint: Endpoint,
+        recorder: Recorder,
         scorer: Score | None,
         facts: RunFacts,
         node_id: NodeId,
     ) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
+        self._recorder = recorder
         self._scorer = scorer
         self._facts = facts
         self._node_id = node_id
@@ -92,15 +96,20 @@ class Attempts:
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         """Always a record, whatever the workflow does; only cancellation passes through."""
         started_at = time.time()
-        session = self._gateway.open(
-            policies=self._facts.policies, sampling=self._facts.sampling, seed=grant.seed
-        )
-        ctx = Context(session, self._endpoint, seed=grant.seed)
-        try:
-            completion, outcome = await self._work(task, ctx)
-        finally:
-            turns = self._gateway.close(session)
-        outcome = judge(outcome, turns)
+        async with self._recorder.follow(row_id_of(grant), grant.num_recorded) as following:
+            session = self._gateway.open(
+                policies=self._facts.policies,
+                sampling=self._facts.sampling,
+                seed=grant.seed,
+                earlier=following.earlier,
+                record=following.heard,
+            )
+            ctx = Context(session, self._endpoint, seed=grant.seed)
+            try:
+                completion, outcome = await self._work(task, ctx)
+            finally:
+                turns = self._gateway.close(session)
+        outcome = judge(outcome, turns, is_window_full=session.has_overflowed)
         reward = None
         if outcome.has_reward and self._facts.is_scored:
             if completion is None:
@@ -181,11 +190,15 @@ def failed(kind: FailureKind, detail: str) -> Outcome:
     return Outcome(kind=OutcomeKind.FAILED, reason=kind, detail=shorten(detail))
 
 
-def judge(outcome: Outcome, turns: Sequence[Turn]) -> Outcome:
-    """What the turns say about the end of an attempt whose workflow did not fail."""
+def judge(outcome: Outcome, turns: Sequence[Turn], *, is_window_full: bool = False) -> Outcome:
+    """What the turns say about the end of an attempt. `is_window_full`: its last call had no room
+    for an answer, which is then why its workflow failed, whatever an SDK or a program made of
+    it."""
+    reached = [turn for turn in turns if turn.reached_agent]
+    if is_window_full and reached and outcome.reason == FailureKind.WORKFLOW:
+        return OUT_OF_TOKENS
     if not outcome.has_reward:
         return outcome
-    reached = [turn for turn in turns if turn.reached_agent]
     if not reached:
         if outcome is OUT_OF_TIME:
             return failed(FailureKind.DEADLINE, "time was up before the first model answer")

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.gateway.gateway import Answer, Session
+from penstock.gateway.calls import Answer
+from penstock.gateway.gateway import Session
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.programs import inherited_env, run_program
 from penstock.types import MAX_ROLE, JsonObject, PolicyName
@@ -52,7 +53,7 @@ class Context:
 
     @property
     def base_url(self) -> str:
-        """For any OpenAI client in this or a child process."""
+        """For any OpenAI client in this or a child process; Anthropic's want it without `/v1`."""
         return self._endpoint.url
 
     @property
@@ -74,15 +75,23 @@ class Context:
         stdin: bytes = b"",
         timeout_s: float | None = None,
     ) -> str:
-        """Run a program whose OpenAI client finds this attempt by itself; returns what it printed.
+        """Run a program whose OpenAI or Anthropic client finds this attempt by itself; returns what
+        it printed.
 
         Raises WorkflowError when it does not end with 0. It dies, with all it started in its
         process group, when the attempt ends in any way, and with the node.
         """
-        address = {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+        inherited = inherited_env()
+        inherited.pop("ANTHROPIC_AUTH_TOKEN", None)  # some clients prefer it to the key
+        address = {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
         return await run_program(
             words,
-            env={**inherited_env(), **address, **(env or {})},
+            env={**inherited, **address, **(env or {})},
             stdin=stdin,
             timeout_s=timeout_s,
         )

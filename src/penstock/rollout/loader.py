@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wanted versions become live ones: pull, verify, load, probe, announce.
 
+Each engine is probed by itself, right after its load and before new requests come to it. Announced
+is the oldest version that an engine of the policy serves. An engine that died is no part of that;
+when it is back it is loaded beside the others.
+
 Whatever goes wrong on the way, the last verified version keeps serving and the next try follows.
 """
 
@@ -15,11 +19,11 @@ from typing import Protocol
 
 import structlog
 
-from penstock.dataflow.protocol import LiveVersion
 from penstock.errors import EngineError, WeightsError, WireError, boundary
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generate import Completion
 from penstock.gateway.renderer import Renderer
+from penstock.rollout.engines.base import Engine
 from penstock.rollout.membership import Membership
 from penstock.rollout.orders import StandingOrders
 from penstock.rollout.serving import Engines
@@ -104,27 +108,26 @@ class Loader:
 
     async def run(self) -> None:
         """consumes: wanted versions · produces: live ones, announced
-        waits for: an order, its weights, the engine
-        woken by: `StandingOrders.follow()`, the time of a retry"""
+        waits for: an order, its weights, the engines
+        woken by: `StandingOrders.follow()`, the time to look at the engines again"""
         while True:
             self._orders.changed.clear()
             for wanted in self._behind():
                 await self._try(wanted)
             with suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S if self._behind() else None):
+                async with asyncio.timeout(RETRY_S):
                     await self._orders.changed.wait()
 
     def _behind(self) -> list[PublishedVersion]:
         return [
             wanted
             for policy, wanted in self._orders.wanted.items()
-            if policy in self._engines.policies and self._loaded.get(policy) != wanted
+            if policy in self._engines.policies
+            and (self._loaded.get(policy) != wanted or self._engines.is_behind(version_of(wanted)))
         ]
 
     async def _try(self, wanted: PublishedVersion) -> None:
-        version = Version(
-            policy=wanted.policy, incarnation=wanted.incarnation, number=wanted.number
-        )
+        version = version_of(wanted)
         if self._tried.get(wanted.policy, wanted) != wanted:
             await self._forget()  # what was fetched of a version that nobody wants any more
         self._tried[wanted.policy] = wanted
@@ -132,13 +135,14 @@ class Loader:
             folder = await self._fetch(self._orders.weights_url, wanted)
             await self._load(folder, version)
         except (WeightsError, EngineError, WireError) as error:
-            kept = [f"{live.incarnation}.{live.number}" for live in self._proven()]
+            kept = [f"{live.incarnation}.{live.number}" for live in self._engines.live()]
             log.error("version not loaded", version=str(version), still_live=kept, error=str(error))
             return
+        if self._loaded.get(wanted.policy) != wanted:
+            log.info("live", version=str(version))
         self._loaded[wanted.policy] = wanted
-        live = self._proven()
+        live = self._engines.live()
         self._membership.announce(live, is_ready=len(live) == len(self._engines.policies))
-        log.info("live", version=str(version))
         del self._tried[wanted.policy]
         await self._forget()
 
@@ -147,36 +151,28 @@ class Loader:
         keep = [loaded.manifest_digest for loaded in self._loaded.values()]
         await asyncio.to_thread(self._fetch.forget_but, keep)
 
-    def _proven(self) -> tuple[LiveVersion, ...]:
-        """What is live and has passed its probe."""
-        return tuple(
-            live
-            for live in self._engines.live()
-            if (known := self._loaded.get(live.policy)) is not None
-            and (known.incarnation, known.number) == (live.incarnation, live.number)
-        )
-
     async def _load(self, folder: Path, version: Version) -> None:
         # A policy keeps its tokenizer for life, so the first snapshot's renderer serves them all.
         if version.policy not in self._probes:
             renderer = await asyncio.to_thread(Renderer.load, folder)
             self._gateway.set_renderer(version.policy, renderer)
             self._probes[version.policy] = renderer.encode(PROBE_TEXT)[:PROBE_TOKENS] or (0,)
-        await self._engines.load(folder, version)
-        await self._probe(version)
+        await self._engines.load(folder, version, prove=self._probe)
 
-    async def _probe(self, version: Version) -> None:
+    async def _probe(self, engine: Engine, version: Version) -> None:
         """One fixed prompt: weights that are what they should be may still not work here."""
         self._num_probes += 1  # a seed matters only to an engine that draws its failures
         greedy = SamplingSpec(temperature=0.0, max_tokens=PROBE_TOKENS, seed=self._num_probes)
         prompt_ids = self._probes[version.policy]
         with boundary(EngineError, f"probe of {version}"):
             async with asyncio.timeout(PROBE_S):
-                answer = await self._engines(
-                    prompt_ids, greedy, policy=version.policy, session="probe"
-                )
+                answer = await engine(prompt_ids, greedy, policy=version.policy, session="probe")
         if (why := fault(answer, version)) is not None:
             raise EngineError(f"probe of {version}: {why}; it is not announced")
+
+
+def version_of(wanted: PublishedVersion) -> Version:
+    return Version(policy=wanted.policy, incarnation=wanted.incarnation, number=wanted.number)
 
 
 def fault(answer: Completion, version: Version) -> str | None:

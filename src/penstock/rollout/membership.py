@@ -38,13 +38,20 @@ class Membership:
     """One life of one node: a session that no other process shares."""
 
     def __init__(
-        self, calls: Members, orders: StandingOrders, *, node_id: NodeId, capacity: int
+        self,
+        calls: Members,
+        orders: StandingOrders,
+        *,
+        node_id: NodeId,
+        capacity: int,
+        tags: tuple[str, ...] = (),
     ) -> None:
         self.node_id = node_id
         self.session = secrets.token_hex(8)
         self._calls = calls
         self._orders = orders
         self._capacity = capacity
+        self._tags = tags
         self._live: tuple[LiveVersion, ...] = ()
         self.ready = asyncio.Event()
         """Set once every policy has a live version; from then on the node may lease."""
@@ -64,7 +71,11 @@ class Membership:
     async def join(self) -> Registered:
         registered = await self._calls.register(
             Register(
-                node_id=self.node_id, session=self.session, capacity=self._capacity, policies=()
+                node_id=self.node_id,
+                session=self.session,
+                capacity=self._capacity,
+                policies=(),
+                tags=self._tags,
             )
         )
         self._orders.follow(registered.orders, registered.weights_url)

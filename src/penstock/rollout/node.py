@@ -11,6 +11,7 @@ dataflow's answer to its registration, so a URL and a token are enough to join.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 import zlib
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -26,13 +27,15 @@ from penstock.dataflow.spread_client import SpreadClient
 from penstock.gateway.gateway import Gateway
 from penstock.rollout.attempt import Attempts
 from penstock.rollout.endpoint import Endpoint
-from penstock.rollout.engines import make_engine
+from penstock.rollout.engines import EnginePlace, make_engine
 from penstock.rollout.engines.base import Engine
 from penstock.rollout.loader import Fetch, FrontFetch, Loader
 from penstock.rollout.membership import Members, Membership
 from penstock.rollout.neighbour import Sharing, SharingFetch
 from penstock.rollout.orders import StandingOrders
 from penstock.rollout.outbox import Acknowledgements, Deliveries, Outbox
+from penstock.rollout.pool import MAX_PAUSED
+from penstock.rollout.recorder import Recorder, Turns
 from penstock.rollout.rewards.scorer import Scorer
 from penstock.rollout.serving import Engines
 from penstock.rollout.slots import Leases, Slots
@@ -51,6 +54,7 @@ class Node:
     membership: Membership
     loader: Loader
     endpoint: Endpoint
+    recorder: Recorder
     scorer: Scorer | None
     slots: Slots
     outbox: Outbox
@@ -81,6 +85,7 @@ class Node:
             "load": self.loader.run(),
             "deliver": self.outbox.deliver(),
             "gateway": self.endpoint.run(),
+            "record": self.recorder.run(),
         }
         if self.scorer is not None:
             loops["score"] = self.scorer.run()
@@ -102,7 +107,7 @@ def _first(error: BaseException) -> BaseException:
     return _first(group.exceptions[0])
 
 
-class Dataflow(Members, Leases, Deliveries, Protocol):
+class Dataflow(Members, Leases, Deliveries, Turns, Protocol):
     """All that a node asks of the dataflow."""
 
 
@@ -113,6 +118,9 @@ class Outside:
     dataflow: Dataflow
     make_fetch: Callable[[RunFacts], Fetch]
     make_engine: Callable[[RunFacts], Engine]
+    num_engines: int = 1
+    """Of each policy."""
+    max_paused: float = MAX_PAUSED
 
 
 @asynccontextmanager
@@ -130,11 +138,17 @@ async def build(
     registered = await membership.join()
     facts = registered.facts
     fetch = outside.make_fetch(facts)
-    engines = Engines(facts.policies, lambda: outside.make_engine(facts))
+    engines = Engines(
+        facts.policies,
+        lambda: outside.make_engine(facts),
+        num_engines=outside.num_engines,
+        max_paused=outside.max_paused,
+    )
     gateway = Gateway(engines)
     endpoint = Endpoint(gateway)
     scorer = Scorer(facts.reward) if facts.reward else None
-    attempts = Attempts(gateway, endpoint, scorer, facts, node_id)
+    recorder = Recorder(outside.dataflow, node_id)
+    attempts = Attempts(gateway, endpoint, recorder, scorer, facts, node_id)
     outbox = Outbox(outside.dataflow, membership, acknowledgements)
     try:
         yield Node(
@@ -142,6 +156,7 @@ async def build(
             membership=membership,
             loader=Loader(orders, membership, engines, gateway, fetch),
             endpoint=endpoint,
+            recorder=recorder,
             scorer=scorer,
             slots=Slots(outside.dataflow, membership, orders, attempts, outbox, capacity=capacity),
             outbox=outbox,
@@ -162,6 +177,10 @@ async def run_node(
     acks: Path | None = None,
     capacity: int | None = None,
     engine: str | None = None,
+    engine_url: str = "",
+    vllm_environment: str = "",
+    num_engines: int = 1,
+    max_paused: float = MAX_PAUSED,
     relay: tuple[str, str] | None = None,
     sharing: Sharing | None = None,
 ) -> None:
@@ -169,14 +188,26 @@ async def run_node(
     comes.
 
     `acks` takes the acknowledged row ids, by default `state_dir/acks.txt`; `engine` overrides the
-    run's engine kind; `relay`, a URL and the token shown there, is asked for weights before the
-    run's own front, and with `sharing` the node is a relay to others. Returns after an orderly
-    leave; raises what ended the node otherwise.
+    run's engine kind, whose server is at `engine_url` or in `vllm_environment`; each policy gets
+    `num_engines`, of which at most `max_paused` take new weights at once; `relay`, a URL and the
+    token shown there, is asked for weights before the run's own front, and with `sharing` the node
+    is a relay to others. Returns after an orderly leave; raises what ended the node otherwise.
     """
 
+    seeds = itertools.count(zlib.crc32(node_id.encode()))
+
     def make(facts: RunFacts) -> Engine:
-        seed = zlib.crc32(node_id.encode())
-        return make_engine(engine or facts.engine, seed=seed, torch_threads=facts.torch_threads)
+        return make_engine(
+            engine or facts.engine,
+            seed=next(seeds),
+            torch_threads=facts.torch_threads,
+            place=EnginePlace(
+                url=engine_url,
+                environment=vllm_environment,
+                options=facts.engine_options,
+                state_dir=state_dir,
+            ),
+        )
 
     def fetch(facts: RunFacts) -> Fetch:
         if sharing is not None:
@@ -185,7 +216,13 @@ async def run_node(
 
     client = SpreadClient(url, token)
     acknowledgements = Acknowledgements(acks or state_dir / "acks.txt")
-    outside = Outside(dataflow=client, make_fetch=fetch, make_engine=make)
+    outside = Outside(
+        dataflow=client,
+        make_fetch=fetch,
+        make_engine=make,
+        num_engines=num_engines,
+        max_paused=max_paused,
+    )
     try:
         async with build(
             outside, acknowledgements, node_id=node_id, capacity=capacity or CAPACITY

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of this node, one per policy, as the gateway sees them: a single `Generate`."""
+"""The engines of this node, a pool per policy, as the gateway sees them: a single `Generate`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,27 @@ from pathlib import Path
 
 from penstock.dataflow.protocol import LiveVersion
 from penstock.errors import EngineError, boundary
-from penstock.gateway.generate import Completion
+from penstock.gateway.generate import Completion, Listen
 from penstock.rollout.engines.base import Engine
+from penstock.rollout.pool import MAX_PAUSED, Pool, PoolFacts, Prove
 from penstock.types import PolicyName, SamplingSpec, Version
 
 
 class Engines:
     """Nothing is live until the first `load()`, which also waits for an engine's slow imports."""
 
-    def __init__(self, policies: Sequence[PolicyName], make: Callable[[], Engine]) -> None:
-        self._by_policy = {policy: make() for policy in policies}
+    def __init__(
+        self,
+        policies: Sequence[PolicyName],
+        make: Callable[[], Engine],
+        *,
+        num_engines: int = 1,
+        max_paused: float = MAX_PAUSED,
+    ) -> None:
+        self._by_policy = {
+            policy: Pool([make() for _ in range(num_engines)], max_paused=max_paused)
+            for policy in policies
+        }
 
     @property
     def policies(self) -> frozenset[PolicyName]:
@@ -30,23 +41,32 @@ class Engines:
         *,
         policy: PolicyName,
         session: str,
+        listen: Listen | None = None,
     ) -> Completion:
-        engine = self._by_policy[policy]
+        pool = self._by_policy[policy]
         with boundary(EngineError, f"engine of policy {policy}, generate"):
-            return await engine(prompt_ids, sampling, policy=policy, session=session)
+            return await pool(prompt_ids, sampling, policy=policy, session=session, listen=listen)
 
-    async def load(self, folder: Path, version: Version) -> None:
+    async def load(self, folder: Path, version: Version, *, prove: Prove | None = None) -> None:
+        """As `Pool.load`."""
         with boundary(EngineError, f"engine of policy {version.policy}, load of {version}"):
-            await self._by_policy[version.policy].load(folder, version)
+            await self._by_policy[version.policy].load(folder, version, prove=prove)
+
+    def is_behind(self, version: Version) -> bool:
+        return self._by_policy[version.policy].is_behind(version)
 
     def live(self) -> tuple[LiveVersion, ...]:
-        served = (engine.live for engine in self._by_policy.values())
+        """Of each policy the oldest version that one of its engines serves."""
+        served = (pool.live for pool in self._by_policy.values())
         return tuple(
             LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number)
             for v in served
             if v is not None
         )
 
+    def facts(self) -> dict[PolicyName, PoolFacts]:
+        return {policy: pool.facts for policy, pool in self._by_policy.items()}
+
     async def close(self) -> None:
-        for engine in self._by_policy.values():
-            await engine.close()
+        for pool in self._by_policy.values():
+            await pool.close()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Credit of a trajectory, by comparison inside its group. Pure NumPy in float64.
+"""Credit of a trajectory, by comparison inside its group or its batch. Pure NumPy in float64.
 
 Groups come whole, with the rewards of every row of the manifest; a row whose tokens are gone still
 counts in its group's statistics.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,8 @@ MIN_SPREAD = 1e-6
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Credit = Callable[[Floats, Ints], Floats]
+"""Rewards and groups of all rows of a batch to their advantages."""
 
 
 def group_advantages(rewards_R: Floats, groups_R: Ints) -> Floats:
@@ -33,6 +37,12 @@ def group_advantages(rewards_R: Floats, groups_R: Ints) -> Floats:
     stds_G = np.sqrt(squares_G / np.maximum(sizes_G - 1, 1))
     has_spread_G = _spread(rewards_R, groups_R, sizes_G.size) > MIN_SPREAD
     return np.where(has_spread_G[groups_R], centred_R / (stds_G[groups_R] + EPSILON), 0.0)
+
+
+def batch_advantages(rewards_R: Floats, groups_R: Ints) -> Floats:
+    """REINFORCE with the batch as its baseline: (reward - mean) / (std + ε) over all rows, whatever
+    their groups; for groups of one."""
+    return group_advantages(rewards_R, np.zeros_like(groups_R))
 
 
 def _spread(rewards_R: Floats, groups_R: Ints, num_groups: int) -> Floats:

@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from penstock.dataflow.protocol import RowPayload
 from penstock.errors import StoreError
-from penstock.trainer.advantages import group_advantages
+from penstock.trainer.advantages import Credit, group_advantages
 from penstock.trainer.samples import Samples, cut
 from penstock.types import Manifest, PolicyName, Trajectory
 from penstock.wire.codec import decode
@@ -48,7 +48,11 @@ class Batch:
 
 
 def assemble(
-    manifest: Manifest, rows: Sequence[RowPayload], policy: PolicyName, vocab_size: int
+    manifest: Manifest,
+    rows: Sequence[RowPayload],
+    policy: PolicyName,
+    vocab_size: int,
+    credit: Credit = group_advantages,
 ) -> Batch:
     """The batch of this manifest from its rows as they were served."""
     rewards_R = np.array([row.score for row in manifest.rows], np.float64)
@@ -60,7 +64,7 @@ def assemble(
         trains_from=manifest.trains_from,
         samples=_within_vocabulary(samples, vocab_size, manifest.seq),
         rewards_R=rewards_R,
-        advantages_R=group_advantages(rewards_R, groups_R),
+        advantages_R=credit(rewards_R, groups_R),
         groups_R=groups_R,
         staleness_R=_staleness(manifest, policy),
     )

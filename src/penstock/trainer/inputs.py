@@ -68,7 +68,11 @@ class Inputs:
             temperature_K=None if self.temperature_K is None else move(self.temperature_K),
             kept=None
             if kept is None
-            else Truncation(top_k_K=move(kept.top_k_K), top_p_K=move(kept.top_p_K)),
+            else Truncation(
+                top_k_K=move(kept.top_k_K),
+                top_p_K=move(kept.top_p_K),
+                min_p_K=move(kept.min_p_K),
+            ),
         )
 
 
@@ -144,10 +148,13 @@ def _temperature(samples: Samples, token_K: Ints) -> Tensor | None:
 
 def _truncation(samples: Samples, token_K: Ints) -> Truncation | None:
     top_k_K, top_p_K = samples.top_k_T[token_K], samples.top_p_T[token_K]
-    if (top_k_K == 0).all() and (top_p_K == 1).all():
+    min_p_K = samples.min_p_T[token_K]
+    if (top_k_K == 0).all() and (top_p_K == 1).all() and (min_p_K == 0).all():
         return None
     return Truncation(
-        top_k_K=torch.from_numpy(top_k_K.astype(np.int64)), top_p_K=torch.from_numpy(top_p_K)
+        top_k_K=torch.from_numpy(top_k_K.astype(np.int64)),
+        top_p_K=torch.from_numpy(top_p_K),
+        min_p_K=torch.from_numpy(min_p_K),
     )
 
 

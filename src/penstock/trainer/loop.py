@@ -32,6 +32,7 @@ from penstock.dataflow.protocol import (
 )
 from penstock.errors import Conflict, Fenced, StoreError
 from penstock.observe.metrics import MetricsFile
+from penstock.trainer.advantages import Credit, group_advantages
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.checkpoint import Checkpoints
 from penstock.trainer.learner import Learner, Stats
@@ -87,9 +88,11 @@ class Trainer:
         snapshots: Snapshots,
         checkpoints: Checkpoints,
         metrics: MetricsFile,
+        credit: Credit = group_advantages,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._policy = policy
+        self._credit = credit
         self._learner = learner
         self._dataflow = dataflow
         self._snapshots = snapshots
@@ -175,7 +178,9 @@ class Trainer:
                 continue
             came_at = time.perf_counter()
             rows = self._dataflow.rows(self._policy, request.seq).rows
-            batch = assemble(answer.manifest, rows, self._policy, self._learner.vocab_size)
+            batch = assemble(
+                answer.manifest, rows, self._policy, self._learner.vocab_size, self._credit
+            )
             self._seconds["wait"] = came_at - asked_at
             self._seconds["read"] = time.perf_counter() - came_at
             yield batch

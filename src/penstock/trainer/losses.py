@@ -45,6 +45,8 @@ class Truncation:
     top_k_K: Tensor
     """0 keeps all."""
     top_p_K: Tensor
+    min_p_K: Tensor
+    """0 keeps all."""
 
 
 def spec_log_softmax(
@@ -52,8 +54,8 @@ def spec_log_softmax(
 ) -> Tensor:
     """Log-probabilities over the vocabulary under each token's sampling spec.
 
-    Temperature, then top-k, then top-p. The token that was sampled is always kept: weights that
-    moved since may have pushed it out, and its ratio must stay a number.
+    Temperature, then min-p, then top-k, then top-p. The token that was sampled is always kept:
+    weights that moved since may have pushed it out, and its ratio must stay a number.
     """
     if temperature_K is not None:
         logits_KV = logits_KV / temperature_K[:, None]
@@ -65,12 +67,13 @@ def spec_log_softmax(
 
 
 def _outside(logits_KV: Tensor, kept: Truncation) -> Tensor:
-    """True for the tokens that top-k, then top-p over what is left, take away."""
+    """True for the tokens that min-p and top-k, then top-p over what is left, take away."""
     num_tokens = logits_KV.shape[1]
     sorted_KV, order_KV = logits_KV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(num_tokens, device=logits_KV.device)
     top_k_K = torch.where(kept.top_k_K > 0, kept.top_k_K, num_tokens)
     beyond_KV = rank_V[None, :] >= top_k_K[:, None]
+    beyond_KV |= sorted_KV < sorted_KV[:, :1] + kept.min_p_K.log()[:, None]
     probs_KV = sorted_KV.masked_fill(beyond_KV, _NEVER).softmax(dim=-1)
     before_KV = probs_KV.cumsum(dim=-1) - probs_KV
     is_cut_K = kept.top_p_K < 1

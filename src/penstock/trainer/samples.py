@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from penstock.types import FinishReason, PolicyName, Trajectory, Turn
+from penstock.types import PolicyName, Trajectory, Turn, is_data
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -44,6 +44,7 @@ class Samples:
     temperature_T: Floats
     top_k_T: npt.NDArray[np.int32]
     top_p_T: Floats
+    min_p_T: Floats
 
     @property
     def num_trained(self) -> int:
@@ -57,8 +58,8 @@ class _Pieces:
     ids: list[bytes] = field(default_factory=list[bytes])
     logprobs: list[bytes] = field(default_factory=list[bytes])
     lengths: list[int] = field(default_factory=list[int])
-    specs: list[tuple[bool, float, int, float]] = field(
-        default_factory=list[tuple[bool, float, int, float]]
+    specs: list[tuple[bool, float, int, float, float]] = field(
+        default_factory=list[tuple[bool, float, int, float, float]]
     )
     span_lengths: list[int] = field(default_factory=list[int])
     span_numbers: list[int] = field(default_factory=list[int])
@@ -81,14 +82,14 @@ class _Pieces:
         self.ids.append(turn.sampled_ids)
         self.logprobs.append(turn.logprobs)
         self.lengths.append(num_ids)
-        self.specs.append((True, spec.temperature, spec.top_k, spec.top_p))
+        self.specs.append((True, spec.temperature, spec.top_k, spec.top_p, spec.min_p))
         for span in turn.spans:
             self.span_lengths.append(span.end - span.start)
             self.span_numbers.append(span.number if is_own else -1)
         return num_ids
 
 
-_CONTEXT = (False, 1.0, 0, 1.0)
+_CONTEXT = (False, 1.0, 0, 1.0, 0.0)
 
 
 def cut(
@@ -116,8 +117,7 @@ def is_trained(turn: Turn, policy: PolicyName, sees: Seen | None = None) -> bool
     is_seen = turn.policy == policy if sees is None else (turn.policy, turn.role) in sees
     return (
         is_seen
-        and turn.reached_agent
-        and turn.finish is not FinishReason.ABORT
+        and is_data(turn)
         and turn.sampling.temperature > 0  # a greedy choice has no gradient under its own spec
         and bool(turn.sampled_ids)
     )
@@ -156,7 +156,7 @@ def _path_to(leaf: int, turns: Sequence[Turn]) -> list[int]:
 
 def _join(pieces: _Pieces) -> Samples:
     lengths = np.array(pieces.lengths, np.int64)
-    specs = np.array(pieces.specs, np.float64).reshape(-1, 4)
+    specs = np.array(pieces.specs, np.float64).reshape(-1, 5)
     ends = np.cumsum(np.array(pieces.sample_lengths, np.int64))
     starts = ends - np.array(pieces.sample_lengths, np.int64)
     span_lengths = np.array(pieces.span_lengths, np.int64)
@@ -173,4 +173,5 @@ def _join(pieces: _Pieces) -> Samples:
         temperature_T=np.repeat(specs[:, 1].astype(np.float32), lengths),
         top_k_T=np.repeat(specs[:, 2].astype(np.int32), lengths),
         top_p_T=np.repeat(specs[:, 3].astype(np.float32), lengths),
+        min_p_T=np.repeat(specs[:, 4].astype(np.float32), lengths),
     )

@@ -16,6 +16,7 @@ from penstock.config import PolicyConfig, RunConfig, digest
 from penstock.dataflow.client import TrainerClient
 from penstock.errors import Fenced, Unreachable
 from penstock.observe.metrics import MetricsFile
+from penstock.trainer.advantages import batch_advantages, group_advantages
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
 from penstock.trainer.learner import Learner, UpdateSpec
 from penstock.trainer.loop import Trainer
@@ -29,6 +30,9 @@ EXIT_FENCED = 3
 
 EXIT_STOPPED = 128 + signal.SIGTERM
 """Told to stop before its last step; the next life goes on from the checkpoint it left."""
+
+CREDITS = {"grpo": group_advantages, "reinforce": batch_advantages}
+"""By the algorithm's name."""
 
 _log = structlog.get_logger(__name__)
 
@@ -63,6 +67,7 @@ def run_trainer(
             snapshots=snapshots,
             checkpoints=checkpoints,
             metrics=metrics,
+            credit=CREDITS[config.for_policy(policy).algorithm.name],
             is_stopping=is_stopping,
         ).run()
     except Fenced as error:

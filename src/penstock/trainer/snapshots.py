@@ -28,10 +28,13 @@ _PREFIX = ".snapshot-"
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Tensors by the names its files use; one that several names share stands under the first."""
+    """Tensors by the names its files use; one that several names share stands under its parameter's
+    own, as everybody writes it."""
     seen: set[int] = set()
     weights: dict[str, Tensor] = {}
-    for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
+    own = {name for name, _ in model.named_parameters()}
+    found = revert_weight_conversion(model, model.state_dict())
+    for name, tensor in sorted(found.items(), key=lambda item: item[0] not in own):
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
             weights[name] = tensor.detach().cpu().contiguous()

@@ -50,6 +50,8 @@ class Audience(StrEnum):
     """The run's own weights front."""
     RELAY = "relay"
     """Whoever passes weights on, on machines that the run need not trust."""
+    GATEWAY = "gateway"
+    """A gateway that serves agents outside the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,7 @@ MISSING = [
     case("name: reverse\n", "", "name", 'missing required key "name" (Names the run'),
     case("  steps: 80\n", "", "training.steps", "(Batches to train on"),
     case(POLICY, "  policy: {engine: hf} #@", "models.policy.init", 'missing required key "init"'),
-    case(SOURCE, source("name: train"), "sources[0].task", 'missing required key "task"'),
+    case(SOURCE, source("name: train"), "sources[0]", "needs either task:"),
     case(SOURCE, source("task: a.b"), "sources[0].name", 'missing required key "name"'),
     case("workflow: single_turn", "workflow: {} #@", "workflow.command",
          "(The program and its arguments"),
@@ -150,6 +150,9 @@ WORDS = [
     case(POLICY, "  policy: {init: builtin:tiny-qwen} #@", "models.policy.init",
          'did you mean "builtin:tiny-qwen3"?'),
     case(POLICY, policy("engine: hff"), "models.policy.engine", 'did you mean "hf"?'),
+    case(POLICY, policy("engine: vllm, engines: 2, vllm: {url: 'http://h:1'}"), "models.policy",
+         "vllm.url names one server"),
+    case(POLICY, policy("engine: sglang"), "models.policy", "set sglang: {url: ...}"),
     case(SOURCE, source("name: a, task: 'b:c'"), "sources[0].task", "name the module alone: b"),
     case(SOURCE, source("name: a, task: b/c.txt"), "sources[0].task", "a path ending in .jsonl"),
     case("workflow: single_turn", "workflow: single_trun #@", "workflow",
@@ -170,8 +173,6 @@ WORDS = [
 
 NOT_SERVED = [
     case("launcher: local", "launcher: ray #@", "launcher", "is not served yet; use local"),
-    case(POLICY, policy("engine: vllm"), "models.policy.engine",
-         "is not served yet; use hf | scripted | simulated"),
     case(POLICY, policy("frozen: true"), "models.policy.frozen", "is not served yet"),
     case(ALGORITHM, algorithm("beta: 0.04"), "algorithm.beta", "set beta to 0.0"),
     case("pipeline: null", "pipeline: {stages: []} #@", "pipeline", "leave pipeline null"),

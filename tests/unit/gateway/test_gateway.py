@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.gateway.chatml import AB, END_ID, ids_of, write_snapshot
 
 from penstock.errors import BadRequest, EngineError, NotFound, Unauthorized
 from penstock.gateway.gateway import Gateway, Session
-from penstock.gateway.generate import Completion
+from penstock.gateway.generate import Completion, Listen
 from penstock.gateway.renderer import Renderer
 from penstock.types import (
     FinishReason,
@@ -40,7 +41,13 @@ class FakeEngine:
         self.policies: list[PolicyName] = []
 
     async def __call__(
-        self, prompt_ids: Sequence[int], sampling: SamplingSpec, *, policy: PolicyName, session: str
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSpec,
+        *,
+        policy: PolicyName,
+        session: str,
+        listen: Listen | None = None,
     ) -> Completion:
         self.prompts.append(list(prompt_ids))
         self.specs.append(sampling)
@@ -205,10 +212,10 @@ async def test_overrides_reach_the_engine_and_the_record(renderer: Renderer) -> 
         {"stop": ["x"] * 17},
     ],
 )
-async def test_impossible_sampling_is_refused(renderer: Renderer, bad: dict[str, object]) -> None:
+async def test_impossible_sampling_is_refused(renderer: Renderer, bad: dict[str, Any]) -> None:
     session = open_session(FakeEngine(ids_of("a")), renderer)
     with pytest.raises(BadRequest):
-        await session.chat([user("q")], policy=None, role="", **bad)
+        await session.chat([user("q")], **bad)
     assert session.turns() == ()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway over real HTTP, called by the unmodified `openai` package and by rude strangers."""
+"""The gateway over real HTTP, called by agents that go away and by rude strangers."""
 
 from __future__ import annotations
 
@@ -8,231 +8,76 @@ import contextlib
 import os
 import pickle
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import httpx2
+import anthropic
 import openai
 import pytest
-from starlette.applications import Starlette
 from starlette.routing import Route
-from tests.unit.gateway.chatml import END_ID, ids_of, write_snapshot
+from tests.unit.gateway.actor import ON_FIRE, POLICY, Stage, on_stage, until
 
-from penstock.errors import EngineError
-from penstock.gateway.gateway import Gateway, Session
-from penstock.gateway.generate import Completion
-from penstock.gateway.renderer import Renderer
-from penstock.gateway.server import MAX_BODY_BYTES, build_app
-from penstock.types import (
-    FinishReason,
-    PolicyName,
-    SamplingSpec,
-    VersionSpan,
-    log_probs,
-    token_ids,
-    view_ids,
-)
-from penstock.wire.server import server
+from penstock.errors import Busy, EngineError
+from penstock.gateway.calls import Answer, Usage
+from penstock.gateway.generate import Completion, Listen
+from penstock.gateway.quotas import Quotas
+from penstock.gateway.server import DIALECTS, MAX_BODY_BYTES
+from penstock.types import FinishReason, PolicyName, SamplingSpec
 
-POLICY = PolicyName("policy")
-MESSAGES: Any = [{"role": "user", "content": "hi"}]
+ASK: Any = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "policy", "messages": ASK},
+    "/v1/completions": {"model": "policy", "prompt": "hi"},
+    "/v1/responses": {"model": "policy", "input": "hi"},
+    "/v1/messages": {"model": "policy", "messages": ASK, "max_tokens": 64},
+}
 
 
-class EchoSeed:
-    """Answers `abc`, then the end; holds back while `gate` is shut; fails at temperature 99."""
-
-    def __init__(self) -> None:
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.num_started = 0
-        self.specs: list[SamplingSpec] = []
-
-    async def __call__(
-        self, prompt_ids: Sequence[int], sampling: SamplingSpec, *, policy: PolicyName, session: str
-    ) -> Completion:
-        self.num_started += 1
-        self.specs.append(sampling)
-        await self.gate.wait()
-        if sampling.temperature == 99:
-            raise EngineError("the engine is on fire")
-        ids = [*ids_of("abc"), END_ID]
-        return Completion(
-            sampled_ids=token_ids(ids),
-            logprobs=log_probs([-0.25] * len(ids)),
-            spans=(VersionSpan(start=0, end=len(ids), incarnation=1, number=0),),
-            finish=FinishReason.STOP,
-        )
+def test_every_dialect_is_tested_here() -> None:
+    assert set(BODIES) == {dialect.path for dialect in DIALECTS}
 
 
-@dataclass
-class Running:
-    url: str
-    app: Starlette
-    gateway: Gateway
-    engine: EchoSeed
-    session: Session
-
-    def agent(self, *, path: str = "/v1", api_key: str = "") -> openai.AsyncOpenAI:
-        key = api_key or self.session.api_key
-        return openai.AsyncOpenAI(base_url=self.url + path, api_key=key, max_retries=0)
-
-    def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.session.api_key}"}
+# --- keys and documents -------------------------------------------------------------------------
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("waited ten seconds in vain")
-
-
-@pytest.fixture
-async def running(tmp_path: Path) -> AsyncIterator[Running]:
-    engine = EchoSeed()
-    gateway = Gateway(engine)
-    gateway.set_renderer(POLICY, Renderer.load(write_snapshot(tmp_path)))
-    session = gateway.open(policies=[POLICY], sampling=SamplingSpec(max_tokens=8), seed=3)
-    app = build_app(gateway)
-    service = server(app, "127.0.0.1", 0)
-    task = asyncio.create_task(service.serve())
-    await until(lambda: service.started)
-    port = service.servers[0].sockets[0].getsockname()[1]
-    yield Running(f"http://127.0.0.1:{port}", app, gateway, engine, session)
-    service.should_exit = True
-    engine.gate.set()
-    await task
-
-
-async def test_async_agent(running: Running) -> None:
-    async with running.agent() as agent:
-        answer = await agent.chat.completions.create(
-            model="policy", messages=MESSAGES, logprobs=True, temperature=0.5, user="me"
-        )
-    choice = answer.choices[0]
-    assert choice.message.content == "abc"
-    assert choice.finish_reason == "stop"
-    assert choice.logprobs is not None and choice.logprobs.content is not None
-    assert [entry.logprob for entry in choice.logprobs.content] == [-0.25] * 4
-    assert "".join(entry.token for entry in choice.logprobs.content) == "abc<|im_end|>"
-    assert answer.usage is not None and answer.usage.completion_tokens == 4
-    (turn,) = running.gateway.close(running.session)
-    assert list(view_ids(turn.sampled_ids)) == [*ids_of("abc"), END_ID]
-    assert turn.sampling.temperature == 0.5
-    assert turn.reached_agent
-
-
-async def test_sync_agent_streams(running: Running) -> None:
-    def stream() -> tuple[str, list[Any]]:
-        url, key = f"{running.url}/sessions/{running.session.id}/v1", running.session.api_key
-        with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as agent:
-            assert [model.id for model in agent.models.list()] == ["policy"]
-            chunks = list(
-                agent.chat.completions.create(
-                    model="policy",
-                    messages=MESSAGES,
-                    stream=True,
-                    stream_options={"include_usage": True},
-                )
-            )
-        texts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
-        return "".join(texts), chunks
-
-    text, chunks = await asyncio.to_thread(stream)
-    assert text == "abc"
-    assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens > 4
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
-    assert len(running.session.turns()) == 1
-
-
-async def test_async_stream_without_usage_and_a_second_turn(running: Running) -> None:
-    async with running.agent() as agent:
-        stream = await agent.chat.completions.create(model="policy", messages=MESSAGES, stream=True)
-        chunks = [chunk async for chunk in stream]
-        assert all(chunk.usage is None for chunk in chunks)
-        said = "".join(c.choices[0].delta.content or "" for c in chunks)
-        follow_up: Any = [
-            *MESSAGES,
-            {"role": "assistant", "content": said},
-            {"role": "user", "content": [{"type": "text", "text": "more"}]},
-        ]
-        await agent.chat.completions.create(model="policy", messages=follow_up)
-    assert [turn.parent for turn in running.session.turns()] == [-1, 0]
-
-
-async def test_several_choices_are_several_turns(running: Running) -> None:
-    async with running.agent() as agent:
-        answer = await agent.chat.completions.create(
-            model="policy", messages=MESSAGES, n=3, seed=5, max_completion_tokens=6, stop=["c"]
-        )
-        with pytest.raises(openai.BadRequestError, match="between 1 and 8"):
-            await agent.chat.completions.create(model="policy", messages=MESSAGES, n=9)
-    assert [choice.message.content for choice in answer.choices] == ["ab"] * 3
-    turns = running.session.turns()
-    assert len(turns) == 3
-    assert turns[0].sampling.seed == 5
-    assert len({turn.sampling.seed for turn in turns}) == 3
-    assert {turn.sampling.max_tokens for turn in turns} == {6}
-
-
-async def test_errors_have_openais_shape(running: Running) -> None:
-    async with running.agent() as agent:
-        with pytest.raises(openai.NotFoundError) as missing:
-            await agent.chat.completions.create(model="gpt-9", messages=MESSAGES)
-        assert missing.value.code == "model_not_found"
-        assert "one of: policy" in missing.value.message
-        tools: Any = [{"type": "function", "function": {"name": "f"}}]
-        with pytest.raises(openai.BadRequestError, match="tools: not supported"):
-            await agent.chat.completions.create(model="policy", messages=MESSAGES, tools=tools)
-        with pytest.raises(openai.BadRequestError, match="response_format"):
-            await agent.chat.completions.create(
-                model="policy", messages=MESSAGES, response_format={"type": "json_object"}
-            )
-        image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
-        with pytest.raises(openai.BadRequestError, match="only text parts"):
-            await agent.chat.completions.create(model="policy", messages=image)
-        with pytest.raises(openai.InternalServerError, match="on fire"):
-            await agent.chat.completions.create(model="policy", messages=MESSAGES, temperature=99)
-    assert running.session.turns() == ()
-
-
-async def test_keys_of_closed_and_other_sessions(running: Running) -> None:
-    other = running.gateway.open(policies=[POLICY], sampling=SamplingSpec(), seed=0)
-    for options in (
-        {"api_key": "sk-unknown"},
-        {"path": f"/sessions/{other.id}/v1"},
-    ):
-        async with running.agent(**options) as agent:
+async def test_keys_of_closed_and_other_sessions(stage: Stage) -> None:
+    other = stage.gateway.open(policies=[POLICY], sampling=SamplingSpec(), seed=0)
+    for options in ({"api_key": "sk-unknown"}, {"path": f"/sessions/{other.id}/v1"}):
+        async with stage.openai(**options) as agent:
             with pytest.raises(openai.AuthenticationError) as refused:
-                await agent.chat.completions.create(model="policy", messages=MESSAGES)
+                await agent.chat.completions.create(model="policy", messages=ASK)
             assert refused.value.code == "invalid_api_key"
-    running.gateway.close(running.session)
-    async with running.agent() as agent:
+    stage.gateway.close(stage.session)
+    async with stage.openai() as agent:
         with pytest.raises(openai.AuthenticationError, match="rollout has ended"):
-            await agent.chat.completions.create(model="policy", messages=MESSAGES)
+            await agent.chat.completions.create(model="policy", messages=ASK)
 
 
-async def test_every_route_is_documented_and_needs_a_key(running: Running) -> None:
-    async with httpx2.AsyncClient(base_url=running.url, headers=running.headers()) as http:
+async def test_every_route_is_documented_and_needs_a_key(stage: Stage) -> None:
+    async with stage.http() as http:
         document = (await http.get("/openapi.json")).json()
-    listed = {
-        (path, method.upper()) for path, methods in document["paths"].items() for method in methods
-    }
-    routed = {
-        (route.path, method)
-        for route in cast(list[Route], running.app.routes)
-        for method in route.methods or ()
-    }
-    assert listed == routed
-    async with httpx2.AsyncClient(base_url=running.url) as http:
+        listed = {
+            (path, method.upper())
+            for path, methods in document["paths"].items()
+            for method in methods
+        }
+        routed = {
+            (route.path, method)
+            for route in cast(list[Route], stage.app.routes)
+            for method in route.methods or ()
+        }
+        assert listed == routed
+        del http.headers["authorization"]
         for path, method in sorted(listed):
             status = (await http.request(method, path.format(session_id="x"))).status_code
             assert status == (200 if path == "/healthz" else 401), (method, path)
-        assert (await http.get("/nothing")).json()["error"]["code"] == "not_found"
+        assert (await http.get("/nothing")).json()["error"]["code"] == "no_such_route"
         assert (await http.put("/healthz")).json()["error"]["code"] == "method_not_allowed"
+        shape = (await http.get("/v1/messages")).json()
+        assert shape["type"] == "error" and shape["error"]["type"] == "invalid_request_error"
 
+
+# --- hostile bodies -----------------------------------------------------------------------------
 
 HOSTILE = {
     "random": os.urandom(512),
@@ -240,69 +85,358 @@ HOSTILE = {
     "empty": b"",
     "list": b"[]",
     "no messages": b'{"model": "policy"}',
-    "empty messages": b'{"model": "policy", "messages": []}',
-    "no role": b'{"model": "policy", "messages": [{"content": "x"}]}',
-    "wrong type": b'{"model": "policy", "messages": [{"role": "user", "content": 1}]}',
+    "empty messages": b'{"model": "policy", "max_tokens": 9, "messages": [], "input": []}',
+    "no role": b'{"model": "policy", "messages": [{"content": "x"}], "input": [{"content": "x"}]}',
+    "number": b'{"model": "policy", "messages": [{"role": "user", "content": 1}], "input": 1}',
     "deep": b'{"model": "policy", "messages": ' + b"[" * 100_000,
-    "lone surrogate": b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    "deep object": b'{"model": "policy", "prompt": "x", "input": "x", "max_tokens": 9, "messages": '
+    b'[{"role": "user", "content": "x", "x": ' + b'{"x":' * 2000 + b"1" + b"}" * 2000 + b"}], "
+    b'"n": 65, "previous_response_id": "x"}',
+    "surrogate": b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}], '
+    b'"max_tokens": 9, "input": "\\ud800", "prompt": "\\ud800"}',
     "cut utf-8": b'{"model": "policy", "messages": [{"role": "user", "content": "\xff"}]}',
+    "huge integer": b'{"model": "policy", "prompt": "x", "input": "x", "max_tokens": 9, "seed": '
+    + b"9" * 40
+    + b', "messages": [{"role": "user", "content": "x"}]}',
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-async def test_hostile_bodies_are_the_senders_fault(running: Running, name: str) -> None:
-    async with httpx2.AsyncClient(base_url=running.url, headers=running.headers()) as http:
-        for path in ("/v1/chat/completions", f"/sessions/{running.session.id}/v1/chat/completions"):
-            answer = await http.post(path, content=HOSTILE[name])
-            assert 400 <= answer.status_code < 500, answer.text
-            assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert running.session.turns() == ()
+async def test_hostile_bodies_are_the_senders_fault(stage: Stage) -> None:
+    async with stage.http() as http:
+        for path in BODIES:
+            for name, body in HOSTILE.items():
+                answer = await http.post(path, content=body)
+                assert 400 <= answer.status_code < 500, (path, name, answer.text)
+                assert answer.json()["error"]["type"] == "invalid_request_error", (path, name)
+    assert stage.actor.num_started == 0
 
 
-async def test_oversized_bodies_are_refused_declared_or_not(running: Running) -> None:
+async def test_oversized_bodies_are_refused_declared_or_not(stage: Stage) -> None:
     async def drip() -> AsyncIterator[bytes]:
-        for _ in range(MAX_BODY_BYTES // 65_536 + 2):
-            yield b" " * 65_536
+        for _ in range(MAX_BODY_BYTES // 262_144 + 2):
+            yield b" " * 262_144
 
-    async with httpx2.AsyncClient(base_url=running.url, headers=running.headers()) as http:
+    async with stage.http() as http:
         for body in (b" " * (MAX_BODY_BYTES + 1), drip()):
             answer = await http.post("/v1/chat/completions", content=body)
             assert answer.status_code == 413
             assert answer.json()["error"]["code"] == "too_large"
 
 
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"x": schema}}
+    return schema
+
+
+def function(schema: Any) -> Any:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+HOSTILE_TOOLS: dict[str, Any] = {
+    "nested": {"tools": [function(nested(20))]},
+    "many": {"tools": [function({})] * 129},
+    "large": {"tools": [function({"description": "x" * 300_000})]},
+    "no name": {"tools": [{"type": "function", "function": {"name": ["x"]}}]},
+    "no function": {"tools": [{"type": "function", "function": "x"}]},
+    "strange": {"tools": [{"type": {"x": 1}}]},
+    "nested format": {"schema": nested(20)},
+    "long pattern": {"schema": {"type": "string", "pattern": "(a|a)*" * 50}},
+    "repeats": {"schema": {"type": "string", "pattern": "((a{1,999}){1,999}){1,999}"}},
+    "pattern key": {"schema": {"patternProperties": {"(a{9999}){9999}": {}}}},
+    "counts": {"schema": {"type": "array", "items": {}, "minItems": 10**9}},
+    "large format": {"schema": {"enum": ["x" * 70_000]}},
+    "no schema": {"schema": "x"},
+}
+
+
+async def test_hostile_tools_and_schemas_do_not_stop_the_server(stage: Stage) -> None:
+    common = BODIES["/v1/chat/completions"]
+    async with stage.http() as http:
+        for name, extra in HOSTILE_TOOLS.items():
+            if "schema" in extra:
+                format = {"type": "json_schema", "json_schema": {"name": "x", **extra}}
+                extra = {"response_format": format}
+            answer = await http.post("/v1/chat/completions", json={**common, **extra})
+            assert answer.status_code in (400, 413), (name, answer.text)
+        assert stage.actor.num_started == 0
+        slow = {"type": "string", "pattern": "^(a+)+$"}
+        body = {**common, "tools": [function(slow)]}
+        answer = await http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200  # a pattern in a tool is only text to the gateway
+
+
+# --- forbidden paths ----------------------------------------------------------------------------
+
+FORBIDDEN = [
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/abort_requests",
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
+    "/collective_rpc",
+    "/server_info",
+    "/reset_prefix_cache",
+    "/reset_mm_cache",
+    "/reset_encoder_cache",
+    "/update_weights",
+    "/start_weight_update",
+    "/finish_weight_update",
+    "/init_weight_transfer_engine",
+    "/get_world_size",
+    "/update_weight_version",
+    "/weight_info",
+    "/weight_checker",
+    "/scale_elastic_ep",
+    "/is_scaling_elastic_ep",
+    "/invocations",
+    "/ping",
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/rerank",
+    "/v1/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/v1/embeddings",
+    "/v1/audio/transcriptions",
+    "/v1/audio/speech",
+    "/v1/audio/translations",
+    "/v1/images/generations",
+    "/v1/files",
+    "/v1/batches",
+    "/v1/fine_tuning/jobs",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/v1/chat/completions/render",
+    "/v1/realtime",
+    "/v1/responses/resp_1",
+    "/v1/responses/resp_1/cancel",
+    "/v1/messages/count_tokens",
+    "/v1/models/policy",
+    "/inference/v1/generate",
+    "/generate",
+    "/generate_stream",
+    "/get_model_info",
+    "/flush_cache",
+    "/metrics",
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights_from_disk",
+    "/release_memory_occupation",
+    "/load",
+    "/version",
+    "/health",
+    "/docs",
+    "/redoc",
+    "/start_profile",
+    "/stop_profile",
+    "/",
+    "/v1",
+    "/sessions",
+]
+ESCAPES: tuple[Callable[[str], str], ...] = (
+    lambda path: path.replace("/", "//"),
+    lambda path: "/" + "".join(f"%{ord(letter):02x}" for letter in path[1:]),
+    lambda path: "/v1/chat/completions/.." + path,
+    lambda path: "/v1/models/%2e%2e/%2e%2e" + path,
+    lambda path: "/v1/chat/completions%2f..%2f.." + path,
+    lambda path: path.upper() if path.upper() != path else path + "?x",
+    lambda path: path + "%00",
+    lambda path: path.rstrip("/") + "/",
+    lambda path: "/%2e/" + path[1:],
+    lambda path: "/v1/chat/completions;" + path,
+    lambda path: "/\\" + path,
+)
+OPEN_PATHS_WRITTEN_OTHERWISE = (
+    *("/v1/chat%2fcompletions", "/v1/chat/completions/", "//v1/chat/completions", "/v1/Messages"),
+    *("/V1/chat/completions", "/v1/./completions", "/v1/completions%0a", "/v1/%63ompletions"),
+)
+
+
+async def ask_raw(stage: Stage, requests: Sequence[tuple[str, str]]) -> list[int]:
+    """Statuses, one connection for all; no client library tidies the paths up."""
+    host, _, port = stage.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    statuses: list[int] = []
+    for method, path in requests:
+        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nx-api-key: {stage.session.api_key}\r\n"
+        writer.write(f"{head}content-length: 2\r\n\r\n{{}}".encode())
+        answer = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        statuses.append(int(answer.split()[1]))
+        length = int(answer.partition("content-length:")[2].split()[0])
+        if method != "HEAD":
+            await reader.readexactly(length)
+    writer.close()
+    return statuses
+
+
+async def test_only_the_listed_paths_exist(stage: Stage) -> None:
+    assert len(set(FORBIDDEN)) >= 60
+    prefix = f"/sessions/{stage.session.id}"
+    plain = [*FORBIDDEN, *(prefix + path for path in FORBIDDEN), *OPEN_PATHS_WRITTEN_OTHERWISE]
+    methods = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE")
+    requests = [(method, path) for path in plain for method in methods[:2]]
+    requests += [(method, path) for path in FORBIDDEN for method in methods[2:]]
+    requests += [("POST", escape(path)) for path in FORBIDDEN for escape in ESCAPES]
+    requests += [(method, path) for path in BODIES for method in methods if method != "POST"]
+    statuses = await ask_raw(stage, requests)
+    open_doors = [
+        (request, status)
+        for request, status in zip(requests, statuses, strict=True)
+        if status not in (404, 405)
+    ]
+    assert open_doors == []
+    assert stage.actor.num_started == 0
+
+
+# --- agents that go away ------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
 async def test_an_answer_without_a_reader_never_reached_its_agent(
-    running: Running, is_stream: bool
+    stage: Stage, path: str, is_stream: bool
 ) -> None:
-    running.engine.gate.clear()
-    body = {"model": "policy", "messages": MESSAGES, "stream": is_stream}
-    async with httpx2.AsyncClient(base_url=running.url, headers=running.headers()) as http:
-        call = asyncio.create_task(http.post("/v1/chat/completions", json=body))
-        await until(lambda: running.engine.num_started > 0)
+    stage.actor.gate.clear()
+    async with stage.http() as http:
+        call = asyncio.create_task(http.post(path, json={**BODIES[path], "stream": is_stream}))
+        await until(lambda: stage.actor.num_started > 0)
         call.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await call
     await asyncio.sleep(0.05)
-    running.engine.gate.set()
-    await until(lambda: len(running.session.turns()) > 0)
+    stage.actor.gate.set()
+    await until(lambda: len(stage.session.turns()) > 0)
+    await until(lambda: not stage.session.turns()[0].reached_agent)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_agent_that_leaves_in_mid_stream_was_not_reached(stage: Stage, path: str) -> None:
+    stage.actor.waits_at = 2
+    stage.actor.gate.clear()
+    async with (
+        stage.http() as http,
+        http.stream("POST", path, json={**BODIES[path], "stream": True}) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            if '"a' in line:
+                break
     await asyncio.sleep(0.05)
-    (turn,) = running.session.turns()
-    assert not turn.reached_agent
+    stage.actor.gate.set()
+    await until(lambda: len(stage.session.turns()) > 0)
+    await until(lambda: not stage.session.turns()[0].reached_agent)
 
 
-async def test_a_failed_choice_leaves_its_siblings_unreached(running: Running) -> None:
-    original = running.gateway.generate
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_failed_choice_leaves_its_siblings_unreached(stage: Stage, is_stream: bool) -> None:
+    original = stage.gateway.generate
 
     async def second_fails(
-        prompt_ids: Sequence[int], sampling: SamplingSpec, *, policy: PolicyName, session: str
+        prompt_ids: Sequence[int],
+        sampling: SamplingSpec,
+        *,
+        policy: PolicyName,
+        session: str,
+        listen: Listen | None = None,
     ) -> Completion:
-        if running.engine.num_started == 1:
+        if stage.actor.num_started == 1:
+            await asyncio.sleep(0.05)
             raise EngineError("one of them failed")
-        return await original(prompt_ids, sampling, policy=policy, session=session)
+        return await original(prompt_ids, sampling, policy=policy, session=session, listen=listen)
 
-    running.gateway.generate = second_fails
-    async with running.agent() as agent:
-        with pytest.raises(openai.InternalServerError, match="one of them"):
-            await agent.chat.completions.create(model="policy", messages=MESSAGES, n=2)
-    assert [turn.reached_agent for turn in running.session.turns()] == [False]
+    stage.gateway.generate = second_fails
+    async with stage.http() as http:
+        body = {**BODIES["/v1/chat/completions"], "n": 2, "stream": is_stream}
+        answer = await http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == (200 if is_stream else 503)
+    assert "one of them failed" in answer.text
+    assert [turn.reached_agent for turn in stage.session.turns()] == [False]
+
+
+async def test_a_defect_of_ours_says_nothing_of_it(stage: Stage) -> None:
+    async def broken(*_: Any, **__: Any) -> Completion:
+        raise ZeroDivisionError("secret")
+
+    stage.gateway.generate = broken
+    async with stage.http() as http:
+        for path, body in BODIES.items():
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 500
+            assert "secret" not in answer.text
+
+
+# --- quotas -------------------------------------------------------------------------------------
+
+
+async def test_calls_at_a_time_are_limited_per_session(tmp_path: Path) -> None:
+    async with on_stage(tmp_path, max_concurrent_calls=2) as stage, stage.http() as http:
+        stage.actor.gate.clear()
+        path = "/v1/chat/completions"
+        held = [
+            asyncio.create_task(http.post(path, json={**BODIES[path], "stream": is_stream}))
+            for is_stream in (False, True)
+        ]
+        await until(lambda: stage.actor.num_started == 2)
+        for path, body in BODIES.items():
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "1"
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+        async with stage.openai() as agent, stage.anthropic() as other:
+            with pytest.raises(openai.RateLimitError):
+                await agent.completions.create(model="policy", prompt="x")
+            with pytest.raises(anthropic.RateLimitError):
+                await other.messages.create(model="policy", messages=ASK, max_tokens=9)
+        second = stage.gateway.open(policies=[POLICY], sampling=SamplingSpec(max_tokens=8), seed=0)
+        stage.actor.gate.set()
+        assert [answer.status_code for answer in await asyncio.gather(*held)] == [200, 200]
+        assert (await http.post(path, json=BODIES[path])).status_code == 200
+        stage.actor.gate.clear()
+        headers = {"authorization": f"Bearer {second.api_key}"}
+        free = asyncio.create_task(http.post(path, json=BODIES[path], headers=headers))
+        await until(lambda: stage.actor.num_started == 4)
+        stage.actor.gate.set()
+        assert (await free).status_code == 200
+
+
+async def test_tokens_are_limited_per_minute(tmp_path: Path) -> None:
+    async with on_stage(tmp_path, tokens_per_minute=6) as stage, stage.http() as http:
+        path = "/v1/completions"
+        assert (await http.post(path, json={**BODIES[path], "stream": True})).status_code == 200
+        assert (await http.post(path, json=BODIES[path])).status_code in (200, 429)
+        answer = await http.post(path, json=BODIES[path])
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_failed_call_gives_its_place_back(tmp_path: Path) -> None:
+    async with on_stage(tmp_path, max_concurrent_calls=1) as stage, stage.http() as http:
+        path = "/v1/chat/completions"
+        body = {**BODIES[path], "temperature": ON_FIRE}
+        for is_stream in (False, True, False):
+            answer = await http.post(path, json={**body, "stream": is_stream})
+            assert "on fire" in answer.text
+        assert (await http.post(path, json=BODIES[path])).status_code == 200
+
+
+def test_tokens_come_back_with_time(tmp_path: Path) -> None:
+    now = 0.0
+    quotas = Quotas(max_concurrent_calls=9, tokens_per_minute=60, clock=lambda: now)
+    session: Any = type("Session", (), {})()
+    usage = Usage(prompt_tokens=60, completion_tokens=30)
+    quotas.spend(session, [Answer(text="", finish=FinishReason.STOP, turn=0, usage=usage)])
+    with pytest.raises(Busy) as refused, quotas.hold(session, 1):
+        pass
+    assert refused.value.retry_after_s == pytest.approx(30.0)
+    now = 30.0
+    with quotas.hold(session, 9), pytest.raises(Busy), quotas.hold(session, 1):
+        pass
+    with quotas.hold(session, 9):
+        pass

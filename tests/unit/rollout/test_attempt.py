@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tests.unit.rollout.fake_dataflow import POLICY, facts, task
+from tests.unit.rollout.snapshot import ALPHABET, write_snapshot
 
-from penstock.dataflow.protocol import Grant
+from penstock.dataflow.protocol import Grant, RecordRequest
 from penstock.errors import ConfigError, EngineError
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generate import Generate
@@ -18,6 +20,7 @@ from penstock.gateway.renderer import Renderer
 from penstock.rollout.attempt import Attempts
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engines import ScriptedEngine
+from penstock.rollout.recorder import Recorder
 from penstock.rollout.rewards.scorer import Failed, Scored
 from penstock.rollout.workflows import find_workflow
 from penstock.tasks import reverse
@@ -26,9 +29,11 @@ from penstock.types import (
     GroupId,
     NodeId,
     OutcomeKind,
+    RowId,
     SamplingSpec,
     Task,
     Trajectory,
+    Turn,
     Version,
 )
 from penstock.wire.codec import encode
@@ -49,6 +54,16 @@ class DirectScorer:
         if self.failure is not None:
             return self.failure
         return Scored(reward=reverse.reward([completion], [task.payload["answer"]])[0])
+
+
+class NoTurns:
+    """A dataflow that keeps no turns."""
+
+    async def record(self, body: RecordRequest) -> None:
+        pass
+
+    async def recorded(self, node_id: NodeId, row_id: RowId) -> tuple[Turn, ...]:
+        return ()
 
 
 async def loaded_engine(snapshot: Path) -> ScriptedEngine:
@@ -77,7 +92,8 @@ async def attempt(
     endpoint = Endpoint(gateway)
     serving = asyncio.create_task(endpoint.run())
     try:
-        attempts = Attempts(gateway, endpoint, scorer, run_facts, NodeId("n"))
+        recorder = Recorder(NoTurns(), NodeId("n"))
+        attempts = Attempts(gateway, endpoint, recorder, scorer, run_facts, NodeId("n"))
         return await asyncio.wait_for(attempts.run(GRANT, task()), 30)
     finally:
         serving.cancel()
@@ -147,9 +163,34 @@ async def test_the_users_traceback_stands_in_the_record(snapshot: Path) -> None:
     assert len(row.turns) == 1  # what was sampled stays on the record
 
 
+@pytest.mark.parametrize(
+    ("name", "window", "kind", "reason"),
+    [
+        ("fills_the_window", 14, OutcomeKind.TRUNCATED, "length"),
+        ("hides_the_full_window", 14, OutcomeKind.TRUNCATED, "length"),
+        ("gives_way_then_fails", 14, OutcomeKind.FAILED, FailureKind.WORKFLOW),
+        ("fills_the_window", 2, OutcomeKind.FAILED, FailureKind.WORKFLOW),
+    ],
+)
+async def test_a_full_window_ends_an_attempt_as_cut_by_length(
+    tmp_path: Path, name: str, window: int, kind: OutcomeKind, reason: str
+) -> None:
+    folder = write_snapshot(tmp_path)
+    config = {"vocab_size": len(ALPHABET), "max_position_embeddings": window}
+    (folder / "config.json").write_text(json.dumps(config))
+    row = await attempt(folder, name, scorer=DirectScorer())
+    assert (row.outcome.kind, row.outcome.reason) == (kind, reason)
+    assert (row.reward is not None) == (kind is OutcomeKind.TRUNCATED)
+
+
 async def test_an_engine_that_refuses_is_the_engines_failure(snapshot: Path) -> None:
     async def broken(
-        prompt_ids: Sequence[int], sampling: SamplingSpec, *, policy: str, session: str
+        prompt_ids: Sequence[int],
+        sampling: SamplingSpec,
+        *,
+        policy: str,
+        session: str,
+        listen: object = None,
     ) -> object:
         raise EngineError("out of memory")
 

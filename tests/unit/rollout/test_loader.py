@@ -18,7 +18,7 @@ from tests.unit.rollout.waiting import eventually
 from penstock.dataflow.protocol import LiveVersion, Orders
 from penstock.errors import EngineError
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generate import Completion
+from penstock.gateway.generate import Completion, Listen
 from penstock.rollout import loader as module
 from penstock.rollout.engines import Engine, HfEngine, ScriptedEngine, SimulatedEngine
 from penstock.rollout.engines.simulated import Load
@@ -57,6 +57,7 @@ class SpoiltEngine(ScriptedEngine):
         *,
         policy: PolicyName,
         session: str,
+        listen: Listen | None = None,
     ) -> Completion:
         self.asked.append((prompt_ids, sampling))
         found = await super().__call__(prompt_ids, sampling, policy=policy, session=session)

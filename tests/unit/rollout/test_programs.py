@@ -41,9 +41,23 @@ if "quiet" not in sys.argv:
 """
 
 
-def agent(folder: Path, *words: str) -> str:
+ANTHROPIC_AGENT = """
+import json, os, urllib.request
+assert "ANTHROPIC_AUTH_TOKEN" not in os.environ
+task = json.loads(os.environ["PENSTOCK_TASK"])
+messages = [{"role": "user", "content": task["prompt"]}]
+request = urllib.request.Request(
+    os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages",
+    data=json.dumps({"model": "policy", "messages": messages, "max_tokens": 3}).encode(),
+    headers={"x-api-key": os.environ["ANTHROPIC_API_KEY"], "content-type": "application/json"},
+)
+print(json.load(urllib.request.urlopen(request))["content"][0]["text"])
+"""
+
+
+def agent(folder: Path, *words: str, text: str = AGENT) -> str:
     path = folder / "agent.py"
-    path.write_text(AGENT)
+    path.write_text(text)
     return json.dumps([sys.executable, str(path), *words])
 
 
@@ -55,6 +69,17 @@ async def test_an_unchanged_agent_is_recorded_over_http(
     row = await attempt(snapshot, agent(tmp_path), scorer=scorer)
     assert row.outcome.kind is OutcomeKind.TRUNCATED, row.outcome.detail
     assert row.reward == 1.0 and len(row.turns) == 1
+    assert scorer.seen == [task().payload["answer"]]
+
+
+async def test_an_agent_of_the_other_kind_finds_its_session_too(
+    tmp_path: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "of a provider; clients prefer it to a key")
+    monkeypatch.setenv("ANTHROPIC_BASE_URL", "http://127.0.0.1:9/provider")
+    scorer = DirectScorer()
+    row = await attempt(snapshot, agent(tmp_path, text=ANTHROPIC_AGENT), scorer=scorer)
+    assert row.reward == 1.0 and len(row.turns) == 1, row.outcome.detail
     assert scorer.seen == [task().payload["answer"]]
 
 

@@ -101,3 +101,38 @@ async def bad_reward(task: Task, ctx: Context) -> float:
 
 def not_async(task: Task, ctx: Context) -> str:
     return ""
+
+
+async def fills_the_window(task: Task, ctx: Context) -> None:
+    messages: list[dict[str, str]] = [{"role": "user", "content": task.payload["prompt"]}]
+    while True:
+        answer = await ctx.policy("policy").chat(messages)
+        messages.append({"role": "assistant", "content": answer.text})
+
+
+async def hides_the_full_window(task: Task, ctx: Context) -> None:
+    try:
+        await fills_the_window(task, ctx)
+    except Exception as error:
+        raise RuntimeError("what an SDK makes of it") from error
+
+
+async def gives_way_then_fails(task: Task, ctx: Context) -> None:
+    try:
+        await fills_the_window(task, ctx)
+    except Exception:
+        await ask(ctx, "abc")
+    raise KeyError("my own mistake")
+
+
+async def ten_turns(task: Task, ctx: Context) -> float:
+    """A conversation of eight turns, and between them two calls that look the same."""
+    messages = [{"role": "user", "content": "abc>"}]
+    for turn in range(8):
+        if turn == 3:
+            await ask(ctx, "jjj>")
+            await ask(ctx, "jjj>")
+        answer = await ctx.policy("policy").chat(messages)
+        messages.append({"role": "assistant", "content": answer.text})
+        messages.append({"role": "user", "content": "abc>"})
+    return 0.5

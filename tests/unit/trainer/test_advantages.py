@@ -6,7 +6,7 @@ import statistics
 import numpy as np
 import pytest
 
-from penstock.trainer.advantages import EPSILON, group_advantages
+from penstock.trainer.advantages import EPSILON, batch_advantages, group_advantages
 
 
 def oracle(groups: list[list[float]]) -> list[float]:
@@ -53,3 +53,11 @@ def test_no_spread_no_advantage(rewards: list[float]) -> None:
 
 def test_an_empty_batch() -> None:
     assert group_advantages(np.zeros(0), np.zeros(0, np.int64)).size == 0
+
+
+def test_groups_of_one_are_compared_with_their_batch() -> None:
+    rewards, each_alone = np.array([1.0, 0.0, 0.5, 0.0]), np.arange(4)
+    assert group_advantages(rewards, each_alone).tolist() == [0.0] * 4
+    expected = oracle([rewards.tolist()])
+    assert batch_advantages(rewards, each_alone).tolist() == pytest.approx(expected)
+    assert batch_advantages(np.zeros(0), np.zeros(0, np.int64)).size == 0

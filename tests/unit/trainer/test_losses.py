@@ -29,11 +29,12 @@ DRAW = np.random.default_rng(0)
 
 
 def oracle_logprobs(
-    logits: Floats, target: int, temperature: float, top_k: int, top_p: float
+    logits: Floats, target: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Floats:
-    """One token: temperature, top-k, top-p; the sampled token stays. Ties do not occur here."""
+    """One token: temperature, min-p, top-k, top-p; the sampled token stays. No ties here."""
     scaled = logits / temperature
     order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
+    order = [i for i in order if np.exp(scaled[i] - scaled[order[0]]) >= min_p]
     kept = order[: top_k or None]
     weights = [float(np.exp(scaled[i] - scaled[order[0]])) for i in kept]
     total, running, nucleus = sum(weights), 0.0, list[int]()
@@ -53,7 +54,8 @@ def oracle_logprobs(
 
 @pytest.mark.parametrize("top_k", [0, 1, 3, 7, 99])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
-def test_log_probs_under_a_spec(top_k: int, top_p: float) -> None:
+@pytest.mark.parametrize("min_p", [0.0, 0.15])
+def test_log_probs_under_a_spec(top_k: int, top_p: float, min_p: float) -> None:
     logits = DRAW.standard_normal((20, 7)) * 2
     targets = DRAW.integers(0, 7, 20)
     temperature = DRAW.uniform(0.3, 2.0, 20)
@@ -61,10 +63,14 @@ def test_log_probs_under_a_spec(top_k: int, top_p: float) -> None:
         torch.tensor(logits),
         torch.tensor(targets),
         torch.tensor(temperature),
-        Truncation(top_k_K=torch.full((20,), top_k), top_p_K=torch.full((20,), top_p)),
+        Truncation(
+            top_k_K=torch.full((20,), top_k),
+            top_p_K=torch.full((20,), top_p),
+            min_p_K=torch.full((20,), min_p),
+        ),
     ).numpy()
     for k in range(20):
-        want = oracle_logprobs(logits[k], int(targets[k]), temperature[k], top_k, top_p)
+        want = oracle_logprobs(logits[k], int(targets[k]), temperature[k], top_k, top_p, min_p)
         kept = np.isfinite(want)
         np.testing.assert_allclose(got[k][kept], want[kept], rtol=1e-12, atol=1e-14)
         assert (got[k][~kept] < -1e29).all()
@@ -72,7 +78,9 @@ def test_log_probs_under_a_spec(top_k: int, top_p: float) -> None:
 
 def test_entropy_of_a_truncated_distribution_is_finite_and_right() -> None:
     logits = torch.tensor([[0.0, 0.0, 5.0, -3.0]], dtype=torch.float64, requires_grad=True)
-    kept = Truncation(top_k_K=torch.tensor([1]), top_p_K=torch.tensor([1.0]))
+    kept = Truncation(
+        top_k_K=torch.tensor([1]), top_p_K=torch.tensor([1.0]), min_p_K=torch.tensor([0.0])
+    )
     logprobs = spec_log_softmax(logits, torch.tensor([0]), None, kept)
     p = 1 / (1 + np.exp(5.0))
     value = entropy(logprobs)
@@ -185,7 +193,9 @@ def test_the_gradient_in_the_logits_by_central_differences(truncated: bool) -> N
     advantages = torch.tensor(draw.standard_normal(12))
     temperature = torch.tensor(draw.uniform(0.5, 1.5, 12))
     kept = Truncation(
-        top_k_K=torch.full((12,), 4), top_p_K=torch.full((12,), 0.95, dtype=torch.float64)
+        top_k_K=torch.full((12,), 4),
+        top_p_K=torch.full((12,), 0.95, dtype=torch.float64),
+        min_p_K=torch.full((12,), 0.05, dtype=torch.float64),
     )
 
     def loss(values: Tensor) -> Tensor:

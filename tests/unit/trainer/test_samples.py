@@ -94,7 +94,9 @@ def test_a_token_without_context_cannot_be_trained() -> None:
 
 
 def test_each_token_carries_its_own_spec_and_version() -> None:
-    first = make_turn([1], [2], sampling=SamplingSpec(temperature=0.5, top_k=4, top_p=0.75))
+    first = make_turn(
+        [1], [2], sampling=SamplingSpec(temperature=0.5, top_k=4, top_p=0.75, min_p=0.5)
+    )
     spans = (
         VersionSpan(start=0, end=1, incarnation=1, number=7),
         VersionSpan(start=1, end=3, incarnation=1, number=8),
@@ -105,6 +107,7 @@ def test_each_token_carries_its_own_spec_and_version() -> None:
     assert samples.temperature_T[trained].tolist() == [0.5, 1, 1, 1]
     assert samples.top_k_T[trained].tolist() == [4, 0, 0, 0]
     assert samples.top_p_T[trained].tolist() == [0.75, 1, 1, 1]
+    assert samples.min_p_T[trained].tolist() == [0.5, 0, 0, 0]
     assert samples.numbers_T[trained].tolist() == [0, 7, 8, 8]
 
 

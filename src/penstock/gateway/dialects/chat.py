@@ -7,19 +7,38 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from penstock.errors import BadRequest
-from penstock.gateway.gateway import Answer
-from penstock.gateway.renderer import Renderer
-from penstock.gateway.sampling import Overrides
-from penstock.gateway.seeds import derive
-from penstock.types import JsonObject, Turn, view_ids, view_log_probs
-from penstock.wire.codec import encode_json
+from penstock.gateway.calls import Call, Delta, ToolCall
+from penstock.gateway.dialects.dialect import Ask, Dialect, Problem, Progress, Reply
+from penstock.gateway.dialects.fields import (
+    SamplingFields,
+    convert,
+    offered_tools,
+    read_response_format,
+    read_thinking,
+    read_tools,
+    refuse,
+    text_of,
+    tool_call,
+)
+from penstock.gateway.dialects.limits import check_choices
+from penstock.gateway.dialects.openai_shapes import (
+    DONE,
+    error_body,
+    event,
+    finish_reason,
+    tokens_of,
+    usage_body,
+)
+from penstock.types import JsonObject, PolicyName
 
-MAX_CHOICES = 8
+ROLES = {"developer": "system"}
+"""OpenAI's newer name; templates know the older one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,178 +47,218 @@ class StreamOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest(Overrides):
-    """`POST /v1/chat/completions`. Fields not named here are ignored and never reach the engine."""
+class ChatRequest(SamplingFields):
+    """`POST /v1/chat/completions`. Fields not named here are accepted and never reach the engine,
+    unless ignoring them would change the answer: then they are refused."""
 
     model: str
     messages: list[JsonObject]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
+    parallel_tool_calls: bool | None = None
     response_format: JsonObject | None = None
-    logit_bias: JsonObject | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-
-    @property
-    def num_choices(self) -> int:
-        return 1 if self.n is None else self.n
+    reasoning_effort: str | None = None
+    chat_template_kwargs: JsonObject | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One answer with the turn behind it, for its log-probs."""
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What all chunks of one answer share."""
 
-    answer: Answer
-    turn: Turn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """All choices of one request under one id."""
-
+    id: str
+    created: int
     model: str
-    choices: Sequence[Choice]
-    renderer: Renderer
-    has_logprobs: bool
-    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
+
+    def fields(self, kind: str) -> JsonObject:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
 # --- request ------------------------------------------------------------------------------------
 
 
-def check(request: ChatRequest) -> None:
-    """Refuse what would change the answer and is not implemented; silence would be a lie."""
-    if not 1 <= request.num_choices <= MAX_CHOICES:
-        raise BadRequest(f"n {request.n} is not between 1 and {MAX_CHOICES}")
-    unsupported = {
-        "tools": request.tools,
-        "functions": request.functions,
-        "top_logprobs": request.top_logprobs,
-        "logit_bias": request.logit_bias,
-        "presence_penalty": request.presence_penalty,
-        "frequency_penalty": request.frequency_penalty,
-        "response_format": (request.response_format or {}).get("type", "text") != "text",
-    }
-    named = [name for name, value in unsupported.items() if value]
-    if named:
-        raise BadRequest(f"{', '.join(named)}: not supported by this gateway; leave it out")
+def read(fields: JsonObject) -> Ask:
+    refuse(fields)
+    request = convert(fields, ChatRequest)
+    num_choices = 1 if request.n is None else request.n
+    check_choices(num_choices)
+    head = _Head(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), request.model)
+    return Ask(
+        calls=_calls(request, num_choices),
+        model=PolicyName(request.model),
+        is_stream=bool(request.stream),
+        body=partial(_body, head, bool(request.logprobs)),
+        writer=partial(_ChatWriter, head, request, num_choices),
+        is_live=not request.logprobs,
+    )
 
 
-def plain_messages(request: ChatRequest) -> list[JsonObject]:
-    """Messages with string content, as chat templates expect them."""
-    return [_plain(message, at) for at, message in enumerate(request.messages)]
+def _calls(request: ChatRequest, num_choices: int) -> list[Call]:
+    messages = [_plain(message, at) for at, message in enumerate(request.messages)]
+    tools = offered_tools(
+        read_tools(request.tools), request.tool_choice, is_parallel=request.parallel_tool_calls
+    )
+    thinking = read_thinking(request.chat_template_kwargs, request.reasoning_effort)
+    json_schema = read_response_format(request.response_format)
+    max_tokens = request.max_completion_tokens
+    max_tokens = request.max_tokens if max_tokens is None else max_tokens
+    return [
+        Call(
+            messages=messages,
+            policy=PolicyName(request.model),
+            tools=tools,
+            thinking=thinking,
+            overrides=request.overrides(
+                max_tokens=max_tokens,
+                json_schema=json_schema,
+                choice=choice,
+            ),
+        )
+        for choice in range(num_choices)
+    ]
 
 
 def _plain(message: JsonObject, at: int) -> JsonObject:
-    if not isinstance(message.get("role"), str):
+    """With string content, as chat templates expect it; unknown fields stay."""
+    role = message.get("role")
+    if not isinstance(role, str):
         raise BadRequest(f"messages[{at}] has no role")
-    if message.get("tool_calls"):
-        raise BadRequest(f"messages[{at}].tool_calls: not supported by this gateway")
+    calls = message.get("tool_calls")
     content = message.get("content")
-    if content is None or isinstance(content, str):
-        return {**message, "content": content or ""}
-    parts = cast(list[Any], content) if isinstance(content, list) else [content]
-    texts: list[str] = []
-    for part in parts:
-        text = cast(JsonObject, part).get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str):
-            raise BadRequest(f"messages[{at}].content: only text parts are supported")
-        texts.append(text)
-    return {**message, "content": "".join(texts)}
+    if isinstance(content, str) and not calls and role not in ROLES and "reasoning" not in message:
+        return message
+    plain = {**message, "role": ROLES.get(role, role)}
+    plain["content"] = text_of(content, f"messages[{at}].content", ("text",))
+    if isinstance(plain.get("reasoning"), str):
+        plain.setdefault("reasoning_content", plain.pop("reasoning"))
+    if calls:
+        plain["tool_calls"] = _history_calls(calls, f"messages[{at}].tool_calls")
+    return plain
 
 
-def overrides_of(request: ChatRequest, choice: int) -> Overrides:
-    """The sampling fields for one choice; choices that share a caller's seed must still differ."""
-    seed = request.seed
-    return Overrides(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        max_tokens=request.max_tokens,
-        max_completion_tokens=request.max_completion_tokens,
-        seed=seed if seed is None or choice == 0 else derive(seed, choice),
-        stop=request.stop,
-    )
+def _history_calls(calls: object, where: str) -> list[JsonObject]:
+    if not isinstance(calls, list):
+        raise BadRequest(f"{where} is no list")
+    plain: list[JsonObject] = []
+    for at, call in enumerate(cast(list[Any], calls)):
+        fields = cast(JsonObject, call) if isinstance(call, dict) else {}
+        function = fields.get("function")
+        if not isinstance(function, dict):
+            raise BadRequest(f"{where}[{at}] has no function")
+        named = cast(JsonObject, function)
+        read = tool_call(fields.get("id"), named.get("name"), named.get("arguments"), where)
+        plain.append({**fields, **read})
+    return plain
 
 
 # --- answer -------------------------------------------------------------------------------------
 
 
-def completion_body(reply: Reply) -> JsonObject:
+def _body(head: _Head, has_logprobs: bool, replies: Sequence[Reply]) -> JsonObject:
     return {
-        **_head(reply, "chat.completion"),
+        **head.fields("chat.completion"),
         "choices": [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.answer.text, "refusal": None},
-                "logprobs": _logprobs(reply, choice),
-                "finish_reason": choice.answer.finish.value,
+                "message": _message(reply),
+                "logprobs": _logprobs(reply) if has_logprobs else None,
+                "finish_reason": finish_reason(reply),
             }
-            for index, choice in enumerate(reply.choices)
+            for index, reply in enumerate(replies)
         ],
-        "usage": _usage(reply),
+        "usage": usage_body(replies),
     }
 
 
-def stream_events(reply: Reply, *, include_usage: bool) -> Iterator[bytes]:
-    """Server-sent events, made after the answer is complete: an agent sees the usual shape."""
-    for index, choice in enumerate(reply.choices):
-        text = choice.answer.text
-        yield _event(reply, _delta(index, {"role": "assistant", "content": ""}))
-        yield _event(reply, _delta(index, {"content": text}, logprobs=_logprobs(reply, choice)))
-        yield _event(reply, _delta(index, {}, finish=choice.answer.finish.value))
-    if include_usage:
-        yield _event(reply, None, usage=_usage(reply))
-    yield b"data: [DONE]\n\n"
+def _message(reply: Reply) -> JsonObject:
+    answer = reply.answer
+    message: JsonObject = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [_tool_call(call) for call in answer.tool_calls]
+    return message
 
 
-def _head(reply: Reply, kind: str) -> JsonObject:
-    return {"id": reply.id, "object": kind, "created": reply.created, "model": reply.model}
+def _tool_call(call: ToolCall) -> JsonObject:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
-def _delta(
-    index: int,
-    delta: JsonObject,
-    *,
-    logprobs: JsonObject | None = None,
-    finish: str | None = None,
-) -> JsonObject:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-
-
-def _event(reply: Reply, choice: JsonObject | None, *, usage: JsonObject | None = None) -> bytes:
-    chunk = _head(reply, "chat.completion.chunk")
-    chunk["choices"] = [] if choice is None else [choice]
-    if usage is not None:
-        chunk["usage"] = usage
-    return b"data: " + encode_json(chunk) + b"\n\n"
-
-
-def _usage(reply: Reply) -> JsonObject:
-    prompt = reply.choices[0].answer.usage.prompt_tokens
-    completion = sum(choice.answer.usage.completion_tokens for choice in reply.choices)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
-
-
-def _logprobs(reply: Reply, choice: Choice) -> JsonObject | None:
-    if not reply.has_logprobs:
-        return None
-    pairs = zip(
-        view_ids(choice.turn.sampled_ids), view_log_probs(choice.turn.logprobs), strict=True
-    )
-    content: list[JsonObject] = []
-    for token, logprob in pairs:
-        text = reply.renderer.decode([token])
-        raw = list(text.encode())
-        content.append({"token": text, "logprob": logprob, "bytes": raw, "top_logprobs": []})
+def _logprobs(reply: Reply) -> JsonObject:
+    content = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in tokens_of(reply)
+    ]
     return {"content": content, "refusal": None}
+
+
+class _ChatWriter:
+    """Chunks; those of several choices come as their answers grow."""
+
+    def __init__(self, head: _Head, request: ChatRequest, num_choices: int) -> None:
+        self._head = head.fields("chat.completion.chunk")
+        self._has_logprobs = bool(request.logprobs)
+        options = request.stream_options
+        self._include_usage = options is not None and bool(options.include_usage)
+        self._progress: list[Progress | None] = [None] * num_choices
+
+    def grow(self, choice: int, delta: Delta) -> bytes:
+        events: list[bytes] = []
+        progress = self._progress[choice]
+        if progress is None:
+            progress = self._progress[choice] = Progress()
+            events.append(self._chunk(choice, {"role": "assistant", "content": ""}))
+        progress.add(delta)
+        if delta.reasoning:
+            events.append(self._chunk(choice, {"reasoning_content": delta.reasoning}))
+        if delta.text:
+            events.append(self._chunk(choice, {"content": delta.text}))
+        return b"".join(events)
+
+    def end(self, choice: int, reply: Reply) -> bytes:
+        progress = self._progress[choice] or Progress()
+        events = [self.grow(choice, progress.rest(reply.answer))]
+        if reply.answer.tool_calls:
+            calls = [
+                {"index": at, **_tool_call(call)} for at, call in enumerate(reply.answer.tool_calls)
+            ]
+            events.append(self._chunk(choice, {"tool_calls": calls}))
+        if self._has_logprobs:
+            events.append(self._chunk(choice, {"content": ""}, logprobs=_logprobs(reply)))
+        events.append(self._chunk(choice, {}, finish=finish_reason(reply)))
+        return b"".join(events)
+
+    def finish(self, replies: Sequence[Reply]) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return event({**self._head, "choices": [], "usage": usage_body(replies)}) + DONE
+
+    def fail(self, problem: Problem) -> bytes:
+        return event(error_body(problem))
+
+    def _chunk(
+        self,
+        choice: int,
+        delta: JsonObject,
+        *,
+        logprobs: JsonObject | None = None,
+        finish: str | None = None,
+    ) -> bytes:
+        part = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return event({**self._head, "choices": [part]})
+
+
+CHAT = Dialect(
+    path="/v1/chat/completions",
+    summary="OpenAI Chat Completions.",
+    request=ChatRequest,
+    read=read,
+    error=error_body,
+)

@@ -6,6 +6,10 @@ that decodes, never here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 from penstock.errors import ConfigError
 from penstock.rollout.engines.base import Engine, Loadable
 from penstock.rollout.engines.batch import Decoder
@@ -15,6 +19,7 @@ from penstock.rollout.engines.simulated import SimulatedEngine
 
 __all__ = [
     "Engine",
+    "EnginePlace",
     "HfEngine",
     "Loadable",
     "ScriptedEngine",
@@ -22,7 +27,21 @@ __all__ = [
     "make_engine",
 ]
 
-KINDS = ("hf", "simulated", "scripted")
+KINDS = ("hf", "vllm", "sglang", "simulated", "scripted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlace:
+    """Where a program that is an engine runs: at an address, else as a child (vLLM only) in an
+    environment."""
+
+    url: str = ""
+    environment: str = ""
+    """Empty is the one that `make setup-engine` makes."""
+    options: Sequence[str] = ()
+    """More words for `vllm serve`."""
+    state_dir: Path | None = None
+    """Takes the child's log."""
 
 
 class HfEngine(ContinuousEngine):
@@ -38,12 +57,38 @@ class HfEngine(ContinuousEngine):
         super().__init__(open_decoder, name="hf")
 
 
-def make_engine(kind: str, *, seed: int, torch_threads: int) -> Engine:
+def make_engine(
+    kind: str, *, seed: int, torch_threads: int, place: EnginePlace | None = None
+) -> Engine:
     """`seed` moves what a simulated engine draws; real sampling is seeded per request."""
     if kind == "hf":
         return HfEngine(torch_threads=torch_threads)
+    if kind == "vllm":
+        return _make_vllm(place or EnginePlace())
+    if kind == "sglang":
+        from penstock.rollout.engines.sglang import SglangEngine
+
+        if place is None or not place.url:
+            raise ConfigError("engine sglang needs a server that runs; set sglang: {url: ...}")
+        return SglangEngine(place.url)
     if kind == "simulated":
         return SimulatedEngine(seed=seed)
     if kind == "scripted":
         return ScriptedEngine()
     raise ConfigError(f"no engine of kind {kind!r}; `engine` is one of: {', '.join(KINDS)}")
+
+
+def _make_vllm(place: EnginePlace) -> Engine:
+    from penstock.rollout.engines.vllm import (
+        ChildServer,
+        RemoteServer,
+        VllmEngine,
+        default_environment,
+    )
+
+    if place.url:
+        return VllmEngine(RemoteServer(place.url))
+    environment = Path(place.environment).expanduser() if place.environment else None
+    return VllmEngine(
+        ChildServer(environment or default_environment(), place.options, state_dir=place.state_dir)
+    )

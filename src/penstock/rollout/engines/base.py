@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from penstock.errors import EngineError
+from penstock.errors import EngineError, Refused
 from penstock.gateway.generate import Generate
 from penstock.types import PolicyName, Version, VersionSpan
 
@@ -16,7 +16,8 @@ CLOSED = "the engine is closed; its node is shutting down, so another will take 
 class Loadable(Protocol):
     @property
     def live(self) -> Version | None:
-        """What new requests are sampled from; None before the first load."""
+        """What new requests are sampled from; None while it cannot answer: before the first load,
+        half swapped, closed or dead."""
         ...
 
     async def load(self, folder: Path, version: Version) -> None:
@@ -65,5 +66,5 @@ def live_for(policy: PolicyName, live: Version | None) -> Version:
             f"no version of {policy!r} is live on this engine; load a snapshot before generating"
         )
     if live.policy != policy:
-        raise EngineError(f"this engine serves {live.policy!r}, not {policy!r}")
+        raise Refused(f"this engine serves {live.policy!r}, not {policy!r}")
     return live

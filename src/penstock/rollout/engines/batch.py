@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from penstock.errors import EngineError
-from penstock.gateway.generate import Completion
+from penstock.errors import EngineError, Refused
+from penstock.gateway.generate import Completion, Listen
 from penstock.rollout.engines.base import SpanLog
 from penstock.rollout.engines.sampling import SpecColumns, sample
 from penstock.rollout.engines.snapshot import Snapshot
@@ -70,6 +70,8 @@ class Row:
     future: asyncio.Future[Completion]
     """Only read here (is the caller gone?); the engine resolves it in the caller's event loop."""
     spans: SpanLog
+    listen: Listen | None = None
+    """Called by the engine, in the caller's event loop."""
     limit: int = 0
     """Most tokens it may have, set on admission."""
     sampled: list[int] = field(default_factory=list[int])
@@ -97,23 +99,28 @@ class Batch:
         self._logits: Logits | None = None
         """Of each row's next token."""
 
-    def admit(self, row: Row, version: Version) -> EngineError | None:
+    def admit(self, row: Row, version: Version) -> Refused | None:
         """Prepare a row for `step`, or say why it cannot be decoded."""
         assert self.snapshot is not None
         window, vocab_size = self.snapshot.window, self.snapshot.vocab_size
         room = window - len(row.prompt_ids)
         if not row.prompt_ids or room < 1:
-            return EngineError(
+            return Refused(
                 f"prompt of {len(row.prompt_ids)} tokens; the model takes 1 to {window - 1}, so "
                 "that its answer has room: shorten the context"
             )
         if min(row.prompt_ids) < 0 or max(row.prompt_ids) >= vocab_size:
-            return EngineError(
+            return Refused(
                 f"prompt holds ids outside the model's vocabulary of {vocab_size}; "
                 "tokenizer and model of this snapshot do not belong together"
             )
         if row.sampling.stop and self.tokenizer is None:
-            return EngineError("stop strings need tokenizer.json in the snapshot; it has none")
+            return Refused("stop strings need tokenizer.json in the snapshot; it has none")
+        if row.sampling.json_schema:
+            return Refused(
+                "this engine cannot hold an answer to a JSON schema; serve the policy with vllm, "
+                "or leave the schema out"
+            )
         row.limit = min(row.sampling.max_tokens, room)
         row.spans.switch(0, version)
         return None

@@ -4,8 +4,9 @@
 Every turn of the thread takes new requests and version swaps from the inbox, admits all that wait
 (one prefill), samples one token for every row, retires the rows that ended, and runs the decoder
 once for the rest. A swap falls between two such turns: rows keep their tokens and are prefilled
-again under the new weights, so nothing is lost and each span says what sampled it. Owns the
-thread, its inbox and the way back to the event loop; imports no torch.
+again under the new weights, so nothing is lost and each span says what sampled it. The tokens of
+a step and the answers that it ended go to the event loop in one call for all rows. Owns the thread,
+its inbox and the way back to the event loop; imports no torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -23,15 +25,21 @@ import structlog
 from tokenizers import Tokenizer
 
 from penstock.errors import EngineError, PenstockError, boundary
-from penstock.gateway.generate import Completion
+from penstock.gateway.generate import Completion, Listen, Piece
 from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
 from penstock.rollout.engines.batch import Batch, Decoder, Result, Row, Staged
 from penstock.types import PolicyName, SamplingSpec, Version
 
 log = structlog.get_logger(__name__)
 
+_OPENING = threading.Lock()
+"""Engines of one pool start at once, and libraries as large as torch do not bear being imported by
+several threads."""
 MAX_ROWS = 1024
 """Answers decoded together; more wait their turn."""
+
+
+Told = tuple[Row, Piece]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,8 @@ class ContinuousEngine:
         self._name = name
         self._live: Version | None = None
         self._is_closed = False
+        self.paused_s = 0.0
+        """How long the last swap held answers up."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outbox: list[Row] = []
         self._inbox: queue.SimpleQueue[list[Row] | _Swap | None] = queue.SimpleQueue()
@@ -62,7 +72,7 @@ class ContinuousEngine:
 
     @property
     def live(self) -> Version | None:
-        return self._live
+        return None if self._is_closed else self._live
 
     async def __call__(
         self,
@@ -71,6 +81,7 @@ class ContinuousEngine:
         *,
         policy: PolicyName,
         session: str,
+        listen: Listen | None = None,
     ) -> Completion:
         if self._is_closed:
             raise EngineError(CLOSED)
@@ -78,7 +89,7 @@ class ContinuousEngine:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = self._loop.create_future()
-        self._outbox.append(Row(prompt_ids, sampling, future, SpanLog(version)))
+        self._outbox.append(Row(prompt_ids, sampling, future, SpanLog(version), listen))
         if len(self._outbox) == 1:
             # One turn of the event loop later, so a burst of requests wakes the thread once.
             self._loop.call_soon(self._flush)
@@ -112,7 +123,8 @@ class ContinuousEngine:
             self._inbox.put(rows)
 
     def _stage(self, decoder: Decoder, folder: Path) -> Staged:
-        staged = decoder.stage(folder)
+        with _OPENING:
+            staged = decoder.stage(folder)
         path = folder / "tokenizer.json"
         if self._tokenizer is None and path.exists():
             # Once: the vocabulary of a policy never changes, and reading a large one takes long.
@@ -125,7 +137,8 @@ class ContinuousEngine:
         """consumes: requests, swaps · produces: completions, live versions
         waits for: the inbox, while there is no row · woken by: `_flush`, `load`, `close`"""
         try:
-            decoder = self._open_decoder()
+            with _OPENING:
+                decoder = self._open_decoder()
         except BaseException as error:
             self._opened.set_exception(error)
             return
@@ -134,7 +147,8 @@ class ContinuousEngine:
         try:
             while self._receive(batch):
                 if batch.rows or self._waiting:
-                    self._settle(self._step(batch))
+                    told, results = self._step(batch)
+                    self._settle(results, told)
         except Exception:
             log.exception("decoding thread died", engine=self._name)
         finally:
@@ -158,6 +172,7 @@ class ContinuousEngine:
     def _swap(self, batch: Batch, swap: _Swap) -> None:
         if not swap.done.set_running_or_notify_cancel():
             return
+        begun_at = time.monotonic()
         try:
             swap.staged.apply()
             batch.snapshot = swap.staged.snapshot
@@ -171,9 +186,10 @@ class ContinuousEngine:
             swap.done.set_exception(failure)
         else:
             self._live = swap.version
+            self.paused_s = time.monotonic() - begun_at
             swap.done.set_result(None)
 
-    def _step(self, batch: Batch) -> list[Result]:
+    def _step(self, batch: Batch) -> tuple[list[Told], list[Result]]:
         results: list[Result] = []
         admitted: list[Row] = []
         assert self._live is not None, "requests are refused while nothing is live"
@@ -185,11 +201,14 @@ class ContinuousEngine:
             else:
                 results.append((row, refusal))
         if not admitted and not batch.rows:
-            return results
+            return [], results
+        heard = [row for row in (*batch.rows, *admitted) if row.listen is not None]
         try:
-            return results + batch.step(admitted)
+            results += batch.step(admitted)
         except Exception as error:
-            return results + _failed(batch.drop_all(), _engine_error(error, "decoding failed"))
+            failure = _engine_error(error, "decoding failed")
+            return [], results + _failed(batch.drop_all(), failure)
+        return [(row, _last(row, self._live)) for row in heard], results
 
     def _refuse_rest(self, batch: Batch) -> None:
         left = [*batch.drop_all(), *self._waiting]
@@ -201,14 +220,29 @@ class ContinuousEngine:
                 left.extend(item)
         self._settle(_failed(left, EngineError(CLOSED)))
 
-    def _settle(self, results: list[Result]) -> None:
-        """Hand results to the event loop, all in one call."""
-        if not results or self._loop is None:
+    def _settle(self, results: list[Result], told: Sequence[Told] = ()) -> None:
+        """Hand pieces and results to the event loop, all in one call."""
+        if not (results or told) or self._loop is None:
             return
         try:
-            self._loop.call_soon_threadsafe(_resolve, results)
+            self._loop.call_soon_threadsafe(_hand_over, told, results)
         except RuntimeError:
             log.warning("event loop ended before its answers", num_answers=len(results))
+
+
+def _last(row: Row, version: Version) -> Piece:
+    return Piece(sampled_ids=row.sampled[-1:], logprobs=row.logprobs[-1:], version=version)
+
+
+def _hand_over(told: Sequence[Told], results: list[Result]) -> None:
+    for row, piece in told:
+        if row.listen is None or row.future.done():
+            continue
+        try:
+            row.listen(piece)
+        except Exception as error:  # the caller's own, and not its neighbours'
+            row.future.set_exception(error)
+    _resolve(results)
 
 
 def _resolve(results: list[Result]) -> None:

@@ -84,6 +84,7 @@ class HfDecoder:
         for path in tensor_files(folder):
             tensors.update(load_file(path))
         model = _build(folder) if self.model is None else self.model
+        tensors = _under_first_names(model, tensors)
         _check_fit(model, tensors, folder)
         return HfStaged(self, model, tensors, snapshot)
 
@@ -192,6 +193,15 @@ def _targets(model: Any) -> dict[str, Tensor]:
     names: set[str] = set(model.state_dict())
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor for name, tensor in tensors if name in names}
+
+
+def _under_first_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A snapshot may carry a tied tensor under any of its names."""
+    first = {tensor.data_ptr(): name for name, tensor in _targets(model).items()}
+    known: dict[str, Tensor] = model.state_dict()
+    same = {name: first.get(tensor.data_ptr(), name) for name, tensor in known.items()}
+    given = {same.get(name, name): tensor for name, tensor in tensors.items()}
+    return given | {name: tensor for name, tensor in tensors.items() if name in given}
 
 
 def _check_fit(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From logits to tokens, for a whole batch at once and without state.
 
-The distribution under a spec is: softmax of logits / temperature, then only the `top_k` likeliest
-tokens, then of those (renormalised) the fewest whose probability reaches `top_p`, renormalised
-again. The recorded log-prob is that of the token under this distribution. Temperature 0 takes the
+The distribution under a spec is: softmax of logits / temperature, then only the tokens at least
+`min_p` times as likely as the likeliest, then only the `top_k` likeliest, then of those
+(renormalised) the fewest whose probability reaches `top_p`, renormalised again: vLLM's order.
+The recorded log-prob is that of the token under this distribution. Temperature 0 takes the
 likeliest token (the lowest id on a tie), whose log-prob is that of the plain softmax at
 temperature 1: the spec's own distribution has no density to speak of.
 
@@ -39,6 +40,7 @@ class SpecColumns:
     temperature_B: Floats
     top_p_B: Floats
     top_k_B: Ints
+    min_p_B: Floats
     seed_B: NDArray[np.uint64]
 
     @classmethod
@@ -47,6 +49,7 @@ class SpecColumns:
             np.array([spec.temperature for spec in specs], np.float64),
             np.array([spec.top_p for spec in specs], np.float64),
             np.array([spec.top_k for spec in specs], np.int64),
+            np.array([spec.min_p for spec in specs], np.float64),
             np.array([spec.seed & MASK_64 for spec in specs], np.uint64),
         )
 
@@ -99,11 +102,10 @@ def _sample_block(logits_BV: Floats, specs: SpecColumns, uniform_B: Floats) -> t
     is_greedy_B = specs.temperature_B == 0.0
     divisor_B = np.where(is_greedy_B, 1.0, specs.temperature_B)
     logprob_BV = _log_softmax(logits_BV / divisor_B[:, None])
-    is_cut_B = ~is_greedy_B & ((specs.top_k_B > 0) | (specs.top_p_B < 1.0))
+    is_cut_B = (specs.top_k_B > 0) | (specs.top_p_B < 1.0) | (specs.min_p_B > 0.0)
+    is_cut_B &= ~is_greedy_B
     if is_cut_B.any():
-        logprob_BV[is_cut_B] = _truncate(
-            logprob_BV[is_cut_B], specs.top_k_B[is_cut_B], specs.top_p_B[is_cut_B]
-        )
+        logprob_BV[is_cut_B] = _truncate(logprob_BV[is_cut_B], specs.take(np.flatnonzero(is_cut_B)))
     cdf_BV = np.exp(logprob_BV).cumsum(axis=1)
     token_B: Ints = (cdf_BV <= (uniform_B * cdf_BV[:, -1])[:, None]).sum(axis=1)
     if is_greedy_B.any():
@@ -118,13 +120,17 @@ def _log_softmax(logits_BV: Floats) -> Floats:
     return shifted_BV - np.log(np.exp(shifted_BV).sum(axis=1, keepdims=True))
 
 
-def _truncate(logprob_BV: Floats, top_k_B: Ints, top_p_B: Floats) -> Floats:
+def _truncate(logprob_BV: Floats, specs: SpecColumns) -> Floats:
     vocab_size = logprob_BV.shape[1]
+    top_k_B, top_p_B = specs.top_k_B, specs.top_p_B
     order_BV = np.argsort(-logprob_BV, axis=1, kind="stable")
     sorted_BV = np.take_along_axis(logprob_BV, order_BV, axis=1)
     kept_k_B = np.where(top_k_B > 0, np.minimum(top_k_B, vocab_size), vocab_size)
     rank_V = np.arange(vocab_size, dtype=np.int64)
-    sorted_BV = _log_softmax(np.where(np.less(rank_V, kept_k_B[:, None]), sorted_BV, -np.inf))
+    with np.errstate(divide="ignore"):  # a min_p of 0 keeps all, and its logarithm says so
+        floor_B = sorted_BV[:, 0] + np.log(specs.min_p_B)
+    is_kept_BV = np.less(rank_V, kept_k_B[:, None]) & np.greater_equal(sorted_BV, floor_B[:, None])
+    sorted_BV = _log_softmax(np.where(is_kept_BV, sorted_BV, -np.inf))
     mass_BV = np.exp(sorted_BV).cumsum(axis=1)
     before_BV = mass_BV - np.exp(sorted_BV)
     is_kept_BV = np.less(before_BV, top_p_B[:, None]) | np.greater_equal(top_p_B, 1.0)[:, None]

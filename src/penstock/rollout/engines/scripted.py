@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.errors import EngineError
-from penstock.gateway.generate import Completion
+from penstock.gateway.generate import Completion, Listen, Piece
 from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
 from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
 from penstock.types import (
@@ -42,7 +42,7 @@ class ScriptedEngine:
 
     @property
     def live(self) -> Version | None:
-        return self._live
+        return None if self._is_closed else self._live
 
     async def load(self, folder: Path, version: Version) -> None:
         self._snapshot = read_snapshot(folder)
@@ -55,7 +55,10 @@ class ScriptedEngine:
         *,
         policy: PolicyName,
         session: str,
+        listen: Listen | None = None,
     ) -> Completion:
+        if self._is_closed:
+            raise EngineError(CLOSED)
         version = live_for(policy, self._live)
         answer = self._next(prompt_ids, sampling)[: sampling.max_tokens]
         spans = SpanLog(version)
@@ -66,6 +69,8 @@ class ScriptedEngine:
             if self._live != version:
                 version = live_for(policy, self._live)
                 spans.switch(index, version)
+            if listen is not None:
+                listen(Piece(sampled_ids=[answer[index]], logprobs=[0.0], version=version))
         if self._is_closed:
             raise EngineError(CLOSED)
         assert self._snapshot is not None

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from penstock.errors import EngineError
-from penstock.gateway.generate import Completion
+from penstock.gateway.generate import Completion, Listen, Piece
 from penstock.gateway.seeds import derive
 from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
 from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
@@ -32,6 +32,8 @@ from penstock.types import (
 )
 
 _NORMAL = NormalDist()
+TELL_S = 0.02
+"""Shortest time between two pieces of one answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ class SimulatedEngine:
 
     @property
     def live(self) -> Version | None:
-        return self._history[-1][1] if self._history else None
+        return self._history[-1][1] if self._history and not self._is_closed else None
 
     async def load(self, folder: Path, version: Version) -> None:
         self._snapshot = read_snapshot(folder)
@@ -74,24 +76,29 @@ class SimulatedEngine:
         *,
         policy: PolicyName,
         session: str,
+        listen: Listen | None = None,
     ) -> Completion:
-        live_for(policy, self.live)
         if self._is_closed:
             raise EngineError(CLOSED)
+        live_for(policy, self.live)
         assert self._snapshot is not None
         seed = derive(self._seed, sampling.seed)
         num_tokens = self._num_tokens(seed, sampling.max_tokens)
         delay_s = self._lognormal(self._load.first_token_s, derive(seed, 0))
         first_at = asyncio.get_running_loop().time() + delay_s
-        await self._sleep_until(first_at + self._load.token_s * (num_tokens - 1))
-        if _unit(derive(seed, 2)) < self._load.failure_probability:
-            raise EngineError("simulated failure, as the declared probability demands")
         vocab_size = self._snapshot.vocab_size
         ids = [int(_unit(derive(seed, 3 + at)) * vocab_size) for at in range(num_tokens)]
+        if listen is None:
+            await self._sleep_until(first_at + self._load.token_s * (num_tokens - 1))
+            spans = self._spans(first_at, num_tokens)
+        else:
+            spans = await self._tell(listen, ids, first_at, policy)
+        if _unit(derive(seed, 2)) < self._load.failure_probability:
+            raise EngineError("simulated failure, as the declared probability demands")
         return Completion(
             sampled_ids=token_ids(ids),
             logprobs=log_probs([-math.log(vocab_size)] * num_tokens),
-            spans=self._spans(first_at, num_tokens).spans(num_tokens),
+            spans=spans.spans(num_tokens),
             finish=FinishReason.STOP if num_tokens < sampling.max_tokens else FinishReason.LENGTH,
         )
 
@@ -100,6 +107,35 @@ class SimulatedEngine:
         for future in self._pending:
             if not future.done():
                 future.set_exception(EngineError(CLOSED))
+
+    async def _tell(
+        self, listen: Listen, ids: Sequence[int], first_at: float, policy: PolicyName
+    ) -> SpanLog:
+        """Tokens as their time comes, several in one piece when they come fast; the versions they
+        were told with are those of the answer."""
+        told, spans, when = 0, SpanLog(live_for(policy, self.live)), first_at
+        logprob = -math.log(self._snapshot.vocab_size) if self._snapshot else 0.0
+        while told < len(ids):
+            await self._sleep_until(when)
+            now = asyncio.get_running_loop().time()
+            due = max(told + 1, self._num_due(now - first_at, len(ids)))
+            for span in self._spans(first_at, due).spans(due):
+                start = max(span.start, told)
+                if start < span.end:
+                    version = Version(
+                        policy=policy, incarnation=span.incarnation, number=span.number
+                    )
+                    spans.switch(start, version)
+                    logprobs = [logprob] * (span.end - start)
+                    piece = ids[start : span.end]
+                    listen(Piece(sampled_ids=piece, logprobs=logprobs, version=version))
+            told = due
+            when = max(first_at + self._load.token_s * told, now + TELL_S)
+        return spans
+
+    def _num_due(self, elapsed_s: float, num_tokens: int) -> int:
+        token_s = self._load.token_s
+        return num_tokens if not token_s else min(num_tokens, int(elapsed_s / token_s) + 1)
 
     async def _sleep_until(self, when: float) -> None:
         """One timer per request, not per token: thousands run at once."""

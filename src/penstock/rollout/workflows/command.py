@@ -3,8 +3,9 @@
 completion.
 
 The task's payload stands as JSON in PENSTOCK_TASK and on standard input, the slot's seed in
-PENSTOCK_SEED; OPENAI_BASE_URL and OPENAI_API_KEY lead to the model. The last line it prints is the
-completion that the reward sees; when it prints nothing, the text of its last model answer is.
+PENSTOCK_SEED; OPENAI_BASE_URL and OPENAI_API_KEY lead to the model, as do ANTHROPIC_BASE_URL and
+ANTHROPIC_API_KEY. The last line it prints is the completion that the reward sees; when it prints
+nothing, the text of its last model answer is.
 """
 
 from __future__ import annotations

@@ -239,9 +239,13 @@ async def test_a_snapshot_of_another_model_is_refused(folders: list[Path], tmp_p
     await engine.close()
 
 
-async def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+async def test_tied_embeddings_are_one_tensor_under_either_name(tmp_path: Path, name: str) -> None:
     folder = write_snapshot(tmp_path, seed=3, is_tied=True, end_id=VOCAB_SIZE)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors")
     engine = HfEngine()
     await engine.load(folder, version(0))
     spec = SamplingSpec(max_tokens=6)

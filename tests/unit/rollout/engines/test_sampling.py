@@ -20,6 +20,7 @@ def distribution(logits: list[float], spec: SamplingSpec) -> dict[int, float]:
     """The definition, spelled out slowly."""
     weights = {token: math.exp(value / spec.temperature) for token, value in enumerate(logits)}
     ranked = sorted(weights, key=lambda token: -weights[token])
+    ranked = [token for token in ranked if weights[token] >= spec.min_p * weights[ranked[0]]]
     if spec.top_k:
         ranked = ranked[: spec.top_k]
     total = sum(weights[token] for token in ranked)
@@ -41,12 +42,12 @@ def draw(logits: list[float], spec: SamplingSpec, num_draws: int) -> tuple[list[
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("top_p", [0.5, 0.9, 1.0])
-@pytest.mark.parametrize("top_k", [0, 1, 3, 100])
+@pytest.mark.parametrize(("top_k", "min_p"), [(0, 0.0), (1, 0.0), (3, 0.0), (100, 0.2), (0, 0.2)])
 def test_frequencies_and_logprobs_follow_the_spec(
-    temperature: float, top_p: float, top_k: int
+    temperature: float, top_p: float, top_k: int, min_p: float
 ) -> None:
     logits = [0.1, 1.5, -2.0, 0.7, 3.0, -9.0, 1.4]
-    spec = SamplingSpec(temperature=temperature, top_p=top_p, top_k=top_k, seed=7)
+    spec = SamplingSpec(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=7)
     expected = distribution(logits, spec)
     num_draws = 10_000
     tokens, logprobs = draw(logits, spec, num_draws)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`penstock doctor`: what this machine has for runs, and how to get the rest.
+
+Looks and never changes anything; imports neither torch nor vLLM, whose versions are read from
+their metadata.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, distributions
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+VLLM = "0.32"
+"""The vLLM whose protocol penstock speaks."""
+SETUP = (
+    "make setup-engine   # for CPUs, from a checkout of penstock; or:",
+    "python3 -m venv {folder}",
+    "{folder}/bin/pip install 'vllm=={vllm}.*'   # for GPUs; scripts/setup_engine.py has the CPU's",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    is_there: bool
+    says: str
+    needed_for: str
+    cure: tuple[str, ...] = ()
+
+
+def doctor(*, environment: Path | None = None, json: bool = False) -> int:
+    """Tell what is here, what is not, and how to get it.
+
+    Parameters
+    ----------
+    environment
+        Virtual environment that should hold vLLM; by default the one of `make setup-engine`.
+    json
+        Print one JSON object as the last line.
+    """
+    from penstock.cli.output import print_json
+    from penstock.rollout.engines.vllm.child import default_environment
+
+    folder = environment or default_environment()
+    found = [
+        Finding("python", True, f"{platform.python_version()} on {_cores()}", "all of penstock"),
+        _package("torch", "training and the hf engine", "train"),
+        _package("transformers", "training and the hf engine", "train"),
+        _package("tokenizers", "the gateway", "tokens"),
+        vllm_at(folder),
+        _models(folder.parent / "models"),
+    ]
+    if json:
+        print_json({"findings": [asdict(finding) for finding in found]})
+        return 0
+    for finding in found:
+        sign = "+" if finding.is_there else "-"
+        print(f"{sign} {finding.name:<12} {finding.says}   ({finding.needed_for})")
+        for line in finding.cure:
+            print(f"      {line}")
+    return 0
+
+
+def vllm_at(folder: Path) -> Finding:
+    """Whether an environment holds a vLLM that the engine can start."""
+    needed_for = "engine: vllm"
+    program = folder / "bin" / "vllm"
+    setup = tuple(line.format(folder=folder, vllm=VLLM) for line in SETUP)
+    if not os.access(program, os.X_OK):
+        return Finding("vllm", False, f"no {program}", needed_for, setup)
+    paths = [str(path) for path in folder.glob("lib/python3*/site-packages")]
+    known = {d.name: d.version for d in distributions(path=paths)}
+    version = known.get("vllm", "")
+    says = f"{version or 'unknown version'} with torch {known.get('torch', '?')} in {folder}"
+    if not version.startswith(f"{VLLM}."):
+        cure = (f"penstock speaks to vLLM {VLLM}; others may do, and are examined at start",)
+        return Finding("vllm", True, says, needed_for, cure)
+    return Finding("vllm", True, says, needed_for)
+
+
+def _package(name: str, needed_for: str, extra: str) -> Finding:
+    try:
+        return Finding(name, True, version_of(name), needed_for)
+    except PackageNotFoundError:
+        cure = (f"pip install 'penstock[{extra}]'",)
+        return Finding(name, False, "not installed", needed_for, cure)
+
+
+def _models(folder: Path) -> Finding:
+    names = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    says = f"{', '.join(names) or 'none'} in {folder}"
+    return Finding("models", bool(names), says, "tests and benchmarks on a real model")
+
+
+def _cores() -> str:
+    cores = len(os.sched_getaffinity(0))
+    return f"{platform.system()} {platform.machine()}, {cores} core{'' if cores == 1 else 's'}"

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of attempts that still run, kept for whoever must run them again.
+
+In memory only (class D0): what is lost here is generated again, never missed. A retry is offered
+what the fullest earlier attempt at its slot recorded; the second retry without the last turn, which
+may be what killed it; the final one starts clean. Turns too old for the next batch are not offered.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+from penstock.dataflow.gate import Gate
+from penstock.types import GroupId, OutcomeKind, RowId, RowSummary, Turn
+
+MAX_BYTES = 256 << 20
+DROPS_LAST_FROM = 3
+"""The attempt that is the second retry."""
+
+Slot = tuple[GroupId, int]
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """All attempts at one slot, by epoch."""
+
+    attempts: dict[int, list[Turn]] = field(default_factory=dict[int, list[Turn]])
+    num_bytes: int = 0
+
+
+class Salvage:
+    def __init__(self, gate: Gate, *, max_attempts: int, max_bytes: int = MAX_BYTES) -> None:
+        self._gate = gate
+        self._max_attempts = max_attempts
+        self._max_bytes = max_bytes
+        self._slots: OrderedDict[Slot, _Recorded] = OrderedDict()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def record(self, slot: Slot, epoch: int, index: int, turn: Turn) -> bool:
+        """Turn number `index` of an attempt; False for one that was told before, or comes too
+        early because another was lost."""
+        recorded = self._slots.setdefault(slot, _Recorded())
+        turns = recorded.attempts.setdefault(epoch, [])
+        if index != len(turns):
+            return False
+        turns.append(turn)
+        size = len(turn.prompt_ids) + len(turn.sampled_ids) + len(turn.logprobs)
+        recorded.num_bytes += size
+        self._num_bytes += size
+        self._slots.move_to_end(slot)
+        while self._num_bytes > self._max_bytes:
+            self.forget(next(iter(self._slots)))
+        return True
+
+    def offer(self, slot: Slot, epoch: int, attempt: int) -> Sequence[Turn]:
+        """What the attempt with this lease may be served, in the order it was recorded."""
+        recorded = self._slots.get(slot)
+        if recorded is None or 1 < attempt == self._max_attempts:
+            return ()
+        earlier = [turns for known, turns in recorded.attempts.items() if known < epoch]
+        turns = max(earlier, key=len, default=list[Turn]())
+        if attempt >= DROPS_LAST_FROM:
+            turns = turns[:-1]
+        for index, turn in enumerate(turns):
+            if not self._is_young(turn):
+                return turns[:index]  # later ones continue it
+        return turns
+
+    def forget(self, slot: Slot) -> None:
+        """It was delivered, or failed by its own doing."""
+        recorded = self._slots.pop(slot, None)
+        if recorded is not None:
+            self._num_bytes -= recorded.num_bytes
+
+    def keep_only(self, groups: Container[GroupId]) -> None:
+        """Others have ended."""
+        for slot in [slot for slot in self._slots if slot[0] not in groups]:
+            self.forget(slot)
+
+    def _is_young(self, turn: Turn) -> bool:
+        versions = tuple({(span.incarnation, span.number) for span in turn.spans})
+        row = RowSummary(
+            row_id=RowId(""),
+            digest="",
+            reward=None,
+            outcome=OutcomeKind.COMPLETED,
+            sampled={},
+            versions={turn.policy: versions},
+        )
+        return self._gate.slack([row]) >= 0

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI Completions: raw text or token ids in, text out; no template. Shapes only."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+from penstock.errors import BadRequest
+from penstock.gateway.calls import Delta
+from penstock.gateway.dialects.chat import StreamOptions
+from penstock.gateway.dialects.dialect import Ask, Dialect, Problem, Progress, Prompt, Reply
+from penstock.gateway.dialects.fields import (
+    REFUSED,
+    SamplingFields,
+    convert,
+    read_response_format,
+    refuse,
+)
+from penstock.gateway.dialects.limits import check_choices
+from penstock.gateway.dialects.openai_shapes import DONE, error_body, event, tokens_of, usage_body
+from penstock.types import JsonObject, PolicyName
+
+ALSO_REFUSED = {**REFUSED, "echo": (False,), "suffix": ("",), "logprobs": (0,)}
+"""`logprobs` counts alternatives: 0 gives those of the sampled tokens, more is not recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest(SamplingFields):
+    """`POST /v1/completions`. As in chat, unknown fields are accepted, harmful ones refused."""
+
+    model: str
+    prompt: str | list[str | int | list[int]]
+    max_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = None
+    response_format: JsonObject | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What body and stream need to know of the request."""
+
+    head: JsonObject
+    num_prompts: int
+    has_logprobs: bool
+    include_usage: bool
+
+    def choice(self, index: int, text: str, reply: Reply | None) -> JsonObject:
+        has_logprobs = self.has_logprobs and reply is not None
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": _logprobs(reply) if has_logprobs and reply else None,
+            "finish_reason": None if reply is None else reply.answer.finish.value,
+        }
+
+
+# --- request ------------------------------------------------------------------------------------
+
+
+def read(fields: JsonObject) -> Ask:
+    refuse(fields, ALSO_REFUSED)
+    request = convert(fields, CompletionRequest)
+    num_choices = 1 if request.n is None else request.n
+    prompts = _prompts(request.prompt)
+    check_choices(num_choices)
+    check_choices(num_choices * len(prompts))
+    if request.best_of not in (None, num_choices):
+        raise BadRequest("best_of: not supported by this gateway; leave it out")
+    options = request.stream_options
+    shape = _Shape(
+        head={
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": request.model,
+        },
+        num_prompts=len(prompts),
+        has_logprobs=request.logprobs is not None,
+        include_usage=options is not None and bool(options.include_usage),
+    )
+    return Ask(
+        calls=_calls(request, prompts, num_choices),
+        model=PolicyName(request.model),
+        is_stream=bool(request.stream),
+        body=partial(_body, shape),
+        writer=partial(_CompletionWriter, shape),
+        is_live=request.logprobs is None,
+    )
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """One text, several texts, one list of ids, or several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and all(isinstance(item, int) for item in prompt):
+        return [cast(list[int], prompt)]
+    if not prompt or any(isinstance(item, int) for item in prompt):
+        raise BadRequest("prompt is no text, list of token ids, or list of those")
+    return cast(list[str | list[int]], prompt)
+
+
+def _calls(
+    request: CompletionRequest, prompts: Sequence[str | list[int]], num_choices: int
+) -> list[Prompt]:
+    json_schema = read_response_format(request.response_format)
+    return [
+        Prompt(
+            prompt=prompt,
+            policy=PolicyName(request.model),
+            overrides=request.overrides(
+                max_tokens=request.max_tokens,
+                json_schema=json_schema,
+                choice=at * num_choices + choice,
+            ),
+        )
+        for at, prompt in enumerate(prompts)
+        for choice in range(num_choices)
+    ]
+
+
+# --- answer -------------------------------------------------------------------------------------
+
+
+def _body(shape: _Shape, replies: Sequence[Reply]) -> JsonObject:
+    return {
+        **shape.head,
+        "choices": [
+            shape.choice(index, reply.answer.text, reply) for index, reply in enumerate(replies)
+        ],
+        "usage": usage_body(replies, shape.num_prompts),
+    }
+
+
+def _logprobs(reply: Reply) -> JsonObject:
+    tokens = tokens_of(reply)
+    offsets: list[int] = []
+    offset = 0
+    for text, _ in tokens:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": [text for text, _ in tokens],
+        "token_logprobs": [logprob for _, logprob in tokens],
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+class _CompletionWriter:
+    def __init__(self, shape: _Shape) -> None:
+        self._shape = shape
+        self._progress: dict[int, Progress] = {}
+
+    def grow(self, choice: int, delta: Delta) -> bytes:
+        self._progress.setdefault(choice, Progress()).add(delta)
+        return self._chunk(choice, delta.text, None) if delta.text else b""
+
+    def end(self, choice: int, reply: Reply) -> bytes:
+        rest = self._progress.get(choice, Progress()).rest(reply.answer)
+        return self._chunk(choice, rest.text, reply)
+
+    def finish(self, replies: Sequence[Reply]) -> bytes:
+        if not self._shape.include_usage:
+            return DONE
+        usage = usage_body(replies, self._shape.num_prompts)
+        return event({**self._shape.head, "choices": [], "usage": usage}) + DONE
+
+    def fail(self, problem: Problem) -> bytes:
+        return event(error_body(problem))
+
+    def _chunk(self, choice: int, text: str, reply: Reply | None) -> bytes:
+        return event({**self._shape.head, "choices": [self._shape.choice(choice, text, reply)]})
+
+
+COMPLETIONS = Dialect(
+    path="/v1/completions",
+    summary="OpenAI Completions.",
+    request=CompletionRequest,
+    read=read,
+    error=error_body,
+)

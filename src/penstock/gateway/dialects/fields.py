@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request fields that several dialects share: sampling, tools, output formats, thinking, and the
+fields that are refused because ignoring them would change the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from penstock.errors import BadRequest
+from penstock.gateway.dialects.limits import check_name, check_tools, schema_text
+from penstock.gateway.sampling import Overrides
+from penstock.gateway.seeds import derive
+from penstock.types import JsonObject
+from penstock.wire.codec import encode_json
+
+T = TypeVar("T")
+ANY_OBJECT = '{"type":"object"}'
+
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "prompt_embeds": (),
+    "repetition_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+"""Would change the answer and are not implemented, in OpenAI's API or as the usual extensions of
+it; the values beside each, and null, ask for nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFields:
+    """As `Overrides`, less what each dialect writes in its own way."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+
+    def overrides(
+        self, *, max_tokens: int | None, json_schema: str | None = None, choice: int = 0
+    ) -> Overrides:
+        """Choices that share a caller's seed still differ."""
+        seed = self.seed
+        return Overrides(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_tokens=max_tokens,
+            seed=seed if seed is None or choice == 0 else derive(seed, choice),
+            stop=self.stop,
+            json_schema=json_schema,
+        )
+
+
+def convert(fields: JsonObject, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"body is no valid {kind.__name__}: {error}") from None
+
+
+def refuse(fields: JsonObject, refused: Mapping[str, tuple[object, ...]] = REFUSED) -> None:
+    """Silence about a field that would have changed the answer would be a lie."""
+    named = [
+        name
+        for name in refused.keys() & fields.keys()
+        if fields[name] is not None and fields[name] not in refused[name]
+    ]
+    if named:
+        raise BadRequest(f"{', '.join(sorted(named))}: not supported by this gateway; leave it out")
+
+
+def object_at(fields: JsonObject | None, name: str) -> JsonObject:
+    """A member that is an object, or an empty one."""
+    value = (fields or {}).get(name)
+    return cast(JsonObject, value) if isinstance(value, dict) else {}
+
+
+# --- content ------------------------------------------------------------------------------------
+
+
+def text_of(content: object, where: str, kinds: Sequence[str], joint: str = "") -> str:
+    """A content as one string: itself, or its text parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = cast(list[Any], content) if isinstance(content, list) else [content]
+    texts: list[str] = []
+    for part in parts:
+        fields: JsonObject = cast(JsonObject, part) if isinstance(part, dict) else {}
+        text = fields.get("text")
+        if not isinstance(text, str) or fields.get("type", kinds[0]) not in kinds:
+            raise BadRequest(f"{where}: only text parts are supported")
+        texts.append(text)
+    return joint.join(texts)
+
+
+def tool_call(id: object, name: object, arguments: object, where: str) -> JsonObject:
+    """A tool call of the history in OpenAI's chat form."""
+    check_name(name, f"{where}.name")
+    text = arguments if isinstance(arguments, str) else encode_json(arguments or {}).decode()
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+# --- tools, formats, thinking -------------------------------------------------------------------
+
+
+def read_tools(tools: Sequence[JsonObject] | None) -> Sequence[JsonObject]:
+    """Function tools; the provider's own (search, files, computers) do not exist here."""
+    for at, tool in enumerate(tools or ()):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise BadRequest(f'tools[{at}]: only tools of type "function" are supported')
+        check_name(cast(JsonObject, function).get("name"), f"tools[{at}].function.name")
+    check_tools(tools or ())
+    return tools or ()
+
+
+def offered_tools(
+    tools: Sequence[JsonObject], choice: object, *, is_parallel: bool | None = None
+) -> Sequence[JsonObject]:
+    """Those that the model gets to see."""
+    if choice not in (None, "auto", "none"):
+        raise BadRequest('tool_choice: only "auto" and "none" are supported by this gateway')
+    if tools and choice != "none" and is_parallel is False:
+        raise BadRequest("parallel tool calls cannot be forbidden on this gateway; leave it out")
+    return () if choice == "none" else tools
+
+
+def read_response_format(format: JsonObject | None) -> str | None:
+    """`response_format` of Chat and Completions."""
+    return read_format(format, object_at(format, "json_schema").get("schema"), "response_format")
+
+
+def read_format(format: JsonObject | None, schema: object, where: str) -> str | None:
+    """The JSON schema that an output format asks for."""
+    kind = "text" if format is None else format.get("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return ANY_OBJECT
+    if kind == "json_schema":
+        return schema_text(schema, f"{where}.schema")
+    raise BadRequest(f"{where}.type {kind!r} is not text, json_object or json_schema")
+
+
+def read_thinking(template_fields: JsonObject | None, effort: str | None) -> bool | None:
+    """On or off; degrees of effort are not implemented."""
+    if effort not in (None, "none"):
+        raise BadRequest(
+            f'reasoning effort {effort!r}: only "none" is supported by this gateway; to switch '
+            'thinking on, send "chat_template_kwargs": {"enable_thinking": true}'
+        )
+    fields = template_fields or {}
+    wanted = fields.get("enable_thinking")
+    unknown = fields.keys() - {"enable_thinking"}
+    if unknown or not isinstance(wanted, bool | None):
+        raise BadRequest("chat_template_kwargs takes a boolean enable_thinking and nothing else")
+    return False if effort == "none" and wanted is None else wanted

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Anthropic Messages: its request, its answer, its errors. Shapes only; its stream is in
+`messages_stream`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from penstock.errors import BadRequest
+from penstock.gateway.calls import Call
+from penstock.gateway.dialects.dialect import Ask, Dialect, Problem, Reply
+from penstock.gateway.dialects.fields import (
+    SamplingFields,
+    convert,
+    object_at,
+    offered_tools,
+    read_format,
+    read_tools,
+    refuse,
+    text_of,
+    tool_call,
+)
+from penstock.gateway.dialects.messages_stream import MessageWriter, blocks_of, end_of, usage_of
+from penstock.types import JsonObject, PolicyName
+
+REFUSED: dict[str, tuple[object, ...]] = {
+    "container": (),
+    "context_management": ({}, {"edits": []}),
+    "mcp_servers": ([],),
+    "prompt_embeds": (),
+    "stop": (),
+}
+THINKING = {"enabled": True, "disabled": False, "adaptive": None}
+"""`adaptive` leaves it to the model, so to its template. The budget of tokens is a wish."""
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageRequest(SamplingFields):
+    """`POST /v1/messages`. Unknown fields are accepted, harmful ones refused."""
+
+    model: str
+    messages: list[JsonObject]
+    max_tokens: int
+    system: str | list[JsonObject] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: JsonObject | None = None
+    thinking: JsonObject | None = None
+    output_config: JsonObject | None = None
+
+
+# --- request ------------------------------------------------------------------------------------
+
+
+def read(fields: JsonObject) -> Ask:
+    refuse(fields, REFUSED)
+    request = convert(
+        {**fields, "stop": fields["stop_sequences"]} if "stop_sequences" in fields else fields,
+        MessageRequest,
+    )
+    call = Call(
+        messages=_messages(request),
+        policy=PolicyName(request.model),
+        tools=_tools(request),
+        thinking=_thinking(request.thinking),
+        overrides=request.overrides(
+            max_tokens=request.max_tokens, json_schema=_format(request.output_config)
+        ),
+    )
+    head: JsonObject = {
+        "id": f"msg_{secrets.token_hex(12)}",
+        "type": "message",
+        "role": "assistant",
+        "model": request.model,
+    }
+    stop = request.stop_sequences or ()
+    return Ask(
+        calls=[call],
+        model=PolicyName(request.model),
+        is_stream=bool(request.stream),
+        body=partial(_body, head, stop),
+        writer=partial(MessageWriter, head, stop, error_body),
+    )
+
+
+def _messages(request: MessageRequest) -> list[JsonObject]:
+    messages: list[JsonObject] = []
+    if request.system:
+        content = text_of(request.system, "system", ("text",), "\n")
+        messages.append({"role": "system", "content": content})
+    for at, message in enumerate(request.messages):
+        where = f"messages[{at}]"
+        role = message.get("role")
+        if role == "assistant":
+            messages.append(_assistant(message, where))
+        elif role in ("user", "system"):
+            messages.extend(_user(message, where))
+        else:
+            raise BadRequest(f"{where}.role {role!r} is not user or assistant")
+    if messages and messages[-1]["role"] == "assistant":
+        raise BadRequest("the last message is the assistant's: this gateway does not continue it")
+    return messages
+
+
+def _blocks(message: JsonObject, where: str) -> list[JsonObject]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    blocks: list[Any] = cast(list[Any], content) if isinstance(content, list) else [None]
+    if not all(isinstance(block, dict) for block in blocks):
+        raise BadRequest(f"{where}.content is no string or list of blocks")
+    return blocks
+
+
+def _assistant(message: JsonObject, where: str) -> JsonObject:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[JsonObject] = []
+    for block in _blocks(message, where):
+        kind = block.get("type")
+        if kind == "tool_use":
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            calls.append(tool_call(block.get("id"), block.get("name"), arguments, where))
+        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        else:
+            texts.append(text_of([block], f"{where}.content", ("text",)))
+    answer: JsonObject = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        answer["reasoning_content"] = "".join(thoughts)
+    if calls:
+        answer["tool_calls"] = calls
+    return answer
+
+
+def _user(message: JsonObject, where: str) -> list[JsonObject]:
+    """A message per tool result, and one of what text stands between them."""
+    messages: list[JsonObject] = []
+    for block in _blocks(message, where):
+        if block.get("type") == "tool_result":
+            content = text_of(block.get("content"), f"{where}.content", ("text",), "\n")
+            result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
+            messages.append(result | ({"is_error": True} if block.get("is_error") else {}))
+            continue
+        text = text_of([block], f"{where}.content", ("text",))
+        if messages and messages[-1]["role"] == message["role"]:
+            messages[-1]["content"] += "\n" + text
+        else:
+            messages.append({"role": message["role"], "content": text})
+    return messages
+
+
+def _tools(request: MessageRequest) -> Sequence[JsonObject]:
+    choice = request.tool_choice or {}
+    tools: list[JsonObject] = []
+    for at, tool in enumerate(request.tools or ()):
+        if tool.get("type", "custom") not in ("custom", None):
+            raise BadRequest(f"tools[{at}]: only tools of your own (with input_schema) exist here")
+        function = {
+            "name": tool.get("name"),
+            "description": tool.get("description", ""),
+            "parameters": tool.get("input_schema"),
+        }
+        tools.append({"type": "function", "function": function})
+    is_parallel = False if choice.get("disable_parallel_tool_use") else None
+    return offered_tools(read_tools(tools), choice.get("type"), is_parallel=is_parallel)
+
+
+def _thinking(thinking: JsonObject | None) -> bool | None:
+    if thinking is None:
+        return None
+    kind = thinking.get("type")
+    if not isinstance(kind, str) or kind not in THINKING or thinking.get("display") == "omitted":
+        raise BadRequest(f"thinking.type is one of: {', '.join(THINKING)}; display is not omitted")
+    return THINKING[kind]
+
+
+def _format(config: JsonObject | None) -> str | None:
+    if (config or {}).get("effort") is not None:
+        raise BadRequest("output_config.effort: not supported by this gateway; leave it out")
+    format = object_at(config, "format")
+    return read_format(format or None, format.get("schema"), "output_config.format")
+
+
+# --- answer -------------------------------------------------------------------------------------
+
+
+def _body(head: JsonObject, stop: Sequence[str], replies: Sequence[Reply]) -> JsonObject:
+    (reply,) = replies
+    return {
+        **head,
+        "content": blocks_of(reply.answer),
+        **end_of(reply, stop),
+        "usage": usage_of(reply.answer),
+    }
+
+
+def error_body(problem: Problem) -> JsonObject:
+    kind = _ERROR_TYPES.get(problem.status)
+    if kind is None:
+        kind = "invalid_request_error" if problem.status < 500 else "api_error"
+    message = problem.message
+    if problem.overflow is not None:
+        overflow = problem.overflow
+        message = f"prompt is too long: {overflow.num_tokens} tokens > {overflow.window} maximum"
+    error = {"type": kind, "message": message}
+    return {"type": "error", "error": error, "request_id": f"req_{secrets.token_hex(12)}"}
+
+
+MESSAGES = Dialect(
+    path="/v1/messages",
+    summary="Anthropic Messages.",
+    request=MessageRequest,
+    read=read,
+    error=error_body,
+)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answer of Anthropic Messages: its content blocks, how it ended, and the events in which it
+comes to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from penstock.gateway.calls import Answer, Delta, ToolCall
+from penstock.gateway.dialects.dialect import Problem, Progress, Reply
+from penstock.types import FinishReason, JsonObject, view_ids
+from penstock.wire.codec import encode_json
+
+SIGNATURE = "penstock"
+"""Anthropic signs thoughts so that nobody forges them; here they come back to who thought them."""
+TEXT, THINKING = "text", "thinking"
+
+
+# --- the whole answer ---------------------------------------------------------------------------
+
+
+def blocks_of(answer: Answer) -> list[JsonObject]:
+    blocks: list[JsonObject] = []
+    if answer.reasoning:
+        thought = {"type": THINKING, "thinking": answer.reasoning, "signature": SIGNATURE}
+        blocks.append(thought)
+    if answer.text or not answer.tool_calls:
+        blocks.append({"type": TEXT, "text": answer.text, "citations": None})
+    return [*blocks, *(_call_block(call) for call in answer.tool_calls)]
+
+
+def _call_block(call: ToolCall) -> JsonObject:
+    try:
+        arguments = msgspec.json.decode(call.arguments, type=dict[str, object])
+    except msgspec.MsgspecError:
+        arguments = {"arguments": call.arguments}  # no object: shown as the model wrote it
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+
+
+def usage_of(answer: Answer) -> JsonObject:
+    return {
+        "input_tokens": answer.usage.prompt_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": answer.usage.completion_tokens,
+    }
+
+
+def end_of(reply: Reply, stop: Sequence[str]) -> JsonObject:
+    """Why the answer ended, and the stop string that ended it."""
+    answer = reply.answer
+    if answer.finish is FinishReason.LENGTH:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if answer.tool_calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    found = _stop_string(reply, stop) if stop else None
+    return {"stop_reason": "stop_sequence" if found else "end_turn", "stop_sequence": found}
+
+
+def _stop_string(reply: Reply, stop: Sequence[str]) -> str | None:
+    text = reply.renderer.decode(view_ids(reply.turn.sampled_ids).tolist())
+    found = [(at, word) for word in stop if (at := text.find(word)) >= 0]
+    return min(found)[1] if found else None
+
+
+# --- stream -------------------------------------------------------------------------------------
+
+
+class MessageWriter:
+    """Events in Anthropic's order: message_start, per block start to stop, message_delta,
+    message_stop."""
+
+    def __init__(
+        self, head: JsonObject, stop: Sequence[str], error_body: Callable[[Problem], JsonObject]
+    ) -> None:
+        self._head = head
+        self._stop = stop
+        self._error_body = error_body
+        self._progress = Progress()
+        self._has_started = False
+        self._kind = ""
+        """Of the block in progress; empty between blocks."""
+        self._num_blocks = 0
+
+    def grow(self, choice: int, delta: Delta) -> bytes:
+        self._progress.add(delta)
+        events = [self._start(0)]
+        for kind, text in ((THINKING, delta.reasoning), (TEXT, delta.text)):
+            if text:
+                events.append(self._add(kind, text))
+        return b"".join(events)
+
+    def end(self, choice: int, reply: Reply) -> bytes:
+        answer = reply.answer
+        events = [self._start(answer.usage.prompt_tokens)]
+        events.append(self.grow(choice, self._progress.rest(answer)))
+        if not answer.text and not answer.tool_calls:
+            events.append(self._add(TEXT, ""))
+        events.append(self._close_block())
+        events.extend(self._call(call) for call in answer.tool_calls)
+        ending = {"delta": end_of(reply, self._stop), "usage": usage_of(answer)}
+        events.append(_event("message_delta", ending))
+        events.append(_event("message_stop", {}))
+        return b"".join(events)
+
+    def finish(self, replies: Sequence[Reply]) -> bytes:
+        return b""
+
+    def fail(self, problem: Problem) -> bytes:
+        return _event("error", self._error_body(problem))
+
+    def _start(self, prompt_tokens: int) -> bytes:
+        """While an answer grows, only its end knows the length of the prompt."""
+        if self._has_started:
+            return b""
+        self._has_started = True
+        message: JsonObject = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
+        }
+        return _event("message_start", {"message": message})
+
+    def _add(self, kind: str, text: str) -> bytes:
+        events: list[bytes] = []
+        if self._kind != kind:
+            events.append(self._close_block())
+            self._kind = kind
+            block: JsonObject = {"type": kind, kind: ""}
+            if kind == THINKING:
+                block["signature"] = ""
+            events.append(self._block("start", {"content_block": block}))
+        delta = {"type": f"{kind}_delta", kind: text}
+        events.append(self._block("delta", {"delta": delta}))
+        return b"".join(events)
+
+    def _close_block(self) -> bytes:
+        if not self._kind:
+            return b""
+        signed = b""
+        if self._kind == THINKING:
+            delta = {"type": "signature_delta", "signature": SIGNATURE}
+            signed = self._block("delta", {"delta": delta})
+        stopped = self._block("stop", {})
+        self._kind = ""
+        self._num_blocks += 1
+        return signed + stopped
+
+    def _call(self, call: ToolCall) -> bytes:
+        block = _call_block(call)
+        written = encode_json(block["input"]).decode()
+        delta = {"type": "input_json_delta", "partial_json": written}
+        events = [
+            self._block("start", {"content_block": {**block, "input": {}}}),
+            self._block("delta", {"delta": delta}),
+            self._block("stop", {}),
+        ]
+        self._num_blocks += 1
+        return b"".join(events)
+
+    def _block(self, verb: str, fields: JsonObject) -> bytes:
+        return _event(f"content_block_{verb}", {"index": self._num_blocks, **fields})
+
+
+def _event(kind: str, fields: JsonObject) -> bytes:
+    body = {"type": kind, **fields}
+    return b"event: " + kind.encode() + b"\ndata: " + encode_json(body) + b"\n\n"

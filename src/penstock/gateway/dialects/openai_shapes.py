@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes that OpenAI's three APIs share: errors, log-probs, server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.gateway.dialects.dialect import Problem, Reply
+from penstock.types import FinishReason, JsonObject, view_ids, view_log_probs
+from penstock.wire.codec import encode_json
+
+_CODES = {
+    "unauthorized": "invalid_api_key",
+    "not_found": "model_not_found",
+    "busy": "rate_limit_exceeded",
+}
+
+
+def error_body(problem: Problem) -> JsonObject:
+    if problem.status == 429:
+        kind = "rate_limit_error"
+    else:
+        kind = "invalid_request_error" if problem.status < 500 else "server_error"
+    message = problem.message
+    if problem.overflow is not None:
+        message = (
+            f"the maximum context length is {problem.overflow.window} tokens, but the prompt has "
+            f"{problem.overflow.num_tokens}; shorten the conversation"
+        )
+    code = _CODES.get(problem.code, problem.code)
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def event(body: JsonObject) -> bytes:
+    return b"data: " + encode_json(body) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def finish_reason(reply: Reply) -> str:
+    answer = reply.answer
+    if answer.tool_calls and answer.finish is FinishReason.STOP:
+        return "tool_calls"
+    return answer.finish.value
+
+
+def usage_body(replies: Sequence[Reply], num_prompts: int = 1) -> JsonObject:
+    """Choices of one prompt share its tokens."""
+    per_prompt = max(1, len(replies) // num_prompts)
+    prompt = sum(reply.answer.usage.prompt_tokens for reply in replies[::per_prompt])
+    completion = sum(reply.answer.usage.completion_tokens for reply in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+def tokens_of(reply: Reply) -> list[tuple[str, float]]:
+    """Each sampled token as text, with its log-prob."""
+    ids = view_ids(reply.turn.sampled_ids)
+    logprobs = view_log_probs(reply.turn.logprobs)
+    decode = reply.renderer.decode
+    return [(decode([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True)]

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a request that was read to an answer that was sent, in any dialect.
+
+Owns the choices of a request, the stream of their growing answers, and the judgement whether an
+answer reached its agent. A call runs to its end even when nobody waits for it any more: what was
+sampled is kept, untrained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+
+import structlog
+from starlette.types import Message
+
+from penstock.gateway.calls import Answer, Call, Delta
+from penstock.gateway.dialects.dialect import INTERNAL, Ask, Problem, Reply, Writer, problem_of
+from penstock.gateway.gateway import Session
+
+log = structlog.get_logger(__name__)
+
+Send = Callable[[Message], Awaitable[None]]
+IsGone = Callable[[], bool]
+Event = tuple[int, Delta | Answer | BaseException]
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Exchange:
+    """One request of one session."""
+
+    def __init__(self, session: Session, ask: Ask) -> None:
+        self.answers: dict[int, Answer] = {}
+        self._session = session
+        self._ask = ask
+        self._renderer = session.renderer(ask.model)
+
+    async def replies(self) -> list[Reply]:
+        """All choices, or the first error; then the choices that did succeed reach nobody."""
+        calls = self._ask.calls
+        if len(calls) == 1:
+            self.answers[0] = await self._call(0, None)
+            return self._replies()
+        results = await asyncio.gather(
+            *(self._call(choice, None) for choice in range(len(calls))), return_exceptions=True
+        )
+        for choice, result in enumerate(results):
+            if isinstance(result, Answer):
+                self.answers[choice] = result
+        for result in results:
+            if isinstance(result, BaseException):
+                self.mark_unreached()
+                raise result
+        return self._replies()
+
+    async def stream(self, send: Send, is_gone: IsGone) -> None:
+        """Sends events as the answers grow. An error before the first of them is raised; a later
+        one is an event."""
+        growing = _Growing(self._call, len(self._ask.calls), is_live=self._ask.is_live)
+        is_reached = False
+        try:
+            events = await growing.next()
+            if isinstance(error := events[0][1], BaseException):
+                raise error
+            is_reached = await self._send_events(growing, events, send, is_gone)
+        finally:
+            self.answers.update(await growing.settle())
+            if not is_reached:
+                self.mark_unreached()
+
+    def mark_unreached(self) -> None:
+        for answer in self.answers.values():
+            self._session.mark_unreached(answer.turn)
+
+    async def _send_events(
+        self, growing: _Growing, events: list[Event], send: Send, is_gone: IsGone
+    ) -> bool:
+        """Whether the agent was there until the end of a complete answer."""
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+        writer = self._ask.writer()
+        while True:
+            chunk, is_failed = self._write(writer, events)
+            is_last = is_failed or len(self.answers) == len(self._ask.calls)
+            if is_gone():
+                return False
+            if chunk or is_last:
+                await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
+            if is_last:
+                return not is_failed
+            events = await growing.next()
+
+    def _write(self, writer: Writer, events: list[Event]) -> tuple[bytes, bool]:
+        """What these events are on the wire, and whether one of them is an error."""
+        chunks: list[bytes] = []
+        for choice, event in events:
+            if isinstance(event, Delta):
+                chunks.append(writer.grow(choice, event))
+            elif isinstance(event, Answer):
+                self.answers[choice] = event
+                chunks.append(writer.end(choice, self._reply(event)))
+            else:
+                chunks.append(writer.fail(problem_for_agent(event)))
+                return b"".join(chunks), True
+        if len(self.answers) == len(self._ask.calls):
+            chunks.append(writer.finish(self._replies()))
+        return b"".join(chunks), False
+
+    async def _call(self, choice: int, listen: Callable[[Delta], None] | None) -> Answer:
+        call = self._ask.calls[choice]
+        if isinstance(call, Call):
+            return await self._session.ask(call if listen is None else replace(call, listen=listen))
+        return await self._session.complete(
+            call.prompt, policy=call.policy, overrides=call.overrides, listen=listen
+        )
+
+    def _replies(self) -> list[Reply]:
+        return [self._reply(self.answers[choice]) for choice in range(len(self._ask.calls))]
+
+    def _reply(self, answer: Answer) -> Reply:
+        turn = self._session.turn(answer.turn)
+        return Reply(answer=answer, turn=turn, renderer=self._renderer)
+
+
+def problem_for_agent(error: BaseException) -> Problem:
+    """A defect of ours goes to the log; the agent hears no detail of it."""
+    problem = problem_of(error)
+    if problem is None:
+        log.error("call failed", exc_info=error)
+        return INTERNAL
+    return problem
+
+
+class _Growing:
+    """Answers in the making, as one list of events."""
+
+    def __init__(
+        self,
+        call: Callable[[int, Callable[[Delta], None] | None], Awaitable[Answer]],
+        num_choices: int,
+        *,
+        is_live: bool,
+    ) -> None:
+        self._call = call
+        self._is_live = is_live
+        self._events: list[Event] = []
+        self._has_events = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._run(choice)) for choice in range(num_choices)]
+
+    async def next(self) -> list[Event]:
+        """All events since the last time; at least one."""
+        try:
+            await self._has_events.wait()
+        except asyncio.CancelledError:
+            for task in self._tasks:
+                task.cancel()
+            raise
+        events, self._events = self._events, []
+        self._has_events.clear()
+        return events
+
+    async def settle(self) -> dict[int, Answer]:
+        """Every answer that came, once all calls have ended."""
+        results = await asyncio.gather(*self._tasks, return_exceptions=True)
+        return {at: result for at, result in enumerate(results) if isinstance(result, Answer)}
+
+    async def _run(self, choice: int) -> Answer | None:
+        listen = partial(self._tell, choice) if self._is_live else None
+        try:
+            answer = await self._call(choice, listen)
+        except Exception as error:
+            self._tell(choice, error)
+            return None
+        self._tell(choice, answer)
+        return answer
+
+    def _tell(self, choice: int, event: Delta | Answer | BaseException) -> None:
+        self._events.append((choice, event))
+        self._has_events.set()

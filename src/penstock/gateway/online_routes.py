@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions from outside over HTTP: open one, reward it, end it, forget it. The dialects' own paths
+stand beside these, unchanged.
+
+A session answers to its key, to the token that opened it, and to operators' tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.errors import Forbidden, TooLarge, WireError
+from penstock.gateway.online import Held, Online
+from penstock.gateway.openapi import SESSION
+from penstock.gateway.server import build_app
+from penstock.types import JsonObject
+from penstock.wire.codec import JSON, decode, encode_json
+from penstock.wire.server import error_response
+
+T = TypeVar("T")
+MAX_BODY_BYTES = 64 << 10
+Answer = Callable[[Request], Awaitable[JsonObject]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenBody:
+    """`POST /sessions`."""
+
+    name: str = ""
+    """For its path; its id when empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardBody:
+    """`POST /sessions/{id}/reward`."""
+
+    reward: float
+    reason: str = ""
+    """For people."""
+
+
+def build_online_app(online: Online) -> Starlette:
+    """The gateway's app with the routes of sessions from outside."""
+    app = build_app(online)
+    app.router.routes += OnlineRoutes(online).routes()
+    return app
+
+
+class OnlineRoutes:
+    def __init__(self, online: Online) -> None:
+        self._online = online
+
+    async def open(self, request: Request) -> JsonObject:
+        caller = self._online.admit(_key(request))
+        body = await _read(request, OpenBody)
+        held = self._online.begin(caller.owner, body.name)
+        base_url = f"{str(request.base_url).rstrip('/')}/sessions/{held.id}/v1"
+        return {**self._facts(held), "api_key": held.api_key, "base_url": base_url}
+
+    async def show(self, request: Request) -> JsonObject:
+        return self._facts(self._of(request))
+
+    async def reward(self, request: Request) -> JsonObject:
+        held = self._of(request)
+        body = await _read(request, RewardBody)
+        self._online.reward(held, body.reward, body.reason)
+        return self._facts(held)
+
+    async def end(self, request: Request) -> JsonObject:
+        held = self._of(request)
+        self._online.end(held)
+        return self._facts(held)
+
+    async def forget(self, request: Request) -> JsonObject:
+        held = self._of(request)
+        self._online.forget(held)
+        return self._facts(held)
+
+    async def counts(self, request: Request) -> JsonObject:
+        if not self._online.admit(_key(request)).is_operator:
+            raise Forbidden("what all sessions do is for gateway and admin tokens")
+        return dict(self._online.counts)
+
+    def routes(self) -> list[Route]:
+        return [
+            _route("POST", "/sessions", self.open),
+            _route("GET", "/sessions", self.counts),
+            _route("GET", SESSION, self.show),
+            _route("DELETE", SESSION, self.forget),
+            _route("POST", f"{SESSION}/reward", self.reward),
+            _route("POST", f"{SESSION}/end", self.end),
+        ]
+
+    def _of(self, request: Request) -> Held:
+        return self._online.lookup(request.path_params["session_id"], token=_key(request))
+
+    def _facts(self, held: Held) -> JsonObject:
+        return {
+            "id": held.id,
+            "name": held.name,
+            "state": held.state,
+            "is_recorded": held.has_place,
+            "reward": held.reward,
+            "reward_deadline_s": self._online.terms.reward_deadline_s,
+            "idle_s": self._online.terms.idle_s,
+        }
+
+
+def _route(method: str, path: str, answer: Answer) -> Route:
+    async def handle(request: Request) -> Response:
+        try:
+            return Response(encode_json(await answer(request)), media_type=JSON)
+        except WireError as error:
+            return error_response(error)
+
+    return Route(path, handle, methods=[method])
+
+
+def _key(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+async def _read(request: Request, kind: type[T]) -> T:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise TooLarge(f"body over {MAX_BODY_BYTES} bytes")
+    return decode(bytes(body) or b"{}", kind, media_type=JSON)

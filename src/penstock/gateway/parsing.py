@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an answer's text means to an agent: reasoning, plain text, tool calls.
+
+Owns the forms in which models write them, as their templates show. What does not parse stays text.
+Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from penstock.gateway.calls import ToolCall
+
+THINK, END_THINK = "<think>", "</think>"
+TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
+STRUCTURE = frozenset({THINK, END_THINK, TOOL_CALL, END_TOOL_CALL})
+"""Part of an answer's text even where a tokenizer calls them special."""
+_BLOCK = re.compile(f"{TOOL_CALL}((?:(?!{TOOL_CALL}).)*?){END_TOOL_CALL}", re.DOTALL)
+_BETWEEN = re.compile(r"[\s;]*")
+
+
+class ToolFormat(StrEnum):
+    HERMES = "hermes"
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, anywhere in the answer; Qwen too."""
+    LLAMA = "llama"
+    """The whole answer is `{"name": …, "parameters": {…}}`, or several of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How one answer is to be read."""
+
+    has_thinking: bool = False
+    """The template knows `<think>`; elsewhere it is text like any other."""
+    is_thinking: bool = False
+    """The prompt has already opened it."""
+    tools: ToolFormat | None = None
+    """None when no tools were offered."""
+
+
+PLAIN = Form()
+"""All of it is text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    text: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class _Written(msgspec.Struct):
+    """A tool call as models write it."""
+
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+
+
+def tool_format(template: str) -> ToolFormat | None:
+    """The form that a template shows its model; None for none that is known here."""
+    if "<function=" in template:
+        return None
+    if TOOL_CALL in template:
+        return ToolFormat.HERMES
+    return ToolFormat.LLAMA if '"parameters"' in template and '"name"' in template else None
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """Before the earliest stop string, as OpenAI does."""
+    ends = [at for at in (text.find(word) for word in stop) if at >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def read(text: str, form: Form, make_id: Callable[[int], str]) -> Parts:
+    """The parts of a finished answer; `make_id` names its first, second, … tool call."""
+    reasoning = ""
+    begun = text.lstrip()
+    if form.is_thinking or (form.has_thinking and begun.startswith(THINK)):
+        thought, _, rest = begun.removeprefix(THINK).partition(END_THINK)
+        reasoning, text = thought.strip(), rest.lstrip()
+    if form.tools is None:
+        return Parts(text=text, reasoning=reasoning)
+    find = _hermes_calls if form.tools is ToolFormat.HERMES else _llama_calls
+    rest, written = find(text)
+    calls = tuple(
+        ToolCall(id=make_id(at), name=name, arguments=arguments)
+        for at, (name, arguments) in enumerate(written)
+    )
+    return Parts(text=rest.rstrip() if calls else text, reasoning=reasoning, tool_calls=calls)
+
+
+_Found = tuple[str, list[tuple[str, str]]]
+"""The text around the calls, and each call's name and arguments."""
+
+
+def _hermes_calls(text: str) -> _Found:
+    calls: list[tuple[str, str]] = []
+
+    def take(block: re.Match[str]) -> str:
+        call = _read_call(block[1])
+        if call is None:
+            return block[0]
+        calls.append(call)
+        return ""
+
+    return _BLOCK.sub(take, text), calls
+
+
+def _llama_calls(text: str) -> _Found:
+    calls: list[tuple[str, str]] = []
+    decoder = json.JSONDecoder()
+    at, rest = 0, text.strip()
+    while at < len(rest):
+        try:
+            _, end = decoder.raw_decode(rest, at)
+        except (ValueError, RecursionError):
+            return text, []
+        call = _read_call(rest[at:end])
+        if call is None:
+            return text, []
+        calls.append(call)
+        between = _BETWEEN.match(rest, end)
+        at = between.end() if between else end
+    return ("", calls) if calls else (text, [])
+
+
+def _read_call(text: str) -> tuple[str, str] | None:
+    try:
+        written = msgspec.json.decode(text, type=_Written)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        return None
+    raw = (bytes(written.arguments) or bytes(written.parameters)).strip()
+    return (written.name, raw.decode()) if raw.startswith(b"{") else None

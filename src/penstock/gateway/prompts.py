@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call becomes a prompt: rendered, and matched against what the session has sampled before.
+
+Owns which turn a prompt continues and which of its tokens are new. Calls no engine and records
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.errors import BadRequest
+from penstock.gateway.calls import Call
+from penstock.gateway.marks import escape
+from penstock.gateway.parsing import PLAIN, THINK, Form
+from penstock.gateway.recall import Recall
+from penstock.gateway.renderer import Renderer
+from penstock.gateway.tree import ROOT, TurnTree
+from penstock.types import PolicyName, TokenIds, token_ids, view_ids
+
+MAX_MESSAGES = 2_048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    policy: PolicyName
+    renderer: Renderer
+    parent: int
+    """The turn that it continues, or ROOT."""
+    new_text: str
+    """Marked; what follows the parent's context."""
+    new_ids: Sequence[int]
+    context_ids: Sequence[int]
+    """All that the engine gets."""
+    role: str = ""
+    form: Form = PLAIN
+    """How the answer is to be read."""
+
+
+class Prompts:
+    """Of one session, whose turns and answers it only reads."""
+
+    def __init__(self, tree: TurnTree, recall: Recall) -> None:
+        self._tree = tree
+        self._recall = recall
+
+    def of_call(self, call: Call, policy: PolicyName, renderer: Renderer) -> Prompt:
+        if not 1 <= len(call.messages) <= MAX_MESSAGES:
+            raise BadRequest(f"{len(call.messages)} messages; send 1 to {MAX_MESSAGES}")
+        text = self._render(call, policy, renderer)
+        form = Form(
+            has_thinking=renderer.has_thinking,
+            is_thinking=renderer.has_thinking and text.rstrip().endswith(THINK),
+            tools=renderer.tool_format if call.tools else None,
+        )
+        return replace(self._of_marked(text, policy, renderer), role=call.role, form=form)
+
+    def of_text(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
+        return self._of_marked(escape(text), policy, renderer)
+
+    def of_ids(self, prompt: Sequence[int], policy: PolicyName, renderer: Renderer) -> Prompt:
+        if not all(0 <= token < renderer.num_ids for token in prompt):
+            raise BadRequest(f"the prompt holds ids outside 0 to {renderer.num_ids - 1}")
+        ids = token_ids(prompt)
+        parent, length = self._tree.match_ids(policy, ids)
+        new_ids = view_ids(TokenIds(ids[length:])).tolist()
+        return self._make(policy, renderer, parent, renderer.decode_marked(new_ids), new_ids)
+
+    def _render(self, call: Call, policy: PolicyName, renderer: Renderer) -> str:
+        """The template gets this session's own answers as they were sampled, and may still strip or
+        trim them."""
+        own_texts = self._recall.find(policy, call.messages)
+        try:
+            return renderer.render(
+                call.messages, tools=call.tools, thinking=call.thinking, answers=own_texts
+            )
+        except BadRequest:
+            if not own_texts:
+                raise
+        # Some templates insist on the parts of an answer.
+        return renderer.render(call.messages, tools=call.tools, thinking=call.thinking)
+
+    def _of_marked(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
+        parent, length = self._tree.match(policy, text)
+        new_text = text[length:]
+        try:
+            new_ids = renderer.encode(new_text)
+        except (TypeError, UnicodeEncodeError):
+            raise BadRequest("the prompt holds characters that no UTF-8 text has") from None
+        return self._make(policy, renderer, parent, new_text, new_ids)
+
+    def _make(
+        self,
+        policy: PolicyName,
+        renderer: Renderer,
+        parent: int,
+        new_text: str,
+        new_ids: Sequence[int],
+    ) -> Prompt:
+        context_ids = new_ids
+        if parent != ROOT:
+            context_ids = [*self._tree.context_ids(parent), *new_ids]
+        if not context_ids:
+            raise BadRequest("the prompt is empty; send some content")
+        return Prompt(
+            policy=policy,
+            renderer=renderer,
+            parent=parent,
+            new_text=new_text,
+            new_ids=new_ids,
+            context_ids=context_ids,
+        )

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rollout's model calls, recorded as turns.
+
+Owns a session's turns and what its agent was told of them. Workflows in process and agents over
+HTTP take the same path, `ask`. Knows nothing of tasks, rewards or batches.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from penstock.errors import ContextOverflow, EngineError, NotFound, Unauthorized
+from penstock.gateway.calls import Answer, Call, Delta, Usage
+from penstock.gateway.generate import Completion, Generate
+from penstock.gateway.growing import Growing
+from penstock.gateway.parsing import cut, read
+from penstock.gateway.probe import Verdict
+from penstock.gateway.prompts import Prompt, Prompts
+from penstock.gateway.recall import Recall
+from penstock.gateway.renderer import Renderer, Texts
+from penstock.gateway.salvaged import Salvaged
+from penstock.gateway.sampling import Overrides, override, read_overrides
+from penstock.gateway.seeds import derive
+from penstock.gateway.tree import TurnTree
+from penstock.types import (
+    FinishReason,
+    JsonObject,
+    PolicyName,
+    SamplingSpec,
+    Turn,
+    token_ids,
+    view_ids,
+)
+
+KEY_PREFIX = "sk-penstock-"
+KEY_BYTES = 32
+MAX_CALLS = 1 << 10
+"""Tool calls of one turn that have ids of their own."""
+CLOSED = (
+    "this key speaks for no open session here: the rollout has ended, or the key is of another "
+    "session or node; use the base_url and api_key given to the running workflow"
+)
+Tell = Callable[[Delta], None]
+Record = Callable[[int, Turn, bool], None]
+"""Takes each turn as it ends: its index, the turn, and whether an earlier attempt had made it."""
+
+
+class Host(Protocol):
+    """What a session needs of its gateway."""
+
+    generate: Generate
+    verdicts: dict[PolicyName, Verdict]
+
+    def renderer(self, policy: PolicyName) -> Renderer: ...
+
+
+class Session:
+    """Ties model calls to one rollout; whoever holds its key speaks for it."""
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        policies: Sequence[PolicyName],
+        sampling: SamplingSpec,
+        seed: int,
+        salvaged: Salvaged,
+        record: Record | None,
+    ) -> None:
+        assert policies, "a session serves at least one policy"
+        self.id = secrets.token_hex(8)
+        self.api_key = KEY_PREFIX + secrets.token_hex(KEY_BYTES)
+        self.policies = tuple(policies)
+        self.is_open = True
+        self.has_overflowed = False
+        """The last call found no room in the model's window."""
+        self._host = host
+        self._sampling = sampling
+        self._seed = seed
+        self._salvaged = salvaged
+        self._tell_turn = record
+        self._num_calls = 0
+        self._tree = TurnTree()
+        self._recall = Recall()
+        self._prompts = Prompts(self._tree, self._recall)
+
+    async def chat(
+        self,
+        messages: Sequence[JsonObject],
+        *,
+        policy: PolicyName | None = None,
+        role: str = "",
+        tools: Sequence[JsonObject] = (),
+        thinking: bool | None = None,
+        **overrides: object,
+    ) -> Answer:
+        """`ask`, in Python's words. `overrides` are the sampling fields of the OpenAI API:
+        temperature, top_p, max_tokens, seed, stop."""
+        return await self.ask(
+            Call(
+                messages=messages,
+                policy=policy,
+                role=role,
+                tools=tools,
+                thinking=thinking,
+                overrides=read_overrides(overrides) if overrides else None,
+            )
+        )
+
+    async def ask(self, call: Call) -> Answer:
+        """Ask a policy, in a role, and record the turn. Raises EngineError, BadRequest (of which
+        ContextOverflow is one), NotFound, Unauthorized; none of them records a turn."""
+        self._check_open()
+        policy = call.policy or self.policies[0]
+        renderer = self.renderer(policy)
+        self._host.verdicts[policy].check(
+            wants_tools=bool(call.tools), wants_thinking=call.thinking is not None
+        )
+        prompt = self._prompts.of_call(call, policy, renderer)
+        return await self._run(prompt, call.overrides, call.listen)
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        policy: PolicyName | None = None,
+        overrides: Overrides | None = None,
+        listen: Tell | None = None,
+    ) -> Answer:
+        """Continue a prompt without any template: the caller wrote every token of it."""
+        self._check_open()
+        policy = policy or self.policies[0]
+        renderer = self.renderer(policy)
+        if isinstance(prompt, str):
+            ready = self._prompts.of_text(prompt, policy, renderer)
+        else:
+            ready = self._prompts.of_ids(prompt, policy, renderer)
+        return await self._run(ready, overrides, listen)
+
+    def turn(self, index: int) -> Turn:
+        return self._tree[index]
+
+    def mark_unreached(self, index: int) -> None:
+        """The answer of this turn never arrived at its agent; it stays, untrained."""
+        self._tree.mark_unreached(index)
+
+    def turns(self) -> tuple[Turn, ...]:
+        """So far, in the order they finished; a parent always comes before its children."""
+        return self._tree.turns()
+
+    def renderer(self, policy: PolicyName) -> Renderer:
+        if policy not in self.policies:
+            known = ", ".join(self.policies)
+            raise NotFound(f"no model {policy!r} in this session; `model` is one of: {known}")
+        return self._host.renderer(policy)
+
+    def _check_open(self) -> None:
+        if not self.is_open:
+            raise Unauthorized(CLOSED)
+
+    async def _run(
+        self, prompt: Prompt, overrides: Overrides | None, listen: Tell | None
+    ) -> Answer:
+        sampling = self._spec(prompt, overrides)
+        started_at = time.time()
+        known = self._salvaged.take(prompt.policy, sampling, prompt.context_ids)
+        completion = known or await self._generate(prompt, sampling, listen)
+        self._check_open()
+        turn = self._turn(prompt, sampling, completion, started_at)
+        sampled = view_ids(turn.sampled_ids).tolist()
+        texts = prompt.renderer.decode_answer(sampled, turn.finish)
+        index = self._add(prompt, turn, texts, is_reused=known is not None)
+        return self._answer(prompt, turn, texts, index)
+
+    async def _generate(
+        self, prompt: Prompt, sampling: SamplingSpec, listen: Tell | None
+    ) -> Completion:
+        growing = None
+        if listen is not None:
+            growing = Growing(prompt.renderer, prompt.form, sampling.stop, listen)
+        try:
+            return await self._host.generate(
+                prompt.context_ids,
+                sampling,
+                policy=prompt.policy,
+                session=self.id,
+                listen=growing.hear if growing is not None else None,
+            )
+        except ContextOverflow:  # an engine's window may be smaller than the model's
+            self.has_overflowed = True
+            raise
+
+    def _spec(self, prompt: Prompt, overrides: Overrides | None) -> SamplingSpec:
+        """How this call is sampled; never beyond the model's window."""
+        seed = derive(self._seed, self._num_calls)
+        if overrides is None:
+            sampling = replace(self._sampling, seed=seed)
+        else:
+            sampling = override(self._sampling, overrides, seed=seed)
+        window, num_tokens = prompt.renderer.window, len(prompt.context_ids)
+        self.has_overflowed = window is not None and num_tokens >= window
+        if window is not None and self.has_overflowed:
+            raise ContextOverflow(
+                f"the prompt has {num_tokens} tokens, and the model's window of {window} leaves no "
+                "room for an answer; shorten the conversation",
+                num_tokens=num_tokens,
+                window=window,
+            )
+        self._num_calls += 1
+        if window is not None and sampling.max_tokens > window - num_tokens:
+            return replace(sampling, max_tokens=window - num_tokens)
+        return sampling
+
+    def _turn(
+        self, prompt: Prompt, sampling: SamplingSpec, completion: Completion, started_at: float
+    ) -> Turn:
+        return Turn(
+            policy=prompt.policy,
+            parent=prompt.parent,
+            prompt_ids=token_ids(prompt.new_ids),
+            sampled_ids=completion.sampled_ids,
+            logprobs=completion.logprobs,
+            spans=completion.spans,
+            sampling=sampling,
+            finish=completion.finish,
+            reached_agent=completion.finish is not FinishReason.ABORT,
+            started_at=started_at,
+            ended_at=time.time(),
+            role=prompt.role,
+        )
+
+    def _add(self, prompt: Prompt, turn: Turn, texts: Texts, *, is_reused: bool) -> int:
+        index = self._tree.add(turn, prompt.new_text, texts.marked)
+        if self._tell_turn is not None:
+            self._tell_turn(index, turn, is_reused)
+        if turn.finish is FinishReason.ABORT:
+            num = len(view_ids(turn.sampled_ids))
+            raise EngineError(f"the engine gave up after {num} tokens; turn {index} is kept")
+        return index
+
+    def _answer(self, prompt: Prompt, turn: Turn, texts: Texts, index: int) -> Answer:
+        stop = turn.sampling.stop
+        parts = read(
+            cut(texts.visible, stop),
+            prompt.form,
+            lambda at: f"call_{derive(self._seed, (index + 1) * MAX_CALLS + at):016x}",
+        )
+        num_sampled = len(view_ids(turn.sampled_ids))
+        answer = Answer(
+            text=parts.text,
+            finish=turn.finish,
+            turn=index,
+            usage=Usage(prompt_tokens=len(prompt.context_ids), completion_tokens=num_sampled),
+            reasoning=parts.reasoning,
+            tool_calls=parts.tool_calls,
+        )
+        own_text = cut(texts.own, stop)
+        has_parts = bool(parts.reasoning or parts.tool_calls)
+        is_whole = not has_parts and own_text == prompt.renderer.mark(parts.text)
+        self._recall.remember(turn.policy, turn.parent, answer, None if is_whole else own_text)
+        return answer

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An SGLang server as an engine, by its documented HTTP API. **Untested on a real server**: the
+contract tests run against a double of the protocol.
+
+SGLang says no version per token, and drops its prefix cache only when nothing waits. So a swap
+ends every answer in the making (`pause_generation`, abort), loads, drops the cache and continues;
+each answer is then asked for again with its own tokens as context. A part is sampled by one
+version, the one that was live when it was sent, and spans are exact. An answer with a stop string
+or a schema begins anew: the server would not see what came before.
+
+Its log-probs are of the softmax at the temperature, before any cut of the vocabulary. That is
+examined at the first load; top_p, top_k and min_p are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from penstock.errors import EngineError, Refused
+from penstock.gateway.generate import Completion, Listen, Piece
+from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
+from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
+from penstock.rollout.engines.vllm.http import HttpClient
+from penstock.types import (
+    FinishReason,
+    PolicyName,
+    SamplingSpec,
+    Version,
+    log_probs,
+    token_ids,
+)
+
+CALL_S = 60.0
+LOAD_S = 1800.0
+ABORT_S = 5.0
+"""How long an ended answer may take to come back before its connection is cut."""
+FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+log = structlog.get_logger(__name__)
+
+
+class _Meta(msgspec.Struct, gc=False):
+    output_token_logprobs: list[tuple[float, int, Any]] | None = None
+    """Log-prob, id and text of each token: of all so far, or of the new ones, as it is started."""
+    completion_tokens: int | None = None
+    finish_reason: dict[str, Any] | None = None
+    weight_version: str | None = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    meta_info: _Meta | None = None
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one request of an answer brought."""
+
+    version: Version
+    listen: Listen | None
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    finish: str = ""
+    rest: bytes = b""
+
+    def feed(self, data: bytes) -> None:
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                self.take(line[6:])
+
+    def take(self, text: bytes) -> None:
+        try:
+            meta = msgspec.json.decode(text, type=_Event).meta_info
+        except msgspec.DecodeError as error:
+            raise EngineError(f"SGLang's answer cannot be read: {error}") from None
+        if meta is None:
+            raise EngineError(f"SGLang gave up an answer: {text.decode(errors='replace')[:500]}")
+        entries = meta.output_token_logprobs or []
+        is_cumulative = meta.completion_tokens in (None, len(entries))
+        new = entries[len(self.ids) :] if is_cumulative else entries
+        ids, logprobs = [entry[1] for entry in new], [min(entry[0], 0.0) for entry in new]
+        self.ids += ids
+        self.logprobs += logprobs
+        self.finish = str((meta.finish_reason or {}).get("type", ""))
+        if meta.weight_version not in (None, "default", str(self.version)):
+            raise EngineError(f"SGLang serves {meta.weight_version!r}, not {self.version}")
+        if ids and self.listen is not None:
+            self.listen(Piece(sampled_ids=ids, logprobs=logprobs, version=self.version))
+
+
+class SglangEngine:
+    def __init__(self, url: str) -> None:
+        self._client = HttpClient(url)
+        self._live: Version | None = None
+        self._folder: Path | None = None
+        self._snapshot: Snapshot | None = None
+        self._lock = asyncio.Lock()
+        self._is_open = asyncio.Event()
+        """Parts may be sent."""
+        self._is_quiet = asyncio.Event()
+        """No part is on its way."""
+        self._is_quiet.set()
+        self._num_parts = 0
+        self._is_closed = False
+
+    @property
+    def live(self) -> Version | None:
+        return self._live
+
+    async def __call__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSpec,
+        *,
+        policy: PolicyName,
+        session: str,
+        listen: Listen | None = None,
+    ) -> Completion:
+        if self._is_closed:
+            raise EngineError(CLOSED)
+        spans = SpanLog(live_for(policy, self._live))
+        assert self._snapshot is not None
+        _check_fit(prompt_ids, sampling, self._snapshot)
+        limit = min(sampling.max_tokens, self._snapshot.window - len(prompt_ids))
+        ids: list[int] = []
+        logprobs: list[float] = []
+        begins_anew = bool(sampling.stop or sampling.json_schema)
+        while True:
+            left = replace(sampling, max_tokens=limit - len(ids), seed=sampling.seed + len(ids))
+            told = None if begins_anew else listen  # what is thrown away was never told
+            part = await self._ask([*prompt_ids, *ids], left, told)
+            finish = FINISHES.get(part.finish)
+            if finish is None and begins_anew:
+                continue
+            spans.switch(len(ids), part.version)
+            ids += part.ids
+            logprobs += part.logprobs
+            if finish is None and len(ids) == limit:
+                finish = FinishReason.LENGTH
+            if finish is not None:
+                break
+        return Completion(
+            sampled_ids=token_ids(ids),
+            logprobs=log_probs(logprobs),
+            spans=spans.spans(len(ids)),
+            finish=finish,
+        )
+
+    async def load(self, folder: Path, version: Version) -> None:
+        async with self._lock:
+            if self._is_closed:
+                raise EngineError(CLOSED)
+            snapshot = await asyncio.to_thread(read_snapshot, folder)
+            if self._snapshot is not None and snapshot.tensors != self._snapshot.tensors:
+                raise EngineError(f"{folder} holds another model; a policy keeps its architecture")
+            self._is_open.clear()
+            try:
+                await self._end_parts()
+                await self._put(folder, version)
+                await self._call("/continue_generation", {})
+                if self._live is None:
+                    await self._examine()
+            except BaseException:
+                await self._put_back()
+                raise
+            self._folder, self._snapshot, self._live = folder, snapshot, version
+            self._is_open.set()
+
+    async def close(self) -> None:
+        self._is_closed, self._live = True, None
+        self._client.abort(CLOSED)
+        self._is_open.set()
+
+    # --- answers ----------------------------------------------------------------------------------
+
+    async def _ask(
+        self, context: Sequence[int], spec: SamplingSpec, listen: Listen | None
+    ) -> _Part:
+        """A part that a swap ended has the finish "abort", however the swap ended it."""
+        await self._is_open.wait()
+        if self._live is None:
+            raise EngineError(CLOSED if self._is_closed else "the engine lost its weights")
+        assert self._snapshot is not None
+        part = _Part(self._live, listen)
+        body = _body(context, spec, self._snapshot, is_streamed=listen is not None)
+        on_body = part.feed if listen is not None else None
+        self._num_parts += 1
+        self._is_quiet.clear()
+        try:
+            reply = await self._client.request("POST", "/generate", body, on_body=on_body)
+        except OSError as error:
+            if self._is_open.is_set():
+                raise EngineError(f"SGLang broke off: {error}") from None
+            part.finish = "abort"
+            return part
+        finally:
+            self._num_parts -= 1
+            if not self._num_parts:
+                self._is_quiet.set()
+        if reply.status != 200:
+            kind = Refused if reply.status == 400 else EngineError
+            raise kind(
+                f"SGLang answers {reply.status}: {reply.body.decode(errors='replace')[:500]}"
+            )
+        if listen is None:
+            part.take(reply.body)
+        if part.finish not in FINISHES and (part.finish != "abort" or self._is_open.is_set()):
+            raise EngineError(f"SGLang ended an answer with {part.finish or 'nothing'!r}")
+        return part
+
+    # --- versions ---------------------------------------------------------------------------------
+
+    async def _end_parts(self) -> None:
+        await self._call("/pause_generation", {"mode": "abort"})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ABORT_S):
+                await self._is_quiet.wait()
+        self._client.abort("taken back for new weights")
+        await self._is_quiet.wait()
+
+    async def _put(self, folder: Path, version: Version) -> None:
+        call = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
+        said = await self._call("/update_weights_from_disk", call, timeout_s=LOAD_S)
+        if not said.get("success"):
+            raise EngineError(f"SGLang does not load {folder}: {said.get('message')}")
+
+    async def _put_back(self) -> None:
+        """The old weights serve on, or nothing does."""
+        before, self._live = self._live, None
+        if before is not None and self._folder is not None:
+            with suppress(EngineError):
+                await self._put(self._folder, before)
+                await self._call("/continue_generation", {})
+                self._live = before
+        self._is_open.set()
+
+    async def _examine(self) -> None:
+        """Twice the temperature must halve the distances between log-probs."""
+        distances: list[float] = []
+        for temperature in (1.0, 2.0):
+            params = {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True}
+            call = {"input_ids": [1], "sampling_params": params, "return_logprob": True}
+            said = await self._call("/generate", {**call, "top_logprobs_num": 2})
+            try:
+                first, second = said["meta_info"]["output_top_logprobs"][0][:2]
+                distances.append(float(first[0]) - float(second[0]))
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                raise EngineError(f"SGLang gives no log-probs: {error!r}") from None
+        if abs(distances[0] - 2 * distances[1]) > 0.01 * abs(distances[0]) + 1e-4:
+            raise EngineError(
+                "SGLang's log-probs are not under the sampling spec: the temperature does not "
+                "change them; start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
+            )
+
+    async def _call(
+        self, path: str, body: Mapping[str, object], *, timeout_s: float = CALL_S
+    ) -> dict[str, Any]:
+        try:
+            reply = await self._client.request(
+                "POST", path, msgspec.json.encode(body), timeout_s=timeout_s
+            )
+        except OSError as error:
+            why = str(error) or type(error).__name__
+            raise EngineError(f"SGLang does not answer {path}: {why}") from None
+        text = reply.body.decode(errors="replace")
+        if reply.status != 200:
+            raise EngineError(f"SGLang answers {reply.status} to {path}: {text[:500]}")
+        with suppress(msgspec.DecodeError):
+            return msgspec.json.decode(reply.body, type=dict[str, Any])
+        return {}
+
+
+def _check_fit(prompt_ids: Sequence[int], spec: SamplingSpec, snapshot: Snapshot) -> None:
+    if not 0 < len(prompt_ids) < snapshot.window:
+        raise Refused(
+            f"prompt of {len(prompt_ids)} tokens; the model takes 1 to {snapshot.window - 1}, so "
+            "that its answer has room: shorten the context"
+        )
+    if min(prompt_ids) < 0 or max(prompt_ids) >= snapshot.vocab_size:
+        raise Refused(f"prompt holds ids outside the vocabulary of {snapshot.vocab_size}")
+    if spec.temperature and (spec.top_p < 1 or spec.top_k or spec.min_p):
+        raise Refused(
+            "SGLang's log-probs know no top_p, top_k or min_p, so nothing sampled with them can be "
+            "trained; leave them out, or serve the policy with vllm"
+        )
+
+
+def _body(
+    context: Sequence[int], spec: SamplingSpec, snapshot: Snapshot, *, is_streamed: bool
+) -> bytes:
+    params: dict[str, object] = {
+        "temperature": spec.temperature,
+        "max_new_tokens": spec.max_tokens,
+        "sampling_seed": spec.seed & 0x7FFF_FFFF,
+        "stop_token_ids": sorted(snapshot.stop_ids),
+        "ignore_eos": not spec.json_schema,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if spec.stop:
+        params["stop"] = list(spec.stop)
+    if spec.json_schema:
+        params["json_schema"] = spec.json_schema
+    call = {"input_ids": list(context), "sampling_params": params, "return_logprob": True}
+    return msgspec.json.encode({**call, "stream": is_streamed})

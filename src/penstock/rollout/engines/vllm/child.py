@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a vLLM server comes from: a child process of this node, or an address.
+
+The child runs in vLLM's own virtual environment, in a process group of its own that ends with the
+node, listens on loopback only and gets none of the node's credentials. It is started with the
+first snapshot as its model, and its options decide dtype and lengths; ours come first, so that
+later ones win.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from penstock.errors import EngineError
+from penstock.rollout.engines.vllm.control import NEEDED, Control
+from penstock.rollout.engines.vllm.http import HttpClient
+from penstock.rollout.programs import inherited_env
+
+START_S = 1800.0
+STOP_S = 15.0
+POLL_S = 0.5
+TELL_S = 15.0
+"""Between two lines about a server that is still starting."""
+COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
+"""Under a schema, a model that likes blanks would otherwise never end."""
+INSIDE = Path(__file__).parent / "inside"
+log = structlog.get_logger(__name__)
+
+
+def default_environment() -> Path:
+    """Where `make setup-engine` puts vLLM."""
+    return Path(os.environ.get("PENSTOCK_CACHE", "~/.cache/penstock")).expanduser() / "vllm"
+
+
+class Server(Protocol):
+    """Something that runs vLLM."""
+
+    @property
+    def is_running(self) -> bool:
+        """False only when it is known to have ended."""
+        ...
+
+    async def start(self, folder: Path) -> tuple[str, bool]:
+        """Its address, and whether it serves the folder's weights already. Ends one that runs."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class RemoteServer:
+    """Started by somebody else."""
+
+    def __init__(self, url: str, *, start_s: float = START_S) -> None:
+        self._url = url
+        self._start_s = start_s
+
+    @property
+    def is_running(self) -> bool:
+        return True
+
+    async def start(self, folder: Path) -> tuple[str, bool]:
+        control = Control(HttpClient(self._url))
+        deadline = time.monotonic() + self._start_s
+        while not await control.is_healthy():
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"no vLLM answers at {self._url} after {self._start_s:g} s; is it running?"
+                )
+            await asyncio.sleep(POLL_S)
+        return self._url, False
+
+    async def stop(self) -> None:
+        pass
+
+
+class ChildServer:
+    def __init__(
+        self,
+        environment: Path,
+        options: Sequence[str] = (),
+        *,
+        state_dir: Path | None = None,
+        start_s: float = START_S,
+    ) -> None:
+        """The server's log goes to `state_dir`, else to a temporary folder."""
+        self._program = environment / "bin" / "vllm"
+        self._options = tuple(options)
+        self._state_dir = state_dir
+        self._start_s = start_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._scratch: Path | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def group(self) -> int | None:
+        """Its process group, once started."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self, folder: Path) -> tuple[str, bool]:
+        await self.stop()
+        if not os.access(self._program, os.X_OK):
+            raise EngineError(
+                f"no vLLM at {self._program}; `penstock doctor` tells how to get an environment, "
+                "or say where yours is: models.NAME.vllm.environment"
+            )
+        self._scratch = Path(tempfile.mkdtemp(prefix="penstock-vllm-"))
+        port = _free_port()
+        log_path = (self._state_dir or self._scratch) / f"vllm-{port}.log"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        words = [str(self._program), *_arguments(folder, port), *self._options]
+        log.info("starting vLLM", command=shlex.join(words), log=str(log_path))
+        with log_path.open("ab") as out:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(INSIDE / "guardian.py"), *words),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                env=_environment(folder, self._scratch),
+                start_new_session=True,
+            )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            await self._wait_until_healthy(self._process, url, log_path)
+        except BaseException:
+            await self.stop()
+            raise
+        return url, True
+
+    async def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                with suppress(ProcessLookupError, TimeoutError):
+                    process.send_signal(signal.SIGTERM)
+                    async with asyncio.timeout(STOP_S):
+                        await process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    async def _wait_until_healthy(
+        self, process: asyncio.subprocess.Process, url: str, log_path: Path
+    ) -> None:
+        control = Control(HttpClient(url))
+        began = told = time.monotonic()
+        while process.returncode is None:
+            if await control.is_healthy():
+                log.info("vLLM is up", url=url, seconds=round(time.monotonic() - began, 1))
+                return
+            now = time.monotonic()
+            if now - began > self._start_s:
+                raise EngineError(
+                    f"vLLM is not up after {self._start_s:g} s; see {log_path}: {_end(log_path)}"
+                )
+            if now - told >= TELL_S:
+                told = now
+                log.info("vLLM starts", seconds=round(now - began), says=_end(log_path, 1)[-200:])
+            await asyncio.sleep(POLL_S)
+        raise EngineError(f"vLLM ended while starting; see {log_path}: {_end(log_path)}")
+
+
+def _arguments(folder: Path, port: int) -> list[str]:
+    return [
+        *("serve", str(folder), "--host", "127.0.0.1", "--port", str(port)),
+        *("--served-model-name", "policy", "--generation-config", "vllm"),
+        *("--enforce-eager", "--disable-uvicorn-access-log"),
+        *("--structured-outputs-config", COMPACT_JSON),
+        *NEEDED,
+    ]
+
+
+def _environment(folder: Path, scratch: Path) -> dict[str, str]:
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+        **inherited_env(),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_RPC_BASE_PATH": str(scratch),
+        "PYTHONPATH": str(INSIDE),
+        "PENSTOCK_WEIGHTS_ROOT": str(folder.resolve().parent),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _end(path: Path, num_lines: int = 12) -> str:
+    """The last lines of a log."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    return "\n".join(lines[-num_lines:])

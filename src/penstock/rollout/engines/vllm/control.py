@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls that steer a vLLM server: pause, load, label, resume, and is it the server we need.
+
+Each raises EngineError that says what to set where the server lacks something. Owns no state and
+no order: the engine decides what is called when.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from penstock.errors import EngineError
+from penstock.rollout.engines.vllm.http import HttpClient, Reply
+
+CALL_S = 60.0
+PAUSE_S = 120.0
+LOAD_S = 1800.0
+"""Large models take minutes from a cold disk."""
+PROBE_S = 300.0
+EXTENSION = "penstock_worker.Extension"
+NEEDED = (
+    "--enable-scale-out",
+    "--logprobs-mode",
+    "processed_logprobs",
+    "--worker-extension-cls",
+    EXTENSION,
+)
+"""Options without which a server cannot serve a run; VLLM_SERVER_DEV_MODE=1 besides."""
+COUNTERS = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total")
+_CURE = (
+    f"start it with VLLM_SERVER_DEV_MODE=1 and `{' '.join(NEEDED)}`, penstock_worker.py on its "
+    "PYTHONPATH and PENSTOCK_WEIGHTS_ROOT set to the folder that snapshots lie in"
+)
+
+
+class Control:
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+
+    async def is_healthy(self) -> bool:
+        try:
+            return (await self._client.request("GET", "/health", timeout_s=CALL_S)).status == 200
+        except OSError:
+            return False
+
+    async def num_tokens(self) -> float:
+        """Made and read since its start; grows while it makes progress."""
+        body = (await self._call("GET", "/metrics")).body
+        lines = (line for line in body.splitlines() if line.startswith(COUNTERS))
+        return sum(float(line.rpartition(b" ")[2]) for line in lines)
+
+    async def pause(self) -> None:
+        """Answers in the making stand still; their cache is dropped and made anew on resume."""
+        await self._call("POST", "/pause?mode=keep&clear_cache=true", timeout_s=PAUSE_S)
+
+    async def check(self, folder: Path) -> None:
+        await self._worker("penstock_check", folder)
+
+    async def load(self, folder: Path) -> None:
+        await self._worker("penstock_load", folder)
+
+    async def forget_prefixes(self) -> None:
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        if not _read(await self._call("POST", path)).get("success"):
+            raise EngineError("vLLM does not drop its prefix cache, which holds the old weights'")
+
+    async def label(self, name: str) -> None:
+        """Tokens sampled from now on are by these weights."""
+        await self._call("POST", "/update_weight_version", {"new_version": name})
+
+    async def resume(self) -> None:
+        await self._call("POST", "/resume", timeout_s=PAUSE_S)
+
+    async def examine(self) -> None:
+        """Refuse a server whose log-probs are not those of the distribution it samples from: of
+        one kept token the log-prob is 0, which no plain softmax says four times."""
+        params = {"top_k": 1, "temperature": 2.0, "max_tokens": 4, "logprobs": 0}
+        call = {
+            "token_ids": [1],
+            "sampling_params": {**params, "ignore_eos": True, "detokenize": False},
+        }
+        reply = await self._call("POST", "/inference/v1/generate", call, timeout_s=PROBE_S)
+        try:
+            [choice] = _read(reply)["choices"]
+            logprobs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
+            has_spans = bool(choice["weight_versions"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"vLLM's token route answers oddly ({error!r}); {_CURE}") from None
+        if not has_spans:
+            raise EngineError("vLLM does not say which weights made a token; use vLLM 0.32")
+        if len(logprobs) != 4 or any(abs(logprob) > 1e-6 for logprob in logprobs):
+            raise EngineError(
+                f"vLLM's log-probs are not under the sampling spec (top_k 1 gave {logprobs}, not "
+                "0): start it with `--logprobs-mode processed_logprobs`"
+            )
+
+    async def _worker(self, method: str, folder: Path) -> None:
+        call = {"method": method, "args": [str(folder)], "timeout": LOAD_S}
+        await self._call("POST", "/collective_rpc", call, timeout_s=LOAD_S)
+
+    async def _call(
+        self, method: str, path: str, body: object = None, *, timeout_s: float = CALL_S
+    ) -> Reply:
+        data = b"" if body is None else msgspec.json.encode(body)
+        where = quote(path, safe="/?=&_")
+        try:
+            reply = await self._client.request(method, where, data, timeout_s=timeout_s)
+        except OSError as error:
+            why = str(error) or type(error).__name__
+            raise EngineError(f"vLLM does not answer {method} {path}: {why}") from None
+        if reply.status != 200:
+            said = reply.body.decode(errors="replace")[:1000]
+            cure = f"; {_CURE}" if reply.status in (403, 404, 405) else ""
+            raise EngineError(f"vLLM answers {reply.status} to {method} {path}: {said}{cure}")
+        return reply
+
+
+def _read(reply: Reply) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(reply.body, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise EngineError(f"vLLM's answer cannot be read: {error}; use vLLM 0.32") from None

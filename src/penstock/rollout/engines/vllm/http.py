@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lean HTTP/1.1 client for one server: pooled connections, whole bodies or pieces as they come.
+
+Owns connections and their timeouts. Pieces of a body are handed over from the very call that read
+them off the socket, so what a caller notes then has the order of arrival over all connections.
+Cancelling a request closes its connection, which the server takes as a wish to stop. Knows no TLS
+and no redirects: an engine is on this machine or in its own network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from penstock.errors import ConfigError
+
+CONNECT_S = 10.0
+MAX_IDLE = 512
+OnBody = Callable[[bytes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: int
+    body: bytes
+    """Empty where pieces were handed over."""
+
+
+class HttpClient:
+    """Requests raise OSError (TimeoutError among them) when no whole reply came."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ConfigError(f"engine address {url!r} is not http://HOST:PORT")
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._prefix = parts.path.rstrip("/")
+        self._idle: list[_Connection] = []
+        self._open: set[_Connection] = set()
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        timeout_s: float | None = None,
+        on_body: OnBody | None = None,
+    ) -> Reply:
+        """`on_body` hears the pieces of a reply with status 200; what it raises is raised here."""
+        head = (
+            f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        data = head.encode("ascii") + body
+        async with asyncio.timeout(timeout_s):
+            while self._idle:
+                connection = self._idle.pop()
+                if connection.is_usable:
+                    try:
+                        return await self._ask(connection, data, on_body)
+                    except _Stale:  # closed by the server while the request was on its way
+                        break
+            return await self._ask(await self._connect(), data, on_body)
+
+    def abort(self, why: str) -> None:
+        """Close every connection; all that wait for a reply get a ConnectionError."""
+        for connection in list(self._open):
+            connection.abort(ConnectionAbortedError(why))
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_S):
+            _, connection = await loop.create_connection(
+                lambda: _Connection(self._open.discard), self._host, self._port
+            )
+        self._open.add(connection)
+        return connection
+
+    async def _ask(self, connection: _Connection, data: bytes, on_body: OnBody | None) -> Reply:
+        try:
+            reply = await connection.ask(data, on_body)
+        except BaseException:
+            connection.abort(ConnectionAbortedError("the request was given up"))
+            raise
+        if connection.is_usable and len(self._idle) < MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.abort(ConnectionAbortedError("closed"))
+        return reply
+
+
+class _Stale(ConnectionError):
+    """A connection used before ended without a byte of this reply."""
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time."""
+
+    def __init__(self, on_lost: Callable[[_Connection], None]) -> None:
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._waiter: asyncio.Future[Reply] | None = None
+        self._on_body: OnBody | None = None
+        self._pieces: list[bytes] = []
+        self._num_replies = 0
+        self._has_begun = False
+        self._must_close = False
+
+    @property
+    def is_usable(self) -> bool:
+        is_open = self._transport is not None and not self._transport.is_closing()
+        return is_open and not self._must_close and self._waiter is None
+
+    async def ask(self, data: bytes, on_body: OnBody | None) -> Reply:
+        assert self._transport is not None
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._on_body, self._pieces, self._has_begun = on_body, [], False
+        self._transport.write(data)
+        return await self._waiter
+
+    def abort(self, error: Exception) -> None:
+        self._fail(error)
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- asyncio ----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._has_begun = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            self.abort(cause if isinstance(cause, Exception) else error)
+        except httptools.HttpParserError as error:
+            self.abort(ConnectionError(f"the server's reply is no HTTP: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_lost(self)
+        kind = ConnectionError if self._has_begun or not self._num_replies else _Stale
+        self._fail(kind(f"the server closed the connection{f' ({exc})' if exc else ''}"))
+
+    def _fail(self, error: Exception) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(error)
+
+    # --- httptools --------------------------------------------------------------------------------
+
+    def on_body(self, body: bytes) -> None:
+        if self._on_body is not None and self._parser.get_status_code() == 200:
+            if self._waiter is not None and not self._waiter.done():
+                self._on_body(body)
+        else:
+            self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        self._num_replies += 1
+        self._must_close = not self._parser.should_keep_alive()
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(Reply(self._parser.get_status_code(), b"".join(self._pieces)))

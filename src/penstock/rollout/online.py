@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gateway for agents outside the run, as a process: it serves them over HTTP, and keeps a small
+stock of leased places for sessions that begin.
+
+    dataflow ──places──► Stock ──one each──► Online (sessions ► engines) ──ended──► Outbox
+    dataflow ──orders──► StandingOrders ──wanted──► Loader ──live──► Membership ──beat──► dataflow
+
+The run holds back places, never answers: without one a session is served unrecorded. A run that is
+over takes nothing more, and its agents are served on. What has no reward when this process ends is
+lost, and its place is another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import signal
+import socket
+import time
+import zlib
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from penstock.dataflow.protocol import Grant, LeaseRequest, RunFacts
+from penstock.dataflow.spread_client import SpreadClient
+from penstock.errors import ConfigError
+from penstock.gateway.online import Ended, Online, Terms
+from penstock.gateway.online_routes import build_online_app
+from penstock.rollout.attempt import COMPLETED, failed, judge, row_id_of
+from penstock.rollout.engines import EnginePlace, make_engine
+from penstock.rollout.engines.base import Engine
+from penstock.rollout.loader import FrontFetch, Loader
+from penstock.rollout.membership import Membership
+from penstock.rollout.node import FLUSH_S, Outside
+from penstock.rollout.orders import StandingOrders
+from penstock.rollout.outbox import Acknowledgements, Outbox
+from penstock.rollout.pool import MAX_PAUSED
+from penstock.rollout.serving import Engines
+from penstock.rollout.slots import PAUSE_S, WAIT_S, Leases
+from penstock.types import SESSION_TAG, FailureKind, NodeId, RowId, Trajectory
+from penstock.wire.auth import Credential
+from penstock.wire.server import Tls, serve_on
+
+CAPACITY = 1024
+"""Sessions recorded at once."""
+STOCK = 32
+"""Places kept for sessions that begin."""
+SWEEP_S = 1.0
+NO_REWARD = "no reward came before its deadline"
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    grant: Grant
+    leased_at: float
+
+
+class Stock:
+    """Leased places: free ones for sessions that begin, taken ones until these end."""
+
+    def __init__(
+        self,
+        calls: Leases,
+        membership: Membership,
+        orders: StandingOrders,
+        outbox: Outbox,
+        *,
+        size: int,
+        keep_s: float,
+    ) -> None:
+        """`keep_s`: a place that nobody took for so long is exchanged for a fresh one, or its
+        lease would end under its session."""
+        self._calls = calls
+        self._membership = membership
+        self._orders = orders
+        self._outbox = outbox
+        self._size = size
+        self._keep_s = keep_s
+        self._free: deque[_Place] = deque()
+        self._taken: dict[RowId, Grant] = {}
+        self._freed = asyncio.Event()
+        self.on_lost: Callable[[RowId], None] = lambda row_id: None
+        """Called for a session whose place was given up by the run."""
+        orders.on_stop = self._stop
+
+    def num_held(self) -> int:
+        return len(self._free) + len(self._taken) + len(self._outbox)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    async def lease(self) -> None:
+        """consumes: room of the run · produces: free places
+        waits for: a live version, a quarter of the stock used, room · woken by: `take()`"""
+        await self._membership.ready.wait()
+        while True:
+            while self._size - len(self._free) < max(1, self._size // 4):
+                self._freed.clear()
+                await self._freed.wait()
+            request = LeaseRequest(
+                request_id=secrets.token_hex(8),
+                node_id=self._membership.node_id,
+                session=self._membership.session,
+                max_slots=self._size - len(self._free),
+                wait_s=WAIT_S,
+                live=self._membership.live,
+            )
+            answer = await self._membership.known(partial(self._calls.lease, request))
+            now = time.monotonic()
+            self._free += [_Place(grant, now) for grant in answer.grants]
+            self._orders.follow(answer.orders)
+            if not answer.grants:
+                await asyncio.sleep(PAUSE_S)
+
+    def exchange(self) -> None:
+        """Hand back places that lay here for too long."""
+        while self._free and time.monotonic() >= self._free[0].leased_at + self._keep_s:
+            self._outbox.release(row_id_of(self._free.popleft().grant))
+            self._freed.set()
+
+    def hand_back(self) -> None:
+        """All free ones."""
+        while self._free:
+            self._outbox.release(row_id_of(self._free.popleft().grant))
+
+    def lose_all(self) -> None:
+        """The run is over, and has no use for sessions that still run."""
+        for row_id in [*self._taken]:
+            self._stop(row_id)
+
+    # --- the gateway's keeper -----------------------------------------------------------------
+
+    def take(self) -> RowId | None:
+        self.exchange()
+        if not self._free or self._orders.drained.is_set():
+            return None
+        grant = self._free.popleft().grant
+        self._taken[row_id_of(grant)] = grant
+        self._freed.set()
+        return row_id_of(grant)
+
+    def give_back(self, row_id: RowId) -> None:
+        if self._taken.pop(row_id, None) is not None:
+            self._outbox.release(row_id)
+
+    def deliver(self, ended: Ended) -> None:
+        grant = self._taken.pop(ended.row_id, None)
+        if grant is None:
+            return
+        outcome = judge(COMPLETED, ended.turns)
+        if ended.reward is None:
+            outcome = failed(FailureKind.REWARD_DEADLINE, NO_REWARD)
+        elif ended.reason:
+            outcome = replace(outcome, detail=ended.reason)
+        self._outbox.put(
+            Trajectory(
+                row_id=ended.row_id,
+                group_id=grant.group_id,
+                slot=grant.slot,
+                epoch=grant.epoch,
+                attempt=grant.attempt,
+                node_id=self._membership.node_id,
+                turns=ended.turns,
+                reward=ended.reward,
+                outcome=outcome,
+                started_at=ended.started_at,
+                ended_at=time.time(),
+            )
+        )
+
+    def _stop(self, row_id: RowId) -> None:
+        self._free = deque(place for place in self._free if row_id_of(place.grant) != row_id)
+        self._freed.set()
+        if self._taken.pop(row_id, None) is not None:
+            self.on_lost(row_id)
+
+
+@dataclass(slots=True, kw_only=True)
+class OnlineNode:
+    orders: StandingOrders
+    membership: Membership
+    loader: Loader
+    online: Online
+    stock: Stock
+    outbox: Outbox
+    listener: socket.socket
+    tls: Tls | None
+    heartbeat_s: float
+    stopping: asyncio.Event
+    """Set by whoever wants this process to end; the end of the run does not end it."""
+
+    async def run(self) -> None:
+        """consumes: calls of agents, places · produces: recorded sessions
+        waits for: `stopping` · ends: in order; a loop that dies takes the process with it"""
+        async with asyncio.TaskGroup() as tasks:
+            app = build_online_app(self.online)
+            serving = tasks.create_task(serve_on(app, self.listener, self.tls), name="serve")
+            sweeping = tasks.create_task(self._sweep(), name="sweep")
+            beat = self.membership.beat(self.heartbeat_s, self.stock.num_held)
+            loops = [
+                tasks.create_task(loop)
+                for loop in (self.stock.lease(), beat, self.loader.run(), self.outbox.deliver())
+            ]
+            stopping = tasks.create_task(self.stopping.wait())
+            drained = tasks.create_task(self.orders.drained.wait())
+            await asyncio.wait({stopping, drained}, return_when=asyncio.FIRST_COMPLETED)
+            if not self.stopping.is_set():
+                log.info("the run takes no more sessions; agents are served on, unrecorded")
+                await self._part(loops)
+            await self.stopping.wait()
+            serving.cancel()
+            await asyncio.wait({serving})
+            if not self.orders.drained.is_set():
+                await self._part(loops)
+            for task in (sweeping, stopping, drained):
+                task.cancel()
+
+    async def _part(self, loops: list[asyncio.Task[None]]) -> None:
+        """From the run: give back what is not used, deliver what is finished, leave."""
+        loops[0].cancel()
+        self.stock.hand_back()
+        if self.stopping.is_set():
+            self.online.close_all()
+        else:
+            self.stock.lose_all()
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await self.outbox.at_most(0)
+        except TimeoutError:
+            log.warning("leaving without delivering all", num_undelivered=len(self.outbox))
+        for loop in loops[1:]:
+            loop.cancel()
+        await self.membership.leave()
+
+    async def _sweep(self) -> None:
+        """consumes: time · produces: ends of sessions, fresh places · waits for: the next look"""
+        while True:
+            await asyncio.sleep(min(SWEEP_S, self.online.terms.idle_s / 4))
+            self.online.sweep()
+            self.stock.exchange()
+
+
+@asynccontextmanager
+async def build_online(
+    outside: Outside,
+    acknowledgements: Acknowledgements,
+    verify: Callable[[str], Credential],
+    *,
+    node_id: NodeId,
+    listener: socket.socket,
+    tls: Tls | None = None,
+    capacity: int = CAPACITY,
+    stock: int = STOCK,
+) -> AsyncGenerator[OnlineNode]:
+    """Register as a node that serves sessions, and wire the gateway that the run's facts ask
+    for."""
+    orders = StandingOrders()
+    membership = Membership(
+        outside.dataflow, orders, node_id=node_id, capacity=capacity, tags=(SESSION_TAG,)
+    )
+    registered = await membership.join()
+    facts = registered.facts
+    if facts.session is None:
+        await membership.leave()
+        raise ConfigError(
+            f"run {facts.run} has no source of sessions; add `- {{name: live, session: {{}}}}` to "
+            "its sources"
+        )
+    terms = Terms(
+        reward_deadline_s=facts.session.reward_deadline_s,
+        idle_s=facts.session.idle_s,
+        default_reward=facts.session.default_reward,
+    )
+    fetch = outside.make_fetch(facts)
+    engines = Engines(
+        facts.policies,
+        lambda: outside.make_engine(facts),
+        num_engines=outside.num_engines,
+        max_paused=outside.max_paused,
+    )
+    outbox = Outbox(outside.dataflow, membership, acknowledgements)
+    places = Stock(
+        outside.dataflow,
+        membership,
+        orders,
+        outbox,
+        size=min(stock, capacity),
+        keep_s=terms.idle_s / 2,
+    )
+    online = Online(
+        engines, places, terms, verify, policies=facts.policies, sampling=facts.sampling
+    )
+    places.on_lost = online.dropped
+    try:
+        yield OnlineNode(
+            orders=orders,
+            membership=membership,
+            loader=Loader(orders, membership, engines, online, fetch),
+            online=online,
+            stock=places,
+            outbox=outbox,
+            listener=listener,
+            tls=tls,
+            heartbeat_s=registered.heartbeat_s,
+            stopping=asyncio.Event(),
+        )
+    finally:
+        await engines.close()
+        await fetch.close()
+
+
+async def run_online(
+    url: str,
+    token: str,
+    verify: Callable[[str], Credential],
+    *,
+    node_id: NodeId,
+    state_dir: Path,
+    listener: socket.socket,
+    tls: Tls | None = None,
+    acks: Path | None = None,
+    capacity: int | None = None,
+    engine: str | None = None,
+    engine_url: str = "",
+    vllm_environment: str = "",
+    num_engines: int = 1,
+    max_paused: float = MAX_PAUSED,
+) -> None:
+    """Serve agents of the run at `url` until SIGTERM or SIGINT; arguments as of `run_node`."""
+    seeds = itertools.count(zlib.crc32(node_id.encode()))
+
+    def make(facts: RunFacts) -> Engine:
+        return make_engine(
+            engine or facts.engine,
+            seed=next(seeds),
+            torch_threads=facts.torch_threads,
+            place=EnginePlace(
+                url=engine_url,
+                environment=vllm_environment,
+                options=facts.engine_options,
+                state_dir=state_dir,
+            ),
+        )
+
+    client = SpreadClient(url, token)
+    acknowledgements = Acknowledgements(acks or state_dir / "acks.txt")
+    outside = Outside(
+        dataflow=client,
+        make_fetch=lambda facts: FrontFetch(token, state_dir / "weights", transfer=facts.transfer),
+        make_engine=make,
+        num_engines=num_engines,
+        max_paused=max_paused,
+    )
+    loop = asyncio.get_running_loop()
+    try:
+        async with build_online(
+            outside,
+            acknowledgements,
+            verify,
+            node_id=node_id,
+            listener=listener,
+            tls=tls,
+            capacity=capacity or CAPACITY,
+        ) as node:
+            for kind in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(kind, node.stopping.set)
+            await node.run()
+    finally:
+        acknowledgements.close()
+        await client.close()

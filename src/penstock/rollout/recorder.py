@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finished turns of running attempts, told to the dataflow in case this node is lost.
+
+Told a few times a second and never waited for; an attempt that ends sooner is only delivered. What
+does not arrive is generated again by the next holder of the slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.dataflow.protocol import RecordedTurn, RecordRequest
+from penstock.types import NodeId, RowId, Turn
+
+RECORD_S = 0.2
+MAX_BYTES = 4 << 20
+"""Of one call, about; the rest waits for the next."""
+
+
+class Turns(Protocol):
+    async def record(self, body: RecordRequest) -> None: ...
+    async def recorded(self, node_id: NodeId, row_id: RowId) -> tuple[Turn, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Following:
+    """One attempt that is followed."""
+
+    earlier: tuple[Turn, ...]
+    """What attempts before it left."""
+    heard: Callable[[int, Turn, bool], None]
+    """Takes its turns as they end: index, turn, and whether it was salvaged."""
+
+
+class Recorder:
+    def __init__(self, calls: Turns, node_id: NodeId) -> None:
+        self._calls = calls
+        self._node_id = node_id
+        self._waiting: list[RecordedTurn] = []
+        self._running: set[RowId] = set()
+
+    @asynccontextmanager
+    async def follow(self, row_id: RowId, num_recorded: int) -> AsyncGenerator[Following]:
+        def heard(index: int, turn: Turn, is_reused: bool) -> None:
+            self._waiting.append(
+                RecordedTurn(row_id=row_id, index=index, turn=turn, is_reused=is_reused)
+            )
+
+        earlier = await self._calls.recorded(self._node_id, row_id) if num_recorded else ()
+        self._running.add(row_id)
+        try:
+            yield Following(earlier=earlier, heard=heard)
+        finally:
+            self._running.discard(row_id)
+
+    async def run(self) -> None:
+        """consumes: turns that ended · produces: copies at the dataflow
+        waits for: the next fifth of a second · woken by: nobody, nothing waits for it"""
+        while True:
+            await asyncio.sleep(RECORD_S)
+            if told := self._next():
+                await self._calls.record(RecordRequest(node_id=self._node_id, turns=told))
+
+    def _next(self) -> tuple[RecordedTurn, ...]:
+        waiting = [turn for turn in self._waiting if turn.row_id in self._running]
+        num_bytes = 0
+        for num, told in enumerate(waiting):
+            if num_bytes > MAX_BYTES:
+                self._waiting = waiting[num:]
+                return tuple(waiting[:num])
+            num_bytes += len(told.turn.prompt_ids) + 2 * len(told.turn.sampled_ids)
+        self._waiting = []
+        return tuple(waiting)

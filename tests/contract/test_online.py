@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents outside the run: served always, recorded while the run has a place, trained when their
+reward comes in time, and forgotten when somebody asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+from tests.contract.online_world import TASKS, Agent, World, bearer, gateway, session_config, world
+from tests.contract.running import POLICY, SmallTrainer, dataflow, partition, trajectory
+from tests.contract.test_dataflow_http import SmallNode
+from tests.unit.rollout.waiting import eventually
+
+from penstock.dataflow.protocol import DeliveryRequest
+from penstock.types import OutcomeKind
+from penstock.wire.auth import Audience, Role
+
+
+async def test_a_late_reward_is_trained(tmp_path: Path) -> None:
+    async with world(tmp_path, session_config()) as made:
+        one, two = await made.open(), await made.open()
+        assert one.is_recorded and two.is_recorded
+        assert await one.say("abc") == "cba"
+        await one.say("ab")
+        assert (await one.tell("end")).json()["state"] == "waiting"
+        await two.say("de")
+        assert (await one.reward(1.0, "solved"))["state"] == "rewarded"
+        assert (await one.reward(1.0))["state"] == "rewarded"  # repeated: nothing changes
+        assert (await one.tell("reward", {"reward": 0.0})).status_code == 409
+        await two.reward(-0.5)
+        manifest = await made.seal()
+        assert manifest is not None
+        assert {row.row_id: row.reward for row in manifest.rows} == {one.id: 1.0, two.id: -0.5}
+        assert [len(group.rows) for group in manifest.groups] == [1, 1]
+        record = (await made.rows())[one.id]
+        assert record is not None and len(record.turns) == 2
+        assert record.outcome.kind is OutcomeKind.COMPLETED and record.outcome.detail == "solved"
+
+
+async def test_without_a_reward_a_session_expires_and_is_never_trained(tmp_path: Path) -> None:
+    config = session_config(groups_per_batch=1, reward_deadline_s=1.5, idle_s=1.0)
+    async with world(tmp_path, config) as made:
+        left, open_ended = await made.open(), await made.open()
+        await left.say()
+        await left.tell("end")
+
+        async def talk() -> None:
+            while "expired" not in made.counts or "outlasted" not in made.counts:
+                await open_ended.say()
+                await asyncio.sleep(0.2)
+
+        await asyncio.wait_for(talk(), 20)
+        assert await left.state() == "expired"
+        assert await open_ended.state() == "open"  # served on
+        for session in (left, open_ended):
+            assert (await session.tell("reward", {"reward": 1.0})).status_code == 409
+        await made.delivered()
+        assert await made.seal(wait_s=1.0) is None
+        assert "reward_deadline" in await made.explain(left.id.partition(".")[0])
+        status = await asyncio.to_thread(made.running.reader().status)
+        assert status.wasted_tokens["failed"] >= 6
+
+
+async def test_the_declared_default_is_its_reward(tmp_path: Path) -> None:
+    config = session_config(
+        groups_per_batch=1, reward_deadline_s=1.0, idle_s=0.5, default_reward=-1.0
+    )
+    async with world(tmp_path, config) as made:
+        agent = await made.open()
+        await agent.say()  # then it falls silent: idle, ended, and its reward never comes
+        manifest = await made.seal(wait_s=15.0)
+        assert manifest is not None
+        assert [(row.row_id, row.reward) for row in manifest.rows] == [(agent.id, -1.0)]
+        assert made.counts["defaulted"] == 1
+
+
+async def test_over_budget_agents_are_served_unrecorded(tmp_path: Path) -> None:
+    """(1 + 1) × 1 groups of one may be on their way, and no trainer takes any."""
+    async with world(tmp_path, session_config(groups_per_batch=1)) as made:
+        await made.stocked(2)
+        agents = [await made.open() for _ in range(5)]
+        assert [agent.is_recorded for agent in agents] == [True, True, False, False, False]
+        assert [await agent.say("ab") for agent in agents] == ["ba"] * 5
+        for agent in agents:
+            await agent.reward(1.0)
+        assert await agents[4].state() == "unrecorded"
+        assert {k: made.counts[k] for k in ("recorded", "unrecorded", "rewarded")} == {
+            "recorded": 2,
+            "unrecorded": 3,
+            "rewarded": 2,
+        }
+        await made.delivered()
+        for _ in range(2):
+            await asyncio.to_thread(made.trainer.step)
+        await made.stocked()  # the trainer went on, so there is room again
+        assert (await made.open()).is_recorded
+
+
+async def test_a_token_and_a_path_are_enough_for_an_agent(tmp_path: Path) -> None:
+    async with world(tmp_path, session_config()) as made:
+        await made.stocked(4)
+        body = {"model": POLICY, "messages": [{"role": "user", "content": "abc"}]}
+        for path in ("/v1", "/v1", "/sessions/talk-7/v1"):
+            answer = await made.http.post(
+                f"{path}/chat/completions", headers={"x-api-key": made.token}, json=body
+            )
+            assert answer.status_code == 200, answer.text
+        assert made.counts["opened"] == 2
+        answer = await made.http.post(
+            "/sessions/talk-7/reward", headers=bearer(made.token), json={"reward": 1}
+        )
+        assert answer.json()["state"] == "rewarded"
+        await made.delivered()
+        assert made.counts["rewarded"] == 1
+
+
+async def test_who_may_do_what(tmp_path: Path) -> None:
+    async with world(tmp_path, session_config()) as made:
+        agent = await made.open()
+        stranger = made.running.token(Role.SESSION, Audience.GATEWAY, ttl_s=500.0)
+        trainer = made.running.token(Role.TRAINER, Audience.GATEWAY)
+        elsewhere = made.running.token(Role.SESSION, Audience.DATAFLOW)
+        for token, status in (
+            (stranger, 404),
+            (trainer, 403),
+            (elsewhere, 403),
+            ("sk-penstock-no", 401),
+        ):
+            answer = await agent.tell("reward", {"reward": 1}, token=token)
+            assert answer.status_code == status, answer.text
+        for token in (trainer, elsewhere, "nonsense"):
+            assert (await made.http.post("/sessions", headers=bearer(token))).status_code in (
+                401,
+                403,
+            )
+        assert (await made.http.get("/sessions", headers=bearer(stranger))).status_code == 403
+        counts = await made.http.get("/sessions", headers=bearer(made.operator))
+        assert counts.json()["opened"] == 1
+        await agent.say()
+        for bad in ({"reward": "much"}, {"reward": 1e99}, {}, {"reward": 1, "reason": "x" * 600}):
+            assert (await agent.tell("reward", bad)).status_code == 400
+        answer = await agent.tell("reward", {"reward": 1}, token=made.operator)
+        assert answer.json()["state"] == "rewarded"
+
+
+async def test_forgotten_wherever_it_is(tmp_path: Path) -> None:
+    async with world(tmp_path, session_config(groups_per_batch=1)) as made:
+        live = await made.open()
+        await live.say()
+        assert await made.forget(live.id) == "running"
+        await eventually(lambda: "dropped" in made.counts)  # by the next heartbeat
+        assert await live.say() == "cba"  # and is served on
+        await live.reward(1.0)
+        waiting = await made.open()
+        await waiting.say()
+        await waiting.reward(1.0)
+        await made.delivered()
+        assert await made.forget(waiting.id) == "waiting"
+        assert await made.forget(waiting.id) == "dropped"  # repeated: nothing changes
+        assert await made.seal(wait_s=1.0) is None
+        sealed = await made.open()
+        await sealed.say()
+        await sealed.reward(1.0)
+        assert await made.seal() is not None
+        assert (await made.rows())[sealed.id] is not None
+        assert await made.forget(sealed.id) == "sealed"
+        assert await made.rows() == {sealed.id: None}
+        await asyncio.to_thread(made.trainer.step)
+        assert await made.forget(sealed.id) == "trained"
+        here = await made.open()
+        await here.say()
+        gone = await made.http.delete(f"/sessions/{here.id}", headers=bearer(made.token))
+        assert gone.json()["state"] == "forgotten"
+        late = await made.http.delete(f"/sessions/{sealed.id}", headers=bearer(made.token))
+        assert late.status_code == 409 and "penstock forget" in late.text
+
+
+async def test_what_is_forgotten_stays_so_after_a_restart(tmp_path: Path) -> None:
+    config = session_config(groups_per_batch=1)
+    async with world(tmp_path, config) as made:
+        agent = await made.open()
+        await agent.say()
+        await agent.reward(1.0)
+        assert await made.seal() is not None
+        await made.forget(agent.id)
+    with dataflow(tmp_path, config) as running:
+        trainer = await asyncio.to_thread(SmallTrainer, running)
+        [row] = (await asyncio.to_thread(trainer.client.rows, POLICY, 1)).rows
+        assert (row.row_id, row.payload) == (agent.id, None)
+
+
+async def session_at(made: World, partition: str) -> Agent:
+    """A session with a place there, which has spoken; others are trained until there is one."""
+    while True:
+        await made.stocked()
+        agent = await made.open()
+        await agent.say()
+        if agent.id.startswith(partition):
+            return agent
+        await agent.reward(1.0)
+        await made.delivered()
+        await asyncio.to_thread(made.trainer.step)
+
+
+async def test_forgotten_at_a_partition_of_its_own(tmp_path: Path) -> None:
+    config = session_config(groups_per_batch=1)
+    async with world(tmp_path, config, stock=1) as made:
+        with partition(tmp_path / "p1", config, made.running, 1) as service:
+            await made.node.membership.join()  # learns of it at once
+            agent = await session_at(made, "p1-")
+            await agent.reward(1.0)
+            await made.delivered()
+            await asyncio.to_thread(made.trainer.step)
+            assert agent.id in await made.rows(made.trainer.seq)
+            assert await made.forget(agent.id) == "trained"
+            assert await made.rows(made.trainer.seq) == {agent.id: None}
+            live = await session_at(made, "p1-")
+            assert await made.forget(live.id) == "running"
+            await eventually(lambda: made.counts.get("dropped"))
+            marks = service.process.ledger.tables.rows("SELECT key FROM meta")
+            assert {f"gone/{agent.id}", f"gone/{live.id}"} <= {str(key) for (key,) in marks}
+
+
+async def test_nodes_and_gateways_never_get_each_others_slots(tmp_path: Path) -> None:
+    config = session_config(groups_per_batch=4, tasks=(TASKS,))
+    async with world(tmp_path, config, stock=16) as made:
+        node = SmallNode(made.running)
+        await node.join()
+        answer = await node.client.lease(node.request(64))
+        slots = {grant.group_id for grant in answer.grants}
+        assert len(answer.grants) == 2 * len(slots) == 8  # half of the room, in groups of two
+        assert {task.source for task in answer.tasks} == {"train"}
+        await made.stocked(4)
+        assert made.node.stock.num_free == 4
+        await node.client.close()
+
+
+async def test_places_that_no_agent_takes_leave_room_for_tasks(tmp_path: Path) -> None:
+    config = session_config(groups_per_batch=4, tasks=(TASKS,))
+    async with world(tmp_path, config, stock=16) as made:
+        node = SmallNode(made.running)
+        await node.join()
+        for _ in range(4):
+            await node.beat()
+            grants = (await node.client.lease(node.request(64))).grants
+            assert len({grant.group_id for grant in grants}) == 4
+            done = tuple(trajectory(grant, node.node_id, node.live) for grant in grants)
+            await node.client.deliver(
+                DeliveryRequest(node_id=node.node_id, session=node.session, deliveries=done)
+            )
+            await asyncio.to_thread(made.trainer.step)
+        assert made.node.stock.num_free == 4
+        await node.client.close()
+
+
+class _Killed(Exception):
+    """Nobody says goodbye."""
+
+
+async def test_places_of_a_lost_gateway_go_to_the_next(tmp_path: Path) -> None:
+    """Its sessions are lost with it; nothing of them is trained or served to others."""
+    config = session_config(groups_per_batch=1)
+    config = config.model_copy(
+        update={
+            "dataflow": config.dataflow.model_copy(
+                update={"lease": config.dataflow.lease.model_copy(update={"ttl_s": 1.0})}
+            )
+        }
+    )
+    with dataflow(tmp_path, config) as running:
+        await asyncio.to_thread(SmallTrainer, running)
+
+        lost_ids: set[str] = set()
+        with suppress(_Killed):
+            async with gateway(running, tmp_path, name="lost") as lost:
+                await eventually(lambda: lost.stock.num_free == 2)
+                lost_ids.add(lost.online.begin("owner").id)
+                raise _Killed
+        async with gateway(running, tmp_path, name="next") as following:
+            await eventually(lambda: following.stock.num_free == 2)
+            again = following.online.begin("owner")
+            assert again.has_place and again.id not in lost_ids
+            following.online.forget(again)
+
+
+async def test_versions_change_and_nobody_notices(tmp_path: Path) -> None:
+    async with world(tmp_path, session_config(groups_per_batch=1)) as made:
+        is_over = False
+        failures: list[str] = []
+        num_answers = 0
+
+        async def agent_of(made: World) -> None:
+            nonlocal num_answers
+            while not is_over:
+                agent = await made.open()
+                for text in ("ab", "abc"):
+                    if await agent.say(text) != text[::-1]:
+                        failures.append(text)
+                    num_answers += 1
+                await agent.reward(1.0)
+
+        async with asyncio.TaskGroup() as agents:
+            for _ in range(2):
+                agents.create_task(agent_of(made))
+            while made.trainer.number < 4:
+                await asyncio.to_thread(made.trainer.step)
+            is_over = True
+        assert not failures and num_answers > 8
+        assert made.counts["rewarded"] >= 4
+
+
+async def test_a_run_that_is_over_leaves_its_agents_served(tmp_path: Path) -> None:
+    async with world(tmp_path, session_config(groups_per_batch=1, steps=1)) as made:
+        agent, other = await made.open(), await made.open()
+        await agent.say()
+        await agent.reward(1.0)
+        await made.delivered()
+        await asyncio.to_thread(made.trainer.step)
+        await eventually(made.node.orders.drained.is_set)
+        assert await other.say("ab") == "ba"
+        assert not (await made.open()).is_recorded

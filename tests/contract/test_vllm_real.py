@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM engine on a real vLLM for CPUs, against the trainer's own computation, in float32.
+
+Needs `make setup-engine`. One server for all tests; the last of them kills it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from jsonschema import validate
+from scripts.setup_engine import CACHE, ENGINE, MARKER
+
+from penstock.errors import EngineError
+from penstock.gateway.generate import Completion, Piece
+from penstock.rollout.engines.vllm import ChildServer, VllmEngine
+from penstock.rollout.engines.vllm.control import Control
+from penstock.rollout.engines.vllm.http import HttpClient
+from penstock.types import PolicyName, SamplingSpec, Version, view_ids, view_log_probs
+
+POLICY = PolicyName("policy")
+PROMPT = list(range(20, 60))
+TOLERANCE = 1e-3
+"""In log-probability, token by token."""
+NUM_SWAPS = int(os.environ.get("PENSTOCK_VLLM_SWAPS", "10"))
+NUM_SESSIONS = int(os.environ.get("PENSTOCK_VLLM_SESSIONS", "8"))
+NUM_SCHEMAS = int(os.environ.get("PENSTOCK_VLLM_SCHEMAS", "20"))
+NUM_KILLS = int(os.environ.get("PENSTOCK_VLLM_KILLS", "2"))
+START_S = 900.0
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(3 * START_S),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(
+        not (ENGINE / MARKER).exists(), reason=f"no vLLM in {CACHE}; run `make setup-engine`"
+    ),
+]
+
+
+def version(number: int) -> Version:
+    return Version(policy=POLICY, incarnation=1, number=number)
+
+
+class Bench:
+    """An engine on a real server, and two sets of weights: even and odd versions."""
+
+    def __init__(self, root: Path) -> None:
+        from tests.unit.rollout.engines.byte_qwen3 import write_snapshot
+
+        self.root = root
+        self.folders = [write_snapshot(root / "versions" / str(seed), seed=seed) for seed in (0, 1)]
+        options = ["--dtype", "float32", "--max-num-seqs", "64"]
+        self.server = ChildServer(ENGINE, options, state_dir=root / "state", start_s=START_S)
+        self.engine = VllmEngine(self.server)
+        self.number = -1
+
+    async def swap(self) -> None:
+        self.number += 1
+        await self.engine.load(self.folders[self.number % 2], version(self.number))
+
+    async def ask(self, spec: SamplingSpec, heard: list[Piece] | None = None) -> Completion:
+        listen = None if heard is None else heard.append
+        return await self.engine(PROMPT, spec, policy=POLICY, session="s", listen=listen)
+
+    def worst(self, answer: Completion, spec: SamplingSpec, number: int | None = None) -> float:
+        """The largest difference between recorded log-probs and the trainer's, each token under
+        the version of its span, or all under that of `number`."""
+        ids = list(view_ids(answer.sampled_ids))
+        recorded = list(view_log_probs(answer.logprobs))
+        differences: list[float] = []
+        for span in answer.spans:
+            folder = self.folders[(span.number if number is None else number) % 2]
+            right = expected(folder, tuple(ids), spec)
+            differences += [abs(recorded[at] - right[at]) for at in range(span.start, span.end)]
+        assert len(differences) == len(ids)
+        return max(differences)
+
+
+@cache
+def model_of(folder: Path) -> Any:
+    from penstock.trainer.models import load_model
+
+    return load_model(folder).eval()
+
+
+def expected(folder: Path, ids: Sequence[int], spec: SamplingSpec) -> list[float]:
+    """What the trainer computes for these tokens of an answer."""
+    torch: Any = importlib.import_module("torch")
+    losses: Any = importlib.import_module("penstock.trainer.losses")
+    num = len(ids)
+    targets = torch.tensor(list(ids))
+    with torch.no_grad():
+        logits = model_of(folder)(torch.tensor([[*PROMPT, *ids]])).logits[0, len(PROMPT) - 1 : -1]
+    if spec.temperature == 0:
+        return torch.log_softmax(logits, -1)[range(num), targets].tolist()
+    kept = losses.Truncation(
+        top_k_K=torch.full((num,), spec.top_k),
+        top_p_K=torch.full((num,), spec.top_p),
+        min_p_K=torch.full((num,), spec.min_p),
+    )
+    logprobs = losses.spec_log_softmax(logits, targets, torch.full((num,), spec.temperature), kept)
+    return logprobs[range(num), targets].tolist()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    pytest.importorskip("transformers")
+    bench = Bench(tmp_path_factory.mktemp("vllm"))
+    try:
+        await bench.swap()
+        yield bench
+    finally:
+        await bench.engine.close()
+
+
+async def test_a_grid_of_sampling_specs_agrees_with_the_trainer(bench: Bench) -> None:
+    """All at once, so that greedy and random requests share batches."""
+    grid = itertools.product((0.5, 1.0, 1.7), (1.0, 0.8), (0, 20), (0.0, 0.05))
+    specs = [
+        SamplingSpec(temperature=t, top_p=p, top_k=k, min_p=m, max_tokens=24, seed=at)
+        for at, (t, p, k, m) in enumerate(grid)
+    ]
+    specs += [SamplingSpec(temperature=0.0, max_tokens=24)] * 2
+    answers = await asyncio.gather(*map(bench.ask, specs))
+    worst = [bench.worst(answer, spec) for answer, spec in zip(answers, specs, strict=True)]
+    assert max(worst) < TOLERANCE, dict(zip(specs, worst, strict=True))
+    plain = SamplingSpec()
+    cut = [at for at, spec in enumerate(specs) if spec.top_p < 1 and spec.temperature > 0]
+    assert min(bench.worst(answers[at], plain) for at in cut) > 20 * TOLERANCE
+
+
+async def test_answers_over_swaps_have_every_token_under_its_own_version(bench: Bench) -> None:
+    """Half of them streamed. The tied head must come along: its old packed copy is wrong by whole
+    units."""
+    is_over = asyncio.Event()
+    answers: list[tuple[Completion, SamplingSpec, list[Piece] | None]] = []
+
+    async def session(number: int) -> None:
+        for seed in itertools.count(1000 * number):
+            spec = SamplingSpec(max_tokens=300, seed=seed)
+            heard: list[Piece] | None = [] if number % 2 else None
+            answers.append((await bench.ask(spec, heard), spec, heard))
+            if is_over.is_set():
+                return
+
+    paused_s: list[float] = []
+    async with asyncio.TaskGroup() as sessions:
+        for number in range(NUM_SESSIONS):
+            sessions.create_task(session(number))
+        for _ in range(NUM_SWAPS):
+            await asyncio.sleep(0.2)
+            await bench.swap()
+            paused_s.append(bench.engine.paused_s)
+        is_over.set()
+    worst = max(bench.worst(answer, spec) for answer, spec, _ in answers)
+    print(
+        f"{NUM_SWAPS} swaps, {len(answers)} answers of {NUM_SESSIONS} sessions, worst {worst:.1e}, "
+        f"paused {sorted(paused_s)[NUM_SWAPS // 2]:.3f} s (median), {max(paused_s):.3f} s at most"
+    )
+    assert worst < TOLERANCE
+    assert max(len(answer.spans) for answer, _, _ in answers) >= 3
+    assert max(bench.worst(answer, spec, 0) for answer, spec, _ in answers) > 0.5
+    for answer, _, pieces in answers:
+        true = [span.number for span in answer.spans for _ in range(span.start, span.end)]
+        told = [(piece.version.number, i) for piece in pieces or () for i in piece.sampled_ids]
+        right = list(zip(true, view_ids(answer.sampled_ids), strict=True))
+        assert told == right or pieces is None
+
+
+async def test_a_prefix_cached_by_old_weights_is_not_used_by_new_ones(bench: Bench) -> None:
+    spec = SamplingSpec(temperature=0.0, max_tokens=8)
+    for _ in range(3):
+        first, again = await bench.ask(spec), await bench.ask(spec)
+        assert max(bench.worst(first, spec), bench.worst(again, spec)) < TOLERANCE
+        await bench.swap()
+
+
+async def test_part_of_a_fused_layer_is_refused_and_nothing_changes(bench: Bench) -> None:
+    safetensors: Any = importlib.import_module("safetensors.torch")
+    url = bench.engine.url
+    assert url is not None
+    control = Control(HttpClient(url))
+    tensors = safetensors.load_file(bench.folders[0] / "model.safetensors")
+    for name, names in {
+        "half": ["model.layers.0.self_attn.q_proj.weight"],
+        "gate": ["model.layers.1.mlp.gate_proj.weight"],
+    }.items():
+        folder = bench.root / "versions" / name
+        folder.mkdir()
+        safetensors.save_file({part: tensors[part] for part in names}, folder / "model.safetensors")
+        for call in (control.check, control.load):
+            with pytest.raises(EngineError, match="as one layer"):
+                await call(folder)
+    with pytest.raises(EngineError, match="not under"):
+        await control.check(bench.root)
+    spec = SamplingSpec(max_tokens=16, seed=1)
+    assert bench.worst(await bench.ask(spec), spec) < TOLERANCE
+
+
+async def test_a_stop_string_ends_the_answer_and_its_tokens_stay(bench: Bench) -> None:
+    spec = SamplingSpec(max_tokens=40, seed=11)
+    free = list(view_ids((await bench.ask(spec)).sampled_ids))
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(bench.folders[0] / "tokenizer.json"))
+    at = next(at for at in range(10, 40) if tokenizer.decode(free[at : at + 1]).isascii())
+    stop = tokenizer.decode(free[at : at + 1])
+    end = next(n for n in range(40) if stop in tokenizer.decode(free[: n + 1])) + 1
+    answer = await bench.ask(SamplingSpec(max_tokens=40, seed=11, stop=(stop,)))
+    assert list(view_ids(answer.sampled_ids)) == free[:end]
+    assert answer.finish.value == "stop"
+
+
+async def test_answers_under_a_json_schema_are_valid(bench: Bench) -> None:
+    from tokenizers import Tokenizer
+
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["left", "right"]}},
+        "required": ["ok", "kind"],
+        "additionalProperties": False,
+    }
+    tokenizer = Tokenizer.from_file(str(bench.folders[0] / "tokenizer.json"))
+    specs = [
+        SamplingSpec(max_tokens=200, seed=seed, json_schema=json.dumps(schema))
+        for seed in range(NUM_SCHEMAS)
+    ]
+    answers = await asyncio.gather(*map(bench.ask, specs))
+    texts = [tokenizer.decode(list(view_ids(answer.sampled_ids))) for answer in answers]
+    for text in texts:
+        validate(json.loads(text), schema)
+    assert len(set(texts)) > 1
+
+
+async def test_a_killed_server_comes_back_by_itself(bench: Bench) -> None:
+    spec = SamplingSpec(max_tokens=400, seed=5)
+    for at in range(NUM_KILLS):
+        running = [asyncio.create_task(bench.ask(spec)) for _ in range(4)]
+        await asyncio.sleep(0.5)
+        victims = _processes(bench.server.group)
+        began = time.monotonic()
+        os.kill(victims[-1 if at % 2 == 0 else 0], signal.SIGKILL)  # a worker, the server
+        for ending in await asyncio.gather(*running, return_exceptions=True):
+            assert isinstance(ending, EngineError), ending
+        failed_s = time.monotonic() - began
+        while bench.engine.live is None or set(_processes(bench.server.group)) & set(victims):
+            assert time.monotonic() - began < START_S
+            await asyncio.sleep(0.2)
+        print(f"kill {at}: errors after {failed_s:.2f} s, back in {time.monotonic() - began:.1f} s")
+        assert bench.engine.live == version(bench.number)
+        answer = await bench.ask(spec)
+        assert bench.worst(answer, spec) < TOLERANCE
+        await bench.swap()
+        assert bench.worst(await bench.ask(spec), spec) < TOLERANCE
+
+
+def _processes(group: int | None) -> list[int]:
+    """Of the group: the server itself, its engine core, and so on; without the guardian."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(words[2]) == group and int(path.parent.name) != group:
+            found.append(int(path.parent.name))
+    return sorted(found)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that speaks the part of vLLM 0.32's HTTP protocol that penstock uses, without a model.
+
+Its weights are one number, read from the bytes of the loaded safetensors files; token n of an
+answer is a function of weights, context and n, so a test can compute which weights made a token.
+Faults are switches that a test turns while it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+VOCAB = 11
+
+
+def weights_of(folder: Path) -> int:
+    content = b"".join(path.read_bytes() for path in sorted(folder.glob("*.safetensors")))
+    return zlib.crc32(content)
+
+
+def token(weights: int, prompt: Sequence[int], at: int) -> int:
+    return zlib.crc32(f"{weights} {list(prompt)} {at}".encode()) % VOCAB
+
+
+class VllmDouble:
+    def __init__(self, folder: Path, *, root: Path) -> None:
+        self.weights = weights_of(folder)
+        self.root = root
+        self.label = "default"
+        self.token_s = 0.001
+        self.num_tokens = 0
+        self.num_cut_off = 0
+        """Requests whose caller went away."""
+        self.log: list[str] = []
+        """Control calls, in order."""
+        self.bodies: list[dict[str, Any]] = []
+        self.answers: dict[str, tuple[int, str]] = {}
+        """Path to the status and text it answers with, a fault."""
+        self.fail_loads = 0
+        """So many loads fail half-way: the weights are then nobody's."""
+        self.is_raw = False
+        """Log-probs are of the plain softmax, as without `--logprobs-mode`."""
+        self.is_stalled = False
+        """Answers /health and makes no token."""
+        self.is_cutting = False
+        """Closes each stream after a few tokens."""
+        self.ends_with = "length"
+        self._running = asyncio.Event()
+        self._running.set()
+
+    def app(self) -> Starlette:
+        posts = {
+            "/inference/v1/generate": self.generate,
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/collective_rpc": self.rpc,
+            "/reset_prefix_cache": self.reset,
+            "/update_weight_version": self.relabel,
+        }
+        routes = [
+            Route(path, self._guarded(path, call), methods=["POST"]) for path, call in posts.items()
+        ]
+        routes.append(Route("/health", self._guarded("/health", self.health)))
+        routes.append(Route("/metrics", self._guarded("/metrics", self.metrics)))
+        return Starlette(routes=routes)
+
+    def _guarded(self, path: str, call: Any) -> Any:
+        async def answer(request: Request) -> Response:
+            if path in self.answers:
+                status, text = self.answers[path]
+                return PlainTextResponse(text, status)
+            return await call(request)
+
+        return answer
+
+    async def health(self, request: Request) -> Response:
+        return Response()
+
+    async def metrics(self, request: Request) -> Response:
+        count = f'vllm:generation_tokens_total{{engine="0"}} {self.num_tokens}.0\n'
+        return PlainTextResponse(f"# HELP vllm:generation_tokens_total Tokens\n{count}")
+
+    # --- control ----------------------------------------------------------------------------------
+
+    async def pause(self, request: Request) -> Response:
+        assert request.query_params["mode"] == "keep", "vLLM's default loses answers"
+        self.log.append("pause")
+        self._running.clear()
+        await asyncio.sleep(0.02)
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self, request: Request) -> Response:
+        self.log.append("resume")
+        self._running.set()
+        return JSONResponse({"status": "resumed"})
+
+    async def reset(self, request: Request) -> Response:
+        self.log.append("reset")
+        return JSONResponse({"success": True})
+
+    async def relabel(self, request: Request) -> Response:
+        self.log.append("label")
+        self.label = (await request.json())["new_version"]
+        return JSONResponse({"success": True})
+
+    async def rpc(self, request: Request) -> Response:
+        call = await request.json()
+        folder = Path(call["args"][0])
+        self.log.append(call["method"].removeprefix("penstock_"))
+        if self.root not in folder.parents:
+            return PlainTextResponse(f"PermissionError: {folder} is not under the root", 500)
+        if call["method"] == "penstock_load":
+            assert not self._running.is_set(), "weights change only while nothing is sampled"
+            if self.fail_loads:
+                self.fail_loads -= 1
+                self.weights = 0
+                return PlainTextResponse("RuntimeError: half of it", 500)
+            self.weights = weights_of(folder)
+        return JSONResponse({"results": [{}]})
+
+    # --- tokens -----------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Response:
+        call = await request.json()
+        if any(sign in call.get("cache_salt", "") for sign in "@/\\"):
+            return JSONResponse({"error": {"message": "cache_salt must not contain '@'"}}, 400)
+        self.bodies.append(call)
+        chunks = self._watched(request, call)
+        if call.get("stream"):
+            return StreamingResponse(self._events(chunks), media_type="text/event-stream")
+        parts = [chunk async for chunk in chunks]
+        if not parts or parts[-1]["finish_reason"] is None:
+            return Response(status_code=499)
+        whole = {
+            "token_ids": [i for part in parts for i in part["token_ids"]],
+            "logprobs": {"content": [e for part in parts for e in part["logprobs"]["content"]]},
+            "finish_reason": parts[-1]["finish_reason"],
+            "weight_versions": parts[-1]["weight_versions"],
+        }
+        return JSONResponse({"request_id": "r", "choices": [{"index": 0, **whole}]})
+
+    async def _events(self, chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+        async for number, chunk in _counted(chunks):
+            if self.is_cutting and number == 3:
+                raise ConnectionResetError("cut off by the test")
+            yield f"data: {json.dumps({'request_id': 'r', 'choices': [{'index': 0, **chunk}]})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def _watched(
+        self, request: Request, call: dict[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
+        is_whole = False
+        try:
+            async for chunk in self._chunks(request, call):
+                is_whole = chunk["finish_reason"] is not None
+                yield chunk
+        finally:
+            self.num_cut_off += not is_whole
+
+    async def _chunks(
+        self, request: Request, call: dict[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
+        params, prompt = call["sampling_params"], call["token_ids"]
+        spans: list[dict[str, Any]] = []
+        for at in range(params["max_tokens"]):
+            await asyncio.sleep(self.token_s)
+            while self.is_stalled or not self._running.is_set():
+                await asyncio.sleep(0.005)
+                if await request.is_disconnected():
+                    return
+            if await request.is_disconnected():
+                return
+            if not spans or spans[-1]["version"] != self.label:
+                spans.append({"version": self.label, "start": at, "end": at})
+            spans[-1]["end"] = at + 1
+            self.num_tokens += 1
+            made = token(self.weights, prompt, at)
+            logprob = 0.0 if params["top_k"] == 1 and not self.is_raw else -1.0 - made / 100
+            is_last = at + 1 == params["max_tokens"]
+            yield {
+                "token_ids": [made],
+                "logprobs": {"content": [{"token_id": made, "logprob": logprob, "rank": 1}]},
+                "finish_reason": self.ends_with if is_last else None,
+                "weight_versions": spans if is_last else None,
+            }
+
+
+async def _counted(
+    items: AsyncIterator[dict[str, Any]],
+) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    numbers = itertools.count()
+    async for item in items:
+        yield next(numbers), item

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`penstock doctor`: environments of vLLM that are there, missing, and of another version."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.doctor import doctor, vllm_at
+
+
+def write_environment(folder: Path, version: str) -> Path:
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "vllm").touch(0o755)
+    info = folder / "lib" / "python3.11" / "site-packages" / f"vllm-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return folder
+
+
+def test_an_environment_with_vllm_is_told_with_its_version(tmp_path: Path) -> None:
+    found = vllm_at(write_environment(tmp_path, "0.32.1"))
+    assert found.is_there and "0.32.1" in found.says and not found.cure
+
+
+def test_another_version_is_told_with_a_word_of_caution(tmp_path: Path) -> None:
+    found = vllm_at(write_environment(tmp_path, "0.29.0"))
+    assert found.is_there and "vLLM 0.32" in found.cure[0]
+
+
+def test_what_is_missing_comes_with_the_steps_to_get_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor(environment=tmp_path / "none") == 0
+    text = capsys.readouterr().out
+    assert f"- vllm         no {tmp_path / 'none'}/bin/vllm" in text
+    assert "make setup-engine" in text
+    doctor(environment=tmp_path / "none", json=True)
+    findings = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
+    by_name = {finding["name"]: finding for finding in findings}
+    assert not by_name["vllm"]["is_there"] and by_name["vllm"]["cure"]
+    assert by_name["python"]["is_there"]

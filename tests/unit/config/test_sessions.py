@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A source of sessions: what it may be combined with."""
+
+from collections.abc import Callable
+
+import pytest
+
+from penstock.config import RunConfig
+from penstock.errors import ConfigError
+
+SOURCE = "  - {name: train, task: penstock.tasks.reverse, weight: 1.0}"
+LIVE = "  - {name: live, session: {reward_deadline_s: 60, default_reward: -1.0}}"
+Load = Callable[[str], RunConfig]
+
+
+@pytest.fixture
+def online(design: str) -> str:
+    """The design's run, fed by sessions."""
+    text = design.replace(SOURCE, LIVE).replace("name: grpo", "name: reinforce")
+    return text.replace("{admit: reward-spread}, ", "")
+
+
+def test_a_run_may_learn_from_sessions_alone_or_beside_tasks(online: str, load_text: Load) -> None:
+    config = load_text(online)
+    assert config.session_source is not None and config.session_source.session is not None
+    assert config.session_source.session.default_reward == -1.0
+    assert config.session_source.session.idle_s == 600.0
+    assert load_text(online.replace(LIVE, f"{SOURCE}\n{LIVE}")).session_source is not None
+
+
+def test_runs_without_sessions_have_no_such_source(design: str, load_text: Load) -> None:
+    assert load_text(design).session_source is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("name: reinforce", "name: grpo", "set algorithm.name: reinforce"),
+        ("rules: [", "rules: [{admit: reward-spread}, ", "take the rule out"),
+        ("closing: complete", "closing: survivors(2)", "set closing: complete"),
+        (LIVE, f"{LIVE}\n{LIVE.replace('live', 'more')}", "one source of sessions"),
+        ("ttl_s: 12", "ttl_s: 12, schedule_to_close_s: 60", "leave it null"),
+        ("session: {", "task: a.b, session: {", "needs either task:"),
+        ("reward_deadline_s: 60", "reward_deadline_s: 0", "greater than 0"),
+    ],
+)
+def test_what_it_cannot_go_with(
+    online: str, load_text: Load, old: str, new: str, says: str
+) -> None:
+    text = online.replace(old, new, 1)
+    assert text != online
+    with pytest.raises(ConfigError, match=says):
+        load_text(text)

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lives of sessions from outside, with a clock of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests.unit.rollout.fake_dataflow import POLICY
+from tests.unit.rollout.snapshot import write_snapshot
+
+from penstock.errors import BadRequest, Conflict, Unauthorized
+from penstock.gateway import online as module
+from penstock.gateway.generate import Completion, Listen
+from penstock.gateway.online import Ended, Held, Online, State, Terms
+from penstock.gateway.renderer import Renderer
+from penstock.types import (
+    FinishReason,
+    PolicyName,
+    RowId,
+    SamplingSpec,
+    VersionSpan,
+    log_probs,
+    token_ids,
+)
+from penstock.wire.auth import Credential
+
+TERMS = Terms(reward_deadline_s=100.0, idle_s=10.0, default_reward=None)
+
+
+class Engine:
+    """Answers one token, when it may."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def __call__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSpec,
+        *,
+        policy: PolicyName,
+        session: str,
+        listen: Listen | None = None,
+    ) -> Completion:
+        await self.may_answer.wait()
+        return Completion(
+            sampled_ids=token_ids([1]),
+            logprobs=log_probs([0.0]),
+            spans=(VersionSpan(start=0, end=1, incarnation=1, number=0),),
+            finish=FinishReason.STOP,
+        )
+
+
+class Desk:
+    """A gateway, and the keeper of its places."""
+
+    def __init__(self, folder: Path, terms: Terms = TERMS, num_places: int = 99) -> None:
+        self.now = 1000.0
+        self.engine = Engine()
+        self.num_places = num_places
+        self.num_taken = 0
+        self.delivered: list[Ended] = []
+        self.given_back: list[RowId] = []
+        self.online = Online(
+            self.engine,
+            self,
+            terms,
+            self._refuse,
+            policies=[POLICY],
+            sampling=SamplingSpec(),
+            clock=lambda: self.now,
+        )
+        self.online.set_renderer(POLICY, Renderer.load(write_snapshot(folder)))
+
+    def _refuse(self, token: str) -> Credential:
+        raise Unauthorized("not here")
+
+    def take(self) -> RowId | None:
+        if self.num_taken == self.num_places:
+            return None
+        self.num_taken += 1
+        return RowId(f"p0-{self.num_taken}.0.1")
+
+    def give_back(self, row_id: RowId) -> None:
+        self.given_back.append(row_id)
+
+    def deliver(self, ended: Ended) -> None:
+        self.delivered.append(ended)
+
+    async def begin(self, *, says: bool = True) -> Held:
+        held = self.online.begin("owner")
+        if says:
+            await self.say(held)
+        return held
+
+    async def say(self, held: Held) -> None:
+        await self.online.find(held.api_key).chat([{"role": "user", "content": "ab"}])
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.online.sweep()
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+async def test_silence_ends_a_session_and_calls_keep_it_open(desk: Desk) -> None:
+    held = await desk.begin()
+    desk.pass_time(9.0)
+    await desk.say(held)
+    desk.pass_time(9.0)
+    assert held.state is State.OPEN
+    desk.pass_time(1.0)
+    assert held.state is State.WAITING
+    with pytest.raises(Unauthorized):
+        await desk.say(held)
+    desk.online.reward(held, 0.5)
+    assert [(e.row_id, e.reward, len(e.turns)) for e in desk.delivered] == [(held.id, 0.5, 2)]
+
+
+async def test_a_call_on_its_way_is_no_silence(desk: Desk) -> None:
+    held = await desk.begin(says=False)
+    desk.engine.may_answer.clear()
+    calling = asyncio.create_task(desk.say(held))
+    await asyncio.sleep(0)
+    desk.pass_time(50.0)
+    assert held.state is State.OPEN
+    desk.engine.may_answer.set()
+    await calling
+    desk.pass_time(9.0)
+    assert held.state is State.OPEN
+
+
+async def test_the_deadline_counts_from_the_opening(desk: Desk) -> None:
+    held = await desk.begin()
+    desk.online.end(held)
+    desk.pass_time(99.0)
+    assert held.state is State.WAITING and not desk.delivered
+    desk.pass_time(1.0)
+    assert held.state is State.EXPIRED
+    assert [ended.reward for ended in desk.delivered] == [None]
+    with pytest.raises(Conflict):
+        desk.online.reward(held, 1.0)
+    assert len(desk.delivered) == 1
+    assert desk.online.counts["expired"] == 1
+
+
+async def test_who_talks_beyond_the_deadline_is_served_unrecorded(desk: Desk) -> None:
+    held = await desk.begin()
+    for _ in range(20):
+        desk.pass_time(9.0)
+        await desk.say(held)
+    assert held.state is State.OPEN and not held.has_place
+    [ended] = desk.delivered
+    assert ended.reward is None and len(ended.turns) == 12
+    with pytest.raises(Conflict):
+        desk.online.reward(held, 1.0)
+    with pytest.raises(Conflict, match="penstock forget"):
+        desk.online.forget(held)
+
+
+async def test_nothing_said_gives_the_place_back(desk: Desk) -> None:
+    held = await desk.begin(says=False)
+    desk.online.end(held)
+    assert held.state is State.EMPTY
+    assert desk.given_back == [held.id] and not desk.delivered
+
+
+async def test_an_answer_that_nobody_heard_is_nothing_said(desk: Desk) -> None:
+    held = await desk.begin()
+    assert held.session is not None
+    held.session.mark_unreached(0)
+    with pytest.raises(Conflict):
+        desk.online.reward(held, 1.0)
+    assert held.state is State.EMPTY and not desk.delivered
+
+
+async def test_without_a_place_a_reward_is_taken_and_leads_to_nothing(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, num_places=0)
+    held = await desk.begin()
+    desk.online.reward(held, 1.0)
+    assert held.state is State.UNRECORDED and not desk.delivered and not desk.given_back
+    assert desk.online.counts == {"opened": 1, "unrecorded": 1}
+
+
+async def test_forgotten_or_dropped_sessions_are_not_delivered(desk: Desk) -> None:
+    forgotten, dropped, open_still = [await desk.begin() for _ in range(3)]
+    desk.online.forget(forgotten)
+    desk.online.end(dropped)
+    desk.online.dropped(RowId(dropped.id))
+    desk.online.dropped(RowId(open_still.id))
+    for held in (forgotten, dropped):
+        with pytest.raises(Conflict):
+            desk.online.reward(held, 1.0)
+    await desk.say(open_still)
+    desk.online.reward(open_still, 1.0)
+    assert open_still.state is State.UNRECORDED
+    assert not desk.delivered and desk.given_back == [forgotten.id]
+
+
+async def test_the_end_of_the_gateway_delivers_nothing_without_a_reward(desk: Desk) -> None:
+    rewarded, ended, talking = [await desk.begin() for _ in range(3)]
+    desk.online.reward(rewarded, 1.0)
+    desk.online.end(ended)
+    desk.online.close_all()
+    assert [done.row_id for done in desk.delivered] == [rewarded.id]
+    assert desk.given_back == [ended.id, talking.id]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2e9])
+async def test_a_reward_is_a_number(desk: Desk, value: float) -> None:
+    held = await desk.begin()
+    with pytest.raises(BadRequest):
+        desk.online.reward(held, value)
+    assert held.state is State.OPEN
+
+
+async def test_memory_of_past_sessions_is_bounded(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_PAST", 3)
+    sessions = [await desk.begin() for _ in range(6)]
+    for held in sessions:
+        desk.online.reward(held, 1.0)
+        assert held.session is None and not held.turns
+    known = [held for held in sessions if held is desk.online._held.get(held.id)]  # pyright: ignore[reportPrivateUsage]
+    assert known == sessions[3:]
+    assert len(desk.online._named) == 3  # pyright: ignore[reportPrivateUsage]
