@@ -62,7 +62,7 @@ class Bench:
 
         self.root = root
         self.folders = [write_snapshot(root / "versions" / str(seed), seed=seed) for seed in (0, 1)]
-        options = ["--dtype", "float32", "--max-num-seqs", "64"]
+        options = ["--dtype", "float32", "--max-num-seqs", "64", "--max-num-batched-tokens", "96"]
         self.server = ChildServer(ENGINE, options, state_dir=root / "state", start_s=START_S)
         self.engine = VllmEngine(self.server)
         self.number = -1
@@ -208,6 +208,15 @@ async def test_part_of_a_fused_layer_is_refused_and_nothing_changes(bench: Bench
         await control.check(bench.root)
     spec = SamplingSpec(max_tokens=16, seed=1)
     assert bench.worst(await bench.ask(spec), spec) < TOLERANCE
+
+
+async def test_prompts_that_are_read_in_parts_kill_nobody(bench: Bench) -> None:
+    """Ten prompts of 40 tokens share a step of 96."""
+    specs = [SamplingSpec(max_tokens=8, seed=seed) for seed in range(10)]
+    answers = await asyncio.gather(*map(bench.ask, specs))
+    for answer, spec in zip(answers, specs, strict=True):
+        assert bench.worst(answer, spec) < TOLERANCE
+    assert len({answer.sampled_ids for answer in answers}) > 5
 
 
 async def test_a_stop_string_ends_the_answer_and_its_tokens_stay(bench: Bench) -> None:

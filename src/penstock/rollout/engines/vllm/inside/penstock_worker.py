@@ -7,7 +7,7 @@ own reload are closed here. A checkpoint with a tied head has no tensor for it, 
 head would go on with its old packed copy: heads are tied and packed anew. q, k and v are one layer
 inside vLLM, gate and up another: an update with a part of one is refused before anything changes.
 The route that calls this asks for no credentials, so folders outside `$PENSTOCK_WEIGHTS_ROOT` are
-refused too.
+refused too. A third trap, of seeded requests on a CPU, is closed by `keep_used_draws`.
 """
 
 from __future__ import annotations
@@ -88,6 +88,24 @@ def pack_heads(model: Any) -> int:
     return len(tables)
 
 
+def keep_used_draws() -> None:
+    """vLLM takes back the draw of a token that it throws away (a prompt read in parts) through its
+    generator's offset. Generators of a CPU have none, and the engine dies of it. There the draw
+    stays used: the one after it is as fair."""
+    torch: Any = importlib.import_module("torch")
+    if torch.accelerator.is_available():
+        return
+
+    class Generator(torch.Generator):
+        def get_offset(self) -> int:
+            return 0
+
+        def set_offset(self, offset: int) -> None:
+            pass
+
+    torch.Generator = Generator
+
+
 def _names(path: Path) -> list[str]:
     with importlib.import_module("safetensors").safe_open(path, framework="pt") as file:
         return list(file.keys())
@@ -98,3 +116,7 @@ def _tensors(paths: list[Path]) -> Iterator[tuple[str, Any]]:
         with importlib.import_module("safetensors").safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (the file itself is no mapping)
                 yield name, file.get_tensor(name)
+
+
+if ROOT in os.environ:  # inside vLLM
+    keep_used_draws()
