@@ -25,6 +25,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 EXTRAS := train,tokens,postgres,s3,dev
+COMMA := ,
+PIP := $(BIN)/python -m pip install --quiet
 
 # Exactly this torch, and with pip: a range or another client may bring gigabytes of CUDA libraries.
 TORCH := $(shell grep '^torch==' constraints/dev.txt)
@@ -78,8 +80,10 @@ $(STAMP): pyproject.toml constraints/dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "setup: $(PYTHON) is older than Python 3.11; name another with PYTHON=..."; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -c constraints/dev.txt -e ".[$(EXTRAS)]"
+# Torch is half of the work and pip uses one core, so it goes in beside the rest; the last call adds what is left.
+	$(PIP) --no-deps "$(TORCH)" & torch=$$!; \
+	$(PIP) -c constraints/dev.txt -e ".[$(subst train$(COMMA),,$(EXTRAS))]" transformers setuptools; wait $$torch
+	$(PIP) -c constraints/dev.txt -e ".[$(EXTRAS)]"
 	touch $@
 
 check:
