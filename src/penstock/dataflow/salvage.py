@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from penstock.dataflow.gate import Gate
 from penstock.types import GroupId, OutcomeKind, RowId, RowSummary, Turn
+from penstock.wire.codec import encode
 
 MAX_BYTES = 256 << 20
 DROPS_LAST_FROM = 3
@@ -49,7 +50,7 @@ class Salvage:
         if index != len(turns):
             return False
         turns.append(turn)
-        size = len(turn.prompt_ids) + len(turn.sampled_ids) + len(turn.logprobs)
+        size = len(encode(turn))  # all of it: a schema or a stop string may be long, too
         recorded.num_bytes += size
         self._num_bytes += size
         self._slots.move_to_end(slot)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.unit.dataflow.test_gate import A, gate, lineage
 
 from penstock.dataflow.salvage import Salvage
@@ -15,6 +17,7 @@ from penstock.types import (
     log_probs,
     token_ids,
 )
+from penstock.wire.codec import encode
 
 SLOT = (GroupId("p0-1"), 3)
 
@@ -32,7 +35,7 @@ def turn(*sampled: int, number: int = 3) -> Turn:
     )
 
 
-def salvage(*, max_attempts: int = 4, max_bytes: int = 1000) -> Salvage:
+def salvage(*, max_attempts: int = 4, max_bytes: int = 10_000) -> Salvage:
     """Committed is 3, and rows may be one version old."""
     policies = gate(lineage(A, committed=3, published=3))
     return Salvage(policies, max_attempts=max_attempts, max_bytes=max_bytes)
@@ -83,6 +86,14 @@ def test_what_is_over_is_forgotten_and_memory_is_bounded() -> None:
     kept.keep_only(())
     assert not len(kept)
     for slot in range(200):
-        kept.record((GroupId("p0-2"), slot), 1, 0, turn(5))  # 12 bytes each
-    assert len(kept) == 1000 // 12
+        kept.record((GroupId("p0-2"), slot), 1, 0, turn(5))
+    assert len(kept) == 10_000 // len(encode(turn(5)))
     assert kept.offer((GroupId("p0-2"), 199), 2, 2)
+
+
+def test_everything_in_a_turn_counts() -> None:
+    kept = salvage()
+    long = replace(turn(), sampling=SamplingSpec(json_schema=" " * 6000))
+    for slot in range(20):
+        kept.record((GroupId("p0-2"), slot), 1, 0, long)
+    assert len(kept) == 1
