@@ -122,6 +122,41 @@ class Outside:
     """Of each policy."""
     max_paused: float = MAX_PAUSED
 
+    def engines(self, facts: RunFacts) -> Engines:
+        return Engines(
+            facts.policies,
+            lambda: self.make_engine(facts),
+            num_engines=self.num_engines,
+            max_paused=self.max_paused,
+        )
+
+
+def engine_maker(
+    node_id: NodeId,
+    state_dir: Path,
+    *,
+    kind: str | None = None,
+    url: str = "",
+    vllm_environment: str = "",
+) -> Callable[[RunFacts], Engine]:
+    """Makes engines of the run's kind, or of `kind`, each with a seed of its own."""
+    seeds = itertools.count(zlib.crc32(node_id.encode()))
+
+    def make(facts: RunFacts) -> Engine:
+        return make_engine(
+            kind or facts.engine,
+            seed=next(seeds),
+            torch_threads=facts.torch_threads,
+            place=EnginePlace(
+                url=url,
+                environment=vllm_environment,
+                options=facts.engine_options,
+                state_dir=state_dir,
+            ),
+        )
+
+    return make
+
 
 @asynccontextmanager
 async def build(
@@ -138,12 +173,7 @@ async def build(
     registered = await membership.join()
     facts = registered.facts
     fetch = outside.make_fetch(facts)
-    engines = Engines(
-        facts.policies,
-        lambda: outside.make_engine(facts),
-        num_engines=outside.num_engines,
-        max_paused=outside.max_paused,
-    )
+    engines = outside.engines(facts)
     gateway = Gateway(engines)
     endpoint = Endpoint(gateway)
     scorer = Scorer(facts.reward) if facts.reward else None
@@ -194,21 +224,6 @@ async def run_node(
     is a relay to others. Returns after an orderly leave; raises what ended the node otherwise.
     """
 
-    seeds = itertools.count(zlib.crc32(node_id.encode()))
-
-    def make(facts: RunFacts) -> Engine:
-        return make_engine(
-            engine or facts.engine,
-            seed=next(seeds),
-            torch_threads=facts.torch_threads,
-            place=EnginePlace(
-                url=engine_url,
-                environment=vllm_environment,
-                options=facts.engine_options,
-                state_dir=state_dir,
-            ),
-        )
-
     def fetch(facts: RunFacts) -> Fetch:
         if sharing is not None:
             return SharingFetch(token, state_dir, sharing, relay=relay, transfer=facts.transfer)
@@ -219,7 +234,13 @@ async def run_node(
     outside = Outside(
         dataflow=client,
         make_fetch=fetch,
-        make_engine=make,
+        make_engine=engine_maker(
+            node_id,
+            state_dir,
+            kind=engine,
+            url=engine_url,
+            vllm_environment=vllm_environment,
+        ),
         num_engines=num_engines,
         max_paused=max_paused,
     )
@@ -227,7 +248,7 @@ async def run_node(
         async with build(
             outside, acknowledgements, node_id=node_id, capacity=capacity or CAPACITY
         ) as node:
-            with _told_by_signals(node.orders.drain):
+            with told_by_signals(node.orders.drain):
                 await node.run()
     finally:
         acknowledgements.close()
@@ -235,7 +256,7 @@ async def run_node(
 
 
 @contextmanager
-def _told_by_signals(drain: Callable[[], None]) -> Generator[None]:
+def told_by_signals(drain: Callable[[], None]) -> Generator[None]:
     """The first SIGTERM or SIGINT drains; a second one finds the default handler and kills."""
     loop = asyncio.get_running_loop()
     kinds = (signal.SIGTERM, signal.SIGINT)

@@ -13,12 +13,9 @@ lost, and its place is another's.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
-import signal
 import socket
 import time
-import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -28,21 +25,18 @@ from pathlib import Path
 
 import structlog
 
-from penstock.dataflow.protocol import Grant, LeaseRequest, RunFacts
+from penstock.dataflow.protocol import Grant, LeaseRequest
 from penstock.dataflow.spread_client import SpreadClient
 from penstock.errors import ConfigError
 from penstock.gateway.online import Ended, Online, Terms
 from penstock.gateway.online_routes import build_online_app
 from penstock.rollout.attempt import COMPLETED, failed, judge, row_id_of
-from penstock.rollout.engines import EnginePlace, make_engine
-from penstock.rollout.engines.base import Engine
 from penstock.rollout.loader import FrontFetch, Loader
 from penstock.rollout.membership import Membership
-from penstock.rollout.node import FLUSH_S, Outside
+from penstock.rollout.node import FLUSH_S, Outside, engine_maker, told_by_signals
 from penstock.rollout.orders import StandingOrders
 from penstock.rollout.outbox import Acknowledgements, Outbox
 from penstock.rollout.pool import MAX_PAUSED
-from penstock.rollout.serving import Engines
 from penstock.rollout.slots import PAUSE_S, WAIT_S, Leases
 from penstock.types import SESSION_TAG, FailureKind, NodeId, RowId, Trajectory
 from penstock.wire.auth import Credential
@@ -281,12 +275,7 @@ async def build_online(
         default_reward=facts.session.default_reward,
     )
     fetch = outside.make_fetch(facts)
-    engines = Engines(
-        facts.policies,
-        lambda: outside.make_engine(facts),
-        num_engines=outside.num_engines,
-        max_paused=outside.max_paused,
-    )
+    engines = outside.engines(facts)
     outbox = Outbox(outside.dataflow, membership, acknowledgements)
     places = Stock(
         outside.dataflow,
@@ -336,31 +325,21 @@ async def run_online(
     max_paused: float = MAX_PAUSED,
 ) -> None:
     """Serve agents of the run at `url` until SIGTERM or SIGINT; arguments as of `run_node`."""
-    seeds = itertools.count(zlib.crc32(node_id.encode()))
-
-    def make(facts: RunFacts) -> Engine:
-        return make_engine(
-            engine or facts.engine,
-            seed=next(seeds),
-            torch_threads=facts.torch_threads,
-            place=EnginePlace(
-                url=engine_url,
-                environment=vllm_environment,
-                options=facts.engine_options,
-                state_dir=state_dir,
-            ),
-        )
-
     client = SpreadClient(url, token)
     acknowledgements = Acknowledgements(acks or state_dir / "acks.txt")
     outside = Outside(
         dataflow=client,
         make_fetch=lambda facts: FrontFetch(token, state_dir / "weights", transfer=facts.transfer),
-        make_engine=make,
+        make_engine=engine_maker(
+            node_id,
+            state_dir,
+            kind=engine,
+            url=engine_url,
+            vllm_environment=vllm_environment,
+        ),
         num_engines=num_engines,
         max_paused=max_paused,
     )
-    loop = asyncio.get_running_loop()
     try:
         async with build_online(
             outside,
@@ -371,9 +350,8 @@ async def run_online(
             tls=tls,
             capacity=capacity or CAPACITY,
         ) as node:
-            for kind in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(kind, node.stopping.set)
-            await node.run()
+            with told_by_signals(node.stopping.set):
+                await node.run()
     finally:
         acknowledgements.close()
         await client.close()
