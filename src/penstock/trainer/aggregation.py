@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How token losses become one number: the weight of each token, known before any backward pass.
+
+One rule for denominators:
+
+- A token that is not trained (prompt, tool output, another policy's, overlong and filtered) is in
+  neither numerator nor denominator: it never gets here.
+- A token that a trust region silences (PPO's clip, M2PO) is out of the numerator only.
+- A token rejected as data (engine mismatch) is out of the numerator, and with
+  `Denominator.SURVIVING` out of the denominator, which stays at least half of what it was: few
+  survivors are not blown up.
+
+Counts are of a whole update: added over micro-batches and ranks first. A sequence counts if it has
+a token. Pure NumPy.
+
+S = sequences, K = trained tokens, sequence after sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+_MIN_SURVIVING = 0.5
+
+
+class Aggregation(StrEnum):
+    """What is averaged over what."""
+
+    TOKEN_MEAN = "token-mean"
+    """Every token counts alike: PPO, DAPO."""
+    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
+    """Every sequence counts alike: GRPO as published, GSPO."""
+    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
+    FIXED_CONSTANT = "fixed-constant"
+    """Sum over tokens / (sequences × a constant length): Dr.GRPO."""
+
+
+class Denominator(StrEnum):
+    """Whether tokens rejected as data are counted."""
+
+    ORIGINAL = "original"
+    SURVIVING = "surviving"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Of an update, or of the part of it that one rank or micro-batch holds."""
+
+    num_tokens: int
+    num_sequences: int
+    num_surviving_tokens: int
+    num_surviving_sequences: int
+    """With at least one surviving token."""
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_sequences=self.num_sequences + other.num_sequences,
+            num_surviving_tokens=self.num_surviving_tokens + other.num_surviving_tokens,
+            num_surviving_sequences=self.num_surviving_sequences + other.num_surviving_sequences,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to train on: the step is skipped."""
+        return self.num_surviving_tokens == 0
+
+
+def count(lengths_S: Ints, is_kept_K: Bools | None = None) -> Counts:
+    """Of these sequences, given by their trained tokens; a sequence may have none."""
+    surviving_S = _surviving(lengths_S, is_kept_K)
+    return Counts(
+        num_tokens=int(lengths_S.sum()),
+        num_sequences=int(np.count_nonzero(lengths_S)),
+        num_surviving_tokens=int(surviving_S.sum()),
+        num_surviving_sequences=int(np.count_nonzero(surviving_S)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The rule a run has chosen."""
+
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    denominator: Denominator = Denominator.SURVIVING
+    constant_length: int = 0
+    """Only for a fixed constant: the longest answer allowed."""
+
+    def __post_init__(self) -> None:
+        is_fixed = self.aggregation is Aggregation.FIXED_CONSTANT
+        if is_fixed != (self.constant_length > 0):
+            raise ValueError(
+                f"aggregation {self.aggregation} with a constant length of {self.constant_length}: "
+                "fixed-constant needs one above 0 (the longest answer allowed), others none"
+            )
+
+    def by_token(
+        self, lengths_S: Ints, of_update: Counts, is_kept_K: Bools | None = None
+    ) -> Floats:
+        """What each token's loss is multiplied with, given the counts of the whole update."""
+        if of_update.is_empty:
+            return np.zeros(int(lengths_S.sum()))
+        weights_S = 1 / self._denominators(lengths_S, of_update, is_kept_K)
+        weights_K = np.repeat(weights_S, lengths_S)
+        return weights_K if is_kept_K is None else np.where(is_kept_K, weights_K, 0.0)
+
+    def _denominators(self, lengths_S: Ints, of_update: Counts, is_kept_K: Bools | None) -> Floats:
+        num_tokens = self._counted(of_update.num_tokens, of_update.num_surviving_tokens)
+        num_sequences = self._counted(of_update.num_sequences, of_update.num_surviving_sequences)
+        match self.aggregation:
+            case Aggregation.TOKEN_MEAN:
+                denominator = num_tokens
+            case Aggregation.SEQ_MEAN_TOKEN_MEAN:
+                counted_S = self._counted(lengths_S, _surviving(lengths_S, is_kept_K))
+                denominator = num_sequences * np.where(lengths_S > 0, counted_S, 1.0)
+            case Aggregation.SEQ_MEAN_TOKEN_SUM:
+                denominator = num_sequences
+            case Aggregation.FIXED_CONSTANT:
+                denominator = num_sequences * self.constant_length
+        return np.broadcast_to(denominator, lengths_S.shape)
+
+    def _counted(self, original: int | Ints, surviving: int | Ints) -> Floats:
+        if self.denominator is Denominator.ORIGINAL:
+            return np.asarray(original, np.float64)
+        return np.maximum(surviving, _MIN_SURVIVING * np.asarray(original, np.float64))
+
+
+def _surviving(lengths_S: Ints, is_kept_K: Bools | None) -> Ints:
+    if is_kept_K is None:
+        return lengths_S
+    sums = np.concatenate([[0], np.cumsum(is_kept_K)])
+    ends_S = np.cumsum(lengths_S)
+    return sums[ends_S] - sums[ends_S - lengths_S]
