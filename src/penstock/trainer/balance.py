@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows shared out so that all ranks finish together: Karmarkar–Karp, k-way largest differencing.
+
+Owns what a row costs and who gets it. Knows nothing of ranks or payload. Deterministic: every rank
+that knows the lengths comes to the same parts, without a word between them.
+
+R = rows, P = parts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+def row_costs(lengths_R: Ints, *, per_token: float, per_square: float) -> Floats:
+    """Work of rows of these lengths: a·L for the matrices, b·L² for attention."""
+    lengths = lengths_R.astype(np.float64)
+    return per_token * lengths + per_square * lengths**2
+
+
+def share_out(costs_R: Floats, num_parts: int, *, has_equal_counts: bool = False) -> list[Ints]:
+    """Rows of each part, ascending; the dearest part is at most 4/3 of what is possible.
+
+    With equal counts, parts differ by one row at most, and may be less even in cost.
+    """
+    if num_parts < 1:
+        raise ValueError(f"rows cannot be shared among {num_parts} parts; give at least 1")
+    if costs_R.size and not (np.isfinite(costs_R) & (costs_R >= 0)).all():
+        raise ValueError("the cost of a row is a finite number >= 0")
+    heap = _first_splits(costs_R, num_parts, has_equal_counts=has_equal_counts)
+    heapq.heapify(heap)
+    num_splits = len(heap)
+    while len(heap) > 1:
+        _, _, widest = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        num_splits += 1
+        heapq.heappush(heap, _entry(num_splits, _merge(widest, second)))
+    parts = heap[0][2] if heap else [_Part(cost=0.0, rows=()) for _ in range(num_parts)]
+    return [np.array(sorted(part.rows), np.int64) for part in parts]
+
+
+def imbalance(costs_R: Floats, parts: Sequence[Ints]) -> float:
+    """The dearest part over the mean: 1.0 is perfect, and the share of time lost is 1 - 1 / it."""
+    sums_P = np.array([costs_R[rows].sum() for rows in parts])
+    mean = float(sums_P.mean())
+    return float(sums_P.max()) / mean if mean else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    cost: float
+    rows: tuple[int, ...]
+
+
+_Split = list[_Part]
+"""Some of the rows in P parts, dearest first."""
+_Entry = tuple[float, int, _Split]
+"""Widest split first; among equals the older, so that the order is nobody's choice."""
+
+
+def _first_splits(costs_R: Floats, num_parts: int, *, has_equal_counts: bool) -> list[_Entry]:
+    """Each row alone in the first part; for equal counts, each run of P rows with one per part."""
+    order = np.argsort(-costs_R, kind="stable")
+    size = num_parts if has_equal_counts else 1
+    splits: list[_Entry] = []
+    for first in range(0, order.size, size):
+        run = [_Part(cost=float(costs_R[row]), rows=(int(row),)) for row in order[first:][:size]]
+        empty = [_Part(cost=0.0, rows=()) for _ in range(num_parts - len(run))]
+        splits.append(_entry(len(splits), run + empty))
+    return splits
+
+
+def _entry(age: int, split: _Split) -> _Entry:
+    return split[-1].cost - split[0].cost, age, split
+
+
+def _merge(one: _Split, other: _Split) -> _Split:
+    """The dearest part of one with the cheapest of the other, and so on."""
+    merged = [
+        _Part(cost=dear.cost + cheap.cost, rows=dear.rows + cheap.rows)
+        for dear, cheap in zip(one, reversed(other), strict=True)
+    ]
+    return sorted(merged, key=lambda part: (-part.cost, -len(part.rows)))

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the ranks of a gang stand: data-parallel parts, each of `tp` ranks side by side.
+
+Owns the numbering. Rank r of a stage with `dp` × `tp` is in part r // tp; ranks beyond dp × tp sit
+this stage out. Imports nothing of ours, and no torch.
+
+R = rows of a batch, in manifest order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """How a stage is spread over ranks."""
+
+    dp: int = 1
+    """Parts that a batch is cut into."""
+    tp: int = 1
+    """Ranks that compute one part together."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp * self.tp
+
+    def part_of(self, rank: int) -> int | None:
+        return rank // self.tp if rank < self.num_ranks else None
+
+    def ranks_of(self, part: int) -> range:
+        return range(part * self.tp, (part + 1) * self.tp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One rank of a stage."""
+
+    rank: int
+    parallel: Parallel
+
+    @property
+    def part(self) -> int:
+        """Which part of each batch it computes."""
+        return self.rank // self.parallel.tp
+
+    @property
+    def is_first(self) -> bool:
+        """The one rank that speaks for the gang: commits, publishes, writes."""
+        return self.rank == 0
+
+    @property
+    def is_fetching(self) -> bool:
+        """The one rank of its part that draws rows; its neighbours get them from it."""
+        return self.rank % self.parallel.tp == 0
+
+
+def dealt_out(num_rows: int, num_parts: int) -> Ints:
+    """Which part each row belongs to, as the dataflow serves them: p, p + parts, …"""
+    return np.arange(num_rows, dtype=np.int64) % num_parts

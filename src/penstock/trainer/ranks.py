@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a gang as processes: started together, stopped together, begun again together.
+
+A supervisor starts one command N times, told apart by the environment that torchrun uses, so the
+same command also runs under torchrun or a launcher of its own on other hosts. When a rank dies the
+others cannot go on: they are killed, and all begin again from the last checkpoint. SIGTERM reaches
+every rank; a supervisor that is killed takes its ranks with it.
+
+Owns processes and their exit codes. Imports no torch: it must answer while ranks compute.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import structlog
+
+_log = structlog.get_logger(__name__)
+
+PARENT = "PENSTOCK_PARENT_PID"
+"""The process that a service must not outlive; every command ties itself to it as it begins."""
+LISTENER = "PENSTOCK_STORE_FD"
+"""A socket that listens already, inherited by the first rank: nobody else can take its port."""
+LOOPBACK = "127.0.0.1"
+
+LOOK_S = 0.05
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+LONG_LIFE_S = 60.0
+"""A gang that lived so long has not failed in a row."""
+MAX_SHORT_LIVES = 5
+"""In a row; then whoever started the supervisor decides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """Which rank this process is, and where the ranks meet."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    """Among the ranks of its host: which device is its own."""
+    host: str
+    port: int
+    listener: int | None = None
+
+
+def membership(environ: Mapping[str, str]) -> Membership | None:
+    """What the environment says; None in a process that is no rank."""
+    if "RANK" not in environ:
+        return None
+    try:
+        listener = environ.get(LISTENER, "")
+        return Membership(
+            rank=int(environ["RANK"]),
+            num_ranks=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
+            host=environ["MASTER_ADDR"],
+            port=int(environ["MASTER_PORT"]),
+            listener=int(listener) if listener else None,
+        )
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"RANK is set, but the rest of a rank's environment is not right: {error}; set RANK, "
+            "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun does, or none of them"
+        ) from error
+
+
+def run_ranks(
+    command: Sequence[str],
+    num_ranks: int,
+    *,
+    env: Mapping[str, str],
+    is_stopping: Callable[[], bool],
+    final_codes: Collection[int] = (),
+) -> int:
+    """Keep a gang of this command alive until it ends by itself; its exit code.
+
+    waits for: the first rank to end · ends: when all end with 0, when one ends with a final code,
+    when it is told to stop, or after `MAX_SHORT_LIVES` short lives in a row"""
+    num_short = 0
+    while True:
+        began_at = time.monotonic()
+        code = _one_life(command, num_ranks, env=env, is_stopping=is_stopping)
+        if code == 0 or code in final_codes or is_stopping():
+            return code
+        num_short = 1 if time.monotonic() - began_at > LONG_LIFE_S else num_short + 1
+        if num_short >= MAX_SHORT_LIVES:
+            _log.error("the gang dies as soon as it starts; given up", lives=num_short, code=code)
+            return code
+        pause_s = min(FIRST_PAUSE_S * 2 ** (num_short - 1), LONGEST_PAUSE_S)
+        _log.warning("the gang begins again from its last checkpoint", in_s=pause_s)
+        _sleep(pause_s, is_stopping)
+        if is_stopping():
+            return 128 + signal.SIGTERM
+
+
+def _one_life(
+    command: Sequence[str],
+    num_ranks: int,
+    *,
+    env: Mapping[str, str],
+    is_stopping: Callable[[], bool],
+) -> int:
+    """0 when every rank ended with it, else the code of the first that did not."""
+    with _started(command, num_ranks, env) as ranks:
+        is_told = False
+        while True:
+            if is_stopping() and not is_told:
+                is_told = True
+                for rank in ranks:
+                    rank.terminate()
+            codes = [rank.poll() for rank in ranks]
+            failed = [number for number, code in enumerate(codes) if code]
+            if failed and not (is_told and _is_leaving(codes)):
+                return _report(failed[0], codes)
+            if None not in codes:
+                return 0
+            time.sleep(LOOK_S)
+
+
+def _is_leaving(codes: Sequence[int | None]) -> bool:
+    """Ranks that were told to stop go one after another; the last of them may still save."""
+    return None in codes and all(code in (None, 0, 128 + signal.SIGTERM) for code in codes)
+
+
+def _report(failed: int, codes: Sequence[int | None]) -> int:
+    code = codes[failed]
+    assert code is not None
+    shell_code = code if code > 0 else 128 - code
+    if shell_code != 128 + signal.SIGTERM:
+        why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        _log.error("a rank ended; the others are stopped", rank=failed, why=why)
+    return shell_code
+
+
+@contextmanager
+def _started(
+    command: Sequence[str], num_ranks: int, env: Mapping[str, str]
+) -> Generator[list[subprocess.Popen[bytes]]]:
+    """All ranks of one life; whatever happens, none is left when the block ends."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        with socket.create_server((LOOPBACK, 0), backlog=4 * num_ranks) as listener:
+            for rank in range(num_ranks):
+                ranks.append(_start(command, rank, num_ranks, env, listener))
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+        for process in ranks:
+            process.wait()
+
+
+def _start(
+    command: Sequence[str],
+    rank: int,
+    num_ranks: int,
+    env: Mapping[str, str],
+    listener: socket.socket,
+) -> subprocess.Popen[bytes]:
+    own = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(listener.getsockname()[1]),
+        PARENT: str(os.getpid()),
+    }
+    if rank == 0:
+        own[LISTENER] = str(listener.fileno())
+    return subprocess.Popen(
+        command,
+        env={"GLOO_SOCKET_IFNAME": "lo", **env, **own},
+        pass_fds=(listener.fileno(),) if rank == 0 else (),
+    )
+
+
+def _sleep(seconds: float, is_stopping: Callable[[], bool]) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not is_stopping():
+        time.sleep(LOOK_S)
