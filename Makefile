@@ -8,7 +8,7 @@
 #   make sim            the simulator alone, over many seeds            SEEDS=10000
 #   make chaos          faults under load: kills, power loss, bit flips, full disks, failed fsyncs
 #                       KILLS=1000 IMAGES=300 FLIPS=20000 FILLS=20 SYNC_FAULTS=50 DEMO_KILLS=20 CHAINS=20000 WEIGHTS_FAULTS=1000 SESSIONS=1000
-#                       SWAPS=200 ENGINE_KILLS=20
+#                       SWAPS=200 ENGINE_KILLS=20  TRAINER_KILLS=200
 #   make mutants        plant each bug of tests/mutants and see its named tests fail
 #   make docs           build the documentation into site/
 #   make constraints    refresh constraints/*.txt from fresh environments
@@ -40,8 +40,8 @@ PYTEST_ARGS ?=
 SEEDS ?= 300
 KILLS ?= 1000
 BENCHMARKS ?= dataflow_ingest dataflow_lease dataflow_batch dataflow_vs_transferqueue dataflow_scale dataflow_restart \
-  data_algorithms staleness pacing_policies streaming_overlap weights_delta weights_wan \
-  weights_fanout gateway_tree gateway_overhead
+  data_algorithms staleness pacing_policies streaming_overlap async_overlap trainer_step trainer_dataplane staleness_sweep \
+  weights_delta weights_wan weights_fanout gateway_tree gateway_overhead
 BENCH_ARGS ?=
 IMAGES ?= 300
 FLIPS ?= 20000
@@ -51,6 +51,7 @@ DEMO_KILLS ?= 20
 CHAINS ?= 20000
 WEIGHTS_FAULTS ?= 1000
 SESSIONS ?= 1000
+TRAINER_KILLS ?= 200
 SWAPS ?= 200
 ENGINE_KILLS ?= 20
 ONLINE_S ?= 600
@@ -100,7 +101,7 @@ test:
 
 # Whole runs share the cores with nobody: one test at a time.
 e2e:
-	$(PYTEST) --timeout 300 -m "not ($(NEEDS_MORE))" tests/e2e $(PYTEST_ARGS)
+	$(PYTEST) --timeout 600 -m "not ($(NEEDS_MORE))" tests/e2e $(PYTEST_ARGS)
 
 e2e-long:
 	$(PYTEST) --timeout 1800 -m "slow and not (gpu or vllm or ray or postgres)" tests/e2e $(PYTEST_ARGS)
@@ -112,7 +113,7 @@ chaos:
 	PENSTOCK_CHAOS_KILLS=$(DEMO_KILLS) PENSTOCK_SERVICE_KILLS=$(KILLS) PENSTOCK_IMAGES=$(IMAGES) \
 	  PENSTOCK_FLIPS=$(FLIPS) PENSTOCK_FILLS=$(FILLS) PENSTOCK_SYNC_FAULTS=$(SYNC_FAULTS) \
 	  PENSTOCK_CHAINS=$(CHAINS) PENSTOCK_WEIGHTS_FAULTS=$(WEIGHTS_FAULTS) PENSTOCK_SESSIONS=$(SESSIONS) \
-	  PENSTOCK_SWAPS=$(SWAPS) PENSTOCK_ENGINE_KILLS=$(ENGINE_KILLS) PENSTOCK_ONLINE_S=$(ONLINE_S) \
+	  PENSTOCK_SWAPS=$(SWAPS) PENSTOCK_ENGINE_KILLS=$(ENGINE_KILLS) PENSTOCK_ONLINE_S=$(ONLINE_S) PENSTOCK_TRAINER_KILLS=$(TRAINER_KILLS) \
 	  $(PYTEST) $(if $(HAS_VLLM),,-m "not vllm") tests/chaos tests/unit/gateway/test_exactness.py $(PYTEST_ARGS)
 
 docs:

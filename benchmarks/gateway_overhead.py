@@ -12,8 +12,6 @@ import asyncio
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +19,10 @@ from statistics import median
 
 import uvloop
 
+from benchmarks.cache import set_up_engine, smollm2
 from benchmarks.gateway_load import Request, Window, load
 from benchmarks.gateway_service import POLICY
-from benchmarks.harness import MIN_PAIRS, ROOT, Server, process, result, say
+from benchmarks.harness import MIN_PAIRS, Server, process, result, say
 from benchmarks.local import quiet
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.engines.snapshot import read_snapshot
@@ -262,13 +261,10 @@ async def _throughput(pairs: Pairs, num: int, num_pairs: int, calls_each: int) -
 
 
 def model_folder() -> Path:
-    """SmolLM2's, made by `make setup-engine` as vLLM is; its traces take minutes, and none of them
-    is needed here."""
-    cache = Path(os.environ.get("PENSTOCK_CACHE", "~/.cache/penstock")).expanduser()
-    folder = cache / "models" / "SmolLM2-135M-Instruct"
-    if not all((made / ".made-of").exists() for made in (folder, default_environment())):
-        subprocess.run([sys.executable, ROOT / "scripts" / "setup_engine.py"], check=True)
-    return folder
+    """SmolLM2's, made by `make setup-engine` as vLLM is."""
+    if not (default_environment() / ".made-of").exists():
+        set_up_engine()
+    return smollm2()
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bar charts as SVG text, for the documentation: no plotting library, the same bytes everywhere."""
+"""Charts as SVG text, for the documentation: no plotting library, the same bytes everywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -56,4 +56,80 @@ def _row(bar: Bar, y: int, scale: float) -> Iterator[str]:
     yield (
         f'<text x="{high + 8:.1f}" y="{middle + 5}" style="{STYLE};font-size:12px">'
         f"{bar.value:,.0f} ± {bar.half_width:,.0f}</text>"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    x: float
+    y: float
+    half_width: float
+    """Of its confidence interval."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    label: str
+    points: Sequence[Point]
+
+
+HEIGHT, LEFT, RIGHT, BOTTOM = 380, 56, 130, 44
+COLOURS = ("#4a7ebb", "#c0504d", "#6a9a3d", "#8064a2", "#d98b2b", "#444444")
+
+
+def curves(title: str, values: Sequence[Curve], *, unit: str, x_label: str) -> str:
+    """Lines over evenly spaced x, y from 0 to 1, each point with its interval."""
+    xs = sorted({point.x for curve in values for point in curve.points})
+    gap = (WIDTH - LEFT - RIGHT) / max(len(xs) - 1, 1)
+    at = {x: LEFT + gap * index for index, x in enumerate(xs)}
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'role="img" aria-label="{escape(title)}">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+        f'<text x="12" y="24" style="{STYLE};font-weight:bold">{escape(title)}</text>',
+        f'<text x="12" y="43" style="{STYLE};font-size:12px">{escape(unit)}</text>',
+        *_axes(at, x_label),
+    ]
+    for index, curve in enumerate(values):
+        lines += _curve(curve, at, COLOURS[index % len(COLOURS)], index)
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _height(y: float) -> float:
+    return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * min(max(y, 0.0), 1.0)
+
+
+def _axes(at: Mapping[float, float], x_label: str) -> Iterator[str]:
+    end = WIDTH - RIGHT
+    for y in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+        yield f'<path d="M{LEFT} {_height(y):.1f}H{end}" stroke="#ddd" fill="none"/>'
+        yield (
+            f'<text x="{LEFT - 8}" y="{_height(y) + 4:.1f}" text-anchor="end" '
+            f'style="{STYLE};font-size:12px">{y:.1f}</text>'
+        )
+    for x, left in at.items():
+        yield (
+            f'<text x="{left:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle" '
+            f'style="{STYLE};font-size:12px">{x:g}</text>'
+        )
+    yield (
+        f'<text x="{(LEFT + end) / 2:.1f}" y="{HEIGHT - 8}" text-anchor="middle" '
+        f'style="{STYLE};font-size:12px">{escape(x_label)}</text>'
+    )
+
+
+def _curve(curve: Curve, at: Mapping[float, float], colour: str, index: int) -> Iterator[str]:
+    shift = 3.0 * index  # intervals of several curves at one x stay apart
+    spots = [(at[point.x] + shift, point) for point in curve.points]
+    path = "L".join(f"{left:.1f} {_height(point.y):.1f}" for left, point in spots)
+    yield f'<path d="M{path}" stroke="{colour}" stroke-width="2" fill="none"/>'
+    for left, point in spots:
+        low, high = _height(point.y - point.half_width), _height(point.y + point.half_width)
+        yield f'<path d="M{left:.1f} {low:.1f}V{high:.1f}" stroke="{colour}" fill="none"/>'
+        yield f'<circle cx="{left:.1f}" cy="{_height(point.y):.1f}" r="3.5" fill="{colour}"/>'
+    top = TOP + 18 * index
+    yield f'<circle cx="{WIDTH - RIGHT + 26}" cy="{top}" r="4" fill="{colour}"/>'
+    yield (
+        f'<text x="{WIDTH - RIGHT + 36}" y="{top + 5}" style="{STYLE};font-size:13px">'
+        f"{escape(curve.label)}</text>"
     )

@@ -23,7 +23,15 @@ from penstock.wire.server import calm_collector, server
 RUN = "benchmark"
 
 
-def config(*, groups_per_batch: int, group_size: int, max_staleness: int) -> RunConfig:
+def config(
+    *,
+    groups_per_batch: int,
+    group_size: int,
+    max_staleness: int,
+    workflow: str = "",
+    max_tokens: int = 0,
+) -> RunConfig:
+    """The demo's config with these; a `workflow` gives its own reward."""
     base = demo(0)
     training = base.training.model_copy(
         update={
@@ -41,6 +49,10 @@ def config(*, groups_per_batch: int, group_size: int, max_staleness: int) -> Run
         "algorithm": algorithm,
         "dataflow": dataflow,
     }
+    if workflow:
+        updates |= {"workflow": workflow, "reward": None}
+    if max_tokens:
+        updates["sampling"] = base.sampling.model_copy(update={"max_tokens": max_tokens})
     return base.model_copy(update=updates)
 
 
@@ -63,12 +75,16 @@ def main() -> None:
     parser.add_argument("--groups-per-batch", type=int, default=64)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--max-staleness", type=int, default=1)
+    parser.add_argument("--workflow", default="")
+    parser.add_argument("--max-tokens", type=int, default=0)
     parser.add_argument("--slow-ms", type=float, default=0.0)
     options = parser.parse_args()
     run = config(
         groups_per_batch=options.groups_per_batch,
         group_size=options.group_size,
         max_staleness=options.max_staleness,
+        workflow=options.workflow,
+        max_tokens=options.max_tokens,
     )
     verifier = Signer.create(options.folder / "keys", RUN).verifier(Audience.DATAFLOW)
     service = build(run, options.folder / "ledger")

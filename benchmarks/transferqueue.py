@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cache import CACHE
 from benchmarks.harness import ROOT, say
 
 VERSION = "0.1.11"
@@ -25,8 +26,7 @@ SCRIPT = ROOT / "benchmarks" / "baselines" / "transferqueue.py"
 
 def environment() -> Path:
     """Its interpreter; the first call installs it."""
-    cache = Path(os.environ.get("PENSTOCK_CACHE", "~/.cache/penstock")).expanduser()
-    folder = cache / "transferqueue"
+    folder = CACHE / "transferqueue"
     done = folder / f"installed-{VERSION}"
     python = folder / "bin" / "python"
     if not done.exists():

@@ -60,9 +60,16 @@ class VirtualRun:
     """One run: `settle()` after every event does what the service does after every command."""
 
     def __init__(
-        self, terms: CoreTerms, sources: Sequence[Source], answer: Callable[[Grant], Answer]
+        self,
+        terms: CoreTerms,
+        sources: Sequence[Source],
+        answer: Callable[[Grant], Answer],
+        *,
+        call_s: float = 0.0,
     ) -> None:
         self.now = 1000.0
+        self.call_s = call_s
+        """What the calls about one rollout or one batch add to its time."""
         self.tally = Tally()
         self.generated = 0
         """Tokens, of answers delivered or stopped."""
@@ -177,7 +184,7 @@ class VirtualRun:
             self.partition.deliver(row, row.summary, outcome, self.now)
             self._idle[node_id] += 1
 
-        self.at(self.now + answer.tokens * TOKEN_S, finish)
+        self.at(self.now + answer.tokens * TOKEN_S + self.call_s, finish)
 
     # --- trainers -----------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from scripts.make_trace import read_versions
 
 from benchmarks.baselines import deltas
+from benchmarks.cache import CACHE
 from benchmarks.harness import MIN_PAIRS, ROOT, result, say
 from penstock.weights.codec import apply_run
 from penstock.weights.delta import Tensor, read_delta, write_delta
@@ -41,8 +41,7 @@ PLAIN = "--plain"
 
 
 def trace(rate: str) -> Path:
-    cache = Path(os.environ.get("PENSTOCK_CACHE", "~/.cache/penstock")).expanduser()
-    return cache / "traces" / f"smollm2-lr{rate}"
+    return CACHE / "traces" / f"smollm2-lr{rate}"
 
 
 def steps(rate: str, num: int) -> Iterator[tuple[Version, Version]]:

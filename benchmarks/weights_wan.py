@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from benchmarks.cache import CACHE, set_up_engine
 from benchmarks.harness import ROOT, result, say, scratch
 from benchmarks.wan import Link, Side
 from benchmarks.weights_origin import RUN, write_certificate
@@ -325,9 +326,8 @@ def settings(*, is_quick: bool) -> list[Setting]:
 
 
 def trace() -> str:
-    subprocess.run([sys.executable, ROOT / "scripts" / "setup_engine.py"], check=True)
-    cache = Path(os.environ.get("PENSTOCK_CACHE", "~/.cache/penstock")).expanduser()
-    return str(cache / "traces" / TRACE)
+    set_up_engine()
+    return str(CACHE / "traces" / TRACE)
 
 
 def percentile_ms(seconds: Sequence[float], share: float) -> float:

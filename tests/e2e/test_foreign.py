@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.system import PENSTOCK, penstock, until
+from transformers import AutoModelForCausalLM
 
 from penstock.config import (
     AlgorithmConfig,
@@ -29,10 +30,13 @@ from penstock.conformance.snapshot import write_snapshot
 from penstock.dataflow.client import ReaderClient
 from penstock.dataflow.protocol import Status
 from penstock.fleet.folder import Endpoints, RunFolder
+from penstock.trainer.models import TINY_QWEN3, init_model
 from penstock.wire.auth import Role, Signer
 from penstock.wire.codec import encode_json
 
-FOREIGN = Path(__file__).parents[2] / "recipes" / "foreign"
+RECIPES = Path(__file__).parents[2] / "recipes"
+FOREIGN = RECIPES / "foreign"
+PLAIN = RECIPES / "plain_trainer" / "trainer.py"
 STEPS = 60
 
 
@@ -178,3 +182,32 @@ async def test_real_trainer_keeps_every_rule_and_fails_when_fenced(
     not_kept = [str(finding) for finding in findings if finding.verdict is not Verdict.OK]
     assert not_kept == [], log
     assert started[0].wait(timeout=10.0) > 0
+
+
+async def test_a_plain_loop_keeps_every_rule_and_fails_when_fenced(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    init = tmp_path / "init"
+    init_model(TINY_QWEN3, init, seed=0)
+
+    def invite(got: Invitation) -> None:
+        env = {**os.environ, "PENSTOCK_TOKEN": got.token, "OMP_NUM_THREADS": "1"}
+        words = [str(PLAIN), got.url, "--store", str(got.store), "--init", str(init)]
+        words += ["--state", str(tmp_path / "state")]
+        with (tmp_path / "trainer.log").open("wb") as out:
+            started.append(
+                subprocess.Popen([sys.executable, *words], env=env, stdout=out, stderr=out)
+            )
+
+    findings = await examine_trainer(host="127.0.0.1", port=0, invite=invite, timeout_s=120.0)
+    log = (tmp_path / "trainer.log").read_text()
+    not_kept = [str(finding) for finding in findings if finding.verdict is not Verdict.OK]
+    assert not_kept == [], log
+    assert started[0].wait(timeout=30.0) > 0 and "Fenced" in (tmp_path / "trainer.log").read_text()
+    (kept,) = (tmp_path / "state").glob("step_*")
+    AutoModelForCausalLM.from_pretrained(kept)
+
+
+def test_a_plain_loop_joins_in_thirty_lines() -> None:
+    lines = PLAIN.read_text().split("def train(")[1].split("\n\n\n")[0].splitlines()[1:]
+    assert len([line for line in lines if line.strip()]) <= 30

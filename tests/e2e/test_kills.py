@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.e2e.system import PENSTOCK, SMALL, System, assert_complete, until
+from tests.e2e.system import PENSTOCK, SMALL, System, assert_complete, penstock, until
+
+from penstock.fleet.folder import RunFolder
 
 EPISODES = """
 name: episodes
@@ -125,3 +128,32 @@ def test_a_killed_trainer_comes_back_and_a_killed_launcher_is_started_again(
     assert (system.folder.logs / "latest").resolve().name == "attempt_2"
     assert system.last_line()["finished"] is True
     assert_complete(system, steps=10)
+    assert_repeats(system)
+    assert_forks(system)
+
+
+def assert_repeats(system: System) -> None:
+    """The last step, computed again from the record of a run that was killed twice."""
+    done = penstock("replay", str(system.folder.path), "10", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["weights_digest"] == told["published"] and told["begun_at"] == 8
+
+
+def assert_forks(system: System) -> None:
+    """A new lineage from the last checkpoint: its own number 0 is the other's number 10."""
+    words = ("training.steps=1", "--at", "10", "--name", "forked", "--json")
+    done = penstock("fork", str(system.folder.path), *words)
+    assert done.returncode == 0, done.stderr
+    forked = RunFolder(Path(json.loads(done.stdout.splitlines()[-1])["folder"]))
+    first, last = forked.checkpoints / "step_0", system.folder.checkpoints / "step_10"
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (first / name).read_bytes() == (last / name).read_bytes()
+    parent = forked.parent()
+    assert parent is not None and (parent.run, parent.step) == (str(system.folder.path), 10)
+    ended = penstock("run", str(forked.path), "--headless", "--json")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1])["steps"] == 1
+    assert penstock("audit", str(forked.path)).returncode == 0
+    refused = penstock("fork", str(system.folder.path), "--at", "99")
+    assert refused.returncode == 1 and "checkpoints 8, 10" in refused.stderr

@@ -23,9 +23,9 @@ from tests.e2e.system import PENSTOCK, penstock
 
 from penstock.dataflow.segments import Location, read
 from penstock.fleet.folder import RunFolder
+from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch
 from penstock.trainer.inputs import make_inputs
-from penstock.trainer.learner import forward
 from penstock.trainer.models import init_model, load_model
 from penstock.trainer.samples import cut
 from penstock.types import PolicyName, Trajectory
@@ -114,14 +114,13 @@ def recomputed(trajectory: Trajectory, folder: Path) -> tuple[torch.Tensor, torc
         seq=1,
         trains_from=0,
         samples=samples,
-        rewards_R=np.zeros(1),
-        advantages_R=np.zeros(1),
         groups_R=np.zeros(1, np.int64),
         staleness_R=np.zeros(1, np.int64),
+        columns={"advantage": np.zeros(samples.ids_T.size)},
     )
     inputs = make_inputs(batch, np.arange(samples.starts_S.size))
     with torch.no_grad():
-        return forward(load_model(folder), inputs).logprobs_K, inputs.logprobs_K
+        return Actor(load_model(folder))(inputs).logprobs_K, inputs.sampling_K
 
 
 @pytest.mark.slow

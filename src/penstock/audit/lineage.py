@@ -50,6 +50,20 @@ class Lineage:
                 found[version.incarnation] = version.number
         return found
 
+    def counts_as(self, version: Pair, incarnation: int, at: float, meets: dict[int, int]) -> int:
+        """The number this version counts as for that incarnation at this time: one that a later
+        life made again bit for bit is the same version, however many lives lie between."""
+        life, number = version
+        cut = effective(version, incarnation, meets)
+        made = self.versions.get(version)
+        for later in range(life + 1, incarnation + 1):
+            again = self.versions.get((later, number))
+            if cut == number or made is None or again is None or again.at > at:
+                continue
+            if again.weights_digest == made.weights_digest:
+                cut = max(cut, effective((later, number), incarnation, meets))
+        return cut
+
 
 def effective(version: Pair, incarnation: int, meets: dict[int, int]) -> int:
     """The number this version counts as for that incarnation: cut at every fork in between."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,9 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.cli.probe import Findings
     from penstock.cli.target import Target
-
-DEADLINE_S = 30.0
-"""How long the user's modules may take to import and to answer once."""
 
 
 def check(target: Path, /, *overrides: str, json: bool = False) -> int:
@@ -31,6 +27,7 @@ def check(target: Path, /, *overrides: str, json: bool = False) -> int:
     from penstock.cli.output import counted, print_json
     from penstock.cli.preflight import problems
     from penstock.cli.target import read_target
+    from penstock.cli.trial import ask_probe
 
     meant = read_target(target, overrides)
     findings = ask_probe(meant)
@@ -47,56 +44,23 @@ def check(target: Path, /, *overrides: str, json: bool = False) -> int:
     return 1 if found else 0
 
 
-def refuse_problems(target: Target) -> None:
-    """What `run` asks before it starts anything; the built-in tasks need no trying."""
+def refuse_problems(target: Target) -> dict[str, str]:
+    """What `run` asks before it starts anything; the built-in tasks need no trying. Digests of the
+    tasks of each source that was tried."""
     from penstock.cli.preflight import problems
+    from penstock.cli.trial import ask_probe, own_stages, own_workflow
     from penstock.errors import ConfigError
 
     config = target.config
-    named = [*(source.task for source in config.sources), config.reward, _function(config.workflow)]
+    workflow = own_workflow(config.workflow)
+    named = [*(source.task for source in config.sources), config.reward, workflow]
+    named += [str(stage["fn"]) for stage in own_stages(config) if stage["fn"]]
     has_own_code = any(name and not name.startswith("penstock.") for name in named)
-    found = [*problems(target), *(ask_probe(target).problems if has_own_code else ())]
+    findings = ask_probe(target) if has_own_code else None
+    found = [*problems(target), *(findings.problems if findings else ())]
     if found:
         raise ConfigError("this run cannot start:\n" + "\n".join(f"  - {text}" for text in found))
-
-
-def ask_probe(target: Target) -> Findings:
-    """The user's code, tried in a process of its own."""
-    from penstock.cli.probe import Findings, Question
-    from penstock.wire.codec import JSON, decode, encode_json
-
-    config = target.config
-    question = Question(
-        sources=[(source.name, source.task) for source in config.sources if source.task],
-        reward=config.reward or "",
-        workflow=_function(config.workflow),
-        is_single_turn=config.workflow == "single_turn",
-        seed=config.seed,
-        python_path=[*target.python_path],
-    )
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "penstock.cli.probe"],
-            input=encode_json(question),
-            stdout=subprocess.PIPE,
-            timeout=DEADLINE_S,
-        )
-    except subprocess.TimeoutExpired:
-        return Findings(
-            problems=[
-                f"your task, reward or workflow did not answer within {DEADLINE_S:.0f} s; "
-                "a node would wait as long for each of them"
-            ]
-        )
-    if done.returncode != 0:
-        how = f"exit code {done.returncode}"
-        return Findings(problems=[f"your task, reward or workflow ended its process ({how})"])
-    return decode(done.stdout, Findings, media_type=JSON)
-
-
-def _function(workflow: object) -> str:
-    """The user's own `module:function`; shipped workflows need no trying."""
-    return workflow if isinstance(workflow, str) and ":" in workflow else ""
+    return findings.digests if findings else {}
 
 
 def derived(target: Target) -> dict[str, object]:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Protocol
 
 from penstock.cli.output import note
 from penstock.cli.view import ErrorTail, View, Watch
-from penstock.config import RunConfig, differences
+from penstock.config import RunConfig, changed, differences, identity
 from penstock.dataflow.client import ReaderClient
 from penstock.errors import ConfigError, LaunchError
 from penstock.fleet.folder import Finish, Launcher, RunFolder, wait_free
@@ -77,12 +77,15 @@ def launch(
     *,
     python_path: tuple[str, ...],
     headless: bool,
+    sources: Mapping[str, str] | None = None,
     accept_changes: bool = False,
 ) -> Ended:
-    """Run or resume until the last step, a signal, or an error that will not pass."""
+    """Run or resume until the last step, a signal, or an error that will not pass.
+
+    sources: digests of the tasks of the user's own sources, as far as they are known."""
     began_at = time.monotonic()
     with folder.locked():
-        finish = _adopt(config, folder, accept_changes=accept_changes)
+        finish = _adopt(config, folder, sources or {}, accept_changes=accept_changes)
         if finish is not None:
             return Ended(
                 folder=str(folder.path),
@@ -119,22 +122,32 @@ def launch(
         return ended
 
 
-def _adopt(config: RunConfig, folder: RunFolder, *, accept_changes: bool) -> Finish | None:
+def _adopt(
+    config: RunConfig, folder: RunFolder, sources: Mapping[str, str], *, accept_changes: bool
+) -> Finish | None:
     """Make the folder this config's own, or say why it is not; the finish, if nothing is left."""
-    if not folder.config_file.exists():
-        folder.write_config(config)
-        return None
-    changes = differences(folder.read_config(), config)
+    is_new = not folder.config_file.exists()
+    known = config if is_new else folder.adopted() or folder.read_config()
+    changes = [*changed(identity(known), identity(config)), *_changed_data(folder, sources)]
     if changes and not accept_changes:
         listed = "\n".join(f"    {change}" for change in changes)
         raise ConfigError(
-            f"{folder.path} holds a run of another config:\n{listed}\n"
+            f"{folder.path} holds a run of another config or other data:\n{listed}\n"
             "  give the new config another name, or resume with these changes by --accept-changes"
         )
-    if changes:
+    if changes or differences(known, config):
         folder.forget_finish()  # first: killed between the two, the new config is not finished
-        folder.write_config(config)
+    folder.write_config(config)
+    folder.write_adopted(config)
+    folder.write_sources({**folder.sources(), **sources})
     return folder.finish()
+
+
+def _changed_data(folder: RunFolder, sources: Mapping[str, str]) -> Iterator[str]:
+    known = folder.sources()
+    for name, digest in sources.items():
+        if known.get(name, digest) != digest:
+            yield f"source {name}: its tasks are not those that the run began with"
 
 
 def _supervise(

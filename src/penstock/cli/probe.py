@@ -31,6 +31,8 @@ class Question:
     """Empty for a command, which is not run."""
     is_single_turn: bool
     """The shipped workflow that asks for text under `prompt`."""
+    stages: list[JsonObject]
+    """Stages of the pipeline with functions of their own; these are looked at, not called."""
     seed: int
     python_path: list[str]
 
@@ -40,6 +42,8 @@ class Findings:
     problems: list[str] = field(default_factory=list[str])
     tasks: dict[str, JsonObject] = field(default_factory=dict[str, JsonObject])
     """The first task of each source."""
+    digests: dict[str, str] = field(default_factory=dict[str, str])
+    """Of the tasks of each source, so that a changed data set is noticed."""
     reward: float | None = None
     """What an empty answer to the first task earns."""
 
@@ -52,6 +56,8 @@ def probe(question: Question) -> Findings:
         _try_reward(question, next(iter(findings.tasks.values())), findings)
     if question.workflow:
         _try_workflow(question, findings)
+    for stage in question.stages:
+        _look_at_stage(stage, question, findings)
     return findings
 
 
@@ -63,6 +69,7 @@ def _try_source(name: str, where: str, question: Question, findings: Findings) -
         source = open_source(name, where)
         task = source.task(0, seed=seed, workflow="")
         again = source.task(0, seed=seed, workflow="")
+        findings.digests[name] = source.digest(seed)
     except ConfigError as error:
         findings.problems.append(_explained(str(error), error, question))
     except (Exception, SystemExit) as error:
@@ -83,7 +90,7 @@ def _try_source(name: str, where: str, question: Question, findings: Findings) -
 
 
 def _try_reward(question: Question, payload: JsonObject, findings: Findings) -> None:
-    from penstock.rollout.functions import load_function
+    from penstock.loading import load_function
     from penstock.rollout.rewards.frames import ScoreRequest
     from penstock.rollout.rewards.worker import score
 
@@ -111,6 +118,16 @@ def _try_workflow(question: Question, findings: Findings) -> None:
         findings.problems.append(_explained(f"workflow: {error}", error, question))
 
 
+def _look_at_stage(entry: JsonObject, question: Question, findings: Findings) -> None:
+    from penstock.config.pipeline import PipelineStageConfig
+    from penstock.trainer.pipeline.functions import find_function
+
+    try:
+        find_function(PipelineStageConfig.model_validate(entry))
+    except ConfigError as error:
+        findings.problems.append(_explained(f"pipeline: {error}", error, question))
+
+
 def _explained(text: str, error: ConfigError, question: Question) -> str:
     """Our message, and under it the user's own traceback when their module broke, or where we
     looked when there is none."""
@@ -125,7 +142,7 @@ def _explained(text: str, error: ConfigError, question: Question) -> str:
 
 def _is_asked(module: str, question: Question) -> bool:
     """The config names this module (or one inside it), rather than the user's own code."""
-    functions = (question.reward, question.workflow)
+    functions = (question.reward, question.workflow, *(str(s["fn"]) for s in question.stages))
     named = [where for _, where in question.sources] + [f.partition(":")[0] for f in functions]
     return any(f"{name}.".startswith(f"{module}.") for name in named)
 

@@ -27,7 +27,7 @@ def run(
     json
         Print one JSON object as the last line.
     accept_changes
-        Resume although the config differs from the one the run was started with.
+        Resume although config or data set differ from those the run was started with.
     """
     from penstock.cli.check import refuse_problems
     from penstock.cli.launch import launch, report
@@ -35,12 +35,13 @@ def run(
     from penstock.cli.target import read_target
 
     meant = read_target(target, overrides)
-    refuse_problems(meant)
+    sources = refuse_problems(meant)
     ended = launch(
         meant.config,
         meant.folder,
         python_path=meant.python_path,
         headless=headless,
+        sources=sources,
         accept_changes=accept_changes,
     )
     code = report(ended)

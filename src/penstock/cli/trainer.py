@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 
-def trainer(*, run_dir: Path, policy: str | None = None) -> int:
+def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = False) -> int:
     """Train one policy until its last step; exit code 0 means that it is trained.
 
     SIGTERM lets it finish its step and save a checkpoint; it then exits with 143.
@@ -20,12 +20,17 @@ def trainer(*, run_dir: Path, policy: str | None = None) -> int:
         The run folder.
     policy
         Which policy; may be left out when the run has one.
+    accept_changes
+        Go on from a checkpoint although the config differs from the one it was saved under.
     """
     from penstock.cli.service import enter, leave, only_policy, token_for
+    from penstock.config import identity
     from penstock.wire.auth import Role
 
     folder, config, endpoints = enter(run_dir, "trainer" if policy is None else f"trainer-{policy}")
     name = only_policy(config, policy)
+    adopted = folder.adopted()  # what a launcher agreed to needs no second asking
+    is_adopted = adopted is not None and identity(adopted) == identity(config)
     token = token_for(folder, config, Role.TRAINER)
     stopping = threading.Event()
 
@@ -42,6 +47,7 @@ def trainer(*, run_dir: Path, policy: str | None = None) -> int:
         token=token,
         run_dir=folder.path,
         store_root=folder.weights,
+        accepts_changes=accept_changes or is_adopted,
         is_stopping=stopping.is_set,
     )
     leave(code)

@@ -15,7 +15,8 @@ from penstock.config.dataflow import (
     SurvivorsConfig,
 )
 from penstock.config.loader import demo, load
-from penstock.config.resolved import differences, digest, dump, run_dir
+from penstock.config.pipeline import HostConfig, PipelineConfig, PipelineStageConfig
+from penstock.config.resolved import changed, differences, digest, dump, identity, run_dir
 from penstock.config.rule_options import Hook
 from penstock.config.rules import RuleConfig
 from penstock.config.run import (
@@ -37,8 +38,11 @@ __all__ = [
     "CommandWorkflow",
     "DataflowConfig",
     "Hook",
+    "HostConfig",
     "LeaseConfig",
     "ModelConfig",
+    "PipelineConfig",
+    "PipelineStageConfig",
     "PolicyConfig",
     "PolicyDataflowConfig",
     "RuleConfig",
@@ -52,10 +56,12 @@ __all__ = [
     "TrainingConfig",
     "WeightsConfig",
     "WorkflowConfig",
+    "changed",
     "demo",
     "differences",
     "digest",
     "dump",
+    "identity",
     "load",
     "run_dir",
 ]

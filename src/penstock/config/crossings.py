@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config.checks import Contradiction, KeyPath, did_you_mean, shown
 from penstock.config.dataflow import SurvivorsClosing
+from penstock.config.pipeline_crossings import ledger_stages, pipeline_crossings
 from penstock.config.rule_options import Hook
 from penstock.config.rules import RuleConfig
 
@@ -25,6 +26,30 @@ def crossings(config: RunConfig) -> Iterator[Contradiction]:
     yield from _replay_of_nothing(config)
     yield from _two_rewards(config)
     yield from _sessions(config)
+    yield from _determinism(config)
+    yield from pipeline_crossings(config)
+
+
+def _determinism(config: RunConfig) -> Iterator[Contradiction]:
+    """What would make a deterministic run depend on who is fast."""
+    if not config.deterministic:
+        return
+    at: KeyPath = ("deterministic",)
+    for name, model in config.models.items():
+        if model.engine not in ("hf", "scripted"):
+            text = f"engine {model.engine} of {name} promises no bits; use hf or scripted"
+            yield Contradiction(text=text, keys=(("models", name, "engine"), at))
+    if len(config.models) > 1 or config.dataflow.partitions > 1:
+        text = "a deterministic run has one policy and one partition; leave deterministic out"
+        yield Contradiction(text=text, keys=(at,))
+    if config.session_source is not None:
+        text = "agents from outside come when they like; leave deterministic out"
+        yield Contradiction(text=text, keys=(at,))
+    for name in config.models:
+        for rule in config.for_policy(name).rules:
+            if rule.hook in (Hook.ADMIT, Hook.CURATE, Hook.REPLAY) and rule.name != "all":
+                text = f"{rule.hook} {rule.name} decides by what came so far; leave it out"
+                yield Contradiction(text=text, keys=(at,))
 
 
 def _groups_that_cannot_close(config: RunConfig) -> Iterator[Contradiction]:
@@ -100,9 +125,8 @@ def _replay_of_nothing(config: RunConfig) -> Iterator[Contradiction]:
 
 
 def _two_rewards(config: RunConfig) -> Iterator[Contradiction]:
-    for index, stage in enumerate(config.dataflow.stages):
+    for at, stage in ledger_stages(config):
         if config.reward is not None and "reward" in stage.writes:
-            at: KeyPath = ("dataflow", "stages", index)
             yield Contradiction(
                 text=f"stage {stage.name} writes reward, and the nodes score with "
                 f"{config.reward} already; set reward: null, or take reward out of writes",
@@ -129,12 +153,12 @@ def _sessions(config: RunConfig) -> Iterator[Contradiction]:
                 "nobody is late with; leave it null",
                 keys=(("dataflow", "lease", name), at),
             )
-    for index, stage in enumerate(config.dataflow.stages):
+    for place, stage in ledger_stages(config):
         if "reward" in stage.writes:
             yield Contradiction(
                 text=f"stage {stage.name} writes reward, and that of a session comes through the "
                 "gateway; take reward out of writes",
-                keys=(("dataflow", "stages", index, "writes"), at),
+                keys=((*place, "writes"), at),
             )
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The resolved config as a run keeps it: its text, its digest, and what changed between two.
 
-Owns the stored form and the meaning of "the same config". Reads and writes no file."""
+Owns the stored form, the meaning of "the same config", and the list of what may change on the way.
+Reads and writes no file."""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,26 +33,75 @@ def dump(config: RunConfig) -> str:
 
 
 def digest(config: RunConfig) -> str:
-    """Equal for two configs that describe the same run, wherever its folder stands."""
-    text = json.dumps(_identity(config), sort_keys=True, separators=(",", ":"))
+    """Equal for two configs that describe the same run: only what may change freely differs."""
+    text = json.dumps(identity(config), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def identity(config: RunConfig) -> dict[str, str]:
+    """What a run is, by key: it cannot go on when one of these changes, unless somebody says so."""
+    return {path_text(path): text for path, text in _facts(config).items() if not is_free(path)}
+
+
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
-    """What makes the digests differ: one `path.to.key: old -> new` per key; empty if equal."""
-    before, after = (dict(_flat(_identity(config), ())) for config in (old, new))
+    """Every key that changed, free or not; empty if none did."""
+    before, after = (
+        {path_text(path): text for path, text in _facts(config).items()} for config in (old, new)
+    )
+    return changed(before, after)
+
+
+def changed(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """What makes one identity differ from another: one `path.to.key: old -> new` per key."""
     return [
-        f"{path_text(path)}: {before.get(path, '(absent)')} -> {after.get(path, '(absent)')}"
-        for path in {**before, **after}
-        if before.get(path) != after.get(path)
+        f"{key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
+        for key in {**old, **new}
+        if old.get(key) != new.get(key)
     ]
 
 
-def _identity(config: RunConfig) -> dict[str, Any]:
+def is_free(path: KeyPath) -> bool:
+    """Whether a run may go on with another value of this key."""
+    return any(_is_under(path, free) for free in FREE)
+
+
+def _is_under(path: KeyPath, free: tuple[str, ...]) -> bool:
+    begins = path[: len(free)]
+    return len(begins) == len(free) and all(
+        want in ("*", have) for want, have in zip(free, begins, strict=True)
+    )
+
+
+FREE: tuple[tuple[str, ...], ...] = (
+    ("training", "steps"),
+    ("training", "checkpoint_every"),
+    ("models", "*", "training", "steps"),
+    ("models", "*", "training", "checkpoint_every"),
+    ("models", "*", "replicas"),
+    ("models", "*", "capacity"),
+    ("models", "*", "engines"),
+    ("models", "*", "max_paused"),
+    ("models", "*", "vllm", "url"),
+    ("models", "*", "vllm", "environment"),
+    ("models", "*", "sglang", "url"),
+    ("dataflow", "lease"),
+    ("dataflow", "bounds"),
+    ("dataflow", "report"),
+    ("dataflow", "retain_batches"),
+    ("weights",),
+    ("launcher",),
+    ("report_to",),
+)
+"""What a resumed run may change without being told: how long it goes on, how many work on it, how
+long they may take and what is kept; never what is learned from what. A `*` stands for any name, and
+a section for all of its keys."""
+
+
+def _facts(config: RunConfig) -> dict[KeyPath, str]:
     """All that says what the run is; `output_dir` only says where, and a run may be moved."""
     values = _open(config)
     del values["output_dir"]
-    return values
+    return dict(_flat(values, ()))
 
 
 def _open(config: RunConfig) -> dict[str, Any]:

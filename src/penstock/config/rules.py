@@ -165,11 +165,11 @@ def rule_contradictions(rules: Sequence[RuleConfig]) -> Iterator[Contradiction]:
         yield Contradiction(text=text, keys=(("rules", index), ("rules",)))
 
 
-def layered(own: Sequence[RuleConfig], shared: Sequence[RuleConfig]) -> tuple[RuleConfig, ...]:
-    """The rules in force, hook by hook: the policy's own, else the shared, else the default."""
-    layers = (own, shared, DEFAULT_RULES)
+def layered(*layers: Sequence[RuleConfig]) -> tuple[RuleConfig, ...]:
+    """The rules in force, hook by hook: of the first layer that has any, else the default."""
     in_force: list[RuleConfig] = []
     for hook in Hook:
-        at_hook = [[rule for rule in layer if rule.hook == hook] for layer in layers]
-        in_force += at_hook[0] or at_hook[1] or at_hook[2]
+        at_hook = ([rule for rule in layer if rule.hook == hook] for layer in layers)
+        defaults = [rule for rule in DEFAULT_RULES if rule.hook == hook]
+        in_force += next(filter(None, at_hook), defaults)
     return tuple(in_force)

@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from penstock.config.algorithms import PRESETS, with_minibatches
 from penstock.config.checks import (
     FUNCTION,
     MODULE,
@@ -35,6 +36,8 @@ from penstock.config.checks import (
 )
 from penstock.config.crossings import crossings
 from penstock.config.dataflow import DataflowConfig, PolicyDataflowConfig
+from penstock.config.pipeline import PipelineConfig
+from penstock.config.pipeline_crossings import ledger_stages
 from penstock.config.rules import RuleConfig, layered
 from penstock.config.trainer import AlgorithmConfig, SamplingConfig, TrainingConfig
 from penstock.config.weights import WeightsConfig
@@ -263,6 +266,9 @@ class RunConfig(Section):
     """What starts the processes."""
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seeds everything random in the run."""
+    deterministic: bool = False
+    """Make the whole run a function of config and data, killed or not, on one node or many: batches
+    in order of issue, a fixed lag of max_staleness, one answer at a time in each engine. Slow."""
     models: Annotated[Mapping[Name, ModelConfig], filled()]
     """One entry per policy."""
     sources: Annotated[tuple[SourceConfig, ...], Field(strict=False), filled()]
@@ -286,8 +292,8 @@ class RunConfig(Section):
     """The training of every policy that names no other."""
     weights: WeightsConfig = WeightsConfig()
     """Weights on their way to the nodes."""
-    pipeline: Annotated[None, only(None, "leave pipeline null")] = None
-    """A graph of training stages; only the algorithm's own is served yet."""
+    pipeline: PipelineConfig | None = None
+    """What trainers do with a batch, as a graph of stages; null: the algorithm's own."""
     eval: Annotated[None, only(None, "leave eval null")] = None
     """Scored runs beside training; not served yet."""
     report_to: Annotated[
@@ -303,7 +309,7 @@ class RunConfig(Section):
         """Complete each policy's own algorithm and training from the shared sections."""
         if not isinstance(data, Mapping):
             return data
-        whole = dict(cast(Mapping[str, Any], data))
+        whole = with_minibatches(cast(Mapping[str, Any], data))
         models = whole.get("models")
         if isinstance(models, Mapping):
             entries = cast(Mapping[str, Any], models)
@@ -313,6 +319,14 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         refuse([*self._repeated_sources(), *self._temperatures(), *crossings(self)])
+        return self
+
+    @model_validator(mode="after")
+    def _declares_its_services(self) -> Self:
+        """A pipeline stage that is placed elsewhere is a stage of the dataflow too."""
+        stages = tuple(stage for _, stage in ledger_stages(self))
+        declared = self.dataflow.model_copy(update={"stages": stages})
+        object.__setattr__(self, "dataflow", declared)  # frozen for everybody else
         return self
 
     def _repeated_sources(self) -> Iterator[Contradiction]:
@@ -346,13 +360,18 @@ class RunConfig(Section):
             cure = f'did you mean "{near}"?' if near else f"known: {', '.join(self.models)}"
             raise ConfigError(f"no policy {shown(name)} under models; {cure}")
         model = self.models[name]
+        algorithm = model.algorithm or self.algorithm
         return PolicyConfig(
             name=name,
             model=model,
-            algorithm=model.algorithm or self.algorithm,
+            algorithm=algorithm,
             training=model.training or self.training,
             sampling=self.sampling,
-            rules=layered(model.dataflow.rules if model.dataflow else (), self.dataflow.rules),
+            rules=layered(
+                model.dataflow.rules if model.dataflow else (),
+                self.dataflow.rules,
+                PRESETS[algorithm.name].rules,
+            ),
         )
 
 

@@ -4,26 +4,24 @@
 Owns their defaults and the contradictions inside each. Knows nothing of policies, sources or
 storage, and builds nothing."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from penstock.config.checks import Contradiction, Section, one_of, refuse, shown
+from penstock.config.algorithms import PRESETS, with_preset
+from penstock.config.checks import Contradiction, Section, one_of, refuse
+
+MODES: Mapping[str, int] = {"sync": 0, "one_step": 1, "async": 8}
+"""`max_staleness` of each mode; of async only where the file gives none."""
+WIDEST_SEQUENCE_CLIP = 0.01
+"""Above, clipping the mean ratio of a sequence does nothing."""
 
 
 def _temperature(value: object) -> object:
     if value == 0 and not isinstance(value, bool):
         raise ValueError(
             "0 would make every member of a group the same answer; set temperature > 0"
-        )
-    return value
-
-
-def _beta(value: object) -> object:
-    if isinstance(value, int | float) and value > 0:
-        raise ValueError(
-            f"{shown(value)} is not served yet (it needs a reference model); set beta to 0.0"
         )
     return value
 
@@ -44,8 +42,13 @@ class SamplingConfig(Section):
 class AlgorithmConfig(Section):
     """The loss and its advantage, under TRL's names."""
 
-    name: Annotated[Literal["grpo", "reinforce"], one_of("grpo", "reinforce")] = "grpo"
-    """The algorithm: grpo compares the members of a group, reinforce the rows of a batch."""
+    name: Annotated[
+        Literal["grpo", "reinforce", "ppo", "dapo", "m2po", "gspo", "rloo", "opd"],
+        one_of(*PRESETS),
+    ] = "grpo"
+    """The algorithm: its graph of stages, and the defaults of the other keys (`penstock plan` shows
+    both). grpo, dapo, m2po, gspo and rloo compare the members of a group, reinforce the rows of a
+    batch; ppo has a critic, opd a teacher."""
     num_generations: PositiveInt = 8
     """Trajectories per group: how often each task is attempted."""
     epsilon: float = Field(default=0.2, gt=0, lt=1)
@@ -57,18 +60,57 @@ class AlgorithmConfig(Section):
     null leaves it unbounded, and a stale unlikely token may then outweigh a whole batch."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss."""
-    beta: Annotated[float, BeforeValidator(_beta)] = Field(default=0.0, ge=0)
-    """Weight of the divergence from a reference model; only 0.0 is served yet."""
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the divergence (k3) from a reference model; 0.0 needs none. 1e-3 for ppo, m2po and
+    rloo."""
+    aggregation: Annotated[
+        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-constant"],
+        one_of("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-constant"),
+    ] = "token-mean"
+    """What the sum over tokens is divided by: all trained tokens, each sequence's and then the
+    sequences, the sequences alone, or the sequences times sampling.max_tokens."""
+    tau: float | None = Field(default=None, gt=0)
+    """M2PO's budget: largest mean squared log-ratio of harmful tokens. 0.01 for m2po; 0.002 is
+    usual from 14 B parameters on."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of later rewards, from one trained token to the next; ppo only."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of generalised advantage estimation; ppo only."""
+    teacher: str | None = None
+    """Model that opd distils: `builtin:NAME`, or a folder in Hugging Face form."""
 
     @property
     def compares_in_group(self) -> bool:
         """Whether a group of one teaches nothing."""
-        return self.name == "grpo"
+        return PRESETS[self.name].compares_in_group
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_preset(cls, data: Any) -> Any:
+        return with_preset(data)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        refuse(self._contradictions())
+        refuse([*self._contradictions(), *self._misplaced()])
         return self
+
+    def _misplaced(self) -> Iterator[Contradiction]:
+        """Keys that only one algorithm has, and what that one must have."""
+        owners = {"tau": "m2po", "teacher": "opd", "gamma": "ppo", "lam": "ppo"}
+        for key, owner in owners.items():
+            is_default = getattr(self, key) == type(self).model_fields[key].default
+            if not is_default and self.name != owner:
+                text = f"{key} belongs to {owner}, and the algorithm is {self.name}; take it out"
+                yield Contradiction(text=f"{text}, or set name: {owner}", keys=((key,), ("name",)))
+            if is_default and self.name == owner and key in ("tau", "teacher"):
+                text = f"{owner} needs {key}; set it"
+                yield Contradiction(text=text, keys=((key,), ("name",)))
+        if self.name == "gspo" and max(self.epsilon, self.epsilon_high or 0) > WIDEST_SEQUENCE_CLIP:
+            yield Contradiction(
+                text="gspo clips the mean ratio of a whole sequence, which never moves that far; "
+                f"set epsilon and epsilon_high <= {WIDEST_SEQUENCE_CLIP} (3e-4 and 4e-4 are usual)",
+                keys=(("epsilon",), ("epsilon_high",), ("name",)),
+            )
 
     def _contradictions(self) -> Iterator[Contradiction]:
         if self.compares_in_group and self.num_generations < 2:
@@ -104,6 +146,11 @@ class TrainingConfig(Section):
     """Parts a batch is cut into; one optimizer update each."""
     epochs: PositiveInt = 1
     """Passes over a batch."""
+    mode: Annotated[
+        Literal["sync", "one_step", "async"] | None, one_of("sync", "one_step", "async")
+    ] = None
+    """Pacing by name: sync is max_staleness 0, one_step 1, async 8 or what max_staleness says;
+    null: what max_staleness says."""
     max_staleness: NonNegativeInt = 1
     """Versions a row may be behind the one it trains; 0 is fully synchronous."""
     checkpoint_every: PositiveInt = 20
@@ -113,12 +160,37 @@ class TrainingConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_mode(cls, data: Any) -> Any:
+        """Write out what the mode stands for."""
+        if not isinstance(data, Mapping):
+            return data
+        written = cast(Mapping[str, Any], data)
+        mode = written.get("mode")
+        if not isinstance(mode, str) or mode not in MODES:
+            return written
+        return {"max_staleness": MODES[mode], **written}
+
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         refuse(self._contradictions())
         return self
 
+    @property
+    def _keeps_mode(self) -> bool:
+        if self.mode == "async":
+            return self.max_staleness >= 1
+        return self.mode is None or self.max_staleness == MODES[self.mode]
+
     def _contradictions(self) -> Iterator[Contradiction]:
+        if self.mode is not None and not self._keeps_mode:
+            wanted = ">= 1" if self.mode == "async" else str(MODES[self.mode])
+            yield Contradiction(
+                text=f"mode {self.mode} means max_staleness {wanted}, not {self.max_staleness}; "
+                "take one of the two out",
+                keys=(("max_staleness",), ("mode",)),
+            )
         if self.minibatches > self.groups_per_batch:
             yield Contradiction(
                 text=f"{self.groups_per_batch} groups cannot be cut into {self.minibatches} "

@@ -204,6 +204,7 @@ def _policy_terms(config: RunConfig, name: str) -> PolicyTerms:
         max_staleness=training.max_staleness,
         steps=training.steps,
         train_columns=_needs(config).train,
+        is_lockstep=config.deterministic,
     )
 
 
@@ -268,4 +269,5 @@ def run_facts(config: RunConfig) -> RunFacts:
         transfer=config.weights.transfer,
         is_scored="reward" not in _needs(config).judge,
         session=_session_terms(config),
+        is_deterministic=config.deterministic,
     )

@@ -24,6 +24,7 @@ from penstock.dataflow.protocol import (
     LeaseRequest,
     PolicyState,
     PublishRequest,
+    QuarantineRequest,
     RecordRequest,
     Register,
     Registered,
@@ -176,6 +177,9 @@ class TrainerClient:
 
     def checkpoints(self, policy: PolicyName, body: CheckpointsRequest) -> None:
         self._caller.call("PUT", f"/v1/policies/{policy}/checkpoints", body, Done)
+
+    def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None:
+        self._caller.call("POST", f"/v1/nodes/{node_id}/quarantine", body, Done)
 
 
 class ReaderClient:

@@ -28,6 +28,9 @@ class PolicyTerms:
     steps: int
     train_columns: frozenset[str] = frozenset()
     """Columns that stages add and its trainer needs, beyond what rules judge by."""
+    is_lockstep: bool = False
+    """Groups are trained in the order of issue, each sampled by exactly the version that lies
+    `max_staleness` batches behind: nothing depends on who is fast."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +55,11 @@ class ReadyGroup:
 
     def decoded(self) -> tuple[RowSummary, ...]:
         return _ROWS.decode(self.rows)
+
+
+def issue_of(group_id: GroupId) -> int:
+    """Its place in the order of issue, from 1, which is part of its name."""
+    return int(group_id.rpartition("-")[2])
 
 
 def ready_group(
@@ -142,6 +150,8 @@ class Consumer:
         return self.next_number - self.oldest(group)
 
     def is_stale(self, group: ReadyGroup) -> bool:
+        if self.terms.is_lockstep:
+            return False  # the gate let only one version sample it, which a rewind makes again
         return self.age(group) > self.terms.max_staleness
 
     def eligible(self, replay: ReplayTerms | None) -> list[ReadyGroup]:

@@ -162,7 +162,11 @@ def _host(
     *,
     shares_home: bool,
 ) -> PartitionHost:
-    gate = Gate(lineages, {policy.policy: policy.max_staleness for policy in terms.policies})
+    gate = Gate(
+        lineages,
+        {policy.policy: policy.max_staleness for policy in terms.policies},
+        is_lockstep=any(policy.is_lockstep for policy in terms.policies),
+    )
     needs = {policy.policy: terms.needs.get(policy.policy, Needs()) for policy in terms.policies}
     completion = Completion(needs, terms.closing, journal, board.to_home)
     partition = Partition(

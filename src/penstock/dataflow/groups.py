@@ -201,6 +201,8 @@ class Node:
     """Moving average from grant to result; 0 until the first."""
     is_silent: bool = False
     """Fell silent for a whole ttl; its leases are gone."""
+    is_quarantined: bool = False
+    """A trainer found that its engine disagrees; until it begins a new life."""
     joined_at: float = 0.0
     stopped: list[RowId] = field(default_factory=list[RowId])
     """Its leases that were cut or cancelled, until it is told."""

@@ -15,7 +15,13 @@ from enum import StrEnum
 import msgspec
 
 from penstock.dataflow import pacing
-from penstock.dataflow.consumers import Consumer, PolicyTerms, ReadyGroup, ready_group
+from penstock.dataflow.consumers import (
+    Consumer,
+    PolicyTerms,
+    ReadyGroup,
+    issue_of,
+    ready_group,
+)
 from penstock.dataflow.messages import (
     Admitted,
     Completed,
@@ -92,6 +98,7 @@ class Home:
         self.consumers = {p.policy: Consumer(p, Lineage(p.policy)) for p in policies}
         for consumer in self.consumers.values():
             consumer.has_pool = rules.replay(consumer.terms.policy) is not None
+            consumer.lineage.must_repeat = consumer.terms.is_lockstep
         self.supply = supply
         self.rules = rules
         self.retention = retention
@@ -228,14 +235,7 @@ class Home:
             return None
         task, why = chosen
         num_slots = self._issue_terms.num_slots
-        due = {
-            policy: pacing.due_number(
-                consumer.levels(),
-                committed=consumer.lineage.number,
-                groups_per_batch=consumer.terms.groups_per_batch,
-            )
-            for policy, consumer in self.consumers.items()
-        }
+        due = {policy: self._due(consumer) for policy, consumer in self.consumers.items()}
         self._num_issued += 1
         group_id = GroupId(f"p{partition}-{self._num_issued}")
         self._open(
@@ -266,6 +266,24 @@ class Home:
             issued_at=now,
             ended_at=0.0,
         )
+
+    def _due(self, consumer: Consumer) -> int:
+        """What the next group to be issued waits for: batches before its own in lockstep, else the
+        number that its batch is expected to train from."""
+        if consumer.terms.is_lockstep:
+            return self._num_issued // consumer.terms.groups_per_batch
+        return pacing.due_number(
+            consumer.levels(),
+            committed=consumer.lineage.number,
+            groups_per_batch=consumer.terms.groups_per_batch,
+        )
+
+    def has_judged_all_of(self, consumer: Consumer, seq: int) -> bool:
+        """In lockstep: every group of this batch was issued, and has ended."""
+        last = seq * consumer.terms.groups_per_batch
+        first = last - consumer.terms.groups_per_batch + 1
+        is_issued = self._num_issued >= last or self.supply.is_exhausted
+        return is_issued and not any(first <= issue_of(open_id) <= last for open_id in self.open)
 
     def _full(self) -> str:
         """The source of sessions when it has its share of what is open: groups that wait for an
@@ -356,7 +374,7 @@ class Home:
             self.drop(consumer, group, DropReason.REMAINDER, "end", now)
         elif consumer.is_stale(group):
             self.drop(consumer, group, DropReason.STALE, "staleness", now)
-        elif pacing.is_outpaced(
+        elif not consumer.terms.is_lockstep and pacing.is_outpaced(
             consumer.levels(),
             groups_per_batch=consumer.terms.groups_per_batch,
             max_staleness=consumer.terms.max_staleness,

@@ -17,7 +17,7 @@ from penstock.dataflow.records import (
     IncarnationRecord,
     VersionRecord,
 )
-from penstock.types import DropReason, GroupId, PolicyName, RowId, RowSummary
+from penstock.types import DropReason, GroupId, NodeId, PolicyName, RowId, RowSummary
 
 # --- home to a partition ----------------------------------------------------------------------
 
@@ -75,8 +75,23 @@ class Forgotten(Struct, frozen=True, kw_only=True, tag=True):
     row_id: RowId
 
 
+class Quarantined(Struct, frozen=True, kw_only=True, tag=True):
+    """What this node samples is not what its version would: no more work for this life of it."""
+
+    node_id: NodeId
+
+
 ToPartition = (
-    Issue | Incarnated | Committed | Published | Horizon | Admitted | Dropped | Freed | Forgotten
+    Issue
+    | Incarnated
+    | Committed
+    | Published
+    | Horizon
+    | Admitted
+    | Dropped
+    | Freed
+    | Forgotten
+    | Quarantined
 )
 
 # --- a partition to home ----------------------------------------------------------------------

@@ -9,7 +9,7 @@ or cancelled.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -87,6 +87,10 @@ class Partition:
         self._session_queue: deque[GroupId] = deque()
         """The same for slots of sessions."""
         self._timers = Timers(terms)
+        gate.oldest_due = self._oldest_due
+
+    def _oldest_due(self) -> Mapping[str, int] | None:
+        return next((group.due for group in self.groups.values()), None)
 
     @property
     def nodes(self) -> dict[NodeId, Node]:
@@ -195,6 +199,17 @@ class Partition:
         self._end_all(node, LeaseEnd.RELEASED, "", now)
         self._journal(replace(node.record, left=True, at=now))
         del self.nodes[node_id]
+
+    def quarantine(self, node_id: NodeId, now: float) -> None:
+        """No more work for this life of the node; what it holds goes to others at no cost of an
+        attempt, and its late results are fenced."""
+        node = self.nodes.get(node_id)
+        if node is None or node.is_quarantined:
+            return
+        self.roster.quarantine(node)
+        held = [one for granted in node.granted.values() for one in self._running(granted)]
+        node.stopped += [name_of(g.group_id, index, g.epoch) for _, index, g in held]
+        self._end_all(node, LeaseEnd.RELEASED, "", now)
 
     def forgive(self, gap_s: float) -> None:
         """The service itself stood still: nobody could be heard meanwhile, so nobody was silent."""
@@ -486,11 +501,12 @@ class Partition:
         rows: Iterable[RowRecord],
         nodes: Iterable[NodeRecord],
         dead: Iterable[DeadSlotRecord],
+        quarantined: Mapping[NodeId, str],
         now: float,
     ) -> None:
         """Rebuild open groups and give every live lease a full ttl; `leases`, which ended, come in
         order of epoch."""
-        self.roster.restore(nodes, now)
+        self.roster.restore(nodes, quarantined, now)
         opened = [self._open(g, now) for g in sorted(groups, key=lambda record: record.issue)]
         ended = {(lease.group_id, lease.slot, lease.epoch): lease for lease in leases}
         for lease in ended.values():

@@ -18,6 +18,7 @@ from penstock.dataflow.messages import (
     Incarnated,
     Issue,
     Published,
+    Quarantined,
     ToPartition,
 )
 from penstock.dataflow.partition import Partition
@@ -63,6 +64,8 @@ class PartitionHost:
                 self._freed(message, now)
             case Forgotten():
                 self._forget(message.row_id, now)
+            case Quarantined():
+                self.partition.quarantine(message.node_id, now)
             case Incarnated() | Committed() | Published():
                 self._moved(message, now)
 

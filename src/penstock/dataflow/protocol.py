@@ -96,6 +96,8 @@ class RunFacts:
     """Nodes give the reward; false when a stage does, and rows come without one."""
     session: SessionTerms | None = None
     """Of runs that learn from agents outside of them."""
+    is_deterministic: bool = False
+    """An answer's bits may not depend on what else is decoded with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,6 +399,16 @@ class CheckpointsRequest:
     incarnation: int
     retained: tuple[tuple[int, int], ...]
     """(number, seq) of each complete checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineRequest:
+    """`POST /v1/nodes/{node_id}/quarantine`: this node's log-probs are not those of its version."""
+
+    policy: PolicyName
+    incarnation: int
+    why: str
+    """For the log and for people."""
 
 
 class UsedBy(StrEnum):

@@ -33,6 +33,8 @@ from penstock.types import (
     RowSummary,
 )
 
+QUARANTINED = "quarantined/"
+"""Before a node's name: the value is the session that gets no more work."""
 GONE = "gone/"
 """How the ledger begins the names of rows that nobody may be served any more."""
 _ROLES = msgspec.json.Decoder(dict[PolicyName, dict[str, int]])
@@ -558,6 +560,10 @@ RECORDS: tuple[type[Record], ...] = (
     LinkRecord,
     PartitionRecord,
 )
+
+
+def quarantine_key(node_id: NodeId) -> str:
+    return f"{QUARANTINED}{node_id}"
 
 
 def gone_key(row_id: RowId) -> str:

@@ -25,6 +25,7 @@ from penstock.dataflow.partition import Partition
 from penstock.dataflow.partition_host import PartitionHost
 from penstock.dataflow.records import (
     GONE,
+    QUARANTINED,
     BatchRecord,
     CommitRecord,
     CompletionRecord,
@@ -50,7 +51,7 @@ from penstock.dataflow.retention import pinned_batches
 from penstock.dataflow.row_records import ColumnRecord
 from penstock.dataflow.tables import Tables
 from penstock.dataflow.versions import Lineage
-from penstock.types import GroupId, PolicyName, RowId
+from penstock.types import GroupId, NodeId, PolicyName, RowId
 
 OF_OPEN_GROUPS = "group_id IN (SELECT group_id FROM groups WHERE state = 'open')"
 JUDGED_OF_OPEN = (
@@ -73,6 +74,10 @@ def restore_partition(partition: Partition, tables: Tables, now: float) -> None:
         rows=tables.read(RowRecord, OF_OPEN_GROUPS),
         nodes=tables.read(NodeRecord, 'NOT "left"'),
         dead=tables.read(DeadSlotRecord, OF_OPEN_GROUPS),
+        quarantined={
+            NodeId(kept.key.removeprefix(QUARANTINED)): kept.value
+            for kept in tables.read(MetaRecord, "key LIKE :keys", keys=f"{QUARANTINED}%")
+        },
         now=now,
     )
 

@@ -8,7 +8,7 @@ leases are over.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -19,7 +19,9 @@ from penstock.dataflow.records import (
     Journal,
     LeaseEnd,
     LeaseRecord,
+    MetaRecord,
     NodeRecord,
+    quarantine_key,
     row_id,
 )
 from penstock.errors import Fenced, NotFound
@@ -102,13 +104,22 @@ class Roster:
             node.asking = request_id
 
     def allowance(self, node: Node) -> int:
-        """Slots this node may hold: its capacity, or less when it is slower than the others."""
+        """Slots this node may hold: its capacity, or less when it is slower than the others, or
+        none when it is in quarantine."""
+        if node.is_quarantined:
+            return 0
         capacity = node.record.capacity
         if node.serves_sessions:
             return capacity  # how long a session takes is its agent's business
         if node.attempt_s <= SLOW * self._median_s or not self._median_s:
             return capacity
         return max(1, int(capacity * SLOW * self._median_s / node.attempt_s))
+
+    def quarantine(self, node: Node) -> None:
+        """Until it begins a new life; a restart of the service changes nothing."""
+        node.is_quarantined = True
+        record = node.record
+        self._journal(MetaRecord(key=quarantine_key(record.node_id), value=record.session))
 
     def finished(self, node: Node, grant: GrantRecord, now: float) -> None:
         """An attempt of this node has a result."""
@@ -166,9 +177,16 @@ class Roster:
         told, node.stopped = tuple(node.stopped), []
         return told
 
-    def restore(self, records: Iterable[NodeRecord], now: float) -> None:
+    def restore(
+        self, records: Iterable[NodeRecord], quarantined: Mapping[NodeId, str], now: float
+    ) -> None:
+        """`quarantined` names the session of each node that was ever in quarantine."""
         for record in records:
             # Live until it says otherwise; the version gate looks at each request anyway.
             self.nodes[record.node_id] = Node(
-                record=record, last_seen=now, state=NodeState.LIVE, joined_at=record.at
+                record=record,
+                last_seen=now,
+                state=NodeState.LIVE,
+                joined_at=record.at,
+                is_quarantined=quarantined.get(record.node_id) == record.session,
             )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from blake3 import blake3
 
-from penstock.dataflow.consumers import Consumer, ReadyGroup
+from penstock.dataflow.consumers import Consumer, ReadyGroup, issue_of
 from penstock.dataflow.home import Home
 from penstock.dataflow.manifests import seal
 from penstock.dataflow.records import BatchRecord, FateState, Journal
@@ -38,6 +38,8 @@ class Sealing:
         home, policy = self._home, consumer.terms.policy
         if seq != consumer.last_sealed + 1:
             raise Conflict(f"batch {seq} asked for, {consumer.last_sealed + 1} is the next")
+        if consumer.terms.is_lockstep:
+            return self._seal_in_order(consumer, seq, now)
         home.expire(consumer, now)
         replay = home.rules.replay(policy)
         home.count_replayable(consumer)
@@ -59,6 +61,21 @@ class Sealing:
         record = self._record(consumer, seq, fresh, again, now)
         self._journal(record)
         self._move(consumer, record, fresh, again, replay, rule, now)
+        return record
+
+    def _seal_in_order(self, consumer: Consumer, seq: int, now: float) -> BatchRecord | None:
+        """In lockstep a batch is what was issued for it, in that order, and waits for all of it."""
+        if not self._home.has_judged_all_of(consumer, seq) or consumer.incomplete:
+            return None
+        last = seq * consumer.terms.groups_per_batch
+        ready = sorted(consumer.ready.values(), key=lambda group: issue_of(group.group_id))
+        fresh = [group for group in ready if issue_of(group.group_id) <= last]
+        if not fresh:
+            return None
+        self._bring(consumer.terms.policy, fresh)
+        record = self._record(consumer, seq, fresh, (), now)
+        self._journal(record)
+        self._move(consumer, record, fresh, (), None, "issue", now)
         return record
 
     def _again(

@@ -31,6 +31,8 @@ class Source:
     """(ordinal, seed) to payload."""
     limit: int | None
     """Tasks in all; None for an endless stream."""
+    num_distinct: int | None = None
+    """Tasks before the first comes again; None when nobody knows."""
 
     def task(self, ordinal: int, *, seed: int, workflow: str) -> Task:
         made = cast(object, self.make(ordinal, seed))
@@ -51,6 +53,21 @@ class Source:
             workflow=workflow,
             seed=derive_seed(seed, self.name, ordinal),
         )
+
+    def digest(self, seed: int) -> str:
+        """Of its tasks: all when their number is known, else the first ones. Another data set has
+        another."""
+        found = blake3()
+        for ordinal in range(self.num_distinct or NUM_LOOKED_AT):
+            try:
+                found.update(self.task(ordinal, seed=seed, workflow="").key.encode())
+            except Exception:  # a module with fewer tasks, which its `limit` keeps from being asked
+                break
+        return found.hexdigest()
+
+
+NUM_LOOKED_AT = 64
+"""Tasks of a module by which a changed data set is noticed."""
 
 
 def derive_seed(*parts: object) -> int:
@@ -83,7 +100,7 @@ def open_source(name: str, where: str, *, weight: float = 1.0, limit: int | None
         def from_rows(ordinal: int, seed: int) -> JsonObject:
             return rows[ordinal % len(rows)]
 
-        return Source(name=name, weight=weight, make=from_rows, limit=limit)
+        return Source(name=name, weight=weight, make=from_rows, limit=limit, num_distinct=len(rows))
     try:
         module = importlib.import_module(where)
     except ImportError as error:

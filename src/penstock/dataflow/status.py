@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from penstock.dataflow.consumers import Consumer
+from penstock.dataflow.groups import Node
 from penstock.dataflow.protocol import (
     NodeStatus,
     PartitionStatus,
@@ -19,6 +20,7 @@ from penstock.dataflow.protocol import (
     Waiting,
 )
 from penstock.dataflow.service import Dataflow
+from penstock.types import NodeId
 
 QUIET_S = 15.0
 """A trainer that was not heard for so long is worth a line."""
@@ -76,13 +78,19 @@ def _nodes(service: Dataflow, now: float) -> Iterator[NodeStatus]:
     for node_id, node in service.partition.nodes.items():
         yield NodeStatus(
             node_id=node_id,
-            state="silent" if node.is_silent else node.state.value,
+            state=_state(node),
             live=node.live,
             num_leases=node.num_leases,
             capacity=node.record.capacity,
             silent_s=round(max(0.0, now - node.last_seen), 1),
             delivered=node.num_delivered,
         )
+
+
+def _state(node: Node) -> str:
+    if node.is_silent:
+        return "silent"
+    return "quarantined" if node.is_quarantined else node.state.value
 
 
 def _waiting(service: Dataflow, now: float) -> Iterator[Waiting]:
@@ -95,6 +103,9 @@ def _waiting(service: Dataflow, now: float) -> Iterator[Waiting]:
             yield Waiting(who=who, on=on, since_s=round(now - since, 1))
         elif on == "batch":
             yield Waiting(who=who, on=_behind_batch(service), since_s=round(now - since, 1))
+        elif (node := nodes.get(NodeId(who))) is not None and node.is_quarantined:
+            on = "the end of its quarantine: look at its engine, then restart it"
+            yield Waiting(who=who, on=on, since_s=round(now - since, 1))
         elif service.partition.num_waiting:
             yield Waiting(who=who, on="a newer version to load", since_s=round(now - since, 1))
         else:

@@ -15,11 +15,13 @@ from penstock.dataflow.protocol import (
     IncarnationRequest,
     PolicyState,
     PublishRequest,
+    QuarantineRequest,
     RowsAnswer,
 )
 from penstock.dataflow.row_payloads import RowPayloads, Wanted
 from penstock.dataflow.trainer_side import TrainerSide
 from penstock.errors import BadRequest
+from penstock.types import NodeId
 from penstock.wire.auth import Role
 from penstock.wire.codec import MSGPACK
 from penstock.wire.server import Call, Pieces, Route
@@ -60,6 +62,10 @@ class TrainerRoutes:
     async def commit(self, call: Call) -> Done:
         policy, seq = _batch_id(call.path["batch_id"])
         await self.trainers.commit(policy, seq, call.body)
+        return Done()
+
+    async def quarantine(self, call: Call) -> Done:
+        await self.trainers.quarantine(NodeId(call.path["node_id"]), call.body)
         return Done()
 
     def routes(self) -> list[Route]:
@@ -124,6 +130,15 @@ class TrainerRoutes:
                 roles=TRAINERS,
                 summary="This batch is trained, or skipped with a reason.",
                 request=CommitRequest,
+                response=Done,
+            ),
+            Route(
+                method="POST",
+                path="/v1/nodes/{node_id}/quarantine",
+                handler=self.quarantine,
+                roles=TRAINERS,
+                summary="This node's engine disagrees with the trainer: no more work for its life.",
+                request=QuarantineRequest,
                 response=Done,
             ),
         ]

@@ -16,7 +16,7 @@ from blake3 import blake3
 from penstock.dataflow.consumers import Consumer
 from penstock.dataflow.home import Home
 from penstock.dataflow.manifests import manifest_of
-from penstock.dataflow.messages import Committed, Incarnated, Published
+from penstock.dataflow.messages import Committed, Incarnated, Published, Quarantined
 from penstock.dataflow.process import Process
 from penstock.dataflow.protocol import (
     BatchAnswer,
@@ -28,6 +28,7 @@ from penstock.dataflow.protocol import (
     LiveVersion,
     PolicyState,
     PublishRequest,
+    QuarantineRequest,
     RowsAnswer,
     VersionsInUse,
 )
@@ -41,7 +42,7 @@ from penstock.dataflow.version_use import (
     versions_in_use,
 )
 from penstock.errors import BadRequest, Conflict, NotFound, StoreError
-from penstock.types import PolicyName, RowId
+from penstock.types import NodeId, PolicyName, RowId
 
 log = structlog.get_logger(__name__)
 
@@ -211,6 +212,13 @@ class TrainerSide:
             consumer.lineage.apply_commit(record)
             self._home.tell_all(Committed(record=record))
             self._home.moved(consumer, consumer.sealed, now)
+        await self._process.repeat()
+
+    async def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None:
+        """Told to every partition; one that does not know the node does nothing."""
+        self._seen(body.policy).lineage.require(body.incarnation)
+        self._home.tell_all(Quarantined(node_id=node_id))
+        log.warning("node quarantined", node=node_id, policy=body.policy, why=body.why[:1000])
         await self._process.repeat()
 
     # --- versions and checkpoints -------------------------------------------------------------

@@ -39,6 +39,8 @@ class Lineage:
         self.last_commit: CommitRecord | None = None
         self._commits: list[CommitRecord] = []
         """All that were ever applied, without their stats."""
+        self.must_repeat = False
+        """Every life must publish what those before it did, bit for bit."""
 
     # --- facts --------------------------------------------------------------------------------
 
@@ -64,10 +66,32 @@ class Lineage:
         return (incarnation, number) in self._versions
 
     def effective(self, incarnation: int, number: int) -> int:
-        """The number this version counts as now: cut at every fork that abandoned it."""
+        """The number this version counts as now: cut at every fork that abandoned it; where lives
+        must repeat each other, unless a later one has made it again."""
+        cut = self._cut(incarnation, number)
+        if cut == number or not self.must_repeat:
+            return cut
+        made = self._versions.get((incarnation, number))
+        for later in range(incarnation + 1, self.incarnation + 1):
+            again = self._versions.get((later, number))
+            if made and again and again.weights_digest == made.weights_digest:
+                cut = max(cut, self._cut(later, number))
+        return cut
+
+    def _cut(self, incarnation: int, number: int) -> int:
         for later in range(incarnation + 1, self.incarnation + 1):
             number = min(number, self._meets[later])
         return number
+
+    def number_after(self, seq: int) -> int | None:
+        """Of the surviving lineage; None when it has not come so far, or was rewound before it."""
+        return self._path.get(seq)
+
+    def first_version(self, number: int) -> VersionRecord | None:
+        """The one that was published first under this number; where every life repeats the others
+        bit for bit, it is the one that nodes may hold."""
+        lives = [life for life, known in self._versions if known == number]
+        return self._versions[min(lives), number] if lives else None
 
     def history(self) -> Iterator[IncarnationRecord | CommitRecord | VersionRecord]:
         """Every fact, in an order in which a replica may apply them."""
@@ -151,6 +175,13 @@ class Lineage:
             raise Conflict(f"number {number} is not committed yet (committed: {self.number})")
         if number < max(self.published, self._forks[incarnation].number):
             raise Conflict(f"number {number} is older than what this incarnation stands on")
+        twin = self.first_version(number) if self.must_repeat else None
+        if twin is not None and twin.weights_digest != weights_digest:
+            raise Conflict(
+                f"{self.policy}: number {number} came out otherwise than in incarnation "
+                f"{twin.incarnation}, but the run is deterministic: find what differs with "
+                "`penstock replay`, or set deterministic: false"
+            )
         return VersionRecord(
             policy=self.policy,
             incarnation=incarnation,

@@ -80,6 +80,25 @@ class Finish:
     trajectories: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parent:
+    """`run/parent.json`: what a forked run began from."""
+
+    run: str
+    """Folder of the other run."""
+    step: int
+    """Its number, which is number 0 here."""
+    weights_only: tuple[str, ...] = ()
+    """Policies that began with their weights alone, and a new optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """`run/sources.json`: what makes a changed data set known."""
+
+    digests: dict[str, str]
+
+
 class RunFolder:
     """One run on disk."""
 
@@ -110,6 +129,29 @@ class RunFolder:
 
     def write_config(self, config: RunConfig) -> None:
         _replace(self.config_file, dump(config).encode())
+
+    def adopted(self) -> RunConfig | None:
+        """The config that a launcher last started the run with, whatever config.yaml says now."""
+        kept = self._run / "adopted.yaml"
+        return load(kept) if kept.exists() else None
+
+    def write_adopted(self, config: RunConfig) -> None:
+        _replace(self._run / "adopted.yaml", dump(config).encode())
+
+    def sources(self) -> dict[str, str]:
+        """By source, a digest of the tasks it gave when the run was last started."""
+        kept = _read(self._run / "sources.json", Sources)
+        return {} if kept is None else kept.digests
+
+    def parent(self) -> Parent | None:
+        """The run that this one was forked from, if it was."""
+        return _read(self._run / "parent.json", Parent)
+
+    def write_parent(self, parent: Parent) -> None:
+        _replace(self._run / "parent.json", encode_json(parent))
+
+    def write_sources(self, digests: Mapping[str, str]) -> None:
+        _replace(self._run / "sources.json", encode_json(Sources(digests=dict(digests))))
 
     # --- facts of a running run -------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.config import RunConfig
+from penstock.config import PipelineStageConfig, RunConfig
 from penstock.config.passwords import PASSWORD_ENV, password_in
 from penstock.fleet.folder import RunFolder
 from penstock.wire.auth import Role
@@ -45,8 +45,8 @@ class Service:
 
 
 def local_services(config: RunConfig, folder: RunFolder) -> tuple[Service, ...]:
-    """Dataflow with its partitions, weights front, `replicas` nodes and one trainer per policy, all
-    on this machine."""
+    """Dataflow with its partitions, weights front, a worker of every pipeline stage that is placed
+    elsewhere, `replicas` nodes and one trainer per policy, all on this machine."""
     at = ("--run-dir", str(folder.path))
     services = [
         Service(
@@ -62,6 +62,7 @@ def local_services(config: RunConfig, folder: RunFolder) -> tuple[Service, ...]:
             command=_penstock("weights", "serve", *at),
             make_env=lambda: _env(1),
         ),
+        *(_stage(config, folder, stage.id) for stage in _placed_stages(config)),
     ]
     for policy, model in config.models.items():
         services.append(
@@ -95,6 +96,23 @@ def _partition(config: RunConfig, folder: RunFolder, index: int) -> Service:
 
     return Service(
         name=f"partition-{index}", kind=Kind.SERVER, command=_penstock(*words), make_env=make_env
+    )
+
+
+def _placed_stages(config: RunConfig) -> list[PipelineStageConfig]:
+    return [stage for _, stage in config.pipeline.services] if config.pipeline else []
+
+
+def _stage(config: RunConfig, folder: RunFolder, stage: str) -> Service:
+    def make_env() -> Mapping[str, str]:
+        token = folder.token(config.name, Role.STAGE, ttl_s=TOKEN_TTL_S, subject=stage)
+        return {**_env(1), TOKEN: token}
+
+    return Service(
+        name=f"stage-{stage}",
+        kind=Kind.SERVER,
+        command=_penstock("stage", str(folder.path), stage),
+        make_env=make_env,
     )
 
 

@@ -147,6 +147,7 @@ def engine_maker(
             kind or facts.engine,
             seed=next(seeds),
             torch_threads=facts.torch_threads,
+            is_deterministic=facts.is_deterministic,
             place=EnginePlace(
                 url=url,
                 environment=vllm_environment,

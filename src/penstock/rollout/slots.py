@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -17,6 +18,8 @@ from penstock.rollout.outbox import Outbox
 from penstock.types import RowId, Task, Trajectory
 
 WAIT_S = 10.0
+GATHER_S = 0.05
+"""Longest that a free slot waits for others to share a request with; idle slots cost more."""
 PAUSE_S = 0.05
 """After an answer without work: it came early because orders changed, so give them a moment."""
 
@@ -55,7 +58,7 @@ class Slots:
 
     async def lease(self, tasks: asyncio.TaskGroup) -> None:
         """consumes: free slots · produces: one task per grant
-        waits for: a live version, a quarter of the capacity free, work
+        waits for: a live version, a free slot and briefly for a quarter of them, work
         woken by: `Membership.announce()`, the end of a slot"""
         await self._membership.ready.wait()
         while True:
@@ -90,7 +93,13 @@ class Slots:
 
     async def _room(self) -> None:
         await self._outbox.at_most(self._capacity)
-        while self._capacity - len(self._running) < max(1, self._capacity // 4):
+        await self._until_free(1)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GATHER_S):
+                await self._until_free(self._capacity // 4)
+
+    async def _until_free(self, num_slots: int) -> None:
+        while self._capacity - len(self._running) < num_slots:
             self._freed.clear()
             await self._freed.wait()
 

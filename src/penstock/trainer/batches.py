@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sealed batch as the learner takes it: its rows verified, cut into samples, and credited.
+"""A sealed batch as the trainer takes it: its rows verified and cut into samples, with columns.
 
-Owns the check that what was served is what was sealed. Group statistics come from the manifest, so
-a row that is gone, or not of this model's vocabulary, changes nobody else's advantage.
+Owns the check that what was served is what was sealed, and the columns that stages add. Rewards
+come from the manifest, so a row that is gone, or not of this model's vocabulary, changes nobody
+else's advantage.
+
+R = rows of the manifest, in its order; T = tokens of all samples, one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +20,9 @@ from blake3 import blake3
 
 from penstock.dataflow.protocol import RowPayload
 from penstock.errors import StoreError
-from penstock.trainer.advantages import Credit, group_advantages
+from penstock.trainer.gang import Alone, Sums
 from penstock.trainer.samples import Samples, cut
-from penstock.types import Manifest, PolicyName, Trajectory
+from penstock.types import FinishReason, Manifest, OutcomeKind, PolicyName, Trajectory
 from penstock.wire.codec import decode
 
 Floats = npt.NDArray[np.float64]
@@ -30,21 +33,49 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """R = rows of the manifest, in its order."""
+    """What one step trains on."""
 
     seq: int
     trains_from: int
     """Number of the version these rows were judged for."""
     samples: Samples
-    rewards_R: Floats
-    advantages_R: Floats
     groups_R: Ints
     """Which group of the manifest a row belongs to; never falls."""
     staleness_R: Ints
+    columns: Mapping[str, Floats]
+    """By name, each by row or by token: `reward` (R) from the manifest, the others from stages."""
+    nodes: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Who made each row that stands here."""
 
     @property
     def num_groups(self) -> int:
         return int(self.groups_R[-1]) + 1 if self.groups_R.size else 0
+
+    @property
+    def rows_T(self) -> Ints:
+        """The row each token belongs to."""
+        starts_S, num_tokens = self.samples.starts_S, self.samples.ids_T.size
+        if starts_S.size == 0:
+            return np.zeros(num_tokens, np.int64)
+        sample_T = np.searchsorted(starts_S, np.arange(num_tokens), side="right") - 1
+        return self.samples.rows_S[np.maximum(sample_T, 0)]
+
+    def without(self, is_out_R: npt.NDArray[np.bool_]) -> Batch:
+        """This batch, the tokens of some rows neither trained nor counted."""
+        mask_T = self.samples.mask_T & ~is_out_R[self.rows_T]
+        return replace(self, samples=replace(self.samples, mask_T=mask_T))
+
+    def with_columns(self, columns: Mapping[str, Floats]) -> Batch:
+        """This batch, and what a stage has written; a column is written once."""
+        if twice := self.columns.keys() & columns.keys():
+            raise ValueError(f"columns are written once, but {sorted(twice)} stand already")
+        for name, values in columns.items():
+            if values.shape not in ((self.groups_R.size,), self.samples.ids_T.shape):
+                raise ValueError(
+                    f"column {name} has shape {values.shape}: it is neither by row "
+                    f"({self.groups_R.size}) nor by token ({self.samples.ids_T.size})"
+                )
+        return replace(self, columns={**self.columns, **columns})
 
 
 def assemble(
@@ -52,22 +83,27 @@ def assemble(
     rows: Sequence[RowPayload],
     policy: PolicyName,
     vocab_size: int,
-    credit: Credit = group_advantages,
+    *,
+    ranks: Sums | None = None,
 ) -> Batch:
-    """The batch of this manifest from its rows as they were served."""
-    rewards_R = np.array([row.score for row in manifest.rows], np.float64)
+    """The batch of this manifest from its rows as they were served.
+
+    On a rank of a gang, rows that others compute stand there without payload, as do those that are
+    gone; what is told of rows is told of all of them."""
     sizes = [len(group.rows) for group in manifest.groups]
     groups_R = np.repeat(np.arange(len(sizes)), np.array(sizes, np.int64))
-    samples = cut(_trajectories(manifest, rows), policy, manifest.sees)
-    return Batch(
+    served = dict(_trajectories(manifest, rows))
+    samples = cut(served.items(), policy, manifest.sees)
+    batch = Batch(
         seq=manifest.seq,
         trains_from=manifest.trains_from,
         samples=_within_vocabulary(samples, vocab_size, manifest.seq),
-        rewards_R=rewards_R,
-        advantages_R=credit(rewards_R, groups_R),
         groups_R=groups_R,
         staleness_R=_staleness(manifest, policy),
+        columns=_row_columns(manifest, served, ranks or Alone()),
+        nodes={index: trajectory.node_id for index, trajectory in served.items()},
     )
+    return batch.with_columns(_token_columns(batch, rows))
 
 
 def _trajectories(
@@ -86,6 +122,48 @@ def _trajectories(
                 f"{summary.row_id} as sealed; the ledger's segments may be damaged"
             )
         yield index, decode(row.payload, Trajectory)
+
+
+def _row_columns(
+    manifest: Manifest, served: Mapping[int, Trajectory], ranks: Sums
+) -> dict[str, Floats]:
+    rows = list(manifest.rows)
+    truncated_R = np.zeros(len(rows))
+    for index, trajectory in served.items():
+        truncated_R[index] = float(_is_truncated(trajectory))
+    names = sorted({name for row in rows for name in row.values})
+    return {
+        "reward": np.array([row.score for row in rows], np.float64),
+        "length": np.array([manifest.tokens(row) for row in rows], np.float64),
+        "truncated": ranks.sum_over_ranks(truncated_R),
+        **{name: np.array([row.values.get(name, np.nan) for row in rows]) for name in names},
+    }
+
+
+def _is_truncated(trajectory: Trajectory) -> bool:
+    """A declared limit cut it short: of the attempt, or of its last answer."""
+    last = trajectory.turns[-1].finish if trajectory.turns else None
+    return trajectory.outcome.kind is OutcomeKind.TRUNCATED or last is FinishReason.LENGTH
+
+
+def _token_columns(batch: Batch, rows: Sequence[RowPayload]) -> dict[str, Floats]:
+    """Columns that a stage placed elsewhere wrote as bytes: a float32 for each sampled token of the
+    row, turn after turn."""
+    samples = batch.samples
+    names = sorted({name for row in rows for name in row.columns})
+    columns = {name: np.zeros(samples.ids_T.shape) for name in names}
+    for start, end, index in zip(samples.starts_S, samples.ends_S, samples.rows_S, strict=True):
+        token_K = start + np.flatnonzero(samples.mask_T[start:end])
+        for name, content in rows[int(index)].columns.items():
+            values = np.frombuffer(content, "<f4")
+            if values.size <= int(samples.sampled_T[token_K].max(initial=-1)):
+                raise StoreError(
+                    f"batch {batch.seq}, row {index}: column {name} has {values.size} numbers, "
+                    "fewer than the row has sampled tokens; its stage writes a float32 for each, "
+                    "turn after turn"
+                )
+            columns[name][token_K] = values[samples.sampled_T[token_K]]
+    return columns
 
 
 def _within_vocabulary(samples: Samples, vocab_size: int, seq: int) -> Samples:

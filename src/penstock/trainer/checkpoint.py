@@ -19,7 +19,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
@@ -27,7 +27,8 @@ from blake3 import blake3
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.errors import BadRequest, Fenced, StoreError
+from penstock.config import changed
+from penstock.errors import BadRequest, ConfigError, Fenced, StoreError
 from penstock.trainer.models import WEIGHTS
 from penstock.wire.codec import JSON, decode, encode_json
 
@@ -60,9 +61,10 @@ class TrainerState:
 
     policy: str
     cursor: Cursor
-    config_digest: str
     files: dict[str, str]
     """BLAKE3 of each other file, by name."""
+    config: dict[str, str] = field(default_factory=dict[str, str])
+    """What may not change between this and the next step, by key; empty: nobody wrote it down."""
     format: int = FORMAT
 
 
@@ -95,10 +97,21 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one policy in one folder, at most `NUM_KEPT` of them."""
 
-    def __init__(self, root: Path, *, policy: str, config_digest: str, every: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        policy: str,
+        every: int,
+        config: Mapping[str, str] | None = None,
+        accepts_changes: bool = False,
+    ) -> None:
+        """config: by key, what must be as it was when a checkpoint is restored, unless changes are
+        accepted."""
         self._root = root
         self._policy = policy
-        self._config_digest = config_digest
+        self._config = dict(config or {})
+        self._accepts_changes = accepts_changes
         self._every = every
         self._complete: list[Checkpoint] = []
 
@@ -117,13 +130,7 @@ class Checkpoints:
 
         None means that there is not one folder: to begin at number 0 beside checkpoints that
         cannot be read would be to throw them away."""
-        self._complete = []
-        unusable: list[tuple[Path, str]] = []
-        for _, folder in sorted(_numbered(self._root)):
-            try:
-                self._complete.append(self._read(folder))
-            except _Unusable as error:
-                unusable.append((folder, str(error)))
+        self._complete, unusable = self._look()
         if unusable and not self._complete:
             listed = "\n".join(f"    {folder.name}: {why}" for folder, why in unusable)
             raise StoreError(
@@ -131,9 +138,25 @@ class Checkpoints:
                 "  nothing was changed. Make them readable or bring back a copy; to begin again at "
                 "number 0, move these folders away"
             )
+        if self._complete:
+            self._refuse_changes(self._complete[-1])
         for folder, why in unusable:
             _set_aside(folder, why)
         return self._complete[-1] if self._complete else None
+
+    def complete(self) -> list[Checkpoint]:
+        """Those that could be restored, oldest first. For readers: nothing is set aside."""
+        return self._look()[0]
+
+    def _look(self) -> tuple[list[Checkpoint], list[tuple[Path, str]]]:
+        complete: list[Checkpoint] = []
+        unusable: list[tuple[Path, str]] = []
+        for _, folder in sorted(_numbered(self._root)):
+            try:
+                complete.append(self._read(folder))
+            except _Unusable as error:
+                unusable.append((folder, str(error)))
+        return complete, unusable
 
     def is_due(self, cursor: Cursor) -> bool:
         return cursor.number >= self.last.cursor.number + self._every
@@ -153,23 +176,37 @@ class Checkpoints:
         if self._complete and self._complete[-1].cursor.number == cursor.number:
             self._complete[-1] = _move_cursor(self._complete[-1], cursor)
             return self._complete[-1]
+        hidden = self._hidden()
+        for path in static:
+            shutil.copyfile(path, hidden / path.name)
+        save_file(dict(weights), hidden / WEIGHTS, metadata={"format": "pt"})
+        save_file(dict(state), hidden / OPTIMIZER)
+        return self._show(hidden, cursor)
+
+    def begin_from(self, other: Checkpoint) -> Checkpoint:
+        """The state of another run as number 0 of this one, digested again in the copy."""
+        hidden = self._hidden()
+        for name, digest in other.state.files.items():
+            shutil.copyfile(other.folder / name, hidden / name)
+            if _digest(hidden / name) != digest:
+                raise StoreError(f"{other.folder / name} is damaged: its digest is not {digest}")
+        return self._show(hidden, Cursor(number=0, seq=0, incarnation=0))
+
+    def _hidden(self) -> Path:
         self._root.mkdir(parents=True, exist_ok=True)
         for leftover in self._root.glob(f"{_PARTIAL}*"):
             shutil.rmtree(leftover)
         hidden = _partial(self._root)
         hidden.mkdir()
-        for path in static:
-            shutil.copyfile(path, hidden / path.name)
-        save_file(dict(weights), hidden / WEIGHTS, metadata={"format": "pt"})
-        save_file(dict(state), hidden / OPTIMIZER)
+        return hidden
+
+    def _show(self, hidden: Path, cursor: Cursor) -> Checkpoint:
+        """Everything in this folder on disk first, then visible at once."""
         files = {path.name: _digest(path) for path in sorted(hidden.iterdir())}
         for name in files:
             _sync(hidden / name)
         described = TrainerState(
-            policy=self._policy,
-            cursor=cursor,
-            config_digest=self._config_digest,
-            files=files,
+            policy=self._policy, cursor=cursor, config=self._config, files=files
         )
         _write_state(hidden, described)
         folder = self._root / f"step_{cursor.number}"
@@ -214,9 +251,18 @@ class Checkpoints:
                 raise _Unusable(f"{name} is damaged")
         if state.policy != self._policy:
             raise _Unusable(f"it is of policy {state.policy}, not {self._policy}")
-        if state.config_digest != self._config_digest:
-            _log.warning("checkpoint of another config", folder=str(folder))
         return Checkpoint(folder=folder, state=state)
+
+    def _refuse_changes(self, found: Checkpoint) -> None:
+        changes = changed(found.state.config, self._config) if found.state.config else []
+        if changes and not self._accepts_changes:
+            listed = "\n".join(f"    {change}" for change in changes)
+            raise ConfigError(
+                f"{found.folder} was saved under another config:\n{listed}\n"
+                "  undo these changes, or go on with them by --accept-changes"
+            )
+        if changes:
+            _log.warning("going on with another config", folder=str(found.folder), changes=changes)
 
 
 def _read_state(folder: Path) -> TrainerState:

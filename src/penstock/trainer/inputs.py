@@ -1,144 +1,199 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a batch to what one forward pass takes: updates, micro-batches, padded tensors.
+"""From samples to what one forward pass takes: micro-batches and their packed tensors.
 
-Owns the order of training: groups whole and in manifest order, each update's denominator known
-before its first backward pass. All reshaping is vectorised NumPy; tensors appear only at the end.
+All reshaping is vectorised NumPy; tensors appear only at the end.
 
-S = samples, T = tokens of all samples, B = samples of a micro-batch, U = distinct inputs among
-these, L = padded length, C = positions whose logits are needed, K = trained tokens.
+S = samples, T = tokens of all samples, B = samples of a micro-batch, P = tokens of its line (no
+padding), K = trained tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.trainer.attention import Rows, lay_out
 from penstock.trainer.batches import Batch
 from penstock.trainer.losses import Truncation
 from penstock.trainer.samples import Samples
+from penstock.trainer.tokens import Tokens
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """The samples of one optimizer call."""
-
-    samples: Ints
-    num_trained: int
-    """Denominator of the loss: trained tokens of the whole update, over all micro-batches."""
+PROXIMAL, REFERENCE = "proximal_logprobs", "reference_logprobs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """One micro-batch; a stream that every token leaves at its default is None."""
 
-    ids_UL: Tensor
-    """Padded on the right, without each sample's last token: nothing is predicted from it."""
-    positions_C: Tensor
+    ids_P: Tensor
+    """Sample after sample, each without its last token: nothing is predicted from it."""
+    positions_P: Tensor
+    """Of each token in its own sample."""
+    rows: Rows
+    token_K: Tensor
+    """Which token of the batch each trained one is."""
     picked_K: Tensor
-    """Index of each trained token's logits in the flat U×C."""
+    """The token of the line from which each trained token is predicted."""
     targets_K: Tensor
-    logprobs_K: Tensor
-    """Recorded at sampling."""
+    sampling_K: Tensor
+    """Log-probs recorded at sampling."""
     advantages_K: Tensor
-    is_fresh_K: Tensor
-    """Sampled by the very version the batch trains from."""
+    sequences_K: Tensor
+    weights_K: Tensor
+    """What each token's loss is multiplied with."""
+    lags_K: Tensor
     temperature_K: Tensor | None
     kept: Truncation | None
+    more: Mapping[str, Tensor]
+    """The batch's further token columns."""
 
     def to(self, device: torch.device) -> Inputs:
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+        if device.type == "cpu":
+            return self
+        moved: dict[str, Any] = {
+            one.name: _moved(getattr(self, one.name), device) for one in fields(self)
+        }
+        return replace(self, **moved)
 
+    def specs(self, part: slice) -> tuple[Tensor | None, Truncation | None]:
+        """Temperature and truncation of some of the trained tokens."""
+        temperature_K = None if self.temperature_K is None else self.temperature_K[part]
         kept = self.kept
-        return Inputs(
-            ids_UL=move(self.ids_UL),
-            positions_C=move(self.positions_C),
-            picked_K=move(self.picked_K),
-            targets_K=move(self.targets_K),
-            logprobs_K=move(self.logprobs_K),
-            advantages_K=move(self.advantages_K),
-            is_fresh_K=move(self.is_fresh_K),
-            temperature_K=None if self.temperature_K is None else move(self.temperature_K),
-            kept=None
-            if kept is None
-            else Truncation(
-                top_k_K=move(kept.top_k_K),
-                top_p_K=move(kept.top_p_K),
-                min_p_K=move(kept.min_p_K),
-            ),
+        if kept is not None:
+            kept = Truncation(
+                top_k_K=kept.top_k_K[part], top_p_K=kept.top_p_K[part], min_p_K=kept.min_p_K[part]
+            )
+        return temperature_K, kept
+
+    def tokens(self, logprobs_K: Tensor, entropy_K: Tensor, **now: Tensor) -> Tokens:
+        """What the objective sees, once the model has spoken."""
+        dtype = logprobs_K.dtype
+        more = {name: values.to(dtype) for name, values in self.more.items()}
+        return Tokens(
+            logprobs_K=logprobs_K,
+            entropy_K=entropy_K,
+            sampling_K=self.sampling_K.to(dtype),
+            advantages_K=self.advantages_K.to(dtype),
+            sequences_K=self.sequences_K,
+            lags_K=self.lags_K,
+            proximal_K=more.pop(PROXIMAL, None),
+            reference_K=more.pop(REFERENCE, None),
+            more={**more, **now},
         )
 
 
-def plan_updates(batch: Batch, minibatches: int) -> list[Update]:
-    """One pass over the batch; an update without a token or an advantage is left out."""
-    samples = batch.samples
-    groups_S = batch.groups_R[samples.rows_S]
-    trained_S = _trained_by_sample(samples)
-    has_credit_S = (batch.advantages_R[samples.rows_S] != 0) & (trained_S > 0)
-    updates: list[Update] = []
-    for groups in np.array_split(np.arange(batch.num_groups), minibatches):
-        if groups.size == 0:
-            continue
-        first, end = np.searchsorted(groups_S, [groups[0], groups[-1] + 1])
-        if has_credit_S[first:end].any():
-            chosen = np.arange(first, end)[trained_S[first:end] > 0]
-            updates.append(Update(samples=chosen, num_trained=int(trained_S[chosen].sum())))
-    return updates
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Rows):
+        return value.to(device)
+    if isinstance(value, Truncation):
+        return Truncation(
+            **{one.name: _moved(getattr(value, one.name), device) for one in fields(value)}
+        )
+    if isinstance(value, Mapping):
+        return {name: _moved(one, device) for name, one in value.items()}
+    return value
 
 
-def micro_batches(update: Update, batch: Batch, max_tokens: int) -> Iterator[Inputs]:
-    """The update in parts of at most `max_tokens` padded tokens, a longer sample alone.
+def split(chosen: Ints, samples: Samples, max_tokens: int) -> list[Ints]:
+    """Samples in parts of at most `max_tokens` tokens, a longer one alone.
 
-    Samples of like length stand together, so little is padded; the sum over an update does not
-    depend on their order.
+    Those of like length stand together, so little is padded in attention; the sum over an update
+    does not depend on their order.
     """
-    samples = batch.samples
-    lengths = (samples.ends_S - samples.starts_S)[update.samples] - 1
-    order = np.argsort(lengths, kind="stable")
-    first = 0
-    while first < order.size:
-        end = first + 1
-        while end < order.size and (end - first + 1) * int(lengths[order[end]]) <= max_tokens:
-            end += 1
-        yield make_inputs(batch, update.samples[order[first:end]])
-        first = end
+    lengths = (samples.ends_S - samples.starts_S)[chosen] - 1
+    order = np.argsort(-lengths, kind="stable")
+    parts: list[Ints] = []
+    while order.size:
+        ends = np.cumsum(lengths[order])
+        num = max(1, int(np.searchsorted(ends, max_tokens, side="right")))
+        parts.append(chosen[order[:num]])
+        order = order[num:]
+    return parts
 
 
-def make_inputs(batch: Batch, chosen: Ints) -> Inputs:
+def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> Inputs:
     """Tensors of the chosen samples."""
     samples = batch.samples
-    starts_B = samples.starts_S[chosen]
-    lengths_B = samples.ends_S[chosen] - starts_B - 1
-    column_L = np.arange(int(lengths_B.max()))
-    is_token_BL = column_L < lengths_B[:, None]
-    token_BL = np.where(is_token_BL, starts_B[:, None] + column_L, 0)
-    ids_BL = np.where(is_token_BL, samples.ids_T[token_BL], 0)
-    is_trained_BL = is_token_BL & samples.mask_T[np.where(is_token_BL, token_BL + 1, 0)]
-    sample_K, column_K = np.nonzero(is_trained_BL)
-    positions_C = np.flatnonzero(is_trained_BL.any(axis=0))
-    token_K = starts_B[sample_K] + column_K + 1
-    # Members of a group that agree on all but their last token are one input, and computed once.
-    ids_UL, input_B = np.unique(ids_BL, axis=0, return_inverse=True)
-    picked_K = input_B[sample_K] * positions_C.size + np.searchsorted(positions_C, column_K)
-    advantages_K = batch.advantages_R[samples.rows_S[chosen]][sample_K]
+    lines, line_B = _distinct(samples, chosen)
+    lengths = (samples.ends_S - samples.starts_S)[lines] - 1
+    offsets = np.cumsum(lengths) - lengths
+    token_P = _ranges(samples.starts_S[lines], lengths)
+    sample_K, column_K = _trained(samples, chosen)
+    token_K = tokens_of(samples, chosen)
+    columns = {
+        name: torch.from_numpy(values[token_K])
+        for name, values in batch.columns.items()
+        if values.shape == samples.ids_T.shape and name != "advantage"
+    }
+    _, sequences_K = np.unique(sample_K, return_inverse=True)
     return Inputs(
-        ids_UL=torch.from_numpy(ids_UL.astype(np.int64)),
-        positions_C=torch.from_numpy(positions_C),
-        picked_K=torch.from_numpy(picked_K),
+        ids_P=torch.from_numpy(samples.ids_T[token_P].astype(np.int64)),
+        positions_P=torch.from_numpy(_ranges(np.zeros_like(lengths), lengths)),
+        rows=lay_out(lengths),
+        token_K=torch.from_numpy(token_K),
+        picked_K=torch.from_numpy(offsets[line_B][sample_K] + column_K - 1),
         targets_K=torch.from_numpy(samples.ids_T[token_K].astype(np.int64)),
-        logprobs_K=torch.from_numpy(samples.logprobs_T[token_K]),
-        advantages_K=torch.from_numpy(advantages_K),
-        is_fresh_K=torch.from_numpy(samples.numbers_T[token_K] == batch.trains_from),
+        sampling_K=torch.from_numpy(samples.logprobs_T[token_K]),
+        advantages_K=torch.from_numpy(_advantages(batch)[token_K]),
+        sequences_K=torch.from_numpy(sequences_K),
+        weights_K=_weights(weights_T, token_K),
+        lags_K=torch.from_numpy(batch.trains_from - samples.numbers_T[token_K].astype(np.int64)),
         temperature_K=_temperature(samples, token_K),
         kept=_truncation(samples, token_K),
+        more=columns,
     )
+
+
+def _advantages(batch: Batch) -> Floats:
+    """Zeros as long as no stage has written any: a model may look before there is credit."""
+    found = batch.columns.get("advantage")
+    return np.zeros(batch.samples.ids_T.shape) if found is None else found
+
+
+def _distinct(samples: Samples, chosen: Ints) -> tuple[Ints, Ints]:
+    """(samples that stand for all, which of them each one is).
+
+    Members of a group that agree on all but their last token are one input, and computed once."""
+    seen: dict[bytes, int] = {}
+    line_B = np.array(
+        [
+            seen.setdefault(samples.ids_T[start : end - 1].tobytes(), len(seen))
+            for start, end in zip(samples.starts_S[chosen], samples.ends_S[chosen], strict=True)
+        ],
+        np.int64,
+    )
+    _, first = np.unique(line_B, return_index=True)
+    return chosen[first], line_B
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Ints:
+    """start, start+1, … of each, one after another."""
+    offsets = np.cumsum(lengths) - lengths
+    return np.repeat(starts - offsets, lengths) + np.arange(int(lengths.sum()))
+
+
+def _trained(samples: Samples, chosen: Ints) -> tuple[Ints, Ints]:
+    """(which of the chosen, which token of it) for each trained token, in order."""
+    lengths = (samples.ends_S - samples.starts_S)[chosen]
+    token = _ranges(samples.starts_S[chosen], lengths)
+    sample = np.repeat(np.arange(chosen.size), lengths)
+    is_trained = samples.mask_T[token]
+    return sample[is_trained], (token - samples.starts_S[chosen][sample])[is_trained]
+
+
+def _weights(weights_T: Floats | None, token_K: Ints) -> Tensor:
+    return torch.from_numpy(np.ones(token_K.size) if weights_T is None else weights_T[token_K])
 
 
 def _temperature(samples: Samples, token_K: Ints) -> Tensor | None:
@@ -158,6 +213,13 @@ def _truncation(samples: Samples, token_K: Ints) -> Truncation | None:
     )
 
 
-def _trained_by_sample(samples: Samples) -> Ints:
+def trained_tokens(samples: Samples) -> Ints:
+    """How many each sample has."""
     sums = np.concatenate([[0], np.cumsum(samples.mask_T)])
     return sums[samples.ends_S] - sums[samples.starts_S]
+
+
+def tokens_of(samples: Samples, chosen: Ints) -> Ints:
+    """The trained tokens of these samples, sample after sample."""
+    sample_K, column_K = _trained(samples, chosen)
+    return samples.starts_S[chosen][sample_K] + column_K

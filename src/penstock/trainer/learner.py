@@ -7,32 +7,41 @@
 Owns everything a step changes, and its exact bits: the same batches in the same order give the same
 parameters. Knows nothing of files, services or versions.
 
-K = trained tokens, V = vocabulary.
+K = trained tokens, T = tokens of all samples.
 """
 
 from __future__ import annotations
 
 import math
+import resource
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.trainer.batches import Batch
-from penstock.trainer.inputs import Inputs, Update, micro_batches, plan_updates
-from penstock.trainer.losses import (
-    LossSpec,
-    behaviour_kl,
-    clipped_loss,
-    entropy,
-    is_clipped,
-    log_ratio,
-    spec_log_softmax,
-)
+from penstock.trainer.first_look import FirstLook, first_look
+from penstock.trainer.gang import Sums
+from penstock.trainer.gaps import Gap
+from penstock.trainer.inputs import Inputs
+from penstock.trainer.losses import behaviour_kl, log_ratio
+from penstock.trainer.schedules import Schedule
+from penstock.trainer.scoring import Passes, Scorer
+from penstock.trainer.sharding import clip
+from penstock.trainer.tokens import Budgeted, Objective, TokenLoss, Tokens
+from penstock.trainer.updates import Cut, Update, plan_updates
+
+Floats = npt.NDArray[np.float64]
+
+Tally = dict[str, Tensor]
+"""Sums over trained tokens, by metric."""
 
 
 class SkipReason(StrEnum):
@@ -45,16 +54,13 @@ class SkipReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateSpec:
-    """How a batch becomes optimizer updates."""
+class Optimizer:
+    """AdamW, and how often a batch is gone through."""
 
-    learning_rate: float
+    schedule: Schedule
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
-    minibatches: int = 1
     epochs: int = 1
-    micro_batch_tokens: int = 4096
-    """Most tokens, padding included, in one forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,67 +70,112 @@ class Stats:
     skipped: SkipReason | None
     """Why the weights are unchanged; None when they are not."""
     values: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outputs:
-    """Of one forward pass, by trained token."""
-
-    logprobs_K: Tensor
-    entropy_K: Tensor
+    gaps: Mapping[str, Gap] = field(default_factory=dict[str, Gap])
+    """Between each node's engine and this trainer, on the tokens of the first update."""
 
 
 class Learner:
-    """Holds the model, and AdamW over its parameters."""
+    """Holds a model, and AdamW over its parameters."""
 
-    def __init__(self, model: PreTrainedModel, loss: LossSpec, updates: UpdateSpec) -> None:
-        self.model = model.eval()  # dropout would move the ratio away from 1 on unchanged weights
-        self._loss = loss
-        self._updates = updates
-        self._parameters = dict(model.named_parameters())
+    def __init__(
+        self,
+        scorer: Scorer,
+        objective: Objective | Budgeted,
+        optimizer: Optimizer,
+        *,
+        cut: Cut,
+        passes: Passes,
+        bounds: tuple[float, float] | None = None,
+    ) -> None:
+        """bounds: how far below and above 1 a ratio may lie; None for a model without ratios."""
+        self._bounds = bounds
+        self._scorer = scorer
+        self._objective = objective
+        self._spec = optimizer
+        self._cut = cut
+        self._passes = passes
+        self._parameters = dict(scorer.named_parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
-            lr=updates.learning_rate,
+            lr=optimizer.schedule.peak,
             betas=(0.9, 0.999),
             eps=1e-8,
-            weight_decay=updates.weight_decay,
+            weight_decay=optimizer.weight_decay,
             fused=True,
         )
 
     @property
+    def model(self) -> PreTrainedModel:
+        return self._scorer.model
+
+    @property
     def vocab_size(self) -> int:
-        embeddings = self.model.get_input_embeddings()
-        assert isinstance(embeddings, torch.nn.Embedding)
-        return embeddings.num_embeddings
+        return cast(torch.nn.Embedding, self.model.get_input_embeddings()).num_embeddings
 
     def step(self, batch: Batch) -> Stats:
         """Train on one batch."""
         started = time.perf_counter()
-        plan = plan_updates(batch, self._updates.minibatches) * self._updates.epochs
-        done = [self._update(update, batch) for update in plan]
-        applied = [(sums, norm) for sums, norm in done if math.isfinite(norm)]
-        values = _describe(batch) | _averages([sums for sums, _ in applied])
-        values["grad_norm"] = math.fsum(norm for _, norm in applied) / max(len(applied), 1)
+        rate = self._set_rate(batch.trains_from)
+        plan = plan_updates(batch, self._cut, self._passes.ranks) * self._spec.epochs
+        seen_T = np.full(batch.samples.ids_T.shape, np.nan)
+        done = [
+            self._update(update, batch, seen_T if index == 0 else None)
+            for index, update in enumerate(plan)
+        ]
+        sums = reduce([sums for sums, _ in done], self._passes.ranks)
+        norms = [norm for _, norm in done if math.isfinite(norm)]
+        applied = [one for one, (_, norm) in zip(sums, done, strict=True) if math.isfinite(norm)]
+        values = _describe(batch) | _averages(applied)
+        values["learning_rate"] = rate
+        values["grad_norm"] = math.fsum(norms) / max(len(norms), 1)
         values["updates"] = float(len(applied))
         values["updates/non_finite"] = float(len(done) - len(applied))
+        values["memory/peak_mb"] = peak_memory_mb(self.model.device)
+        found = FirstLook(figures={})
+        if self._bounds is not None:
+            found = first_look(batch, seen_T, self._bounds, self._passes.ranks)
         values["seconds/train"] = time.perf_counter() - started
-        return Stats(skipped=None if applied else _reason(batch, plan), values=values)
+        skipped = None if applied else _reason(batch, plan)
+        return Stats(skipped=skipped, values={**values, **found.figures}, gaps=found.gaps)
 
-    def _update(self, update: Update, batch: Batch) -> tuple[Tensor, float]:
+    def look(self, batch: Batch) -> Floats:
+        """What the model says of each trained token now, by token of the batch."""
+        return self._passes.look(self._scorer, batch)
+
+    def _set_rate(self, number: int) -> float:
+        rate = self._spec.schedule.rate(number)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _update(self, update: Update, batch: Batch, seen_T: Floats | None) -> tuple[Tally, float]:
         """One optimizer call, or none when the gradient is not finite."""
-        tallies: list[Tensor] = []
-        for inputs in micro_batches(update, batch, self._updates.micro_batch_tokens):
-            inputs = inputs.to(self.model.device)
-            outputs = forward(self.model, inputs)
-            loss, tally = sum_loss(outputs, inputs, self._loss)
-            (loss / update.num_trained).backward()
-            tallies.append(tally)
-        sums = reduce_tallies(tallies)
-        norm = clip(self._parameters.values(), self._updates.max_grad_norm)
+        objective = self._settle(update, batch)
+        tallies: list[Tally] = []
+        for inputs, tokens in self._forward(update, batch):
+            loss = objective(tokens)
+            weigh(loss, inputs).backward()
+            tallies.append(tally(tokens, loss, inputs))
+            if seen_T is not None:
+                seen_T[inputs.token_K.cpu()] = tokens.logprobs_K.detach().double().cpu()
+        norm = clip(self._parameters.values(), self._spec.max_grad_norm)
         if math.isfinite(norm):
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return sums, norm
+        return add_up(tallies), norm
+
+    def _settle(self, update: Update, batch: Batch) -> Objective:
+        """The objective of this update; a budget is settled by a pass over all of it first."""
+        if not isinstance(self._objective, Budgeted):
+            return self._objective
+        with torch.no_grad():
+            pressures = [
+                self._objective.pressure(tokens) for _, tokens in self._forward(update, batch)
+            ]
+        return self._objective.within(self._passes.ranks.gather_pressures(torch.cat(pressures)))
+
+    def _forward(self, update: Update, batch: Batch) -> Iterator[tuple[Inputs, Tokens]]:
+        return self._passes.over(self._scorer, batch, update.samples, update.weights_T)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What the next step depends on besides the weights: AdamW's state, random generator."""
@@ -136,94 +187,97 @@ class Learner:
         }
         return tensors | {_RANDOM: torch.get_rng_state()}
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on bit for bit, given the same weights."""
+    def weight_tensors(self) -> dict[str, Tensor]:
+        return {f"{_WEIGHTS}{name}": value.detach() for name, value in self._parameters.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor], *, with_weights: bool = False) -> None:
+        """Go on bit for bit, given the same weights; or with those that stand beside."""
         by_parameter: dict[int, dict[str, Tensor]] = {}
-        for index, name in enumerate(self._parameters):
+        for index, (name, parameter) in enumerate(self._parameters.items()):
             keys = ("step", "exp_avg", "exp_avg_sq")
             if f"{name}.step" in tensors:
                 by_parameter[index] = {key: tensors[f"{name}.{key}"] for key in keys}
+            if with_weights:
+                parameter.data.copy_(tensors[f"{_WEIGHTS}{name}"])
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": by_parameter, "param_groups": groups})
         torch.set_rng_state(tensors[_RANDOM])
 
 
 _RANDOM = "random_generator"
+_WEIGHTS = "weights/"
 
 
-def forward(model: PreTrainedModel, inputs: Inputs) -> Outputs:
-    """The recorded tokens' log-probs under their own specs.
-
-    No attention mask: padding stands on the right, and a causal model never looks there.
-    """
-    logits = model(
-        input_ids=inputs.ids_UL, use_cache=False, logits_to_keep=inputs.positions_C
-    ).logits
-    logits_KV = logits.flatten(0, 1)[inputs.picked_K]
-    logprobs_KV = spec_log_softmax(logits_KV, inputs.targets_K, inputs.temperature_K, inputs.kept)
-    return Outputs(
-        logprobs_K=logprobs_KV.gather(1, inputs.targets_K[:, None]).squeeze(1),
-        entropy_K=entropy(logprobs_KV),
-    )
+def weigh(loss: TokenLoss, inputs: Inputs) -> Tensor:
+    return (loss.loss_K * inputs.weights_K.to(loss.loss_K.dtype)).sum()
 
 
-_TALLY = ("loss", "entropy", "clip_ratio/low", "clip_ratio/high", "kl", "mismatch")
+@torch.no_grad()
+def tally(tokens: Tokens, loss: TokenLoss, inputs: Inputs) -> Tally:
+    """The sums that a micro-batch adds to the statistics.
+
+    `mismatch` is over the tokens that the version trained from has sampled: there alone trainer and
+    engine hold the same weights."""
+    log_ratio_K = log_ratio(tokens.logprobs_K, tokens.sampling_K)
+    is_fresh_K = tokens.lags_K == 0
+    sums = {
+        "tokens": torch.tensor(loss.loss_K.numel()),
+        "fresh": is_fresh_K.sum(),
+        "loss": weigh(loss, inputs),
+        "entropy": tokens.entropy_K.sum(),
+        "kl": behaviour_kl(log_ratio_K).sum(),
+        "mismatch": (log_ratio_K.abs() * is_fresh_K).sum(),
+    } | {name: values.sum() for name, values in loss.told.items()}
+    return {name: value.double().cpu() for name, value in sums.items()}
 
 
-def sum_loss(outputs: Outputs, inputs: Inputs, spec: LossSpec) -> tuple[Tensor, Tensor]:
-    """The loss summed over tokens, and the sums that statistics are made of."""
-    log_ratio_K = log_ratio(outputs.logprobs_K, inputs.logprobs_K)
-    advantages_K = inputs.advantages_K.to(log_ratio_K.dtype)
-    loss = clipped_loss(log_ratio_K, advantages_K, spec).sum()
-    loss = loss - spec.entropy_coef * outputs.entropy_K.sum()
-    with torch.no_grad():
-        low_K, high_K = is_clipped(log_ratio_K, advantages_K, spec)
-        sums = [
-            loss,
-            outputs.entropy_K.sum(),
-            low_K.sum(),
-            high_K.sum(),
-            behaviour_kl(log_ratio_K).sum(),
-            (log_ratio_K.abs() * inputs.is_fresh_K).sum(),
-            inputs.is_fresh_K.sum(),
-            torch.tensor(log_ratio_K.numel()),
-        ]
-        return loss, torch.stack([value.double() for value in sums])
+def add_up(tallies: Sequence[Tally]) -> Tally:
+    return {name: torch.stack([one[name] for one in tallies]).sum() for name in tallies[0]}
 
 
-def reduce_tallies(tallies: Sequence[Tensor]) -> Tensor:
-    """Sums over micro-batches (and, in a gang, over ranks: the one place where they meet)."""
-    return torch.stack(list(tallies)).sum(dim=0)
-
-
-def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-    """Scale the gradient down to the norm allowed; returns the norm it had."""
-    return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
-
-
-def _averages(tallies: Sequence[Tensor]) -> dict[str, float]:
-    """Means over the trained tokens of all updates.
-
-    `mismatch` is over those tokens of the first update that the version trained from has sampled:
-    there alone trainer and engine hold the same weights.
-    """
+def reduce(tallies: Sequence[Tally], ranks: Sums) -> list[dict[str, float]]:
+    """The sums of each update over all ranks: the one place where a step's figures meet."""
     if not tallies:
+        return []
+    names = sorted(tallies[0])
+    local = np.array([[float(one[name]) for name in names] for one in tallies])
+    whole = ranks.sum_over_ranks(local)
+    return [dict(zip(names, sums, strict=True)) for sums in whole.tolist()]
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Most memory this process has ever held, on the device it trains on."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def _averages(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the trained tokens of all updates, the loss over updates; the mismatch before any
+    of them has moved the weights."""
+    if not sums:
         return {}
-    *sums, _, num_tokens = reduce_tallies(tallies).tolist()
-    values = {name: value / num_tokens for name, value in zip(_TALLY, sums, strict=True)}
-    values["clip_ratio"] = values["clip_ratio/low"] + values["clip_ratio/high"]
-    *_, mismatch, num_fresh, _ = tallies[0].tolist()
-    values["mismatch"] = mismatch / num_fresh if num_fresh else math.nan
-    return {name: value for name, value in values.items() if not math.isnan(value)}
+    num_tokens = math.fsum(one["tokens"] for one in sums)
+    names = sums[0].keys() - {"tokens", "fresh", "mismatch", "loss"}
+    values = {name: math.fsum(one[name] for one in sums) / num_tokens for name in sorted(names)}
+    values["loss"] = math.fsum(one["loss"] for one in sums) / len(sums)
+    if "clip_ratio/low" in values:
+        values["clip_ratio"] = values["clip_ratio/low"] + values["clip_ratio/high"]
+    if sums[0]["fresh"]:
+        values["mismatch"] = sums[0]["mismatch"] / sums[0]["fresh"]
+    return values
 
 
 def _describe(batch: Batch) -> dict[str, float]:
-    num_rows = max(batch.rewards_R.size, 1)
+    rewards_R = batch.columns["reward"]
+    is_trained_T = batch.samples.mask_T
+    credited = np.unique(batch.rows_T[is_trained_T & (batch.columns["advantage"] != 0)])
+    num_rows = max(rewards_R.size, 1)
     values = {
-        "reward/mean": float(batch.rewards_R.sum()) / num_rows,
+        "reward/mean": float(rewards_R.sum()) / num_rows,
         "completions/mean_length": batch.samples.num_trained / num_rows,
         "tokens/trained": float(batch.samples.num_trained),
-        "advantage/zero_share": float((batch.advantages_R == 0).sum()) / num_rows,
+        "advantage/zero_share": 1 - credited.size / num_rows,
     }
     if batch.staleness_R.size:
         values["staleness/mean"] = float(batch.staleness_R.mean())

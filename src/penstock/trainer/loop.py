@@ -2,9 +2,9 @@
 """The trainer's loop: batches in, versions out.
 
 Owns the order of calls that makes training exactly-once: commit before publish, the restore point
-published before the first batch, the cursor inside the checkpoint. A crash at any point loses
-nothing: the next life restores the newest checkpoint, takes a new incarnation at its cursor, and
-the same sealed batches come again.
+published before the first batch, the cursor inside the checkpoint, and the ledger told of it when
+it is complete. A crash at any point loses nothing: the next life restores the newest checkpoint,
+takes a new incarnation at its cursor, and the same sealed batches come again.
 """
 
 from __future__ import annotations
@@ -26,19 +26,23 @@ from penstock.dataflow.protocol import (
     IncarnationRequest,
     PolicyState,
     PublishRequest,
+    QuarantineRequest,
     RowsAnswer,
     UsedBy,
     VersionsInUse,
 )
 from penstock.errors import Conflict, Fenced, StoreError
 from penstock.observe.metrics import MetricsFile
-from penstock.trainer.advantages import Credit, group_advantages
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.checkpoint import Checkpoints
-from penstock.trainer.learner import Learner, Stats
+from penstock.trainer.crew import Crew
+from penstock.trainer.gaps import Drifting
+from penstock.trainer.learner import Stats
 from penstock.trainer.publisher import Publisher
+from penstock.trainer.saving import Saver
 from penstock.trainer.snapshots import Snapshots, weights_of
-from penstock.types import PolicyName
+from penstock.trainer.watch import Watch
+from penstock.types import NodeId, PolicyName
 from penstock.weights.publish import StoredVersion
 
 _log = structlog.get_logger(__name__)
@@ -72,7 +76,13 @@ class Versions(Protocol):
     def versions_in_use(self) -> VersionsInUse: ...
 
 
-class Dataflow(Batches, Versions, Protocol):
+class Nodes(Protocol):
+    """Those who made what it trains on."""
+
+    def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None: ...
+
+
+class Dataflow(Batches, Versions, Nodes, Protocol):
     """All that a trainer asks of the dataflow."""
 
 
@@ -83,23 +93,28 @@ class Trainer:
         self,
         *,
         policy: PolicyName,
-        learner: Learner,
+        crew: Crew,
         dataflow: Dataflow,
         snapshots: Snapshots,
         checkpoints: Checkpoints,
         metrics: MetricsFile,
-        credit: Credit = group_advantages,
         is_stopping: Callable[[], bool] = lambda: False,
+        publishes_all: bool = False,
     ) -> None:
+        """publishes_all: no number is left out when publishing lags; the training waits for it."""
         self._policy = policy
-        self._credit = credit
-        self._learner = learner
+        self._crew = crew
         self._dataflow = dataflow
         self._snapshots = snapshots
         self._publisher = Publisher(snapshots, self._announce, self._versions_in_use)
         self._checkpoints = checkpoints
+        self._saver = Saver(
+            checkpoints, permit=self._refuse_if_replaced, tell=self._name_checkpoints
+        )
         self._metrics = metrics
+        self._watch = Watch(self._quarantine)
         self._is_stopping = is_stopping
+        self._publishes_all = publishes_all
         self._has_ended = False
         self._cursor = checkpoints.last.cursor
         self._seconds: dict[str, float] = {}
@@ -115,16 +130,18 @@ class Trainer:
             self._publish()
             self._publisher.finish()
             for batch in self._batches():
-                stats = self._learner.step(batch)
+                stats = self._crew.step(batch)
                 self._commit(batch, stats)
                 if stats.skipped is None:
                     self._publish()
-                if self._checkpoints.is_due(self._cursor):
+                if self._saver.is_due(self._cursor):
                     self._save()
             self._publisher.finish()
             self._save()
+            self._saver.finish()
         finally:
             self._publisher.close()
+            self._saver.close()
         return self._has_ended
 
     def _take_over(self) -> None:
@@ -178,9 +195,7 @@ class Trainer:
                 continue
             came_at = time.perf_counter()
             rows = self._dataflow.rows(self._policy, request.seq).rows
-            batch = assemble(
-                answer.manifest, rows, self._policy, self._learner.vocab_size, self._credit
-            )
+            batch = assemble(answer.manifest, rows, self._policy, self._crew.vocab_size)
             self._seconds["wait"] = came_at - asked_at
             self._seconds["read"] = time.perf_counter() - came_at
             yield batch
@@ -202,6 +217,7 @@ class Trainer:
         )
         self._dataflow.commit(self._policy, batch.seq, body)
         self._cursor = cursor
+        alarm = self._watch.see(batch.seq, stats)
         self._metrics.append(
             {
                 "policy": self._policy,
@@ -209,15 +225,24 @@ class Trainer:
                 "seq": cursor.seq,
                 "incarnation": cursor.incarnation,
                 "skipped": body.skipped,
+                **({"alarm": alarm} if alarm else {}),
                 **values,
             }
         )
         if not trained:
             _log.warning("batch skipped", policy=self._policy, seq=batch.seq, why=body.skipped)
 
+    def _quarantine(self, node: Drifting) -> None:
+        body = QuarantineRequest(
+            policy=self._policy, incarnation=self._cursor.incarnation, why=str(node)
+        )
+        self._dataflow.quarantine(NodeId(node.node_id), body)
+
     def _publish(self) -> None:
         started = time.perf_counter()
-        self._publisher.hand_over(weights_of(self._learner.model), self._cursor.number)
+        self._publisher.hand_over(weights_of(self._crew.model), self._cursor.number)
+        if self._publishes_all:
+            self._publisher.finish()
         self._seconds["publish"] = time.perf_counter() - started
 
     def _announce(self, number: int, stored: StoredVersion) -> None:
@@ -235,17 +260,17 @@ class Trainer:
         return [found.manifest_digest for found in versions], newest
 
     def _save(self) -> None:
+        """Hand over a copy of everything the next step depends on."""
+        started = time.perf_counter()
+        self._saver.finish()
         if self._checkpoints.last.cursor == self._cursor:
             return
-        started = time.perf_counter()
-        self._refuse_if_replaced()
-        self._checkpoints.save(
+        self._saver.hand_over(
             self._cursor,
-            weights=weights_of(self._learner.model),
-            state=self._learner.state_tensors(),
+            weights=weights_of(self._crew.model),
+            state=self._crew.state_tensors(),
             static=self._snapshots.static,
         )
-        self._name_checkpoints()
         self._seconds["checkpoint"] = time.perf_counter() - started
 
     def _refuse_if_replaced(self) -> None:

@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities under a sampling spec, and the clipped policy loss. Pure functions of tensors.
-
-The ratio is taken against the behaviour policy: the log-probs the engine recorded when it sampled.
-They cost no second forward pass, stay right over several updates of one batch, and bound the
-distance from what was sampled, which with a staleness bound of a few versions is the trust region
-that matters. The price: a mismatch between engine and trainer counts as a change of policy; it is
-reported apart, as `mismatch`.
+"""Log-probabilities under a sampling spec, and what is made of two of them. Pure functions of
+tensors.
 
 K = trained tokens, V = vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -23,19 +17,6 @@ _NEVER = -1e30
 
 MAX_LOG_RATIO = 20.0
 """Far beyond every clip, and its exponential is a number one can still sum."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSpec:
-    """What the loss is made of."""
-
-    epsilon: float
-    """Clips the ratio below at 1 - epsilon."""
-    epsilon_high: float
-    """Clips the ratio above at 1 + epsilon_high."""
-    entropy_coef: float
-    delta: float = math.inf
-    """Bounds the ratio above whatever the advantage's sign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,22 +71,6 @@ def log_ratio(logprobs_K: Tensor, behaviour_K: Tensor) -> Tensor:
     """Of the policy now to the one that sampled, bounded: one absurd record, with a log-prob of
     -1e38, must not make the gradient of all the others NaN. Beyond the bound a token has none."""
     return (logprobs_K - behaviour_K).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def clipped_loss(log_ratio_K: Tensor, advantages_K: Tensor, spec: LossSpec) -> Tensor:
-    """PPO's clipped objective by token, to be minimised."""
-    ratio_K = log_ratio_K.exp().clamp(max=spec.delta)
-    bounded_K = ratio_K.clamp(1 - spec.epsilon, 1 + spec.epsilon_high)
-    return -torch.minimum(ratio_K * advantages_K, bounded_K * advantages_K)
-
-
-def is_clipped(log_ratio_K: Tensor, advantages_K: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
-    """Tokens without a gradient: (too unlikely already, too likely already)."""
-    ratio_K = log_ratio_K.exp()
-    low_K = (ratio_K < 1 - spec.epsilon) & (advantages_K < 0)
-    high_K = (ratio_K > 1 + spec.epsilon_high) & (advantages_K > 0)
-    high_K |= (ratio_K > spec.delta) & (advantages_K < 0)
-    return low_K, high_K
 
 
 def behaviour_kl(log_ratio_K: Tensor) -> Tensor:

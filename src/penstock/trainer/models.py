@@ -113,6 +113,11 @@ def _write_tiny_qwen3(folder: Path, seed: int) -> None:
     save_file(_tiny_weights(seed), folder / WEIGHTS, metadata={"format": "pt"})
 
 
+def num_tiny_parameters() -> int:
+    """Of the built-in model."""
+    return sum(weight.size for weight in _tiny_weights(0).values())
+
+
 def _tiny_weights(seed: int) -> dict[str, npt.NDArray[np.float32]]:
     draw = np.random.Generator(np.random.PCG64(seed))
 

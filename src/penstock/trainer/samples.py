@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,10 @@ class Samples:
     """As sampled, under the token's own sampling spec."""
     numbers_T: npt.NDArray[np.int32]
     """Number of the version that sampled it; -1 where another policy did."""
+    turns_T: npt.NDArray[np.int32]
+    """Index of the token's turn in its trajectory, its prompt included."""
+    sampled_T: npt.NDArray[np.int64]
+    """Index among all sampled tokens of its trajectory, turn after turn; meant where trained."""
     temperature_T: Floats
     top_k_T: npt.NDArray[np.int32]
     top_p_T: Floats
@@ -63,11 +68,15 @@ class _Pieces:
     )
     span_lengths: list[int] = field(default_factory=list[int])
     span_numbers: list[int] = field(default_factory=list[int])
+    turns: list[int] = field(default_factory=list[int])
+    sampled: list[int] = field(default_factory=list[int])
     sample_lengths: list[int] = field(default_factory=list[int])
     rows: list[int] = field(default_factory=list[int])
 
-    def add_context(self, ids: bytes) -> int:
+    def add_context(self, ids: bytes, turn: int) -> int:
         num_ids = len(ids) // 4
+        self.turns.append(turn)
+        self.sampled.append(0)
         self.ids.append(ids)
         self.logprobs.append(bytes(len(ids)))
         self.lengths.append(num_ids)
@@ -76,8 +85,10 @@ class _Pieces:
         self.span_numbers.append(-1)
         return num_ids
 
-    def add_answer(self, turn: Turn, *, is_own: bool) -> int:
+    def add_answer(self, turn: Turn, index: int, num_before: int, *, is_own: bool) -> int:
         num_ids = len(turn.sampled_ids) // 4
+        self.turns.append(index)
+        self.sampled.append(num_before)
         spec = turn.sampling
         self.ids.append(turn.sampled_ids)
         self.logprobs.append(turn.logprobs)
@@ -98,15 +109,18 @@ def cut(
     """Samples of these (manifest index, trajectory) pairs, in their order."""
     pieces = _Pieces()
     for row, trajectory in rows:
+        lengths = [len(turn.sampled_ids) // 4 for turn in trajectory.turns]
+        before = [0, *accumulate(lengths)]
         for path, trained in _paths(trajectory.turns, policy, sees):
             num_ids = 0
             for index in path:
                 turn = trajectory.turns[index]
-                num_ids += pieces.add_context(turn.prompt_ids)
+                num_ids += pieces.add_context(turn.prompt_ids, index)
                 if index in trained:
-                    num_ids += pieces.add_answer(turn, is_own=turn.policy == policy)
+                    is_own = turn.policy == policy
+                    num_ids += pieces.add_answer(turn, index, before[index], is_own=is_own)
                 else:
-                    num_ids += pieces.add_context(turn.sampled_ids)
+                    num_ids += pieces.add_context(turn.sampled_ids, index)
             pieces.sample_lengths.append(num_ids)
             pieces.rows.append(row)
     return _join(pieces)
@@ -170,8 +184,16 @@ def _join(pieces: _Pieces) -> Samples:
         mask_T=mask,
         logprobs_T=np.frombuffer(b"".join(pieces.logprobs), "<f4"),
         numbers_T=np.repeat(np.array(pieces.span_numbers, np.int32), span_lengths),
+        turns_T=np.repeat(np.array(pieces.turns, np.int32), lengths),
+        sampled_T=_counted_from(np.array(pieces.sampled, np.int64), lengths),
         temperature_T=np.repeat(specs[:, 1].astype(np.float32), lengths),
         top_k_T=np.repeat(specs[:, 2].astype(np.int32), lengths),
         top_p_T=np.repeat(specs[:, 3].astype(np.float32), lengths),
         min_p_T=np.repeat(specs[:, 4].astype(np.float32), lengths),
     )
+
+
+def _counted_from(firsts: Ints, lengths: Ints) -> Ints:
+    """first, first+1, … of each segment."""
+    offsets = np.cumsum(lengths) - lengths
+    return np.repeat(firsts - offsets, lengths) + np.arange(int(lengths.sum()))

@@ -3,36 +3,34 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
 import torch
 
-from penstock.config import PolicyConfig, RunConfig, digest
+from penstock.config import RunConfig, identity
 from penstock.dataflow.client import TrainerClient
-from penstock.errors import Fenced, Unreachable
+from penstock.dataflow.protocol import RowPayload
+from penstock.errors import Fenced, StoreError, Unreachable
 from penstock.observe.metrics import MetricsFile
-from penstock.trainer.advantages import batch_advantages, group_advantages
+from penstock.trainer.batches import Batch, assemble
+from penstock.trainer.build import build_crew
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
-from penstock.trainer.learner import Learner, UpdateSpec
+from penstock.trainer.crew import Crew
 from penstock.trainer.loop import Trainer
-from penstock.trainer.losses import LossSpec
-from penstock.trainer.models import init_model, load_model, static_files
+from penstock.trainer.models import init_model, static_files
+from penstock.trainer.replay import Record, Replayed, replay
 from penstock.trainer.snapshots import Snapshots, weights_of
-from penstock.types import PolicyName
+from penstock.types import Manifest, PolicyName
 
 EXIT_FENCED = 3
 """A newer trainer of the policy has taken over; starting this one again would take it back."""
 
 EXIT_STOPPED = 128 + signal.SIGTERM
 """Told to stop before its last step; the next life goes on from the checkpoint it left."""
-
-CREDITS = {"grpo": group_advantages, "reinforce": batch_advantages}
-"""By the algorithm's name."""
 
 _log = structlog.get_logger(__name__)
 
@@ -45,14 +43,17 @@ def run_trainer(
     token: str,
     run_dir: Path,
     store_root: Path,
+    accepts_changes: bool = False,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Train until the dataflow says `end` or the caller says stop; the exit code of the process."""
+    """Train until the dataflow says `end` or the caller says stop; the exit code of the process.
+
+    accepts_changes: go on from a checkpoint that was saved under another config."""
     client = TrainerClient(url, token, is_stopping=is_stopping)
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     torch.set_num_threads(config.for_policy(policy).model.torch_threads)
-    checkpoints = make_checkpoints(config, policy, run_dir)
-    learner, checkpoint = make_learner(config.for_policy(policy), checkpoints, seed=config.seed)
+    checkpoints = make_checkpoints(config, policy, run_dir, accepts_changes=accepts_changes)
+    crew, checkpoint = make_crew(config, policy, checkpoints)
     snapshots = Snapshots(
         store_root,
         PolicyName(policy),
@@ -62,13 +63,13 @@ def run_trainer(
     try:
         is_complete = Trainer(
             policy=PolicyName(policy),
-            learner=learner,
+            crew=crew,
             dataflow=client,
             snapshots=snapshots,
             checkpoints=checkpoints,
             metrics=metrics,
-            credit=CREDITS[config.for_policy(policy).algorithm.name],
             is_stopping=is_stopping,
+            publishes_all=config.deterministic,
         ).run()
     except Fenced as error:
         _log.error("trainer was replaced and exits", policy=policy, why=str(error))
@@ -91,56 +92,71 @@ def run_trainer(
     return 0
 
 
-def make_checkpoints(config: RunConfig, policy: str, run_dir: Path) -> Checkpoints:
+def replay_step(
+    config: RunConfig, policy: str, record: Record, *, number: int, run_dir: Path, scratch: Path
+) -> Replayed:
+    """Compute `number` again, from the newest checkpoint before it, into a store in `scratch`."""
+    settings = config.for_policy(policy)
+    torch.set_num_threads(settings.model.torch_threads)
+    complete = make_checkpoints(config, policy, run_dir).complete()
+    before = [found for found in complete if found.cursor.number < number]
+    if not before:
+        known = ", ".join(str(found.cursor.number) for found in complete) or "none"
+        raise StoreError(
+            f"no checkpoint of {policy} before number {number} is left (kept: {known}); a step can "
+            "be computed again only after the oldest of them"
+        )
+    checkpoint = before[-1]
+    crew = build_crew(config, policy, checkpoint.folder)
+    crew.restore(checkpoint.read_state())
+
+    def assembled(manifest: Manifest, rows: Sequence[RowPayload]) -> Batch:
+        return assemble(manifest, rows, PolicyName(policy), crew.vocab_size)
+
+    cursor, differences = replay(
+        record, checkpoint.cursor, number, assemble=assembled, step=crew.step
+    )
+    snapshots = Snapshots(scratch / "weights", PolicyName(policy), checkpoint.folder)
+    try:
+        stored = snapshots.put(snapshots.copy(weights_of(crew.model)), cursor.number)
+    finally:
+        snapshots.close()
+    return Replayed(
+        begun_at=checkpoint.cursor, ended_at=cursor, differences=differences, stored=stored
+    )
+
+
+def make_checkpoints(
+    config: RunConfig, policy: str, run_dir: Path, *, accepts_changes: bool = False
+) -> Checkpoints:
     """`checkpoints/step_N`, with a folder per policy between when the run has several."""
     root = run_dir / "checkpoints"
     return Checkpoints(
         root / policy if len(config.models) > 1 else root,
         policy=policy,
-        config_digest=digest(config),
+        config=identity(config),
+        accepts_changes=accepts_changes,
         every=config.for_policy(policy).training.checkpoint_every,
     )
 
 
-def make_learner(
-    config: PolicyConfig, checkpoints: Checkpoints, *, seed: int
-) -> tuple[Learner, Checkpoint]:
-    """The learner as its newest checkpoint left it; the first start makes the one of number 0."""
+def make_crew(config: RunConfig, policy: str, checkpoints: Checkpoints) -> tuple[Crew, Checkpoint]:
+    """The learners as the newest checkpoint left them; the first start makes the one of number
+    0."""
     checkpoint = checkpoints.newest()
     if checkpoint is not None:
-        learner = _new_learner(config, checkpoint.folder)
-        learner.restore(checkpoint.read_state())
-        return learner, checkpoint
-    torch.manual_seed(seed)
+        crew = build_crew(config, policy, checkpoint.folder)
+        crew.restore(checkpoint.read_state())
+        return crew, checkpoint
+    torch.manual_seed(config.seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        init_model(config.model.init, folder, seed)
-        learner = _new_learner(config, folder)
+        init_model(config.for_policy(policy).model.init, folder, config.seed)
+        crew = build_crew(config, policy, folder)
         checkpoint = checkpoints.save(
             Cursor(number=0, seq=0, incarnation=0),
-            weights=weights_of(learner.model),
-            state=learner.state_tensors(),
+            weights=weights_of(crew.model),
+            state=crew.state_tensors(),
             static=static_files(folder),
         )
-    return learner, checkpoint
-
-
-def _new_learner(config: PolicyConfig, folder: Path) -> Learner:
-    algorithm, training = config.algorithm, config.training
-    high = algorithm.epsilon_high
-    return Learner(
-        load_model(folder),
-        LossSpec(
-            epsilon=algorithm.epsilon,
-            epsilon_high=algorithm.epsilon if high is None else high,
-            delta=math.inf if algorithm.delta is None else algorithm.delta,
-            entropy_coef=algorithm.entropy_coef,
-        ),
-        UpdateSpec(
-            learning_rate=training.learning_rate,
-            weight_decay=training.weight_decay,
-            max_grad_norm=training.max_grad_norm,
-            minibatches=training.minibatches,
-            epochs=training.epochs,
-        ),
-    )
+    return crew, checkpoint

@@ -251,7 +251,7 @@ def test_check_catches_a_reward_that_gives_no_number(
 def test_check_does_not_hang_with_the_users_code(
     capsys: pytest.CaptureFixture[str], my_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.cli.check.DEADLINE_S", 1.5)
+    monkeypatch.setattr("penstock.cli.trial.DEADLINE_S", 1.5)
     (my_run.parent / "task.py").write_text("import time\ntime.sleep(60)")
     code, _, err = run_main(capsys, "check", str(my_run))
     assert code == 1
@@ -276,9 +276,9 @@ def test_a_finished_run_exits_0_at_once_and_says_so(
 def test_a_changed_config_is_refused_with_the_differences(
     capsys: pytest.CaptureFixture[str], run_folder: RunFolder
 ) -> None:
-    code, _, err = run_main(capsys, "run", str(run_folder.path), "training.steps=71")
+    code, _, err = run_main(capsys, "run", str(run_folder.path), "training.epochs=2")
     assert code == 1
-    assert "training.steps: 130 -> 71" in err
+    assert "training.epochs: 1 -> 2" in err
     assert "--accept-changes" in err
     assert run_folder.read_config() == demo(0)
 

@@ -53,6 +53,70 @@ def test_a_kill_while_changes_are_accepted_does_not_make_them_finished(
         start(folder, demo(1), accept_changes=True)
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise Started
+
+    monkeypatch.setattr(Signer, "create", stop)
+
+
+def with_changes(config: RunConfig, **training: object) -> RunConfig:
+    return config.model_copy(update={"training": config.training.model_copy(update=training)})
+
+
+@pytest.mark.usefixtures("started")
+def test_what_a_run_may_change_freely_is_not_asked_about(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    folder.write_config(demo(0))
+    folder.write_finish(Finish(finished_at=1.0, steps=2, trajectories=3))
+    longer = with_changes(demo(0), steps=999, checkpoint_every=3)
+    with pytest.raises(Started):
+        start(folder, longer)  # not finished any more
+    assert folder.read_config() == longer == folder.adopted()
+    with pytest.raises(ConfigError, match=r"training\.epochs: 1 -> 2\n") as refused:
+        start(folder, with_changes(longer, epochs=2, steps=5))
+    assert "steps" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("started")
+def test_a_config_edited_by_hand_in_the_run_folder_is_noticed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    with pytest.raises(Started):
+        start(folder, demo(0))
+    edited = with_changes(demo(0), learning_rate=0.5)
+    folder.write_config(edited)
+    with pytest.raises(ConfigError, match=r"training\.learning_rate: 0\.002 -> 0\.5"):
+        start(folder, edited)
+    with pytest.raises(Started):
+        start(folder, edited, accept_changes=True)
+    with pytest.raises(Started):
+        start(folder, edited)
+
+
+@pytest.mark.usefixtures("started")
+def test_a_changed_data_set_is_refused_until_it_is_accepted(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+
+    def begin(digest: str, *, accept_changes: bool = False) -> None:
+        with pytest.raises(Started):
+            launch(
+                demo(0),
+                folder,
+                python_path=(),
+                headless=True,
+                sources={"train": digest},
+                accept_changes=accept_changes,
+            )
+
+    begin("a")
+    begin("a")
+    with pytest.raises(ConfigError, match="source train: its tasks are not those"):
+        begin("b")
+    begin("b", accept_changes=True)
+    begin("b")
+
+
 def test_pids_that_cannot_be_recorded_do_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,14 +168,13 @@ WORDS = [
     case(RULES, rules("{admit: reward_spread}"), "dataflow.rules[0].admit",
          'did you mean "reward-spread"?'),
     case(RULES, rules("{select: lifo}"), "dataflow.rules[0].select", 'did you mean "fifo"?'),
-    case(ALGORITHM, algorithm("name: ppo"), "algorithm.name", "use grpo"),
+    case(ALGORITHM, algorithm("name: trpo"), "algorithm.name", 'did you mean "grpo"?'),
+    case("max_staleness: 1", "mode: on_policy #@", "training.mode", "use sync | one_step | async"),
 ]  # fmt: skip
 
 NOT_SERVED = [
     case("launcher: local", "launcher: ray #@", "launcher", "is not served yet; use local"),
     case(POLICY, policy("frozen: true"), "models.policy.frozen", "is not served yet"),
-    case(ALGORITHM, algorithm("beta: 0.04"), "algorithm.beta", "set beta to 0.0"),
-    case("pipeline: null", "pipeline: {stages: []} #@", "pipeline", "leave pipeline null"),
     case("eval: null", "eval: {every: 10} #@", "eval", "leave eval null"),
     case("report_to: []", "report_to: [wandb] #@", "report_to", "is not served yet"),
     case("report_to: []", "report_to: wandb #@", "report_to", "is not served yet"),

@@ -7,7 +7,17 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import RunConfig, demo, differences, digest, dump, load, run_dir
+from penstock.config import (
+    RunConfig,
+    changed,
+    demo,
+    differences,
+    digest,
+    dump,
+    identity,
+    load,
+    run_dir,
+)
 from penstock.config.loader import parse
 from penstock.config.passwords import password_in, without_password
 
@@ -111,6 +121,19 @@ def test_differences_name_keys_and_values(design: str, load_text: LoadText) -> N
     assert 'models.b.init: (absent) -> "x"' in found
     assert 'dataflow.rules[0].admit: "reward-spread" -> "all"' in found
     assert 'dataflow.rules[1].select: "edf" -> (absent)' in found
+
+
+def test_what_may_change_freely_is_no_part_of_what_a_run_is(
+    design: str, load_text: LoadText
+) -> None:
+    old = load_text(design)
+    free = ["training.steps=81", "models.policy.capacity=9", "dataflow.lease.ttl_s=3"]
+    assert digest(load_text(design, free)) == digest(old)
+    assert len(differences(old, load_text(design, free))) == 3
+    for name in ("training.learning_rate=1", "seed=5", "algorithm.epsilon=0.3", "reward=null"):
+        assert digest(load_text(design, [*free, name])) != digest(old), name
+        (found,) = changed(identity(old), identity(load_text(design, [*free, name])))
+        assert found.startswith(name.partition("=")[0])
 
 
 def test_run_dir() -> None:

@@ -131,14 +131,25 @@ async def test_every_slot_is_run_scored_delivered_and_acknowledged(
 
 
 async def test_leases_ask_for_free_slots_only_and_not_one_by_one(
-    tmp_path: Path, snapshot: Path
+    tmp_path: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("penstock.rollout.slots.GATHER_S", 10.0)
     staggered = facts(workflow=f"{WORKFLOWS}:staggered")
     async with bench(tmp_path, snapshot, num_slots=100, run_facts=staggered) as desk:
         await asyncio.wait_for(desk.dataflow.until_stored(100), 20)
         asked = [lease.max_slots for lease in desk.dataflow.leases]
         assert asked[0] == 16 and min(asked) >= 4
         assert user_workflows.most_running == 16
+
+
+async def test_a_free_slot_does_not_wait_for_long_answers_beside_it(
+    tmp_path: Path, snapshot: Path
+) -> None:
+    """14 of 16 slots hang: what is left is less than a quarter, and all other work goes there."""
+    mostly = facts(workflow=f"{WORKFLOWS}:hangs_at_first")
+    async with bench(tmp_path, snapshot, num_slots=40, run_facts=mostly, grace_s=0.1) as desk:
+        await asyncio.wait_for(desk.dataflow.until_stored(26), 20)
+        assert {lease.max_slots for lease in desk.dataflow.leases[1:]} <= {1, 2}
 
 
 async def test_starting_until_a_version_is_live_then_live(tmp_path: Path, snapshot: Path) -> None:

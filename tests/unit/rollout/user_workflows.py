@@ -83,6 +83,12 @@ async def hangs(task: Task, ctx: Context) -> None:
     await asyncio.sleep(60)
 
 
+async def hangs_at_first(task: Task, ctx: Context) -> str:
+    if ctx.seed < 14:
+        await asyncio.sleep(60)
+    return await ask(ctx, task.payload["prompt"])
+
+
 async def own_timeout(task: Task, ctx: Context) -> None:
     raise TimeoutError("of the user's own client")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from blake3 import blake3
+from transformers import PreTrainedModel
 
 from penstock.dataflow.protocol import (
     BatchAnswer,
@@ -18,6 +19,7 @@ from penstock.dataflow.protocol import (
     IncarnationRequest,
     PolicyState,
     PublishRequest,
+    QuarantineRequest,
     RowPayload,
     RowsAnswer,
     UsedBy,
@@ -25,7 +27,18 @@ from penstock.dataflow.protocol import (
     VersionsInUse,
 )
 from penstock.errors import Conflict, Fenced
+from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, assemble
+from penstock.trainer.divergence import WithEntropy
+from penstock.trainer.gang import Alone
+from penstock.trainer.learner import Learner, Optimizer
+from penstock.trainer.objectives import Clipped
+from penstock.trainer.pipeline.credits import group_advantage
+from penstock.trainer.pipeline.layout import Layout
+from penstock.trainer.schedules import Schedule
+from penstock.trainer.scoring import Passes
+from penstock.trainer.tokens import Budgeted, Objective
+from penstock.trainer.updates import Cut
 from penstock.types import (
     FinishReason,
     GroupId,
@@ -48,6 +61,26 @@ from penstock.wire.codec import encode
 
 POLICY = PolicyName("policy")
 VOCAB_SIZE = 16
+CLIPPED = WithEntropy(inner=Clipped(), coef=0.01)
+
+
+def make_learner(
+    model: PreTrainedModel,
+    *,
+    objective: Objective | Budgeted = CLIPPED,
+    rate: float = 2e-3,
+    weight_decay: float = 0.01,
+    epochs: int = 1,
+    minibatches: int = 1,
+    micro_batch_tokens: int = 4096,
+) -> Learner:
+    return Learner(
+        Actor(model, learns_entropy=True),
+        objective,
+        Optimizer(schedule=Schedule(peak=rate), weight_decay=weight_decay, epochs=epochs),
+        cut=Cut(minibatches=minibatches),
+        passes=Passes(ranks=Alone(), micro_batch_tokens=micro_batch_tokens),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +91,12 @@ class Sealed:
     rows: tuple[RowPayload, ...]
 
     def assembled(self) -> Batch:
-        return assemble(self.manifest, self.rows, POLICY, VOCAB_SIZE)
+        return credited(assemble(self.manifest, self.rows, POLICY, VOCAB_SIZE))
+
+
+def credited(batch: Batch) -> Batch:
+    """As the pipeline's first stage does."""
+    return batch.with_columns(group_advantage(Layout.of(batch), reward=batch.columns["reward"]))
 
 
 def make_turn(
@@ -88,7 +126,9 @@ def make_turn(
     )
 
 
-def make_trajectory(*turns: Turn, name: str = "p0-0.0.1", reward: float = 0.0) -> Trajectory:
+def make_trajectory(
+    *turns: Turn, name: str = "p0-0.0.1", reward: float = 0.0, node: str = "node"
+) -> Trajectory:
     group, slot, epoch = name.split(".")
     return Trajectory(
         row_id=RowId(name),
@@ -96,7 +136,7 @@ def make_trajectory(*turns: Turn, name: str = "p0-0.0.1", reward: float = 0.0) -
         slot=int(slot),
         epoch=int(epoch),
         attempt=1,
-        node_id=NodeId("node"),
+        node_id=NodeId(node),
         turns=turns,
         reward=reward,
         outcome=Outcome(kind=OutcomeKind.COMPLETED),
@@ -104,16 +144,21 @@ def make_trajectory(*turns: Turn, name: str = "p0-0.0.1", reward: float = 0.0) -
 
 
 def seal(
-    groups: Sequence[Sequence[tuple[Turn, float]]], *, seq: int = 1, trains_from: int = 0
+    groups: Sequence[Sequence[tuple[Turn, float]]],
+    *,
+    seq: int = 1,
+    trains_from: int = 0,
+    nodes: Sequence[str] = ("node",),
 ) -> Sealed:
-    """A batch of one-turn rows, each with its reward."""
+    """A batch of one-turn rows, each with its reward; nodes make them in turns."""
     sealed: list[SealedGroup] = []
     rows: list[RowPayload] = []
     for index, members in enumerate(groups):
         summaries: list[RowSummary] = []
         for slot, (turn, reward) in enumerate(members):
             name = f"p0-{seq * 1000 + index}.{slot}.1"
-            payload = encode(make_trajectory(turn, name=name, reward=reward))
+            node = nodes[len(rows) % len(nodes)]
+            payload = encode(make_trajectory(turn, name=name, reward=reward, node=node))
             rows.append(RowPayload(row_id=RowId(name), payload=payload))
             summaries.append(
                 RowSummary(
@@ -162,6 +207,7 @@ class MemoryDataflow:
         default_factory=list[tuple[int, CommitRequest]]
     )
     retained: tuple[tuple[int, int], ...] = ()
+    quarantined: list[NodeId] = field(default_factory=list[NodeId])
     calls: list[str] = field(default_factory=list[str])
     checkpoint_now: bool = False
     rivals: int = 0
@@ -222,6 +268,10 @@ class MemoryDataflow:
         self._require(body.incarnation)
         self.retained = body.retained
         self._done(f"checkpoints {body.retained}")
+
+    def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None:
+        self._require(body.incarnation)
+        self.quarantined.append(node_id)
 
     def versions_in_use(self) -> VersionsInUse:
         self._done("versions")

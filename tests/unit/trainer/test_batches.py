@@ -4,11 +4,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, Sealed, make_turn, seal
+from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, Sealed, credited, make_turn, seal
 
 from penstock.errors import StoreError
-from penstock.trainer.batches import assemble
+from penstock.trainer.batches import Batch, assemble
 
 
 def uneven() -> Sealed:
@@ -23,16 +24,22 @@ def by_hand(rewards: list[float]) -> list[float]:
     return [float((reward - mean) / (std + 1e-5)) for reward in rewards]
 
 
+def credit_of(batch: Batch) -> npt.NDArray[np.float64]:
+    """Each row has one trained token, which carries its credit."""
+    return batch.columns["advantage"][batch.samples.mask_T]
+
+
 def test_credit_compares_whole_groups() -> None:
     due = [*by_hand([0.0, 0.5, 1.0]), *by_hand([0.0, 0.0, 1.0, 0.25]), 0.0]
-    np.testing.assert_allclose(uneven().assembled().advantages_R, due)
+    np.testing.assert_allclose(credit_of(uneven().assembled()), due)
 
 
 def test_a_row_that_is_gone_changes_nobody_elses_credit() -> None:
     sealed = uneven()
     rows = [replace(row, payload=None) if i == 2 else row for i, row in enumerate(sealed.rows)]
-    batch = assemble(sealed.manifest, rows, POLICY, VOCAB_SIZE)
-    np.testing.assert_array_equal(batch.advantages_R, sealed.assembled().advantages_R)
+    batch = credited(assemble(sealed.manifest, rows, POLICY, VOCAB_SIZE))
+    others = np.delete(credit_of(sealed.assembled()), 2)
+    np.testing.assert_array_equal(credit_of(batch), others)
     assert 2 not in batch.samples.rows_S
 
 
@@ -41,3 +48,46 @@ def test_other_bytes_than_sealed_are_refused() -> None:
     other = replace(sealed.rows[0], payload=uneven().rows[1].payload)
     with pytest.raises(StoreError, match="other bytes than those"):
         assemble(sealed.manifest, [other, *sealed.rows[1:]], POLICY, VOCAB_SIZE)
+
+
+def test_a_column_is_written_once_and_by_row_or_by_token() -> None:
+    batch = uneven().assembled()
+    with pytest.raises(ValueError, match=r"\['reward'\] stand already"):
+        batch.with_columns({"reward": np.zeros(8)})
+    with pytest.raises(ValueError, match=r"column values has shape \(7,\)"):
+        batch.with_columns({"values": np.zeros(7)})
+    assert batch.with_columns({"values": np.zeros(24)}).columns["values"].size == 24
+
+
+def test_a_rank_trains_its_own_rows_with_the_credit_of_all() -> None:
+    sealed = uneven()
+    whole = sealed.assembled()
+    for part in range(3):
+        drawn = [
+            row if index % 3 == part else replace(row, payload=None)
+            for index, row in enumerate(sealed.rows)
+        ]
+        share = credited(assemble(sealed.manifest, drawn, POLICY, VOCAB_SIZE))
+        assert share.samples.rows_S.tolist() == list(range(part, 8, 3))
+        np.testing.assert_array_equal(credit_of(share), credit_of(whole)[part::3])
+
+
+def test_columns_of_stages_elsewhere_stand_by_row_and_by_token() -> None:
+    sealed = seal([[(make_turn([3, 4], [5, 6]), 0.0), (make_turn([3], [7]), 1.0)]])
+    rows = [
+        replace(row, columns={"reference_logprobs": np.array(values, "<f4").tobytes()})
+        for row, values in zip(sealed.rows, ([-1.0, -2.0], [-3.0]), strict=True)
+    ]
+    batch = credited(assemble(sealed.manifest, rows, POLICY, VOCAB_SIZE))
+    assert batch.columns["reference_logprobs"].tolist() == [0, 0, -1, -2, 0, -3]
+    assert batch.columns["length"].tolist() == [2, 1]
+    short = [replace(rows[0], columns={"reference_logprobs": b""}), rows[1]]
+    with pytest.raises(StoreError, match="has 0 numbers, fewer than the row has sampled"):
+        assemble(sealed.manifest, short, POLICY, VOCAB_SIZE)
+
+
+def test_rows_left_out_are_neither_trained_nor_counted() -> None:
+    batch = uneven().assembled()
+    left = batch.without(np.arange(8) == 1)
+    assert left.samples.num_trained == batch.samples.num_trained - 1
+    assert not left.samples.mask_T[left.rows_T == 1].any()

@@ -8,24 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.trainer.doubles import random_batch
+from tests.unit.trainer.doubles import make_learner, random_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from penstock.errors import Fenced, StoreError
+from penstock.errors import ConfigError, Fenced, StoreError
 from penstock.trainer.checkpoint import NUM_KEPT, STATE, Checkpoint, Checkpoints, Cursor
-from penstock.trainer.learner import Learner, UpdateSpec
-from penstock.trainer.losses import LossSpec
+from penstock.trainer.learner import Learner
 from penstock.trainer.models import WEIGHTS, load_model, static_files
 from penstock.trainer.snapshots import weights_of
 
 NewModel = Callable[[], PreTrainedModel]
-LOSS = LossSpec(epsilon=0.2, epsilon_high=0.2, entropy_coef=0.01)
-UPDATES = UpdateSpec(learning_rate=2e-3, minibatches=2)
 
 
 def open_checkpoints(root: Path) -> Checkpoints:
-    return Checkpoints(root, policy="policy", config_digest="same", every=20)
+    return Checkpoints(root, policy="policy", every=20)
 
 
 def at(number: int, seq: int | None = None, *, incarnation: int = 1) -> Cursor:
@@ -68,7 +65,7 @@ def train(learner: Learner, *seqs: int) -> None:
 def test_a_checkpoint_is_an_ordinary_model_folder(
     new_model: NewModel, model_folder: Path, tmp_path: Path
 ) -> None:
-    learner = Learner(new_model(), LOSS, UPDATES)
+    learner = make_learner(new_model(), minibatches=2)
     train(learner, 1)
     saved = save(open_checkpoints(tmp_path), learner, at(1), model_folder)
     assert saved.folder == tmp_path / "step_1"
@@ -81,15 +78,15 @@ def test_a_checkpoint_is_an_ordinary_model_folder(
 def test_resumed_training_has_the_same_bits_as_training_straight_on(
     new_model: NewModel, model_folder: Path, tmp_path: Path
 ) -> None:
-    straight = Learner(new_model(), LOSS, UPDATES)
+    straight = make_learner(new_model(), minibatches=2)
     train(straight, 1, 2, 3, 4, 5, 6)
 
-    first = Learner(new_model(), LOSS, UPDATES)
+    first = make_learner(new_model(), minibatches=2)
     train(first, 1, 2, 3)
     save(open_checkpoints(tmp_path), first, at(3), model_folder)
     found = open_checkpoints(tmp_path).newest()
     assert found is not None and found.cursor == at(3)
-    second = Learner(load_model(found.folder), LOSS, UPDATES)
+    second = make_learner(load_model(found.folder), minibatches=2)
     second.restore(found.read_state())
     assert_same_bits(bits(first), bits(second))
     train(second, 4, 5, 6)
@@ -103,7 +100,7 @@ def test_an_interruption_at_any_moment_leaves_the_older_checkpoint_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every file and folder is fsynced on its way, so dying at each fsync visits every state."""
-    learner = Learner(new_model(), LOSS, UPDATES)
+    learner = make_learner(new_model(), minibatches=2)
     save(open_checkpoints(tmp_path), learner, at(0), model_folder)
     older = bits(learner)
     train(learner, 1)
@@ -131,7 +128,7 @@ def test_an_interruption_at_any_moment_leaves_the_older_checkpoint_whole(
             monkeypatch.setattr(os, "fsync", real)
         found = open_checkpoints(tmp_path).newest()
         assert found is not None
-        restored = Learner(load_model(found.folder), LOSS, UPDATES)
+        restored = make_learner(load_model(found.folder), minibatches=2)
         restored.restore(found.read_state())
         assert found.cursor.number in (0, 1)
         assert_same_bits(bits(restored), older if found.cursor == at(0) else bits(learner))
@@ -146,7 +143,7 @@ def test_an_interruption_at_any_moment_leaves_the_older_checkpoint_whole(
 def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_counts(
     new_model: NewModel, model_folder: Path, tmp_path: Path, name: str, how: str
 ) -> None:
-    learner = Learner(new_model(), LOSS, UPDATES)
+    learner = make_learner(new_model(), minibatches=2)
     checkpoints = open_checkpoints(tmp_path)
     save(checkpoints, learner, at(0), model_folder)
     train(learner, 1)
@@ -174,7 +171,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_counts(
 def test_checkpoints_of_which_none_can_be_used_are_no_fresh_start(
     new_model: NewModel, model_folder: Path, tmp_path: Path, how: str
 ) -> None:
-    learner = Learner(new_model(), LOSS, UPDATES)
+    learner = make_learner(new_model(), minibatches=2)
     checkpoints = open_checkpoints(tmp_path)
     saved = [save(checkpoints, learner, at(number), model_folder) for number in (5, 10)]
     for folder in (one.folder for one in saved):
@@ -195,7 +192,7 @@ def test_checkpoints_of_which_none_can_be_used_are_no_fresh_start(
 def test_a_checkpoint_of_a_newer_format_is_refused_by_name(
     new_model: NewModel, model_folder: Path, tmp_path: Path
 ) -> None:
-    learner = Learner(new_model(), LOSS, UPDATES)
+    learner = make_learner(new_model(), minibatches=2)
     checkpoints = open_checkpoints(tmp_path)
     save(checkpoints, learner, at(5), model_folder)
     state = save(checkpoints, learner, at(10), model_folder).folder / STATE
@@ -211,7 +208,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_by_name(
 def test_a_removal_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
     new_model: NewModel, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = Learner(new_model(), LOSS, UPDATES)
+    learner = make_learner(new_model(), minibatches=2)
     checkpoints = open_checkpoints(tmp_path)
     for number in (0, 1):
         save(checkpoints, learner, at(number), model_folder)
@@ -233,7 +230,7 @@ def test_a_removal_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
 def test_a_replaced_trainer_leaves_its_successors_checkpoints_alone(
     new_model: NewModel, model_folder: Path, tmp_path: Path, number: int
 ) -> None:
-    learner = Learner(new_model(), LOSS, UPDATES)
+    learner = make_learner(new_model(), minibatches=2)
     replaced = open_checkpoints(tmp_path)
     save(replaced, learner, at(5), model_folder)
     successor = open_checkpoints(tmp_path)
@@ -248,8 +245,30 @@ def test_a_replaced_trainer_leaves_its_successors_checkpoints_alone(
     assert found is not None and found.cursor == at(10, incarnation=2)
 
 
+def test_a_checkpoint_of_another_config_is_refused_by_key_unless_that_is_accepted(
+    new_model: NewModel, model_folder: Path, tmp_path: Path
+) -> None:
+    def opened(learning_rate: str, *, accepts_changes: bool = False) -> Checkpoints:
+        config = {"seed": "0", "training.learning_rate": learning_rate}
+        return Checkpoints(
+            tmp_path, policy="policy", every=20, config=config, accepts_changes=accepts_changes
+        )
+
+    learner = make_learner(new_model(), minibatches=2)
+    save(opened("0.1"), learner, at(1), model_folder)
+    assert opened("0.1").newest() is not None
+    before = files(tmp_path)
+    with pytest.raises(ConfigError, match=r"(?s)training.learning_rate: 0.1 -> 0.2\n.*--accept"):
+        opened("0.2").newest()
+    assert files(tmp_path) == before
+    accepted = opened("0.2", accepts_changes=True)
+    assert accepted.newest() is not None
+    save(accepted, learner, at(2), model_folder)
+    assert opened("0.2").newest() is not None, "from here on it is the config of the run"
+
+
 def test_only_the_last_are_kept(new_model: NewModel, model_folder: Path, tmp_path: Path) -> None:
-    learner = Learner(new_model(), LOSS, UPDATES)
+    learner = make_learner(new_model(), minibatches=2)
     checkpoints = open_checkpoints(tmp_path)
     for number in range(4):
         save(checkpoints, learner, at(number, seq=number + 5), model_folder)
@@ -261,7 +280,7 @@ def test_only_the_last_are_kept(new_model: NewModel, model_folder: Path, tmp_pat
 def test_skipped_batches_move_only_the_cursor(
     new_model: NewModel, model_folder: Path, tmp_path: Path
 ) -> None:
-    learner = Learner(new_model(), LOSS, UPDATES)
+    learner = make_learner(new_model(), minibatches=2)
     checkpoints = open_checkpoints(tmp_path)
     first = save(checkpoints, learner, at(2), model_folder)
     moved = save(checkpoints, learner, at(2, seq=9), model_folder)
@@ -274,7 +293,7 @@ def test_skipped_batches_move_only_the_cursor(
 def test_what_a_replaced_trainer_wrote_ahead_is_removed(
     new_model: NewModel, model_folder: Path, tmp_path: Path
 ) -> None:
-    learner = Learner(new_model(), LOSS, UPDATES)
+    learner = make_learner(new_model(), minibatches=2)
     mine = open_checkpoints(tmp_path)
     save(mine, learner, at(1), model_folder)
     other = open_checkpoints(tmp_path)
@@ -289,5 +308,5 @@ def test_due_every_so_many_versions(
     new_model: NewModel, model_folder: Path, tmp_path: Path
 ) -> None:
     checkpoints = open_checkpoints(tmp_path)
-    save(checkpoints, Learner(new_model(), LOSS, UPDATES), at(0), model_folder)
+    save(checkpoints, make_learner(new_model(), minibatches=2), at(0), model_folder)
     assert next(n for n in range(50) if checkpoints.is_due(at(n))) == 20

@@ -9,31 +9,46 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, Sealed, make_turn, random_batch, seal
+from tests.unit.trainer.doubles import (
+    CLIPPED,
+    POLICY,
+    VOCAB_SIZE,
+    Sealed,
+    credited,
+    make_learner,
+    make_turn,
+    random_batch,
+    seal,
+)
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.errors import StoreError
+from penstock.trainer import actor as actor_module
+from penstock.trainer.actor import Actor
+from penstock.trainer.attention import lay_out
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.inputs import make_inputs, micro_batches, plan_updates
-from penstock.trainer.learner import Learner, SkipReason, UpdateSpec, clip, forward, sum_loss
-from penstock.trainer.losses import LossSpec
+from penstock.trainer.gang import Alone
+from penstock.trainer.inputs import make_inputs, split
+from penstock.trainer.learner import Learner, SkipReason, weigh
+from penstock.trainer.sharding import clip
+from penstock.trainer.updates import Cut, plan_updates
 from penstock.types import SamplingSpec, log_probs
 
-LOSS = LossSpec(epsilon=0.2, epsilon_high=0.2, entropy_coef=0.01)
-UPDATES = UpdateSpec(learning_rate=2e-3)
 NewModel = Callable[[], PreTrainedModel]
 
 
 def gradient(model: PreTrainedModel, batch: Batch, max_tokens: int) -> tuple[float, Tensor]:
     """Loss and gradient of the one update of a batch, in the model's precision."""
     model.zero_grad()
-    (update,) = plan_updates(batch, minibatches=1)
+    actor = Actor(model, learns_entropy=True)
+    (update,) = plan_updates(batch, Cut(), Alone())
     total = 0.0
-    for inputs in micro_batches(update, batch, max_tokens):
-        loss, _ = sum_loss(forward(model, inputs), inputs, LOSS)
-        (loss / update.num_trained).backward()
-        total += loss.item() / update.num_trained
+    for chosen in split(update.samples, batch.samples, max_tokens):
+        inputs = make_inputs(batch, chosen, update.weights_T)
+        loss = weigh(CLIPPED(actor(inputs)), inputs)
+        loss.backward()
+        total += loss.item()
     grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     return total, torch.cat(grads)
 
@@ -50,10 +65,11 @@ def assert_same_bits(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) ->
 
 def oracle_loss(model: PreTrainedModel, sealed: Sealed) -> float:
     """Token-mean loss row by row, without padding, in float64 NumPy over the model's logits."""
+    model.set_attn_implementation("sdpa")
     batch = sealed.assembled()
     total, count = 0.0, 0
     samples = batch.samples
-    for s, row in enumerate(samples.rows_S):
+    for s in range(samples.rows_S.size):
         part = slice(int(samples.starts_S[s]), int(samples.ends_S[s]))
         ids = samples.ids_T[part].astype(np.int64)
         with torch.no_grad():
@@ -64,7 +80,7 @@ def oracle_loss(model: PreTrainedModel, sealed: Sealed) -> float:
             z = logits[t - 1] / samples.temperature_T[part][t]
             logp = z - z.max() - np.log(np.exp(z - z.max()).sum())
             ratio = np.exp(logp[ids[t]] - samples.logprobs_T[part][t])
-            advantage = batch.advantages_R[row]
+            advantage = batch.columns["advantage"][part][t]
             surrogate = min(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)
             total += -surrogate + 0.01 * float((np.exp(logp) * logp).sum())
             count += 1
@@ -111,8 +127,8 @@ def test_micro_batches_and_padding_do_not_change_the_gradient(new_double_model: 
 
 def test_a_step_divides_by_the_tokens_of_its_whole_update(new_double_model: NewModel) -> None:
     batch = random_batch(3).assembled()
-    whole = Learner(new_double_model(), LOSS, UPDATES).step(batch).values
-    parts = Learner(new_double_model(), LOSS, replace(UPDATES, micro_batch_tokens=17)).step(batch)
+    whole = make_learner(new_double_model()).step(batch).values
+    parts = make_learner(new_double_model(), micro_batch_tokens=17).step(batch)
     assert parts.values["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-10)
     assert parts.values["loss"] == pytest.approx(whole["loss"], rel=1e-10)
 
@@ -131,7 +147,7 @@ def test_equal_inputs_are_computed_once(new_double_model: NewModel) -> None:
     rows = [(make_turn([4, 5, 3], answer), float(i % 2)) for i, answer in enumerate(answers)]
     sealed = seal([rows])
     inputs = make_inputs(sealed.assembled(), np.arange(5))
-    assert inputs.ids_UL.tolist() == [[4, 5, 3, 0], [4, 5, 3, 7], [4, 5, 3, 9]]
+    assert inputs.ids_P.tolist() == [4, 5, 3, 7, 4, 5, 3, 9, 4, 5, 3]
     model = new_double_model()
     loss, _ = gradient(model, sealed.assembled(), max_tokens=4096)
     assert loss == pytest.approx(oracle_loss(model, sealed), rel=1e-10)
@@ -139,10 +155,55 @@ def test_equal_inputs_are_computed_once(new_double_model: NewModel) -> None:
 
 def test_no_micro_batch_exceeds_its_budget_but_for_one_long_sample() -> None:
     batch = random_batch(4, num_groups=8, size=8).assembled()
-    (update,) = plan_updates(batch, 1)
-    parts = list(micro_batches(update, batch, max_tokens=20))
-    assert all(part.ids_UL.numel() <= 20 or part.ids_UL.shape[0] == 1 for part in parts)
-    assert sum(part.targets_K.numel() for part in parts) == update.num_trained
+    every = np.arange(batch.samples.starts_S.size)
+    parts = [make_inputs(batch, chosen) for chosen in split(every, batch.samples, max_tokens=20)]
+    assert all(part.ids_P.numel() <= 20 or part.rows.longest > 20 for part in parts)
+    assert sum(part.targets_K.numel() for part in parts) == batch.samples.num_trained
+
+
+def test_nothing_leaks_from_one_packed_sample_to_another(new_double_model: NewModel) -> None:
+    """Whatever a neighbour says, a sample's log-probs and gradients keep their bits."""
+    actor = Actor(new_double_model())
+
+    def scored(neighbour: list[int]) -> tuple[Tensor, Tensor]:
+        ours = make_turn([4, 5, 6, 3], [7, 8, 9])
+        batch = seal([[(make_turn([3], neighbour), 0.0), (ours, 1.0)]]).assembled()
+        inputs = make_inputs(batch, np.arange(2))
+        embedded = actor.model.get_input_embeddings()(inputs.ids_P)
+        line = embedded.detach().requires_grad_()
+        hidden = actor.model.get_decoder()(
+            inputs_embeds=line[None], position_ids=inputs.positions_P[None], rows=inputs.rows
+        ).last_hidden_state[0]
+        own = inputs.sequences_K == 1
+        hidden[inputs.picked_K[own]].sum().backward()
+        assert line.grad is not None
+        return actor(inputs).logprobs_K[own], line.grad.norm(dim=1)
+
+    logprobs, reach = scored([5] * 30)
+    other, _ = scored([6, 7, 8] * 10)
+    assert torch.equal(logprobs, other)
+    assert reach[:30].max() == 0 and reach[30:36].min() > 0
+
+
+def test_the_line_holds_no_padding_and_attention_little() -> None:
+    lengths = np.exp(np.random.default_rng(0).normal(5.0, 1.0, 200)).astype(np.int64) + 1
+    rows = lay_out(lengths)
+    cells = sum(run.numel() for run in rows.runs)
+    assert rows.back_P.numel() == lengths.sum()
+    assert cells < lengths.sum() * 1.2
+    line = torch.cat([run.flatten() for run in rows.runs])
+    assert torch.equal(line[rows.back_P], torch.arange(int(lengths.sum())))
+
+
+def test_many_logits_are_made_in_parts(
+    new_double_model: NewModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = random_batch(15, spec=SamplingSpec(temperature=0.7, top_k=9)).assembled()
+    loss, grads = gradient(new_double_model(), batch, max_tokens=4096)
+    monkeypatch.setattr(actor_module, "MAX_LOGITS", 3 * VOCAB_SIZE)
+    again, other = gradient(new_double_model(), batch, max_tokens=4096)
+    assert again == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(other, grads, rtol=1e-10, atol=1e-15)
 
 
 def test_the_trainer_recomputes_what_the_engine_would_record(new_model: NewModel) -> None:
@@ -150,7 +211,8 @@ def test_the_trainer_recomputes_what_the_engine_would_record(new_model: NewModel
     batch = random_batch(5).assembled()
     inputs = make_inputs(batch, np.arange(batch.samples.starts_S.size))
     with torch.no_grad():
-        got = forward(model, inputs).logprobs_K.numpy()
+        got = Actor(model)(inputs).logprobs_K.numpy()
+        model.set_attn_implementation("sdpa")
         k = 0
         for s in range(batch.samples.starts_S.size):
             start, end = int(batch.samples.starts_S[s]), int(batch.samples.ends_S[s])
@@ -162,7 +224,7 @@ def test_the_trainer_recomputes_what_the_engine_would_record(new_model: NewModel
 
 
 def test_the_same_batch_twice_gives_the_same_bits(new_model: NewModel) -> None:
-    left, right = (Learner(new_model(), LOSS, UPDATES) for _ in range(2))
+    left, right = (make_learner(new_model()) for _ in range(2))
     for seq in (1, 2):
         stats = [one.step(random_batch(6, seq=seq).assembled()) for one in (left, right)]
         assert stats[0].values["loss"] == stats[1].values["loss"]
@@ -172,23 +234,24 @@ def test_the_same_batch_twice_gives_the_same_bits(new_model: NewModel) -> None:
 
 def test_minibatches_keep_groups_whole_and_in_order() -> None:
     batch = random_batch(7, num_groups=5, size=3).assembled()
-    updates = plan_updates(batch, minibatches=3)
+    updates = plan_updates(batch, Cut(minibatches=3), Alone())
     rows = [batch.samples.rows_S[update.samples] for update in updates]
     assert [sorted(set(batch.groups_R[r].tolist())) for r in rows] == [[0, 1], [2, 3], [4]]
-    assert sum(u.num_trained for u in updates) == batch.samples.num_trained
+    weights = [update.weights_T[update.weights_T > 0] for update in updates]
+    assert sum(one.size for one in weights) == batch.samples.num_trained
+    assert all(one.sum() == pytest.approx(1) for one in weights)
 
 
 def test_minibatches_times_epochs_updates(new_model: NewModel) -> None:
-    spec = replace(UPDATES, minibatches=2, epochs=3)
-    learner = Learner(new_model(), LOSS, spec)
+    learner = make_learner(new_model(), minibatches=2, epochs=3)
     stats = learner.step(random_batch(8).assembled())
     assert stats.skipped is None
     assert stats.values["updates"] == 6
-    assert learner.state_tensors()["lm_head.weight.step"].item() == 6
+    assert learner.state_tensors()["model.lm_head.weight.step"].item() == 6
 
 
 def test_equal_rewards_are_skipped(new_model: NewModel) -> None:
-    learner = Learner(new_model(), LOSS, UPDATES)
+    learner = make_learner(new_model())
     before = parameters(learner)
     sealed = seal([[(make_turn([3, 4], [5]), 0.5), (make_turn([3, 4], [6]), 0.5)]])
     assert learner.step(sealed.assembled()).skipped is SkipReason.ZERO_ADVANTAGE
@@ -198,12 +261,12 @@ def test_equal_rewards_are_skipped(new_model: NewModel) -> None:
 def test_a_batch_whose_rows_are_gone_is_skipped(new_model: NewModel) -> None:
     sealed = random_batch(9)
     gone = [replace(row, payload=None) for row in sealed.rows]
-    batch = assemble(sealed.manifest, gone, POLICY, VOCAB_SIZE)
-    assert Learner(new_model(), LOSS, UPDATES).step(batch).skipped is SkipReason.NO_TOKENS
+    batch = credited(assemble(sealed.manifest, gone, POLICY, VOCAB_SIZE))
+    assert make_learner(new_model()).step(batch).skipped is SkipReason.NO_TOKENS
 
 
 def test_a_non_finite_gradient_changes_nothing(new_model: NewModel) -> None:
-    learner = Learner(new_model(), LOSS, UPDATES)
+    learner = make_learner(new_model())
     learner.step(random_batch(10).assembled())
     before, state = parameters(learner), learner.state_tensors()
     state = {name: value.clone() for name, value in state.items()}
@@ -214,7 +277,7 @@ def test_a_non_finite_gradient_changes_nothing(new_model: NewModel) -> None:
     assert stats.values["updates/non_finite"] == 1
     assert_same_bits(before, parameters(learner))
     assert_same_bits(state, learner.state_tensors())
-    clean = Learner(new_model(), LOSS, UPDATES)
+    clean = make_learner(new_model())
     clean.step(random_batch(10).assembled())
     for one in (learner, clean):
         one.step(random_batch(10, seq=2).assembled())
@@ -222,7 +285,7 @@ def test_a_non_finite_gradient_changes_nothing(new_model: NewModel) -> None:
 
 
 def test_one_absurd_record_does_not_cost_the_batch(new_model: NewModel) -> None:
-    learner = Learner(new_model(), LOSS, UPDATES)
+    learner = make_learner(new_model())
     before = parameters(learner)
     absurd = replace(make_turn([3, 4], [5, 5]), logprobs=log_probs([-3e38, -3e38]))
     stats = learner.step(seal([[(absurd, 0.0), (make_turn([3, 4], [6]), 1.0)]]).assembled())
@@ -233,8 +296,8 @@ def test_one_absurd_record_does_not_cost_the_batch(new_model: NewModel) -> None:
 
 def test_statistics(new_model: NewModel) -> None:
     batch = random_batch(11).assembled()
-    values = Learner(new_model(), LOSS, UPDATES).step(batch).values
-    assert values["reward/mean"] == pytest.approx(batch.rewards_R.mean())
+    values = make_learner(new_model()).step(batch).values
+    assert values["reward/mean"] == pytest.approx(batch.columns["reward"].mean())
     assert values["completions/mean_length"] == pytest.approx(batch.samples.num_trained / 16)
     assert values["entropy"] == pytest.approx(math.log(16), rel=0.05), "near uniform at the start"
     assert values["staleness/mean"] == 0
@@ -246,12 +309,12 @@ def test_statistics(new_model: NewModel) -> None:
 
 def test_mismatch_is_measured_before_the_weights_move(new_model: NewModel) -> None:
     batch = random_batch(14).assembled()
-    once = Learner(new_model(), LOSS, UPDATES).step(batch).values
-    often = Learner(new_model(), LOSS, replace(UPDATES, epochs=4)).step(batch).values
+    once = make_learner(new_model()).step(batch).values
+    often = make_learner(new_model(), epochs=4).step(batch).values
     assert often["mismatch"] == once["mismatch"]
     assert often["kl"] != once["kl"]
     stale = replace(batch, trains_from=batch.trains_from + 1)
-    assert "mismatch" not in Learner(new_model(), LOSS, UPDATES).step(stale).values
+    assert "mismatch" not in make_learner(new_model()).step(stale).values
 
 
 def test_a_row_of_another_vocabulary_is_left_out_and_its_group_keeps_its_statistics() -> None:
@@ -260,7 +323,8 @@ def test_a_row_of_another_vocabulary_is_left_out_and_its_group_keeps_its_statist
     batch = seal([[*good, foreign]]).assembled()
     assert batch.samples.rows_S.tolist() == [0, 1]
     assert batch.samples.num_trained == 2
-    assert batch.advantages_R[0] == pytest.approx(2 / 3 / math.sqrt(1 / 3), rel=1e-4)
+    first = batch.columns["advantage"][batch.samples.mask_T][0]
+    assert first == pytest.approx(2 / 3 / math.sqrt(1 / 3), rel=1e-4)
 
 
 def test_rows_other_than_those_sealed_are_refused() -> None:
@@ -276,13 +340,12 @@ def test_rows_other_than_those_sealed_are_refused() -> None:
 def test_adamw_against_numpy(new_double_model: NewModel) -> None:
     """Ten updates with decoupled decay, bias correction and clipping, on one matrix."""
     name = "model.layers.0.mlp.up_proj.weight"
-    spec = replace(UPDATES, weight_decay=0.1)
-    learner = Learner(new_double_model(), LOSS, spec)
+    learner = make_learner(new_double_model(), weight_decay=0.1)
     value = parameters(learner)[name].numpy()
     mean, square = np.zeros_like(value), np.zeros_like(value)
     for step in range(1, 11):
         batch = random_batch(13, seq=step).assembled()
-        _, grads = gradient(learner.model, batch, UPDATES.micro_batch_tokens)
+        _, grads = gradient(learner.model, batch, 4096)
         norm = float(grads.norm())
         parameter = dict(learner.model.named_parameters())[name]
         assert parameter.grad is not None

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.trainer.doubles import Sealed, make_turn, seal
+from tests.unit.trainer.doubles import Sealed, make_learner, make_turn, seal
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.tasks import reverse
-from penstock.trainer.learner import Learner, UpdateSpec
-from penstock.trainer.losses import LossSpec
+from penstock.trainer.attention import PACKED
 from penstock.trainer.models import TINY_QWEN3, init_model, load_model
 from penstock.types import Turn
 
@@ -29,6 +28,7 @@ def sample(
     model: PreTrainedModel, prompts: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """(ids, log-probs) of `MAX_TOKENS` tokens after each prompt."""
+    model.set_attn_implementation("sdpa")
     ids, logprobs = prompts, list[Tensor]()
     for _ in range(MAX_TOKENS):
         logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
@@ -36,6 +36,7 @@ def sample(
         chosen = torch.multinomial(now.exp(), 1, generator=generator)
         logprobs.append(now.gather(1, chosen))
         ids = torch.cat([ids, chosen], dim=1)
+    model.set_attn_implementation(PACKED)
     return ids[:, prompts.shape[1] :], torch.cat(logprobs, dim=1)
 
 
@@ -76,11 +77,7 @@ def train(
 ) -> list[float]:
     """Mean reward of each batch; from the second on, each is sampled one version behind."""
     init_model(TINY_QWEN3, folder, seed)
-    learner = Learner(
-        load_model(folder),
-        LossSpec(epsilon=0.2, epsilon_high=0.2, entropy_coef=0.01),
-        UpdateSpec(learning_rate=learning_rate, weight_decay=0.0),
-    )
+    learner = make_learner(load_model(folder), rate=learning_rate, weight_decay=0.0)
     rollouts = Rollouts(folder, seed, num_groups)
     waiting = rollouts.batch(learner.model, seq=1, number=0)
     rewards: list[float] = []
@@ -120,11 +117,7 @@ def test_the_demo_learns(tmp_path: Path, seed: int) -> None:
 def test_the_trainer_finds_the_log_probs_of_the_sampler(
     new_model: Callable[[], PreTrainedModel], model_folder: Path
 ) -> None:
-    learner = Learner(
-        new_model(),
-        LossSpec(epsilon=0.2, epsilon_high=0.2, entropy_coef=0.0),
-        UpdateSpec(learning_rate=0.0),
-    )
+    learner = make_learner(new_model(), rate=0.0)
     batch = Rollouts(model_folder, seed=0, num_groups=16).batch(learner.model, seq=1, number=0)
     values = learner.step(batch.assembled()).values
     assert values["mismatch"] < 1e-6

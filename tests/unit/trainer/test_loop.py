@@ -3,8 +3,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,27 +20,39 @@ from tests.unit.trainer.doubles import (
     seal,
 )
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from penstock.config import RunConfig
 from penstock.errors import Fenced, StoreError
 from penstock.observe.metrics import MetricsFile
+from penstock.trainer.actor import Actor
+from penstock.trainer.checkpoint import Cursor
+from penstock.trainer.inputs import make_inputs
 from penstock.trainer.loop import Trainer
 from penstock.trainer.models import WEIGHTS
 from penstock.trainer.publisher import Publisher
-from penstock.trainer.service import make_checkpoints, make_learner
+from penstock.trainer.saving import Saver
+from penstock.trainer.service import make_checkpoints, make_crew
 from penstock.trainer.snapshots import Snapshots, weights_of
+from penstock.types import Trajectory, Turn, log_probs
+from penstock.wire.codec import decode
 
 
 @pytest.fixture(autouse=True)
-def published_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that calls have one order; `test_publisher` is about the other ones."""
-    hand_over = Publisher.hand_over
+def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that calls have one order; `test_publisher` and `test_saving` are about the other ones."""
+    hand_over, save = Publisher.hand_over, Saver.hand_over
 
     def at_once(publisher: Publisher, weights: Mapping[str, Tensor], number: int) -> None:
         hand_over(publisher, weights, number)
         publisher.finish()
 
+    def saved(saver: Saver, cursor: Cursor, **copied: Any) -> None:
+        save(saver, cursor, **copied)
+        saver.finish()
+
     monkeypatch.setattr(Publisher, "hand_over", at_once)
+    monkeypatch.setattr(Saver, "hand_over", saved)
 
 
 BATCHES = [random_batch(0, seq=seq) for seq in range(1, 7)]
@@ -68,12 +83,12 @@ def run(
 ) -> dict[str, Tensor]:
     """One life of the trainer; the weights it ends with."""
     checkpoints = make_checkpoints(settings, POLICY, run_dir)
-    learner, checkpoint = make_learner(settings.for_policy(POLICY), checkpoints, seed=0)
+    crew, checkpoint = make_crew(settings, POLICY, checkpoints)
     snapshots = Snapshots(run_dir / "weights", POLICY, checkpoint.folder)
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     trainer = Trainer(
         policy=POLICY,
-        learner=learner,
+        crew=crew,
         dataflow=dataflow,
         snapshots=snapshots,
         checkpoints=checkpoints,
@@ -85,7 +100,7 @@ def run(
     finally:
         metrics.close()
     snapshots.close()
-    return weights_of(learner.model)
+    return weights_of(crew.model)
 
 
 def metric_lines(run_dir: Path) -> list[dict[str, object]]:
@@ -245,3 +260,46 @@ def test_the_ledger_may_ask_for_a_checkpoint(model_folder: Path, tmp_path: Path)
     assert "checkpoints ((0, 0), (1, 1))" in dataflow.calls
     assert "checkpoints ((1, 1), (2, 2))" in dataflow.calls
     assert dataflow.retained == ((2, 2), (3, 3))
+
+
+def test_a_node_whose_log_probs_drift_is_quarantined(
+    model_folder: Path, tmp_path: Path, new_model: Callable[[], PreTrainedModel]
+) -> None:
+    """Four nodes; the engine of one says other log-probs than the weights give."""
+    actor = Actor(new_model())
+    nodes = ("good-0", "good-1", "bad", "good-2")
+
+    def batch(seq: int) -> Sealed:
+        plain = random_batch(5, seq=seq, num_groups=16, size=8)
+        whole = plain.assembled()
+        inputs = make_inputs(whole, np.arange(whole.samples.starts_S.size))
+        with torch.no_grad():
+            said = actor(inputs).logprobs_K.double().numpy()
+        row_K = whole.rows_T[inputs.token_K.numpy()]
+        turns = [decode(row.payload or b"", Trajectory).turns[0] for row in plain.rows]
+        members = list[tuple[Turn, float]]()
+        for index, (turn, summary) in enumerate(zip(turns, plain.manifest.rows, strict=True)):
+            off = 0.4 if nodes[index % 4] == "bad" else 0.0
+            values = (said[row_K == index] + off).tolist()
+            members.append((replace(turn, logprobs=log_probs(values)), summary.score))
+        groups = [members[at : at + 8] for at in range(0, len(members), 8)]
+        return seal(groups, seq=seq, trains_from=seq - 1, nodes=nodes)
+
+    settings = config(model_folder)
+    still = settings.model_copy(
+        update={"training": settings.training.model_copy(update={"learning_rate": 0.0})}
+    )
+    dataflow = MemoryDataflow(batches=[batch(seq) for seq in range(1, 13)])
+    run(dataflow, tmp_path, still)
+    assert dataflow.quarantined == ["bad"]
+    [*_, last] = metric_lines(tmp_path)
+    assert 0 < cast(float, last["gap/mean"]) < 0.2
+    assert last["signal/informative_groups"] == 1
+
+
+def test_a_run_that_trains_on_nothing_says_so_and_why(model_folder: Path, tmp_path: Path) -> None:
+    dataflow = MemoryDataflow(batches=[equal_rewards(seq) for seq in range(1, 5)])
+    run(dataflow, tmp_path, config(model_folder))
+    alarms = [line.get("alarm") for line in metric_lines(tmp_path)]
+    assert [alarm is not None for alarm in alarms] == [False, False, True, False]
+    assert "3 batches in a row taught nothing (3 equal_rewards)" in cast(str, alarms[2])

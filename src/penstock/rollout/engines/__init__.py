@@ -13,7 +13,7 @@ from pathlib import Path
 from penstock.errors import ConfigError
 from penstock.rollout.engines.base import Engine, Loadable
 from penstock.rollout.engines.batch import Decoder
-from penstock.rollout.engines.continuous import ContinuousEngine
+from penstock.rollout.engines.continuous import MAX_ROWS, ContinuousEngine
 from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.engines.simulated import SimulatedEngine
 
@@ -48,21 +48,27 @@ class HfEngine(ContinuousEngine):
     """In-process transformers model. The constructor returns at once; `load` waits for the
     imports."""
 
-    def __init__(self, *, torch_threads: int = 1) -> None:
+    def __init__(self, *, torch_threads: int = 1, max_rows: int = MAX_ROWS) -> None:
         def open_decoder() -> Decoder:
             from penstock.rollout.engines.hf import HfDecoder
 
             return HfDecoder(torch_threads=torch_threads)
 
-        super().__init__(open_decoder, name="hf")
+        super().__init__(open_decoder, name="hf", max_rows=max_rows)
 
 
 def make_engine(
-    kind: str, *, seed: int, torch_threads: int, place: EnginePlace | None = None
+    kind: str,
+    *,
+    seed: int,
+    torch_threads: int,
+    place: EnginePlace | None = None,
+    is_deterministic: bool = False,
 ) -> Engine:
-    """`seed` moves what a simulated engine draws; real sampling is seeded per request."""
+    """`seed` moves what a simulated engine draws; real sampling is seeded per request. A
+    deterministic one decodes one answer at a time, because sums over a batch depend on its size."""
     if kind == "hf":
-        return HfEngine(torch_threads=torch_threads)
+        return HfEngine(torch_threads=torch_threads, max_rows=1 if is_deterministic else MAX_ROWS)
     if kind == "vllm":
         return _make_vllm(place or EnginePlace())
     if kind == "sglang":

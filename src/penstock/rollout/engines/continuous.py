@@ -52,8 +52,11 @@ class _Swap:
 class ContinuousEngine:
     """Requests from one event loop, decoded in one thread."""
 
-    def __init__(self, open_decoder: Callable[[], Decoder], *, name: str) -> None:
+    def __init__(
+        self, open_decoder: Callable[[], Decoder], *, name: str, max_rows: int = MAX_ROWS
+    ) -> None:
         self._open_decoder = open_decoder
+        self._max_rows = max_rows
         self._name = name
         self._live: Version | None = None
         self._is_closed = False
@@ -193,7 +196,7 @@ class ContinuousEngine:
         results: list[Result] = []
         admitted: list[Row] = []
         assert self._live is not None, "requests are refused while nothing is live"
-        while self._waiting and len(batch.rows) + len(admitted) < MAX_ROWS:
+        while self._waiting and len(batch.rows) + len(admitted) < self._max_rows:
             row = self._waiting.popleft()
             refusal = batch.admit(row, self._live)
             if refusal is None:

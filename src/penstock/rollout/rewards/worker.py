@@ -20,7 +20,8 @@ from functools import cache
 from typing import Any, BinaryIO, cast
 
 from penstock.errors import ConfigError
-from penstock.rollout.functions import load_function, user_traceback
+from penstock.loading import load_function
+from penstock.rollout.functions import user_traceback
 from penstock.rollout.rewards.frames import (
     PREFIX_BYTES,
     ScoreAnswer,

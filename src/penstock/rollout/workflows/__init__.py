@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from penstock.errors import ConfigError
+from penstock.loading import load_function
 from penstock.rollout.context import Context
-from penstock.rollout.functions import load_function
 from penstock.rollout.workflows import single_turn
 from penstock.rollout.workflows.command import command
 from penstock.types import Task

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A workload through the real core of the dataflow in virtual time: issue, leases, pacing, sealing
+and commits are the service's own, nodes and the trainer only take their time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.overlap_world import Spell, Window, Workload, bound_s
+from benchmarks.staleness import POLICY, rules
+from benchmarks.virtual import TOKEN_S, Answer, VirtualRun
+from penstock.dataflow.consumers import PolicyTerms
+from penstock.dataflow.core import CoreTerms
+from penstock.dataflow.groups import Closing, ClosingKind, LeaseTerms
+from penstock.dataflow.home import IssueTerms
+from penstock.dataflow.protocol import Grant
+from penstock.dataflow.sources import Source
+from penstock.types import GroupId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flowed:
+    """One run, from the first lease to the last commit."""
+
+    workload: Workload
+    seconds: float
+    commits_at: Sequence[float]
+    spells: Sequence[Spell]
+    """Of every answer that was trained."""
+    generated_s: float
+    """Slots at work, for what was trained or not."""
+    wait_s: float
+    """Of the trainer for a batch, the first included."""
+
+    @property
+    def trained_s(self) -> float:
+        return sum(spell.seconds for spell in self.spells)
+
+    @property
+    def lost(self) -> float:
+        """Share of generation that was never trained."""
+        return 1 - self.trained_s / self.generated_s
+
+    @property
+    def idle(self) -> float:
+        """Share of slot time without work."""
+        return 1 - self.generated_s / (self.workload.num_slots * self.seconds)
+
+    @property
+    def whole_fraction(self) -> float:
+        """Of the bound of the whole run, with its filling and its draining."""
+        workload = self.workload
+        bound = bound_s(
+            [spell.seconds for spell in self.spells],
+            num_batches=workload.steps,
+            num_slots=workload.num_slots,
+            train_s=workload.train_s,
+        )
+        return bound / self.seconds
+
+    @property
+    def fraction(self) -> float:
+        """Of the bound in the steady state: without as many batches at either end as may be under
+        way at once."""
+        workload = self.workload
+        edge = workload.max_staleness + 1
+        first, last = self.commits_at[edge - 1], self.commits_at[-1 - edge]
+        window = Window(begin=first, end=last, num_batches=workload.steps - 2 * edge)
+        return window.fraction(self.spells, num_slots=workload.num_slots, train_s=workload.train_s)
+
+
+class _Trainer:
+    """Asks for a batch as soon as it is free, and trains it for a fixed time."""
+
+    def __init__(self, run: VirtualRun, train_s: float) -> None:
+        self.consumer = run.home.consumers[POLICY]
+        self.wait_s = 0.0
+        self.commits_at: list[float] = []
+        self._run = run
+        self._train_s = train_s
+        self._free_since: float | None = run.now
+
+    def look(self) -> None:
+        run = self._run
+        if self._free_since is None:
+            return
+        if run.sealing.seal(self.consumer, self.consumer.last_sealed + 1, run.now) is None:
+            return
+        run.board.run(run.now)
+        self.wait_s += run.now - self._free_since
+        self._free_since = None
+        run.at(run.now + self._train_s + run.call_s, self._trained)
+
+    def _trained(self) -> None:
+        self._run.commit(self.consumer)
+        self._run.publish(POLICY)
+        self._free_since = self._run.now
+        self.commits_at.append(self._run.now)
+
+
+class _Answers:
+    """Answers of the workload, and when each began."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.began: list[tuple[GroupId, float, float]] = []
+        """Group, time and seconds of every rollout."""
+        self._workload = workload
+        self.run: VirtualRun | None = None
+
+    def __call__(self, grant: Grant) -> Answer:
+        assert self.run is not None
+        tokens = self._workload.tokens(int(grant.group_id.partition("-")[2]), grant.slot)
+        self.began.append((grant.group_id, self.run.now, tokens * TOKEN_S))
+        return Answer(tokens=tokens, reward=float(grant.slot))
+
+
+def flow(workload: Workload, *, call_s: float = 0.0) -> Flowed:
+    """Each rollout and each batch costs `call_s` more than its work."""
+    source = Source(name="train", weight=1.0, make=lambda n, seed: {"n": n}, limit=None)
+    answers = _Answers(workload)
+    run = answers.run = VirtualRun(_terms(workload), [source], answers, call_s=call_s)
+    trainer = _Trainer(run, workload.train_s)
+    started_at = run.now
+    run.take_over(POLICY)
+    for index in range(workload.num_nodes):
+        run.join(f"node-{index}", len(range(index, workload.num_slots, workload.num_nodes)))
+    run.after_settle.append(trainer.look)
+    run.run(lambda: trainer.consumer.lineage.number >= workload.steps)
+    trained = {group for (_, group), fate in run.tally.fates.items() if fate.state == "sealed"}
+    return Flowed(
+        workload=workload,
+        seconds=run.now - started_at,
+        commits_at=trainer.commits_at,
+        spells=[
+            Spell(began_at=at, seconds=s) for group, at, s in answers.began if group in trained
+        ],
+        generated_s=run.generated * TOKEN_S,
+        wait_s=trainer.wait_s,
+    )
+
+
+def _terms(workload: Workload) -> CoreTerms:
+    return CoreTerms(
+        policies=(
+            PolicyTerms(
+                policy=POLICY,
+                groups_per_batch=workload.groups_per_batch,
+                max_staleness=workload.max_staleness,
+                steps=workload.steps,
+            ),
+        ),
+        rules=tuple(rules("edf")),
+        issue=IssueTerms(num_slots=workload.group_size),
+        closing=Closing(kind=ClosingKind.COMPLETE),
+        lease=LeaseTerms(ttl_s=60.0, start_to_close_s=1e9, max_attempts=3),
+        workflow="single_turn",
+        seed=0,
+    )

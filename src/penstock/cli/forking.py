@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The making of a fork: a run folder that begins with what a step of another one left."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.config import RunConfig
+    from penstock.fleet.folder import RunFolder
+    from penstock.trainer.checkpoint import Checkpoint
+    from penstock.weights.catalog import KeptVersion
+    from penstock.weights.store import DirectoryStore
+
+
+def make_fork(
+    parent: RunFolder, overrides: Sequence[str], step: int, name: str | None
+) -> tuple[RunFolder, list[str]]:
+    """The new folder, and the policies of which only weights were left; made in a hidden folder
+    that is renamed when all of it is there."""
+    from penstock.config import load
+    from penstock.errors import ConfigError
+    from penstock.fleet.folder import Parent, RunFolder
+
+    old = parent.read_config()
+    new_name = name or f"{old.name}-fork-{step}"
+    folder = parent.path.parent / new_name
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; give the new run another name with --name")
+    given = [f"name={new_name}", f"output_dir={folder.parent}", *overrides]
+    with tempfile.TemporaryDirectory(prefix=".fork-", dir=folder.parent) as temporary:
+        hidden = RunFolder(Path(temporary) / "run")
+        hidden.path.mkdir()
+        taken = {policy: _take(parent, old, policy, step, hidden) for policy in old.models}
+        snapshots = {policy: init for policy, init in taken.items() if isinstance(init, Path)}
+        for policy, init in snapshots.items():
+            given.append(f"models.{policy}.init={folder / init.relative_to(hidden.path)}")
+        config = load(parent.config_file, given)
+        for policy, found in taken.items():
+            if not isinstance(found, Path):
+                _begin(config, policy, found, hidden)
+        hidden.write_config(config)
+        hidden.write_parent(Parent(run=str(parent.path), step=step, weights_only=tuple(snapshots)))
+        _keep_modules(parent, hidden, config)
+        hidden.path.rename(folder)
+    return RunFolder(folder), list(snapshots)
+
+
+def _keep_modules(parent: RunFolder, made: RunFolder, config: RunConfig) -> None:
+    """The user's modules and relative paths are those of the parent; addresses are its own."""
+    known = parent.endpoints()
+    made.choose_endpoints(
+        Path(known.work_dir), known.python_path, num_partitions=config.dataflow.partitions
+    )
+
+
+def _begin(config: RunConfig, policy: str, found: Checkpoint, made: RunFolder) -> None:
+    from penstock.trainer.service import make_checkpoints
+
+    make_checkpoints(config, policy, made.path).begin_from(found)
+
+
+def _take(
+    parent: RunFolder, config: RunConfig, policy: str, step: int, made: RunFolder
+) -> Checkpoint | Path:
+    """The checkpoint of this step, or a folder with the weights of that number."""
+    from penstock.errors import ConfigError
+    from penstock.trainer.service import make_checkpoints
+    from penstock.weights.catalog import read_catalog
+    from penstock.weights.store import DirectoryStore
+
+    complete = make_checkpoints(config, policy, parent.path).complete()
+    for found in complete:
+        if found.cursor.number == step:
+            return found
+    store = DirectoryStore(parent.weights)
+    there = [
+        version
+        for version in read_catalog(store).versions
+        if version.manifest.policy == policy and version.is_there
+    ]
+    published = _published(parent, policy, step)
+    for version in there:
+        if version.digest == published:
+            return _write_snapshot(store, version, made.path / f"init-{policy}")
+    kept = ", ".join(str(found.cursor.number) for found in complete) or "none"
+    weights = ", ".join(str(version.manifest.number) for version in there) or "none"
+    raise ConfigError(
+        f"{parent.path} keeps nothing of {policy} at step {step}: checkpoints {kept}; weights "
+        f"alone {weights}. Choose one of these with --at"
+    )
+
+
+def _published(parent: RunFolder, policy: str, step: int) -> str:
+    """Digest of the manifest under this number on the surviving lineage; empty for none."""
+    from penstock.dataflow.recorded import open_recorded
+    from penstock.dataflow.rereading import SealedBatches
+    from penstock.types import PolicyName
+
+    recorded = open_recorded(parent.path / "ledger")
+    try:
+        batches = SealedBatches(recorded, parent.path / "ledger", PolicyName(policy))
+        version = batches.version(step)
+    finally:
+        recorded.close()
+    return "" if version is None else version.manifest_digest
+
+
+def _write_snapshot(store: DirectoryStore, version: KeptVersion, folder: Path) -> Path:
+    from penstock.weights.catalog import undisturbed, whole_file
+
+    folder.mkdir()
+    with undisturbed(store):
+        for kept in version.files:
+            with whole_file(store, kept.entry.blob, folder) as path:
+                shutil.copyfile(path, folder / kept.entry.name)
+    return folder

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`penstock plan`: what trainers will do with a batch, where, and in how much memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.config.pipeline import PipelineStageConfig
+    from penstock.trainer.pipeline.memory import Memory
+    from penstock.trainer.pipeline.plan import Chain, Plan, Service
+
+
+def plan(target: Path, /, *overrides: str, svg: Path | None = None, json: bool = False) -> int:
+    """Print the chain of stages of every gang, the services and their memory, and draw them.
+
+    Parameters
+    ----------
+    target
+        A config file, or a run folder.
+    overrides
+        Settings that win over the file, like algorithm.name=ppo.
+    svg
+        Where to draw the plan; by default beside the config, ending in .svg.
+    json
+        Print one JSON object as the last line.
+    """
+    from penstock.cli.output import note, print_json
+    from penstock.cli.target import read_target
+    from penstock.errors import ConfigError
+    from penstock.trainer.pipeline.builtin import plan_of
+    from penstock.trainer.pipeline.draw import to_svg
+
+    config = read_target(target, overrides).config
+    found = plan_of(config)
+    names = {name: config.for_policy(name).algorithm.name for name in config.models}
+    is_own = config.pipeline is not None and bool(config.pipeline.stages)
+    kind = "own pipeline" if is_own else ", ".join(dict.fromkeys(names.values()))
+    path = svg or (target / "pipeline.svg" if target.is_dir() else target.with_suffix(".svg"))
+    try:
+        path.write_text(to_svg(found, f"{config.name}: {kind}"), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}; give --svg FILE") from None
+    if json:
+        print_json({"run": config.name, "svg": str(path), **as_json(found)})
+    else:
+        print("\n".join([f"{config.name}: {kind}", *lines(found)]))
+        note(f"drawn in {path}")
+    return 0
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """As text: each gang's chain, then the services."""
+    from penstock.cli.output import counted, table
+
+    for chain in plan.chains:
+        yield ""
+        yield f"gang of {chain.policy}: {counted(chain.num_ranks, 'rank')}" + _on(chain)
+        heads = ("stage", "type", "role", "reads", "writes", "ranks")
+        rows = [[f"{n}. {stage.id}", *_cells(stage)] for n, stage in enumerate(chain.stages, 1)]
+        yield from (f"  {line}" for line in table(heads, rows, left=5))
+        yield f"  memory a rank: {_memory(chain.memory, chain.uncounted)}"
+    if plan.services:
+        yield ""
+        yield "services, each a consumer of the ledger (`penstock stage RUN ID` runs a worker)"
+        heads = ("stage", "type", "role", "reads", "writes", "ranks")
+        rows = [[service.stage.id, *_cells(service.stage)] for service in plan.services]
+        yield from (f"  {line}" for line in table(heads, rows, left=5))
+        for service in plan.services:
+            tags = ", ".join(service.stage.place or ())
+            memory = _memory(service.memory, service.uncounted)
+            yield f"  {service.stage.id} on [{tags}]{_on(service)}: {memory}"
+
+
+def _cells(stage: PipelineStageConfig) -> list[str]:
+    reads, writes = ", ".join(stage.reads), ", ".join(stage.writes) or "-"
+    return [stage.type, stage.role, reads, writes, str(stage.parallel.num_ranks)]
+
+
+def _on(placed: Chain | Service) -> str:
+    return f", on {', '.join(placed.hosts)}" if placed.hosts else ""
+
+
+def _memory(memory: Memory, uncounted: tuple[str, ...]) -> str:
+    from penstock.trainer.pipeline.memory import size_text
+
+    parts = {
+        "weights": memory.weights_bytes,
+        "gradients": memory.gradients_bytes,
+        "AdamW": memory.optimizer_bytes,
+    }
+    named = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
+    text = f"{size_text(memory.total_bytes)} ({named})" if named else "no model"
+    return text + "".join(f"; size of {model} not known here" for model in uncounted)
+
+
+def as_json(plan: Plan) -> dict[str, object]:
+    """The plan for programs."""
+    return {
+        "chains": [
+            {
+                "policy": chain.policy,
+                "stages": [stage.model_dump(mode="json") for stage in chain.stages],
+                "ranks": chain.num_ranks,
+                "memory_bytes": chain.memory.total_bytes,
+                "hosts": chain.hosts,
+                "uncounted": chain.uncounted,
+            }
+            for chain in plan.chains
+        ],
+        "services": [
+            {
+                "stage": service.stage.model_dump(mode="json"),
+                "memory_bytes": service.memory.total_bytes,
+                "hosts": service.hosts,
+                "uncounted": service.uncounted,
+            }
+            for service in plan.services
+        ],
+    }

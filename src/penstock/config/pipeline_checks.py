@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contradictions between the stages of a pipeline, each with the stages named and drawn.
+
+Owns which stages are shipped, and what the stages alone can tell. Columns that come from elsewhere,
+and policies, are judged in `pipeline_crossings`; what holds for any stage of the ledger is judged
+by `stages`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from penstock.config.checks import Contradiction, KeyPath, did_you_mean, shown
+from penstock.config.edges import Edge, circle, edges, picture
+from penstock.config.stages import BORN
+
+if TYPE_CHECKING:
+    from penstock.config.pipeline import PipelineStageConfig
+
+SHIPPED: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("infer", "actor"): ("proximal_logprobs",),
+    ("infer", "reference"): ("reference_logprobs",),
+    ("infer", "teacher"): ("teacher_logprobs",),
+    ("infer", "critic"): ("values",),
+    ("compute", "overlong"): ("shaped_reward", "excluded"),
+    ("compute", "advantage"): ("advantage",),
+    ("compute", "critic"): ("advantage", "returns"),
+    ("train", "actor"): (),
+    ("train", "critic"): (),
+}
+"""What a stage of this (type, role) writes when it has no fn of its own."""
+
+MODEL_OPTIONS: Mapping[tuple[str, str], tuple[str, ...]] = {("train", "critic"): ("learning_rate",)}
+"""Options of shipped stages that run models; those of functions are in their signatures."""
+
+IN_BATCH = (*BORN, "length", "truncated", "sampling_logprobs")
+"""Columns that every batch has: of its rows also the tokens each one sampled and whether it was cut
+short, of its tokens the log-probs of the engine."""
+
+LEARNING_ROLES = ("actor", "critic")
+"""Roles whose weights a trainer changes, so that no other process has them."""
+
+
+def pipeline_contradictions(stages: Sequence[PipelineStageConfig]) -> Iterator[Contradiction]:
+    """What cannot work whatever the rest of the file says."""
+    repeated = list(_repeated_ids(stages))
+    if repeated:
+        yield from repeated
+        return
+    for index, stage in enumerate(stages):
+        yield from _alone(("stages", index), stage)
+    yield from _unknown_after(stages)
+    found: dict[Contradiction, None] = {}
+    for policy in {stage.policy: None for stage in stages if stage.policy} or (None,):
+        seen = {i: stage for i, stage in enumerate(stages) if stage.policy in (None, policy)}
+        found |= dict.fromkeys(_together(seen))
+    yield from found
+
+
+def _repeated_ids(stages: Sequence[PipelineStageConfig]) -> Iterator[Contradiction]:
+    names = [stage.id for stage in stages]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            text = f"a stage with id {shown(name)} stands above; give each its own id"
+            yield Contradiction(text=text, keys=(("stages", index, "id"),))
+
+
+def _alone(at: KeyPath, stage: PipelineStageConfig) -> Iterator[Contradiction]:
+    """One stage by itself."""
+    for key, text in (*_wrong_kind(stage), *_wrong_names(stage)):
+        yield Contradiction(text=f"stage {stage.id}: {text}", keys=((*at, key), at))
+    if stage.is_service:
+        for key, text in _wrong_service(stage):
+            yield Contradiction(text=f"stage {stage.id}: {text}", keys=((*at, key), at))
+
+
+def _wrong_kind(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
+    kind = (stage.type, stage.role)
+    if stage.type == "train" and stage.writes:
+        yield "writes", "a train stage changes a model and writes no column; leave writes empty"
+    if stage.type != "train" and not stage.writes:
+        yield "writes", f"{stage.type} stages are for the columns they write; name at least one"
+    if stage.type == "train" and stage.role not in LEARNING_ROLES:
+        yield "role", f"a train stage has the role {' or '.join(LEARNING_ROLES)}; choose one"
+    if stage.fn is None and kind not in SHIPPED and not stage.is_service:
+        roles = ", ".join(role for type_, role in SHIPPED if type_ == stage.type)
+        cure = f"give fn: module:function, or one of the roles {roles}"
+        yield "role", f"nothing is shipped for type {stage.type} and role {stage.role}; {cure}"
+    if stage.fn is None and stage.type != "compute":
+        takes = MODEL_OPTIONS.get(kind, ())
+        for name in stage.options:
+            if name not in takes:
+                known = ", ".join(takes) or "none"
+                text = f"{name} is no option of what is shipped for it ({known}); give fn"
+                yield "options", text
+    if stage.fn is None and kind in SHIPPED and stage.type != "train":
+        for column in stage.writes:
+            if column not in SHIPPED[kind]:
+                listed = ", ".join(SHIPPED[kind])
+                yield "writes", f"what is shipped for it writes {listed}, not {column}; give fn"
+
+
+def _wrong_names(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
+    for column in stage.rename:
+        if column not in stage.reads:
+            yield "rename", f"{column} is renamed and not read; add it to reads"
+    names = [stage.rename.get(column, column) for column in stage.reads]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield "rename", f"two columns are given as {name}; rename one of them"
+        if name in stage.options:
+            yield "options", f"{name} is a column it reads and an option; name the option otherwise"
+
+
+def _wrong_service(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
+    """Why it cannot run away from the trainer."""
+    if stage.type != "infer":
+        why = {
+            "compute": "compute stages see whole groups, and a service single rows",
+            "train": "the model it trains lives in the trainer's gang",
+        }[stage.type]
+        yield "place", f"{why}; leave place null"
+    elif stage.role in LEARNING_ROLES:
+        text = f"the {stage.role}'s weights change with every batch, in the trainer's gang only"
+        yield "place", f"{text}; leave place null"
+    elif stage.fn is None:
+        yield "fn", "a stage placed elsewhere runs a scorer row by row; give fn: module:function"
+    if stage.policy is not None:
+        yield "policy", "a service works on the rows of all policies; leave policy null"
+    if stage.after:
+        yield "after", "a service waits for columns only; leave after empty"
+
+
+def _unknown_after(stages: Sequence[PipelineStageConfig]) -> Iterator[Contradiction]:
+    known = [stage.id for stage in stages]
+    for index, stage in enumerate(stages):
+        for position, name in enumerate(stage.after):
+            if name in known:
+                continue
+            near = did_you_mean(name, known)
+            cure = f'did you mean "{near}"?' if near else f"use one of {', '.join(known)}"
+            at: KeyPath = ("stages", index, "after")
+            yield Contradiction(
+                text=f"stage {stage.id} waits for {shown(name)}, and there is no such stage "
+                f"({name}? ─► {stage.id}); {cure}",
+                keys=((*at, position), at),
+            )
+
+
+def _together(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
+    """Stages of one policy."""
+    stages = tuple(seen.values())
+    yield from _two_writers(seen)
+    yield from _service_reads(seen)
+    yield from _two_learners(seen)
+    if way := circle(edges(stages)):
+        index = next(i for i, stage in seen.items() if stage.id == way[0].target)
+        keys: tuple[KeyPath, ...] = (("stages", index, "reads"), ("stages", index))
+        yield Contradiction(
+            text=f"circle of stages: {picture(way)}: none can ever start; take one of these "
+            "columns out of reads, or the stage out of after",
+            keys=keys,
+        )
+
+
+def _two_writers(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
+    first: dict[str, str] = {}
+    for index, stage in seen.items():
+        for position, column in enumerate(stage.writes):
+            at: KeyPath = ("stages", index, "writes")
+            text = ""
+            if column in first:
+                other = first[column]
+                drawn = f"{other} ─[{column}]─► ◄─[{column}]─ {stage.id}"
+                text = f"stages {other} and {stage.id} both write {column}: {drawn}"
+                text += "; a column is written once: rename one of them"
+            elif column in IN_BATCH and not (column == "reward" and stage.is_service):
+                text = f"stage {stage.id} writes {column}, which every row of a batch has already"
+                cure = ", or place the stage elsewhere to score rows" * (column == "reward")
+                text += f"; give it another name, like shaped_{column}{cure}"
+            if text:
+                yield Contradiction(text=text, keys=((*at, position), at))
+            first.setdefault(column, stage.id)
+
+
+def _service_reads(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
+    """A service sees the ledger, never what the gang has computed."""
+    inside = {
+        column: stage.id
+        for stage in seen.values()
+        if not stage.is_service
+        for column in stage.writes
+    }
+    for index, stage in seen.items():
+        for position, column in enumerate(stage.reads):
+            if stage.is_service and column in inside:
+                edge = Edge(source=inside[column], target=stage.id, columns=(column,))
+                at: KeyPath = ("stages", index, "reads")
+                yield Contradiction(
+                    text=f"stage {stage.id} is placed elsewhere and reads {column}, which stage "
+                    f"{inside[column]} writes in the trainer's gang: {picture((edge,))}; place "
+                    "both elsewhere, or neither",
+                    keys=((*at, position), at),
+                )
+
+
+def _two_learners(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
+    first: dict[str, str] = {}
+    for index, stage in seen.items():
+        if stage.type != "train":
+            continue
+        if stage.role in first:
+            yield Contradiction(
+                text=f"stages {first[stage.role]} and {stage.id} both train the {stage.role}; "
+                "one batch is one version: keep one of them",
+                keys=(("stages", index, "role"), ("stages", index)),
+            )
+        first.setdefault(stage.role, stage.id)

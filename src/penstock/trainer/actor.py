@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy's model as the learner sees it: packed samples in, log-probs and entropy out.
+
+All of one forward pass, so it is also what a gang shards. Logits are made for the trained tokens
+only, and in parts when they are many; a part is computed again in the backward pass instead of
+being kept, so what they take is bounded by `MAX_LOGITS`.
+
+K = trained tokens, D = hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from penstock.trainer.attention import use_packed_attention
+from penstock.trainer.inputs import Inputs
+from penstock.trainer.losses import Truncation, entropy, spec_log_softmax
+from penstock.trainer.tokens import Tokens
+
+MAX_LOGITS = 1 << 27
+"""Numbers held at once: 512 MB in float32."""
+
+
+class Actor(nn.Module):
+    def __init__(self, model: PreTrainedModel, *, learns_entropy: bool = False) -> None:
+        super().__init__()
+        use_packed_attention(model)
+        self.model = model.eval()  # dropout would move the ratio away from 1 on unchanged weights
+        self._learns_entropy = learns_entropy
+
+    @property
+    def vocab_size(self) -> int:
+        return cast(nn.Embedding, self.model.get_input_embeddings()).num_embeddings
+
+    def forward(self, inputs: Inputs) -> Tokens:
+        hidden_KD = last_hidden(self.model, inputs)
+        num_tokens, size = hidden_KD.shape[0], max(1, MAX_LOGITS // self.vocab_size)
+        score: Callable[..., tuple[Tensor, Tensor]] = self._score
+        if num_tokens > size and torch.is_grad_enabled():
+            score = partial(cast(Any, checkpoint), self._score, use_reentrant=False)
+        parts = [
+            score(hidden_KD[k], inputs.targets_K[k], *inputs.specs(k))
+            for k in (slice(first, first + size) for first in range(0, max(num_tokens, 1), size))
+        ]
+        logprobs_K, entropy_K = (torch.cat(values) for values in zip(*parts, strict=True))
+        return inputs.tokens(logprobs_K, entropy_K)
+
+    def scores(self, tokens: Tokens) -> Tensor:
+        return tokens.logprobs_K
+
+    def _score(
+        self,
+        hidden_KD: Tensor,
+        targets_K: Tensor,
+        temperature_K: Tensor | None,
+        kept: Truncation | None,
+    ) -> tuple[Tensor, Tensor]:
+        head = cast(nn.Linear, self.model.get_output_embeddings())
+        logits_KV = head(hidden_KD)
+        logits_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32))
+        logprobs_KV = spec_log_softmax(logits_KV, targets_K, temperature_K, kept)
+        with torch.set_grad_enabled(self._learns_entropy and torch.is_grad_enabled()):
+            entropy_K = entropy(logprobs_KV)
+        return logprobs_KV.gather(1, targets_K[:, None]).squeeze(1), entropy_K
+
+
+def last_hidden(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+    """The last layer's state at the tokens from which the trained ones are predicted."""
+    decoder: Any = model.get_decoder()
+    line = decoder(
+        input_ids=inputs.ids_P[None],
+        position_ids=inputs.positions_P[None],
+        rows=inputs.rows,
+        use_cache=False,
+    )
+    return line.last_hidden_state[0].index_select(0, inputs.picked_K)

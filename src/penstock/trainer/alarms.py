@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that trains on nothing says so, and why.
+
+Owns the cause of one batch that taught nothing and the count of such batches in a row, which is
+part of the checkpoint. Raises nothing and stops nothing: a run may recover, an operator decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+PATIENCE = 3
+"""Batches in a row that teach nothing before anybody is told; then at each doubling."""
+MAX_GAP = 1.0
+"""Mean |log ratio| of fresh tokens beyond which engine and trainer do not hold the same model."""
+
+
+class Cause(StrEnum):
+    NO_TOKENS = "no_tokens"
+    """No row had a token that this policy trains."""
+    EQUAL_REWARDS = "equal_rewards"
+    """In every group all answers earned the same."""
+    GAP = "gap"
+    """Engine and trainer disagree on the same weights by more than any clip lets through."""
+    ALL_CLIPPED = "all_clipped"
+    """Every token with an advantage lay beyond its bound."""
+    SKIPPED = "skipped"
+    """The batch was skipped for another reason."""
+
+
+_TOLD: Mapping[Cause, str] = {
+    Cause.NO_TOKENS: (
+        "no row had a token to train; look at the outcomes of rollouts (`penstock status`, then "
+        "`penstock explain GROUP`): answers may be empty, rejected, or made by another policy"
+    ),
+    Cause.EQUAL_REWARDS: (
+        "in every group all answers earned the same reward, so no answer is better than another; "
+        "check the reward function on a few answers by hand, mix in easier or harder tasks, or "
+        "admit by `dynamic_sampling`"
+    ),
+    Cause.GAP: (
+        "engine and trainer give the same tokens very different probabilities (mean |log ratio| "
+        f"above {MAX_GAP:g}); they may hold different weights, tokenizers or sampling rules: "
+        "compare the versions in `penstock status` and the gap by node in the metrics"
+    ),
+    Cause.ALL_CLIPPED: (
+        "every token lay outside the clip bounds; the data is too old or the steps are too long: "
+        "lower max_staleness or learning_rate, or take an objective made for stale data "
+        "(decoupled, m2po)"
+    ),
+    Cause.SKIPPED: (
+        "every update was skipped; the reason stands in the commits (`penstock status`): gradients "
+        "that are not finite ask for a lower learning_rate or float32"
+    ),
+}
+
+
+def cause_of(
+    *,
+    num_tokens: float,
+    informative: float,
+    clipped: float,
+    gap: float,
+    is_skipped: bool,
+) -> Cause | None:
+    """Why a batch taught nothing, None when it did. `informative` is the share of groups, `clipped`
+    that of tokens with an advantage, `gap` the mean |log ratio| of fresh tokens."""
+    if num_tokens == 0:
+        return Cause.NO_TOKENS
+    if informative == 0:
+        return Cause.EQUAL_REWARDS
+    if not gap <= MAX_GAP:
+        return Cause.GAP
+    if clipped >= 1:
+        return Cause.ALL_CLIPPED
+    return Cause.SKIPPED if is_skipped else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """Batches in a row that taught nothing, by cause; part of the checkpoint."""
+
+    counts: Mapping[Cause, int] = field(default_factory=dict[Cause, int])
+
+    @property
+    def num_batches(self) -> int:
+        return sum(self.counts.values())
+
+    def after(self, cause: Cause | None) -> Idle:
+        if cause is None:
+            return Idle()
+        return Idle(counts={**self.counts, cause: self.counts.get(cause, 0) + 1})
+
+    @property
+    def alarm(self) -> str | None:
+        """What to tell now: at 3 batches, at 6, at 12, …"""
+        num_batches = self.num_batches
+        rounds, rest = divmod(num_batches, PATIENCE)
+        if rest or not rounds or rounds & (rounds - 1):
+            return None
+        cause = max(self.counts, key=lambda one: self.counts[one])
+        others = "".join(f", {n} {one.value}" for one, n in self.counts.items() if one != cause)
+        return (
+            f"this run trains on nothing: {num_batches} batches in a row taught nothing "
+            f"({self.counts[cause]} {cause.value}{others}); {_TOLD[cause]}"
+        )

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over packed samples: each token sees its own sample's past and nothing else.
+
+Samples stand one after another in one line, so that all other layers compute no padding. For
+attention alone they are laid out again as rows, those of like length together, and back. A row is
+one sample and the mask is causal, so nothing can leak from one to another.
+
+P = tokens of the line, N = rows of a run, L = their length, H = heads, D = size of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+Ints = npt.NDArray[np.int64]
+
+PACKED = "penstock_packed"
+SHORT = 16
+"""Rows up to here are of like length whatever they are: a call costs more than their padding."""
+MIN_FILL = 0.75
+"""Rows of a run are at least this long, relative to its longest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """How the line of one micro-batch is laid out for attention."""
+
+    runs: tuple[Tensor, ...]
+    """Each N×L: which token of the line stands there; padding, on the right, repeats any."""
+    back_P: Tensor
+    """Where each token of the line stands in the runs, flat and one run after another."""
+    longest: int
+
+    def to(self, device: torch.device) -> Rows:
+        return Rows(
+            runs=tuple(run_NL.to(device, non_blocking=True) for run_NL in self.runs),
+            back_P=self.back_P.to(device, non_blocking=True),
+            longest=self.longest,
+        )
+
+
+def lay_out(lengths: Ints) -> Rows:
+    """Rows for samples of these lengths, which stand in this order in the line."""
+    starts = np.cumsum(lengths) - lengths
+    order = np.argsort(-lengths, kind="stable")
+    back_P = np.empty(int(lengths.sum()), np.int64)
+    runs: list[Tensor] = []
+    first, num_cells = 0, 0
+    while first < order.size:
+        longest = int(lengths[order[first]])
+        least = 0 if longest <= SHORT else longest * MIN_FILL
+        end = first + int(np.searchsorted(-lengths[order[first:]], -least, side="right"))
+        chosen = order[first:end]
+        column_L = np.arange(longest)
+        is_token_NL = column_L < lengths[chosen][:, None]
+        token_NL = np.where(
+            is_token_NL, starts[chosen][:, None] + column_L, starts[chosen][:, None]
+        )
+        back_P[token_NL[is_token_NL]] = num_cells + np.flatnonzero(is_token_NL)
+        runs.append(torch.from_numpy(token_NL))
+        num_cells += token_NL.size
+        first = end
+    return Rows(
+        runs=tuple(runs), back_P=torch.from_numpy(back_P), longest=int(lengths.max(initial=0))
+    )
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """From now on the model's forward pass takes `rows` beside a single line of tokens."""
+    AttentionInterface.register(PACKED, _attend)
+    model.set_attn_implementation(PACKED)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    rows: Rows,
+    scaling: float,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query, key and value are 1×H×P×D; the answer is 1×P×H×D."""
+    assert attention_mask is None and query.shape[0] == 1, "samples come packed, in one line"
+    if sliding_window is not None and rows.longest > sliding_window:
+        raise NotImplementedError(
+            f"a sample of {rows.longest} tokens, but layers of this model see {sliding_window}: "
+            "sliding attention over packed samples is not served yet; keep samples shorter"
+        )
+    if not rows.runs:
+        return query.transpose(1, 2), None
+    lines = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    attended: list[Tensor] = []
+    for run_NL in rows.runs:
+        q, k, v = (
+            line.index_select(0, run_NL.flatten()).unflatten(0, run_NL.shape).transpose(1, 2)
+            for line in lines
+        )
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        attended.append(out.transpose(1, 2).flatten(0, 1))
+    whole = attended[0] if len(attended) == 1 else torch.cat(attended)
+    return whole.index_select(0, rows.back_P)[None], None

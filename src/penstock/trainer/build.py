@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a run's settings to what learns: objectives, learners, frozen models, their pipeline."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.config import AlgorithmConfig, PolicyConfig, RunConfig
+from penstock.config.pipeline import PipelineStageConfig
+from penstock.errors import ConfigError
+from penstock.trainer.actor import Actor
+from penstock.trainer.aggregation import Aggregation, Weights
+from penstock.trainer.batches import Batch
+from penstock.trainer.crew import Crew
+from penstock.trainer.critic import Critic
+from penstock.trainer.divergence import WithEntropy, WithKl
+from penstock.trainer.gae import ValueLoss
+from penstock.trainer.gang import Alone, Sums
+from penstock.trainer.learner import Learner, Optimizer, Stats
+from penstock.trainer.m2po import M2po
+from penstock.trainer.mismatch import correction_of
+from penstock.trainer.models import init_model, load_model
+from penstock.trainer.objectives import Clipped, Distilled, Gspo, Wrapped
+from penstock.trainer.pipeline.builtin import plan_of
+from penstock.trainer.pipeline.functions import find_function
+from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, bind
+from penstock.trainer.schedules import Schedule
+from penstock.trainer.scoring import Passes
+from penstock.trainer.tokens import Budgeted, Objective
+from penstock.trainer.updates import Cut
+
+CRITIC = "critic"
+CRITIC_RATE = 5.0
+"""A critic learns so much faster than its actor, unless its stage has the option learning_rate."""
+
+
+def build_crew(config: RunConfig, policy: str, folder: Path, ranks: Sums | None = None) -> Crew:
+    """One policy's learners, the actor with the weights of this folder, and their pipeline."""
+    settings = config.for_policy(policy)
+    [chain] = [chain for chain in plan_of(config).chains if chain.policy == policy]
+    builder = _Builder(settings, config.seed, Passes(ranks=ranks or Alone()))
+    learners = {ACTOR: builder.actor(folder, _stage(chain.stages, "train", ACTOR))}
+    if critic := _stage(chain.stages, "train", CRITIC):
+        learners[CRITIC] = builder.critic(critic)
+    calls = {stage.id: builder.call(stage, learners) for stage in chain.stages}
+    return Crew(learners, Pipeline([bind(stage, calls[stage.id]) for stage in chain.stages]))
+
+
+def _stage(
+    stages: tuple[PipelineStageConfig, ...], type: str, role: str
+) -> PipelineStageConfig | None:
+    return next((stage for stage in stages if (stage.type, stage.role) == (type, role)), None)
+
+
+class _Builder:
+    """Makes the models of one policy."""
+
+    def __init__(self, settings: PolicyConfig, seed: int, passes: Passes) -> None:
+        self._settings = settings
+        self._seed = seed
+        self._passes = passes
+
+    def actor(self, folder: Path, stage: PipelineStageConfig | None) -> Learner:
+        algorithm = self._settings.algorithm
+        objective = (stage and _own_objective(stage)) or objective_of(algorithm)
+        is_budgeted = isinstance(objective, Budgeted)
+        return Learner(
+            Actor(load_model(folder), learns_entropy=algorithm.entropy_coef > 0),
+            objective,
+            self._optimizer(self._settings.training.learning_rate),
+            cut=Cut(
+                minibatches=self._settings.training.minibatches,
+                weights=_weights(algorithm, self._settings.sampling.max_tokens),
+                correction=None if is_budgeted else correction_of(objective),
+                needs_advantage=algorithm.name != "opd",
+            ),
+            passes=self._passes,
+            bounds=_bounds(algorithm),
+        )
+
+    def critic(self, stage: PipelineStageConfig) -> Learner:
+        rate = CRITIC_RATE * self._settings.training.learning_rate
+        return Learner(
+            Critic(self._initial(stage)),
+            _own_objective(stage) or ValueLoss(),
+            self._optimizer(float(stage.options.get("learning_rate", rate))),
+            cut=Cut(minibatches=self._settings.training.minibatches, needs_advantage=False),
+            passes=self._passes,
+        )
+
+    def call(self, stage: PipelineStageConfig, learners: dict[str, Learner]) -> Call | None:
+        """What runs the stage's model; None where it is a function of columns."""
+        if stage.type == "train":
+            return partial(_train, _of_role(stage, learners))
+        if stage.type == "compute" or stage.fn is not None:
+            return None
+        [column] = stage.writes
+        if stage.role in learners:
+            return partial(_look, column, learners[stage.role].look)
+        frozen = Actor(self._initial(stage)).requires_grad_(False)
+        return partial(_look, column, partial(self._passes.look, frozen))
+
+    def _initial(self, stage: PipelineStageConfig) -> Any:
+        """The model the stage names, or the one its policy began with."""
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "model"
+            init_model(stage.model or self._settings.model.init, folder, self._seed)
+            return load_model(folder)
+
+    def _optimizer(self, rate: float) -> Optimizer:
+        training = self._settings.training
+        return Optimizer(
+            schedule=Schedule(peak=rate),
+            weight_decay=training.weight_decay,
+            max_grad_norm=training.max_grad_norm,
+            epochs=training.epochs,
+        )
+
+
+def _of_role(stage: PipelineStageConfig, learners: dict[str, Learner]) -> Learner:
+    if stage.role not in learners:
+        raise ConfigError(
+            f"stage {stage.id} trains the {stage.role}; a trainer holds {' and '.join(learners)}"
+        )
+    return learners[stage.role]
+
+
+def _train(learner: Learner, batch: Batch) -> Stats:
+    excluded_R = batch.columns.get("excluded")
+    return learner.step(batch if excluded_R is None else batch.without(excluded_R > 0))
+
+
+def _look(column: str, look: Callable[[Batch], Any], batch: Batch) -> dict[str, Any]:
+    return {column: look(batch)}
+
+
+def _own_objective(stage: PipelineStageConfig) -> Objective | None:
+    """The user's own loss."""
+    if stage.fn is None:
+        return None
+    function = find_function(stage)
+    return partial(function, **stage.options) if function else None
+
+
+def objective_of(algorithm: AlgorithmConfig) -> Objective | Budgeted:
+    """The loss that the algorithm's name and numbers stand for."""
+    high = algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
+
+    def near_reference(inner: Objective) -> Objective:
+        if algorithm.beta > 0:
+            inner = WithKl(inner=inner, coef=algorithm.beta)
+        if algorithm.entropy_coef > 0:
+            inner = WithEntropy(inner=inner, coef=algorithm.entropy_coef)
+        return inner
+
+    if algorithm.name == "m2po":
+        assert algorithm.tau is not None, "the config has seen to it"
+        return Wrapped(budget=M2po(budget=algorithm.tau), wrap=near_reference)
+    if algorithm.name == "gspo":
+        return near_reference(Gspo(epsilon=algorithm.epsilon, epsilon_high=high))
+    delta = math.inf if algorithm.delta is None else algorithm.delta
+    clipped = Clipped(epsilon=algorithm.epsilon, epsilon_high=high, delta=delta)
+    return near_reference(Distilled(inner=clipped) if algorithm.name == "opd" else clipped)
+
+
+def _bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
+    """Of single tokens; where an algorithm bounds something else, what is usual."""
+    if algorithm.name in ("gspo", "m2po"):
+        return 0.2, 0.2
+    return algorithm.epsilon, algorithm.epsilon_high or algorithm.epsilon
+
+
+def _weights(algorithm: AlgorithmConfig, max_tokens: int) -> Weights:
+    aggregation = Aggregation(algorithm.aggregation)
+    is_fixed = aggregation is Aggregation.FIXED_CONSTANT
+    return Weights(aggregation=aggregation, constant_length=max_tokens if is_fixed else 0)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that learns in one trainer, and the chain of stages that teaches it.
+
+Owns the models that change: the actor, whose training makes versions, and what learns beside it
+(a critic). The whole of it is one step for the loop, and one state for the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.trainer.batches import Batch
+from penstock.trainer.learner import Learner, Stats
+from penstock.trainer.pipeline.run import ACTOR, Pipeline
+
+
+class Crew:
+    """One trainer's learners by role, bound into its pipeline."""
+
+    def __init__(self, learners: Mapping[str, Learner], pipeline: Pipeline) -> None:
+        self._actor = learners[ACTOR]
+        self._others = {role: found for role, found in learners.items() if role != ACTOR}
+        self._pipeline = pipeline
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The one whose versions are published."""
+        return self._actor.model
+
+    @property
+    def vocab_size(self) -> int:
+        return self._actor.vocab_size
+
+    def step(self, batch: Batch) -> Stats:
+        """Train on one batch, all stages of it."""
+        return self._pipeline.run(batch)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What the next step depends on besides the actor's weights."""
+        tensors = self._actor.state_tensors()
+        for role, learner in self._others.items():
+            own = {**learner.weight_tensors(), **learner.state_tensors()}
+            tensors |= {f"{role}/{name}": value for name, value in own.items()}
+        return tensors
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on bit for bit, given the same weights of the actor."""
+        for role, learner in self._others.items():
+            learner.restore(_of(role, tensors), with_weights=True)
+        self._actor.restore(tensors)
+
+
+def _of(role: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = f"{role}/"
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The critic's model as the learner sees it: packed samples in, one value per trained token out.
+
+A value is of the state before its token: what is still to come, as far as the tokens before it
+tell. The head begins at zero, so that a new critic says 0 everywhere.
+
+K = trained tokens, D = hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from penstock.trainer.actor import last_hidden
+from penstock.trainer.attention import use_packed_attention
+from penstock.trainer.gae import NEW_VALUES
+from penstock.trainer.inputs import Inputs
+from penstock.trainer.tokens import Tokens
+
+
+class Critic(nn.Module):
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        use_packed_attention(model)
+        self.model = model.eval()
+        config: Any = model.config
+        self.head = nn.Linear(config.hidden_size, 1, dtype=model.dtype, device=model.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, inputs: Inputs) -> Tokens:
+        hidden_KD = last_hidden(self.model, inputs)
+        values_K = self.head(hidden_KD.to(self.head.weight.dtype)).squeeze(1)
+        nothing_K = torch.zeros_like(values_K)
+        return inputs.tokens(nothing_K, nothing_K, **{NEW_VALUES: values_K})
+
+    def scores(self, tokens: Tokens) -> Tensor:
+        assert tokens.more is not None
+        return tokens.more[NEW_VALUES]

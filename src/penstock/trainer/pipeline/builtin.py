@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The built-in graphs, one per algorithm, as the same data that a user writes under `pipeline`.
+
+Owns which stages an algorithm has, and the plan of a run file. Numbers are in the config; no stage
+is run or loaded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config import AlgorithmConfig, RunConfig
+from penstock.config.pipeline import PipelineConfig, PipelineStageConfig
+from penstock.trainer.pipeline.plan import Plan, Trained, make_plan
+
+_CREDITS = "penstock.trainer.pipeline.credits"
+_ADVANTAGES: Mapping[str, str] = {
+    "rloo": f"{_CREDITS}:leave_one_out_advantage",
+    "reinforce": f"{_CREDITS}:batch_advantage",
+    "opd": f"{_CREDITS}:no_advantage",
+}
+"""What credits a batch, where it is not the comparison inside groups."""
+OVERLONG_MARGIN = 0.25
+"""Share of the longest answer over which DAPO's punishment grows from 0 to -1."""
+
+Stages = tuple[PipelineStageConfig, ...]
+
+
+def pipeline_of(config: RunConfig, policy: str) -> Stages:
+    """The stages of one policy: the run file's own, else the algorithm's."""
+    pipeline = config.pipeline or PipelineConfig()
+    algorithm = config.for_policy(policy).algorithm
+    own = pipeline.of_policy(policy)
+    return own or builtin(algorithm, max_tokens=config.sampling.max_tokens)
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """The plan of a whole run; ConfigError when it does not fit."""
+    written = {column for stage in config.dataflow.stages for column in stage.writes}
+    return make_plan(
+        {
+            name: Trained(init=model.init, stages=pipeline_of(config, name))
+            for name, model in config.models.items()
+        },
+        config.pipeline.hosts if config.pipeline else (),
+        from_ledger=tuple(written),
+    )
+
+
+def builtin(algorithm: AlgorithmConfig, *, max_tokens: int) -> Stages:
+    """The graph that the algorithm's name stands for; `max_tokens` is the longest answer."""
+    if algorithm.name == "ppo":
+        entries = _with_critic(algorithm)
+    elif algorithm.name == "dapo":
+        entries = _dapo(max_tokens)
+    elif algorithm.name == "opd":
+        entries = _distilled(algorithm.teacher)
+    else:
+        entries = [_advantage(algorithm.name), _train("turns", "advantage")]
+    if algorithm.beta > 0:
+        entries = _near_reference(entries)
+    return PipelineConfig.model_validate({"stages": entries}).stages
+
+
+Entry = dict[str, Any]
+
+
+def _stage(
+    name: str, kind: str, role: str, reads: list[str], writes: list[str], **more: Any
+) -> Entry:
+    return {"id": name, "type": kind, "role": role, "reads": reads, "writes": writes, **more}
+
+
+def _advantage(name: str) -> Entry:
+    fn = _ADVANTAGES.get(name)
+    return _stage("advantage", "compute", "advantage", ["reward"], ["advantage"], fn=fn)
+
+
+def _train(*reads: str) -> Entry:
+    return _stage("train", "train", "actor", [*reads], [])
+
+
+def _with_critic(algorithm: AlgorithmConfig) -> list[Entry]:
+    options = {"gamma": algorithm.gamma, "lam": algorithm.lam}
+    credit = ["advantage", "returns"]
+    return [
+        _stage("values", "infer", "critic", ["turns"], ["values"]),
+        _stage("advantage", "compute", "critic", ["reward", "values"], credit, options=options),
+        _stage("train_critic", "train", "critic", ["turns", "values", "returns"], []),
+        _train("turns", "advantage"),
+    ]
+
+
+def _dapo(max_tokens: int) -> list[Entry]:
+    margin = max(1, int(max_tokens * OVERLONG_MARGIN))
+    options = {"how": "both", "max_length": max_tokens, "margin": margin}
+    reads, shaped = ["reward", "length", "truncated"], "shaped_reward"
+    advantage = _stage("advantage", "compute", "advantage", [shaped], ["advantage"])
+    return [
+        _stage("overlong", "compute", "overlong", reads, [shaped, "excluded"], options=options),
+        {**advantage, "rename": {shaped: "reward"}},
+        _train("turns", "advantage", "excluded"),
+    ]
+
+
+def _distilled(teacher: str | None) -> list[Entry]:
+    return [
+        _stage("teacher", "infer", "teacher", ["turns"], ["teacher_logprobs"], model=teacher),
+        {**_advantage("opd"), "reads": ["turns"]},
+        _train("turns", "advantage", "teacher_logprobs"),
+    ]
+
+
+def _near_reference(entries: list[Entry]) -> list[Entry]:
+    """A frozen copy of the policy beside it, whose log-probs the actor's loss reads."""
+    column = "reference_logprobs"
+    reference = _stage("reference", "infer", "reference", ["turns"], [column])
+    *before, train = entries
+    return [reference, *before, {**train, "reads": [*train["reads"], column]}]

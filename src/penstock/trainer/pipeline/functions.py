@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which function a stage runs, and whether it takes what the stage gives it.
+
+    compute, infer   fn(layout, *, <column it reads>…, <option>…) -> Mapping of columns
+    infer, placed    fn(trajectory, *, <column it reads>…, <option>…) -> Mapping of columns
+    train            fn(tokens, *, <option>…) -> TokenLoss
+
+`turns` is what the first argument holds, so it is no keyword. Imports the user's module and looks
+at the signature; calls nothing, and imports no torch of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_origin
+
+from penstock.config.pipeline import PipelineStageConfig
+from penstock.errors import ConfigError
+from penstock.loading import load_function
+
+_CREDITS = "penstock.trainer.pipeline.credits"
+
+FUNCTIONS: Mapping[tuple[str, str], str] = {
+    ("compute", "advantage"): f"{_CREDITS}:group_advantage",
+    ("compute", "critic"): f"{_CREDITS}:gae",
+    ("compute", "overlong"): f"{_CREDITS}:overlong",
+}
+"""By (type, role), for a stage without fn; infer and train stages run the models themselves."""
+
+Function = Callable[..., Any]
+_NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def function_name(stage: PipelineStageConfig) -> str | None:
+    """`module:function`; None where the trainer runs a model."""
+    return stage.fn or FUNCTIONS.get((stage.type, stage.role))
+
+
+def find_function(stage: PipelineStageConfig) -> Function | None:
+    """What the stage runs; ConfigError when it is not there or does not fit the stage."""
+    name = function_name(stage)
+    if name is None:
+        return None
+    try:
+        function = load_function(name)
+    except ConfigError as error:
+        raise ConfigError(f"stage {stage.id}: {error}") from error.__cause__
+    if found := list(misfits(stage, function)):
+        raise ConfigError(f"stage {stage.id}: {name}: {'; '.join(found)}")
+    return function
+
+
+def keywords(stage: PipelineStageConfig) -> dict[str, str]:
+    """Columns that fn is given, by the keyword it takes each under."""
+    if stage.type == "train":
+        return {}
+    return {stage.rename.get(column, column): column for column in stage.reads if column != "turns"}
+
+
+def misfits(stage: PipelineStageConfig, function: Function) -> Iterator[str]:
+    """Why this function cannot be a stage like this."""
+    signature = _signature(function)
+    if signature is None:
+        return
+    parameters = [*signature.parameters.values()]
+    first, named = parameters[:1], {p.name: p for p in parameters[1:] if p.kind in _NAMED}
+    subject = _subject(stage)
+    if not first or first[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        yield f"takes no {subject}; write it as fn({subject}, *, …)"
+        return
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    given = {**dict.fromkeys(keywords(stage), "column"), **dict.fromkeys(stage.options, "option")}
+    for name, kind in given.items():
+        if name not in named and not takes_any:
+            yield f"has no keyword {name} for the {kind} of that name; add it, or {_cure(kind)}"
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in given:
+            yield f"needs {name}, which the stage neither reads nor gives as an option; add either"
+    if stage.type != "train" and not _gives_mapping(signature.return_annotation):
+        yield "is not annotated to return columns; write -> Mapping[str, …]"
+
+
+def _subject(stage: PipelineStageConfig) -> str:
+    if stage.type == "train":
+        return "tokens"
+    return "trajectory" if stage.is_service else "layout"
+
+
+def _cure(kind: str) -> str:
+    return "rename or drop the column" if kind == "column" else "take the option out"
+
+
+def _signature(function: Function) -> inspect.Signature | None:
+    """None where Python itself cannot tell (some compiled functions)."""
+    try:
+        return inspect.signature(function, eval_str=True)
+    except (NameError, AttributeError, TypeError, SyntaxError):  # names for type checkers only
+        return inspect.signature(function)
+    except ValueError:
+        return None
+
+
+def _gives_mapping(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return annotation.rpartition(".")[2].startswith(("Mapping", "dict", "Dict", "Columns"))
+    kind = get_origin(annotation) or annotation
+    return isinstance(kind, type) and issubclass(kind, Mapping)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which stages can run: edges by column and by `after`, earliest in the list first.
+
+Owns the order, and the refusal of lists that have none. What an edge is, and how a path is drawn,
+is said once, for the run file too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TypeVar
+
+from penstock.config.edges import Edge, Vertex, arrow, circle, edges, picture
+from penstock.errors import ConfigError
+
+V = TypeVar("V", bound=Vertex)
+
+
+def ordered(stages: Sequence[V], born: Collection[str]) -> tuple[V, ...]:
+    """The stages, each after all it waits for; of those that can run, the first in the list."""
+    refuse_broken(stages, born)
+    waits = {stage.id: set[str]() for stage in stages}
+    for edge in edges(stages):
+        waits[edge.target].add(edge.source)
+    done: list[V] = []
+    while len(done) < len(stages):
+        ready = (stage for stage in stages if stage not in done and not waits[stage.id])
+        chosen = next(ready)
+        done.append(chosen)
+        for sources in waits.values():
+            sources.discard(chosen.id)
+    return tuple(done)
+
+
+def depths(stages: Sequence[Vertex]) -> dict[str, int]:
+    """How many stages stand before each on the longest way to it."""
+    found: dict[str, int] = {}
+    by_target: dict[str, list[Edge]] = {}
+    for edge in edges(stages):
+        by_target.setdefault(edge.target, []).append(edge)
+    born = {column for stage in stages for column in stage.reads}
+    for stage in ordered(stages, born):
+        before = [found[edge.source] for edge in by_target.get(stage.id, ())]
+        found[stage.id] = max(before, default=-1) + 1
+    return found
+
+
+def refuse_broken(stages: Sequence[Vertex], born: Collection[str]) -> None:
+    """ConfigError for what has no order: two writers, unknown names, nobody's columns, circles."""
+    writers: dict[str, str] = {}
+    known = [stage.id for stage in stages]
+    for stage in stages:
+        if known.count(stage.id) > 1:
+            raise ConfigError(f"two stages are called {stage.id}; give each its own id")
+        for column in stage.writes:
+            if column in writers:
+                other = writers[column]
+                raise ConfigError(
+                    f"stages {other} and {stage.id} both write {column}: {other} "
+                    f"{arrow([column])} ◄─[{column}]─ {stage.id}; rename one of them"
+                )
+            writers[column] = stage.id
+    for stage in stages:
+        for column in stage.reads:
+            if column not in writers and column not in born:
+                raise ConfigError(
+                    f"stage {stage.id} reads {column}, which no stage writes: ? {arrow([column])} "
+                    f"{stage.id}; add a stage that writes it"
+                )
+        for name in stage.after:
+            if name not in known:
+                raise ConfigError(
+                    f"stage {stage.id} waits for {name}, and there is no such stage: {name}? ─► "
+                    f"{stage.id}; use one of {', '.join(known)}"
+                )
+    if way := circle(edges(stages)):
+        raise ConfigError(f"circle of stages: {picture(way)}: none can ever start; break it")

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a graph to a plan: a serial chain of stages per gang, services for stages placed elsewhere.
+
+Stages of a gang run one after another, so all its models are there all the time and memory is
+predictable. Owns placement and its refusal, with the figure that is short. Starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.config.pipeline import HostConfig, PipelineStageConfig
+from penstock.config.pipeline_checks import IN_BATCH
+from penstock.errors import ConfigError
+from penstock.trainer.pipeline.graph import ordered
+from penstock.trainer.pipeline.memory import Memory, count_parameters, estimate, size_text
+
+TRAIN = "train"
+"""The tag of hosts that gangs are placed on."""
+GB = 10**9
+
+Stages = Sequence[PipelineStageConfig]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """What one gang does with every batch, in this order."""
+
+    policy: str
+    stages: tuple[PipelineStageConfig, ...]
+    num_ranks: int
+    memory: Memory
+    """Of the rank that holds most."""
+    hosts: tuple[str, ...]
+    """One per rank; empty when the plan knows no hosts."""
+    uncounted: tuple[str, ...]
+    """Models whose size is not known here, and not in `memory`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A stage that is a consumer of the ledger, on hosts of its own."""
+
+    stage: PipelineStageConfig
+    memory: Memory
+    """Of one rank."""
+    hosts: tuple[str, ...]
+    uncounted: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    chains: tuple[Chain, ...]
+    services: tuple[Service, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """One policy to plan for."""
+
+    init: str
+    """Its initial weights."""
+    stages: Stages
+
+
+@dataclass(slots=True)
+class _Host:
+    label: str
+    tags: frozenset[str]
+    free_bytes: int
+
+
+@dataclass(slots=True)
+class _Room:
+    """What is left on each host while things are placed, first fit in the order of the list."""
+
+    hosts: list[_Host] = field(default_factory=list[_Host])
+
+    def take(self, who: str, tags: Sequence[str], num_ranks: int, each_bytes: int) -> list[str]:
+        if not self.hosts:
+            return []
+        fitting = [host for host in self.hosts if set(tags) <= host.tags]
+        wanted = f"{who} needs {_hosts(num_ranks)} tagged {', '.join(tags)}"
+        if len(fitting) < num_ranks:
+            short = num_ranks - len(fitting)
+            raise ConfigError(
+                f"{wanted}, and {len(fitting)} of the {_hosts(len(self.hosts))} have these tags: "
+                f"{short} short; tag more under pipeline.hosts, or lower parallel"
+            )
+        roomy = [host for host in fitting if host.free_bytes >= each_bytes][:num_ranks]
+        if len(roomy) < num_ranks:
+            most = sorted((host.free_bytes for host in fitting), reverse=True)[num_ranks - 1]
+            needed, short = size_text(each_bytes), size_text(each_bytes - most)
+            raise ConfigError(
+                f"{wanted} with {needed} free on each for its models, and the last of these has "
+                f"{size_text(most)}: {short} short; raise parallel.dp, place a stage elsewhere, "
+                "or take larger hosts"
+            )
+        for host in roomy:
+            host.free_bytes -= each_bytes
+        return [host.label for host in roomy]
+
+
+def make_plan(
+    policies: Mapping[str, Trained],
+    hosts: Sequence[HostConfig] = (),
+    *,
+    from_ledger: Sequence[str] = (),
+    count: Callable[[str], int | None] = count_parameters,
+) -> Plan:
+    """The plan of a run; ConfigError when it does not fit.
+
+    `from_ledger` are columns that stages outside the pipeline add to rows."""
+    room = _Room(_expanded(hosts))
+    chains: list[Chain] = []
+    services: dict[str, Service] = {}
+    for policy, trained in policies.items():
+        order = ordered(trained.stages, {*IN_BATCH, *from_ledger})
+        inside = tuple(stage for stage in order if not stage.is_service)
+        chains.append(_chain(policy, trained.init, inside, room, count))
+        for stage in order:
+            if stage.is_service and stage.id not in services:
+                services[stage.id] = _service(stage, room, count)
+    return Plan(chains=tuple(chains), services=tuple(services.values()))
+
+
+def _chain(
+    policy: str,
+    init: str,
+    stages: tuple[PipelineStageConfig, ...],
+    room: _Room,
+    count: Callable[[str], int | None],
+) -> Chain:
+    """Each model once: that of a role is the same in all stages, and learns if one trains it."""
+    models: dict[tuple[str, str], int] = {}
+    for stage in stages:
+        if stage.type != "compute" and (stage.fn is None or stage.type == "train" or stage.model):
+            key = (stage.role, stage.model or init)
+            models[key] = max(models.get(key, 1), stage.parallel.num_ranks)
+    learning = {stage.role for stage in stages if stage.type == "train"}
+    memory, uncounted = Memory(), list[str]()
+    for (role, model), num_ranks in models.items():
+        if (num_parameters := count(model)) is None:
+            uncounted.append(model)
+            continue
+        memory += estimate(num_parameters, is_trained=role in learning).over(num_ranks)
+    num_ranks = max((stage.parallel.num_ranks for stage in stages), default=1)
+    who = f"the gang of policy {policy}"
+    return Chain(
+        policy=policy,
+        stages=stages,
+        num_ranks=num_ranks,
+        memory=memory,
+        hosts=tuple(room.take(who, [TRAIN], num_ranks, memory.total_bytes)),
+        uncounted=tuple(dict.fromkeys(uncounted)),
+    )
+
+
+def _service(
+    stage: PipelineStageConfig, room: _Room, count: Callable[[str], int | None]
+) -> Service:
+    num_ranks = stage.parallel.num_ranks
+    num_parameters = count(stage.model) if stage.model else 0
+    memory = estimate(num_parameters or 0, is_trained=False).over(num_ranks)
+    hosts = room.take(f"service {stage.id}", stage.place or (), num_ranks, memory.total_bytes)
+    is_unknown = stage.model is not None and num_parameters is None
+    return Service(
+        stage=stage,
+        memory=memory,
+        hosts=tuple(hosts),
+        uncounted=(stage.model,) if is_unknown and stage.model else (),
+    )
+
+
+def _expanded(hosts: Sequence[HostConfig]) -> list[_Host]:
+    return [
+        _Host(f"host {index}" + (f".{copy}" if host.count > 1 else ""), frozenset(host.tags), size)
+        for index, host in enumerate(hosts)
+        for size in (round(host.memory_gb * GB),)
+        for copy in range(host.count)
+    ]
+
+
+def _hosts(count: int) -> str:
+    return f"{count} host{'' if count == 1 else 's'}"

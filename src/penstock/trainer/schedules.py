@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learning rate as a pure function of the version a step trains from.
+
+Nothing to save and nothing to restore: a trainer that comes back finds the same rate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Shape(StrEnum):
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    """Falls evenly, to nothing behind the last step."""
+    COSINE = "cosine"
+    """Falls along half a wave, to nothing behind the last step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    peak: float
+    shape: Shape = Shape.CONSTANT
+    warmup_steps: int = 0
+    """Rises evenly over so many steps; the first has a share of it, not nothing."""
+    num_steps: int = 0
+    """Of the whole run; a constant rate needs none."""
+
+    def rate(self, number: int) -> float:
+        """Of the step that trains from version `number`."""
+        if number < self.warmup_steps:
+            return self.peak * (number + 1) / self.warmup_steps
+        if self.shape is Shape.CONSTANT:
+            return self.peak
+        left = max(self.num_steps - self.warmup_steps, 1)
+        passed = min((number - self.warmup_steps) / left, 1.0)
+        if self.shape is Shape.LINEAR:
+            return self.peak * (1 - passed)
+        return self.peak * (1 + math.cos(math.pi * passed)) / 2

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much a batch can teach: effective sample size, informative groups, clipped shares, tails of
+the ratio. Sums over tokens, so that ranks add theirs up; what is made of them comes after.
+
+Pure functions of NumPy arrays over trained tokens at the first update of a batch, before the
+weights have moved. Knows nothing of nodes (gaps.py) nor of what is wrong (alarms.py).
+
+K = trained tokens of this rank, G = groups of the batch, B = bins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+MAX_LOG_RATIO = 20.0
+"""As in the losses: one absurd record must not make every sum infinite."""
+_EDGES_B = np.linspace(-2.0, 2.0, 801)
+"""Bins of log ratios; what lies beyond counts in the first and the last."""
+_QUANTILES = {"q001": 0.001, "q01": 0.01, "q50": 0.5, "q99": 0.99, "q999": 0.999}
+_NUM_SUMS = 8
+
+
+def log_ratios(logprobs_K: Floats, sampling_K: Floats) -> Floats:
+    """Of the policy now to the engine that sampled, bounded; what is no number is far off."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        ratios_K = np.subtract(logprobs_K, sampling_K, dtype=np.float64)
+    filled_K = np.nan_to_num(ratios_K, nan=MAX_LOG_RATIO)
+    return np.clip(filled_K, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratios:
+    """Sums over the ratios of a batch; those of two ranks add up by `numbers`."""
+
+    num_tokens: float
+    sum_weights: float
+    """Of ratios, which are importance weights."""
+    sum_squares: float
+    num_up: float
+    """Tokens to be made likelier: their advantage is above 0."""
+    num_down: float
+    num_clipped_up: float
+    """Of those, at a ratio beyond the upper bound: they have no gradient."""
+    num_clipped_down: float
+    num_beyond: float
+    """Outside the bounds on either side, whatever the advantage."""
+    counts_B: Floats
+
+    @property
+    def numbers(self) -> Floats:
+        """All of it as one vector, for `sum_over_ranks`."""
+        sums = [
+            self.num_tokens,
+            self.sum_weights,
+            self.sum_squares,
+            self.num_up,
+            self.num_down,
+            self.num_clipped_up,
+            self.num_clipped_down,
+            self.num_beyond,
+        ]
+        return np.concatenate([np.array(sums, np.float64), self.counts_B])
+
+    @staticmethod
+    def of(numbers: Floats) -> Ratios:
+        sums = [float(number) for number in numbers[:_NUM_SUMS]]
+        return Ratios(
+            num_tokens=sums[0],
+            sum_weights=sums[1],
+            sum_squares=sums[2],
+            num_up=sums[3],
+            num_down=sums[4],
+            num_clipped_up=sums[5],
+            num_clipped_down=sums[6],
+            num_beyond=sums[7],
+            counts_B=numbers[_NUM_SUMS:],
+        )
+
+    @property
+    def effective_samples(self) -> float:
+        """Tokens that would say as much if all weighed the same: n when they do, 1 when one
+        outweighs all."""
+        return self.sum_weights**2 / self.sum_squares if self.sum_squares else 0.0
+
+    @property
+    def clipped_share(self) -> float:
+        """Of tokens with an advantage."""
+        clipped = self.num_clipped_up + self.num_clipped_down
+        return clipped / max(self.num_up + self.num_down, 1.0)
+
+    def quantile(self, share: float) -> float:
+        """Of log ratios, to half a bin."""
+        total = float(self.counts_B.sum())
+        if not total:
+            return 0.0
+        at = int(np.searchsorted(np.cumsum(self.counts_B), share * total, side="left"))
+        at = min(at, self.counts_B.size - 1)
+        return float(_EDGES_B[at] + _EDGES_B[at + 1]) / 2
+
+    def figures(self) -> dict[str, float]:
+        """For the metrics of the step."""
+        num_tokens = max(self.num_tokens, 1.0)
+        return {
+            "signal/effective_samples": self.effective_samples,
+            "signal/effective_share": self.effective_samples / num_tokens,
+            "signal/clipped": self.clipped_share,
+            "signal/clipped_up": self.num_clipped_up / max(self.num_up, 1.0),
+            "signal/clipped_down": self.num_clipped_down / max(self.num_down, 1.0),
+            "ratio/beyond": self.num_beyond / num_tokens,
+        } | {f"ratio/log_{name}": self.quantile(share) for name, share in _QUANTILES.items()}
+
+
+def measure_ratios(
+    logprobs_K: Floats, sampling_K: Floats, advantages_K: Floats, *, low: float, high: float
+) -> Ratios:
+    """A ratio is clipped above 1 + `high` where the advantage is above 0, and below 1 - `low` where
+    it is below."""
+    log_K = log_ratios(logprobs_K, sampling_K)
+    weights_K = np.exp(log_K)
+    is_up_K, is_down_K = advantages_K > 0, advantages_K < 0
+    is_above_K, is_below_K = weights_K > 1 + high, weights_K < 1 - low
+    counts_B, _ = np.histogram(np.clip(log_K, _EDGES_B[0], _EDGES_B[-1]), _EDGES_B)
+    return Ratios(
+        num_tokens=float(log_K.size),
+        sum_weights=float(weights_K.sum()),
+        sum_squares=float(np.square(weights_K).sum()),
+        num_up=float(is_up_K.sum()),
+        num_down=float(is_down_K.sum()),
+        num_clipped_up=float((is_up_K & is_above_K).sum()),
+        num_clipped_down=float((is_down_K & is_below_K).sum()),
+        num_beyond=float((is_above_K | is_below_K).sum()),
+        counts_B=counts_B.astype(np.float64),
+    )
+
+
+def teaching_tokens(advantages_K: Floats, groups_K: Ints, num_groups: int) -> Floats:
+    """Tokens with an advantage, by group; ranks add theirs up."""
+    return np.bincount(groups_K[advantages_K != 0], minlength=num_groups).astype(np.float64)
+
+
+def informative_share(teaching_G: Floats) -> float:
+    """Of groups, those that say which of their answers is better."""
+    return float(np.count_nonzero(teaching_G)) / teaching_G.size if teaching_G.size else 0.0

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch as optimizer updates: which samples each one takes, and what each token weighs in it.
+
+Owns the order of training (groups whole, in manifest order) and the denominators: those of the
+whole update on all ranks, known before its first backward pass.
+
+S = samples, T = tokens of all samples, K = trained tokens of an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.trainer.aggregation import Counts, Weights, count
+from penstock.trainer.batches import Batch
+from penstock.trainer.gang import Sums
+from penstock.trainer.inputs import PROXIMAL, tokens_of, trained_tokens
+from penstock.trainer.mismatch import Correction
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One optimizer call."""
+
+    samples: Ints
+    weights_T: Floats
+    """What each token's loss is multiplied with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How a batch becomes updates."""
+
+    minibatches: int = 1
+    """Parts of a batch, one update each."""
+    weights: Weights = field(default_factory=Weights)
+    correction: Correction | None = None
+    """What of the data is rejected."""
+    needs_advantage: bool = True
+    """An update in which no token has one teaches nothing; false for a critic or a student."""
+
+
+def plan_updates(batch: Batch, cut: Cut, ranks: Sums) -> list[Update]:
+    """One pass over the batch; an update that teaches nothing on any rank is left out."""
+    is_kept_T = _survivors(batch, cut.correction)
+    shares = list(_shares(batch, cut.minibatches))
+    local = [_count(batch, samples, is_kept_T) for samples in shares]
+    whole = ranks.sum_over_ranks(np.array(local, np.float64)).astype(np.int64)
+    return [
+        _update(batch, samples, counts, cut.weights, is_kept_T)
+        for samples, counts, num_credited in zip(shares, _counts(whole), whole[:, -1], strict=True)
+        if not counts.is_empty and (num_credited > 0 or not cut.needs_advantage)
+    ]
+
+
+def _shares(batch: Batch, num_parts: int) -> Iterator[Ints]:
+    """Samples with a token, by part. Of a rank's own rows: one may be empty here and not there."""
+    groups_S = batch.groups_R[batch.samples.rows_S]
+    has_tokens_S = trained_tokens(batch.samples) > 0
+    for groups in np.array_split(np.arange(batch.num_groups), num_parts):
+        yield np.flatnonzero(np.isin(groups_S, groups) & has_tokens_S)
+
+
+def _count(batch: Batch, samples: Ints, is_kept_T: Bools | None) -> tuple[int, ...]:
+    token_K = tokens_of(batch.samples, samples)
+    kept_K = None if is_kept_T is None else is_kept_T[token_K]
+    counts = count(trained_tokens(batch.samples)[samples], kept_K)
+    return (*astuple(counts), int(np.count_nonzero(batch.columns["advantage"][token_K])))
+
+
+def _counts(whole: Ints) -> Sequence[Counts]:
+    return [
+        Counts(
+            num_tokens=int(one[0]),
+            num_sequences=int(one[1]),
+            num_surviving_tokens=int(one[2]),
+            num_surviving_sequences=int(one[3]),
+        )
+        for one in whole
+    ]
+
+
+def _update(
+    batch: Batch, samples: Ints, counts: Counts, weights: Weights, is_kept_T: Bools | None
+) -> Update:
+    token_K = tokens_of(batch.samples, samples)
+    kept_K = None if is_kept_T is None else is_kept_T[token_K]
+    weights_T = np.zeros(batch.samples.ids_T.shape)
+    weights_T[token_K] = weights.by_token(trained_tokens(batch.samples)[samples], counts, kept_K)
+    return Update(samples=samples, weights_T=weights_T)
+
+
+def _survivors(batch: Batch, correction: Correction | None) -> Bools | None:
+    """Which tokens the correction lets pass; None when there is no correction."""
+    if correction is None:
+        return None
+    samples = batch.samples
+    token_K = tokens_of(samples, np.arange(samples.starts_S.size))
+    sequences_K = np.repeat(np.arange(samples.starts_S.size), trained_tokens(samples))
+    is_kept_K = correction.survivors(
+        torch.from_numpy(batch.columns[PROXIMAL][token_K]),
+        torch.from_numpy(samples.logprobs_T[token_K].astype(np.float64)),
+        torch.from_numpy(np.unique(sequences_K, return_inverse=True)[1]),
+    )
+    is_kept_T = np.zeros(samples.ids_T.shape, np.bool_)
+    is_kept_T[token_K] = is_kept_K.numpy()
+    return is_kept_T

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline stages placed away from the trainer, over real HTTP: reward model, process scores and
+reference as workers with scripted scorers; and a scorer that fails costs its rows, nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+from tests.contract.running import POLICY, Running, SmallTrainer, dataflow, small_config
+from tests.contract.test_stages import roll_out
+from tests.unit.trainer.stage_makers import OWN, of, stage
+
+from penstock.cli.stage import placed_stage
+from penstock.config import PipelineConfig, PipelineStageConfig, RunConfig
+from penstock.dataflow.protocol import BatchRequest
+from penstock.trainer.batches import assemble
+from penstock.trainer.pipeline.service import serve
+from penstock.wire.auth import Role
+
+PLACED = {"type": "infer", "place": ("score",)}
+REWARD = stage("judge", "turns", "reward", **PLACED, role="reward", fn=f"{OWN}:reward_of_length")
+PRM = stage("prm", "turns reward", "step_scores", **PLACED, role="prm", fn=f"{OWN}:step_scores")
+REFERENCE = stage(
+    "reference",
+    "turns",
+    "reference_logprobs",
+    **PLACED,
+    role="reference",
+    fn=f"{OWN}:reference",
+    on="admitted",
+)
+
+
+def with_services(*services: PipelineStageConfig) -> RunConfig:
+    config = small_config(groups_per_batch=2, num_generations=2, steps=3)
+    pipeline = PipelineConfig(stages=(*services, *of("grpo")))
+    values = {**config.model_dump(), "pipeline": pipeline.model_dump(), "reward": None}
+    return RunConfig.model_validate(values)
+
+
+async def serve_while_rolling_out(running: Running, config: RunConfig, num_slots: int) -> None:
+    """A worker of every service, until the rows are delivered and the batch can be sealed."""
+    assert config.pipeline is not None
+    token = running.token(Role.STAGE)
+    workers = [
+        asyncio.create_task(serve(running.url, token, *placed_stage(config, service.id)))
+        for _, service in config.pipeline.services
+    ]
+    try:
+        await asyncio.sleep(1.2)  # a policy whose stage nobody serves gets no work
+        assert await roll_out(running, num_slots=num_slots) == num_slots
+        trainer = await asyncio.to_thread(SmallTrainer, running)
+        request = BatchRequest(consumer=POLICY, seq=1, incarnation=trainer.incarnation, wait_s=20.0)
+        answer = await asyncio.to_thread(trainer.client.batch, request)
+        assert answer.manifest is not None, "no batch: a service wrote nothing"
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+def test_what_three_services_wrote_is_in_the_batch(tmp_path: Path) -> None:
+    config = with_services(REWARD, PRM, REFERENCE)
+    with dataflow(tmp_path, config) as running:
+        first = SmallTrainer(running)
+        asyncio.run(serve_while_rolling_out(running, config, 4))
+        request = BatchRequest(consumer=POLICY, seq=1, incarnation=first.incarnation + 1)
+        manifest = first.client.batch(request).manifest
+        assert manifest is not None
+        rows = first.client.rows(POLICY, 1).rows
+        batch = assemble(manifest, rows, POLICY, 16)
+    np.testing.assert_array_equal(batch.columns["reward"], [2.0, 2.0, 2.0, 2.0])
+    mask = batch.samples.mask_T
+    np.testing.assert_allclose(
+        batch.columns["reference_logprobs"][mask], batch.samples.logprobs_T[mask] - 0.125
+    )
+    np.testing.assert_allclose(batch.columns["step_scores"][mask], 1.0)

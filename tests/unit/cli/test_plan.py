@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`penstock plan` and `penstock check` on pipelines, and who is started for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from tests.unit.cli.test_commands import run_main
+
+from penstock.cli.stage import placed_stage
+from penstock.config import load
+from penstock.errors import ConfigError
+from penstock.fleet.folder import RunFolder
+from penstock.fleet.plan import TOKEN, Kind, local_services
+from penstock.wire.auth import Audience, Role, Signer
+
+RUN = """\
+name: own
+models: {policy: {init: builtin:tiny-qwen3}}
+sources: [{name: train, task: penstock.tasks.reverse}]
+reward: penstock.tasks.reverse:reward
+training: {steps: 2}
+pipeline:
+  stages:
+    - {id: judge, type: infer, role: reward, fn: "my_dag:judge", place: [gpu],
+       reads: [turns], writes: [score]}
+    - {id: shape, type: compute, role: shaping, fn: "my_dag:shape",
+       reads: [reward, score], writes: [shaped]}
+    - {id: advantage, type: compute, role: advantage,
+       reads: [shaped], rename: {shaped: reward}, writes: [advantage]}
+    - {id: train, type: train, role: actor, fn: "my_dag:loss",
+       reads: [turns, advantage], options: {scale: 1.0}}
+"""
+MODULE = """\
+def judge(trajectory) -> dict: return {"score": 1.0}
+def shape(layout, *, reward, score) -> dict: return {"shaped": reward + score}
+def loss(tokens, *, scale): raise AssertionError("looked at, never called")
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with a pipeline of one's own, and its module beside it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_dag.py").write_text(MODULE)
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return path
+
+
+def test_a_plan_is_printed_and_drawn(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    code, out, err = run_main(capsys, "plan", str(run_file))
+    assert code == 0 and "run.svg" in err
+    for text in ("own: own pipeline", "gang of policy: 1 rank", "1. shape", "3. train",
+                 "weights 403 kB", "AdamW 806 kB", "judge on [gpu]: no model"):  # fmt: skip
+        assert text in out
+    drawn = run_file.with_suffix(".svg").read_text()
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    for stage in ("judge", "1. shape", "2. advantage", "3. train"):
+        assert f">{stage}</text>" in drawn
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "dapo", "m2po", "gspo", "rloo"])
+def test_the_plan_of_every_algorithm(
+    capsys: pytest.CaptureFixture[str], run_file: Path, name: str
+) -> None:
+    words = ("pipeline=null", f"algorithm.name={name}", "--json", "--svg", "drawn.svg")
+    code, out, _ = run_main(capsys, "plan", str(run_file), *words)
+    plan = json.loads(out.splitlines()[-1])
+    assert code == 0 and plan["svg"] == "drawn.svg" and Path("drawn.svg").exists()
+    (chain,) = plan["chains"]
+    assert chain["stages"][-1]["type"] == "train" and chain["memory_bytes"] >= 16 * 100_800
+
+
+def test_a_plan_that_does_not_fit_is_refused(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    hosts = "pipeline.hosts=[{tags: [train], memory_gb: 0.001}, {tags: [gpu], memory_gb: 1}]"
+    code, _, err = run_main(capsys, "plan", str(run_file), hosts)
+    assert code == 1 and "613 kB short" in err
+
+
+def test_check_looks_at_the_functions_of_stages(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    assert run_main(capsys, "check", str(run_file))[0] == 0
+    (run_file.parent / "my_dag.py").write_text(MODULE.replace("*, reward, score", "*, reward"))
+    wrong = run_file.read_text().replace("rename: {shaped: reward}", "options: {ddof: 1}")
+    run_file.write_text(wrong.replace("{scale: 1.0}", "{}"))
+    code, _, err = run_main(capsys, "check", str(run_file))
+    assert code == 1
+    for text in (
+        "stage shape: my_dag:shape: has no keyword score for the column of that name",
+        "stage advantage: penstock.trainer.pipeline.credits:group_advantage: has no keyword shaped",
+        "stage train: my_dag:loss: needs scale",
+    ):
+        assert text in err
+
+
+def test_the_launcher_starts_a_worker_of_every_service(run_file: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "outputs")
+    Signer.create(folder.keys, "own")
+    services = {one.name: one for one in local_services(load(run_file), folder)}
+    worker = services["stage-judge"]
+    assert worker.kind is Kind.SERVER
+    assert worker.command[-3:] == ("stage", str(folder.path), "judge")
+    verifier = Signer.read(folder.keys, "own").verifier(Audience.DATAFLOW)
+    assert verifier.verify(worker.make_env()[TOKEN]).role is Role.STAGE
+
+
+def test_only_stages_placed_elsewhere_have_workers(run_file: Path) -> None:
+    config = load(run_file)
+    assert placed_stage(config, "judge")[1].writes == ("score",)
+    with pytest.raises(ConfigError, match='did you mean "judge"'):
+        placed_stage(config, "judg")
+    with pytest.raises(ConfigError, match="stages placed elsewhere: judge"):
+        placed_stage(config, "train")

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines in run files: what is refused, stages named and drawn, and what presets mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.unit.config.conftest import LoadText
+
+from penstock.config import Hook, RunConfig, StageConfig, digest, dump
+from penstock.config.algorithms import PRESETS
+from penstock.config.loader import parse
+from penstock.errors import ConfigError
+
+LoadStages = Callable[..., RunConfig]
+
+ADVANTAGE = "{id: advantage, type: compute, role: advantage, reads: [reward], writes: [advantage]}"
+TRAIN = "{id: train, type: train, role: actor, reads: [turns, advantage]}"
+SHAPE = "{id: shape, type: compute, role: shaping, fn: 'm:shape', reads: [READS], writes: [shaped]}"
+SCORE = (
+    "{id: score, type: infer, role: reward, fn: 'm:score', reads: [turns], writes: [score], "
+    "place: [gpu]}"
+)
+
+
+@pytest.fixture
+def load_stages(design: str, load_text: LoadText) -> LoadStages:
+    """Load the design's file with these stages; one line each, from line 27 on."""
+
+    def load(*stages: str, overrides: tuple[str, ...] = ()) -> RunConfig:
+        text = "pipeline:\n  stages:\n" + "".join(f"    - {stage}\n" for stage in stages)
+        return load_text(design.replace("pipeline: null\n", text), overrides)
+
+    return load
+
+
+def refusal(load: LoadStages, *stages: str, overrides: tuple[str, ...] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*stages, overrides=overrides)
+    return str(caught.value)
+
+
+def test_a_pipeline_is_kept_as_it_was_written(load_stages: LoadStages) -> None:
+    config = load_stages(ADVANTAGE, TRAIN)
+    assert config.pipeline is not None
+    assert [stage.id for stage in config.pipeline.stages] == ["advantage", "train"]
+    again = parse(dump(config), origin="config.yaml")
+    assert again == config and digest(again) == digest(config)
+
+
+@pytest.mark.parametrize(
+    ("stages", "at", "says"),
+    [
+        (
+            (SHAPE.replace("READS", "advantage"), ADVANTAGE.replace("[reward]", "[shaped]"), TRAIN),
+            "run.yaml:27: pipeline.stages[0].reads: ",
+            "circle of stages: advantage ─[advantage]─► shape ─[shaped]─► advantage",
+        ),
+        (
+            (TRAIN,),
+            "run.yaml:27: pipeline.stages[0].reads[1]: ",
+            "stage train reads advantage, which no stage writes and no batch has: "
+            "? ─[advantage]─► train",
+        ),
+        (
+            (ADVANTAGE, ADVANTAGE.replace("id: advantage", "id: credit"), TRAIN),
+            "run.yaml:28: pipeline.stages[1].writes[0]: ",
+            "stages advantage and credit both write advantage: "
+            "advantage ─[advantage]─► ◄─[advantage]─ credit",
+        ),
+        (
+            (ADVANTAGE, TRAIN.replace("role: actor", "role: actor, after: [advanage]")),
+            "run.yaml:28: pipeline.stages[1].after[0]: ",
+            'stage train waits for "advanage", and there is no such stage (advanage? ─► train); '
+            'did you mean "advantage"?',
+        ),
+        (
+            (ADVANTAGE, TRAIN, TRAIN),
+            "run.yaml:29: pipeline.stages[2].id: ",
+            'a stage with id "train" stands above',
+        ),
+        (
+            (ADVANTAGE, TRAIN, TRAIN.replace("id: train", "id: again")),
+            "run.yaml:29: pipeline.stages[2].role: ",
+            "stages train and again both train the actor",
+        ),
+        (
+            (ADVANTAGE,),
+            "pipeline.stages: ",
+            "no stage trains policy policy; add one with type: train and role: actor",
+        ),
+        (
+            (ADVANTAGE, SHAPE.replace("READS", "reward").replace("fn: 'm:shape', ", ""), TRAIN),
+            "run.yaml:28: pipeline.stages[1].role: ",
+            "stage shape: nothing is shipped for type compute and role shaping; give fn",
+        ),
+        (
+            (ADVANTAGE.replace("writes: [advantage]", "writes: [credit]"), TRAIN),
+            "run.yaml:27: pipeline.stages[0].writes: ",
+            "what is shipped for it writes advantage, not credit",
+        ),
+        (
+            (ADVANTAGE, TRAIN.replace("reads", "options: {lr: 1}, reads")),
+            "run.yaml:28: pipeline.stages[1].options: ",
+            "lr is no option of what is shipped for it (none); give fn",
+        ),
+        (
+            (SHAPE.replace("READS", "reward").replace("[shaped]", "[reward]"), ADVANTAGE, TRAIN),
+            "run.yaml:27: pipeline.stages[0].writes[0]: ",
+            "stage shape writes reward, which every row of a batch has already",
+        ),
+        (
+            (SHAPE.replace("READS", "reward").replace("type", "rename: {x: y}, type"), TRAIN),
+            "run.yaml:27: pipeline.stages[0].rename: ",
+            "x is renamed and not read",
+        ),
+        (
+            (ADVANTAGE, TRAIN.replace("role", "policy: polici, role")),
+            "run.yaml:28: pipeline.stages[1].policy: ",
+            'there is no policy "polici"; did you mean "policy"?',
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_names_stages_and_draws_the_path(
+    load_stages: LoadStages, stages: tuple[str, ...], at: str, says: str
+) -> None:
+    message = refusal(load_stages, *stages)
+    line = next(line for line in message.splitlines() if says in line)
+    assert at in line
+
+
+def test_what_is_far_from_the_trainer_cannot_have_what_is_inside(load_stages: LoadStages) -> None:
+    reading = SCORE.replace("[turns]", "[turns, advantage]")
+    assert (
+        "score is placed elsewhere and reads advantage, which stage advantage writes in the "
+        in (refusal(load_stages, ADVANTAGE, reading, TRAIN))
+    )
+    critic = SCORE.replace("role: reward", "role: critic")
+    assert "the critic's weights change with every batch" in refusal(
+        load_stages, ADVANTAGE, critic, TRAIN
+    )
+    compute = SCORE.replace("type: infer", "type: compute")
+    assert "compute stages see whole groups, and a service single rows" in refusal(
+        load_stages, ADVANTAGE, compute, TRAIN
+    )
+    assert "runs a scorer row by row; give fn" in refusal(
+        load_stages, ADVANTAGE, SCORE.replace("fn: 'm:score', ", ""), TRAIN
+    )
+
+
+def test_a_stage_placed_elsewhere_is_a_stage_of_the_ledger(load_stages: LoadStages) -> None:
+    config = load_stages(SCORE, ADVANTAGE, TRAIN.replace("advantage]", "advantage, score]"))
+    declared = StageConfig(name="score", reads=("turns",), writes=("score",))
+    assert config.dataflow.stages == (declared,)
+    again = parse(dump(config), origin="config.yaml")
+    assert again == config, "declared once, however often the file is read"
+
+
+def test_the_ledger_judges_a_service_as_any_of_its_stages(load_stages: LoadStages) -> None:
+    unknown = SCORE.replace("[turns]", "[turns, mark]")
+    message = refusal(load_stages, unknown, ADVANTAGE, TRAIN)
+    assert "pipeline.stages[0].reads[1]: stage score: no row is born with mark" in message
+    late = SCORE.replace("[score]", "[reward]").replace("place", "on: admitted, place")
+    message = refusal(load_stages, late, ADVANTAGE, TRAIN, overrides=("reward=null",))
+    assert "stage score: reward decides what is admitted" in message
+    twice = SCORE.replace("[score]", "[reward]")
+    assert "the nodes score with penstock.tasks.reverse:reward already" in refusal(
+        load_stages, twice, ADVANTAGE, TRAIN
+    )
+
+
+def test_an_entry_of_the_dataflow_gives_a_service_its_deadline(load_stages: LoadStages) -> None:
+    entry = "dataflow.stages=[{name: score, reads: [turns], writes: [score], deadline_s: 5}]"
+    config = load_stages(SCORE, ADVANTAGE, TRAIN, overrides=(entry,))
+    assert [(stage.name, stage.deadline_s) for stage in config.dataflow.stages] == [("score", 5.0)]
+    message = refusal(
+        load_stages, SCORE, ADVANTAGE, TRAIN, overrides=(entry.replace("[score]", "[mark]"),)
+    )
+    assert "stage score stands under dataflow.stages too, with other writes" in message
+
+
+def test_stages_of_two_policies_do_not_meet(design: str, load_text: LoadText) -> None:
+    models = "  a: {init: builtin:tiny-qwen3}\n  b: {init: builtin:tiny-qwen3}"
+    text = design.replace("  policy: {init: builtin:tiny-qwen3, engine: hf, replicas: 2}", models)
+    stages = "".join(
+        f"    - {ADVANTAGE.replace('id: advantage', f'id: advantage_{p}, policy: {p}')}\n"
+        f"    - {TRAIN.replace('id: train', f'id: train_{p}, policy: {p}')}\n"
+        for p in "ab"
+    )
+    config = load_text(text.replace("pipeline: null", f"pipeline:\n  stages:\n{stages}"))
+    assert config.pipeline is not None
+    assert [stage.id for stage in config.pipeline.of_policy("b")] == ["advantage_b", "train_b"]
+
+
+# --- presets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "max_staleness"), [("sync", 0), ("one_step", 1), ("async", 8)])
+def test_a_mode_is_a_pace(design: str, load_text: LoadText, mode: str, max_staleness: int) -> None:
+    text = design.replace("max_staleness: 1", f"mode: {mode}")
+    config = load_text(text)
+    assert config.training.max_staleness == max_staleness
+    assert parse(dump(config), origin="config.yaml") == config
+    with pytest.raises(ConfigError, match=f"mode {mode} means max_staleness"):
+        wrong = 0 if mode == "async" else 3
+        load_text(text, [f"training.max_staleness={wrong}"])
+
+
+def test_async_takes_the_bound_that_is_written(design: str, load_text: LoadText) -> None:
+    config = load_text(design.replace("max_staleness: 1", "mode: async\n  max_staleness: 4"))
+    assert config.training.max_staleness == 4
+
+
+def named(design: str, name: str, more: str = "") -> str:
+    old = (
+        "algorithm: {name: grpo, num_generations: 16, epsilon: 0.2, entropy_coef: 0.01, beta: 0.0}"
+    )
+    text = design.replace(old, f"algorithm: {{name: {name}{more}}}")
+    return text.replace("  minibatches: 1\n", "").replace("{admit: reward-spread}, ", "")
+
+
+def test_dapo_turns_on_all_its_parts(design: str, load_text: LoadText) -> None:
+    config = load_text(named(design, "dapo"))
+    algorithm = config.algorithm
+    assert (algorithm.epsilon, algorithm.epsilon_high) == (0.2, 0.28)
+    assert (algorithm.beta, algorithm.aggregation) == (0.0, "token-mean")
+    admit = [rule.name for rule in config.for_policy("policy").rules if rule.hook is Hook.ADMIT]
+    assert admit == ["reward-spread"]
+    own = load_text(named(design, "dapo").replace("[{select", "[{admit: all}, {select"))
+    admit = [rule.name for rule in own.for_policy("policy").rules if rule.hook is Hook.ADMIT]
+    assert admit == ["all"], "what the file says wins"
+
+
+@pytest.mark.parametrize("name", ["ppo", "dapo", "m2po", "gspo", "rloo", "opd"])
+def test_presets_carry_the_numbers_of_their_papers(
+    design: str, load_text: LoadText, name: str
+) -> None:
+    teacher = ", teacher: builtin:tiny-qwen3" if name == "opd" else ""
+    config = load_text(named(design, name, teacher))
+    training = config.training
+    assert config.algorithm.num_generations == 8
+    assert (training.minibatches, training.weight_decay, training.max_grad_norm) == (4, 0.01, 1.0)
+    beta = {"ppo": 1e-3, "m2po": 1e-3, "rloo": 1e-3}.get(name, 0.0)
+    assert config.algorithm.beta == beta
+    assert config.algorithm.tau == (0.01 if name == "m2po" else None)
+    few = load_text(named(design, name, teacher), ["training.groups_per_batch=2"])
+    assert few.training.minibatches == 2
+    assert parse(dump(config), origin="config.yaml") == config
+
+
+def test_the_file_wins_over_the_preset(design: str, load_text: LoadText) -> None:
+    config = load_text(named(design, "m2po", ", tau: 0.002, beta: 0.0"), ["training.minibatches=1"])
+    assert (config.algorithm.tau, config.algorithm.beta) == (0.002, 0.0)
+    assert config.training.minibatches == 1
+
+
+def test_every_name_has_a_preset_and_grpo_stays_plain(design: str, load_text: LoadText) -> None:
+    assert set(PRESETS) == {"grpo", "reinforce", "ppo", "dapo", "m2po", "gspo", "rloo", "opd"}
+    config = load_text(named(design, "grpo"))
+    assert (config.algorithm.beta, config.training.minibatches) == (0.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "says"),
+    [
+        ("grpo", ", tau: 0.1", "tau belongs to m2po, and the algorithm is grpo"),
+        ("m2po", ", tau: null", "m2po needs tau"),
+        ("opd", "", "opd needs teacher"),
+        ("rloo", ", num_generations: 1", "a group of 1 has none to compare"),
+        ("gspo", ", epsilon: 0.2, epsilon_high: 0.2", "set epsilon and epsilon_high <= 0.01"),
+        ("grpo", ", lam: 0.95", "lam belongs to ppo"),
+    ],
+)
+def test_keys_of_another_algorithm_are_refused(
+    design: str, load_text: LoadText, name: str, more: str, says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_text(named(design, name, more))
+    assert says in str(caught.value)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage functions as a user writes them: nothing of penstock but its types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.trainer.pipeline.layout import Layout
+from penstock.types import Trajectory
+
+Floats = npt.NDArray[np.float64]
+
+
+def shape(layout: Layout, *, reward: Floats, bonus: float = 0.1) -> Mapping[str, Floats]:
+    """A bonus for rows whose answers are short."""
+    lengths_R = np.bincount(layout.rows_T[layout.mask_T], minlength=layout.groups_R.size)
+    return {"shaped_reward": reward + bonus * (lengths_R <= 2)}
+
+
+def plain_loss(tokens: Any, *, scale: float) -> Any:
+    """A loss of one's own; never called here."""
+    raise AssertionError(scale)
+
+
+def score(trajectory: Trajectory, *, factor: float = 1.0) -> dict[str, float]:
+    """A scripted scorer."""
+    return {"score": factor * len(trajectory.turns[0].sampled_ids) / 4}
+
+
+async def score_late(trajectory: Trajectory) -> dict[str, float]:
+    return score(trajectory)
+
+
+def reference(trajectory: Trajectory) -> dict[str, bytes]:
+    """A scripted reference: log-probs a little below those of the engine."""
+    values = np.frombuffer(trajectory.turns[0].logprobs, "<f4") - 0.125
+    return {"reference_logprobs": values.astype("<f4").tobytes()}
+
+
+def reward_of_length(trajectory: Trajectory) -> dict[str, float]:
+    """A scripted reward model."""
+    return {"reward": len(trajectory.turns[0].sampled_ids) / 4}
+
+
+def step_scores(trajectory: Trajectory, *, reward: float) -> dict[str, bytes]:
+    """A scripted process reward model that reads what the reward model wrote: a number for each
+    sampled token."""
+    lengths = [len(turn.sampled_ids) // 4 for turn in trajectory.turns]
+    scores = np.repeat([reward / (2 + index) for index, _ in enumerate(lengths)], lengths)
+    return {"step_scores": scores.astype("<f4").tobytes()}
+
+
+def broken(trajectory: Trajectory) -> dict[str, float]:
+    raise RuntimeError("the scorer is broken")
+
+
+def other_column(layout: Layout, *, reward: Floats) -> Mapping[str, Floats]:
+    return {"advantages": reward}
+
+
+def unannotated(layout: Layout, *, reward: Floats):
+    return {"advantage": reward}
+
+
+def needy(layout: Layout, *, reward: Floats, strength: float) -> Mapping[str, Floats]:
+    return {"advantage": strength * reward}
+
+
+def no_layout(*, reward: Floats) -> Mapping[str, Floats]:
+    return {"advantage": reward}
+
+
+NOT_A_FUNCTION = 3

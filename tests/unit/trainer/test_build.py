@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every algorithm as its run file gives it: built, trained for some steps, saved and gone on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, random_batch
+
+from penstock.config import RunConfig
+from penstock.trainer.batches import Batch, assemble
+from penstock.trainer.build import build_crew
+from penstock.trainer.crew import Crew
+from penstock.trainer.snapshots import weights_of
+from penstock.trainer.tokens import TokenLoss, Tokens
+
+ALGORITHMS = ("grpo", "reinforce", "ppo", "dapo", "m2po", "gspo", "rloo", "opd")
+
+
+def config(model_folder: Path, name: str, *, pipeline: Any = None, **training: Any) -> RunConfig:
+    algorithm: dict[str, Any] = {"name": name, "num_generations": 4}
+    if name == "opd":
+        algorithm["teacher"] = str(model_folder)
+    return RunConfig.model_validate(
+        {
+            "name": "built",
+            "models": {POLICY: {"init": str(model_folder)}},
+            "sources": [{"name": "train", "task": "penstock.tasks.reverse"}],
+            "algorithm": algorithm,
+            "training": {"steps": 6, "learning_rate": 2e-3, "groups_per_batch": 4, **training},
+            "pipeline": pipeline,
+        }
+    )
+
+
+def batch(seq: int) -> Batch:
+    sealed = random_batch(1, seq=seq)
+    return assemble(sealed.manifest, sealed.rows, POLICY, VOCAB_SIZE)
+
+
+def train(crew: Crew, *seqs: int) -> list[dict[str, float]]:
+    stats = [crew.step(batch(seq)) for seq in seqs]
+    assert all(one.skipped is None for one in stats)
+    return [dict(one.values) for one in stats]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_goes_on_bit_for_bit(model_folder: Path, tmp_path: Path, name: str) -> None:
+    settings = config(model_folder, name)
+    whole = build_crew(settings, POLICY, model_folder)
+    told = train(whole, 1, 2, 3)
+    first = build_crew(settings, POLICY, model_folder)
+    train(first, 1, 2)
+    state = {key: value.clone() for key, value in first.state_tensors().items()}
+    first.model.save_pretrained(tmp_path / "saved")
+    second = build_crew(settings, POLICY, tmp_path / "saved")
+    second.restore(state)
+    [again] = train(second, 3)
+    kept = {key for key in again if "seconds" not in key and "memory" not in key}
+    assert {key: again[key] for key in kept} == {key: told[-1][key] for key in kept}
+    for key, value in weights_of(whole.model).items():
+        assert torch.equal(value, weights_of(second.model)[key]), key
+
+
+def test_a_new_critic_values_nothing_and_learns(model_folder: Path) -> None:
+    crew = build_crew(config(model_folder, "ppo", minibatches=1), POLICY, model_folder)
+    first, *_, last = [train(crew, 1)[0] for _ in range(12)]
+    assert first["critic/value"] == 0
+    assert last["critic/value/error"] < first["critic/value/error"]
+
+
+def test_the_reference_stays_where_the_policy_began(model_folder: Path) -> None:
+    crew = build_crew(config(model_folder, "rloo", minibatches=1), POLICY, model_folder)
+    first, second = train(crew, 1, 2)
+    assert first["reference_kl"] == pytest.approx(0, abs=1e-3)
+    assert second["reference_kl"] > 0
+
+
+def only_half(tokens: Tokens, *, factor: float) -> TokenLoss:
+    """A user's own loss."""
+    return TokenLoss(
+        loss_K=-factor * tokens.logprobs_K * tokens.advantages_K,
+        told={"half/factor": torch.full_like(tokens.logprobs_K, factor).detach()},
+    )
+
+
+def doubled(layout: Any, *, reward: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    return {"doubled_reward": 2 * reward}
+
+
+def test_a_users_graph_with_its_own_reward_and_loss(model_folder: Path) -> None:
+    module = "tests.unit.trainer.test_build"
+    stages: list[dict[str, Any]] = [
+        {"id": "shape", "type": "compute", "role": "shape", "fn": f"{module}:doubled"},
+        {"id": "credit", "type": "compute", "role": "advantage"},
+        {"id": "learn", "type": "train", "role": "actor", "fn": f"{module}:only_half"},
+    ]
+    stages[0] |= {"reads": ["reward"], "writes": ["doubled_reward"]}
+    stages[1] |= {"reads": ["doubled_reward"], "writes": ["advantage"]}
+    stages[1] |= {"rename": {"doubled_reward": "reward"}}
+    stages[2] |= {"reads": ["turns", "advantage"], "options": {"factor": 0.5}}
+    settings = config(model_folder, "grpo", pipeline={"stages": stages})
+    [values] = train(build_crew(settings, POLICY, model_folder), 1)
+    assert values["half/factor"] == 0.5
+    assert {"seconds/stage/shape", "seconds/stage/credit", "seconds/stage/learn"} <= values.keys()

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs of stages: order, refusals, functions; and plans: placement, memory, pictures."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from tests.unit.trainer.stage_makers import OWN, of, stage, train
+
+from penstock.config import HostConfig, PipelineConfig, PipelineStageConfig
+from penstock.config.pipeline_checks import IN_BATCH
+from penstock.errors import ConfigError
+from penstock.trainer.models import TINY_QWEN3, init_model
+from penstock.trainer.pipeline.draw import to_svg
+from penstock.trainer.pipeline.functions import FUNCTIONS, find_function, misfits
+from penstock.trainer.pipeline.graph import depths, ordered
+from penstock.trainer.pipeline.memory import count_parameters, estimate
+from penstock.trainer.pipeline.plan import Plan, Trained, make_plan
+
+BUILTINS = ("grpo", "ppo", "dapo", "m2po", "gspo", "rloo", "opd", "reinforce")
+
+
+def plan_for(
+    stages: Sequence[PipelineStageConfig],
+    hosts: Sequence[HostConfig] = (),
+    num_parameters: int | None = 1_000_000_000,
+) -> Plan:
+    policies = {"policy": Trained(init="model", stages=stages)}
+    return make_plan(policies, hosts, count=lambda model: num_parameters)
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+def test_stages_run_after_what_they_read_and_after_whom_they_name() -> None:
+    stages = [
+        train(),
+        stage("c", "b2", "advantage"),
+        stage("b", "a1", "b2"),
+        stage("a", "turns", "a1"),
+    ]
+    assert [one.id for one in ordered(stages, IN_BATCH)] == ["a", "b", "c", "train"]
+    waiting = [stage("x", "turns", "x1", after=["y"]), stage("y", "turns", "y1")]
+    assert [one.id for one in ordered(waiting, IN_BATCH)] == ["y", "x"]
+    assert depths(stages) == {"a": 0, "b": 1, "c": 2, "train": 3}
+
+
+def test_the_order_is_one_of_the_graph_and_the_same_each_time() -> None:
+    stages = of("ppo")
+    for shuffled in itertools.permutations(stages):
+        found = ordered(shuffled, IN_BATCH)
+        assert found == ordered(shuffled, IN_BATCH)
+        written = {*IN_BATCH}
+        for one in found:
+            assert {*one.reads} <= written
+            written |= {*one.writes}
+
+
+def test_of_stages_that_can_run_the_first_in_the_list_runs() -> None:
+    stages = [stage(name, "turns", name * 2) for name in "cab"]
+    assert [one.id for one in ordered(stages, IN_BATCH)] == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        ([stage("a", "bb", "aa"), stage("b", "aa", "bb")], "b ─[bb]─► a ─[aa]─► b"),
+        ([stage("a", "aa", "aa")], "a ─[aa]─► a"),
+        ([stage("a", "turns", "x"), stage("b", "turns", "x")], "stages a and b both write x"),
+        ([stage("a", "nothing", "x")], "stage a reads nothing, which no stage writes"),
+        ([stage("a", "turns", "x", after=["z"])], "a waits for z, and there is no such stage"),
+        ([stage("a", "turns", "x"), stage("a", "turns", "y")], "two stages are called a"),
+        (
+            [
+                stage("a", "turns", "x", after=["c"]),
+                stage("b", "x", "y"),
+                stage("c", "y", "z"),
+            ],
+            "c ─► a ─[x]─► b ─[y]─► c",
+        ),
+    ],
+)
+def test_what_has_no_order_names_its_stages(stages: list[PipelineStageConfig], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ordered(stages, IN_BATCH)
+    assert says in str(caught.value)
+
+
+# --- functions ------------------------------------------------------------------------------------
+
+
+def test_a_users_graph_needs_nothing_but_its_functions() -> None:
+    graph = PipelineConfig(
+        stages=(
+            stage("score", "turns", "score", type="infer", fn=f"{OWN}:score", place=("gpu",)),
+            stage("shape", "reward", "shaped_reward", options={"bonus": 0.5}),
+            stage(
+                "advantage",
+                "shaped_reward",
+                "advantage",
+                role="advantage",
+                fn=None,
+                rename={"shaped_reward": "reward"},
+            ),
+            train(fn=f"{OWN}:plain_loss", options={"scale": 2.0}),
+        )
+    )
+    assert [find_function(one) is not None for one in graph.stages] == [True] * 4
+    plan = plan_for(graph.stages)
+    assert [one.id for one in plan.chains[0].stages] == ["shape", "advantage", "train"]
+    assert [one.stage.id for one in plan.services] == ["score"]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (stage("s", "length", "shaped_reward"), "has no keyword length for the column"),
+        (stage("s", "reward", "x", options={"bonos": 1}), "has no keyword bonos for the option"),
+        (stage("s", "reward", "x", fn=f"{OWN}:needy"), "needs strength, which the stage neither"),
+        (stage("s", "reward", "x", fn=f"{OWN}:no_layout"), "takes no layout"),
+        (stage("s", "reward", "x", fn=f"{OWN}:unannotated"), "write -> Mapping[str, …]"),
+        (stage("s", "reward", "x", fn=f"{OWN}:NOT_A_FUNCTION"), "has no function"),
+        (stage("s", "reward", "x", fn="no_such_module:f"), "cannot import 'no_such_module'"),
+        (train(fn=f"{OWN}:plain_loss"), "needs scale"),
+        (
+            stage("s", "reward", "shaped_reward", role="overlong", fn=None),
+            "needs length, which the stage neither reads",
+        ),
+    ],
+)
+def test_a_function_that_does_not_fit_its_stage(made: PipelineStageConfig, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_function(made)
+    assert says in str(caught.value) and f"stage {made.id}: " in str(caught.value)
+
+
+def test_what_is_shipped_takes_what_the_built_in_graphs_give() -> None:
+    used: set[str] = set()
+    for name in BUILTINS:
+        for one in of(name):
+            function = find_function(one)
+            assert (function is None) == (one.type != "compute")
+            if function is not None:
+                assert not list(misfits(one, function))
+                used.add(one.fn or FUNCTIONS[one.type, one.role])
+    assert used >= set(FUNCTIONS.values())
+
+
+# --- built-in graphs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "chain"),
+    [
+        ("grpo", "advantage train"),
+        ("reinforce", "advantage train"),
+        ("ppo", "reference values advantage train_critic train"),
+        ("dapo", "overlong advantage train"),
+        ("m2po", "reference advantage train"),
+        ("gspo", "advantage train"),
+        ("rloo", "reference advantage train"),
+        ("opd", "teacher advantage train"),
+    ],
+)
+def test_the_chain_of_each_algorithm(name: str, chain: str) -> None:
+    plan = plan_for(of(name))
+    assert [one.id for one in plan.chains[0].stages] == chain.split()
+    assert plan.services == ()
+
+
+def test_a_reference_is_there_when_a_divergence_is_weighed() -> None:
+    assert [one.id for one in of("grpo", beta=0.01)] == ["reference", "advantage", "train"]
+    assert of("grpo", beta=0.01)[-1].reads == ("turns", "advantage", "reference_logprobs")
+    assert [one.id for one in of("m2po", beta=0.0)] == ["advantage", "train"]
+
+
+def test_dapo_masks_and_punishes() -> None:
+    overlong, advantage, learn = of("dapo")
+    assert overlong.options == {"how": "both", "max_length": 1024, "margin": 256}
+    assert advantage.reads == ("shaped_reward",)
+    assert "excluded" in learn.reads
+
+
+# --- memory and placement -------------------------------------------------------------------------
+
+
+def test_memory_is_parameters_times_bytes() -> None:
+    learning, frozen = estimate(1000, is_trained=True), estimate(1000, is_trained=False)
+    assert (learning.weights_bytes, learning.gradients_bytes) == (4000, 4000)
+    assert (learning.optimizer_bytes, learning.total_bytes) == (8000, 16000)
+    assert frozen.total_bytes == frozen.weights_bytes == 4000
+    assert learning.over(3).total_bytes == 1334 + 1334 + 2667
+
+
+def test_parameters_are_counted_from_headers(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    init_model(TINY_QWEN3, folder, seed=0)
+    assert count_parameters(str(folder)) == count_parameters(TINY_QWEN3) == 100_800
+    assert count_parameters(str(tmp_path / "nothing")) is None
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "a.safetensors").write_bytes(struct.pack("<Q", 20) + b"{")
+    assert count_parameters(str(tmp_path / "torn")) is None
+
+
+def test_a_gang_holds_each_of_its_models_once() -> None:
+    chain = plan_for(of("ppo")).chains[0]
+    assert chain.memory.weights_bytes == 3 * 4_000_000_000, "actor, critic, reference"
+    assert chain.memory.optimizer_bytes == 2 * 8_000_000_000, "two of them learn"
+    wide = [
+        one.model_copy(update={"parallel": one.parallel.model_copy(update={"dp": 2, "tp": 2})})
+        for one in of("grpo")
+    ]
+    chain = plan_for(wide).chains[0]
+    assert (chain.num_ranks, chain.memory.total_bytes) == (4, 4_000_000_000)
+    assert plan_for(of("grpo"), num_parameters=None).chains[0].uncounted == ("model",)
+
+
+def hosts(*kinds: tuple[str, float, int]) -> list[HostConfig]:
+    return [
+        HostConfig(tags=tuple(tags.split()), memory_gb=size, count=count)
+        for tags, size, count in kinds
+    ]
+
+
+def test_a_plan_that_does_not_fit_says_by_how_much() -> None:
+    grpo = of("grpo")
+    fitting = plan_for(grpo, hosts(("rollout", 80, 1), ("train h100", 16, 2)))
+    assert fitting.chains[0].hosts == ("host 1.0",)
+    with pytest.raises(
+        ConfigError, match=r"needs 1 host tagged train, and 0 of the 3 hosts .*1 short"
+    ):
+        plan_for(grpo, hosts(("rollout", 80, 3)))
+    with pytest.raises(ConfigError, match=r"16 GB free on each .* has 12\.5 GB: 3\.5 GB short"):
+        plan_for(grpo, hosts(("train", 10, 1), ("train", 12.5, 1)))
+    both = [
+        one.model_copy(update={"parallel": one.parallel.model_copy(update={"dp": 2})})
+        for one in grpo
+    ]
+    with pytest.raises(ConfigError, match=r"needs 2 hosts tagged train, and 1 of .*1 short"):
+        plan_for(both, hosts(("train", 80, 1), ("gpu", 80, 1)))
+
+
+def test_services_go_where_their_tags_are_and_share_what_is_left() -> None:
+    score = stage(
+        "score", "turns", "score", type="infer", fn=f"{OWN}:score", place=("gpu",), model="judge"
+    )
+    stages = (score, *of("grpo"))
+    plan = plan_for(stages, hosts(("train gpu", 21, 1)))
+    assert plan.services[0].hosts == plan.chains[0].hosts == ("host 0",)
+    with pytest.raises(ConfigError, match=r"service score needs .* 4 GB .* has 3 GB: 1 GB short"):
+        plan_for(stages, hosts(("train gpu", 19, 1)))
+    with pytest.raises(ConfigError, match="service score needs 1 host tagged gpu, and 0 of"):
+        plan_for(stages, hosts(("train", 21, 1)))
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def boxes_and_texts(svg: str) -> tuple[list[dict[str, str]], list[str]]:
+    root = ElementTree.fromstring(svg)
+    space = "{http://www.w3.org/2000/svg}"
+    rects = [dict(rect.attrib) for rect in root.iter(f"{space}rect") if rect.get("rx") == "7"]
+    return rects, [text.text or "" for text in root.iter(f"{space}text")]
+
+
+@pytest.mark.parametrize("name", BUILTINS)
+def test_the_picture_has_every_stage_and_column(name: str) -> None:
+    rects, texts = boxes_and_texts(to_svg(plan_for(of(name)), f"a <run> & {name}"))
+    assert len(rects) == len(of(name))
+    for number, one in enumerate(plan_for(of(name)).chains[0].stages, 1):
+        assert f"{number}. {one.id}" in texts
+        for column in one.reads:
+            assert any(column in text.split(", ") for text in texts)
+
+
+def test_boxes_of_several_gangs_do_not_lie_on_each_other() -> None:
+    score = stage("score", "turns", "score", type="infer", fn=f"{OWN}:score", place=("gpu",))
+    shape = stage("shape", "reward score", "shaped_reward", fn=f"{OWN}:shape")
+    policies = {
+        "a": Trained(init="model", stages=(score, shape, *of("ppo"))),
+        "b": Trained(init="model", stages=(score, shape, *of("m2po"))),
+    }
+    plan = make_plan(policies, count=lambda model: 1000)
+    assert [one.stage.id for one in plan.services] == ["score"], "one service for both gangs"
+    rects, texts = boxes_and_texts(to_svg(plan, "run"))
+    assert len(rects) == 1 + 6 + 4 and "score" in texts
+    spans = [(float(r["x"]), float(r["y"]), float(r["width"]), float(r["height"])) for r in rects]
+    for (x, y, w, h), (x2, y2, w2, h2) in itertools.combinations(spans, 2):
+        assert x + w <= x2 or x2 + w2 <= x or y + h <= y2 or y2 + h2 <= y
+
+
+def test_planning_and_drawing_need_no_torch() -> None:
+    program = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('torch', 'transformers')))\n"
+        "import penstock.trainer.pipeline.draw, penstock.trainer.pipeline.builtin\n"
+        "import penstock.trainer.pipeline.functions, penstock.trainer.pipeline.credits\n"
+        "print('[]')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A planned chain at work on a real batch: columns flow, train stages are told apart, wrong results
+are refused; and the shipped stage functions against plain loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, random_batch
+from tests.unit.trainer.stage_makers import OWN, of, stage, train
+
+from penstock.config.pipeline_checks import IN_BATCH
+from penstock.errors import ConfigError
+from penstock.trainer.batches import Batch, assemble
+from penstock.trainer.learner import SkipReason, Stats
+from penstock.trainer.pipeline import credits
+from penstock.trainer.pipeline.layout import Layout
+from penstock.trainer.pipeline.run import Pipeline, bind, column_of
+
+SEED = 5
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """As it is when the first stage sees it."""
+    sealed = random_batch(SEED)
+    return assemble(sealed.manifest, sealed.rows, POLICY, VOCAB_SIZE)
+
+
+def told(name: str, value: float, skipped: SkipReason | None = None) -> Stats:
+    return Stats(skipped=skipped, values={name: value})
+
+
+def test_every_batch_has_what_stages_may_read(batch: Batch) -> None:
+    assert {*IN_BATCH} - {"turns"} == {*batch.columns, "sampling_logprobs"}
+    for name in {*IN_BATCH} - {"turns"}:
+        assert column_of(batch, name, "any").dtype == np.float64
+    with pytest.raises(ConfigError, match="stage any reads values, and batch 1 has only"):
+        column_of(batch, "values", "any")
+
+
+def test_a_users_chain_runs_and_the_loss_sees_its_columns(batch: Batch) -> None:
+    seen: list[Batch] = []
+
+    def learn(given: Batch) -> Stats:
+        seen.append(given)
+        return told("loss", 0.5)
+
+    chain = [
+        bind(stage("shape", "reward", "shaped_reward", options={"bonus": 7.0})),
+        bind(
+            stage(
+                "advantage",
+                "shaped_reward",
+                "advantage",
+                role="advantage",
+                fn=None,
+                rename={"shaped_reward": "reward"},
+            )
+        ),
+        bind(train(), learn),
+    ]
+    stats = Pipeline(chain).run(batch)
+    assert stats.skipped is None and stats.values["loss"] == 0.5
+    assert stats.values["seconds/stage/shape"] >= 0
+    lengths = [int(batch.samples.mask_T[batch.rows_T == row].sum()) for row in range(16)]
+    shaped = [
+        reward + (7.0 if length <= 2 else 0.0)
+        for reward, length in zip(batch.columns["reward"], lengths, strict=True)
+    ]
+    np.testing.assert_allclose(seen[0].columns["shaped_reward"], shaped)
+    for token in range(batch.samples.ids_T.size):
+        row = int(batch.rows_T[token])
+        mates = shaped[row - row % 4 : row - row % 4 + 4]
+        mean = math.fsum(mates) / 4
+        std = math.sqrt(math.fsum((one - mean) ** 2 for one in mates) / 3)
+        expected = (shaped[row] - mean) / (std + 1e-5) if batch.samples.mask_T[token] else 0.0
+        assert seen[0].columns["advantage"][token] == pytest.approx(expected, abs=1e-12)
+    assert "advantage" not in batch.columns, "a batch is never changed"
+
+
+def test_the_actor_makes_the_version_and_others_are_told_beside_it(batch: Batch) -> None:
+    critic = stage("learn", "turns", type="train", role="critic", fn=None)
+    chain = [
+        bind(critic, lambda batch: told("loss", 2.0)),
+        bind(train("turns"), lambda batch: told("loss", 1.0, SkipReason.ZERO_ADVANTAGE)),
+    ]
+    stats = Pipeline(chain).run(batch)
+    assert stats.skipped is SkipReason.ZERO_ADVANTAGE
+    assert (stats.values["loss"], stats.values["critic/loss"]) == (1.0, 2.0)
+    with pytest.raises(ConfigError, match="no stage of this pipeline trains the actor"):
+        Pipeline(chain[:1]).run(batch)
+
+
+def test_what_a_stage_must_not_give(batch: Batch) -> None:
+    other = bind(stage("s", "reward", "advantage", fn=f"{OWN}:other_column"))
+    with pytest.raises(ConfigError, match="stage s is to write advantage and gave advantages"):
+        other(batch)
+    ragged = bind(stage("s", "reward", "x"), lambda batch: {"x": [[1.0], [2.0, 3.0]]})  # pyright: ignore
+    with pytest.raises(ConfigError, match="stage s: column x holds no numbers"):
+        ragged(batch)
+    short = bind(stage("s", "reward", "x"), lambda batch: {"x": np.zeros(3)})
+    with pytest.raises(ValueError, match="neither by row"):
+        Pipeline([short, bind(train("turns"), lambda batch: told("loss", 0.0))]).run(batch)
+    with pytest.raises(ConfigError, match="nothing here runs the model of a actor"):
+        bind(train())
+
+
+# --- shipped functions ----------------------------------------------------------------------------
+
+
+def test_dapo_punishes_and_excludes_before_it_compares(batch: Batch) -> None:
+    length_R = np.array([0.0, 768, 896, 1024] * 4)
+    truncated_R = np.array([0.0, 0, 0, 1] * 4)
+    options = of("dapo")[0].options
+    reward = batch.columns["reward"]
+    shaped = credits.overlong(
+        Layout.of(batch), reward=reward, length=length_R, truncated=truncated_R, **options
+    )
+    expected = reward + np.array([0.0, 0.0, -0.5, math.nan] * 4)
+    np.testing.assert_allclose(shaped["shaped_reward"], expected)
+    np.testing.assert_array_equal(shaped["excluded"], truncated_R)
+    advantage = credits.group_advantage(Layout.of(batch), reward=shaped["shaped_reward"])
+    for row in range(16):
+        of_row = advantage["advantage"][(batch.rows_T == row) & batch.samples.mask_T]
+        kept = expected[row - row % 4 : row - row % 4 + 3]
+        value = 0.0 if row % 4 == 3 else (expected[row] - kept.mean()) / (kept.std(ddof=1) + 1e-5)
+        np.testing.assert_allclose(of_row, value, atol=1e-12)
+
+
+def test_gae_credits_through_the_values(batch: Batch) -> None:
+    draw = np.random.default_rng(SEED)
+    values_T = draw.standard_normal(batch.samples.ids_T.size)
+    found = credits.gae(
+        Layout.of(batch), reward=batch.columns["reward"], values=values_T, gamma=0.9, lam=0.8
+    )
+    samples = batch.samples
+    for start, end, row in zip(samples.starts_S, samples.ends_S, samples.rows_S, strict=True):
+        tokens = [token for token in range(start, end) if samples.mask_T[token]]
+        for place, token in enumerate(tokens):
+            advantage = 0.0
+            for later in range(place, len(tokens)):
+                is_last = later == len(tokens) - 1
+                after = 0.0 if is_last else values_T[tokens[later + 1]]
+                reward = batch.columns["reward"][row] if is_last else 0.0
+                error = reward + 0.9 * after - values_T[tokens[later]]
+                advantage += (0.9 * 0.8) ** (later - place) * error
+            assert found["advantage"][token] == pytest.approx(advantage, abs=1e-12)
+            expected = advantage + values_T[token]
+            assert found["returns"][token] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        credits.centred_advantage,
+        credits.leave_one_out_advantage,
+        credits.batch_advantage,
+        credits.group_then_batch_advantage,
+        credits.last_turn_advantage,
+    ],
+)
+def test_credit_is_on_trained_tokens_only(
+    batch: Batch, function: Callable[..., credits.Columns]
+) -> None:
+    found = function(Layout.of(batch), reward=batch.columns["reward"])
+    advantage_T = found["advantage"]
+    assert advantage_T.shape == batch.samples.ids_T.shape
+    assert not advantage_T[~batch.samples.mask_T].any() and advantage_T.any()
+
+
+def test_leave_one_out_is_the_others_mean(batch: Batch) -> None:
+    reward = batch.columns["reward"]
+    found = credits.leave_one_out_advantage(Layout.of(batch), reward=reward)["advantage"]
+    token = int(np.flatnonzero(batch.samples.mask_T & (batch.rows_T == 6))[0])
+    assert found[token] == pytest.approx(reward[6] - (reward[4] + reward[5] + reward[7]) / 3)

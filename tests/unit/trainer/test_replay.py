@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step computed again: equal bits are found equal, and whatever differs is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from tests.unit.trainer.doubles import POLICY, MemoryDataflow, Sealed, random_batch
+from tests.unit.trainer.test_loop import config, equal_rewards, run
+
+from penstock.dataflow.protocol import RowPayload
+from penstock.errors import StoreError
+from penstock.trainer.replay import Committed, Replayed
+from penstock.trainer.service import replay_step
+from penstock.types import Manifest
+
+BATCHES = [random_batch(0, seq=1), random_batch(0, seq=2), equal_rewards(3), random_batch(0, seq=4)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRecord:
+    """What a `MemoryDataflow` heard."""
+
+    batches: Sequence[Sealed]
+    commits: dict[int, Committed]
+
+    def manifest(self, seq: int) -> Manifest | None:
+        return self.batches[seq - 1].manifest if seq <= len(self.batches) else None
+
+    def rows(self, manifest: Manifest) -> Sequence[RowPayload]:
+        return self.batches[manifest.seq - 1].rows
+
+    def committed(self, seq: int) -> Committed | None:
+        return self.commits.get(seq)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    folder: Path
+    model_folder: Path
+    record: MemoryRecord
+    published: dict[int, str]
+
+    def replay(self, number: int, record: MemoryRecord | None = None) -> Replayed:
+        return replay_step(
+            config(self.model_folder),
+            POLICY,
+            record or self.record,
+            number=number,
+            run_dir=self.folder,
+            scratch=self.folder / "scratch",
+        )
+
+
+@pytest.fixture(scope="module")
+def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Numbers 1, 2 and 3; the third batch was skipped; checkpoints at 2 and 3."""
+    folder = tmp_path_factory.mktemp("run")
+    dataflow = MemoryDataflow(batches=BATCHES)
+    run(dataflow, folder, config(model_folder))
+    commits = {
+        seq: Committed(number=body.number, skipped=body.skipped, stats=body.stats)
+        for seq, body in dataflow.commits
+    }
+    return Run(
+        folder=folder,
+        model_folder=model_folder,
+        record=MemoryRecord(batches=BATCHES, commits=commits),
+        published={body.number: body.weights_digest for body in dataflow.published},
+    )
+
+
+def test_a_step_comes_out_bit_for_bit_over_a_skipped_batch(finished: Run) -> None:
+    done = finished.replay(3)
+    assert (done.begun_at.number, done.begun_at.seq) == (2, 2)
+    assert (done.ended_at.number, done.ended_at.seq) == (3, 4)
+    assert done.differences == []
+    assert done.stored.weights_digest == finished.published[3] != finished.published[0]
+
+
+def test_other_data_give_other_weights_and_the_stats_that_show_it(finished: Run) -> None:
+    other = random_batch(1, seq=4)
+    done = finished.replay(3, replace(finished.record, batches=[*BATCHES[:3], other]))
+    assert done.stored.weights_digest != finished.published[3]
+    assert {"loss", "grad_norm"} <= {found.what for found in done.differences}
+    assert all(found.seq == 4 for found in done.differences)
+
+
+def test_one_bit_of_one_stat_is_a_difference_and_the_time_is_none(finished: Run) -> None:
+    told = finished.record.commits[4]
+    stats = {**told.stats, "loss": told.stats["loss"] * (1 + 2**-52), "seconds/train": 1e9}
+    commits = {**finished.record.commits, 4: replace(told, stats=stats)}
+    (found,) = finished.replay(3, replace(finished.record, commits=commits)).differences
+    assert (found.seq, found.what) == (4, "loss")
+
+
+def test_a_step_before_the_oldest_checkpoint_says_what_is_kept(finished: Run) -> None:
+    with pytest.raises(StoreError, match=r"before number 2 is left \(kept: 2, 3\)"):
+        finished.replay(2)
+
+
+def test_a_step_that_was_never_made_is_no_success(finished: Run) -> None:
+    with pytest.raises(StoreError, match="number 9 was never committed"):
+        finished.replay(9)
