@@ -26,7 +26,7 @@ from tests.e2e.system import System, assert_complete, until
 from penstock.audit import audit
 from penstock.dataflow.recorded import open_recorded
 from penstock.dataflow.records import CommitRecord, VersionRecord
-from penstock.trainer.replay import NOT_COMPARED
+from penstock.trainer.replay import is_compared
 
 NUM_KILLS = int(os.environ.get("PENSTOCK_TRAINER_KILLS", "3"))
 SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**9)
@@ -123,7 +123,7 @@ def read_told(system: System) -> Told:
             weights[version.number].add(version.weights_digest)
         for commit in recorded.home.read(CommitRecord):
             stats = json.loads(commit.stats)
-            kept = {name: stats[name] for name in stats if not name.startswith(NOT_COMPARED)}
+            kept = {name: stats[name] for name in stats if is_compared(name)}
             curve[commit.seq].add(json.dumps([commit.number, commit.skipped, sorted(kept.items())]))
     finally:
         recorded.close()

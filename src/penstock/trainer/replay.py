@@ -20,8 +20,12 @@ from penstock.trainer.learner import Stats
 from penstock.types import Manifest
 from penstock.weights.publish import StoredVersion
 
-NOT_COMPARED = frozenset({"seconds", "memory"})
-"""Stats under these names tell about the machine, not about the training."""
+_OF_THE_MACHINE = frozenset({"seconds", "memory"})
+
+
+def is_compared(name: str) -> bool:
+    """Whether a statistic tells about the training, and not about the machine."""
+    return _OF_THE_MACHINE.isdisjoint(name.split("/"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +104,7 @@ def compare(seq: int, committed: Committed, stats: Stats) -> list[Difference]:
         was, now = (word or "trained" for word in (committed.skipped, stats.skipped))
         found.append(Difference(seq=seq, what="the step", recorded=was, computed=now))
     for name, told in committed.stats.items():
-        if not NOT_COMPARED.isdisjoint(name.split("/")):
+        if not is_compared(name):
             continue
         again = stats.values.get(name, math.nan)
         if again != told:
