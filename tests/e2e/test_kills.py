@@ -10,6 +10,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+import pytest
 from tests.e2e.system import PENSTOCK, SMALL, System, assert_complete, penstock, until
 
 from penstock.fleet.folder import RunFolder
@@ -157,3 +159,21 @@ def assert_forks(system: System) -> None:
     assert penstock("audit", str(forked.path)).returncode == 0
     refused = penstock("fork", str(system.folder.path), "--at", "99")
     assert refused.returncode == 1 and "checkpoints 8, 10" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_rank_brings_its_whole_gang_back(system: System) -> None:
+    system.start(*SMALL, "training.parallel.dp=2")
+    system.until_step(5)
+    supervisor = psutil.Process(system.pids()["trainer-policy"])
+    ranks = supervisor.children()
+    assert len(ranks) == 2
+    ranks[1].kill()
+    known = {rank.pid for rank in ranks}
+    until(
+        lambda: len({rank.pid for rank in supervisor.children()} - known) == 2,
+        timeout_s=30.0,
+        what="both ranks start again",
+    )
+    assert system.wait() == 0, system.output()
+    assert_complete(system, steps=10)

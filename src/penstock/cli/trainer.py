@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from types import FrameType
@@ -25,6 +27,9 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
     """
     from penstock.cli.service import enter, leave, only_policy, token_for
     from penstock.config import identity
+    from penstock.fleet.plan import TOKEN
+    from penstock.trainer.pipeline.builtin import chain_of
+    from penstock.trainer.ranks import membership, run_ranks
     from penstock.wire.auth import Role
 
     folder, config, endpoints = enter(run_dir, "trainer" if policy is None else f"trainer-{policy}")
@@ -38,6 +43,12 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
         stopping.set()
 
     signal.signal(signal.SIGTERM, stop)
+    member = membership(os.environ)
+    num_ranks = chain_of(config, name).num_ranks
+    if member is None and num_ranks > 1:
+        again = [sys.executable, "-m", "penstock.cli.main", *sys.argv[1:]]
+        env = {**os.environ, TOKEN: token}
+        leave(run_ranks(again, num_ranks, env=env, is_stopping=stopping.is_set, final_codes=(3,)))
     from penstock.trainer.service import run_trainer  # torch loads here
 
     code = run_trainer(
@@ -47,6 +58,7 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
         token=token,
         run_dir=folder.path,
         store_root=folder.weights,
+        member=member,
         accepts_changes=accept_changes or is_adopted,
         is_stopping=stopping.is_set,
     )

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_
 
 from penstock.config.algorithms import PRESETS, with_preset
 from penstock.config.checks import Contradiction, Section, one_of, refuse
+from penstock.config.pipeline import ParallelConfig
 
 MODES: Mapping[str, int] = {"sync": 0, "one_step": 1, "async": 8}
 """`max_staleness` of each mode; of async only where the file gives none."""
@@ -153,6 +154,8 @@ class TrainingConfig(Section):
     null: what max_staleness says."""
     max_staleness: NonNegativeInt = 1
     """Versions a row may be behind the one it trains; 0 is fully synchronous."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Ranks of the trainer under the algorithm's own graph; stages of a pipeline say theirs."""
     checkpoint_every: PositiveInt = 20
     """Steps between two checkpoints."""
     weight_decay: float = Field(default=0.01, ge=0, lt=10)

@@ -20,17 +20,18 @@ from penstock.trainer.crew import Crew
 from penstock.trainer.critic import Critic
 from penstock.trainer.divergence import WithEntropy, WithKl
 from penstock.trainer.gae import ValueLoss
-from penstock.trainer.gang import Alone, Sums
+from penstock.trainer.gang import Alone, Team
 from penstock.trainer.learner import Learner, Optimizer, Stats
 from penstock.trainer.m2po import M2po
 from penstock.trainer.mismatch import correction_of
 from penstock.trainer.models import init_model, load_model
 from penstock.trainer.objectives import Clipped, Distilled, Gspo, Wrapped
-from penstock.trainer.pipeline.builtin import plan_of
+from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.functions import find_function
 from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, bind
 from penstock.trainer.schedules import Schedule
 from penstock.trainer.scoring import Passes
+from penstock.trainer.sharding import shard
 from penstock.trainer.tokens import Budgeted, Objective
 from penstock.trainer.updates import Cut
 
@@ -39,16 +40,17 @@ CRITIC_RATE = 5.0
 """A critic learns so much faster than its actor, unless its stage has the option learning_rate."""
 
 
-def build_crew(config: RunConfig, policy: str, folder: Path, ranks: Sums | None = None) -> Crew:
+def build_crew(config: RunConfig, policy: str, folder: Path, team: Team | None = None) -> Crew:
     """One policy's learners, the actor with the weights of this folder, and their pipeline."""
     settings = config.for_policy(policy)
-    [chain] = [chain for chain in plan_of(config).chains if chain.policy == policy]
-    builder = _Builder(settings, config.seed, Passes(ranks=ranks or Alone()))
+    chain = chain_of(config, policy)
+    builder = _Builder(settings, config.seed, team or Alone())
     learners = {ACTOR: builder.actor(folder, _stage(chain.stages, "train", ACTOR))}
     if critic := _stage(chain.stages, "train", CRITIC):
         learners[CRITIC] = builder.critic(critic)
     calls = {stage.id: builder.call(stage, learners) for stage in chain.stages}
-    return Crew(learners, Pipeline([bind(stage, calls[stage.id]) for stage in chain.stages]))
+    pipeline = Pipeline([bind(stage, calls[stage.id]) for stage in chain.stages])
+    return Crew(learners, pipeline, team)
 
 
 def _stage(
@@ -60,17 +62,19 @@ def _stage(
 class _Builder:
     """Makes the models of one policy."""
 
-    def __init__(self, settings: PolicyConfig, seed: int, passes: Passes) -> None:
+    def __init__(self, settings: PolicyConfig, seed: int, team: Team) -> None:
         self._settings = settings
         self._seed = seed
-        self._passes = passes
+        self._team = team
+        self._passes = Passes(ranks=team)
 
     def actor(self, folder: Path, stage: PipelineStageConfig | None) -> Learner:
         algorithm = self._settings.algorithm
         objective = (stage and _own_objective(stage)) or objective_of(algorithm)
         is_budgeted = isinstance(objective, Budgeted)
+        actor = Actor(load_model(folder), learns_entropy=algorithm.entropy_coef > 0)
         return Learner(
-            Actor(load_model(folder), learns_entropy=algorithm.entropy_coef > 0),
+            shard(actor, actor.model, self._team),
             objective,
             self._optimizer(self._settings.training.learning_rate),
             cut=Cut(
@@ -85,8 +89,9 @@ class _Builder:
 
     def critic(self, stage: PipelineStageConfig) -> Learner:
         rate = CRITIC_RATE * self._settings.training.learning_rate
+        critic = Critic(self._initial(stage))
         return Learner(
-            Critic(self._initial(stage)),
+            shard(critic, critic.model, self._team),
             _own_objective(stage) or ValueLoss(),
             self._optimizer(float(stage.options.get("learning_rate", rate))),
             cut=Cut(minibatches=self._settings.training.minibatches, needs_advantage=False),
@@ -103,7 +108,8 @@ class _Builder:
         if stage.role in learners:
             return partial(_look, column, learners[stage.role].look)
         frozen = Actor(self._initial(stage)).requires_grad_(False)
-        return partial(_look, column, partial(self._passes.look, frozen))
+        whole = shard(frozen, frozen.model, self._team)
+        return partial(_look, column, partial(self._passes.look, whole))
 
     def _initial(self, stage: PipelineStageConfig) -> Any:
         """The model the stage names, or the one its policy began with."""

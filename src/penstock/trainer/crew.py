@@ -13,14 +13,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.trainer.batches import Batch
+from penstock.trainer.gang import Alone, Team
 from penstock.trainer.learner import Learner, Stats
 from penstock.trainer.pipeline.run import ACTOR, Pipeline
+from penstock.trainer.sharding import gather
+from penstock.trainer.snapshots import weights_of
 
 
 class Crew:
     """One trainer's learners by role, bound into its pipeline."""
 
-    def __init__(self, learners: Mapping[str, Learner], pipeline: Pipeline) -> None:
+    def __init__(
+        self, learners: Mapping[str, Learner], pipeline: Pipeline, team: Team | None = None
+    ) -> None:
+        self._team = team or Alone()
         self._actor = learners[ACTOR]
         self._others = {role: found for role, found in learners.items() if role != ACTOR}
         self._pipeline = pipeline
@@ -38,13 +44,23 @@ class Crew:
         """Train on one batch, all stages of it."""
         return self._pipeline.run(batch)
 
+    def weights(self) -> dict[str, Tensor]:
+        """The actor's, by the names of its files. In a gang all ranks ask together, and the first
+        one gets them."""
+        if self._team.place.parallel.num_ranks == 1:
+            return weights_of(self.model)
+        whole = gather(self.model.state_dict(keep_vars=True), self._team)
+        return weights_of(self.model, whole) if whole else {}
+
     def state_tensors(self) -> dict[str, Tensor]:
-        """What the next step depends on besides the actor's weights."""
+        """What the next step depends on besides the actor's weights; asked as `weights` is."""
         tensors = self._actor.state_tensors()
         for role, learner in self._others.items():
             own = {**learner.weight_tensors(), **learner.state_tensors()}
             tensors |= {f"{role}/{name}": value for name, value in own.items()}
-        return tensors
+        if self._team.place.parallel.num_ranks == 1:
+            return tensors
+        return gather(tensors, self._team)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on bit for bit, given the same weights of the actor."""

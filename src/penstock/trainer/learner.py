@@ -34,7 +34,7 @@ from penstock.trainer.inputs import Inputs
 from penstock.trainer.losses import behaviour_kl, log_ratio
 from penstock.trainer.schedules import Schedule
 from penstock.trainer.scoring import Passes, Scorer
-from penstock.trainer.sharding import clip
+from penstock.trainer.sharding import clip, spread
 from penstock.trainer.tokens import Budgeted, Objective, TokenLoss, Tokens
 from penstock.trainer.updates import Cut, Update, plan_updates
 
@@ -125,7 +125,7 @@ class Learner:
         sums = reduce([sums for sums, _ in done], self._passes.ranks)
         norms = [norm for _, norm in done if math.isfinite(norm)]
         applied = [one for one, (_, norm) in zip(sums, done, strict=True) if math.isfinite(norm)]
-        values = _describe(batch) | _averages(applied)
+        values = _describe(batch, self._passes.ranks) | _averages(applied)
         values["learning_rate"] = rate
         values["grad_norm"] = math.fsum(norms) / max(len(norms), 1)
         values["updates"] = float(len(applied))
@@ -135,7 +135,7 @@ class Learner:
         if self._bounds is not None:
             found = first_look(batch, seen_T, self._bounds, self._passes.ranks)
         values["seconds/train"] = time.perf_counter() - started
-        skipped = None if applied else _reason(batch, plan)
+        skipped = None if applied else _reason(values["tokens/trained"], plan)
         return Stats(skipped=skipped, values={**values, **found.figures}, gaps=found.gaps)
 
     def look(self, batch: Batch) -> Floats:
@@ -178,7 +178,8 @@ class Learner:
         return self._passes.over(self._scorer, batch, update.samples, update.weights_T)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What the next step depends on besides the weights: AdamW's state, random generator."""
+        """What the next step depends on besides the weights: AdamW's state, random generator. In a
+        gang, this rank's share."""
         state = self._optimizer.state
         tensors = {
             f"{name}.{key}": value
@@ -194,11 +195,14 @@ class Learner:
         """Go on bit for bit, given the same weights; or with those that stand beside."""
         by_parameter: dict[int, dict[str, Tensor]] = {}
         for index, (name, parameter) in enumerate(self._parameters.items()):
-            keys = ("step", "exp_avg", "exp_avg_sq")
             if f"{name}.step" in tensors:
-                by_parameter[index] = {key: tensors[f"{name}.{key}"] for key in keys}
+                moments = {
+                    key: spread(tensors[f"{name}.{key}"], parameter.data)
+                    for key in ("exp_avg", "exp_avg_sq")
+                }
+                by_parameter[index] = {"step": tensors[f"{name}.step"], **moments}
             if with_weights:
-                parameter.data.copy_(tensors[f"{_WEIGHTS}{name}"])
+                parameter.data.copy_(spread(tensors[f"{_WEIGHTS}{name}"], parameter.data))
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": by_parameter, "param_groups": groups})
         torch.set_rng_state(tensors[_RANDOM])
@@ -268,16 +272,18 @@ def _averages(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return values
 
 
-def _describe(batch: Batch) -> dict[str, float]:
+def _describe(batch: Batch, ranks: Sums) -> dict[str, float]:
     rewards_R = batch.columns["reward"]
     is_trained_T = batch.samples.mask_T
     credited = np.unique(batch.rows_T[is_trained_T & (batch.columns["advantage"] != 0)])
+    own = np.array([batch.samples.num_trained, credited.size], np.float64)
+    num_trained, num_credited = ranks.sum_over_ranks(own).tolist()
     num_rows = max(rewards_R.size, 1)
     values = {
         "reward/mean": float(rewards_R.sum()) / num_rows,
-        "completions/mean_length": batch.samples.num_trained / num_rows,
-        "tokens/trained": float(batch.samples.num_trained),
-        "advantage/zero_share": 1 - credited.size / num_rows,
+        "completions/mean_length": num_trained / num_rows,
+        "tokens/trained": num_trained,
+        "advantage/zero_share": 1 - num_credited / num_rows,
     }
     if batch.staleness_R.size:
         values["staleness/mean"] = float(batch.staleness_R.mean())
@@ -285,7 +291,7 @@ def _describe(batch: Batch) -> dict[str, float]:
     return values
 
 
-def _reason(batch: Batch, plan: Sequence[Update]) -> SkipReason:
+def _reason(num_trained: float, plan: Sequence[Update]) -> SkipReason:
     if plan:
         return SkipReason.NON_FINITE
-    return SkipReason.ZERO_ADVANTAGE if batch.samples.num_trained else SkipReason.NO_TOKENS
+    return SkipReason.ZERO_ADVANTAGE if num_trained else SkipReason.NO_TOKENS

@@ -36,11 +36,14 @@ from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.checkpoint import Checkpoints
 from penstock.trainer.crew import Crew
+from penstock.trainer.drawing import draw_rows
+from penstock.trainer.following import Order, say
+from penstock.trainer.gang import Alone, Team
 from penstock.trainer.gaps import Drifting
 from penstock.trainer.learner import Stats
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.saving import Saver
-from penstock.trainer.snapshots import Snapshots, weights_of
+from penstock.trainer.snapshots import Snapshots
 from penstock.trainer.watch import Watch
 from penstock.types import NodeId, PolicyName
 from penstock.weights.publish import StoredVersion
@@ -99,11 +102,13 @@ class Trainer:
         checkpoints: Checkpoints,
         metrics: MetricsFile,
         is_stopping: Callable[[], bool] = lambda: False,
+        team: Team | None = None,
         publishes_all: bool = False,
     ) -> None:
         """publishes_all: no number is left out when publishing lags; the training waits for it."""
         self._policy = policy
         self._crew = crew
+        self._team = team or Alone()
         self._dataflow = dataflow
         self._snapshots = snapshots
         self._publisher = Publisher(snapshots, self._announce, self._versions_in_use)
@@ -139,6 +144,7 @@ class Trainer:
             self._publisher.finish()
             self._save()
             self._saver.finish()
+            say(self._team, Order.LEAVE)
         finally:
             self._publisher.close()
             self._saver.close()
@@ -192,10 +198,14 @@ class Trainer:
                 self._has_ended = True
                 return
             if answer.manifest is None:
+                say(self._team, Order.WAIT)
                 continue
             came_at = time.perf_counter()
-            rows = self._dataflow.rows(self._policy, request.seq).rows
-            batch = assemble(answer.manifest, rows, self._policy, self._crew.vocab_size)
+            say(self._team, Order.TRAIN, request.seq, request.incarnation)
+            rows = draw_rows(self._dataflow, answer.manifest, self._team)
+            batch = assemble(
+                answer.manifest, rows, self._policy, self._crew.vocab_size, ranks=self._team
+            )
             self._seconds["wait"] = came_at - asked_at
             self._seconds["read"] = time.perf_counter() - came_at
             yield batch
@@ -240,7 +250,8 @@ class Trainer:
 
     def _publish(self) -> None:
         started = time.perf_counter()
-        self._publisher.hand_over(weights_of(self._crew.model), self._cursor.number)
+        say(self._team, Order.WEIGHTS)
+        self._publisher.hand_over(self._crew.weights(), self._cursor.number)
         if self._publishes_all:
             self._publisher.finish()
         self._seconds["publish"] = time.perf_counter() - started
@@ -265,9 +276,12 @@ class Trainer:
         self._saver.finish()
         if self._checkpoints.last.cursor == self._cursor:
             return
+        say(self._team, Order.WEIGHTS)
+        weights = self._crew.weights()
+        say(self._team, Order.STATE)
         self._saver.hand_over(
             self._cursor,
-            weights=weights_of(self._crew.model),
+            weights=weights,
             state=self._crew.state_tensors(),
             static=self._snapshots.static,
         )

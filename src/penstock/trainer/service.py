@@ -14,16 +14,21 @@ import torch
 from penstock.config import RunConfig, identity
 from penstock.dataflow.client import TrainerClient
 from penstock.dataflow.protocol import RowPayload
-from penstock.errors import Fenced, StoreError, Unreachable
+from penstock.errors import ConfigError, Fenced, StoreError, Unreachable
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.build import build_crew
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
 from penstock.trainer.crew import Crew
+from penstock.trainer.following import follow
+from penstock.trainer.gang import Alone, Team, form, join
 from penstock.trainer.loop import Trainer
 from penstock.trainer.models import init_model, static_files
+from penstock.trainer.pipeline.builtin import chain_of
+from penstock.trainer.places import Parallel
+from penstock.trainer.ranks import Membership
 from penstock.trainer.replay import Record, Replayed, replay
-from penstock.trainer.snapshots import Snapshots, weights_of
+from penstock.trainer.snapshots import Snapshots
 from penstock.types import Manifest, PolicyName
 
 EXIT_FENCED = 3
@@ -43,17 +48,23 @@ def run_trainer(
     token: str,
     run_dir: Path,
     store_root: Path,
+    member: Membership | None = None,
     accepts_changes: bool = False,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> int:
     """Train until the dataflow says `end` or the caller says stop; the exit code of the process.
 
-    accepts_changes: go on from a checkpoint that was saved under another config."""
+    member: which rank of a gang this process is. accepts_changes: go on from a checkpoint that was
+    saved under another config."""
     client = TrainerClient(url, token, is_stopping=is_stopping)
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     torch.set_num_threads(config.for_policy(policy).model.torch_threads)
     checkpoints = make_checkpoints(config, policy, run_dir, accepts_changes=accepts_changes)
-    crew, checkpoint = make_crew(config, policy, checkpoints)
+    team = _form(config, policy, member)
+    crew, checkpoint = make_crew(config, policy, checkpoints, team)
+    if not team.place.is_first:
+        follow(PolicyName(policy), crew, client, team)
+        return 0
     snapshots = Snapshots(
         store_root,
         PolicyName(policy),
@@ -64,6 +75,7 @@ def run_trainer(
         is_complete = Trainer(
             policy=PolicyName(policy),
             crew=crew,
+            team=team,
             dataflow=client,
             snapshots=snapshots,
             checkpoints=checkpoints,
@@ -118,7 +130,7 @@ def replay_step(
     )
     snapshots = Snapshots(scratch / "weights", PolicyName(policy), checkpoint.folder)
     try:
-        stored = snapshots.put(snapshots.copy(weights_of(crew.model)), cursor.number)
+        stored = snapshots.put(snapshots.copy(crew.weights()), cursor.number)
     finally:
         snapshots.close()
     return Replayed(
@@ -140,23 +152,52 @@ def make_checkpoints(
     )
 
 
-def make_crew(config: RunConfig, policy: str, checkpoints: Checkpoints) -> tuple[Crew, Checkpoint]:
+def make_crew(
+    config: RunConfig, policy: str, checkpoints: Checkpoints, team: Team
+) -> tuple[Crew, Checkpoint]:
     """The learners as the newest checkpoint left them; the first start makes the one of number
     0."""
-    checkpoint = checkpoints.newest()
-    if checkpoint is not None:
-        crew = build_crew(config, policy, checkpoint.folder)
-        crew.restore(checkpoint.read_state())
-        return crew, checkpoint
+    if team.place.is_first:
+        checkpoint = checkpoints.newest() or _begin(config, policy, checkpoints)
+        team.barrier()
+    else:
+        team.barrier()
+        checkpoint = checkpoints.complete()[-1]
+    crew = build_crew(config, policy, checkpoint.folder, team)
+    crew.restore(checkpoint.read_state())
+    return crew, checkpoint
+
+
+def _begin(config: RunConfig, policy: str, checkpoints: Checkpoints) -> Checkpoint:
     torch.manual_seed(config.seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         init_model(config.for_policy(policy).model.init, folder, config.seed)
         crew = build_crew(config, policy, folder)
-        checkpoint = checkpoints.save(
+        return checkpoints.save(
             Cursor(number=0, seq=0, incarnation=0),
-            weights=weights_of(crew.model),
+            weights=crew.weights(),
             state=crew.state_tensors(),
             static=static_files(folder),
         )
-    return crew, checkpoint
+
+
+def _form(config: RunConfig, policy: str, member: Membership | None) -> Team:
+    """The gang this process is a rank of, or a team of its own."""
+    spread = {
+        Parallel(dp=stage.parallel.dp, tp=stage.parallel.tp)
+        for stage in chain_of(config, policy).stages
+        if stage.type == "train" or (stage.type == "infer" and stage.fn is None)
+    }
+    if len(spread) > 1:
+        raise ConfigError(
+            f"the stages of {policy} are spread over different ranks; a trainer serves one "
+            "parallel for all of them yet: give every stage with a model the same"
+        )
+    [parallel] = spread
+    if member is None:
+        return Alone()
+    join(member)
+    formed = form(parallel)
+    assert formed is not None, "every rank has a part"
+    return formed

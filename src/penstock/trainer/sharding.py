@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,25 +30,29 @@ from transformers import PreTrainedModel
 from penstock.errors import ConfigError
 from penstock.trainer.gang import Gang, Team
 
+M = TypeVar("M", bound=torch.nn.Module)
+
 _HEAD_DIM = 2
 """Of batch × tokens × heads × width: where a part's ranks cut the heads."""
 
 
-def shard(model: PreTrainedModel, gang: Team) -> PreTrainedModel:
-    """Keep this rank's share of every parameter; the module itself is changed."""
+def shard(whole: M, model: PreTrainedModel, gang: Team) -> M:
+    """Keep this rank's share of every parameter; the modules themselves are changed.
+
+    `whole` is what is called in a forward pass: the model, or a module around it."""
     if not isinstance(gang, Gang):
-        return model
+        return whole
     if gang.place.parallel.tp > 1:
         parallelize_module(model, gang.mesh["tp"], _styles(model, gang.place.parallel.tp))
     over_parts = gang.mesh["dp"]
     for layer in _decoder_layers(model):
         fully_shard(layer, mesh=over_parts)
-    fully_shard(model, mesh=over_parts)
-    for module in model.modules():
+    fully_shard(whole, mesh=over_parts)
+    for module in whole.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return model
+    return whole
 
 
 def gather(tensors: Mapping[str, Tensor], gang: Team) -> dict[str, Tensor]:

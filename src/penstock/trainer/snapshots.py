@@ -27,13 +27,15 @@ from penstock.weights.publish import StoredVersion, let_go, put_snapshot
 _PREFIX = ".snapshot-"
 
 
-def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+def weights_of(
+    model: PreTrainedModel, state: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """Tensors by the names its files use; one that several names share stands under its parameter's
-    own, as everybody writes it."""
+    own, as everybody writes it. `state`: the whole of what this rank holds a share of."""
     seen: set[int] = set()
     weights: dict[str, Tensor] = {}
     own = {name for name, _ in model.named_parameters()}
-    found = revert_weight_conversion(model, model.state_dict())
+    found = revert_weight_conversion(model, dict(state) if state else model.state_dict())
     for name, tensor in sorted(found.items(), key=lambda item: item[0] not in own):
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
 from transformers import PreTrainedModel
 
+from penstock.config import RunConfig
 from penstock.dataflow.protocol import (
     BatchAnswer,
     BatchRequest,
@@ -80,6 +83,22 @@ def make_learner(
         Optimizer(schedule=Schedule(peak=rate), weight_decay=weight_decay, epochs=epochs),
         cut=Cut(minibatches=minibatches),
         passes=Passes(ranks=Alone(), micro_batch_tokens=micro_batch_tokens),
+    )
+
+
+def settings(model_folder: Path, name: str, *, pipeline: Any = None, **training: Any) -> RunConfig:
+    algorithm: dict[str, Any] = {"name": name, "num_generations": 4}
+    if name == "opd":
+        algorithm["teacher"] = str(model_folder)
+    return RunConfig.model_validate(
+        {
+            "name": "built",
+            "models": {POLICY: {"init": str(model_folder)}},
+            "sources": [{"name": "train", "task": "penstock.tasks.reverse"}],
+            "algorithm": algorithm,
+            "training": {"steps": 6, "learning_rate": 2e-3, "groups_per_batch": 4, **training},
+            "pipeline": pipeline,
+        }
     )
 
 

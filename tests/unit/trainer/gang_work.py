@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,37 @@ def train(model: Any, gang: Team, steps: range) -> tuple[PlainLoop, list[tuple[f
     return loop, [loop.step(sequences(step)) for step in steps]
 
 
+# --- the trainer's own learners -------------------------------------------------------------------
+
+CREWS = {"grpo": NUM_STEPS, "m2po": 4, "ppo": 4}
+"""Steps by algorithm."""
+
+
+def learned(
+    folder: Path, name: str, team: Team
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Loss and gradient norm of each step, and the weights after the last."""
+    from tests.unit.trainer.doubles import POLICY, random_batch, settings
+
+    from penstock.trainer.batches import assemble
+    from penstock.trainer.build import build_crew
+
+    crew = build_crew(settings(folder / "model", name), POLICY, folder / "model", team)
+    place = team.place
+    curve: list[tuple[float, float]] = []
+    for seq in range(1, CREWS[name] + 1):
+        sealed = random_batch(3, seq=seq, num_groups=5, size=3)
+        rows = [
+            row if index % place.parallel.dp == place.part else replace(row, payload=None)
+            for index, row in enumerate(sealed.rows)
+        ]
+        batch = assemble(sealed.manifest, rows, POLICY, VOCAB, ranks=team)
+        values = crew.step(batch).values
+        assert values["tokens/trained"] == sum(batch.columns["length"])
+        curve.append((values["loss"], values["grad_norm"]))
+    return curve, crew.weights()
+
+
 # --- jobs ---------------------------------------------------------------------------------------
 
 
@@ -135,20 +167,24 @@ def pair(folder: Path) -> dict[str, Any]:
     parts = form(Parallel(dp=2))
     inside = form(Parallel(tp=2))
     assert parts is not None and inside is not None
-    loop, curve = train(shard(load_model(folder / "model").eval(), parts), parts, range(NUM_STEPS))
+    model = load_model(folder / "model").eval()
+    loop, curve = train(shard(model, model, parts), parts, range(NUM_STEPS))
     whole = gather(loop.model.state_dict(keep_vars=True), parts)
     state = gather(loop.state(), parts)
     if parts.place.is_first:
         save_file(whole, folder / "whole.safetensors")
         save_file(state, folder / "state.safetensors")
     went_on = [list(loop.step(sequences(step))) for step in MORE_STEPS]
-    tensor_loop, tensor_curve = train(
-        shard(load_model(folder / "model").eval(), inside), inside, range(TENSOR_STEPS)
-    )
+    split = load_model(folder / "model").eval()
+    tensor_loop, tensor_curve = train(shard(split, split, inside), inside, range(TENSOR_STEPS))
     tensor_whole = gather(tensor_loop.model.state_dict(keep_vars=True), inside)
     if inside.place.is_first:
         save_file(tensor_whole, folder / "tensor_whole.safetensors")
+    crews = {name: learned(folder, name, parts) for name in CREWS}
+    if parts.place.is_first:
+        save_file(crews["grpo"][1], folder / "crew.safetensors")
     return {
+        "crews": {name: curve for name, (curve, _) in crews.items()},
         "curve": curve,
         "tensor_curve": tensor_curve,
         "gathered": len(whole),
@@ -177,7 +213,7 @@ def _resumed(folder: Path, gang: Gang) -> list[list[float]]:
 
     model = load_model(folder / "model").eval()
     model.load_state_dict(load_file(folder / "whole.safetensors"))
-    loop = PlainLoop(shard(model, gang), gang)
+    loop = PlainLoop(shard(model, model, gang), gang)
     loop.restore(load_file(folder / "state.safetensors"))
     return [list(loop.step(sequences(step))) for step in MORE_STEPS]
 
@@ -328,7 +364,7 @@ def mortal(folder: Path) -> dict[str, Any]:
     whole = load_file(saved[-1]) if saved else {}
     if whole:
         model.load_state_dict({name: whole[f"model.{name}"] for name in model.state_dict()})
-    loop = PlainLoop(shard(model, gang), gang)
+    loop = PlainLoop(shard(model, model, gang), gang)
     if whole:
         loop.restore(whole)
     for step in range(len(saved), MORTAL_STEPS):

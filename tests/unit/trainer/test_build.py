@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, random_batch
+from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, random_batch, settings
 
-from penstock.config import RunConfig
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.build import build_crew
 from penstock.trainer.crew import Crew
@@ -19,22 +18,6 @@ from penstock.trainer.snapshots import weights_of
 from penstock.trainer.tokens import TokenLoss, Tokens
 
 ALGORITHMS = ("grpo", "reinforce", "ppo", "dapo", "m2po", "gspo", "rloo", "opd")
-
-
-def config(model_folder: Path, name: str, *, pipeline: Any = None, **training: Any) -> RunConfig:
-    algorithm: dict[str, Any] = {"name": name, "num_generations": 4}
-    if name == "opd":
-        algorithm["teacher"] = str(model_folder)
-    return RunConfig.model_validate(
-        {
-            "name": "built",
-            "models": {POLICY: {"init": str(model_folder)}},
-            "sources": [{"name": "train", "task": "penstock.tasks.reverse"}],
-            "algorithm": algorithm,
-            "training": {"steps": 6, "learning_rate": 2e-3, "groups_per_batch": 4, **training},
-            "pipeline": pipeline,
-        }
-    )
 
 
 def batch(seq: int) -> Batch:
@@ -50,14 +33,14 @@ def train(crew: Crew, *seqs: int) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_goes_on_bit_for_bit(model_folder: Path, tmp_path: Path, name: str) -> None:
-    settings = config(model_folder, name)
-    whole = build_crew(settings, POLICY, model_folder)
+    chosen = settings(model_folder, name)
+    whole = build_crew(chosen, POLICY, model_folder)
     told = train(whole, 1, 2, 3)
-    first = build_crew(settings, POLICY, model_folder)
+    first = build_crew(chosen, POLICY, model_folder)
     train(first, 1, 2)
     state = {key: value.clone() for key, value in first.state_tensors().items()}
     first.model.save_pretrained(tmp_path / "saved")
-    second = build_crew(settings, POLICY, tmp_path / "saved")
+    second = build_crew(chosen, POLICY, tmp_path / "saved")
     second.restore(state)
     [again] = train(second, 3)
     kept = {key for key in again if "seconds" not in key and "memory" not in key}
@@ -67,14 +50,14 @@ def test_an_algorithm_goes_on_bit_for_bit(model_folder: Path, tmp_path: Path, na
 
 
 def test_a_new_critic_values_nothing_and_learns(model_folder: Path) -> None:
-    crew = build_crew(config(model_folder, "ppo", minibatches=1), POLICY, model_folder)
+    crew = build_crew(settings(model_folder, "ppo", minibatches=1), POLICY, model_folder)
     first, *_, last = [train(crew, 1)[0] for _ in range(12)]
     assert first["critic/value"] == 0
     assert last["critic/value/error"] < first["critic/value/error"]
 
 
 def test_the_reference_stays_where_the_policy_began(model_folder: Path) -> None:
-    crew = build_crew(config(model_folder, "rloo", minibatches=1), POLICY, model_folder)
+    crew = build_crew(settings(model_folder, "rloo", minibatches=1), POLICY, model_folder)
     first, second = train(crew, 1, 2)
     assert first["reference_kl"] == pytest.approx(0, abs=1e-3)
     assert second["reference_kl"] > 0
@@ -103,7 +86,7 @@ def test_a_users_graph_with_its_own_reward_and_loss(model_folder: Path) -> None:
     stages[1] |= {"reads": ["doubled_reward"], "writes": ["advantage"]}
     stages[1] |= {"rename": {"doubled_reward": "reward"}}
     stages[2] |= {"reads": ["turns", "advantage"], "options": {"factor": 0.5}}
-    settings = config(model_folder, "grpo", pipeline={"stages": stages})
-    [values] = train(build_crew(settings, POLICY, model_folder), 1)
+    chosen = settings(model_folder, "grpo", pipeline={"stages": stages})
+    [values] = train(build_crew(chosen, POLICY, model_folder), 1)
     assert values["half/factor"] == 0.5
     assert {"seconds/stage/shape", "seconds/stage/credit", "seconds/stage/learn"} <= values.keys()

@@ -16,10 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.unit.trainer.gang_work import (
+    CREWS,
     MORTAL_STEPS,
     NUM_STEPS,
     TENSOR_STEPS,
     forked,
+    learned,
     pressures_of,
     supervised,
     train,
@@ -56,6 +58,21 @@ def test_two_ranks_train_as_one_process_does(
     assert whole.keys() == own.keys()
     for name, tensor in own.items():
         torch.testing.assert_close(whole[name], tensor, rtol=0, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("name", CREWS)
+def test_the_learners_of_two_ranks_learn_as_those_of_one(
+    ranks: list[dict[str, Any]], work: Path, name: str
+) -> None:
+    """Packed batches, uneven rows, mini-batches, a budget over both ranks, a critic."""
+    curve, weights = learned(work, name, Alone())
+    assert ranks[0]["crews"][name] == ranks[1]["crews"][name]
+    np.testing.assert_allclose(ranks[0]["crews"][name], curve, rtol=1e-5, atol=1e-5)
+    if name == "grpo":
+        whole = load_file(work / "crew.safetensors")
+        assert whole.keys() == weights.keys()
+        for key, tensor in weights.items():
+            torch.testing.assert_close(whole[key], tensor, rtol=0, atol=1e-4, msg=key)
 
 
 def test_each_rank_holds_half_of_the_model_and_only_the_first_gathers_it(
@@ -114,7 +131,7 @@ def test_alone_every_call_is_what_plain_torch_does(
     new_model: Callable[[], PreTrainedModel],
 ) -> None:
     model = new_model()
-    assert shard(model, Alone()) is model
+    assert shard(model, model, Alone()) is model
     whole = gather(model.state_dict(keep_vars=True), Alone())
     assert whole.keys() == model.state_dict().keys()
     assert not any(tensor.requires_grad for tensor in whole.values())

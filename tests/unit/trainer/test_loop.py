@@ -27,6 +27,7 @@ from penstock.errors import Fenced, StoreError
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.actor import Actor
 from penstock.trainer.checkpoint import Cursor
+from penstock.trainer.gang import Alone
 from penstock.trainer.inputs import make_inputs
 from penstock.trainer.loop import Trainer
 from penstock.trainer.models import WEIGHTS
@@ -83,7 +84,7 @@ def run(
 ) -> dict[str, Tensor]:
     """One life of the trainer; the weights it ends with."""
     checkpoints = make_checkpoints(settings, POLICY, run_dir)
-    crew, checkpoint = make_crew(settings, POLICY, checkpoints)
+    crew, checkpoint = make_crew(settings, POLICY, checkpoints, Alone())
     snapshots = Snapshots(run_dir / "weights", POLICY, checkpoint.folder)
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     trainer = Trainer(

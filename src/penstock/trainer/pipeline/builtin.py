@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.config import AlgorithmConfig, RunConfig
-from penstock.config.pipeline import PipelineConfig, PipelineStageConfig
-from penstock.trainer.pipeline.plan import Plan, Trained, make_plan
+from penstock.config.pipeline import ParallelConfig, PipelineConfig, PipelineStageConfig
+from penstock.trainer.pipeline.plan import Chain, Plan, Trained, make_plan
 
 _CREDITS = "penstock.trainer.pipeline.credits"
 _ADVANTAGES: Mapping[str, str] = {
@@ -30,9 +30,12 @@ Stages = tuple[PipelineStageConfig, ...]
 def pipeline_of(config: RunConfig, policy: str) -> Stages:
     """The stages of one policy: the run file's own, else the algorithm's."""
     pipeline = config.pipeline or PipelineConfig()
-    algorithm = config.for_policy(policy).algorithm
-    own = pipeline.of_policy(policy)
-    return own or builtin(algorithm, max_tokens=config.sampling.max_tokens)
+    settings = config.for_policy(policy)
+    return pipeline.of_policy(policy) or builtin(
+        settings.algorithm,
+        max_tokens=config.sampling.max_tokens,
+        parallel=settings.training.parallel,
+    )
 
 
 def plan_of(config: RunConfig) -> Plan:
@@ -48,8 +51,17 @@ def plan_of(config: RunConfig) -> Plan:
     )
 
 
-def builtin(algorithm: AlgorithmConfig, *, max_tokens: int) -> Stages:
-    """The graph that the algorithm's name stands for; `max_tokens` is the longest answer."""
+def chain_of(config: RunConfig, policy: str) -> Chain:
+    """What this policy's trainer does with a batch."""
+    [chain] = [chain for chain in plan_of(config).chains if chain.policy == policy]
+    return chain
+
+
+def builtin(
+    algorithm: AlgorithmConfig, *, max_tokens: int, parallel: ParallelConfig | None = None
+) -> Stages:
+    """The graph that the algorithm's name stands for; `max_tokens` is the longest answer, and its
+    models are spread as `parallel` says."""
     if algorithm.name == "ppo":
         entries = _with_critic(algorithm)
     elif algorithm.name == "dapo":
@@ -60,6 +72,9 @@ def builtin(algorithm: AlgorithmConfig, *, max_tokens: int) -> Stages:
         entries = [_advantage(algorithm.name), _train("turns", "advantage")]
     if algorithm.beta > 0:
         entries = _near_reference(entries)
+    if parallel is not None:
+        spread = {"parallel": parallel.model_dump()}
+        entries = [entry if entry["type"] == "compute" else entry | spread for entry in entries]
     return PipelineConfig.model_validate({"stages": entries}).stages
 
 
