@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from blake3 import blake3
 
 from penstock.audit.evidence import Evidence
-from penstock.audit.lineage import Lineage
+from penstock.audit.lineage import Lineage, effective
 from penstock.audit.records import (
     SCORED,
     Batch,
@@ -230,8 +230,10 @@ def _ages(
             found = _versions(evidence, batch.consumer, group.group_id, member)
             for version in found:
                 if version not in counts_as and version in lineage.versions:
-                    counts_as[version] = lineage.counts_as(
-                        version, batch.incarnation, batch.sealed_at, meets
+                    counts_as[version] = (
+                        lineage.repeated(version, batch.incarnation, batch.sealed_at, meets)
+                        if evidence.run_file.deterministic
+                        else effective(version, batch.incarnation, meets)
                     )
             known = [counts_as[version] for version in found if version in counts_as]
             is_complete = is_complete and len(known) == len(found) > 0

@@ -50,9 +50,9 @@ class Lineage:
                 found[version.incarnation] = version.number
         return found
 
-    def counts_as(self, version: Pair, incarnation: int, at: float, meets: dict[int, int]) -> int:
-        """The number this version counts as for that incarnation at this time: one that a later
-        life made again bit for bit is the same version, however many lives lie between."""
+    def repeated(self, version: Pair, incarnation: int, at: float, meets: dict[int, int]) -> int:
+        """The number this version counts as for that incarnation at this time, where lives repeat
+        each other: one that a later life made again is the same, however many lie between."""
         life, number = version
         cut = effective(version, incarnation, meets)
         made = self.versions.get(version)

@@ -53,6 +53,8 @@ class RunFile(msgspec.Struct, frozen=True):
     models: dict[str, _Model]
     training: _Training
     dataflow: _Dataflow = _Dataflow()
+    deterministic: bool = False
+    """Each life of a trainer repeats the others bit for bit."""
 
     def max_staleness(self, policy: str) -> int:
         """Of any row in a batch, fresh or served again."""
