@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints on their way to the disk, beside the training: copied, written, then told.
 
-Owns the thread that writes them. The trainer pays for one copy of its state and goes on; a second
+The trainer pays for one copy of its state and goes on; a second
 copy is not made before the first is on disk, so memory holds one at most. The ledger hears of a
 checkpoint only when it is complete. What goes wrong here ends the trainer at its next call.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from penstock.trainer.beside import Beside
 from penstock.trainer.checkpoint import Checkpoints, Cursor
 
 LEAVE_S = 5.0
@@ -43,19 +43,11 @@ class Saver:
         self._checkpoints = checkpoints
         self._permit = permit
         self._tell = tell
-        self._changed = threading.Condition()
-        self._waiting: _Copy | None = None
-        self._is_busy = False
-        self._is_closed = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
-        self._thread.start()
+        self._beside = Beside("saver", self._write)
 
     def is_due(self, cursor: Cursor) -> bool:
         """Whether a checkpoint should be taken now; not before the last one is written."""
-        with self._changed:
-            self._raise_error()
-            return not self._is_working and self._checkpoints.is_due(cursor)
+        return not self._beside.is_working and self._checkpoints.is_due(cursor)
 
     def hand_over(
         self,
@@ -73,63 +65,21 @@ class Saver:
             state={name: value.detach().clone() for name, value in state.items()},
             static=static,
         )
-        with self._changed:
-            self._waiting = copied
-            self._changed.notify_all()
+        self._beside.put(copied)
 
     def finish(self) -> None:
         """Wait until everything handed over is complete and told."""
-        with self._changed:
-            while self._error is None and self._is_working:
-                self._changed.wait()
-            self._raise_error()
+        self._beside.finish()
 
     def close(self) -> None:
         """Begin nothing more."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._thread.join(LEAVE_S)
-
-    @property
-    def _is_working(self) -> bool:
-        return self._waiting is not None or self._is_busy
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    # --- in the thread ----------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        """consumes: copies of the trainer's state · produces: complete checkpoints, told
-        waits for: the next copy · ends: when it is closed, or at the first error"""
-        try:
-            while (copied := self._take()) is not None:
-                self._write(copied)
-                del copied
-                self._tell()
-                self._put_back()
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+        self._beside.close(LEAVE_S)
 
     def _write(self, copied: _Copy) -> None:
+        """In the thread."""
         self._permit()
         self._checkpoints.save(
             copied.cursor, weights=copied.weights, state=copied.state, static=copied.static
         )
-
-    def _take(self) -> _Copy | None:
-        with self._changed:
-            while self._waiting is None and not self._is_closed:
-                self._changed.wait()
-            taken, self._waiting = (None if self._is_closed else self._waiting), None
-            self._is_busy = taken is not None
-            return taken
-
-    def _put_back(self) -> None:
-        with self._changed:
-            self._is_busy = False
-            self._changed.notify_all()
+        del copied
+        self._tell()

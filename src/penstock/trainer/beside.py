@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One thing after another, done in a thread beside the training.
+
+Owns that thread and the place for the one item that waits. What goes wrong in it is raised at the
+next call of whoever hands items over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Beside(Generic[T]):
+    """`work` is called with each item that is taken; `afterwards` once nobody waits for it."""
+
+    def __init__(
+        self, name: str, work: Callable[[T], None], afterwards: Callable[[], None] = lambda: None
+    ) -> None:
+        self._work = work
+        self._afterwards = afterwards
+        self._changed = threading.Condition()
+        self._waiting: list[T] = []
+        """At most one."""
+        self._is_busy = False
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_working(self) -> bool:
+        with self._changed:
+            self._raise_error()
+            return self._has_work
+
+    def put(self, item: T) -> T | None:
+        """Hand an item over; the one that waited until now, whose place it takes."""
+        with self._changed:
+            self._raise_error()
+            replaced = self._waiting.pop() if self._waiting else None
+            self._waiting.append(item)
+            self._changed.notify_all()
+            return replaced
+
+    def finish(self) -> None:
+        """Wait until everything handed over is done."""
+        with self._changed:
+            while self._error is None and self._has_work:
+                self._changed.wait()
+            self._raise_error()
+
+    def close(self, leave_s: float) -> None:
+        """Begin nothing more, and wait so long for what was begun."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(leave_s)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._waiting) or self._is_busy
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # --- in the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """consumes: items · produces: what `work` does with each
+        waits for: the next item · ends: when it is closed, or at the first error"""
+        try:
+            while taken := self._take():
+                self._work(taken.pop())  # so that nobody but the work itself holds the item
+                with self._changed:
+                    self._is_busy = False
+                    self._changed.notify_all()
+                self._afterwards()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _take(self) -> list[T]:
+        with self._changed:
+            while not self._waiting and not self._is_closed:
+                self._changed.wait()
+            taken = [] if self._is_closed else [self._waiting.pop()]
+            self._is_busy = bool(taken)
+            return taken
