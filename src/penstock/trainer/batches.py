@@ -103,7 +103,7 @@ def assemble(
         columns=_row_columns(manifest, served, ranks or Alone()),
         nodes={index: trajectory.node_id for index, trajectory in served.items()},
     )
-    return batch.with_columns(_token_columns(batch, rows))
+    return _with_token_columns(batch, rows)
 
 
 def _trajectories(
@@ -146,24 +146,30 @@ def _is_truncated(trajectory: Trajectory) -> bool:
     return trajectory.outcome.kind is OutcomeKind.TRUNCATED or last is FinishReason.LENGTH
 
 
-def _token_columns(batch: Batch, rows: Sequence[RowPayload]) -> dict[str, Floats]:
-    """Columns that a stage placed elsewhere wrote as bytes: a float32 for each sampled token of the
-    row, turn after turn."""
+def _with_token_columns(batch: Batch, rows: Sequence[RowPayload]) -> Batch:
+    """With columns that a stage placed elsewhere wrote as bytes: a float32 for each sampled token
+    of the row, turn after turn. A row whose bytes are something else is left out: a worker's
+    mistake must not end the trainer again and again."""
     samples = batch.samples
     names = sorted({name for row in rows for name in row.columns})
     columns = {name: np.zeros(samples.ids_T.shape) for name in names}
+    is_broken_R = np.zeros(len(rows), np.bool_)
     for start, end, index in zip(samples.starts_S, samples.ends_S, samples.rows_S, strict=True):
         token_K = start + np.flatnonzero(samples.mask_T[start:end])
+        num_needed = int(samples.sampled_T[token_K].max(initial=-1)) + 1
         for name, content in rows[int(index)].columns.items():
-            values = np.frombuffer(content, "<f4")
-            if values.size <= int(samples.sampled_T[token_K].max(initial=-1)):
-                raise StoreError(
-                    f"batch {batch.seq}, row {index}: column {name} has {values.size} numbers, "
-                    "fewer than the row has sampled tokens; its stage writes a float32 for each, "
-                    "turn after turn"
-                )
-            columns[name][token_K] = values[samples.sampled_T[token_K]]
-    return columns
+            if len(content) % 4 or len(content) < 4 * num_needed:
+                is_broken_R[index] = True
+                continue
+            columns[name][token_K] = np.frombuffer(content, "<f4")[samples.sampled_T[token_K]]
+    if is_broken_R.any():
+        _log.warning(
+            "rows left out: a column is not one float32 per sampled token",
+            seq=batch.seq,
+            rows=np.flatnonzero(is_broken_R).tolist(),
+        )
+        batch = batch.without(is_broken_R)
+    return batch.with_columns(columns)
 
 
 def _within_vocabulary(samples: Samples, vocab_size: int, seq: int) -> Samples:

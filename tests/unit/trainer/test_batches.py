@@ -81,9 +81,19 @@ def test_columns_of_stages_elsewhere_stand_by_row_and_by_token() -> None:
     batch = credited(assemble(sealed.manifest, rows, POLICY, VOCAB_SIZE))
     assert batch.columns["reference_logprobs"].tolist() == [0, 0, -1, -2, 0, -3]
     assert batch.columns["length"].tolist() == [2, 1]
-    short = [replace(rows[0], columns={"reference_logprobs": b""}), rows[1]]
-    with pytest.raises(StoreError, match="has 0 numbers, fewer than the row has sampled"):
-        assemble(sealed.manifest, short, POLICY, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("content", [b"", b"1234", b"123456789"])
+def test_a_row_with_a_broken_column_is_left_out_and_the_others_are_trained(content: bytes) -> None:
+    sealed = seal([[(make_turn([3, 4], [5, 6]), 0.0), (make_turn([3], [7]), 1.0)]])
+    good = np.array([-3.0], "<f4").tobytes()
+    rows = [
+        replace(row, columns={"reference_logprobs": column})
+        for row, column in zip(sealed.rows, (content, good), strict=True)
+    ]
+    batch = assemble(sealed.manifest, rows, POLICY, VOCAB_SIZE)
+    assert batch.samples.mask_T.tolist() == [False] * 5 + [True]
+    assert batch.columns["reference_logprobs"].tolist() == [0, 0, 0, 0, 0, -3]
 
 
 def test_rows_left_out_are_neither_trained_nor_counted() -> None:
