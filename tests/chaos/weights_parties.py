@@ -133,7 +133,7 @@ async def node(root: Path, name: str, ledger: str, fronts: list[list[str]]) -> N
             wanted = PublishedVersion(**answer.json()) if answer.content else None
             if wanted is not None and (served is None or served[0] != wanted):
                 try:
-                    async with asyncio.timeout(10):
+                    async with asyncio.timeout(60):
                         loaded = read_folder(await puller.pull(callers, wanted))
                     served = wanted, loaded
                     puller.prune([wanted.manifest_digest])

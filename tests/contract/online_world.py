@@ -144,7 +144,7 @@ class World:
             caller = Caller(self.running.url, self.running.token(Role.ADMIN))
             try:
                 path = f"/v1/sessions/{session}"
-                return caller.call("DELETE", path, None, ForgetAnswer, deadline_s=10.0).was
+                return caller.call("DELETE", path, None, ForgetAnswer, deadline_s=60.0).was
             finally:
                 caller.close()
 
@@ -191,7 +191,7 @@ async def gateway(
             try:
                 yield node
                 node.stopping.set()
-                await asyncio.wait_for(process, 30)
+                await asyncio.wait_for(process, 60)
             finally:
                 process.cancel()
                 await asyncio.gather(process, return_exceptions=True)

@@ -94,7 +94,7 @@ def _free_port() -> int:
 
 def _wait_for(folder: Path, port: int, server: subprocess.Popen[Any], log: Path) -> None:
     ask = [folder / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)]
-    give_up_at = time.monotonic() + 30
+    give_up_at = time.monotonic() + 60
     while subprocess.run(ask, check=False).returncode != 0:
         assert server.poll() is None, f"PostgreSQL ended: {log.read_text()}"
         assert time.monotonic() < give_up_at, f"PostgreSQL does not answer: {log.read_text()}"

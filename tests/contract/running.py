@@ -78,7 +78,7 @@ def serving(app: Starlette, port: int = 0) -> Generator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         host.should_exit = True
-        thread.join(timeout=20)
+        thread.join(timeout=60)
         assert not thread.is_alive()
         listener.close()
 

@@ -74,7 +74,7 @@ class RunningShelf:
     def deliver(self, row_id: str, payload: bytes = b"turns", reward: float | None = None) -> None:
         assert self.host.loop is not None
         work = self.host.deliver(row_id, payload, reward)
-        asyncio.run_coroutine_threadsafe(work, self.host.loop).result(timeout=20)
+        asyncio.run_coroutine_threadsafe(work, self.host.loop).result(timeout=60)
 
 
 def free_port() -> int:
@@ -111,5 +111,5 @@ def shelf(folder: Path, port: int = 0, now: float = 1000.0) -> Generator[Running
         yield RunningShelf(host=host, url=f"http://127.0.0.1:{port}", signer=signer)
     finally:
         listener.should_exit = True
-        thread.join(timeout=20)
+        thread.join(timeout=60)
         assert not thread.is_alive()

@@ -110,7 +110,7 @@ async def test_stages_stream_rollout_rows_and_overlap(tmp_path: Path) -> None:
                     if num_seen == 6:
                         return
 
-            await asyncio.wait_for(asyncio.gather(score(), follow()), 30)
+            await asyncio.wait_for(asyncio.gather(score(), follow()), 60)
             assert order.index("refer p0-0.0.1") < order.index("score p0-4.0.1"), "no barrier"
             row = (await client.get("train", ["p0-3.0.1"]))["p0-3.0.1"]
             assert row.columns == {"turns": b"turns 3", "reward": 7.0, "reference": b"log-probs"}
@@ -154,7 +154,7 @@ async def test_readers_go_on_over_a_restart_of_the_service(tmp_path: Path) -> No
     with shelf(tmp_path, port, now=2000.0):
         async with contextlib.aclosing(stream) as rest:
             while len(seen) < 10:
-                seen.append((await asyncio.wait_for(anext(rest), 20)).key)
+                seen.append((await asyncio.wait_for(anext(rest), 60)).key)
     await client.close()
     assert seen == [f"k{n:02}" for n in range(10)], "each once, in order"
 

@@ -168,7 +168,7 @@ async def test_a_heartbeat_overtakes_a_held_request(tmp_path: Path) -> None:
         assert not held.done()
         node.live = LiveVersion(policy=POLICY, incarnation=1, number=1)
         await node.beat()
-        assert (await asyncio.wait_for(held, 5)).grants
+        assert (await asyncio.wait_for(held, 60)).grants
         await node.client.close()
 
 
@@ -183,7 +183,7 @@ async def test_a_request_nobody_waits_for_is_granted_nothing(tmp_path: Path) -> 
         await asyncio.sleep(0.2)
         await asyncio.to_thread(SmallTrainer, running)
         await node.beat()
-        answers = [await asyncio.wait_for(call, 10) for call in (old, new)]
+        answers = [await asyncio.wait_for(call, 60) for call in (old, new)]
         if not answers[1].grants:  # woken by the new version, not by work
             answers[1] = await node.client.lease(node.request(4))
         assert not answers[0].grants and len(answers[1].grants) == 4

@@ -102,7 +102,7 @@ async def test_a_repeated_answer_is_as_durable_as_the_first(
     disk, commit = threading.Event(), service.process.ledger.tables.commit
 
     def slow(records: Sequence[Record]) -> None:
-        disk.wait(10)
+        disk.wait(60)
         commit(records)
 
     monkeypatch.setattr(service.process.ledger.tables, "commit", slow)

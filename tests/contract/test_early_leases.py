@@ -86,7 +86,7 @@ def next_life(
     restore = service.restore
 
     def slowly() -> list[GroupId]:
-        assert may_read.wait(20)
+        assert may_read.wait(60)
         return restore()
 
     monkeypatch.setattr(service, "restore", slowly)
@@ -103,7 +103,7 @@ def next_life(
 
 def lease_soon(caller: Caller) -> LeaseAnswer:
     body = lease("second", 2)
-    return caller.call("POST", "/v1/leases", body, LeaseAnswer, timeout_s=5.0, deadline_s=5.0)
+    return caller.call("POST", "/v1/leases", body, LeaseAnswer, timeout_s=60.0, deadline_s=60.0)
 
 
 def test_slots_are_leased_before_the_service_is_whole(
@@ -125,7 +125,7 @@ def test_slots_are_leased_before_the_service_is_whole(
         time.sleep(0.3)
         assert not any(answer.done() for answer in held), "home has not all of it yet"
         may_read.set()
-        stored, batch, _ = (answer.result(timeout=20) for answer in held)
+        stored, batch, _ = (answer.result(timeout=60) for answer in held)
     assert isinstance(stored, DeliveryAnswer) and isinstance(batch, BatchAnswer)
     assert {result.status for result in stored.results} == {DeliveryStatus.STORED}
     assert batch.manifest is not None

@@ -181,7 +181,7 @@ async def test_a_full_disk_is_waited_out(
     await ledger.write([source("a", 1)])
     monkeypatch.setattr(os, "pwritev", full_after(times, os.pwritev))
     second = ledger.place(b"second")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await ledger.write([source("a", 2)])
     assert not failures
     assert [ledger.payloads.read(where) for where in (first, second)] == [b"first", b"second"]
@@ -261,7 +261,7 @@ async def test_a_database_without_room_is_waited_out(
     monkeypatch.setattr(ledger.tables, "commit", commit)
     monkeypatch.setattr(ledger.payloads, "append", append)
     ledger.place(b"payload")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await ledger.write([source("a", 1)])
     assert not errors and ledger.tables.read(SourceRecord) == [source("a", 1)]
     assert appended == [1], "the payload is written once"
@@ -298,7 +298,7 @@ async def test_a_disk_that_fills_and_is_freed(small_disk: Path) -> None:
     await asyncio.sleep(LOOK_EVERY_S)
     with pytest.raises(StorageFull):
         bounds.check_delivery(ledger.usage(), MB)
-    async with asyncio.timeout(5):  # sealing and commits: more than SQLite had room for
+    async with asyncio.timeout(60):  # sealing and commits: more than SQLite had room for
         await ledger.write([MetaRecord(key=f"k{n}", value="v" * 1000) for n in range(500)])
     assert not (small_disk / "reserve").exists()
 
@@ -311,7 +311,7 @@ async def test_a_disk_that_fills_and_is_freed(small_disk: Path) -> None:
     assert ledger.payloads.read(places[3]) == bytes([3]) * MB, "reading goes on"
 
     ballast.unlink()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await late
     await asyncio.sleep(LOOK_EVERY_S)
     bounds.check_delivery(ledger.usage(), MB)

@@ -40,7 +40,7 @@ async def test_a_late_reward_is_trained(tmp_path: Path) -> None:
 
 
 async def test_without_a_reward_a_session_expires_and_is_never_trained(tmp_path: Path) -> None:
-    config = session_config(groups_per_batch=1, reward_deadline_s=1.5, idle_s=1.0)
+    config = session_config(groups_per_batch=1, reward_deadline_s=4.5, idle_s=3.0)
     async with world(tmp_path, config) as made:
         left, open_ended = await made.open(), await made.open()
         await left.say()
@@ -51,7 +51,7 @@ async def test_without_a_reward_a_session_expires_and_is_never_trained(tmp_path:
                 await open_ended.say()
                 await asyncio.sleep(0.2)
 
-        await asyncio.wait_for(talk(), 20)
+        await asyncio.wait_for(talk(), 60)
         assert await left.state() == "expired"
         assert await open_ended.state() == "open"  # served on
         for session in (left, open_ended):

@@ -147,7 +147,7 @@ class RealNode:
     async def lease_from(self, *partitions: int, max_slots: int = CAPACITY) -> list[Grant]:
         """Until each of these partitions has given something."""
         grants: list[Grant] = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not partition_counts(grants).keys() >= set(partitions):
                 request = LeaseRequest(
                     request_id=uuid.uuid4().hex,
@@ -185,7 +185,7 @@ class LateNews(HomeClient):
 
 
 def eventually(check: Callable[[], bool], what: str) -> None:
-    give_up_at = time.monotonic() + 20
+    give_up_at = time.monotonic() + 60
     while not check():
         assert time.monotonic() < give_up_at, what
         time.sleep(0.05)
@@ -332,7 +332,7 @@ def test_a_partition_goes_on_while_home_is_away(tmp_path: Path) -> None:
                 grants += await node.lease_from(1)  # another one is asked first each time
                 assert partition_counts(grants).keys() == {1}
                 node.put(grants)
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     await node.outbox.at_most(0)
                 assert len(node.acks.read_text().split()) == len(grants) == 2 * len(groups)
 
@@ -369,17 +369,17 @@ def test_a_partition_that_is_away_holds_up_nobody(tmp_path: Path) -> None:
                 num_away = partition_counts(early)[1]
                 await asyncio.to_thread(first.close)
                 node.put(early)
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     await node.outbox.at_most(num_away)
                 assert {name[:2] for name in node.acks.read_text().split()} == {"p0", "p2"}
                 assert await asyncio.to_thread(trainer.step), "no group of it is needed"
                 later = await node.lease_from(0, 2)
                 assert 1 not in partition_counts(later)
                 node.put(later)
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     await node.outbox.at_most(num_away)
                 with partition(tmp_path / "p1", CONFIG, running, 1) as back:
-                    async with asyncio.timeout(20):
+                    async with asyncio.timeout(60):
                         await node.outbox.at_most(0)
                     assert back.nodes.trajectories == num_away
                 acknowledged = node.acks.read_text().split()

@@ -215,7 +215,7 @@ async def test_acknowledged_only_after_the_put(
     may_put, real = threading.Event(), obstore.put
 
     def slow(*args: object, **options: object) -> object:
-        assert may_put.wait(10)
+        assert may_put.wait(60)
         return real(*args, **options)  # type: ignore[arg-type, call-overload]
 
     monkeypatch.setattr(obstore, "put", slow)

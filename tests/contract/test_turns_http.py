@@ -41,11 +41,11 @@ async def tell(node: SmallNode, grant: Grant, *turns: Turn, is_reused: bool = Fa
         for index, turn in enumerate(turns)
     ]
     body = RecordRequest(node_id=node.node_id, turns=tuple(told))
-    await node.client.record(body, deadline_s=5.0)
+    await node.client.record(body, deadline_s=60.0)
 
 
 async def offered(node: SmallNode, grant: Grant) -> tuple[Turn, ...]:
-    return await node.client.recorded(node.node_id, row_id(grant), deadline_s=5.0)
+    return await node.client.recorded(node.node_id, row_id(grant), deadline_s=60.0)
 
 
 async def fail(node: SmallNode, grant: Grant, kind: FailureKind) -> None:

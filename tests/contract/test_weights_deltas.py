@@ -131,7 +131,7 @@ async def test_a_front_that_cannot_say_costs_a_moment(
         return data
 
     made = versions(tmp_path, 2)
-    async with meddling(tmp_path / "store", fail) as caller, asyncio.timeout(20):
+    async with meddling(tmp_path / "store", fail) as caller, asyncio.timeout(60):
         folders = [await Puller(tmp_path / "cache").pull([caller], version) for version in made]
     assert contents(folders[1]) == contents(tmp_path / "hf-1")
 

@@ -84,7 +84,7 @@ async def test_nobody_waits_long_for_a_merge(
     real = module.merge
 
     def slow(*args: object) -> object:
-        may_go_on.wait(20)
+        may_go_on.wait(60)
         return real(*args)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(module, "merge", slow)
@@ -92,7 +92,7 @@ async def test_nobody_waits_long_for_a_merge(
     async with real_front(tmp_path) as caller:
         assert len((await ask_way(caller, history, 1, 7)).steps) == 6
         may_go_on.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len((await ask_way(caller, history, 1, 7)).steps) > 1:
                 pass
 
@@ -104,7 +104,7 @@ async def test_whoever_comes_too_early_is_told_when_to_ask_again(
     real = module.make_whole
 
     def slow(*args: object) -> object:
-        may_go_on.wait(20)
+        may_go_on.wait(60)
         return real(*args)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(module, "make_whole", slow)

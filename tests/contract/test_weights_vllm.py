@@ -81,7 +81,7 @@ def serving(folder: Path, log: Path) -> Generator[str]:
     finally:
         engine.terminate()
         try:
-            engine.wait(30)
+            engine.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(engine.pid, signal.SIGKILL)
             engine.wait()

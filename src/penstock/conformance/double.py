@@ -46,7 +46,7 @@ from penstock.wire.server import Call, Route, build_app, check_bind, serve_on
 
 RUN = "conformance"
 POLICY = PolicyName("policy")
-TTL_S = 4.0
+TTL_S = 8.0
 HEARTBEAT_S = TTL_S / 4
 TOKEN_TTL_S = 3600.0
 

@@ -41,7 +41,7 @@ MAX_CAPACITY = 8
 """However much the node offers: the stand-in must find work too."""
 LATEST_BEAT_S = 3 * HEARTBEAT_S
 DRAIN_S = 10.0
-IN_FLIGHT_S = 1.0
+IN_FLIGHT_S = 2.0
 """Calls that were under way when an order reached the node are forgiven so long."""
 
 RULES = (

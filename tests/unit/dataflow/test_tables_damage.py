@@ -78,7 +78,7 @@ async def test_a_service_that_finds_such_damage_ends(tmp_path: Path) -> None:
     ended = asyncio.get_running_loop().create_future()
     service.process.ledger.on_failure = ended.set_result
     loops = asyncio.create_task(service.run_timers())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert "damaged" in str(await ended)
     with pytest.raises(ExceptionGroup):
         await loops

@@ -94,7 +94,7 @@ async def attempt(
     try:
         recorder = Recorder(NoTurns(), NodeId("n"))
         attempts = Attempts(gateway, endpoint, recorder, scorer, run_facts, NodeId("n"))
-        return await asyncio.wait_for(attempts.run(GRANT, task()), 30)
+        return await asyncio.wait_for(attempts.run(GRANT, task()), 60)
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)

@@ -69,7 +69,7 @@ class Bench:
 
     async def drain(self) -> None:
         await self.dataflow.order(Orders(wanted=self.dataflow.orders.wanted, drain=True))
-        await asyncio.wait_for(self.running, 20)
+        await asyncio.wait_for(self.running, 60)
 
 
 @asynccontextmanager
@@ -114,7 +114,7 @@ async def test_every_slot_is_run_scored_delivered_and_acknowledged(
     tmp_path: Path, snapshot: Path
 ) -> None:
     async with bench(tmp_path, snapshot, num_slots=100) as desk:
-        await asyncio.wait_for(desk.dataflow.until_stored(100), 20)
+        await asyncio.wait_for(desk.dataflow.until_stored(100), 60)
         await desk.drain()
         rows = desk.dataflow.trajectories()
         assert {row.row_id for row in rows} == desk.acknowledged()
@@ -136,7 +136,7 @@ async def test_leases_ask_for_free_slots_only_and_not_one_by_one(
     monkeypatch.setattr("penstock.rollout.slots.GATHER_S", 10.0)
     staggered = facts(workflow=f"{WORKFLOWS}:staggered")
     async with bench(tmp_path, snapshot, num_slots=100, run_facts=staggered) as desk:
-        await asyncio.wait_for(desk.dataflow.until_stored(100), 20)
+        await asyncio.wait_for(desk.dataflow.until_stored(100), 60)
         asked = [lease.max_slots for lease in desk.dataflow.leases]
         assert asked[0] == 16 and min(asked) >= 4
         assert user_workflows.most_running == 16
@@ -148,7 +148,7 @@ async def test_a_free_slot_does_not_wait_for_long_answers_beside_it(
     """14 of 16 slots hang: what is left is less than a quarter, and all other work goes there."""
     mostly = facts(workflow=f"{WORKFLOWS}:hangs_at_first")
     async with bench(tmp_path, snapshot, num_slots=40, run_facts=mostly, grace_s=0.1) as desk:
-        await asyncio.wait_for(desk.dataflow.until_stored(26), 20)
+        await asyncio.wait_for(desk.dataflow.until_stored(26), 60)
         assert {lease.max_slots for lease in desk.dataflow.leases[1:]} <= {1, 2}
 
 
@@ -159,7 +159,7 @@ async def test_starting_until_a_version_is_live_then_live(tmp_path: Path, snapsh
         states = {beat.state for beat in desk.dataflow.beats}
         assert states <= {NodeState.STARTING, NodeState.LIVE}  # it may have seen number 0
         await desk.dataflow.order(Orders(wanted=(wanted(0),)))
-        await asyncio.wait_for(desk.dataflow.until_stored(4), 10)
+        await asyncio.wait_for(desk.dataflow.until_stored(4), 60)
         assert all(lease.live[0].number == 0 for lease in desk.dataflow.leases)
         await eventually(lambda: desk.dataflow.beats[-1].state is NodeState.LIVE)
 
@@ -171,7 +171,7 @@ async def test_an_outage_in_mid_run_loses_nothing(tmp_path: Path, snapshot: Path
         assert len(desk.dataflow.stored) < 400
         await asyncio.sleep(2)
         desk.dataflow.up()
-        await asyncio.wait_for(desk.dataflow.until_stored(400), 30)
+        await asyncio.wait_for(desk.dataflow.until_stored(400), 60)
         await desk.drain()
         assert desk.acknowledged() == set(desk.dataflow.stored)
         assert len(desk.acknowledged()) == 400
@@ -180,7 +180,7 @@ async def test_an_outage_in_mid_run_loses_nothing(tmp_path: Path, snapshot: Path
 async def test_a_lost_lease_answer_is_asked_for_again(tmp_path: Path, snapshot: Path) -> None:
     async with bench(tmp_path, snapshot, num_slots=8) as desk:
         desk.dataflow.lose_next_lease_answer = True
-        await asyncio.wait_for(desk.dataflow.until_stored(8), 20)
+        await asyncio.wait_for(desk.dataflow.until_stored(8), 60)
         ids = [lease.request_id for lease in desk.dataflow.leases]
         assert ids[0] == ids[1] and len(set(ids)) < len(ids)
 
@@ -189,7 +189,7 @@ async def test_fenced_rows_are_not_acknowledged(tmp_path: Path, snapshot: Path) 
     async with bench(tmp_path, snapshot, num_slots=8) as desk:
         taken = RowId("p0-0.1.1")
         desk.dataflow.fenced_rows.add(taken)
-        await asyncio.wait_for(desk.dataflow.until_stored(7), 20)
+        await asyncio.wait_for(desk.dataflow.until_stored(7), 60)
         await desk.drain()
         assert taken not in desk.acknowledged()
         assert len(desk.acknowledged()) == 7
@@ -223,7 +223,7 @@ async def test_a_service_that_forgot_the_node_is_told_again(tmp_path: Path, snap
     async with bench(tmp_path, snapshot, num_slots=40) as desk:
         await desk.dataflow.until_stored(8)
         desk.dataflow.sessions.clear()
-        await asyncio.wait_for(desk.dataflow.until_stored(40), 20)
+        await asyncio.wait_for(desk.dataflow.until_stored(40), 60)
         assert desk.dataflow.num_registered >= 2
 
 
@@ -233,7 +233,7 @@ async def test_a_node_whose_place_was_taken_stops_with_an_error(
     async with bench(tmp_path, snapshot) as desk:
         desk.dataflow.sessions[NODE] = "somebody newer"
         with pytest.raises(Fenced, match="took the place of node node-1"):
-            await asyncio.wait_for(desk.running, 10)
+            await asyncio.wait_for(desk.running, 60)
 
 
 # --- versions -----------------------------------------------------------------------------------
@@ -244,17 +244,17 @@ async def test_a_damaged_version_leaves_the_old_one_live_until_it_is_mended(
 ) -> None:
     monkeypatch.setattr("penstock.rollout.loader.RETRY_S", 0.1)
     async with bench(tmp_path, snapshot, num_slots=4) as desk:
-        await asyncio.wait_for(desk.dataflow.until_stored(4), 10)
+        await asyncio.wait_for(desk.dataflow.until_stored(4), 60)
         desk.fetch.damaged.add(1)
         await desk.dataflow.order(Orders(wanted=(wanted(1),)))
         await eventually(lambda: desk.fetch.num_tries >= 3)
         desk.dataflow.waiting.extend((slot, 1) for slot in range(4, 8))
-        await asyncio.wait_for(desk.dataflow.until_stored(8), 10)
+        await asyncio.wait_for(desk.dataflow.until_stored(8), 60)
         assert desk.dataflow.beats[-1].live[0].number == 0
         desk.fetch.damaged.clear()
         await eventually(lambda: desk.dataflow.beats[-1].live[0].number == 1)
         desk.dataflow.waiting.extend((slot, 1) for slot in range(8, 12))
-        await asyncio.wait_for(desk.dataflow.until_stored(12), 10)
+        await asyncio.wait_for(desk.dataflow.until_stored(12), 60)
         numbers = [row.turns[0].spans[0].number for row in desk.dataflow.trajectories()]
         assert numbers == [0] * 8 + [1] * 4
 
@@ -293,7 +293,7 @@ async def test_what_does_not_end_in_the_grace_period_is_handed_back(
 async def test_a_finished_run_ends_the_node(tmp_path: Path, snapshot: Path) -> None:
     async with bench(tmp_path, snapshot) as desk:
         await desk.dataflow.order(Orders(wanted=(wanted(0),), finished=True))
-        await asyncio.wait_for(desk.running, 10)
+        await asyncio.wait_for(desk.running, 60)
 
 
 # --- failures are records -----------------------------------------------------------------------
@@ -305,7 +305,7 @@ async def test_a_reward_that_cannot_be_imported_ends_the_node_aloud(
     lost = facts(reward="no_such_module_here:reward")
     async with bench(tmp_path, snapshot, num_slots=4, run_facts=lost) as desk:
         with pytest.raises(RewardError, match="cannot import 'no_such_module_here'"):
-            await asyncio.wait_for(desk.running, 10)
+            await asyncio.wait_for(desk.running, 60)
         assert desk.dataflow.stored == {}
 
 
@@ -313,7 +313,7 @@ async def test_failed_rollouts_are_delivered_without_a_reward(
     tmp_path: Path, snapshot: Path
 ) -> None:
     async with bench(tmp_path, snapshot, num_slots=4, run_facts=facts(reward="")) as desk:
-        await asyncio.wait_for(desk.dataflow.until_stored(4), 10)
+        await asyncio.wait_for(desk.dataflow.until_stored(4), 60)
         for row in desk.dataflow.trajectories():
             assert row.reward is None
             assert row.outcome.kind is OutcomeKind.FAILED

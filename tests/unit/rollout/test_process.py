@@ -80,12 +80,12 @@ async def started(
 
 async def test_a_url_and_a_token_are_enough(tmp_path: Path, snapshot: Path) -> None:
     async with started(tmp_path, snapshot, num_slots=40) as (dataflow, node):
-        await asyncio.wait_for(dataflow.until_stored(40), 30)
+        await asyncio.wait_for(dataflow.until_stored(40), 60)
         newer = published(tmp_path / "store", snapshot, 1)
         await dataflow.order(Orders(wanted=(newer,)))
         await eventually(lambda: dataflow.beats[-1].live[0].number == 1)
         await dataflow.order(Orders(wanted=(newer,), finished=True))
-        assert await asyncio.wait_for(node.wait(), 20) == 0
+        assert await asyncio.wait_for(node.wait(), 60) == 0
         acknowledged = (tmp_path / "node" / "acks.txt").read_text().splitlines()
         assert sorted(acknowledged) == sorted(dataflow.stored)
         assert all(row.reward == 1.0 for row in dataflow.trajectories())
@@ -100,11 +100,11 @@ async def test_sigterm_hands_back_and_leaves_with_0(tmp_path: Path, snapshot: Pa
         children = psutil.Process(node.pid).children(recursive=True)
         assert len(children) >= 6
         node.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(node.wait(), 20) == 0
+        assert await asyncio.wait_for(node.wait(), 60) == 0
         assert len(dataflow.released) == 6 and dataflow.stored == {}
         assert dataflow.left == ["node-1"]
         assert NodeState.DRAINING in {beat.state for beat in dataflow.beats}
-        _, alive = psutil.wait_procs(children, timeout=5)
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert alive == []
 
 
@@ -112,8 +112,8 @@ async def test_sigterm_while_the_dataflow_is_away_ends_in_time(
     tmp_path: Path, snapshot: Path
 ) -> None:
     async with started(tmp_path, snapshot, num_slots=8) as (dataflow, node):
-        await asyncio.wait_for(dataflow.until_stored(8), 30)
+        await asyncio.wait_for(dataflow.until_stored(8), 60)
         await dataflow.down()
         node.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(node.wait(), 30) == 0
+        assert await asyncio.wait_for(node.wait(), 60) == 0
         dataflow.up()

@@ -95,7 +95,7 @@ async def attempt(
     running = asyncio.create_task(attempts.run(grant, task()))
     try:
         if until is None:
-            return await asyncio.wait_for(running, 30)
+            return await asyncio.wait_for(running, 60)
         await eventually(lambda: len(kept.turns) >= until)
         return None
     finally:

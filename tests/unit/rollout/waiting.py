@@ -17,14 +17,14 @@ import penstock
 SOURCE = str(Path(penstock.__file__).parents[1])
 
 
-async def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def eventually(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - see the module's docstring
             await asyncio.sleep(0.01)
 
 
 async def eventually_dead(pid: int) -> None:
-    await eventually(lambda: not is_alive(pid), 5)
+    await eventually(lambda: not is_alive(pid))
 
 
 def is_alive(pid: int) -> bool:

@@ -38,7 +38,7 @@ class Ledger:
 
     def announce(self, number: int, stored: StoredVersion) -> None:
         self.asked.set()
-        assert self.may_answer.wait(30)
+        assert self.may_answer.wait(60)
         self.announced.append((number, stored))
 
     def in_use(self) -> tuple[list[str], list[str]]:
@@ -86,7 +86,7 @@ def test_what_is_handed_over_is_a_copy(
 ) -> None:
     ledger.may_answer.clear()
     publisher.hand_over(weights(0.0), 0)
-    ledger.asked.wait(30)
+    ledger.asked.wait(60)
     live = weights(1.0)
     publisher.hand_over(live, 1)
     live["model.weight"].fill_(9.0)  # the next step changes the parameters in place
@@ -99,7 +99,7 @@ def test_what_is_handed_over_is_a_copy(
 def test_the_newest_takes_the_place_of_what_waits(publisher: Publisher, ledger: Ledger) -> None:
     ledger.may_answer.clear()
     publisher.hand_over(weights(0.0), 0)
-    ledger.asked.wait(30)
+    ledger.asked.wait(60)
     for number in range(1, 6):
         publisher.hand_over(weights(number), number)
     ledger.may_answer.set()
@@ -116,7 +116,7 @@ def test_a_ledger_that_does_not_answer_holds_nobody_up(
         started = time.perf_counter()
         publisher.hand_over(weights(number), number)
         took_s.append(time.perf_counter() - started)
-    assert sorted(took_s)[-2] < 1.0, "a copy of a few kilobytes"
+    assert sorted(took_s)[-2] < 10.0, "a copy of a few kilobytes"
     ledger.may_answer.set()
     publisher.finish()
     assert ledger.numbers[-1] == 49
@@ -173,7 +173,7 @@ def test_closing_waits_for_nobody(
     ledger.may_answer.clear()
     publisher = Publisher(snapshots, ledger.announce, ledger.in_use)
     publisher.hand_over(weights(0.0), 0)
-    ledger.asked.wait(30)
+    ledger.asked.wait(60)
     publisher.close()
     ledger.may_answer.set()
 

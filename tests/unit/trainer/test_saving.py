@@ -32,7 +32,7 @@ class SlowCheckpoints(Checkpoints):
 
     def save(self, *args: object, **kwargs: object) -> Checkpoint:
         self.began.set()
-        assert self.may_write.wait(30)
+        assert self.may_write.wait(60)
         return super().save(*args, **kwargs)  # pyright: ignore
 
 
@@ -89,7 +89,7 @@ def world(tmp_path: Path, model_folder: Path) -> Iterator[World]:
 def test_the_step_goes_on_and_what_it_changes_is_not_what_is_saved(world: World) -> None:
     world.checkpoints.may_write.clear()
     live = world.hand_over(1)
-    assert world.checkpoints.began.wait(30)
+    assert world.checkpoints.began.wait(60)
     live["model.weight"].fill_(9.0)  # the next step, while the disk is busy
     assert world.told == [], "nothing is told before it is on disk"
     world.checkpoints.may_write.set()
@@ -102,7 +102,7 @@ def test_no_second_copy_is_made_while_one_is_being_written(world: World) -> None
     assert world.saver.is_due(cursor(1))
     world.checkpoints.may_write.clear()
     world.hand_over(1)
-    assert world.checkpoints.began.wait(30)
+    assert world.checkpoints.began.wait(60)
     assert not any(world.saver.is_due(cursor(number)) for number in range(2, 20))
     late = threading.Thread(target=world.hand_over, args=(5,))
     late.start()
@@ -147,6 +147,6 @@ def test_closing_waits_for_nobody(world: World, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(saving, "LEAVE_S", 0.05)
     world.checkpoints.may_write.clear()
     world.hand_over(1)
-    assert world.checkpoints.began.wait(30)
+    assert world.checkpoints.began.wait(60)
     world.saver.close()
     assert world.told == []

@@ -105,7 +105,7 @@ def serving(dataflow: MemoryDataflow, signer: Signer) -> Generator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         loop.call_soon_threadsafe(task.cancel)
-        thread.join(timeout=20)
+        thread.join(timeout=60)
         loop.close()
         listener.close()
 
