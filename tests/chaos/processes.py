@@ -25,7 +25,7 @@ from penstock.fleet.folder import RunFolder
 from penstock.wire.auth import Signer
 
 ROOT = Path(__file__).parents[2]
-READY_S = 30.0
+READY_S = 90.0
 ENDLESS = 1_000_000
 GROUPS_PER_BATCH = 4
 
@@ -108,7 +108,7 @@ class Services:
             self.kill(name)
         assert self._warm.stdin is not None and self._warm.stdout is not None
         self._warm.stdin.close()
-        self._warm.wait(timeout=20)
+        self._warm.wait(timeout=90)
         self._warm.stdout.close()
 
     @property
@@ -145,7 +145,7 @@ class Services:
             return
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        self._until_gone(pid, timeout_s=20.0)
+        self._until_gone(pid, timeout_s=90.0)
 
     async def until_ended(self, name: str, *, timeout_s: float) -> None:
         """It ends by itself."""
@@ -169,7 +169,7 @@ class Services:
                     raise EndedAtStart(f"{name} ended at its start:\n{self.log(name)}")
                 assert time.monotonic() < give_up_at, f"{name} is not ready after {READY_S:g} s"
                 with suppress(httpx2.TransportError):
-                    if (await http.get(url, timeout=5.0)).status_code == 200:
+                    if (await http.get(url, timeout=20.0)).status_code == 200:
                         return
                 await asyncio.sleep(0.01)
 
@@ -177,7 +177,7 @@ class Services:
         """SIGSTOP, and wait until every thread stands still."""
         pid = self._pids[name]
         os.kill(pid, signal.SIGSTOP)
-        give_up_at = time.monotonic() + 10.0
+        give_up_at = time.monotonic() + 90.0
         while any(state not in "TZ" for state in _thread_states(pid)):
             assert time.monotonic() < give_up_at, f"{name} did not stop"
             time.sleep(0.001)

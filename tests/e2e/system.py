@@ -123,7 +123,7 @@ class System:
     def until_back(self, service: str, other_than: int) -> None:
         until(
             lambda: self.pids().get(service, other_than) != other_than,
-            timeout_s=30.0,
+            timeout_s=300.0,
             what=f"{service} starts again",
         )
 
@@ -134,7 +134,7 @@ class System:
 
     def until_nothing_is_left(self) -> None:
         self.pids()
-        until(lambda: all(map(is_gone, self._seen)), timeout_s=10.0, what="all processes are gone")
+        until(lambda: all(map(is_gone, self._seen)), timeout_s=300.0, what="all processes are gone")
 
     def close(self) -> None:
         if self.launcher is not None and self.launcher.poll() is None:

@@ -40,7 +40,7 @@ async def run(task, ctx):
             await ask(ctx, question)
         answer = await ask(ctx, messages)
         messages += [{"role": "assistant", "content": answer.text}, *question]
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(1.2)
     return random.random()
 
 async def ask(ctx, messages):
@@ -50,7 +50,7 @@ async def ask(ctx, messages):
     return answer
 """
 """Ten calls, two of them alike; each draws a seed of its own, so an answer given twice was kept."""
-TOLD_WITHIN_S = 1.6
+TOLD_WITHIN_S = 3.2
 """Turns are told five times a second and never waited for: the newest may die with their node."""
 
 
@@ -79,11 +79,9 @@ def test_a_killed_node_loses_no_finished_turn(tmp_path: Path) -> None:
     try:
 
         def is_in_the_middle() -> bool:
-            return any(
-                len(n) in (8, 9) for told in answers(tmp_path).values() for n in told.values()
-            )
+            return any(len(n) == 9 for told in answers(tmp_path).values() for n in told.values())
 
-        until(is_in_the_middle, timeout_s=120.0, what="an episode in its middle")
+        until(is_in_the_middle, timeout_s=300.0, what="an episode in its middle")
         killed_at = time.time()
         killed = str(system.kill("node-0"))
         before = {name: told[killed] for name, told in answers(tmp_path).items() if killed in told}
@@ -94,7 +92,7 @@ def test_a_killed_node_loses_no_finished_turn(tmp_path: Path) -> None:
             saved.append(0 if status is None else status.salvaged_tokens)
             return saved[-1] > 0
 
-        until(has_gone_on, timeout_s=120.0, what="turns are served again")
+        until(has_gone_on, timeout_s=300.0, what="turns are served again")
         assert system.wait() == 0, (tmp_path / "out.txt").read_text()
     finally:
         system.close()
@@ -172,7 +170,7 @@ def test_a_killed_rank_brings_its_whole_gang_back(system: System) -> None:
     known = {rank.pid for rank in ranks}
     until(
         lambda: len({rank.pid for rank in supervisor.children()} - known) == 2,
-        timeout_s=30.0,
+        timeout_s=300.0,
         what="both ranks start again",
     )
     assert system.wait() == 0, system.output()

@@ -208,6 +208,16 @@ CONTRADICTIONS = [
          "set minibatches <= 64"),
     case(POLICY, policy("algorithm: {num_generations: 1}"),
          "models.policy.algorithm.num_generations", "set num_generations >= 2"),
+    case(POLICY, policy("lora: {rank: 0}"), "models.policy.lora.rank", "must be greater than 0"),
+    case(POLICY, policy("lora: {r: 8}"), "models.policy.lora.r", "unknown key"),
+    case(POLICY, policy("lora: {targets: []}"), "models.policy.lora.targets",
+         "give at least one entry"),
+    case(POLICY, policy("lora: {targets: [self_attn.q_proj]}"), "models.policy.lora.targets[0]",
+         "the last part of a module's name, like q_proj"),
+    case(POLICY, policy("engine: sglang, sglang: {url: 'http://h:1'}, lora: {}"),
+         "models.policy.engine", "does not serve adapters yet; use hf or vllm"),
+    case(POLICY, policy("lora: {}, training: {parallel: {tp: 2}}"),
+         "models.policy.training.parallel.tp", "set tp: 1 and raise dp"),
 ]  # fmt: skip
 
 RULE_OPTIONS = [

@@ -5,6 +5,7 @@ are refused; and the shipped stage functions against plain loops."""
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 
 import numpy as np
@@ -17,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.learner import SkipReason, Stats
 from penstock.trainer.pipeline import credits
-from penstock.trainer.pipeline.layout import Layout
+from penstock.trainer.pipeline.layout import Floats, Layout, Sum
 from penstock.trainer.pipeline.run import Pipeline, bind, column_of
 
 SEED = 5
@@ -151,6 +152,46 @@ def test_gae_credits_through_the_values(batch: Batch) -> None:
             assert found["advantage"][token] == pytest.approx(advantage, abs=1e-12)
             expected = advantage + values_T[token]
             assert found["returns"][token] == pytest.approx(expected, abs=1e-12)
+
+
+def test_normalised_gae_is_over_the_trained_tokens_of_rows_with_a_reward(batch: Batch) -> None:
+    values_T = np.random.default_rng(SEED).standard_normal(batch.samples.ids_T.size)
+    reward = batch.columns["reward"].copy()
+    reward[5] = math.nan
+    layout = Layout.of(batch)
+    plain = credits.gae(layout, reward=reward, values=values_T, lam=0.9)
+    found = credits.gae(layout, reward=reward, values=values_T, lam=0.9, normalise=True)
+    counted = [t for t in np.flatnonzero(batch.samples.mask_T) if batch.rows_T[t] != 5]
+    known = [float(plain["advantage"][t]) for t in counted]
+    mean, std = statistics.fmean(known), statistics.pstdev(known)
+    expected = np.zeros(values_T.size)
+    expected[counted] = [(value - mean) / (std + 1e-5) for value in known]
+    np.testing.assert_allclose(found["advantage"], expected, atol=1e-12)
+    np.testing.assert_array_equal(found["returns"], plain["returns"])
+
+
+def test_two_ranks_normalise_as_one_does(batch: Batch) -> None:
+    """Each has the tokens of its own rows; what is summed over tokens is that of both."""
+    values_T = np.random.default_rng(SEED).standard_normal(batch.samples.ids_T.size)
+    reward = batch.columns["reward"]
+    row_R = np.arange(reward.size)
+    parts = [batch.without(row_R % 3 != 0), batch.without(row_R % 3 == 0)]
+    heard: list[Floats] = []
+
+    def credit(part: Batch, total: Sum) -> Floats:
+        layout = Layout.of(part, total)
+        return credits.gae(layout, reward=reward, values=values_T, normalise=True)["advantage"]
+
+    def listen(values: Floats) -> Floats:
+        heard.append(values)
+        return values
+
+    apart = credit(parts[0], listen) + credit(parts[1], listen)
+    total = heard[0] + heard[1]
+    together = credit(parts[0], lambda _: total) + credit(parts[1], lambda _: total)
+    whole = credits.gae(Layout.of(batch), reward=reward, values=values_T, normalise=True)
+    np.testing.assert_allclose(together, whole["advantage"], atol=1e-12)
+    assert not np.allclose(apart, whole["advantage"], atol=1e-3)
 
 
 @pytest.mark.parametrize(
