@@ -73,8 +73,15 @@ class Curve:
     points: Sequence[Point]
 
 
-HEIGHT, LEFT, RIGHT, BOTTOM = 380, 56, 130, 44
-COLOURS = ("#4a7ebb", "#c0504d", "#6a9a3d", "#8064a2", "#d98b2b", "#444444")
+HEIGHT, LEFT, RIGHT, BOTTOM = 400, 56, 170, 44
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#8f4a9e")
+"""Told apart by people who see few colours; and each curve has a mark of its own."""
+MARKS = (
+    "M-4-4h8v8h-8z",
+    "M0-5L5 4H-5z",
+    "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z",
+    "M0-6L5 0L0 6L-5 0z",
+)
 
 
 def curves(title: str, values: Sequence[Curve], *, unit: str, x_label: str) -> str:
@@ -91,7 +98,7 @@ def curves(title: str, values: Sequence[Curve], *, unit: str, x_label: str) -> s
         *_axes(at, x_label),
     ]
     for index, curve in enumerate(values):
-        lines += _curve(curve, at, COLOURS[index % len(COLOURS)], index)
+        lines += _curve(curve, at, index)
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -118,18 +125,23 @@ def _axes(at: Mapping[float, float], x_label: str) -> Iterator[str]:
     )
 
 
-def _curve(curve: Curve, at: Mapping[float, float], colour: str, index: int) -> Iterator[str]:
-    shift = 3.0 * index  # intervals of several curves at one x stay apart
+def _curve(curve: Curve, at: Mapping[float, float], index: int) -> Iterator[str]:
+    colour, shift = COLOURS[index], 5.0 * index  # intervals of several curves at one x stay apart
     spots = [(at[point.x] + shift, point) for point in curve.points]
     path = "L".join(f"{left:.1f} {_height(point.y):.1f}" for left, point in spots)
     yield f'<path d="M{path}" stroke="{colour}" stroke-width="2" fill="none"/>'
     for left, point in spots:
         low, high = _height(point.y - point.half_width), _height(point.y + point.half_width)
         yield f'<path d="M{left:.1f} {low:.1f}V{high:.1f}" stroke="{colour}" fill="none"/>'
-        yield f'<circle cx="{left:.1f}" cy="{_height(point.y):.1f}" r="3.5" fill="{colour}"/>'
-    top = TOP + 18 * index
-    yield f'<circle cx="{WIDTH - RIGHT + 26}" cy="{top}" r="4" fill="{colour}"/>'
+        yield _mark(index, left, _height(point.y))
+    top = HEIGHT - BOTTOM - 90 + 20 * index
+    yield _mark(index, WIDTH - RIGHT + 34, top)
     yield (
-        f'<text x="{WIDTH - RIGHT + 36}" y="{top + 5}" style="{STYLE};font-size:13px">'
+        f'<text x="{WIDTH - RIGHT + 44}" y="{top + 5}" style="{STYLE};font-size:13px">'
         f"{escape(curve.label)}</text>"
     )
+
+
+def _mark(index: int, left: float, top: float) -> str:
+    where = f"translate({left:.1f} {top:.1f})"
+    return f'<path class="mark" transform="{where}" d="{MARKS[index]}" fill="{COLOURS[index]}"/>'

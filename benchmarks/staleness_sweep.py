@@ -4,12 +4,13 @@
 Which loss breaks where. Every batch has exactly the lag named, so this is the hard end of what a
 staleness bound allows. Learner and sampler share a process; everything else is the trainer's own.
 `ppo` clips against the sampling policy, `ppo_critic` has a critic instead of groups, `decoupled`
-and `m2po` are as in the documentation. A run has broken when its last versions answer worse than
-the target; `breaks_at` is the first lag at which the mean over seeds has."""
+and `m2po` are as in the documentation. A loss has broken where the last versions earn less than
+HELD of what they earn with the same loss and no lag, in as many steps: slower is broken too."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import time
@@ -36,7 +37,7 @@ from penstock.trainer.scoring import Passes, Scorer
 from penstock.trainer.tokens import Budgeted, Objective
 from penstock.trainer.updates import Cut
 
-TARGET = 0.8
+HELD = 0.8
 ENTROPY = 0.01
 LAGS: Mapping[str, Sequence[int]] = {
     "ppo": (0, 1, 4, 8, 16),
@@ -44,36 +45,37 @@ LAGS: Mapping[str, Sequence[int]] = {
     "decoupled": (0, 1, 4, 8, 16),
     "m2po": (0, 1, 4, 8, 16),
 }
-T_95 = {1: math.inf, 2: 12.706, 3: 4.303, 5: 2.776}
+POINTS = [(name, lag) for name, lags in LAGS.items() for lag in lags]
+Found = dict[str, dict[int, list[float]]]
+T_95 = {1: math.inf, 2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Student's t, two-sided 95 %, by number of seeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    steps: int = 100
-    num_groups: int = 32
-    minibatches: int = 4
-    learning_rate: float = 1e-3
-    critic_rate: float = 3e-3
+    steps: int = 45
+    num_groups: int = 128
+    minibatches: int = 2
+    learning_rate: float = 2e-3
+    critic_rate: float = 4e-3
     seeds: int = 5
 
 
-QUICK = Setting(steps=4, num_groups=8, seeds=2)
+QUICK = Setting(seeds=1)
 
 
 def run(name: str, lag: int, seed: int, setting: Setting, folder: Path) -> float:
     """Mean reward of the last versions' own answers."""
     home = folder / f"{name}-{lag}-{seed}"
     init_model(TINY_QWEN3, home, seed)
-    sampler = Sampler(load_model(home), home / "tokenizer.json", seed)
-    rewards = train(
+    return train(
         _trainee(name, home, setting),
-        sampler,
+        Sampler(load_model(home), home / "tokenizer.json", seed),
         lag=lag,
         steps=setting.steps,
         num_groups=setting.num_groups,
+        judged=max(setting.steps // 10, 1),
     )
-    return statistics.fmean(rewards[-max(setting.steps // 10, 1) :])
 
 
 def _trainee(name: str, home: Path, setting: Setting) -> Trainee:
@@ -112,19 +114,36 @@ def _objective(name: str) -> Objective | Budgeted:
     return with_entropy(Decoupled() if name == "decoupled" else Clipped())
 
 
-def sweep(setting: Setting, folder: Path) -> dict[str, dict[int, list[float]]]:
-    """By loss and lag, the final reward of each seed."""
-    found: dict[str, dict[int, list[float]]] = {}
-    for name, lags in LAGS.items():
-        for lag in lags:
+def sweep(setting: Setting, folder: Path, runs: Path) -> Found:
+    """Each run's line is written as it ends, and those that stand there are not run again."""
+    done = _read(runs)
+    for seed in range(setting.seeds):
+        for name, lag in POINTS:
+            if (name, lag, seed) in done:
+                continue
             began_at = time.perf_counter()
-            finals = [run(name, lag, seed, setting, folder) for seed in range(setting.seeds)]
-            found.setdefault(name, {})[lag] = finals
-            seconds = (time.perf_counter() - began_at) / setting.seeds
+            reward = done[name, lag, seed] = run(name, lag, seed, setting, folder)
             say(
-                f"{name:10} lag {lag:2}: reward {statistics.fmean(finals):.3f} "
-                f"± {half_width(finals):.3f}, worst {min(finals):.3f}, {seconds:.0f} s a run"
+                f"seed {seed}, {name:10} lag {lag:2}: {reward:.3f} "
+                f"in {time.perf_counter() - began_at:.0f} s"
             )
+            with runs.open("a") as lines:
+                lines.write(json.dumps([name, lag, seed, reward]) + "\n")
+    return by_lag(done)
+
+
+def _read(runs: Path) -> dict[tuple[str, int, int], float]:
+    if not runs.exists():
+        return {}
+    lines = [json.loads(line) for line in runs.read_text().splitlines()]
+    return {(name, lag, seed): reward for name, lag, seed, reward in lines}
+
+
+def by_lag(done: Mapping[tuple[str, int, int], float]) -> Found:
+    """By loss and lag, the final reward of each seed."""
+    found: Found = {name: {lag: [] for lag in lags} for name, lags in LAGS.items()}
+    for (name, lag, _), reward in sorted(done.items()):
+        found[name][lag].append(reward)
     return found
 
 
@@ -134,9 +153,10 @@ def half_width(values: Sequence[float]) -> float:
     return T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def breaks_at(by_lag: Mapping[int, Sequence[float]]) -> int:
-    """The first lag whose mean is below the target; -1 when none is."""
-    broken = [lag for lag, finals in by_lag.items() if statistics.fmean(finals) < TARGET]
+def breaks_at(rewards: Mapping[int, Sequence[float]]) -> int:
+    """The first lag that costs too much of the mean reward without lag; -1 when none does."""
+    least = HELD * statistics.fmean(rewards[0])
+    broken = [lag for lag, finals in rewards.items() if statistics.fmean(finals) < least]
     return min(broken, default=-1)
 
 
@@ -146,35 +166,54 @@ def draw(found: Mapping[str, Mapping[int, Sequence[float]]], setting: Setting) -
             label=name,
             points=[
                 Point(x=lag, y=statistics.fmean(finals), half_width=half_width(finals))
-                for lag, finals in by_lag.items()
+                for lag, finals in rewards.items()
             ],
         )
-        for name, by_lag in found.items()
+        for name, rewards in found.items()
     ]
     unit = (
         f"mean reward of the last versions' own answers, {setting.steps} steps of "
-        f"{setting.minibatches} updates, {setting.seeds} seeds, 95 % intervals"
+        f"{setting.minibatches} updates, 95 % intervals over {setting.seeds} seeds"
     )
-    return curves("Staleness: answers so many versions old", lines, unit=unit, x_label="lag")
+    return curves(
+        "Reward after training on answers so many versions old", lines, unit=unit, x_label="lag"
+    )
+
+
+def figures(found: Found) -> dict[str, float]:
+    """`ratio`: what a proximal policy is worth at the largest lag that every loss has."""
+    means = {
+        f"{name}_{lag}": statistics.fmean(finals)
+        for name, rewards in found.items()
+        for lag, finals in rewards.items()
+    }
+    return {
+        "figure": means["decoupled_4"],
+        "baseline": means["ppo_4"],
+        "ratio": means["decoupled_4"] / means["ppo_4"],
+        **{f"{name}_breaks_at": breaks_at(rewards) for name, rewards in found.items()},
+        **means,
+        **{
+            f"{name}_{lag}_half_width": half_width(finals)
+            for name, rewards in found.items()
+            for lag, finals in rewards.items()
+        },
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="one seed; at most 3 minutes")
     parser.add_argument("--plot", type=Path, help="write the figure here, as SVG")
+    parser.add_argument("--runs", type=Path, help="keep finished runs here, and go on from them")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     setting = QUICK if arguments.quick else Setting()
     with scratch(None) as folder:
-        found = sweep(setting, folder)
+        found = sweep(setting, folder, arguments.runs or folder / "runs.jsonl")
     if arguments.plot:
         arguments.plot.write_text(draw(found, setting))
-    figures: dict[str, float] = {}
-    for name, by_lag in found.items():
-        figures[f"{name}_breaks_at"] = breaks_at(by_lag)
-        for lag, finals in by_lag.items():
-            figures[f"{name}_{lag}"] = statistics.fmean(finals)
-    result(steps=setting.steps, seeds=setting.seeds, **figures)
+    result(**figures(found), steps=setting.steps, seeds=setting.seeds)
 
 
 if __name__ == "__main__":

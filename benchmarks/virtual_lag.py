@@ -4,10 +4,12 @@
 Owns the lag: each batch is sampled by weights that are exactly `lag` versions older than those it
 trains. The learner, its objectives and its advantages are the trainer's own.
 
-R = rows, G = tokens generated, T = tokens of all samples, S = samples."""
+R = rows, P = tokens of a prompt, G = of an answer, L = of both, V = vocabulary, T = tokens of all
+samples, S = samples."""
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,28 +28,13 @@ from penstock.trainer.batches import Batch
 from penstock.trainer.gae import OLD_VALUES, RETURNS, Gae
 from penstock.trainer.inputs import PROXIMAL
 from penstock.trainer.learner import Learner
-from penstock.trainer.samples import cut
-from penstock.types import (
-    FinishReason,
-    GroupId,
-    NodeId,
-    Outcome,
-    OutcomeKind,
-    PolicyName,
-    RowId,
-    SamplingSpec,
-    Trajectory,
-    Turn,
-    VersionSpan,
-    log_probs,
-    token_ids,
-)
+from penstock.trainer.samples import Samples
 
-POLICY = PolicyName("policy")
 NUM_TOKENS, END = 3, 1
-NUM_GENERATIONS = 16
+NUM_GENERATIONS = 8
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 State = dict[str, Tensor]
 
 
@@ -73,31 +60,46 @@ class Sampler:
 
     def batch(self, num_groups: int, *, number: int, trains_from: int) -> Batch:
         """Fresh tasks answered by the weights loaded, which are of version `number`."""
+        prompts, answers, rewards_R = self._play(num_groups)
+        prompts_RP = np.repeat(prompts, NUM_GENERATIONS, axis=0)
+        return _batch(prompts_RP, answers, rewards_R, number, trains_from)
+
+    def reward(self, num_groups: int) -> float:
+        """What the weights loaded earn with fresh tasks, on average."""
+        return float(self._play(num_groups)[2].mean())
+
+    def _play(self, num_groups: int) -> tuple[Ints, Answers, Floats]:
         ordinals = range(self._num_tasks, self._num_tasks + num_groups)
         self._num_tasks += num_groups
         tasks = [reverse.make_task(ordinal, self._seed) for ordinal in ordinals]
-        prompts: list[list[int]] = [self._tokenizer.encode(task["prompt"]).ids for task in tasks]
-        answers = self._answer(torch.tensor(prompts).repeat_interleave(NUM_GENERATIONS, dim=0))
+        prompts = np.array([self._tokenizer.encode(task["prompt"]).ids for task in tasks])
+        answers = self._answer(torch.tensor(prompts))
         truths = [task["answer"] for task in tasks for _ in range(NUM_GENERATIONS)]
-        return _batch(prompts, answers, self._score(answers, truths), number, trains_from)
+        return prompts, answers, self._score(answers, truths)
 
     @torch.no_grad()
     def _answer(self, prompts: Tensor) -> Answers:
-        ids, logprobs = prompts, list[Tensor]()
-        for _ in range(NUM_TOKENS):
-            logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
-            now = torch.log_softmax(logits, dim=-1)
-            chosen = torch.multinomial(now.exp(), 1, generator=self._generator)
-            logprobs.append(now.gather(1, chosen))
-            ids = torch.cat([ids, chosen], dim=1)
-        ids_RG = ids[:, prompts.shape[1] :].numpy()
+        """Each prompt is read once for all of its group."""
+        out = self._model(input_ids=prompts, use_cache=True, logits_to_keep=1)
+        out.past_key_values.batch_repeat_interleave(NUM_GENERATIONS)
+        logits_RV = out.logits[:, -1].repeat_interleave(NUM_GENERATIONS, dim=0)
+        ids, logprobs = list[Tensor](), list[Tensor]()
+        while True:
+            now_RV = torch.log_softmax(logits_RV, dim=-1)
+            ids.append(torch.multinomial(now_RV.exp(), 1, generator=self._generator))
+            logprobs.append(now_RV.gather(1, ids[-1]))
+            if len(ids) == NUM_TOKENS:
+                break
+            out = self._model(input_ids=ids[-1], past_key_values=out.past_key_values)
+            logits_RV = out.logits[:, -1]
+        ids_RG = torch.cat(ids, dim=1).numpy()
         is_end_RG = ids_RG == END
         lengths_R = np.where(is_end_RG.any(axis=1), is_end_RG.argmax(axis=1) + 1, NUM_TOKENS)
         return Answers(
             ids_RG=ids_RG, logprobs_RG=torch.cat(logprobs, dim=1).numpy(), lengths_R=lengths_R
         )
 
-    def _score(self, answers: Answers, truths: Sequence[str]) -> npt.NDArray[np.float64]:
+    def _score(self, answers: Answers, truths: Sequence[str]) -> Floats:
         texts = [
             self._tokenizer.decode(ids[:length].tolist())
             for ids, length in zip(answers.ids_RG, answers.lengths_R, strict=True)
@@ -106,49 +108,44 @@ class Sampler:
 
 
 def _batch(
-    prompts: Sequence[Sequence[int]],
-    answers: Answers,
-    rewards_R: npt.NDArray[np.float64],
-    number: int,
-    trains_from: int,
+    prompts_RP: Ints, answers: Answers, rewards_R: Floats, number: int, trains_from: int
 ) -> Batch:
-    """The records as a node would have delivered them, cut as the trainer cuts them."""
-    rows = (
-        (row, _trajectory(row, prompts[row // NUM_GENERATIONS], answers, number))
-        for row in range(rewards_R.size)
-    )
+    """As it would be cut from the records that nodes deliver."""
+    num_rows = rewards_R.size
     return Batch(
         seq=trains_from + 1,
         trains_from=trains_from,
-        samples=cut(rows, POLICY),
-        groups_R=np.repeat(np.arange(len(prompts)), NUM_GENERATIONS),
-        staleness_R=np.full(rewards_R.size, trains_from - number),
+        samples=_samples(prompts_RP, answers, number),
+        groups_R=np.arange(num_rows) // NUM_GENERATIONS,
+        staleness_R=np.full(num_rows, trains_from - number),
         columns={"reward": rewards_R},
     )
 
 
-def _trajectory(row: int, prompt: Sequence[int], answers: Answers, number: int) -> Trajectory:
-    length = int(answers.lengths_R[row])
-    turn = Turn(
-        policy=POLICY,
-        parent=-1,
-        prompt_ids=token_ids(prompt),
-        sampled_ids=token_ids(answers.ids_RG[row, :length].tolist()),
-        logprobs=log_probs(answers.logprobs_RG[row, :length].tolist()),
-        spans=(VersionSpan(start=0, end=length, incarnation=1, number=number),),
-        sampling=SamplingSpec(),
-        finish=FinishReason.STOP,
-    )
-    return Trajectory(
-        row_id=RowId(f"p0-{row}.0.1"),
-        group_id=GroupId(f"p0-{row}"),
-        slot=0,
-        epoch=1,
-        attempt=1,
-        node_id=NodeId("here"),
-        turns=(turn,),
-        reward=0.0,
-        outcome=Outcome(kind=OutcomeKind.COMPLETED),
+def _samples(prompts_RP: Ints, answers: Answers, number: int) -> Samples:
+    """One per row; a sample has one turn."""
+    num_prompt: int = prompts_RP.shape[1]
+    place_L = np.arange(num_prompt + NUM_TOKENS) - num_prompt
+    is_there_RL = place_L < answers.lengths_R[:, None]
+    ids_RL = np.concatenate([prompts_RP, answers.ids_RG], axis=1)
+    logprobs_RL = np.pad(answers.logprobs_RG, ((0, 0), (num_prompt, 0)))
+    place_T = np.broadcast_to(place_L, ids_RL.shape)[is_there_RL]
+    ends_S = np.cumsum(num_prompt + answers.lengths_R)
+    shape = place_T.shape
+    return Samples(
+        starts_S=ends_S - num_prompt - answers.lengths_R,
+        ends_S=ends_S,
+        rows_S=np.arange(len(prompts_RP)),
+        ids_T=ids_RL[is_there_RL].astype(np.int32),
+        mask_T=place_T >= 0,
+        logprobs_T=logprobs_RL[is_there_RL],
+        numbers_T=np.where(place_T >= 0, number, -1).astype(np.int32),
+        turns_T=np.zeros(shape, np.int32),
+        sampled_T=np.maximum(place_T, 0),
+        temperature_T=np.ones(shape, np.float32),
+        top_k_T=np.zeros(shape, np.int32),
+        top_p_T=np.ones(shape, np.float32),
+        min_p_T=np.zeros(shape, np.float32),
     )
 
 
@@ -195,9 +192,10 @@ def _compared(batch: Batch) -> Batch:
 
 
 def train(
-    trainee: Trainee, sampler: Sampler, *, lag: int, steps: int, num_groups: int
-) -> list[float]:
-    """Mean reward of what each version answers, itself: not of what it trains on, which is older.
+    trainee: Trainee, sampler: Sampler, *, lag: int, steps: int, num_groups: int, judged: int = 1
+) -> float:
+    """Mean reward of the answers of the last `judged` versions themselves: not of what they train
+    on, which is older.
 
     The first `lag` versions train on answers of version 0, as a run does that has just begun.
     """
@@ -209,10 +207,10 @@ def train(
         batch = sampler.batch(num_groups, number=oldest, trains_from=step)
         trainee.step(batch)
         states.append(_copy(trainee.actor))
-        sampler.load(states[-1])
-        fresh = sampler.batch(4, number=step + 1, trains_from=step + 1)
-        rewards.append(float(fresh.columns["reward"].mean()))
-    return rewards
+        if step >= steps - judged:
+            sampler.load(states[-1])
+            rewards.append(sampler.reward(num_groups))
+    return statistics.fmean(rewards)
 
 
 def _copy(learner: Learner) -> State:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILL of the trainer, or of the whole run, at random moments and while a checkpoint is being
-written: in a deterministic run every bit of the weights and of the loss curve is as if nobody had
-been killed, and as if one node had done all the work.
+"""SIGKILL of the trainer, of one of its ranks, or of the whole run, at random moments and while a
+checkpoint is being written: in a deterministic run every bit of the weights and of the loss curve
+is as if nobody had been killed, and as if one node had done all the work.
 
-The plan follows from one seed, which is printed: repeat it with `PENSTOCK_CHAOS_SEED=…`.
+Variant and plan follow from one seed, which is printed: repeat them with `PENSTOCK_CHAOS_SEED=…`.
+A small campaign takes one variant, a large one all of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.chaos.test_random_kills import LAUNCHER, kill_now
 from tests.e2e.system import System, assert_complete, until
@@ -28,11 +30,75 @@ from penstock.dataflow.recorded import open_recorded
 from penstock.dataflow.records import CommitRecord, VersionRecord
 from penstock.trainer.replay import is_compared
 
-NUM_KILLS = int(os.environ.get("PENSTOCK_TRAINER_KILLS", "3"))
-SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**9)
-STEPS = max(12, 4 * NUM_KILLS)
-TRAINER, WRITING = "trainer-policy", "trainer-policy, writing a checkpoint"
+TRAINER, RANK = "trainer-policy", "rank"
+WRITING = "whoever writes a checkpoint"
 STEP_S = 240.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """What a killed run consists of; the straight one has one node, and as many ranks."""
+
+    nodes: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"nodes {self.nodes}, ranks {self.ranks}"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What can be killed."""
+        return (WRITING, TRAINER, LAUNCHER, *([RANK] if self.ranks > 1 else []))
+
+
+VARIANTS = tuple(Variant(nodes=nodes, ranks=ranks) for ranks in (1, 2) for nodes in (1, 3))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    target: str
+    at_step: int
+    """Not before so many steps were committed; the run may fall back behind them later."""
+    delay_s: float
+    rank: int
+    """Which one, where it is a rank that is killed."""
+
+
+def choose_variants(seed: int, num_kills: int) -> tuple[Variant, ...]:
+    """All, when each can have every kind of kill."""
+    if num_kills >= sum(len(variant.kinds) for variant in VARIANTS):
+        return VARIANTS
+    return (random.Random(seed).choice(VARIANTS),)
+
+
+def make_plan(seed: int, variant: Variant, num_kills: int) -> list[Kill]:
+    """Each kind once, then mostly the trainer and its ranks; moments in the first half of the
+    run."""
+    rng = random.Random(seed)
+    kinds = variant.kinds
+    targets = rng.sample(kinds, k=min(num_kills, len(kinds)))
+    targets += rng.choices(kinds, weights=(4, 5, 1, 5)[: len(kinds)], k=num_kills - len(targets))
+    moments = sorted(rng.choices(range(1, num_steps(num_kills) // 2), k=num_kills))
+    return [
+        Kill(
+            target=target,
+            at_step=step,
+            delay_s=rng.uniform(0.0, 0.5),
+            rank=rng.randrange(variant.ranks),
+        )
+        for target, step in zip(targets, moments, strict=True)
+    ]
+
+
+def num_steps(num_kills: int) -> int:
+    return max(12, 4 * num_kills)
+
+
+SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**9)
+CHOSEN = choose_variants(SEED, int(os.environ.get("PENSTOCK_TRAINER_KILLS", "3")))
+NUM_KILLS = int(os.environ.get("PENSTOCK_TRAINER_KILLS", "3")) // len(CHOSEN)
+"""In each variant."""
+STEPS = num_steps(NUM_KILLS)
 SMALL = (
     f"training.steps={STEPS}",
     "training.groups_per_batch=4",
@@ -46,27 +112,6 @@ SMALL = (
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600 + 120 * NUM_KILLS)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    target: str
-    at_step: int
-    """Not before so many steps were committed; the run may fall back behind them later."""
-    delay_s: float
-
-
-def make_plan(seed: int, num_kills: int, steps: int) -> list[Kill]:
-    """Each kind once, then mostly the trainer; moments in the first half of the run."""
-    rng = random.Random(seed)
-    kinds = (WRITING, TRAINER, LAUNCHER)
-    targets = rng.sample(kinds, k=min(num_kills, len(kinds)))
-    targets += rng.choices(kinds, weights=(4, 5, 1), k=num_kills - len(targets))
-    moments = sorted(rng.choices(range(1, steps // 2), k=num_kills))
-    return [
-        Kill(target=target, at_step=step, delay_s=rng.uniform(0.0, 0.5))
-        for target, step in zip(targets, moments, strict=True)
-    ]
-
-
 @pytest.fixture
 def systems(tmp_path: Path) -> Iterator[tuple[System, System]]:
     made = System(tmp_path / "straight"), System(tmp_path / "killed")
@@ -75,31 +120,60 @@ def systems(tmp_path: Path) -> Iterator[tuple[System, System]]:
         system.close()
 
 
-def kill_while_writing(system: System) -> None:
-    """As soon as a hidden folder stands among the checkpoints, or when the run ends first."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The processes that train in one run."""
+
+    system: System
+    num_ranks: int
+
+    def pid(self, rank: int) -> int | None:
+        """Of the process that is this rank now, if any: a child of the trainer's supervisor, or
+        the trainer itself where it is alone."""
+        trainer = self.system.pids().get(TRAINER)
+        if trainer is None or self.num_ranks == 1:
+            return trainer
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            for child in psutil.Process(trainer).children():
+                if child.environ().get("RANK") == str(rank):
+                    return child.pid
+        return None
+
+    def kill(self, rank: int) -> None:
+        """Kill it, once it is there, and wait until another has taken its place."""
+        until(lambda: self.pid(rank) is not None, timeout_s=STEP_S, what=f"rank {rank} runs")
+        killed = self.pid(rank)
+        with suppress(ProcessLookupError):
+            if killed is not None:
+                os.kill(killed, signal.SIGKILL)
+        until(lambda: self.pid(rank) not in (None, killed), timeout_s=STEP_S, what="a new trainer")
+
+
+def is_caught_writing(system: System) -> bool:
+    """Wait until a hidden folder stands among the checkpoints; false when the run ends first."""
+    assert system.launcher is not None
     folder = system.folder.checkpoints
-
-    def is_writing() -> bool:
-        assert system.launcher is not None
-        return system.launcher.poll() is not None or any(folder.glob(".partial-*"))
-
     give_up_at = time.monotonic() + STEP_S
-    while not is_writing():
+    while not any(folder.glob(".partial-*")):
+        if system.launcher.poll() is not None:
+            return False
         assert time.monotonic() < give_up_at, "no checkpoint is being written"
         time.sleep(0.0005)
-    with suppress(ProcessLookupError, KeyError):
-        os.kill(system.pids()[TRAINER], signal.SIGKILL)
+    return True
 
 
-def carry_out(system: System, kill: Kill) -> None:
+def carry_out(system: System, kill: Kill, num_ranks: int) -> None:
     system.until_step(kill.at_step, timeout_s=STEP_S)
+    ranks = Ranks(system=system, num_ranks=num_ranks)
     if kill.target == WRITING:
-        before = system.pids().get(TRAINER)
-        kill_while_writing(system)
-        until(lambda: system.pids().get(TRAINER) != before, timeout_s=60.0, what="a new trainer")
+        if is_caught_writing(system):
+            ranks.kill(rank=0)
         return
     time.sleep(kill.delay_s)
-    kill_now(system, kill.target)
+    if kill.target == RANK:
+        ranks.kill(kill.rank)
+    else:
+        kill_now(system, kill.target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,16 +205,18 @@ def read_told(system: System) -> Told:
     return Told(weights=dict(weights), curve=dict(curve), lives=lives)
 
 
-def test_a_killed_run_on_three_nodes_has_the_bits_of_a_straight_one_on_one(
-    systems: tuple[System, System],
+@pytest.mark.parametrize("variant", CHOSEN, ids=str)
+def test_a_killed_run_has_the_bits_of_a_straight_one_on_one_node(
+    systems: tuple[System, System], variant: Variant
 ) -> None:
     straight, killed = systems
-    print(f"PENSTOCK_CHAOS_SEED={SEED}, {NUM_KILLS} kills in {STEPS} steps")
-    straight.start(*SMALL, "models.policy.replicas=1")
+    print(f"PENSTOCK_CHAOS_SEED={SEED}, {variant}: {NUM_KILLS} kills in {STEPS} steps")
+    words = (*SMALL, f"training.parallel.dp={variant.ranks}")
+    straight.start(*words, "models.policy.replicas=1")
     assert straight.wait(600.0) == 0, straight.output()
-    killed.start(*SMALL, "models.policy.replicas=3")
-    for kill in make_plan(SEED, NUM_KILLS, STEPS):
-        carry_out(killed, kill)
+    killed.start(*words, f"models.policy.replicas={variant.nodes}")
+    for kill in make_plan(SEED, variant, NUM_KILLS):
+        carry_out(killed, kill, variant.ranks)
         print(f"step {killed.step()}: killed {kill}")
         report = audit(killed.folder.path)
         assert report.ok, "\n".join(report.lines())
@@ -153,3 +229,20 @@ def test_a_killed_run_on_three_nodes_has_the_bits_of_a_straight_one_on_one(
     assert found.curve == expected.curve
     assert found.weights == expected.weights
     assert len(expected.weights) == STEPS + 1
+
+
+def test_a_large_campaign_has_every_kind_of_kill_in_every_variant() -> None:
+    for seed in range(20):
+        variants = choose_variants(seed, 200)
+        assert {(variant.nodes, variant.ranks) for variant in variants} == {
+            (1, 1),
+            (3, 1),
+            (1, 2),
+            (3, 2),
+        }
+        for variant in variants:
+            plan = make_plan(seed, variant, 200 // len(variants))
+            assert {kill.target for kill in plan} == {*variant.kinds}
+            assert {kill.rank for kill in plan} == {*range(variant.ranks)}
+    assert len(choose_variants(7, 3)) == 1
+    assert {choose_variants(seed, 3) for seed in range(50)} == {(one,) for one in VARIANTS}

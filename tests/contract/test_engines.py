@@ -187,6 +187,30 @@ async def test_a_swap_in_mid_answer_gives_two_spans(engine: Engine, folders: lis
     assert numbers == sorted(numbers)
 
 
+async def test_versions_that_are_adapters_are_versions_like_any_other(
+    engine: Engine, folders: list[Path], tmp_path: Path
+) -> None:
+    """A base with an adapter on it; engines without a model have nothing to put it on."""
+    from tests.unit.rollout.engines.composite import write_version
+
+    adapted = [write_version(folders[0], tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    await engine.load(adapted[0], version(0))
+    call = asyncio.create_task(ask(engine, num_tokens=60))
+    number = 0
+    while not call.done():
+        number += 1
+        await engine.load(adapted[number % 2], version(number))
+        await pause(engine)
+    completion = await call
+    check(completion)
+    assert len(completion.spans) >= 2
+    path = adapted[0] / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(EngineError, match="damaged"):
+        await engine.load(adapted[0], version(number + 1))
+    assert engine.live == version(number)
+
+
 async def test_loading_the_same_version_again_keeps_one_span(
     engine: Engine, folders: list[Path]
 ) -> None:

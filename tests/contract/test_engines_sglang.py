@@ -11,6 +11,8 @@ import pytest
 from tests.contract.running import serving
 from tests.contract.sglang_double import SglangDouble, token
 from tests.contract.test_engines_vllm import LONG, POLICY, PROMPT, numbers, version, write_folder
+from tests.contract.test_engines_vllm_lora import write_base
+from tests.contract.test_engines_vllm_lora import write_version as write_adapter_version
 from tests.contract.vllm_double import weights_of
 
 from penstock.errors import EngineError, Refused
@@ -74,6 +76,15 @@ async def test_answers_go_on_over_swaps_and_every_token_has_its_version(
     for answer, pieces in zip(answers, heard, strict=False):
         told = [(piece.version.number, i) for piece in pieces for i in piece.sampled_ids]
         assert told == list(zip(numbers(answer), view_ids(answer.sampled_ids), strict=True))
+
+
+async def test_an_adapter_is_refused(
+    engine: SglangEngine, double: SglangDouble, tmp_path: Path
+) -> None:
+    folder = write_adapter_version(write_base(tmp_path / "base", 1), tmp_path / "0", 2)
+    with pytest.raises(EngineError, match="set engine: hf or vllm"):
+        await engine.load(folder, version(0))
+    assert engine.live is None
 
 
 async def test_an_answer_with_a_stop_string_begins_anew(

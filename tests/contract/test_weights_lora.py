@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters as versions: put, pulled and loaded as PEFT writes them, on the model they belong to."""
+"""Adapters as versions: put and pulled as PEFT writes them, on the model they belong to."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
-import struct
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,16 +15,14 @@ import pytest
 from tests.unit.weights.folders import contents, safetensors_bytes, write_folder
 from tests.unit.weights.fronts import POLICY, listening
 
-from penstock.errors import EngineError, WeightsError
+from penstock.errors import WeightsError
 from penstock.types import PolicyName, PublishedVersion
-from penstock.weights.adapters import Adapters
 from penstock.weights.client import Puller
 from penstock.weights.manifest import SnapshotManifest, parse_manifest
 from penstock.weights.origin import Origin
 from penstock.weights.publish import StoredVersion, put_snapshot
 from penstock.weights.server import build
 from penstock.weights.store import DirectoryStore
-from penstock.weights.tensors import read_layout
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import connect
 
@@ -213,141 +210,3 @@ def test_an_adapter_of_the_same_weights_on_another_model_is_another_version(
     first, second = (site.put(adapter, 0, base=base) for base in bases)
     assert first.weights_digest == second.weights_digest
     assert first.manifest_digest != second.manifest_digest
-
-
-# --- on an engine ---------------------------------------------------------------------------------
-
-
-class Double:
-    """An engine that reads what it is given, as PEFT would, and refuses a name twice."""
-
-    def __init__(self) -> None:
-        self.model: Path | None = None
-        self.adapters: dict[str, dict[str, int]] = {}
-        self.is_full = False
-
-    async def load(self, folder: Path) -> None:
-        json.loads((folder / "config.json").read_text())
-        self.model = folder
-
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        if self.is_full:
-            raise EngineError("no room for another adapter")
-        assert name not in self.adapters
-        config = json.loads((folder / "adapter_config.json").read_text())
-        assert config["peft_type"] == "LORA"
-        with (folder / ADAPTER).open("rb") as file:
-            layout = read_layout(file, ADAPTER)
-            [length] = struct.unpack("<Q", layout.head[:8])
-            assert length == len(layout.head) - 8
-        assert all(name.startswith("base_model.model.") for name in layout.spans)
-        self.adapters[name] = {name: span.num_bytes for name, span in layout.spans.items()}
-
-    async def unload_adapter(self, name: str) -> None:
-        del self.adapters[name]
-
-
-@dataclass
-class Loaded:
-    site: Site
-    double: Double
-    adapters: Adapters
-
-    async def load(self, folder: Path, number: int, policy: str = POLICY) -> str:
-        base = self.site.model.weights_digest
-        stored = self.site.put(folder, number, policy=policy, base=base)
-        return await self.adapters.load_adapter(self.site.manifest(stored), folder)
-
-
-@pytest.fixture
-async def loaded(tmp_path: Path, site: Site) -> Loaded:
-    """An engine with the model."""
-    double = Double()
-    adapters = Adapters(double)
-    await adapters.load(site.manifest(site.model), tmp_path / "model")
-    return Loaded(site, double, adapters)
-
-
-async def test_the_next_version_is_a_new_adapter_while_requests_on_the_last_finish(
-    tmp_path: Path, loaded: Loaded
-) -> None:
-    first = await loaded.load(write_adapter(tmp_path / "a0", 0), 0)
-    async with loaded.adapters.newest(POLICY) as early, loaded.adapters.newest(POLICY) as late:
-        assert early == late == first
-        second = await loaded.load(write_adapter(tmp_path / "a1", 1), 1)
-        assert set(loaded.double.adapters) == loaded.adapters.live == {first, second}
-        async with loaded.adapters.newest(POLICY) as new:
-            assert new == second
-        assert set(loaded.double.adapters) == {first, second}, "the newest stays without requests"
-    assert set(loaded.double.adapters) == loaded.adapters.live == {second}
-
-
-async def test_a_version_that_nobody_uses_goes_at_once(tmp_path: Path, loaded: Loaded) -> None:
-    await loaded.load(write_adapter(tmp_path / "a0", 0), 0)
-    second = await loaded.load(write_adapter(tmp_path / "a1", 1), 1)
-    again = await loaded.load(tmp_path / "a1", 1)
-    assert again == second
-    assert list(loaded.double.adapters) == [second]
-
-
-async def test_adapters_of_many_policies_share_an_engine(tmp_path: Path, loaded: Loaded) -> None:
-    folders = [write_adapter(tmp_path / f"a{seed}", seed) for seed in range(3)]
-    names = [await loaded.load(folder, 5, f"policy-{folder.name}") for folder in folders]
-    assert set(loaded.double.adapters) == set(names)
-    async with loaded.adapters.newest(PolicyName("policy-a1")) as name:
-        assert name == names[1]
-    with pytest.raises(WeightsError, match="no adapter of other"):
-        async with loaded.adapters.newest(PolicyName("other")):
-            pass
-
-
-async def test_an_adapter_is_refused_on_a_wrong_base(
-    tmp_path: Path, site: Site, loaded: Loaded
-) -> None:
-    other = site.put(write_folder(tmp_path / "model-1", 1), 1, policy="model")
-    folder = write_adapter(tmp_path / "a0", 0)
-    wrong = site.put(folder, 0, base=other.weights_digest)
-    with pytest.raises(WeightsError) as raised:
-        await loaded.adapters.load_adapter(site.manifest(wrong), folder)
-    assert site.model.weights_digest in str(raised.value)
-    assert other.weights_digest in str(raised.value)
-    assert not loaded.double.adapters
-    with pytest.raises(WeightsError, match="this engine serves none"):
-        await Adapters(Double()).load_adapter(site.manifest(wrong), folder)
-
-
-async def test_a_model_is_no_adapter_and_an_adapter_no_model(
-    tmp_path: Path, site: Site, loaded: Loaded
-) -> None:
-    adapter = site.put(write_adapter(tmp_path / "a0", 0), 0, base=site.model.weights_digest)
-    with pytest.raises(WeightsError, match="is an adapter of"):
-        await loaded.adapters.load(site.manifest(adapter), tmp_path / "a0")
-    with pytest.raises(WeightsError, match="belongs to the model none"):
-        await loaded.adapters.load_adapter(site.manifest(site.model), tmp_path / "model")
-    assert loaded.double.model == tmp_path / "model"
-
-
-async def test_another_model_waits_until_its_adapters_are_gone(
-    tmp_path: Path, site: Site, loaded: Loaded
-) -> None:
-    other = site.put(write_folder(tmp_path / "model-1", 1), 1, policy="model")
-    await loaded.load(write_adapter(tmp_path / "a0", 0), 0)
-    with pytest.raises(WeightsError, match="release them first"):
-        await loaded.adapters.load(site.manifest(other), tmp_path / "model-1")
-    assert loaded.double.model == tmp_path / "model"
-    async with loaded.adapters.newest(POLICY) as name:
-        await loaded.adapters.release(POLICY)
-        assert list(loaded.double.adapters) == [name]
-    assert not loaded.double.adapters
-    await loaded.adapters.load(site.manifest(other), tmp_path / "model-1")
-    assert loaded.double.model == tmp_path / "model-1"
-
-
-async def test_an_engine_that_cannot_load_keeps_what_it_has(tmp_path: Path, loaded: Loaded) -> None:
-    first = await loaded.load(write_adapter(tmp_path / "a0", 0), 0)
-    loaded.double.is_full = True
-    with pytest.raises(EngineError, match="no room"):
-        await loaded.load(write_adapter(tmp_path / "a1", 1), 1)
-    async with loaded.adapters.newest(POLICY) as name:
-        assert name == first
-    assert loaded.adapters.live == {first}

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import json
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ class VllmDouble:
         self.is_cutting = False
         """Closes each stream after a few tokens."""
         self.ends_with = "length"
+        self.adapters: dict[str, int] = {}
+        """What is loaded beside the model, by name, as one number like the weights."""
+        self.num_lost_adapters = 0
+        """Unloaded while an answer was made with them."""
+        self._in_use: Counter[str] = Counter()
         self._running = asyncio.Event()
         self._running.set()
 
@@ -67,6 +73,8 @@ class VllmDouble:
             "/collective_rpc": self.rpc,
             "/reset_prefix_cache": self.reset,
             "/update_weight_version": self.relabel,
+            "/v1/load_lora_adapter": self.load_adapter,
+            "/v1/unload_lora_adapter": self.unload_adapter,
         }
         routes = [
             Route(path, self._guarded(path, call), methods=["POST"]) for path, call in posts.items()
@@ -129,6 +137,21 @@ class VllmDouble:
             self.weights = weights_of(folder)
         return JSONResponse({"results": [{}]})
 
+    async def load_adapter(self, request: Request) -> Response:
+        call = await request.json()
+        self.log.append("load adapter")
+        if call["lora_name"] in self.adapters:
+            return PlainTextResponse("has already been loaded", 400)
+        self.adapters[call["lora_name"]] = weights_of(Path(call["lora_path"]))
+        return PlainTextResponse("Success")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        name = (await request.json())["lora_name"]
+        self.log.append("unload adapter")
+        self.num_lost_adapters += self._in_use[name]
+        del self.adapters[name]
+        return PlainTextResponse("Success")
+
     # --- tokens -----------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Response:
@@ -136,6 +159,8 @@ class VllmDouble:
         if any(sign in call.get("cache_salt", "") for sign in "@/\\"):
             return JSONResponse({"error": {"message": "cache_salt must not contain '@'"}}, 400)
         self.bodies.append(call)
+        if call.get("model", "policy") not in {"policy", *self.adapters}:
+            return JSONResponse({"error": {"message": "The model does not exist"}}, 404)
         chunks = self._watched(request, call)
         if call.get("stream"):
             return StreamingResponse(self._events(chunks), media_type="text/event-stream")
@@ -160,12 +185,14 @@ class VllmDouble:
     async def _watched(
         self, request: Request, call: dict[str, Any]
     ) -> AsyncIterator[dict[str, Any]]:
-        is_whole = False
+        is_whole, name = False, call.get("model", "")
+        self._in_use[name] += 1
         try:
             async for chunk in self._chunks(request, call):
                 is_whole = chunk["finish_reason"] is not None
                 yield chunk
         finally:
+            self._in_use[name] -= 1
             self.num_cut_off += not is_whole
 
     async def _chunks(
@@ -173,6 +200,7 @@ class VllmDouble:
     ) -> AsyncIterator[dict[str, Any]]:
         params, prompt = call["sampling_params"], call["token_ids"]
         spans: list[dict[str, Any]] = []
+        adapter = self.adapters.get(call.get("model", ""))
         for at in range(params["max_tokens"]):
             await asyncio.sleep(self.token_s)
             while self.is_stalled or not self._running.is_set():
@@ -185,7 +213,7 @@ class VllmDouble:
                 spans.append({"version": self.label, "start": at, "end": at})
             spans[-1]["end"] = at + 1
             self.num_tokens += 1
-            made = token(self.weights, prompt, at)
+            made = token(self.weights if adapter is None else adapter, prompt, at)
             logprob = 0.0 if params["top_k"] == 1 and not self.is_raw else -1.0 - made / 100
             is_last = at + 1 == params["max_tokens"]
             yield {

@@ -44,6 +44,7 @@ class Settings:
     admit: str = "all"
     limit: int | None = None
     """Tasks in the source."""
+    is_lockstep: bool = False
 
 
 TERMS = LeaseTerms(ttl_s=12.0, start_to_close_s=600.0, max_attempts=3)
@@ -82,6 +83,7 @@ class World:
                         groups_per_batch=settings.groups_per_batch,
                         max_staleness=settings.max_staleness,
                         steps=settings.steps,
+                        is_lockstep=settings.is_lockstep,
                     ),
                 ),
                 rules=tuple(_rules(settings)),
@@ -98,7 +100,7 @@ class World:
         )
         assert core.host is not None
         self.board, self.home, self.sealing = core.board, core.home, core.sealing
-        self.partition = core.host.partition
+        self.partition, self.gate = core.host.partition, core.host.gate
         self.settle()
 
     crash = start
@@ -190,11 +192,11 @@ class World:
         return node_id
 
     def load(self, node_id: NodeId) -> None:
-        newest = self.consumer.lineage.newest
-        if newest is None:
+        if not self.gate.wanted:
             return
+        [wanted] = self.gate.wanted
         self.live[node_id] = LiveVersion(
-            policy=POLICY, incarnation=newest.incarnation, number=newest.number
+            policy=POLICY, incarnation=wanted.incarnation, number=wanted.number
         )
         self.heartbeat(node_id)
 

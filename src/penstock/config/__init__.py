@@ -15,6 +15,7 @@ from penstock.config.dataflow import (
     SurvivorsConfig,
 )
 from penstock.config.loader import demo, load
+from penstock.config.lora import LoraConfig
 from penstock.config.pipeline import HostConfig, PipelineConfig, PipelineStageConfig
 from penstock.config.resolved import changed, differences, digest, dump, identity, run_dir
 from penstock.config.rule_options import Hook
@@ -40,6 +41,7 @@ __all__ = [
     "Hook",
     "HostConfig",
     "LeaseConfig",
+    "LoraConfig",
     "ModelConfig",
     "PipelineConfig",
     "PipelineStageConfig",

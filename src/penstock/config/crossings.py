@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config.checks import Contradiction, KeyPath, did_you_mean, shown
 from penstock.config.dataflow import SurvivorsClosing
+from penstock.config.lora import lora_crossings
 from penstock.config.pipeline_crossings import ledger_stages, pipeline_crossings
 from penstock.config.rule_options import Hook
 from penstock.config.rules import RuleConfig
@@ -27,6 +28,7 @@ def crossings(config: RunConfig) -> Iterator[Contradiction]:
     yield from _two_rewards(config)
     yield from _sessions(config)
     yield from _determinism(config)
+    yield from lora_crossings(config)
     yield from pipeline_crossings(config)
 
 

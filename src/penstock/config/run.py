@@ -36,6 +36,7 @@ from penstock.config.checks import (
 )
 from penstock.config.crossings import crossings
 from penstock.config.dataflow import DataflowConfig, PolicyDataflowConfig
+from penstock.config.lora import LoraConfig
 from penstock.config.pipeline import PipelineConfig
 from penstock.config.pipeline_crossings import ledger_stages
 from penstock.config.rules import RuleConfig, layered
@@ -134,6 +135,8 @@ class ModelConfig(Section):
 
     init: Annotated[str, AfterValidator(_init)]
     """Initial weights: `builtin:NAME`, or a folder in Hugging Face form."""
+    lora: LoraConfig | None = None
+    """Train an adapter on these weights, which stay as they are; null trains all of them."""
     engine: Annotated[
         Literal["hf", "vllm", "sglang", "scripted", "simulated"],
         one_of("hf", "vllm", "sglang", "scripted", "simulated"),
@@ -309,11 +312,12 @@ class RunConfig(Section):
         """Complete each policy's own algorithm and training from the shared sections."""
         if not isinstance(data, Mapping):
             return data
-        whole = with_minibatches(cast(Mapping[str, Any], data))
+        written = cast(Mapping[str, Any], data)
+        whole = with_minibatches(written)
         models = whole.get("models")
         if isinstance(models, Mapping):
             entries = cast(Mapping[str, Any], models)
-            whole["models"] = {name: _completed(entry, whole) for name, entry in entries.items()}
+            whole["models"] = {n: _completed(entry, written) for n, entry in entries.items()}
         return whole
 
     @model_validator(mode="after")
@@ -386,4 +390,12 @@ def _completed(entry: Any, whole: Mapping[str, Any]) -> Any:
             shared = shared.model_dump()
         if isinstance(own, Mapping) and isinstance(shared, Mapping):
             completed[section] = {**cast(Mapping[str, Any], shared), **cast(Mapping[str, Any], own)}
-    return completed
+    return completed | _own_minibatches(completed, whole)
+
+
+def _own_minibatches(entry: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """A policy's own training where its own algorithm stands for other mini-batches than the shared
+    one does, or where it has own training anyway."""
+    sections = {name: entry.get(name) or whole.get(name) for name in ("algorithm", "training")}
+    own, shared = (with_minibatches(given).get("training") for given in (sections, whole))
+    return {"training": own} if entry.get("training") or own != shared else {}

@@ -141,6 +141,12 @@ class TrainingConfig(Section):
     """Batches to train on; the run is finished after the last."""
     learning_rate: float = Field(default=1e-6, ge=0, lt=10)
     """AdamW's learning rate; 0 trains nothing, which is a useful control."""
+    lr_scheduler_type: Annotated[
+        Literal["constant", "linear", "cosine"], one_of("constant", "linear", "cosine")
+    ] = "constant"
+    """How the learning rate goes on from its peak: it stays, or falls to 0 behind the last step."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps in which the learning rate rises evenly to its peak."""
     groups_per_batch: PositiveInt = 64
     """Groups sealed into one batch."""
     minibatches: PositiveInt = 1
@@ -162,6 +168,11 @@ class TrainingConfig(Section):
     """AdamW's weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
+    precision: Annotated[Literal["float32", "bfloat16"], one_of("float32", "bfloat16")] = "float32"
+    """Of activations; weights and optimizer stay in float32. bfloat16 is faster where the processor
+    has instructions for it, and on others slower."""
+    micro_batch_tokens: PositiveInt = 4096
+    """Most tokens in one forward pass, a longer sample alone; decides memory, not the gradient."""
 
     @model_validator(mode="before")
     @classmethod
@@ -200,4 +211,10 @@ class TrainingConfig(Section):
                 f"minibatches; set minibatches <= {self.groups_per_batch} "
                 f"or groups_per_batch >= {self.minibatches}",
                 keys=(("minibatches",), ("groups_per_batch",)),
+            )
+        if self.warmup_steps > self.steps:
+            yield Contradiction(
+                text=f"{self.warmup_steps} warmup_steps do not fit into {self.steps} steps, so the "
+                f"learning rate would never reach its peak; set warmup_steps <= {self.steps}",
+                keys=(("warmup_steps",), ("steps",)),
             )

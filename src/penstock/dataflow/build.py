@@ -21,7 +21,7 @@ from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.objects import open_payloads
 from penstock.dataflow.partition_service import HomeCalls, PartitionService
 from penstock.dataflow.process import Outbox, Process, steady_clock
-from penstock.dataflow.protocol import RunFacts, SessionTerms
+from penstock.dataflow.protocol import RunFacts, SessionTerms, SharedBase
 from penstock.dataflow.report.reading import terms_of
 from penstock.dataflow.row_service import RowService
 from penstock.dataflow.rulebook import RuleTerms
@@ -270,4 +270,15 @@ def run_facts(config: RunConfig) -> RunFacts:
         is_scored="reward" not in _needs(config).judge,
         session=_session_terms(config),
         is_deterministic=config.deterministic,
+        adapters=tuple(_shared_bases(config)),
     )
+
+
+def _shared_bases(config: RunConfig) -> Iterator[SharedBase]:
+    """Policies that train adapters, those with one `init` together."""
+    ranks: dict[str, dict[PolicyName, int]] = {}
+    for name, model in config.models.items():
+        if model.lora is not None:
+            ranks.setdefault(model.init, {})[PolicyName(name)] = model.lora.rank
+    for by_policy in ranks.values():
+        yield SharedBase(policies=tuple(by_policy), rank=max(by_policy.values()))

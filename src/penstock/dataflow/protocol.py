@@ -74,6 +74,15 @@ class SessionTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBase:
+    """Policies whose versions are adapters of one model: one engine serves them all."""
+
+    policies: tuple[PolicyName, ...]
+    rank: int
+    """The largest of their adapters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """What a node must know of the run; a joiner needs nothing but the URL and a token."""
 
@@ -98,6 +107,8 @@ class RunFacts:
     """Of runs that learn from agents outside of them."""
     is_deterministic: bool = False
     """An answer's bits may not depend on what else is decoded with it."""
+    adapters: tuple[SharedBase, ...] = ()
+    """Policies that train adapters, by base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

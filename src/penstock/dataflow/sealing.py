@@ -64,14 +64,15 @@ class Sealing:
         return record
 
     def _seal_in_order(self, consumer: Consumer, seq: int, now: float) -> BatchRecord | None:
-        """In lockstep a batch is what was issued for it, in that order, and waits for all of it."""
+        """In lockstep a batch is what was issued for it, in that order, and waits for all of it.
+
+        It is empty when nothing of it is left: groups after it wait for the version behind it, so
+        without it they would wait for ever. Its trainer skips it."""
         if not self._home.has_judged_all_of(consumer, seq) or consumer.incomplete:
             return None
         last = seq * consumer.terms.groups_per_batch
         ready = sorted(consumer.ready.values(), key=lambda group: issue_of(group.group_id))
         fresh = [group for group in ready if issue_of(group.group_id) <= last]
-        if not fresh:
-            return None
         self._bring(consumer.terms.policy, fresh)
         record = self._record(consumer, seq, fresh, (), now)
         self._journal(record)
@@ -179,9 +180,9 @@ class Sealing:
             num_rows=len(ages),
             digest=blake3(body).hexdigest(),
             manifest=body,
-            reward_mean=sum(row.score for row in manifest.rows) / len(ages),
-            staleness_mean=sum(ages) / len(ages),
-            staleness_max=max(ages),
+            reward_mean=sum(row.score for row in manifest.rows) / max(1, len(ages)),
+            staleness_mean=sum(ages) / max(1, len(ages)),
+            staleness_max=max(ages, default=0),
             sealed_at=now,
             num_replayed=len(again),
         )

@@ -277,7 +277,7 @@ def sealed_batch(
 def _listed(groups: Sequence[SealedGroup]) -> str:
     names = ", ".join(group.group_id for group in groups[:MAX_NAMED])
     more = f" and {len(groups) - MAX_NAMED} more" if len(groups) > MAX_NAMED else ""
-    return f"{_counted(len(groups), 'group')} ({names}{more})"
+    return f"{_counted(len(groups), 'group')} ({names}{more})" if groups else "no group"
 
 
 def _later(fate: FateRecord) -> str:

@@ -12,13 +12,14 @@ from typing import Any
 
 from penstock.gateway.calls import Answer
 from penstock.gateway.gateway import Session
+from penstock.gateway.sampling import read_overrides
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.programs import inherited_env, run_program
 from penstock.types import MAX_ROLE, JsonObject, PolicyName
 
 
 class BoundPolicy:
-    """Chat with one policy; every call is recorded as a turn of this attempt."""
+    """Calls of one policy; each is recorded as a turn of this attempt."""
 
     __slots__ = ("_name", "_role", "_session")
 
@@ -31,6 +32,13 @@ class BoundPolicy:
         """One model call. `overrides` are fields of the sampling spec: `temperature=0.7,
         max_tokens=64`."""
         return await self._session.chat(messages, policy=self._name, role=self._role, **overrides)
+
+    async def complete(self, prompt: str, **overrides: Any) -> Answer:
+        """The same for a text that the model goes on with as it is, without a chat template."""
+        if self._role:
+            raise ValueError(f"a completion has no role such as {self._role!r}; ask with chat()")
+        fields = read_overrides(overrides) if overrides else None
+        return await self._session.complete(prompt, policy=self._name, overrides=fields)
 
 
 class Context:

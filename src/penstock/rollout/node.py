@@ -128,6 +128,7 @@ class Outside:
             lambda: self.make_engine(facts),
             num_engines=self.num_engines,
             max_paused=self.max_paused,
+            sharing=[shared.policies for shared in facts.adapters],
         )
 
 
@@ -153,6 +154,8 @@ def engine_maker(
                 environment=vllm_environment,
                 options=facts.engine_options,
                 state_dir=state_dir,
+                num_policies=max((len(s.policies) for s in facts.adapters), default=1),
+                adapter_rank=max((s.rank for s in facts.adapters), default=1),
             ),
         )
 

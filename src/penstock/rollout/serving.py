@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of this node, a pool per policy, as the gateway sees them: a single `Generate`."""
+"""The engines of this node, a pool per policy, as the gateway sees them: a single `Generate`.
+
+Policies that are adapters of one model share their engines: the pool of each has views of the same
+processes, with live versions of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from pathlib import Path
 from penstock.dataflow.protocol import LiveVersion
 from penstock.errors import EngineError, boundary
 from penstock.gateway.generate import Completion, Listen
-from penstock.rollout.engines.base import Engine
+from penstock.rollout.engines.base import Engine, Shareable
 from penstock.rollout.pool import MAX_PAUSED, Pool, PoolFacts, Prove
 from penstock.types import PolicyName, SamplingSpec, Version
 
@@ -24,11 +28,15 @@ class Engines:
         *,
         num_engines: int = 1,
         max_paused: float = MAX_PAUSED,
+        sharing: Sequence[Sequence[PolicyName]] = (),
     ) -> None:
-        self._by_policy = {
-            policy: Pool([make() for _ in range(num_engines)], max_paused=max_paused)
-            for policy in policies
-        }
+        """`sharing` are sets of policies with one base; each other policy has its own engines."""
+        alone = set(policies).difference(*sharing)
+        self._by_policy: dict[PolicyName, Pool] = {}
+        for together in (*sharing, *((policy,) for policy in policies if policy in alone)):
+            seats = [_seats(make, len(together)) for _ in range(num_engines)]
+            for policy, engines in zip(together, zip(*seats, strict=True), strict=True):
+                self._by_policy[policy] = Pool(engines, max_paused=max_paused)
 
     @property
     def policies(self) -> frozenset[PolicyName]:
@@ -70,3 +78,12 @@ class Engines:
     async def close(self) -> None:
         for pool in self._by_policy.values():
             await pool.close()
+
+
+def _seats(make: Callable[[], Engine], num_policies: int) -> list[Engine]:
+    """One engine, seen by each policy on it. A kind that holds no weights has nothing to share."""
+    first = make()
+    others = range(num_policies - 1)
+    if isinstance(first, Shareable):
+        return [first, *(first.beside() for _ in others)]
+    return [first, *(make() for _ in others)]

@@ -10,6 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
 from penstock.config import AlgorithmConfig, PolicyConfig, RunConfig
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.errors import ConfigError
@@ -22,14 +25,15 @@ from penstock.trainer.divergence import WithEntropy, WithKl
 from penstock.trainer.gae import ValueLoss
 from penstock.trainer.gang import Alone, Team
 from penstock.trainer.learner import Learner, Optimizer, Stats
+from penstock.trainer.lora import adapter_off, put_on
 from penstock.trainer.m2po import M2po
 from penstock.trainer.mismatch import correction_of
-from penstock.trainer.models import init_model, load_model
+from penstock.trainer.models import init_model, is_adapted, load_model
 from penstock.trainer.objectives import Clipped, Distilled, Gspo, Wrapped
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.functions import find_function
 from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, bind
-from penstock.trainer.schedules import Schedule
+from penstock.trainer.schedules import Schedule, Shape
 from penstock.trainer.scoring import Passes
 from penstock.trainer.sharding import shard
 from penstock.trainer.tokens import Budgeted, Objective
@@ -38,6 +42,7 @@ from penstock.trainer.updates import Cut
 CRITIC = "critic"
 CRITIC_RATE = 5.0
 """A critic learns so much faster than its actor, unless its stage has the option learning_rate."""
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_crew(config: RunConfig, policy: str, folder: Path, team: Team | None = None) -> Crew:
@@ -49,8 +54,9 @@ def build_crew(config: RunConfig, policy: str, folder: Path, team: Team | None =
     if critic := _stage(chain.stages, "train", CRITIC):
         learners[CRITIC] = builder.critic(critic)
     calls = {stage.id: builder.call(stage, learners) for stage in chain.stages}
-    pipeline = Pipeline([bind(stage, calls[stage.id]) for stage in chain.stages])
-    return Crew(learners, pipeline, team)
+    total = (team or Alone()).sum_over_ranks
+    stages = [bind(stage, calls[stage.id], sum_over_ranks=total) for stage in chain.stages]
+    return Crew(learners, Pipeline(stages), team)
 
 
 def _stage(
@@ -66,13 +72,18 @@ class _Builder:
         self._settings = settings
         self._seed = seed
         self._team = team
-        self._passes = Passes(ranks=team)
+        training = settings.training
+        self._passes = Passes(
+            ranks=team,
+            micro_batch_tokens=training.micro_batch_tokens,
+            precision=PRECISIONS[training.precision],
+        )
 
     def actor(self, folder: Path, stage: PipelineStageConfig | None) -> Learner:
         algorithm = self._settings.algorithm
         objective = (stage and _own_objective(stage)) or objective_of(algorithm)
         is_budgeted = isinstance(objective, Budgeted)
-        actor = Actor(load_model(folder), learns_entropy=algorithm.entropy_coef > 0)
+        actor = Actor(self._policy(folder), learns_entropy=algorithm.entropy_coef > 0)
         return Learner(
             shard(actor, actor.model, self._team),
             objective,
@@ -86,6 +97,20 @@ class _Builder:
             passes=self._passes,
             bounds=_bounds(algorithm),
         )
+
+    def _policy(self, folder: Path) -> PreTrainedModel:
+        """The model that makes versions, with its adapter if it trains one."""
+        lora = self._settings.model.lora
+        if is_adapted(folder) is (lora is None):
+            trained, held = ("all weights", "an") if lora is None else ("an adapter", "no")
+            raise ConfigError(
+                f"policy {self._settings.name} trains {trained}, and {folder} holds {held} "
+                "adapter; set lora as it was when that was written, or begin from another folder"
+            )
+        model = load_model(folder)
+        if lora is not None:
+            put_on(model, folder, lora)
+        return model
 
     def critic(self, stage: PipelineStageConfig) -> Learner:
         rate = CRITIC_RATE * self._settings.training.learning_rate
@@ -107,6 +132,8 @@ class _Builder:
         [column] = stage.writes
         if stage.role in learners:
             return partial(_look, column, learners[stage.role].look)
+        if self._settings.model.lora is not None and stage.model is None:
+            return partial(_look, column, partial(_look_bare, learners[ACTOR]))
         frozen = Actor(self._initial(stage)).requires_grad_(False)
         whole = shard(frozen, frozen.model, self._team)
         return partial(_look, column, partial(self._passes.look, whole))
@@ -121,7 +148,12 @@ class _Builder:
     def _optimizer(self, rate: float) -> Optimizer:
         training = self._settings.training
         return Optimizer(
-            schedule=Schedule(peak=rate),
+            schedule=Schedule(
+                peak=rate,
+                shape=Shape(training.lr_scheduler_type),
+                warmup_steps=training.warmup_steps,
+                num_steps=training.steps,
+            ),
             weight_decay=training.weight_decay,
             max_grad_norm=training.max_grad_norm,
             epochs=training.epochs,
@@ -143,6 +175,12 @@ def _train(learner: Learner, batch: Batch) -> Stats:
 
 def _look(column: str, look: Callable[[Batch], Any], batch: Batch) -> dict[str, Any]:
     return {column: look(batch)}
+
+
+def _look_bare(actor: Learner, batch: Batch) -> Any:
+    """What the actor's model says without its adapter: where the policy began, held only once."""
+    with adapter_off(actor.model):
+        return actor.look(batch)
 
 
 def _own_objective(stage: PipelineStageConfig) -> Objective | None:

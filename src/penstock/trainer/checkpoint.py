@@ -29,7 +29,8 @@ from torch import Tensor
 
 from penstock.config import changed
 from penstock.errors import BadRequest, ConfigError, Fenced, StoreError
-from penstock.trainer.models import WEIGHTS
+from penstock.trainer.models import WEIGHTS, link_or_copy
+from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from penstock.wire.codec import JSON, decode, encode_json
 
 OPTIMIZER = "optimizer.safetensors"
@@ -171,6 +172,8 @@ class Checkpoints:
     ) -> Checkpoint:
         """Make this state durable; complete when this returns, never half visible.
 
+        static: files that stay as they are. With an adapter's config among them `weights` are the
+        adapter's, and those of its model are linked from one checkpoint to the next.
         Raises Fenced when a trainer of a higher incarnation has saved here."""
         self._check_owner(cursor)
         if self._complete and self._complete[-1].cursor.number == cursor.number:
@@ -178,8 +181,10 @@ class Checkpoints:
             return self._complete[-1]
         hidden = self._hidden()
         for path in static:
-            shutil.copyfile(path, hidden / path.name)
-        save_file(dict(weights), hidden / WEIGHTS, metadata={"format": "pt"})
+            carry = link_or_copy if path.suffix == ".safetensors" else shutil.copyfile
+            carry(path, hidden / path.name)
+        name = _weights_name(path.name for path in static)
+        save_file(dict(weights), hidden / name, metadata={"format": "pt"})
         save_file(dict(state), hidden / OPTIMIZER)
         return self._show(hidden, cursor)
 
@@ -202,7 +207,7 @@ class Checkpoints:
 
     def _show(self, hidden: Path, cursor: Cursor) -> Checkpoint:
         """Everything in this folder on disk first, then visible at once."""
-        files = {path.name: _digest(path) for path in sorted(hidden.iterdir())}
+        files = {path.name: self._digest_of(path) for path in sorted(hidden.iterdir())}
         for name in files:
             _sync(hidden / name)
         described = TrainerState(
@@ -218,6 +223,15 @@ class Checkpoints:
         self._complete.append(Checkpoint(folder=folder, state=described))
         self._prune()
         return self._complete[-1]
+
+    def _digest_of(self, path: Path) -> str:
+        """That of a linked file is known, and is what it must have, whatever a disk did to it."""
+        if self._complete:
+            before = self._complete[-1]
+            twin = before.folder / path.name
+            if path.name in before.state.files and twin.exists() and twin.samefile(path):
+                return before.state.files[path.name]
+        return _digest(path)
 
     def _prune(self) -> None:
         self._complete = self._complete[-NUM_KEPT:]
@@ -241,7 +255,7 @@ class Checkpoints:
 
     def _read(self, folder: Path) -> Checkpoint:
         state = _read_state(folder)
-        named = {WEIGHTS: "", OPTIMIZER: "", **state.files}
+        named = {_weights_name(state.files): "", OPTIMIZER: "", **state.files}
         for name, digest in named.items():
             try:
                 is_whole = _digest(folder / name) == digest
@@ -263,6 +277,11 @@ class Checkpoints:
             )
         if changes:
             _log.warning("going on with another config", folder=str(found.folder), changes=changes)
+
+
+def _weights_name(beside: Iterable[str]) -> str:
+    """Of the file that changes from step to step, by the names of others."""
+    return ADAPTER_WEIGHTS if ADAPTER_CONFIG in beside else WEIGHTS
 
 
 def _read_state(folder: Path) -> TrainerState:

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from penstock.trainer.batches import Batch
 from penstock.trainer.gang import Alone, Team
-from penstock.trainer.learner import Learner, Stats
+from penstock.trainer.learner import Learner, SkipReason, Stats
+from penstock.trainer.lora import adapter_tensors
 from penstock.trainer.pipeline.run import ACTOR, Pipeline
 from penstock.trainer.sharding import gather
 from penstock.trainer.snapshots import weights_of
@@ -41,12 +42,18 @@ class Crew:
         return self._actor.vocab_size
 
     def step(self, batch: Batch) -> Stats:
-        """Train on one batch, all stages of it."""
+        """Train on one batch, all stages of it; an empty one, of which every group was lost, is
+        skipped before any of them."""
+        if not batch.groups_R.size:
+            values = {"tokens/trained": 0.0, "seconds/train": 0.0}
+            return Stats(skipped=SkipReason.NO_TOKENS, values=values)
         return self._pipeline.run(batch)
 
     def weights(self) -> dict[str, Tensor]:
-        """The actor's, by the names of its files. In a gang all ranks ask together, and the first
-        one gets them."""
+        """Those of the actor that change, by the names of its files: all, or its adapter's. In a
+        gang all ranks ask together, and the first one gets them."""
+        if adapter := adapter_tensors(self.model):
+            return gather(adapter, self._team)
         if self._team.place.parallel.num_ranks == 1:
             return weights_of(self.model)
         whole = gather(self.model.state_dict(keep_vars=True), self._team)

@@ -94,7 +94,7 @@ class Learner:
         self._spec = optimizer
         self._cut = cut
         self._passes = passes
-        self._parameters = dict(scorer.named_parameters())
+        self._parameters = {name: p for name, p in scorer.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=optimizer.schedule.peak,

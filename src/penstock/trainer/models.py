@@ -9,7 +9,11 @@ transformers load inside `load_model`, not when this module does.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError, WeightsError
+from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TINY_QWEN3 = "builtin:tiny-qwen3"
 WEIGHTS = "model.safetensors"
-"""The one file of weights in every folder that the trainer writes."""
+"""The one file of weights in every folder that the trainer writes; under an adapter, as it came."""
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
 
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -66,8 +71,47 @@ def static_files(folder: Path) -> list[Path]:
     )
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The model's own weights as transformers finds them: one file, or an index and its parts."""
+    index = folder / f"{WEIGHTS}.index.json"
+    if (folder / WEIGHTS).is_file() or not index.is_file():
+        return [folder / WEIGHTS]
+    parts = {Path(part).name for part in json.loads(index.read_text())["weight_map"].values()}
+    return [index, *(folder / part for part in sorted(parts))]
+
+
+def is_adapted(folder: Path) -> bool:
+    """Whether an adapter lies beside the model, and the model's own weights never change."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copyfile(source, target)
+
+
+@contextmanager
+def _without_adapter(folder: Path) -> Generator[Path]:
+    """Where PEFT is installed, transformers would put the adapter on by itself."""
+    if not is_adapted(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        for path in folder.iterdir():
+            if path.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+                (Path(temporary) / path.name).symlink_to(path.resolve())
+        yield Path(temporary)
+
+
 def load_model(folder: Path) -> PreTrainedModel:
-    """The model in float32, every weight taken from the folder."""
+    """The model in float32, every weight taken from the folder; an adapter there is left alone."""
+    with _without_adapter(folder) as plain:
+        return _load(plain)
+
+
+def _load(folder: Path) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -113,9 +157,9 @@ def _write_tiny_qwen3(folder: Path, seed: int) -> None:
     save_file(_tiny_weights(seed), folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def num_tiny_parameters() -> int:
-    """Of the built-in model."""
-    return sum(weight.size for weight in _tiny_weights(0).values())
+def tiny_shapes() -> dict[str, tuple[int, ...]]:
+    """Of the built-in model's tensors."""
+    return {name: weight.shape for name, weight in _tiny_weights(0).items()}
 
 
 def _tiny_weights(seed: int) -> dict[str, npt.NDArray[np.float32]]:

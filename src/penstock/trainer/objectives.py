@@ -194,6 +194,9 @@ class Wrapped:
     budget: Budgeted
     wrap: Callable[[Objective], Objective]
 
+    def __post_init__(self) -> None:
+        self.within(torch.zeros(0))  # what must not be wrapped so is refused before any training
+
     def pressure(self, tokens: Tokens) -> Tensor:
         return self.budget.pressure(tokens)
 

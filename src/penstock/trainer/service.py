@@ -23,12 +23,13 @@ from penstock.trainer.crew import Crew
 from penstock.trainer.following import follow
 from penstock.trainer.gang import Alone, Team, form, join
 from penstock.trainer.loop import Trainer
-from penstock.trainer.models import init_model, static_files
+from penstock.trainer.lora import begin_adapter
+from penstock.trainer.models import init_model
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.places import Parallel
 from penstock.trainer.ranks import Membership
 from penstock.trainer.replay import Record, Replayed, replay
-from penstock.trainer.snapshots import Snapshots
+from penstock.trainer.snapshots import Snapshots, constant_files
 from penstock.types import Manifest, PolicyName
 
 EXIT_FENCED = 3
@@ -172,13 +173,16 @@ def _begin(config: RunConfig, policy: str, checkpoints: Checkpoints) -> Checkpoi
     torch.manual_seed(config.seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        init_model(config.for_policy(policy).model.init, folder, config.seed)
+        model = config.for_policy(policy).model
+        init_model(model.init, folder, config.seed)
+        if model.lora is not None:
+            begin_adapter(folder, model.lora, config.seed)
         crew = build_crew(config, policy, folder)
         return checkpoints.save(
             Cursor(number=0, seq=0, incarnation=0),
             weights=crew.weights(),
             state=crew.state_tensors(),
-            static=static_files(folder),
+            static=constant_files(folder),
         )
 
 

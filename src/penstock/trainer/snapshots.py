@@ -2,13 +2,13 @@
 """The learner's weights as an ordinary Hugging Face folder, fast enough to write after every step.
 
 Owns one folder of this process beside the weight store: the static files are linked into it once,
-the weights are a new file each time, because whoever reads a file must never see it change.
+the weights are a new file each time, because whoever reads a file must never see it change. Of a
+policy that trains an adapter only that is written; its model is linked with the static files.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
@@ -20,8 +20,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from penstock.trainer.models import WEIGHTS, static_files
+from penstock.trainer.models import (
+    WEIGHTS,
+    is_adapted,
+    link_or_copy,
+    static_files,
+    weight_files,
+)
 from penstock.types import PolicyName
+from penstock.weights.manifest import ADAPTER_WEIGHTS
 from penstock.weights.publish import StoredVersion, let_go, put_snapshot
 
 _PREFIX = ".snapshot-"
@@ -56,19 +63,21 @@ class Snapshots:
         self._prefix = f"{_PREFIX}{policy}-"
         self._beside.mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._beside))
-        for path in static_files(model_folder):
+        for path in constant_files(model_folder):
             if path.name not in _NOT_SERVED:
-                _link(path, self._folder / path.name)
-        self._dtype = _dtype(model_folder)
+                link_or_copy(path, self._folder / path.name)
+        self._weights_name = ADAPTER_WEIGHTS if is_adapted(model_folder) else WEIGHTS
+        self._dtype = torch.float32 if is_adapted(model_folder) else _dtype(model_folder)
         self._last: StoredVersion | None = None
 
     @property
     def static(self) -> list[Path]:
         """Files that every folder of this policy's weights carries unchanged."""
-        return static_files(self._folder)
+        return constant_files(self._folder)
 
     def copy(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """These weights as they are now, in the precision that config.json names."""
+        """These weights as they are now, in the precision that config.json names; an adapter's in
+        float32."""
         return {
             name: tensor.to(self._dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
             for name, tensor in weights.items()
@@ -78,7 +87,12 @@ class Snapshots:
         """Store such a copy as a version; publishing it is the ledger's business."""
         folder = self._write(weights)
         self._last = put_snapshot(
-            self._store_root, folder, policy=self._policy, number=number, after=self._last
+            self._store_root,
+            folder,
+            policy=self._policy,
+            number=number,
+            after=self._last,
+            unchanged=[path.name for path in _frozen_files(self._folder)],
         )
         return self._last
 
@@ -88,9 +102,9 @@ class Snapshots:
 
     def _write(self, weights: Mapping[str, Tensor]) -> Path:
         """The folder with these weights."""
-        temporary = self._folder / f".{WEIGHTS}"
+        temporary = self._folder / f".{self._weights_name}"
         save_file(dict(weights), temporary, metadata={"format": "pt"})
-        temporary.replace(self._folder / WEIGHTS)
+        temporary.replace(self._folder / self._weights_name)
         return self._folder
 
     def remove_others(self) -> None:
@@ -107,11 +121,13 @@ _NOT_SERVED = ("trainer.json",)
 """In a checkpoint's folder beside the model, and of no use to an engine."""
 
 
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system
-        shutil.copyfile(source, target)
+def constant_files(folder: Path) -> list[Path]:
+    """What is the same in all versions: the static files, and under an adapter its model."""
+    return static_files(folder) + _frozen_files(folder)
+
+
+def _frozen_files(folder: Path) -> list[Path]:
+    return weight_files(folder) if is_adapted(folder) else []
 
 
 def _dtype(model_folder: Path) -> torch.dtype:

@@ -32,6 +32,8 @@ them."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """Their names in every adapter that PEFT writes and engines read."""
+ADAPTER_PREFIX = "base_model.model."
+"""Before the name of every tensor in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,9 @@ class SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     weights_digest: str
     """Over the tensors alone, however they are spread over files."""
     base: str = ""
-    """Of an adapter, the `weights_digest` of the model it belongs to. A whole model has none, and
-    none is not written: manifests from before there were adapters keep their names."""
+    """Of an adapter, the `weights_digest` of the model it belongs to, which may stand beside it. A
+    whole model has none, and none is not written: manifests from before there were adapters keep
+    their names."""
 
     @property
     def is_adapter(self) -> bool:
@@ -82,6 +85,13 @@ def weights_digest(tensors: Iterable[TensorEntry]) -> str:
         for tensor in sorted(tensors, key=lambda tensor: tensor.name)
     )
     return digest_of("".join(lines).encode())
+
+
+def base_digest(tensors: Iterable[TensorEntry]) -> str:
+    """The `weights_digest` of a model without the adapter beside it."""
+    return weights_digest(
+        tensor for tensor in tensors if not tensor.name.startswith(ADAPTER_PREFIX)
+    )
 
 
 def make_manifest(
@@ -174,10 +184,15 @@ def _check_base(manifest: SnapshotManifest) -> None:
     if not is_digest(manifest.base):
         raise WeightsError(f"manifest: base {manifest.base[:80]!r} is no BLAKE3 digest")
     weights = sorted(name for name in names if name.endswith(".safetensors"))
-    if weights != [ADAPTER_WEIGHTS]:
+    if ADAPTER_WEIGHTS not in weights:
         raise WeightsError(
-            f"manifest: weights of an adapter are {ADAPTER_WEIGHTS} alone, not "
+            f"manifest: weights of an adapter are in {ADAPTER_WEIGHTS}, not "
             f"{', '.join(weights)[:200]}"
+        )
+    if weights != [ADAPTER_WEIGHTS] and base_digest(manifest.tensors) != manifest.base:
+        raise WeightsError(
+            f"manifest: beside the adapter stand weights of another model than its base "
+            f"{manifest.base}"
         )
 
 

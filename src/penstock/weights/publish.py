@@ -3,13 +3,14 @@
 let go of old ones.
 
 Owns the order of writes: blobs, deltas, then the manifest. Publishing is the ledger's business.
-Adapters are versions like any other, and name the model they belong to.
+Adapters are versions like any other, and name the model they belong to; with that model in their
+folder, each version adds the adapter's bytes alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from penstock.types import PolicyName
 from penstock.weights.file_delta import has_one_layout, make_delta
 from penstock.weights.manifest import (
     ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     FileEntry,
     SnapshotManifest,
+    base_digest,
     encode_manifest,
     is_file_name,
     make_manifest,
@@ -30,7 +33,7 @@ from penstock.weights.manifest import (
 )
 from penstock.weights.retention import carry_out, plan
 from penstock.weights.store import DirectoryStore, open_regular
-from penstock.weights.tensors import Scan, TensorEntry
+from penstock.weights.tensors import Scan
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +44,8 @@ class StoredVersion:
 
     manifest_digest: str
     weights_digest: str
+    scans: Mapping[str, Scan] = field(default_factory=dict[str, Scan], repr=False, compare=False)
+    """What was found in its files, by name: the next version need not read those that stay."""
 
 
 def put_snapshot(
@@ -51,26 +56,33 @@ def put_snapshot(
     number: int,
     after: StoredVersion | None = None,
     base: str = "",
+    unchanged: Collection[str] = (),
 ) -> StoredVersion:
     """Put a Hugging Face folder into the store; lasting when this returns, but not published.
 
     Takes the files directly in it that a snapshot may carry: weights, config, tokenizer, template.
-    `after` is the version that most nodes have: they get what changed since. An adapter, as PEFT
-    writes it, needs `base`: the weights digest of the model it belongs to.
+    `after` is the version that most nodes have: they get what changed since. Files named in
+    `unchanged` are byte for byte those of `after`, and are neither read nor copied again. An
+    adapter, as PEFT writes it, needs `base`, the weights digest of the model it belongs to, or that
+    model beside it.
     """
     names = sorted(entry.name for entry in folder.iterdir() if is_file_name(entry.name))
     if not any(name.endswith(".safetensors") for name in names):
         raise WeightsError(f"no .safetensors file in {folder}; save the model there first")
     _check_base(folder, names, base)
+    known = {name: after.scans[name] for name in unchanged if name in after.scans} if after else {}
     with boundary(WeightsError, f"putting {folder} into the weight store {store_root}"):
         store = DirectoryStore(store_root)
         store.prepare()
         with store.writing():
-            manifest = make_manifest(policy, number, *_put_files(store, folder, names), base=base)
+            scans = _put_files(store, folder, names, known)
+            manifest = _manifest(policy, number, scans, base)
             if after is not None:
                 _put_deltas(store, after.manifest_digest, manifest)
             digest = store.put_manifest(encode_manifest(manifest))
-    return StoredVersion(manifest_digest=digest, weights_digest=manifest.weights_digest)
+    return StoredVersion(
+        manifest_digest=digest, weights_digest=manifest.weights_digest, scans=scans
+    )
 
 
 def let_go(
@@ -88,7 +100,8 @@ def let_go(
 
 def _check_base(folder: Path, names: Sequence[str], base: str) -> None:
     """Before gigabytes are copied; the manifest's own check is the same, but comes after them."""
-    if ADAPTER_CONFIG in names and not base:
+    is_alone = not any(n.endswith(".safetensors") and n != ADAPTER_WEIGHTS for n in names)
+    if ADAPTER_CONFIG in names and is_alone and not base:
         raise WeightsError(
             f"{folder} holds an adapter ({ADAPTER_CONFIG}); name the weights digest of the model "
             "it belongs to as its base, or delete that file if this is a whole model"
@@ -130,17 +143,31 @@ def _put_delta(store: DirectoryStore, base: FileEntry, file: FileEntry) -> None:
         store.put_delta(base.blob, file.blob, make)
 
 
-def _put_files(
-    store: DirectoryStore, folder: Path, names: Sequence[str]
-) -> tuple[list[FileEntry], list[TensorEntry]]:
-    """Lasting when this returns."""
-    scans = {name: _put_file(store, folder / name) for name in names}
-    store.sync_blobs()
+def _manifest(
+    policy: PolicyName, number: int, scans: Mapping[str, Scan], base: str
+) -> SnapshotManifest:
     files = [
         FileEntry(name=name, blob=found.blob, bytes=found.num_bytes)
         for name, found in scans.items()
     ]
-    return files, [tensor for found in scans.values() for tensor in found.tensors]
+    tensors = [tensor for found in scans.values() for tensor in found.tensors]
+    if ADAPTER_CONFIG in scans and not base:
+        base = base_digest(tensors)
+    return make_manifest(policy, number, files, tensors, base=base)
+
+
+def _put_files(
+    store: DirectoryStore, folder: Path, names: Sequence[str], known: Mapping[str, Scan]
+) -> dict[str, Scan]:
+    """Lasting when this returns. What is known stays where it is, unless the store let it go."""
+    scans = {
+        name: known[name]
+        if name in known and store.has_blob(known[name].blob)
+        else _put_file(store, folder / name)
+        for name in names
+    }
+    store.sync_blobs()
+    return scans
 
 
 def _put_file(store: DirectoryStore, path: Path) -> Scan:

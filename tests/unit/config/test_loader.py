@@ -50,6 +50,9 @@ def test_defaults(load_text: LoadText) -> None:
     config = load_text(SMALLEST)
     model = config.models["policy"]
     assert (model.engine, model.replicas, model.capacity, model.torch_threads) == ("hf", 1, 256, 1)
+    training = config.training
+    assert (training.precision, training.micro_batch_tokens) == ("float32", 4096)
+    assert (training.lr_scheduler_type, training.warmup_steps) == ("constant", 0)
     lease = config.dataflow.lease
     assert (lease.ttl_s, lease.max_attempts, lease.start_to_close_s) == (12.0, 3, 600.0)
     assert (lease.schedule_to_start_s, lease.schedule_to_close_s) == (None, None)

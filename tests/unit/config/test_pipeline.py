@@ -249,6 +249,33 @@ def test_presets_carry_the_numbers_of_their_papers(
     assert parse(dump(config), origin="config.yaml") == config
 
 
+def models(design: str, *entries: str) -> str:
+    """Policies of their own, in place of the one."""
+    before, _, after = design.partition("models:\n")
+    rest = after[after.index("sources:") :]
+    return f"{before}models:\n" + "".join(f"  {entry}\n" for entry in entries) + rest
+
+
+def test_minibatches_follow_a_policys_own_algorithm(design: str, load_text: LoadText) -> None:
+    init = "init: builtin:tiny-qwen3"
+    entries = (
+        f"plain: {{{init}}}",
+        f"own: {{{init}, algorithm: {{name: m2po}}}}",
+        f"few: {{{init}, algorithm: {{name: m2po}}, training: {{groups_per_batch: 2}}}}",
+        f"same: {{{init}, algorithm: {{name: grpo}}}}",
+        f"told: {{{init}, algorithm: {{name: m2po}}, training: {{minibatches: 3}}}}",
+    )
+    text = models(named(design, "grpo"), *entries)
+    config = load_text(text)
+    found = {name: config.for_policy(name).training.minibatches for name in config.models}
+    assert found == {"plain": 1, "own": 4, "few": 2, "same": 1, "told": 3}
+    assert config.models["same"].training is None, "what is shared stays shared"
+    assert parse(dump(config), origin="config.yaml") == config
+    written = load_text(text, ["training.minibatches=2"])
+    found = {name: written.for_policy(name).training.minibatches for name in written.models}
+    assert found == {"plain": 2, "own": 2, "few": 2, "same": 2, "told": 3}, "the file wins"
+
+
 def test_the_file_wins_over_the_preset(design: str, load_text: LoadText) -> None:
     config = load_text(named(design, "m2po", ", tau: 0.002, beta: 0.0"), ["training.minibatches=1"])
     assert (config.algorithm.tau, config.algorithm.beta) == (0.002, 0.0)

@@ -35,6 +35,7 @@ from penstock.types import (
     Trajectory,
     Turn,
     Version,
+    view_ids,
 )
 from penstock.wire.codec import encode
 
@@ -114,6 +115,18 @@ async def test_an_answer_that_ends_by_itself_is_completed(snapshot: Path) -> Non
     assert row.outcome.kind is OutcomeKind.COMPLETED and row.outcome.reason == ""
 
 
+async def test_a_text_is_gone_on_with_as_it_is(snapshot: Path) -> None:
+    """Whatever the chat template would add to it."""
+    template = {"chat_template": "jj{% for m in messages %}{{ m.content }}{% endfor %}"}
+    (snapshot / "tokenizer_config.json").write_text(json.dumps(template))
+    row = await attempt(snapshot, "completes", scorer=DirectScorer())
+    [turn] = row.turns
+    assert tuple(view_ids(turn.prompt_ids)) == Renderer.load(snapshot).encode(
+        task().payload["prompt"]
+    )
+    assert turn.sampling.max_tokens == len(view_ids(turn.sampled_ids)) == 2
+
+
 async def test_none_means_the_text_of_the_last_answer(snapshot: Path) -> None:
     scorer = DirectScorer()
     row = await attempt(snapshot, "returns_none", scorer=scorer)
@@ -137,6 +150,7 @@ async def test_a_workflow_may_score_itself(snapshot: Path, name: str, reward: fl
     ("name", "says"),
     [
         ("raises", "my own mistake"),
+        ("completes_in_a_role", "a completion has no role"),
         ("exits", "SystemExit: goodbye"),
         ("calls_nobody", "without any model answer"),
         ("own_timeout", "of the user's own client"),

@@ -19,6 +19,15 @@ async def returns_text(task: Task, ctx: Context) -> str:
     return await ask(ctx, task.payload["prompt"])
 
 
+async def completes(task: Task, ctx: Context) -> str:
+    answer = await ctx.policy("policy").complete(task.payload["prompt"], max_tokens=2)
+    return answer.text
+
+
+async def completes_in_a_role(task: Task, ctx: Context) -> str:
+    return (await ctx.policy("policy", role="judge").complete("abc>")).text
+
+
 num_running = most_running = 0
 
 

@@ -86,14 +86,16 @@ def make_learner(
     )
 
 
-def settings(model_folder: Path, name: str, *, pipeline: Any = None, **training: Any) -> RunConfig:
+def settings(
+    model_folder: Path, name: str, *, pipeline: Any = None, lora: Any = None, **training: Any
+) -> RunConfig:
     algorithm: dict[str, Any] = {"name": name, "num_generations": 4}
     if name == "opd":
         algorithm["teacher"] = str(model_folder)
     return RunConfig.model_validate(
         {
             "name": "built",
-            "models": {POLICY: {"init": str(model_folder)}},
+            "models": {POLICY: {"init": str(model_folder), "lora": lora}},
             "sources": [{"name": "train", "task": "penstock.tasks.reverse"}],
             "algorithm": algorithm,
             "training": {"steps": 6, "learning_rate": 2e-3, "groups_per_batch": 4, **training},

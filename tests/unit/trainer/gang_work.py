@@ -125,8 +125,11 @@ def train(model: Any, gang: Team, steps: range) -> tuple[PlainLoop, list[tuple[f
 
 # --- the trainer's own learners -------------------------------------------------------------------
 
-CREWS = {"grpo": NUM_STEPS, "m2po": 4, "ppo": 4}
+CREWS = {"grpo": NUM_STEPS, "m2po": 4, "ppo": 4, "rloo+lora": 6}
 """Steps by algorithm."""
+GATHERED = ("grpo", "rloo+lora")
+"""Of these the weights are compared, too."""
+LORA = {"rank": 2, "alpha": 8}
 
 
 def learned(
@@ -138,7 +141,9 @@ def learned(
     from penstock.trainer.batches import assemble
     from penstock.trainer.build import build_crew
 
-    crew = build_crew(settings(folder / "model", name), POLICY, folder / "model", team)
+    algorithm, _, has_lora = name.partition("+")
+    chosen = settings(folder / "model", algorithm, lora=LORA if has_lora else None)
+    crew = build_crew(chosen, POLICY, folder / ("adapted" if has_lora else "model"), team)
     place = team.place
     curve: list[tuple[float, float]] = []
     for seq in range(1, CREWS[name] + 1):
@@ -182,7 +187,8 @@ def pair(folder: Path) -> dict[str, Any]:
         save_file(tensor_whole, folder / "tensor_whole.safetensors")
     crews = {name: learned(folder, name, parts) for name in CREWS}
     if parts.place.is_first:
-        save_file(crews["grpo"][1], folder / "crew.safetensors")
+        for name in GATHERED:
+            save_file(crews[name][1], folder / f"{name}.safetensors")
     return {
         "crews": {name: curve for name, (curve, _) in crews.items()},
         "curve": curve,

@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, random_batch, settings
+from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, random_batch, seal, settings
 
+from penstock.trainer.aggregation import Aggregation
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.build import build_crew
+from penstock.trainer.build import build_crew, objective_of
 from penstock.trainer.crew import Crew
+from penstock.trainer.learner import SkipReason
+from penstock.trainer.models import load_model
+from penstock.trainer.objectives import Clipped
+from penstock.trainer.pipeline.builtin import pipeline_of
 from penstock.trainer.snapshots import weights_of
 from penstock.trainer.tokens import TokenLoss, Tokens
 
@@ -61,6 +66,30 @@ def test_the_reference_stays_where_the_policy_began(model_folder: Path) -> None:
     first, second = train(crew, 1, 2)
     assert first["reference_kl"] == pytest.approx(0, abs=1e-3)
     assert second["reference_kl"] > 0
+
+
+def test_dapo_is_built_with_all_its_parts(model_folder: Path) -> None:
+    config = settings(model_folder, "dapo")
+    [own] = [config.for_policy(name) for name in config.models]
+    assert objective_of(own.algorithm) == Clipped(epsilon=0.2, epsilon_high=0.28), "and no KL"
+    assert Aggregation(own.algorithm.aggregation) is Aggregation.TOKEN_MEAN
+    overlong, advantage, learn = pipeline_of(config, POLICY)
+    assert (overlong.role, overlong.options["how"]) == ("overlong", "both"), "masked and punished"
+    assert advantage.rename == {"shaped_reward": "reward"} and "excluded" in learn.reads
+    admit = [rule.name for rule in own.rules if rule.hook == "admit"]
+    assert admit == ["reward-spread"], "dynamic sampling, online"
+    [values] = train(build_crew(config, POLICY, model_folder), 1)
+    assert values["updates"] == 4 and "reference_kl" not in values
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_batch_of_which_nothing_is_left_is_skipped(model_folder: Path, name: str) -> None:
+    crew = build_crew(settings(model_folder, name), POLICY, model_folder)
+    empty = seal([], seq=1)
+    stats = crew.step(assemble(empty.manifest, empty.rows, POLICY, VOCAB_SIZE))
+    assert stats.skipped is SkipReason.NO_TOKENS and stats.values["seconds/train"] == 0
+    for key, value in weights_of(load_model(model_folder)).items():
+        assert torch.equal(value, weights_of(crew.model)[key]), key
 
 
 def only_half(tokens: Tokens, *, factor: float) -> TokenLoss:

@@ -4,7 +4,7 @@ to the models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def crew(model_folder: Path, name: str = "grpo", **training: Any) -> Crew:
 
 
 @contextmanager
-def outputs_of_linear_layers() -> Iterator[list[Tensor]]:
+def outputs_of_linear_layers() -> Generator[list[Tensor]]:
     """What all models of this process compute meanwhile."""
     found: list[Tensor] = []
 
@@ -90,7 +90,6 @@ def test_micro_batch_tokens_cuts_passes_and_not_the_gradient(model_folder: Path)
 
 
 def test_the_learning_rate_rises_and_falls_as_the_file_says(model_folder: Path) -> None:
-    plan = {"learning_rate": 4e-3, "warmup_steps": 2, "lr_scheduler_type": "linear"}
-    trained = crew(model_folder, **plan)
+    trained = crew(model_folder, learning_rate=4e-3, warmup_steps=2, lr_scheduler_type="linear")
     rates = [trained.step(batch(seq)).values["learning_rate"] for seq in (1, 2, 3, 4, 5)]
     assert rates == pytest.approx([2e-3, 4e-3, 4e-3, 3e-3, 2e-3])

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load_file
 from tests.unit.trainer.gang_work import (
     CREWS,
+    GATHERED,
+    LORA,
     MORTAL_STEPS,
     NUM_STEPS,
     TENSOR_STEPS,
@@ -28,7 +30,9 @@ from tests.unit.trainer.gang_work import (
 )
 from transformers import PreTrainedModel
 
+from penstock.config import LoraConfig
 from penstock.trainer.gang import Alone
+from penstock.trainer.lora import begin_adapter
 from penstock.trainer.m2po import M2po
 from penstock.trainer.sharding import clip, gather, shard, spread
 
@@ -39,6 +43,8 @@ pytestmark = pytest.mark.timeout(300)
 def work(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     shutil.copytree(model_folder, folder / "model")
+    shutil.copytree(model_folder, folder / "adapted")
+    begin_adapter(folder / "adapted", LoraConfig.model_validate(LORA), seed=0)
     return folder
 
 
@@ -64,12 +70,12 @@ def test_two_ranks_train_as_one_process_does(
 def test_the_learners_of_two_ranks_learn_as_those_of_one(
     ranks: list[dict[str, Any]], work: Path, name: str
 ) -> None:
-    """Packed batches, uneven rows, mini-batches, a budget over both ranks, a critic."""
+    """Packed batches, uneven rows, mini-batches, a budget over both ranks, a critic, an adapter."""
     curve, weights = learned(work, name, Alone())
     assert ranks[0]["crews"][name] == ranks[1]["crews"][name]
     np.testing.assert_allclose(ranks[0]["crews"][name], curve, rtol=1e-5, atol=1e-5)
-    if name == "grpo":
-        whole = load_file(work / "crew.safetensors")
+    if name in GATHERED:
+        whole = load_file(work / f"{name}.safetensors")
         assert whole.keys() == weights.keys()
         for key, tensor in weights.items():
             torch.testing.assert_close(whole[key], tensor, rtol=0, atol=1e-4, msg=key)

@@ -20,7 +20,7 @@ from tests.unit.trainer.cases import (
 )
 
 from penstock.trainer.divergence import WithEntropy
-from penstock.trainer.m2po import TrustRegion
+from penstock.trainer.m2po import M2po, TrustRegion
 from penstock.trainer.mismatch import (
     Corrected,
     Correction,
@@ -28,7 +28,7 @@ from penstock.trainer.mismatch import (
     Weighting,
     correction_of,
 )
-from penstock.trainer.objectives import Against, Clipped, Decoupled
+from penstock.trainer.objectives import Against, Clipped, Decoupled, Wrapped
 from penstock.trainer.tokens import Objective
 
 PPO = Clipped(ratio_against=Against.PROXIMAL)
@@ -134,6 +134,13 @@ def test_the_mismatch_is_never_counted_twice(inner: Objective) -> None:
     with pytest.raises(ValueError, match="twice"):
         Corrected(inner=inner, correction=Correction())
     Corrected(inner=inner, correction=Correction(weighting=Weighting.NONE, veto=1e-4))
+
+
+def test_a_budget_is_refused_its_correction_before_the_first_update() -> None:
+    with pytest.raises(ValueError, match="twice"):
+        Wrapped(budget=M2po(), wrap=lambda inner: Corrected(inner=inner, correction=Correction()))
+    rejects = Correction(weighting=Weighting.NONE, veto=1e-4)
+    Wrapped(budget=M2po(), wrap=lambda inner: Corrected(inner=inner, correction=rejects))
 
 
 def test_bounds_out_of_order_and_a_missing_column_are_refused() -> None:

@@ -15,14 +15,14 @@ from xml.etree import ElementTree
 import pytest
 from tests.unit.trainer.stage_makers import OWN, of, stage, train
 
-from penstock.config import HostConfig, PipelineConfig, PipelineStageConfig
+from penstock.config import HostConfig, LoraConfig, PipelineConfig, PipelineStageConfig
 from penstock.config.pipeline_checks import IN_BATCH
 from penstock.errors import ConfigError
 from penstock.trainer.models import TINY_QWEN3, init_model
 from penstock.trainer.pipeline.draw import to_svg
 from penstock.trainer.pipeline.functions import FUNCTIONS, find_function, misfits
 from penstock.trainer.pipeline.graph import depths, ordered
-from penstock.trainer.pipeline.memory import count_parameters, estimate
+from penstock.trainer.pipeline.memory import count_adapter, count_parameters, estimate
 from penstock.trainer.pipeline.plan import Plan, Trained, make_plan
 
 BUILTINS = ("grpo", "ppo", "dapo", "m2po", "gspo", "rloo", "opd", "reinforce")
@@ -221,6 +221,18 @@ def test_a_gang_holds_each_of_its_models_once() -> None:
     chain = plan_for(wide).chains[0]
     assert (chain.num_ranks, chain.memory.total_bytes) == (4, 4_000_000_000)
     assert plan_for(of("grpo"), num_parameters=None).chains[0].uncounted == ("model",)
+
+
+def test_under_an_adapter_that_alone_learns_and_the_reference_takes_no_room() -> None:
+    trained = Trained(init=TINY_QWEN3, stages=of("rloo"), lora=LoraConfig(rank=3))
+    [chain] = make_plan({"policy": trained}).chains
+    num_adapter = 3 * 2 * (3 * (64 + 128) + 2 * (64 + 128) + 2 * (64 + 64))
+    assert count_adapter(TINY_QWEN3, LoraConfig(rank=3)) == num_adapter
+    assert count_adapter(TINY_QWEN3, LoraConfig(rank=3, targets=("k_proj",))) == 3 * 2 * 128
+    assert chain.memory.gradients_bytes == 4 * num_adapter
+    assert chain.memory.optimizer_bytes == 8 * num_adapter
+    num_parameters = count_parameters(TINY_QWEN3)
+    assert num_parameters and chain.memory.weights_bytes == 4 * (num_parameters + num_adapter)
 
 
 def hosts(*kinds: tuple[str, float, int]) -> list[HostConfig]:

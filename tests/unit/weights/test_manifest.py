@@ -16,6 +16,7 @@ from penstock.weights import manifest as module
 from penstock.weights.manifest import (
     FileEntry,
     SnapshotManifest,
+    base_digest,
     digest_of,
     encode_manifest,
     make_manifest,
@@ -102,6 +103,25 @@ def test_an_adapter_that_lies_is_refused(change: Callable[[dict[str, Any]], obje
     change(value)
     with pytest.raises(WeightsError):
         parse_manifest(json.dumps(value).encode())
+
+
+LORA_TENSORS = [
+    TensorEntry(name=f"base_model.model.w.lora_{part}.weight", dtype="F32", shape=(2, 2), digest=A)
+    for part in "AB"
+]
+
+
+def test_an_adapter_may_stand_beside_its_model_and_no_other() -> None:
+    """The tensors say which model that is."""
+    base = make().weights_digest
+    assert base_digest([*TENSORS, *LORA_TENSORS]) == base
+    both = (PolicyName("solver"), 3, FILES + ADAPTER, TENSORS + LORA_TENSORS)
+    found = make_manifest(*both, base=base)
+    assert parse_manifest(encode_manifest(found)) == found and found.is_adapter
+    with pytest.raises(WeightsError, match="another model than its base"):
+        make_manifest(*both, base=found.weights_digest)
+    with pytest.raises(WeightsError, match="an adapter has both"):
+        make_manifest(*both)
 
 
 def test_the_weights_digest_is_over_sorted_lines() -> None:

@@ -123,3 +123,66 @@ def test_one_bad_file_does_not_cost_the_others_their_deltas(tmp_path: Path) -> N
             store.blob_path(blobs[0]["one.safetensors"]).unlink()
     assert not store.deltas_to(blobs[1]["one.safetensors"])
     assert store.deltas_to(blobs[1]["two.safetensors"])
+
+
+# --- an adapter beside its model ------------------------------------------------------------------
+
+MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+
+
+def write_adapted(folder: Path, seed: int) -> Path:
+    """A model that stays, and an adapter of this seed."""
+    folder.mkdir(exist_ok=True)
+    (folder / MODEL).write_bytes(weights_bytes({"w": (1000,)}, 0))
+    (folder / ADAPTER).write_bytes(weights_bytes({"base_model.model.w.lora_A.weight": (9,)}, seed))
+    (folder / "adapter_config.json").write_text("{}")
+    return folder
+
+
+def put_adapted(tmp_path: Path, number: int, after: StoredVersion | None = None) -> StoredVersion:
+    return put_snapshot(
+        tmp_path / "store",
+        tmp_path / "hf",
+        policy=PolicyName("p"),
+        number=number,
+        after=after,
+        unchanged=[MODEL],
+    )
+
+
+def blobs_of(tmp_path: Path, stored: StoredVersion) -> dict[str, str]:
+    store = DirectoryStore(tmp_path / "store")
+    manifest = parse_manifest(store.read_manifest(stored.manifest_digest))
+    return {file.name: file.blob for file in manifest.files}
+
+
+def test_a_model_beside_its_adapter_is_its_base(tmp_path: Path) -> None:
+    stored = put_adapted(write_adapted(tmp_path / "hf", 0).parent, 0)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (tmp_path / "hf" / MODEL).rename(alone / MODEL)
+    model = put_snapshot(tmp_path / "store", alone, policy=PolicyName("m"), number=0)
+    manifest = parse_manifest(
+        DirectoryStore(tmp_path / "store").read_manifest(stored.manifest_digest)
+    )
+    assert manifest.base == model.weights_digest != manifest.weights_digest
+
+
+def test_what_stays_is_neither_read_nor_copied_again(tmp_path: Path) -> None:
+    """Nobody looks into the file: other bytes there go unnoticed. What has no version before, or is
+    no more in the store, is read."""
+    first = put_adapted(write_adapted(tmp_path / "hf", 0).parent, 0)
+    before = blobs_of(tmp_path, first)
+    write_adapted(tmp_path / "hf", 1)
+    (tmp_path / "hf" / MODEL).write_bytes(weights_bytes({"w": (1000,)}, 5))
+    second = put_adapted(tmp_path, 1, first)
+    after = blobs_of(tmp_path, second)
+    assert after[MODEL] == before[MODEL] and after[ADAPTER] != before[ADAPTER]
+    store = DirectoryStore(tmp_path / "store")
+    store.blob_path(after[MODEL]).unlink()
+    third = put_adapted(tmp_path, 2, second)
+    assert blobs_of(tmp_path, third)[MODEL] != before[MODEL], "what lies there now"
+    assert all(map(store.has_blob, blobs_of(tmp_path, third).values()))
+    write_adapted(tmp_path / "hf", 1)
+    again = put_adapted(tmp_path, 2)
+    assert blobs_of(tmp_path, again)[MODEL] == before[MODEL]

@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 from penstock.rollout.engines.base import Engine, Loadable
 from penstock.rollout.engines.batch import Decoder
 from penstock.rollout.engines.continuous import MAX_ROWS, ContinuousEngine
+from penstock.rollout.engines.decoding import DecodingThread
 from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.engines.simulated import SimulatedEngine
 
@@ -42,6 +43,10 @@ class EnginePlace:
     """More words for `vllm serve`."""
     state_dir: Path | None = None
     """Takes the child's log."""
+    num_policies: int = 1
+    """Most that share a child, as adapters of one model."""
+    adapter_rank: int = 16
+    """The largest of their adapters."""
 
 
 class HfEngine(ContinuousEngine):
@@ -54,7 +59,9 @@ class HfEngine(ContinuousEngine):
 
             return HfDecoder(torch_threads=torch_threads)
 
-        super().__init__(open_decoder, name="hf", max_rows=max_rows)
+        thread = DecodingThread(open_decoder, name="hf")
+        super().__init__(thread, max_rows=max_rows)
+        thread.start()
 
 
 def make_engine(
@@ -86,6 +93,7 @@ def make_engine(
 
 def _make_vllm(place: EnginePlace) -> Engine:
     from penstock.rollout.engines.vllm import (
+        AdapterRoom,
         ChildServer,
         RemoteServer,
         VllmEngine,
@@ -95,6 +103,10 @@ def _make_vllm(place: EnginePlace) -> Engine:
     if place.url:
         return VllmEngine(RemoteServer(place.url))
     environment = Path(place.environment).expanduser() if place.environment else None
-    return VllmEngine(
-        ChildServer(environment or default_environment(), place.options, state_dir=place.state_dir)
+    server = ChildServer(
+        environment or default_environment(),
+        place.options,
+        state_dir=place.state_dir,
+        room=AdapterRoom(num_policies=place.num_policies, rank=place.adapter_rank),
     )
+    return VllmEngine(server)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from penstock.errors import EngineError, Refused
 from penstock.gateway.generate import Generate
@@ -30,6 +30,16 @@ class Loadable(Protocol):
 class Engine(Generate, Loadable, Protocol):
     async def close(self) -> None:
         """Requests still running fail with EngineError; the engine answers nothing any more."""
+        ...
+
+
+@runtime_checkable
+class Shareable(Protocol):
+    """An engine that can serve several policies whose versions are adapters of one model."""
+
+    def beside(self) -> Engine:
+        """An engine for one more of them, with a `live` of its own: the process and the base in
+        memory are shared, and a load here interrupts no answer there."""
         ...
 
 

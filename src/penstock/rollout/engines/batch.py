@@ -60,6 +60,10 @@ class Decoder(Protocol):
 
     def clear(self) -> None: ...
 
+    def beside(self) -> Decoder:
+        """One with rows of its own, for adapters of another policy on the same weights."""
+        ...
+
 
 @dataclass(slots=True)
 class Row:

@@ -3,15 +3,18 @@
 
 Owns the live model, the key-value cache of the rows and their left padding. Equal contexts
 (members of one group) are prefilled once. Refuses a snapshot whose tensors are not exactly the
-model's, by name and shape. Importing this module loads torch and transformers, which takes
-seconds: the decoding thread does it.
+model's, by name and shape. Decoders `beside` one another share one model: its weights are the base
+that all of them were loaded with, and each brings its adapter to its own passes. Importing this
+module loads torch and transformers, which takes seconds: the decoding thread does it.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,19 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from penstock.errors import EngineError
+from penstock.rollout.engines.adapter import (
+    A,
+    AdapterFacts,
+    B,
+    BaseFiles,
+    check_same_layers,
+)
 from penstock.rollout.engines.snapshot import Snapshot, read_snapshot, tensor_files
+from penstock.weights.manifest import ADAPTER_PREFIX, ADAPTER_WEIGHTS
 
 # B = rows, T = padded length, V = vocabulary, H = key-value heads, D = head size
 MAX_PREFILL_TOKENS = 16_384
@@ -56,6 +67,72 @@ class _Rows:
             self.mask_BT = self.mask_BT[:, num_padding:]
 
 
+Layers = dict[str, tuple[Tensor, Tensor]]
+"""A and B of each linear layer, by its path."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    facts: AdapterFacts
+    layers: Layers
+
+
+class _Weights:
+    """One model in memory for all decoders on it. `module` is set while no pass runs."""
+
+    def __init__(self) -> None:
+        self.module: Any = None
+        self.base: str | None = None
+        """Digest of the base's files, where adapters lie on them."""
+        self.num_decoders = 0
+        self._files = BaseFiles()
+        self._heard: set[str] = set()
+        self._active: _Adapter | None = None
+
+    def prepare(self, folder: Path) -> None:
+        """The base in memory; from the second adapter on it is there already."""
+        digest = self._files.digest(folder)
+        if self.module is None:
+            module = _build(folder)
+            _copy(module, _read_tensors(module, folder))
+            self.module, self.base = module, digest
+        elif self.base != digest:
+            raise EngineError(
+                f"{folder} holds an adapter of another base than the engine has in memory; "
+                "policies that share an engine start from one `init`, and keep it for the run"
+            )
+
+    def check_linear(self, facts: AdapterFacts, folder: Path) -> None:
+        kinds = {name: type(self.module.get_submodule(name)) for name in facts.modules}
+        others = sorted(name for name, kind in kinds.items() if kind is not torch.nn.Linear)
+        if others:
+            raise EngineError(
+                f"{folder} holds an adapter for {others[:3]}, which are no linear layers; "
+                "leave them out of lora.targets"
+            )
+
+    def hear(self, adapter: _Adapter) -> None:
+        """Let its layers ask for the active adapter; called while no pass runs."""
+        for name in adapter.facts.modules:
+            if name not in self._heard:
+                self._heard.add(name)
+                self.module.get_submodule(name).register_forward_hook(partial(self._add, name))
+
+    @contextmanager
+    def using(self, adapter: _Adapter | None) -> Generator[Any]:
+        self._active = adapter
+        try:
+            yield self.module
+        finally:
+            self._active = None
+
+    def _add(self, name: str, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if self._active is None or name not in self._active.layers:
+            return output
+        a, b = self._active.layers[name]
+        return output + self._active.facts.scale * linear(linear(inputs[0], a), b)
+
+
 @dataclass(frozen=True, slots=True)
 class HfStaged:
     decoder: HfDecoder
@@ -64,29 +141,64 @@ class HfStaged:
     snapshot: Snapshot
 
     def apply(self) -> None:
-        with torch.no_grad():
-            for name, target in _targets(self.model).items():
-                target.copy_(self.tensors[name])
-        self.decoder.model = self.model
+        _copy(self.model, self.tensors)
+        self.decoder.weights.module = self.model
+
+
+@dataclass(frozen=True, slots=True)
+class HfStagedAdapter:
+    decoder: HfDecoder
+    adapter: _Adapter
+    snapshot: Snapshot
+
+    def apply(self) -> None:
+        self.decoder.weights.hear(self.adapter)
+        self.decoder.adapter = self.adapter
 
 
 class HfDecoder:
-    def __init__(self, *, torch_threads: int) -> None:
+    def __init__(self, *, torch_threads: int, weights: _Weights | None = None) -> None:
+        """`weights` are those of another decoder, to be shared."""
         torch.set_num_threads(torch_threads)
         self._torch_threads = torch_threads
-        self.model: Any = None
+        self.weights = weights or _Weights()
+        self.weights.num_decoders += 1
+        self.adapter: _Adapter | None = None
         self._rows: _Rows | None = None
 
-    def stage(self, folder: Path) -> HfStaged:
+    def beside(self) -> HfDecoder:
+        return HfDecoder(torch_threads=self._torch_threads, weights=self.weights)
+
+    def stage(self, folder: Path) -> HfStaged | HfStagedAdapter:
         torch.set_num_threads(self._torch_threads)  # OpenMP counts per calling thread
         snapshot = read_snapshot(folder)
-        tensors: dict[str, Tensor] = {}
-        for path in tensor_files(folder):
-            tensors.update(load_file(path))
-        model = _build(folder) if self.model is None else self.model
-        tensors = _under_first_names(model, tensors)
-        _check_fit(model, tensors, folder)
-        return HfStaged(self, model, tensors, snapshot)
+        weights = self.weights
+        if snapshot.adapter is not None:
+            return self._stage_adapter(folder, snapshot, snapshot.adapter)
+        if weights.num_decoders > 1:
+            raise EngineError(
+                f"{folder} holds no adapter, and {weights.num_decoders} policies share this "
+                "engine's weights; give a policy that trains all weights an engine of its own"
+            )
+        if weights.base is not None:
+            check_same_layers(self.adapter and self.adapter.facts, None, folder)
+        model = _build(folder) if weights.module is None else weights.module
+        return HfStaged(self, model, _read_tensors(model, folder), snapshot)
+
+    def _stage_adapter(
+        self, folder: Path, snapshot: Snapshot, facts: AdapterFacts
+    ) -> HfStagedAdapter:
+        has_whole_model = self.weights.module is not None and self.weights.base is None
+        if self.adapter is not None or has_whole_model:
+            check_same_layers(self.adapter and self.adapter.facts, facts, folder)
+        self.weights.prepare(folder)
+        self.weights.check_linear(facts, folder)
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
+        layers: Layers = {}
+        for name in facts.modules:
+            a, b = (tensors[f"{ADAPTER_PREFIX}{name}{part}"] for part in (A, B))
+            layers[name] = (a.to(torch.float32, copy=True), b.to(torch.float32, copy=True))
+        return HfStagedAdapter(self, _Adapter(facts, layers), snapshot)
 
     def join(self, contexts: Sequence[Sequence[int]]) -> Logits:
         distinct: dict[tuple[int, ...], int] = {}
@@ -133,14 +245,15 @@ class HfDecoder:
         return rows, self._forward(torch.from_numpy(ids_BT), rows, position_BT)
 
     def _forward(self, ids_BT: Tensor, rows: _Rows, position_BT: Tensor) -> Tensor:
-        output = self.model(
-            input_ids=ids_BT,
-            attention_mask=rows.mask_BT,
-            position_ids=position_BT,
-            past_key_values=rows.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with self.weights.using(self.adapter) as model:
+            output = model(
+                input_ids=ids_BT,
+                attention_mask=rows.mask_BT,
+                position_ids=position_BT,
+                past_key_values=rows.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return output.logits[:, -1]
 
 
@@ -186,6 +299,22 @@ def _build(folder: Path) -> Any:
     gc.collect()
     gc.freeze()
     return model.eval().requires_grad_(False)
+
+
+def _read_tensors(model: Any, folder: Path) -> dict[str, Tensor]:
+    """Those of the folder's model; raises EngineError unless they are all that `model` has."""
+    tensors: dict[str, Tensor] = {}
+    for path in tensor_files(folder):
+        tensors.update(load_file(path))
+    tensors = _under_first_names(model, tensors)
+    _check_fit(model, tensors, folder)
+    return tensors
+
+
+def _copy(model: Any, tensors: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, target in _targets(model).items():
+            target.copy_(tensors[name])
 
 
 def _targets(model: Any) -> dict[str, Tensor]:

@@ -158,6 +158,11 @@ class SglangEngine:
             if self._is_closed:
                 raise EngineError(CLOSED)
             snapshot = await asyncio.to_thread(read_snapshot, folder)
+            if snapshot.adapter is not None:
+                raise EngineError(
+                    f"{folder} holds an adapter, which this engine cannot serve; set engine: hf or "
+                    "vllm, or leave models.NAME.lora out"
+                )
             if self._snapshot is not None and snapshot.tensors != self._snapshot.tensors:
                 raise EngineError(f"{folder} holds another model; a policy keeps its architecture")
             self._is_open.clear()

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.errors import EngineError
+from penstock.rollout.engines.adapter import AdapterFacts, adapter_facts, is_base
 from penstock.types import JsonObject
+from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 MAX_HEADER_BYTES = 100 << 20
 DEFAULT_WINDOW = 4096
@@ -29,7 +31,9 @@ class Snapshot:
     """Most tokens a context may have."""
     vocab_size: int
     tensors: tuple[str, ...]
-    """Names of all tensors, sorted."""
+    """Names of all tensors of the model, sorted; an adapter's are not among them."""
+    adapter: AdapterFacts | None = None
+    """What lies on top of the model in this version, if its policy trains an adapter."""
 
 
 def read_snapshot(folder: Path) -> Snapshot:
@@ -37,19 +41,28 @@ def read_snapshot(folder: Path) -> Snapshot:
     generation: JsonObject = {}
     if (folder / "generation_config.json").exists():
         generation = _read_object(folder / "generation_config.json")
-    names: list[str] = []
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in tensor_files(folder):
-        names.extend(_read_names(path))
+        shapes.update(_read_shapes(path))
     return Snapshot(
         stop_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
         window=_positive(config, "max_position_embeddings", DEFAULT_WINDOW),
         vocab_size=_positive(config, "vocab_size", DEFAULT_VOCAB),
-        tensors=tuple(sorted(names)),
+        tensors=tuple(sorted(shapes)),
+        adapter=_read_adapter(folder, shapes),
     )
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
+    """Of the model; an adapter's own file is not among them."""
+    return [path for path in sorted(folder.glob("*.safetensors")) if is_base(path)]
+
+
+def _read_adapter(folder: Path, base: dict[str, tuple[int, ...]]) -> AdapterFacts | None:
+    config, weights = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
+    if not config.exists() and not weights.exists():
+        return None
+    return adapter_facts(_read_object(config), _read_shapes(weights), base, config)
 
 
 def _read_object(path: Path) -> JsonObject:
@@ -62,8 +75,9 @@ def _read_object(path: Path) -> JsonObject:
     return cast(JsonObject, value)
 
 
-def _read_names(path: Path) -> list[str]:
-    """Names in a safetensors header, after checking that the file holds all bytes it speaks of."""
+def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors in a safetensors header, after checking that the file holds all bytes it
+    speaks of."""
     try:
         with path.open("rb") as file:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
@@ -71,6 +85,7 @@ def _read_names(path: Path) -> list[str]:
                 raise ValueError(f"header of {header_bytes} bytes")
             header: dict[str, JsonObject] = json.loads(file.read(header_bytes))
         header.pop("__metadata__", None)
+        shapes = {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
         ends = [int(entry["data_offsets"][1]) for entry in header.values()]
         expected = 8 + header_bytes + max(ends, default=0)
         found = path.stat().st_size
@@ -78,7 +93,7 @@ def _read_names(path: Path) -> list[str]:
             raise ValueError(f"{found} bytes, its header speaks of {expected}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise EngineError(f"{path} is damaged: {error}; fetch the snapshot again") from None
-    return list(header)
+    return shapes
 
 
 def _ids(value: Any) -> frozenset[int]:

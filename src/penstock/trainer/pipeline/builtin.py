@@ -43,7 +43,7 @@ def plan_of(config: RunConfig) -> Plan:
     written = {column for stage in config.dataflow.stages for column in stage.writes}
     return make_plan(
         {
-            name: Trained(init=model.init, stages=pipeline_of(config, name))
+            name: Trained(init=model.init, stages=pipeline_of(config, name), lora=model.lora)
             for name, model in config.models.items()
         },
         config.pipeline.hosts if config.pipeline else (),
@@ -97,7 +97,7 @@ def _train(*reads: str) -> Entry:
 
 
 def _with_critic(algorithm: AlgorithmConfig) -> list[Entry]:
-    options = {"gamma": algorithm.gamma, "lam": algorithm.lam}
+    options = {"gamma": algorithm.gamma, "lam": algorithm.lam, "normalise": True}
     credit = ["advantage", "returns"]
     return [
         _stage("values", "infer", "critic", ["turns"], ["values"]),

@@ -16,12 +16,15 @@ import numpy as np
 
 from penstock.trainer.advantages import (
     Credit,
+    Moments,
     batch_advantages,
     centred_advantages,
     final_rewards,
     group_advantages,
     group_then_batch_advantages,
     leave_one_out_advantages,
+    moments,
+    normalised,
 )
 from penstock.trainer.credit import Turns, last_turn, on_tokens
 from penstock.trainer.overlong import Overlong, OverlongRule
@@ -91,14 +94,34 @@ def overlong(
 
 
 def gae(
-    layout: Layout, *, reward: Floats, values: Floats, gamma: float = 1.0, lam: float = 1.0
+    layout: Layout,
+    *,
+    reward: Floats,
+    values: Floats,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    normalise: bool = False,
 ) -> Columns:
-    """PPO: each row's reward on its samples' last trained tokens, credited through the values."""
+    """PPO: each row's reward on its samples' last trained tokens, credited through the values.
+    `normalise` takes the advantages, not the returns, over the whole batch's mean and spread."""
     from penstock.trainer.gae import Gae  # brings torch, which a plan does without
 
     rewards_T = final_rewards(reward, layout.mask_T, layout.starts_S, layout.ends_S, layout.rows_S)
     found = Gae(discount=gamma, trace=lam)(rewards_T, values, layout.mask_T, layout.ends_S)
-    return {"advantage": found.advantages_T, "returns": found.returns_T}
+    advantages_T = found.advantages_T
+    if normalise:
+        advantages_T = _normalised(layout, reward, advantages_T)
+    return {"advantage": advantages_T, "returns": found.returns_T}
+
+
+def _normalised(layout: Layout, reward: Floats, advantages_T: Floats) -> Floats:
+    """Over the tokens of all ranks; those of rows without a reward count nowhere, and stay 0."""
+    counts_T = layout.mask_T & np.isfinite(reward[layout.rows_T])
+    own = moments(advantages_T, counts_T)
+    sums = layout.sum_over_ranks(np.array([own.num_tokens, own.total, own.square], np.float64))
+    num_tokens, total, square = sums.tolist()
+    of_batch = Moments(num_tokens=int(num_tokens), total=total, square=square)
+    return normalised(advantages_T, counts_T, of_batch)
 
 
 def _credited(layout: Layout, reward_R: Floats, credit: Credit) -> Columns:

@@ -2,13 +2,14 @@
 """Where things are in a batch: all that a compute stage sees beside its columns.
 
 Owns no value: rewards, advantages and log-probs are columns. On a rank of a gang, rows are all of
-the manifest and tokens the rank's own.
+the manifest and tokens the rank's own: what is summed over tokens goes through `sum_over_ranks`.
 
 R = rows of the manifest, S = samples, T = tokens of all samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Sum = Callable[[Floats], Floats]
+
+
+def as_it_is(values: Floats) -> Floats:
+    """The sum over one rank."""
+    return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +46,11 @@ class Layout:
     """True where the token was sampled and is to be trained."""
     turns_T: npt.NDArray[np.int32]
     """Index of the token's turn in its trajectory."""
+    sum_over_ranks: Sum = as_it_is
+    """Element by element; every rank of the gang asks, with as many numbers."""
 
     @classmethod
-    def of(cls, batch: Batch) -> Layout:
+    def of(cls, batch: Batch, sum_over_ranks: Sum = as_it_is) -> Layout:
         """The layout of this batch; shares its arrays."""
         samples = batch.samples
         return cls(
@@ -53,6 +62,7 @@ class Layout:
             ids_T=samples.ids_T,
             mask_T=samples.mask_T,
             turns_T=samples.turns_T,
+            sum_over_ranks=sum_over_ranks,
         )
 
     def by_token(self, values_R: Floats) -> Floats:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.trainer.models import TINY_QWEN3, num_tiny_parameters
+from penstock.config import LoraConfig
+from penstock.trainer.models import TINY_QWEN3, tiny_shapes
 
 WEIGHT_BYTES = 4
 """float32 is what the optimizer updates, whatever precision a forward pass computes in."""
@@ -62,15 +65,42 @@ def estimate(num_parameters: int, *, is_trained: bool) -> Memory:
     )
 
 
+def estimate_adapted(num_parameters: int, num_adapter: int) -> Memory:
+    """Of a whole model that stays, and an adapter on it that learns."""
+    return estimate(num_parameters, is_trained=False) + estimate(num_adapter, is_trained=True)
+
+
 def count_parameters(init: str) -> int | None:
     """Of a model as `init` names it; None where there is no such folder on this machine."""
+    shapes = _shapes_of(init)
+    return None if shapes is None else sum(map(math.prod, shapes.values()))
+
+
+def count_adapter(init: str, lora: LoraConfig) -> int | None:
+    """Parameters of an adapter on such a model: rank × (in + out) for each matrix it stands beside.
+    Without targets these are all matrices of the numbered layers."""
+    if (shapes := _shapes_of(init)) is None:
+        return None
+    return sum(
+        lora.rank * sum(shape)
+        for name, shape in shapes.items()
+        if len(shape) == 2 and _LAYER.search(name)
+        if lora.targets is None or name.split(".")[-2] in lora.targets
+    )
+
+
+_LAYER = re.compile(r"\.\d+\..*\.weight$")
+
+
+def _shapes_of(init: str) -> dict[str, tuple[int, ...]] | None:
     if init == TINY_QWEN3:
-        return num_tiny_parameters()
+        return tiny_shapes()
     files = sorted(Path(init).expanduser().glob("*.safetensors"))
     try:
-        return sum(map(_count, files)) if files else None
+        found = [_shapes(file) for file in files if not file.name.startswith("adapter_")]
     except (OSError, ValueError):
         return None
+    return {name: shape for one in found for name, shape in one.items()} if found else None
 
 
 def size_text(num_bytes: int) -> str:
@@ -83,11 +113,11 @@ def size_text(num_bytes: int) -> str:
     return f"{value:,.3g} {units[-1]}"
 
 
-def _count(path: Path) -> int:
+def _shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
     """From the header alone: eight bytes of its length, then JSON with every tensor's shape."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"{path} is no safetensors file")
         header = json.loads(file.read(length))
-    return sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+    return {name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"}

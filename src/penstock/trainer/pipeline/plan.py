@@ -10,12 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from penstock.config import LoraConfig
 from penstock.config.pipeline import HostConfig, PipelineStageConfig
 from penstock.config.pipeline_checks import IN_BATCH
 from penstock.errors import ConfigError
 from penstock.trainer.pipeline.graph import ordered
-from penstock.trainer.pipeline.memory import Memory, count_parameters, estimate, size_text
+from penstock.trainer.pipeline.memory import (
+    Memory,
+    count_adapter,
+    count_parameters,
+    estimate,
+    estimate_adapted,
+    size_text,
+)
 
+ACTOR = "actor"
 TRAIN = "train"
 """The tag of hosts that gangs are placed on."""
 GB = 10**9
@@ -62,6 +71,8 @@ class Trained:
     init: str
     """Its initial weights."""
     stages: Stages
+    lora: LoraConfig | None = None
+    """The adapter that learns instead of them."""
 
 
 @dataclass(slots=True)
@@ -118,7 +129,7 @@ def make_plan(
     for policy, trained in policies.items():
         order = ordered(trained.stages, {*IN_BATCH, *from_ledger})
         inside = tuple(stage for stage in order if not stage.is_service)
-        chains.append(_chain(policy, trained.init, inside, room, count))
+        chains.append(_chain(policy, trained, inside, room, count))
         for stage in order:
             if stage.is_service and stage.id not in services:
                 services[stage.id] = _service(stage, room, count)
@@ -127,24 +138,29 @@ def make_plan(
 
 def _chain(
     policy: str,
-    init: str,
+    trained: Trained,
     stages: tuple[PipelineStageConfig, ...],
     room: _Room,
     count: Callable[[str], int | None],
 ) -> Chain:
-    """Each model once: that of a role is the same in all stages, and learns if one trains it."""
+    """Each model once: that of a role is the same in all stages, and learns if one trains it. What
+    stays as it began is under an adapter the policy's own model."""
+    learning = {stage.role for stage in stages if stage.type == "train"}
     models: dict[tuple[str, str], int] = {}
     for stage in stages:
         if stage.type != "compute" and (stage.fn is None or stage.type == "train" or stage.model):
-            key = (stage.role, stage.model or init)
+            is_bare = trained.lora and not stage.model and stage.role not in learning
+            key = (ACTOR if is_bare else stage.role, stage.model or trained.init)
             models[key] = max(models.get(key, 1), stage.parallel.num_ranks)
-    learning = {stage.role for stage in stages if stage.type == "train"}
     memory, uncounted = Memory(), list[str]()
     for (role, model), num_ranks in models.items():
         if (num_parameters := count(model)) is None:
             uncounted.append(model)
             continue
-        memory += estimate(num_parameters, is_trained=role in learning).over(num_ranks)
+        found = estimate(num_parameters, is_trained=role in learning)
+        if trained.lora and role == ACTOR:
+            found = estimate_adapted(num_parameters, count_adapter(model, trained.lora) or 0)
+        memory += found.over(num_ranks)
     num_ranks = max((stage.parallel.num_ranks for stage in stages), default=1)
     who = f"the gang of policy {policy}"
     return Chain(

@@ -21,7 +21,7 @@ from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch
 from penstock.trainer.learner import Stats
 from penstock.trainer.pipeline.functions import find_function, keywords
-from penstock.trainer.pipeline.layout import Layout
+from penstock.trainer.pipeline.layout import Layout, Sum, as_it_is
 
 Floats = npt.NDArray[np.float64]
 Columns = Mapping[str, Floats]
@@ -86,7 +86,9 @@ def merge(told: Sequence[tuple[Stage, Stats]], more: Mapping[str, float]) -> Sta
     return replace(actor, values={**values, **more})
 
 
-def bind(stage: PipelineStageConfig, runner: Call | None = None) -> Stage:
+def bind(
+    stage: PipelineStageConfig, runner: Call | None = None, *, sum_over_ranks: Sum = as_it_is
+) -> Stage:
     """The stage with its function, or with what runs its model."""
     call = runner
     if call is None:
@@ -95,13 +97,15 @@ def bind(stage: PipelineStageConfig, runner: Call | None = None) -> Stage:
             raise ConfigError(
                 f"stage {stage.id}: nothing here runs the model of a {stage.role} ({stage.type})"
             )
-        call = partial(_compute, function, stage)
+        call = partial(_compute, function, stage, sum_over_ranks)
     return Stage(id=stage.id, role=stage.role, writes=stage.writes, call=call)
 
 
-def _compute(function: Callable[..., Any], stage: PipelineStageConfig, batch: Batch) -> Columns:
+def _compute(
+    function: Callable[..., Any], stage: PipelineStageConfig, sum_over_ranks: Sum, batch: Batch
+) -> Columns:
     given = {name: column_of(batch, column, stage.id) for name, column in keywords(stage).items()}
-    return function(Layout.of(batch), **given, **stage.options)
+    return function(Layout.of(batch, sum_over_ranks), **given, **stage.options)
 
 
 def column_of(batch: Batch, name: str, reader: str) -> Floats:

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.errors import EngineError
+from penstock.rollout.engines import adapter
 from penstock.rollout.engines.snapshot import read_snapshot
 
 
@@ -55,3 +58,35 @@ def test_unusable_configs_are_refused(tmp_path: Path, config: object) -> None:
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="cannot read"):
         read_snapshot(tmp_path / "nowhere")
+
+
+def test_a_base_is_known_by_its_bytes_and_hard_links_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    hash_before: Any = adapter.blake3
+
+    class Counting:
+        def __init__(self, *args: Any, **words: Any) -> None:
+            self._inner = hash_before(*args, **words)
+
+        def update_mmap(self, path: Path) -> Any:
+            read.append(path)
+            return self._inner.update_mmap(path)
+
+        def hexdigest(self) -> str:
+            return self._inner.hexdigest()
+
+    monkeypatch.setattr(adapter, "blake3", Counting)
+    names = ("one", "link", "copy", "other")
+    one, link, copy, other = (tmp_path / name for name in names)
+    for folder in (one, link, copy, other):
+        folder.mkdir()
+    path = write(one, {}) / "model.safetensors"
+    os.link(path, link / path.name)
+    (copy / path.name).write_bytes(path.read_bytes())
+    (other / path.name).write_bytes(path.read_bytes()[:-1] + b"x")
+    (link / "adapter_model.safetensors").write_bytes(b"not the base's business")
+    files = adapter.BaseFiles()
+    assert files.digest(one) == files.digest(link) == files.digest(copy) != files.digest(other)
+    assert [found.parent.name for found in read] == ["one", "copy", "other"]

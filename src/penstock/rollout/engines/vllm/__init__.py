@@ -2,6 +2,7 @@
 """vLLM as an engine, in its own environment: nothing here imports it."""
 
 from penstock.rollout.engines.vllm.child import (
+    AdapterRoom,
     ChildServer,
     RemoteServer,
     Server,
@@ -9,4 +10,11 @@ from penstock.rollout.engines.vllm.child import (
 )
 from penstock.rollout.engines.vllm.engine import VllmEngine
 
-__all__ = ["ChildServer", "RemoteServer", "Server", "VllmEngine", "default_environment"]
+__all__ = [
+    "AdapterRoom",
+    "ChildServer",
+    "RemoteServer",
+    "Server",
+    "VllmEngine",
+    "default_environment",
+]

@@ -90,9 +90,10 @@ def body_of(
     *,
     salt: str,
     is_streamed: bool,
+    model: str = "",
 ) -> bytes:
-    """`salt` keeps the prefix caches of versions apart. Every stop rule is ours: the snapshot's
-    end ids and the spec's strings, whose tokens all stay in the answer."""
+    """`salt` keeps the prefix caches of versions apart; `model` names an adapter. Every stop rule
+    is ours: the snapshot's end ids and the spec's strings, whose tokens all stay in the answer."""
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -110,12 +111,14 @@ def body_of(
         params |= {"skip_special_tokens": False}
     if sampling.json_schema:
         params["structured_outputs"] = {"json": sampling.json_schema}
-    call = {
+    call: dict[str, Any] = {
         "token_ids": list(prompt_ids),
         "sampling_params": params,
         "cache_salt": salt,
         "stream": is_streamed,
     }
+    if model:
+        call["model"] = model
     return msgspec.json.encode(call)
 
 

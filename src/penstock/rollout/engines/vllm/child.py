@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +30,7 @@ from penstock.errors import EngineError
 from penstock.rollout.engines.vllm.control import NEEDED, Control
 from penstock.rollout.engines.vllm.http import HttpClient
 from penstock.rollout.programs import inherited_env
+from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 START_S = 1800.0
 STOP_S = 15.0
@@ -38,12 +40,25 @@ TELL_S = 15.0
 COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 """Under a schema, a model that likes blanks would otherwise never end."""
 INSIDE = Path(__file__).parent / "inside"
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM makes room for."""
+MOST_ADAPTERS = 16
+"""In memory at once, of all policies."""
 log = structlog.get_logger(__name__)
 
 
 def default_environment() -> Path:
     """Where `make setup-engine` puts vLLM."""
     return Path(os.environ.get("PENSTOCK_CACHE", "~/.cache/penstock")).expanduser() / "vllm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRoom:
+    """What a server must have room for, where its folders hold adapters."""
+
+    num_policies: int = 1
+    rank: int = 16
+    """The largest that will come."""
 
 
 class Server(Protocol):
@@ -95,12 +110,14 @@ class ChildServer:
         *,
         state_dir: Path | None = None,
         start_s: float = START_S,
+        room: AdapterRoom | None = None,
     ) -> None:
         """The server's log goes to `state_dir`, else to a temporary folder."""
         self._program = environment / "bin" / "vllm"
         self._options = tuple(options)
         self._state_dir = state_dir
         self._start_s = start_s
+        self._room = room or AdapterRoom()
         self._process: asyncio.subprocess.Process | None = None
         self._scratch: Path | None = None
 
@@ -124,7 +141,10 @@ class ChildServer:
         port = _free_port()
         log_path = (self._state_dir or self._scratch) / f"vllm-{port}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        words = [str(self._program), *_arguments(folder, port), *self._options]
+        model, more = folder, ()
+        if (folder / ADAPTER_CONFIG).exists():
+            model, more = _base_of(folder, self._scratch / "base"), _for_adapters(self._room)
+        words = [str(self._program), *_arguments(model, port), *more, *self._options]
         log.info("starting vLLM", command=shlex.join(words), log=str(log_path))
         with log_path.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
@@ -189,6 +209,24 @@ def _arguments(folder: Path, port: int) -> list[str]:
     ]
 
 
+def _base_of(folder: Path, place: Path) -> Path:
+    """The folder without its adapter, which vLLM would take for a part of the model."""
+    place.mkdir()
+    for path in folder.resolve().iterdir():
+        if path.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            (place / path.name).symlink_to(path)
+    return place
+
+
+def _for_adapters(room: AdapterRoom) -> tuple[str, ...]:
+    rank = next((rank for rank in RANKS if rank >= room.rank), room.rank)
+    return (
+        "--enable-lora",
+        *("--max-lora-rank", str(rank), "--max-loras", str(2 * room.num_policies)),
+        *("--max-cpu-loras", str(max(MOST_ADAPTERS, 2 * room.num_policies))),
+    )
+
+
 def _environment(folder: Path, scratch: Path) -> dict[str, str]:
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -197,6 +235,7 @@ def _environment(folder: Path, scratch: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_RPC_BASE_PATH": str(scratch),
         "PYTHONPATH": str(INSIDE),
         "PENSTOCK_WEIGHTS_ROOT": str(folder.resolve().parent),

@@ -72,6 +72,13 @@ class Control:
         """Tokens sampled from now on are by these weights."""
         await self._call("POST", "/update_weight_version", {"new_version": name})
 
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        call = {"lora_name": name, "lora_path": str(folder)}
+        await self._call("POST", "/v1/load_lora_adapter", call, timeout_s=LOAD_S)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
     async def resume(self) -> None:
         await self._call("POST", "/resume", timeout_s=PAUSE_S)
 

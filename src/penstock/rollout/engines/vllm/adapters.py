@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM server that holds one base and adapters of one or more policies on it.
+
+Each version is an adapter under a name of its own, loaded beside those that serve: nothing is
+paused, and no other answer is touched. New requests of its policy name the newest; an answer keeps
+its adapter to its end, so all of it is of one version, and an adapter that is not the newest is
+unloaded when its last answer has ended. vLLM keeps so many adapters in memory and forgets the one
+used least recently; prefixes are cached by adapter.
+
+Owns names, uses and the check of bases. vLLM's own label of weights never changes here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from penstock.errors import EngineError
+from penstock.gateway.generate import Completion, Listen
+from penstock.rollout.engines.adapter import BaseFiles, check_same_layers
+from penstock.rollout.engines.snapshot import Snapshot
+from penstock.rollout.engines.vllm.answers import Hearing, body_of
+from penstock.rollout.engines.vllm.child import MOST_ADAPTERS, Server
+from penstock.rollout.engines.vllm.keeper import Keeper
+from penstock.rollout.engines.vllm.whole import Loaded, salt_of
+from penstock.types import PolicyName, SamplingSpec, Version
+
+BASE = "base"
+"""Label of the only weights that such a server has."""
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    name: str
+    loaded: Loaded
+
+
+class AdapterShelf:
+    def __init__(self, server: Server, *, stall_s: float) -> None:
+        self.keeper = Keeper(server, self, stall_s=stall_s)
+        self.paused_s = 0.0
+        """Nobody waits for an adapter."""
+        self._is_lost = True
+        self._base = ""
+        self._files = BaseFiles()
+        self._newest: dict[PolicyName, _Adapter] = {}
+        self._names: set[str] = set()
+        """On the server."""
+        self._uses: Counter[str] = Counter()
+        self._num_loads = 0
+
+    def live(self, policy: PolicyName) -> Version | None:
+        newest = self._newest.get(policy)
+        if newest is None or self._is_lost or not self.keeper.is_running:
+            return None
+        return newest.loaded.version if newest.name in self._names else None
+
+    def snapshot(self, version: Version) -> Snapshot:
+        return self._newest[version.policy].loaded.snapshot
+
+    async def answer(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSpec,
+        version: Version,
+        listen: Listen | None,
+    ) -> tuple[Completion, bool]:
+        """And whether its pieces were told with the right versions."""
+        is_streamed, name = listen is not None, self._newest[version.policy].name
+        body = body_of(
+            prompt_ids,
+            sampling,
+            self.snapshot(version),
+            salt=salt_of(version),
+            is_streamed=is_streamed,
+            model=name,
+        )
+        hearing = Hearing(lambda: version, listen)
+        self._uses[name] += 1
+        try:
+            await self.keeper.ask(body, hearing, is_streamed=is_streamed)
+        finally:
+            self._uses[name] -= 1
+        return hearing.completion({BASE: version}), hearing.was_told_right
+
+    async def load(self, wanted: Loaded) -> None:
+        policy = wanted.version.policy
+        before = self._newest.get(policy)
+        if before is not None and self.live(policy) is not None and before.loaded == wanted:
+            return  # brought back with it by the keeper
+        base = self._files.digest(wanted.folder)
+        self._check(before, wanted, base)
+        if self._is_lost:
+            await self._bring_up(wanted)
+            self._base = base
+        await self._put(wanted)
+        await self.tidy()
+
+    def leave(self, policy: PolicyName | None) -> None:
+        """An engine of this policy is no more. Its answers end by themselves, and its adapter with
+        the last of them."""
+        if policy is not None:
+            self._newest.pop(policy, None)
+
+    def lost(self) -> None:
+        self._is_lost = True
+        self._names.clear()
+
+    async def revive(self) -> bool:
+        first = next(iter(self._newest.values()), None)
+        if first is None:
+            return False
+        await self._bring_up(first.loaded)
+        return True
+
+    async def tidy(self) -> None:
+        """Unload what nobody needs; a later try follows where that fails."""
+        needed = {adapter.name for adapter in self._newest.values()}
+        for name in sorted(self._names - needed):
+            if not self._uses[name]:
+                try:
+                    await self.keeper.control.unload_adapter(name)
+                except EngineError as error:
+                    log.warning("an old adapter stays on the server", name=name, why=str(error))
+                    continue
+                self._names.discard(name)
+                del self._uses[name]
+
+    async def _put(self, wanted: Loaded) -> None:
+        if len(self._names) >= MOST_ADAPTERS:
+            await self.tidy()
+        if len(self._names) >= MOST_ADAPTERS:
+            raise EngineError(
+                f"{len(self._names)} adapters have answers under way, and vLLM has room for "
+                f"{MOST_ADAPTERS}; {wanted.version} is tried again"
+            )
+        self._num_loads += 1  # names are never used twice, nor are prefixes cached under them
+        name = f"{wanted.version}-{self._num_loads}"
+        await self.keeper.control.load_adapter(name, wanted.folder)
+        self._names.add(name)
+        self._newest[wanted.version.policy] = _Adapter(name, wanted)
+
+    async def _bring_up(self, wanted: Loaded) -> None:
+        """A server with the base, and on it what was live before."""
+        self._names.clear()
+        if not await self.keeper.start(wanted.folder):
+            raise EngineError(
+                "adapters need a vLLM that the node starts by itself on their base; leave "
+                "models.NAME.vllm.url out"
+            )
+        control = self.keeper.control
+        await control.label(BASE)
+        await control.examine()
+        for adapter in list(self._newest.values()):
+            await self._put(adapter.loaded)
+        self._is_lost = False
+        self.keeper.is_up()
+
+    def _check(self, before: _Adapter | None, wanted: Loaded, base: str) -> None:
+        if before is not None or wanted.snapshot.adapter is None:
+            facts = None if before is None else before.loaded.snapshot.adapter
+            check_same_layers(facts, wanted.snapshot.adapter, wanted.folder)
+        if self._base not in ("", base):
+            raise EngineError(
+                f"{wanted.folder} holds an adapter of another base than vLLM serves; policies that "
+                "share an engine start from one `init`, and keep it for the run"
+            )

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters: linear layers whose own weights are frozen and which learn a product of low rank.
+
+    y = W x + alpha / rank · B A x          A: rank × in, B: out × rank
+
+Owns the layer, how a model puts it on and does without it for a while, and the two files in which
+PEFT and the engines keep an adapter. A stands in the folder as drawn and B as zeros, so number 0 is
+the model itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from penstock.config import LoraConfig
+from penstock.errors import ConfigError, WeightsError
+from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
+
+A, B = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """What an adapter is, apart from its weights."""
+
+    rank: int
+    alpha: int
+    targets: tuple[str, ...]
+    """Last parts of the names of its layers, in order."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter; its own weight is the very parameter of the layer before."""
+
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+
+    def __init__(self, base: nn.Linear, adapter: Adapter) -> None:
+        nn.Module.__init__(self)  # no weights of its own
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight = base.weight
+        self.register_parameter("bias", base.bias)
+        like = {"device": base.weight.device, "dtype": base.weight.dtype}
+        self.lora_A = nn.Linear(base.in_features, adapter.rank, bias=False, **like)
+        self.lora_B = nn.Linear(adapter.rank, base.out_features, bias=False, **like)
+        self.scale = adapter.scale
+        self.is_on = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        plain = super().forward(input)
+        return plain + self.scale * self.lora_B(self.lora_A(input)) if self.is_on else plain
+
+
+def put_on(model: PreTrainedModel, folder: Path, wanted: LoraConfig) -> None:
+    """Give the model the adapter of this folder and freeze everything else."""
+    adapter = read_adapter(folder)
+    _check_wanted(adapter, wanted, folder)
+    model.requires_grad_(False)
+    for name, layer in _layers(model, adapter.targets).items():
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, LoraLinear(layer, adapter))
+    found, own = load_file(folder / ADAPTER_WEIGHTS), adapter_tensors(model)
+    if {name: t.shape for name, t in found.items()} != {n: t.shape for n, t in own.items()}:
+        raise WeightsError(
+            f"{folder / ADAPTER_WEIGHTS} is no adapter of this model with the layers that "
+            f"{ADAPTER_CONFIG} names; repair the folder"
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(found[name])
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The adapter's parameters by their names in its file; none of a model that has no adapter."""
+    return {
+        ADAPTER_PREFIX + name: parameter
+        for name, parameter in model.named_parameters()
+        if name.endswith((A, B))
+    }
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Generator[None]:
+    """Inside, the model is what it was before its adapter."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    for layer in layers:
+        layer.is_on = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_on = True
+
+
+def begin_adapter(folder: Path, wanted: LoraConfig, seed: int) -> None:
+    """Write the adapter of number 0 beside the model in this folder, unless there is one: then the
+    policy goes on with that."""
+    if (folder / ADAPTER_CONFIG).exists():
+        return
+    model = _outline(folder)
+    targets = wanted.targets or tuple({name.rpartition(".")[2] for name in _linears(model)})
+    adapter = Adapter(rank=wanted.rank, alpha=wanted.alpha, targets=tuple(sorted(set(targets))))
+    draw = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for name, layer in sorted(_layers(model, adapter.targets).items()):
+        a = torch.empty(adapter.rank, layer.in_features)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=draw)
+        tensors[f"{ADAPTER_PREFIX}{name}{A}"] = a
+        tensors[f"{ADAPTER_PREFIX}{name}{B}"] = torch.zeros(layer.out_features, adapter.rank)
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(_peft_config(adapter), indent=2) + "\n")
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """What `adapter_config.json` says, or WeightsError when it is not one of ours."""
+    try:
+        found = json.loads((folder / ADAPTER_CONFIG).read_text())
+        adapter = Adapter(
+            rank=found["r"], alpha=found["lora_alpha"], targets=tuple(found["target_modules"])
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{folder / ADAPTER_CONFIG} is no adapter's: {error!r}") from error
+    if any(found.get(word, plain) != plain for word, plain in _PLAIN.items()):
+        raise WeightsError(
+            f"{folder / ADAPTER_CONFIG} describes another kind of adapter than plain LoRA; train "
+            "that one elsewhere, or begin from the model alone"
+        )
+    return adapter
+
+
+_PLAIN: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "use_rslora": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+"""What PEFT writes for the only kind that is trained here."""
+
+
+def _peft_config(adapter: Adapter) -> dict[str, Any]:
+    return {
+        **_PLAIN,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "r": adapter.rank,
+        "target_modules": list(adapter.targets),
+        "task_type": "CAUSAL_LM",
+    }
+
+
+def _check_wanted(adapter: Adapter, wanted: LoraConfig, folder: Path) -> None:
+    is_same = (adapter.rank, adapter.alpha) == (wanted.rank, wanted.alpha)
+    if not is_same or (wanted.targets and {*adapter.targets} != {*wanted.targets}):
+        raise ConfigError(
+            f"{folder} holds an adapter of rank {adapter.rank}, alpha {adapter.alpha} for "
+            f"{', '.join(adapter.targets)}, and the config says otherwise under lora; an adapter "
+            "keeps its shape for its whole life: undo the change, or begin from the model alone"
+        )
+
+
+def _outline(folder: Path) -> nn.Module:
+    """The model of a folder without its weights."""
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        return cast(nn.Module, AutoModelForCausalLM.from_config(config))
+
+
+def _linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Linear layers by name; the head is none of them."""
+    head = cast(PreTrainedModel, model).get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head
+    }
+
+
+def _layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
+    found = _linears(model)
+    known = sorted({name.rpartition(".")[2] for name in found})
+    if missing := sorted({*targets} - {*known}):
+        raise ConfigError(
+            f"lora targets {', '.join(missing)}, and the model has no such linear layer; it has "
+            f"{', '.join(known)}"
+        )
+    return {name: layer for name, layer in found.items() if name.rpartition(".")[2] in targets}
