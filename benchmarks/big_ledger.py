@@ -31,7 +31,7 @@ from penstock.dataflow.records import (
     row_id,
 )
 from penstock.dataflow.sources import open_source
-from penstock.dataflow.tables import open_tables
+from penstock.dataflow.storage.tables import open_tables
 from penstock.types import GroupId, OutcomeKind, RowSummary
 
 SOURCE, TASK = "train", "penstock.tasks.reverse"

@@ -4,8 +4,8 @@
 """Processes of `trainer_dataplane`: a partition that serves rows, and ranks that train on them by
 either design, step after step, on the same rows.
 
-Ours: each rank draws its own rows (`penstock.trainer.drawing`). The other: the first rank draws
-all rows and hands every rank its share. Both then take one and the same step.
+Ours: each rank draws its own rows (`penstock.trainer.gang.drawing`). The other: the first rank
+draws all rows and hands every rank its share. Both then take one and the same step.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.dataflow.protocol import RowPayload, RowsAnswer
-from penstock.trainer.drawing import draw_rows
-from penstock.trainer.gang import Gang, form, join
-from penstock.trainer.places import Parallel
-from penstock.trainer.ranks import LOOPBACK, Membership
+from penstock.trainer.gang.drawing import draw_rows
+from penstock.trainer.gang.places import Parallel
+from penstock.trainer.gang.ranks import LOOPBACK, Membership
+from penstock.trainer.gang.team import Gang, form, join
 from penstock.types import (
     GroupId,
     Manifest,

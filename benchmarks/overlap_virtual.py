@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from benchmarks.overlap_world import Spell, Window, Workload, bound_s
 from benchmarks.staleness import POLICY, rules
 from benchmarks.virtual import TOKEN_S, Answer, VirtualRun
-from penstock.dataflow.consumers import PolicyTerms
-from penstock.dataflow.core import CoreTerms
-from penstock.dataflow.groups import Closing, ClosingKind, LeaseTerms
-from penstock.dataflow.home import IssueTerms
+from penstock.dataflow.core.consumers import PolicyTerms
+from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
+from penstock.dataflow.core.home import IssueTerms
+from penstock.dataflow.machines import CoreTerms
 from penstock.dataflow.protocol import Grant
 from penstock.dataflow.sources import Source
 from penstock.types import GroupId

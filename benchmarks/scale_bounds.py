@@ -16,7 +16,6 @@ from pathlib import Path
 from benchmarks.client import Service, Tokens, check_stored, make_tokens
 from benchmarks.harness import ROOT, say
 from benchmarks.scale_world import World, scale_config, world
-from penstock.dataflow.blob_client import put_blob
 from penstock.dataflow.protocol import (
     Delivery,
     DeliveryRequest,
@@ -24,6 +23,7 @@ from penstock.dataflow.protocol import (
     LeaseAnswer,
     NodeState,
 )
+from penstock.dataflow.rows.blob_client import put_blob
 from penstock.types import NodeId
 from penstock.wire.client import AsyncCaller
 from penstock.wire.codec import decode, encode, encode_json

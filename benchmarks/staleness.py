@@ -18,12 +18,12 @@ from statistics import NormalDist
 
 from benchmarks.harness import result, say
 from benchmarks.virtual import TOKEN_S, Answer, VirtualRun
-from penstock.dataflow.consumers import Consumer, PolicyTerms
-from penstock.dataflow.core import CoreTerms
-from penstock.dataflow.groups import Closing, ClosingKind, LeaseTerms
-from penstock.dataflow.home import IssueTerms
+from penstock.dataflow.core.consumers import Consumer, PolicyTerms
+from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
+from penstock.dataflow.core.home import IssueTerms
+from penstock.dataflow.core.rulebook import RuleTerms
+from penstock.dataflow.machines import CoreTerms
 from penstock.dataflow.protocol import Grant
-from penstock.dataflow.rulebook import RuleTerms
 from penstock.dataflow.sources import Source
 from penstock.types import DropReason, PolicyName
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.harness import result, say, scratch
-from penstock.trainer.balance import imbalance, row_costs, share_out
+from penstock.trainer.gang.balance import imbalance, row_costs, share_out
 
 if TYPE_CHECKING:
     from benchmarks.dataplane_ranks import World

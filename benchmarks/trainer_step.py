@@ -23,11 +23,11 @@ from benchmarks.harness import MIN_PAIRS, result, say
 from penstock.trainer.actor import Actor
 from penstock.trainer.attention import lay_out
 from penstock.trainer.batches import Batch
-from penstock.trainer.gang import Alone
+from penstock.trainer.gang.team import Alone
 from penstock.trainer.inputs import make_inputs, split
 from penstock.trainer.learner import Learner, Optimizer
+from penstock.trainer.losses.objectives import Clipped
 from penstock.trainer.models import load_model
-from penstock.trainer.objectives import Clipped
 from penstock.trainer.samples import Samples
 from penstock.trainer.schedules import Schedule
 from penstock.trainer.scoring import Passes

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import msgspec
 import sqlalchemy as sa
 
-from penstock.dataflow.consumers import Consumer
-from penstock.dataflow.core import CoreTerms, home_core
-from penstock.dataflow.messages import Committed, Incarnated, Published
+from penstock.dataflow.core.consumers import Consumer
+from penstock.dataflow.core.messages import Committed, Incarnated, Published
+from penstock.dataflow.machines import CoreTerms, home_core
 from penstock.dataflow.protocol import Grant, LiveVersion, NodeState, Register
 from penstock.dataflow.records import Erasure, FateRecord, LeaseRecord, Record, RowRecord, row_id
 from penstock.dataflow.sources import Source
-from penstock.dataflow.tables import Tables
+from penstock.dataflow.storage.tables import Tables
 from penstock.types import GroupId, NodeId, Outcome, OutcomeKind, PolicyName
 
 TOKEN_S = 0.01

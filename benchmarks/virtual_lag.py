@@ -23,9 +23,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from penstock.tasks import reverse
-from penstock.trainer.advantages import final_rewards, group_advantages, moments, normalised
+from penstock.trainer.advantages.baselines import (
+    final_rewards,
+    group_advantages,
+    moments,
+    normalised,
+)
+from penstock.trainer.advantages.gae import OLD_VALUES, RETURNS, Gae
 from penstock.trainer.batches import Batch
-from penstock.trainer.gae import OLD_VALUES, RETURNS, Gae
 from penstock.trainer.inputs import PROXIMAL
 from penstock.trainer.learner import Learner
 from penstock.trainer.samples import Samples

@@ -27,8 +27,8 @@ from scripts.make_trace import read_versions
 from benchmarks.baselines import deltas
 from benchmarks.cache import CACHE
 from benchmarks.harness import MIN_PAIRS, ROOT, result, say
-from penstock.weights.codec import apply_run
-from penstock.weights.delta import Tensor, read_delta, write_delta
+from penstock.weights.deltas.codec import apply_run
+from penstock.weights.deltas.delta import Tensor, read_delta, write_delta
 
 Version = Mapping[str, NDArray[np.uint16]]
 RATES = ("1e-6", "5e-6")

@@ -34,10 +34,10 @@ from benchmarks.wan import Link, Side
 from penstock.observe import logs
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.client import Puller
+from penstock.weights.fronts.origin import Origin
+from penstock.weights.fronts.server import build
 from penstock.weights.manifest import parse_manifest
-from penstock.weights.origin import Origin
 from penstock.weights.publish import put_snapshot
-from penstock.weights.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncCaller

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.weights.origin import Origin
-from penstock.weights.server import build
+from penstock.weights.fronts.origin import Origin
+from penstock.weights.fronts.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Signer
 from penstock.wire.server import Tls, serve

@@ -28,9 +28,9 @@ from benchmarks.weights_origin import RUN, write_certificate
 from benchmarks.weights_words import Arrival, Burst, Order, Published
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.client import NUM_RANGES
-from penstock.weights.links import Transfer
 from penstock.weights.manifest import FileEntry, parse_manifest
-from penstock.weights.partial import Partial
+from penstock.weights.pulling.links import Transfer
+from penstock.weights.pulling.partial import Partial
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from penstock.types import PublishedVersion
-from penstock.weights.links import Transfer
+from penstock.weights.pulling.links import Transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

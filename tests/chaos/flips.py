@@ -25,11 +25,11 @@ from tests.chaos.history import Promises
 from tests.chaos.load import POLICY, Far, read_batch
 from tests.chaos.processes import EndedAtStart, Services
 
-from penstock.dataflow import segments
 from penstock.dataflow.protocol import BatchAnswer, BatchRequest, PolicyState
 from penstock.dataflow.records import RECORDS, RowRecord
-from penstock.dataflow.segments import Location
-from penstock.dataflow.tables import Tables, open_tables
+from penstock.dataflow.storage import segments
+from penstock.dataflow.storage.segments import Location
+from penstock.dataflow.storage.tables import Tables, open_tables
 from penstock.errors import StoreError, WireError
 from penstock.fleet.folder import RunFolder
 from penstock.wire.auth import Role

@@ -28,11 +28,14 @@ from tests.unit.weights.folders import contents
 from tests.unit.weights.fronts import POLICY, listening
 
 from penstock.types import PublishedVersion
-from penstock.weights import codec, delta, sparse
 from penstock.weights.client import Puller
-from penstock.weights.codec import apply_run
-from penstock.weights.delta import read_delta, write_delta
-from penstock.weights.file_delta import apply_delta, has_one_layout, make_delta
+from penstock.weights.deltas import codec, delta, sparse
+from penstock.weights.deltas.codec import apply_run
+from penstock.weights.deltas.delta import read_delta, write_delta
+from penstock.weights.deltas.file_delta import apply_delta, has_one_layout, make_delta
+from penstock.weights.deltas.symbols import Loops
+from penstock.weights.fronts.origin import Origin
+from penstock.weights.fronts.server import build
 from penstock.weights.manifest import (
     FileEntry,
     SnapshotManifest,
@@ -40,11 +43,8 @@ from penstock.weights.manifest import (
     encode_manifest,
     parse_manifest,
 )
-from penstock.weights.origin import Origin
 from penstock.weights.publish import put_snapshot
-from penstock.weights.server import build
 from penstock.weights.store import DirectoryStore
-from penstock.weights.symbols import Loops
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncCaller, connect
 

@@ -25,13 +25,13 @@ from penstock.errors import PenstockError
 from penstock.fleet.processes import PARENT, die_with_parent
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights import retention
-from penstock.weights.cache import BlobCache
 from penstock.weights.client import Puller
-from penstock.weights.origin import Origin
-from penstock.weights.partial import Partial
+from penstock.weights.fronts.origin import Origin
+from penstock.weights.fronts.relay import Relay
+from penstock.weights.fronts.server import build
 from penstock.weights.publish import let_go, put_snapshot
-from penstock.weights.relay import Relay
-from penstock.weights.server import build
+from penstock.weights.pulling.cache import BlobCache
+from penstock.weights.pulling.partial import Partial
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Verifier
 from penstock.wire.client import AsyncCaller, connect

@@ -23,8 +23,8 @@ from tests.chaos.weights_content import tensors, value_of
 from tests.chaos.weights_parties import KEPT, POLICY
 from tests.unit.weights.fronts import listening
 
+from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import CommitRecord
-from penstock.dataflow.versions import Lineage
 from penstock.errors import Conflict
 from penstock.fleet.folder import free_port
 from penstock.wire.auth import Audience, Role, Signer

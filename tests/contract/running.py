@@ -19,8 +19,8 @@ from starlette.applications import Starlette
 from penstock.config import RunConfig, demo
 from penstock.dataflow.build import build, build_partition
 from penstock.dataflow.client import ReaderClient, TrainerClient
-from penstock.dataflow.home_client import HomeClient
-from penstock.dataflow.partition_service import PartitionService
+from penstock.dataflow.partitions.home_client import HomeClient
+from penstock.dataflow.partitions.service import PartitionService
 from penstock.dataflow.protocol import (
     BatchRequest,
     CommitRequest,

@@ -16,12 +16,12 @@ from blake3 import blake3
 from starlette.applications import Starlette
 from tests.sim.shelf_world import rollout_row
 
-from penstock.dataflow.blobs import BlobStore
-from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.process import Outbox, Process
-from penstock.dataflow.row_routes import RowSurface
-from penstock.dataflow.row_service import RowService
-from penstock.dataflow.rows_client import RowsClient
+from penstock.dataflow.rows.client import RowsClient
+from penstock.dataflow.rows.routes import RowSurface
+from penstock.dataflow.rows.service import RowService
+from penstock.dataflow.storage.blobs import BlobStore
+from penstock.dataflow.storage.ledger import Ledger
 from penstock.types import RowId
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.server import build_app, server

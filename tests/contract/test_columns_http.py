@@ -16,11 +16,11 @@ import pytest
 from blake3 import blake3
 from tests.contract.shelf_running import RunningShelf, SmallHost, free_port, shelf
 
-from penstock.dataflow.bundles import INLINE_BYTES
-from penstock.dataflow.row_protocol import BlobRef, GetRequest, PutAnswer, PutRequest, PutRow
-from penstock.dataflow.row_stream import RowReader
-from penstock.dataflow.rows_client import RowsClient
-from penstock.dataflow.segments import segment_path
+from penstock.dataflow.rows.bundles import INLINE_BYTES
+from penstock.dataflow.rows.client import RowsClient
+from penstock.dataflow.rows.protocol import BlobRef, GetRequest, PutAnswer, PutRequest, PutRow
+from penstock.dataflow.rows.stream import RowReader
+from penstock.dataflow.storage.segments import segment_path
 from penstock.errors import BadRequest, Conflict, Forbidden, NotFound, Unreachable
 from penstock.types import RowId
 from penstock.wire.auth import Role

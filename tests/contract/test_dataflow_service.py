@@ -29,7 +29,7 @@ from penstock.dataflow.protocol import (
 )
 from penstock.dataflow.records import Record
 from penstock.dataflow.service import Dataflow
-from penstock.dataflow.status import status
+from penstock.dataflow.told.status import status
 from penstock.tasks import reverse
 from penstock.types import NodeId
 

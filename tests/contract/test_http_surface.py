@@ -19,8 +19,8 @@ from tests.contract.running import serving, small_config
 
 from penstock.dataflow.build import build
 from penstock.dataflow.server import build_server, surface
-from penstock.weights.origin import Origin
-from penstock.weights.server import build as build_front
+from penstock.weights.fronts.origin import Origin
+from penstock.weights.fronts.server import build as build_front
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 

@@ -25,10 +25,10 @@ from tests.contract.running import (
     trajectory,
 )
 
-from penstock.dataflow import partition_service
 from penstock.dataflow.client import NodeClient
-from penstock.dataflow.home_client import HomeClient
-from penstock.dataflow.link_protocol import LinkPull, LinkPulled, PartitionJoin, PartitionLife
+from penstock.dataflow.partitions import service as partition_service
+from penstock.dataflow.partitions.home_client import HomeClient
+from penstock.dataflow.partitions.protocol import LinkPull, LinkPulled, PartitionJoin, PartitionLife
 from penstock.dataflow.protocol import (
     DeliveryRequest,
     DeliveryStatus,

@@ -35,7 +35,7 @@ from penstock.dataflow.protocol import (
     Register,
 )
 from penstock.dataflow.service import Dataflow
-from penstock.dataflow.status import status
+from penstock.dataflow.told.status import status
 from penstock.errors import Fenced, Forbidden
 from penstock.types import NodeId
 from penstock.wire.auth import Role

@@ -22,7 +22,6 @@ from tests.contract.running import (
 
 from penstock.config import RunConfig, StageConfig
 from penstock.dataflow import node_side
-from penstock.dataflow.blobs import BlobStore
 from penstock.dataflow.client import NodeClient
 from penstock.dataflow.protocol import (
     BatchRequest,
@@ -35,8 +34,9 @@ from penstock.dataflow.protocol import (
     NodeState,
     Register,
 )
-from penstock.dataflow.rows_client import RowsClient
-from penstock.dataflow.takes import On
+from penstock.dataflow.rows.client import RowsClient
+from penstock.dataflow.rows.takes import On
+from penstock.dataflow.storage.blobs import BlobStore
 from penstock.errors import TooLarge
 from penstock.types import NodeId, Trajectory
 from penstock.wire.auth import Role

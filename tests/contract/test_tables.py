@@ -28,7 +28,14 @@ from penstock.dataflow.records import (
     SourceRecord,
 )
 from penstock.dataflow.row_records import BundleRecord, ColumnRecord
-from penstock.dataflow.tables import METADATA, BundleMove, ColumnMove, RowMove, Tables, open_tables
+from penstock.dataflow.storage.tables import (
+    METADATA,
+    BundleMove,
+    ColumnMove,
+    RowMove,
+    Tables,
+    open_tables,
+)
 from penstock.errors import StoreError
 from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId
 

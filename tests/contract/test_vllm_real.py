@@ -99,7 +99,7 @@ def model_of(folder: Path) -> Any:
 def expected(folder: Path, ids: Sequence[int], spec: SamplingSpec) -> list[float]:
     """What the trainer computes for these tokens of an answer."""
     torch: Any = importlib.import_module("torch")
-    losses: Any = importlib.import_module("penstock.trainer.losses")
+    losses: Any = importlib.import_module("penstock.trainer.losses.logprobs")
     num = len(ids)
     targets = torch.tensor(list(ids))
     with torch.no_grad():

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from tests.unit.weights.folders import contents
 from tests.unit.weights.fronts import meddling, put, real_front
 
-from penstock.weights import partial as module
 from penstock.weights.client import Puller
+from penstock.weights.pulling import partial as module
 from penstock.wire.client import AsyncCaller
 
 

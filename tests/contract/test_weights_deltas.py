@@ -15,9 +15,9 @@ from tests.unit.weights.folders import contents, weights_bytes
 from tests.unit.weights.fronts import meddling, put_folder, real_front
 
 from penstock.types import PublishedVersion
-from penstock.weights import links as module
 from penstock.weights.client import Puller
 from penstock.weights.manifest import FileEntry, parse_manifest
+from penstock.weights.pulling import links as module
 from penstock.weights.store import DirectoryStore
 
 WEIGHTS = "model.safetensors"

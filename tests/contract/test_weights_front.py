@@ -16,10 +16,10 @@ from tests.unit.weights.folders import write_folder
 from tests.unit.weights.fronts import listening
 
 from penstock.types import PolicyName
-from penstock.weights import server as module
-from penstock.weights.origin import Origin
+from penstock.weights.fronts import server as module
+from penstock.weights.fronts.origin import Origin
+from penstock.weights.fronts.server import build, parse_range
 from penstock.weights.publish import put_snapshot
-from penstock.weights.server import build, parse_range
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 

@@ -21,8 +21,8 @@ from tests.unit.weights.folders import contents
 from tests.unit.weights.fronts import listening, meddling, real_front
 
 from penstock.errors import Unreachable, WeightsError
-from penstock.weights import links
 from penstock.weights.client import Puller
+from penstock.weights.pulling import links
 from penstock.wire.client import AsyncCaller, connect
 
 

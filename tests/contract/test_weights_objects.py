@@ -18,17 +18,17 @@ from tests.unit.weights.histories import History
 
 from penstock.errors import ConfigError, NotFound, Unreachable, WeightsError
 from penstock.types import PublishedVersion
-from penstock.weights import mirror as mirroring
-from penstock.weights import objects
-from penstock.weights.chain import leads_to
 from penstock.weights.client import Puller
+from penstock.weights.deltas.chain import leads_to
+from penstock.weights.fronts import mirror as mirroring
+from penstock.weights.fronts import objects
+from penstock.weights.fronts.mirror import ObjectMirror
+from penstock.weights.fronts.objects import ObjectSource, open_objects
+from penstock.weights.fronts.origin import Origin
+from penstock.weights.fronts.server import build
+from penstock.weights.fronts.sources import Blob, Source
 from penstock.weights.manifest import FileEntry, parse_manifest
-from penstock.weights.mirror import ObjectMirror
-from penstock.weights.objects import ObjectSource, open_objects
-from penstock.weights.origin import Origin
 from penstock.weights.publish import put_snapshot
-from penstock.weights.server import build
-from penstock.weights.sources import Blob, Source
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import connect

@@ -13,11 +13,11 @@ from tests.unit.weights.fronts import real_front
 from tests.unit.weights.histories import History
 
 from penstock.errors import NotFound, Unreachable
-from penstock.weights import origin as module
 from penstock.weights import retention
 from penstock.weights import store as store_module
-from penstock.weights.chain import Way
-from penstock.weights.origin import Origin
+from penstock.weights.deltas.chain import Way
+from penstock.weights.fronts import origin as module
+from penstock.weights.fronts.origin import Origin
 from penstock.weights.retention import carry_out, plan
 from penstock.weights.store import DirectoryStore
 from penstock.wire.client import AsyncCaller

@@ -26,13 +26,14 @@ from tests.unit.weights.folders import contents
 from tests.unit.weights.fronts import listening, meddling, put_folder
 
 from penstock.types import PublishedVersion
-from penstock.weights import client, links
-from penstock.weights import partial as pieces
-from penstock.weights.cache import BlobCache, to_the_end
-from penstock.weights.chain import DeltaEntry
+from penstock.weights import client
 from penstock.weights.client import Puller
-from penstock.weights.links import Transfer
+from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import FileEntry
+from penstock.weights.pulling import links
+from penstock.weights.pulling import partial as pieces
+from penstock.weights.pulling.cache import BlobCache, to_the_end
+from penstock.weights.pulling.links import Transfer
 from penstock.weights.tensors import Scan, read_layout
 from penstock.wire.client import AsyncCaller, connect
 
@@ -42,7 +43,7 @@ import asyncio, sys
 from pathlib import Path
 import msgspec
 from penstock.types import PublishedVersion
-from penstock.weights import partial
+from penstock.weights.pulling import partial
 from penstock.weights.client import Puller
 from penstock.wire.client import connect
 

@@ -31,9 +31,9 @@ from penstock.rollout.loader import FrontFetch
 from penstock.rollout.neighbour import Sharing, SharingFetch
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
-from penstock.weights.pieces import PIECE_BYTES
-from penstock.weights.relay import Relay
-from penstock.weights.server import build
+from penstock.weights.fronts.pieces import PIECE_BYTES
+from penstock.weights.fronts.relay import Relay
+from penstock.weights.fronts.server import build
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncCaller, connect
 

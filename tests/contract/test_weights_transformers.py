@@ -13,10 +13,10 @@ from tests.unit.weights.fronts import listening
 
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.client import Puller
+from penstock.weights.fronts.origin import Origin
+from penstock.weights.fronts.server import build
 from penstock.weights.manifest import parse_manifest
-from penstock.weights.origin import Origin
 from penstock.weights.publish import put_snapshot
-from penstock.weights.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import connect

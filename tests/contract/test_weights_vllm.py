@@ -27,7 +27,7 @@ from tests.unit.weights.fronts import put_folder, real_front
 
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
-from penstock.weights.file_delta import layout_of
+from penstock.weights.deltas.file_delta import layout_of
 from penstock.weights.manifest import parse_manifest
 from penstock.weights.store import DirectoryStore
 

@@ -39,7 +39,7 @@ pipeline:
 MY_DAG = """
 from collections.abc import Mapping
 from typing import Any
-from penstock.trainer.tokens import TokenLoss
+from penstock.trainer.losses.tokens import TokenLoss
 
 def judge(trajectory) -> Mapping[str, float]:
     return {"reward": sum(trajectory.turns[0].sampled_ids) % 7 / 7}

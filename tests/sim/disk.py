@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from tests.sim.engine import Engine
 
 from penstock.dataflow.records import Erasure, Record
-from penstock.dataflow.tables import METADATA, Tables
+from penstock.dataflow.storage.tables import METADATA, Tables
 
 R = TypeVar("R")
 Entry = Record | Erasure

@@ -16,13 +16,14 @@ from tests.sim.disk import Disk
 from tests.sim.engine import Command, Engine, Reply
 from tests.sim.plans import Plan
 
-from penstock.dataflow.completion import Landed
-from penstock.dataflow.core import Core, home_core, partition_core
-from penstock.dataflow.home import Home, Shard
-from penstock.dataflow.links import Link
-from penstock.dataflow.messages import Committed, Incarnated, Published
-from penstock.dataflow.partition_host import PartitionHost
-from penstock.dataflow.partition_side import welcome
+from penstock.dataflow.core.completion import Landed
+from penstock.dataflow.core.home import Home, Shard
+from penstock.dataflow.core.messages import Committed, Incarnated, Published
+from penstock.dataflow.machines import Core, home_core, partition_core
+from penstock.dataflow.partitions.home_side import welcome
+from penstock.dataflow.partitions.host import PartitionHost
+from penstock.dataflow.partitions.links import Link
+from penstock.dataflow.partitions.switchboard import Switchboard
 from penstock.dataflow.process import Outbox
 from penstock.dataflow.records import (
     BatchRecord,
@@ -32,7 +33,6 @@ from penstock.dataflow.records import (
     PartitionRecord,
 )
 from penstock.dataflow.row_records import ColumnRecord
-from penstock.dataflow.switchboard import Switchboard
 from penstock.errors import Conflict, Fenced, WireError
 from penstock.types import PolicyName, RowId
 

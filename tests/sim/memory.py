@@ -14,9 +14,9 @@ from tests.sim.laws import Laws
 from tests.sim.machines import HomeMachine, Machine, PartitionMachine
 from tests.sim.slot_laws import require
 
-from penstock.dataflow.consumers import Consumer
-from penstock.dataflow.groups import SlotState
-from penstock.dataflow.partition import Partition
+from penstock.dataflow.core.consumers import Consumer
+from penstock.dataflow.core.groups import SlotState
+from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.records import BatchRecord, FreedRecord, GroupRecord
 from penstock.types import NodeId
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from penstock.dataflow.completion import Needs
-from penstock.dataflow.consumers import PolicyTerms
-from penstock.dataflow.core import CoreTerms
-from penstock.dataflow.groups import Closing, ClosingKind, LeaseTerms
-from penstock.dataflow.home import IssueTerms
-from penstock.dataflow.rulebook import RuleTerms
+from penstock.dataflow.core.completion import Needs
+from penstock.dataflow.core.consumers import PolicyTerms
+from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
+from penstock.dataflow.core.home import IssueTerms
+from penstock.dataflow.core.rulebook import RuleTerms
+from penstock.dataflow.machines import CoreTerms
 from penstock.dataflow.sources import Source
 from penstock.types import JsonObject, PolicyName
 

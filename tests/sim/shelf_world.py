@@ -9,12 +9,6 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from penstock.dataflow.bundles import Blob
-from penstock.dataflow.cells import Cell
-from penstock.dataflow.columns import Columns
-from penstock.dataflow.pages import TablePages, readers_left
-from penstock.dataflow.payloads import MemoryPayloads
-from penstock.dataflow.readers import Readers
 from penstock.dataflow.records import Erasure, FreedRecord, Record, RowRecord
 from penstock.dataflow.row_records import (
     BundleRecord,
@@ -24,10 +18,16 @@ from penstock.dataflow.row_records import (
     SpaceRecord,
     TakeRecord,
 )
-from penstock.dataflow.segments import Location
-from penstock.dataflow.shelf import Shelf
-from penstock.dataflow.spaces import Spaces
-from penstock.dataflow.tables import Tables
+from penstock.dataflow.rows.bundles import Blob
+from penstock.dataflow.rows.cells import Cell
+from penstock.dataflow.rows.columns import Columns
+from penstock.dataflow.rows.pages import TablePages, readers_left
+from penstock.dataflow.rows.readers import Readers
+from penstock.dataflow.rows.shelf import Shelf
+from penstock.dataflow.rows.spaces import Spaces
+from penstock.dataflow.storage.payloads import MemoryPayloads
+from penstock.dataflow.storage.segments import Location
+from penstock.dataflow.storage.tables import Tables
 from penstock.types import GroupId, NodeId, OutcomeKind, RowId
 
 

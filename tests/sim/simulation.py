@@ -23,7 +23,7 @@ from tests.sim.slot_laws import require
 from tests.sim.stages import Stages
 from tests.sim.trainers import Trainer
 
-from penstock.dataflow.home import Shard
+from penstock.dataflow.core.home import Shard
 from penstock.dataflow.records import PartitionRecord, RowRecord
 from penstock.errors import Fenced, WireError
 

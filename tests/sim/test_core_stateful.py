@@ -19,7 +19,7 @@ from tests.sim.oracle import (
 )
 from tests.sim.world import TERMS, Settings, World
 
-from penstock.dataflow.messages import Committed, Incarnated, Published
+from penstock.dataflow.core.messages import Committed, Incarnated, Published
 from penstock.dataflow.protocol import Grant, LiveVersion, NodeState, Register
 from penstock.dataflow.records import BatchRecord, RowRecord, row_id
 from penstock.errors import Fenced, WireError

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 from tests.sim.world import COMPLETED, FAILED, Settings, World
 
-from penstock.dataflow.consumers import issue_of
-from penstock.dataflow.groups import Closing, ClosingKind
+from penstock.dataflow.core.consumers import issue_of
+from penstock.dataflow.core.groups import Closing, ClosingKind
 
 DROP = Closing(kind=ClosingKind.DROP)
 """One failed member ends its group."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sim.world import FAILED, Settings, World
 
-from penstock.dataflow.groups import Closing, ClosingKind
+from penstock.dataflow.core.groups import Closing, ClosingKind
 
 SEEDS = int(os.environ.get("PENSTOCK_SIM_SEEDS", "60"))
 

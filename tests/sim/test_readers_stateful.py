@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.sim.shelf_world import ShelfWorld, memory_tables, no_blobs
 
-from penstock.dataflow import shelf
-from penstock.dataflow.bundles import Bundle, drafts
-from penstock.dataflow.cells import number_cell
 from penstock.dataflow.protocol import DeliveryStatus
-from penstock.dataflow.readers import RowGrant
 from penstock.dataflow.row_records import BundleRecord, ColumnRecord, TakeRecord
-from penstock.dataflow.takes import Claim, On, ReaderTerms
+from penstock.dataflow.rows import shelf
+from penstock.dataflow.rows.bundles import Bundle, drafts
+from penstock.dataflow.rows.cells import number_cell
+from penstock.dataflow.rows.readers import RowGrant
+from penstock.dataflow.rows.takes import Claim, On, ReaderTerms
 from penstock.types import RowId
 
 WINDOW = 2

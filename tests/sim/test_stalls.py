@@ -17,7 +17,7 @@ from tests.sim.plans import CLOSINGS, Faults, Plan
 from tests.sim.simulation import Simulation
 from tests.sim.world import Settings, World
 
-from penstock.dataflow.groups import Closing, ClosingKind
+from penstock.dataflow.core.groups import Closing, ClosingKind
 from penstock.dataflow.protocol import Grant, NodeState
 from penstock.dataflow.records import (
     BatchRecord,

@@ -16,7 +16,7 @@ CORE = (
     "penstock.dataflow.client",
     "penstock.dataflow.server",
     "penstock.weights.client",
-    "penstock.weights.server",
+    "penstock.weights.fronts.server",
     "penstock.fleet.launchers.local",
     "penstock.audit",
     "penstock.conformance",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.dataflow.protocol import RowPayload
     from penstock.dataflow.records import VersionRecord
-    from penstock.dataflow.rereading import SealedBatches
+    from penstock.dataflow.told.rereading import SealedBatches
     from penstock.fleet.folder import RunFolder
     from penstock.trainer.replay import Committed, Replayed
     from penstock.types import Manifest
@@ -40,8 +40,8 @@ class Comparison:
 
 def compute_again(folder: RunFolder, step: int, policy: str | None) -> Comparison:
     from penstock.cli.service import import_from, only_policy
-    from penstock.dataflow.recorded import open_recorded
-    from penstock.dataflow.rereading import SealedBatches
+    from penstock.dataflow.told.recorded import open_recorded
+    from penstock.dataflow.told.rereading import SealedBatches
     from penstock.trainer.service import replay_step
     from penstock.types import PolicyName
 

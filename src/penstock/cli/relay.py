@@ -80,8 +80,8 @@ def relay(
     async def serve() -> None:
         from contextlib import AsyncExitStack
 
-        from penstock.weights.relay import Relay
-        from penstock.weights.server import build
+        from penstock.weights.fronts.relay import Relay
+        from penstock.weights.fronts.server import build
         from penstock.wire.client import connect
         from penstock.wire.server import serve as serve_app
 

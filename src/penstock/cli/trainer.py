@@ -28,8 +28,8 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
     from penstock.cli.service import enter, leave, only_policy, token_for
     from penstock.config import identity
     from penstock.fleet.plan import TOKEN
+    from penstock.trainer.gang.ranks import membership, run_ranks
     from penstock.trainer.pipeline.builtin import chain_of
-    from penstock.trainer.ranks import membership, run_ranks
     from penstock.wire.auth import Role
 
     folder, config, endpoints = enter(run_dir, "trainer" if policy is None else f"trainer-{policy}")

@@ -42,8 +42,8 @@ def serve(
     import uvloop
 
     from penstock.cli.service import address, enter, make_tls
-    from penstock.weights.origin import Origin
-    from penstock.weights.server import build
+    from penstock.weights.fronts.origin import Origin
+    from penstock.weights.fronts.server import build
     from penstock.weights.store import DirectoryStore
     from penstock.wire.auth import Audience, Verifier
     from penstock.wire.server import serve as serve_app

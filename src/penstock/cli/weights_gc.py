@@ -73,7 +73,7 @@ def gc(run: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
 def _in_use(folder: RunFolder, config: RunConfig) -> list[VersionInUse]:
     """As the service says, which knows the nodes; of a run that is over, as its ledger says."""
     from penstock.dataflow.client import ReaderClient
-    from penstock.dataflow.recorded import open_recorded
+    from penstock.dataflow.told.recorded import open_recorded
     from penstock.dataflow.version_use import recorded_in_use
     from penstock.types import PolicyName
     from penstock.wire.auth import Role

@@ -13,8 +13,8 @@ from penstock.weights.catalog import SHORT, Catalog, KeptFile, KeptVersion, name
 from penstock.weights.verify import Damage
 
 if TYPE_CHECKING:
-    from penstock.weights.chain import DeltaEntry
     from penstock.weights.compare import Comparison, TensorChange
+    from penstock.weights.deltas.chain import DeltaEntry
     from penstock.weights.store import DirectoryStore
 
 NONE = "–"
@@ -171,7 +171,7 @@ def _name(names: dict[str, str], blob: str) -> str:
 def _density(store: DirectoryStore, file: KeptFile, step: DeltaEntry) -> str:
     """Elements that the delta changes; one that cannot be read says so."""
     from penstock.errors import WeightsError
-    from penstock.weights.density import count_changes
+    from penstock.weights.deltas.density import count_changes
 
     # Deltas keep the layout, so every file along the way has that of the last.
     whole = (step.target, step.base, *(each.base for each in file.way))

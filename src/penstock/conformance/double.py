@@ -38,8 +38,8 @@ from penstock.dataflow.service import Dataflow
 from penstock.errors import ConfigError
 from penstock.observe.prometheus import new_registry
 from penstock.types import PolicyName
-from penstock.weights.origin import Origin
-from penstock.weights.server import READERS, Front
+from penstock.weights.fronts.origin import Origin
+from penstock.weights.fronts.server import READERS, Front
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.server import Call, Route, build_app, check_bind, serve_on

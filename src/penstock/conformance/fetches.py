@@ -12,8 +12,8 @@ from pathlib import Path
 from starlette.responses import Response
 
 from penstock.conformance.double import Handler
+from penstock.weights.fronts.server import RANGE, parse_range
 from penstock.weights.manifest import SnapshotManifest, is_digest, parse_manifest
-from penstock.weights.server import RANGE, parse_range
 from penstock.wire.server import Call
 
 DAMAGED_BYTE = -1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from penstock.dataflow.segments import FULL
+from penstock.dataflow.storage.segments import FULL
 from penstock.errors import Busy, StorageFull
 
 RESERVE_BYTES = 64 << 20

@@ -10,24 +10,24 @@ from pathlib import Path
 
 from penstock.config import RunConfig, SourceConfig
 from penstock.config.dataflow import SHARED_HOOKS, SurvivorsClosing
-from penstock.dataflow.blobs import BlobStore
 from penstock.dataflow.bounds import Bounds
-from penstock.dataflow.completion import Needs
-from penstock.dataflow.consumers import PolicyTerms
-from penstock.dataflow.core import CoreTerms, begin_home, partition_core
-from penstock.dataflow.groups import Closing, ClosingKind, LeaseTerms
-from penstock.dataflow.home import IssueTerms
-from penstock.dataflow.ledger import Ledger
-from penstock.dataflow.objects import open_payloads
-from penstock.dataflow.partition_service import HomeCalls, PartitionService
+from penstock.dataflow.core.completion import Needs
+from penstock.dataflow.core.consumers import PolicyTerms
+from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
+from penstock.dataflow.core.home import IssueTerms
+from penstock.dataflow.core.rulebook import RuleTerms
+from penstock.dataflow.machines import CoreTerms, begin_home, partition_core
+from penstock.dataflow.partitions.service import HomeCalls, PartitionService
 from penstock.dataflow.process import Outbox, Process, steady_clock
 from penstock.dataflow.protocol import RunFacts, SessionTerms, SharedBase
 from penstock.dataflow.report.reading import terms_of
-from penstock.dataflow.row_service import RowService
-from penstock.dataflow.rulebook import RuleTerms
+from penstock.dataflow.rows.service import RowService
+from penstock.dataflow.rows.takes import On, ReaderTerms
 from penstock.dataflow.service import Dataflow
 from penstock.dataflow.sources import Source, open_source, session_source
-from penstock.dataflow.takes import On, ReaderTerms
+from penstock.dataflow.storage.blobs import BlobStore
+from penstock.dataflow.storage.ledger import Ledger
+from penstock.dataflow.storage.objects import open_payloads
 from penstock.errors import ConfigError
 from penstock.types import PolicyName, SamplingSpec
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from penstock.dataflow.blob_client import INLINE_BYTES, put_blob
 from penstock.dataflow.protocol import (
     BatchAnswer,
     BatchRequest,
@@ -35,6 +34,7 @@ from penstock.dataflow.protocol import (
     VersionsInUse,
 )
 from penstock.dataflow.report.shape import BalanceReport
+from penstock.dataflow.rows.blob_client import INLINE_BYTES, put_blob
 from penstock.types import NodeId, PolicyName, RowId, Turn
 from penstock.wire.client import OUTAGE_S, AsyncCaller, Caller
 

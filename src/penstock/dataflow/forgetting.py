@@ -13,10 +13,10 @@ from collections.abc import Iterable
 import msgspec
 import structlog
 
-from penstock.dataflow.consumers import Consumer, ReadyGroup
-from penstock.dataflow.home import Home, partition_of
+from penstock.dataflow.core.consumers import Consumer, ReadyGroup
+from penstock.dataflow.core.home import Home, partition_of
+from penstock.dataflow.core.messages import Forgotten
 from penstock.dataflow.intake import parse_row_id
-from penstock.dataflow.messages import Forgotten
 from penstock.dataflow.process import Process
 from penstock.dataflow.protocol import ForgetAnswer
 from penstock.dataflow.records import (
@@ -26,7 +26,7 @@ from penstock.dataflow.records import (
     MetaRecord,
     gone_key,
 )
-from penstock.dataflow.restore import rows_of_groups
+from penstock.dataflow.storage.restore import rows_of_groups
 from penstock.errors import BadRequest, NotFound
 from penstock.types import DropReason, GroupId, RowId, RowSummary
 

@@ -13,11 +13,11 @@ import msgspec
 from blake3 import blake3
 
 from penstock.dataflow import validate
-from penstock.dataflow.ledger import Ledger
-from penstock.dataflow.partition import Partition
+from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.protocol import Delivery, DeliveryResult, DeliveryStatus
 from penstock.dataflow.records import RowRecord, row_id
-from penstock.dataflow.segments import Location
+from penstock.dataflow.storage.ledger import Ledger
+from penstock.dataflow.storage.segments import Location
 from penstock.errors import BadRequest
 from penstock.types import GroupId, NodeId, OutcomeKind, RowId, RowSummary, Trajectory
 from penstock.wire.codec import decode_views

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 import structlog
 
-from penstock.dataflow.columns import REWARD, TURNS
 from penstock.dataflow.intake import Intake, Taken
-from penstock.dataflow.partition_host import PartitionHost
+from penstock.dataflow.partitions.host import PartitionHost
 from penstock.dataflow.polls import Poll, Polls
 from penstock.dataflow.process import IsGone, Process, stays
 from penstock.dataflow.protocol import (
@@ -29,7 +28,8 @@ from penstock.dataflow.protocol import (
     Orders,
     Register,
 )
-from penstock.dataflow.row_service import RowService
+from penstock.dataflow.rows.columns import REWARD, TURNS
+from penstock.dataflow.rows.service import RowService
 from penstock.dataflow.turn_side import TurnSide
 from penstock.errors import BadRequest, Busy, TooLarge
 from penstock.types import NodeId, PolicyName, PublishedVersion

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from penstock.dataflow.bounds import Bounds
-from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.records import Erasure, Record
+from penstock.dataflow.storage.ledger import Ledger
 from penstock.errors import BadRequest
 
 MAX_WAIT_S = 30.0

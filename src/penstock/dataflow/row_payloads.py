@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import msgspec
 import structlog
 
-from penstock.dataflow.blobs import MAX_BLOB_BYTES, BlobStore
-from penstock.dataflow.ledger import Ledger
-from penstock.dataflow.payloads import SegmentPayloads
 from penstock.dataflow.protocol import RowPayload, RowsAnswer
 from penstock.dataflow.row_records import ColumnRecord
-from penstock.dataflow.segments import Location
+from penstock.dataflow.storage.blobs import MAX_BLOB_BYTES, BlobStore
+from penstock.dataflow.storage.ledger import Ledger
+from penstock.dataflow.storage.payloads import SegmentPayloads
+from penstock.dataflow.storage.segments import Location
 from penstock.errors import NotFound, StoreError
 from penstock.types import RowId
 from penstock.wire.codec import decode, encode

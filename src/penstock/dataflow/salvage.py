@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from penstock.dataflow.gate import Gate
+from penstock.dataflow.core.gate import Gate
 from penstock.types import GroupId, OutcomeKind, RowId, RowSummary, Turn
 from penstock.wire.codec import encode
 

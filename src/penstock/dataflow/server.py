@@ -15,20 +15,20 @@ import uvicorn
 from starlette.applications import Starlette
 
 from penstock.config import RunConfig
-from penstock.dataflow import status as reading
 from penstock.dataflow.build import begin, build_partition, partition_folder, run_facts
-from penstock.dataflow.explain import Explanation, explain
-from penstock.dataflow.home_client import HomeClient
 from penstock.dataflow.node_routes import NodeRoutes
-from penstock.dataflow.partition_routes import OPERATORS, FetchRoutes, HomeRoutes
-from penstock.dataflow.partition_service import PartitionService
+from penstock.dataflow.partitions.home_client import HomeClient
+from penstock.dataflow.partitions.routes import OPERATORS, FetchRoutes, HomeRoutes
+from penstock.dataflow.partitions.service import PartitionService
 from penstock.dataflow.protocol import ForgetAnswer, RunFacts, Status, VersionsInUse
-from penstock.dataflow.recorded import Recorded
 from penstock.dataflow.report.reading import look_at
 from penstock.dataflow.report.shape import BalanceReport
 from penstock.dataflow.row_payloads import RowPayloads
-from penstock.dataflow.row_routes import RowSurface
+from penstock.dataflow.rows.routes import RowSurface
 from penstock.dataflow.service import Dataflow
+from penstock.dataflow.told import status as reading
+from penstock.dataflow.told.explain import Explanation, explain
+from penstock.dataflow.told.recorded import Recorded
 from penstock.dataflow.trainer_routes import READERS, TrainerRoutes
 from penstock.errors import StoreError
 from penstock.wire.auth import Verifier

@@ -14,19 +14,19 @@ from functools import partial
 
 import structlog
 
-from penstock.dataflow.compaction import Compactor
-from penstock.dataflow.core import Core, complete_home
+from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.forgetting import Forgetting
-from penstock.dataflow.ledger import Ledger
+from penstock.dataflow.machines import Core, complete_home
 from penstock.dataflow.node_side import NodeSide
-from penstock.dataflow.partition import Partition
-from penstock.dataflow.partition_side import PartitionSide
+from penstock.dataflow.partitions.home_side import PartitionSide
 from penstock.dataflow.process import Process
 from penstock.dataflow.report.figures import Terms
 from penstock.dataflow.report.reading import balance_of, look_at
-from penstock.dataflow.restore import restore_waiting
 from penstock.dataflow.row_payloads import RowPayloads
-from penstock.dataflow.row_service import RowService
+from penstock.dataflow.rows.service import RowService
+from penstock.dataflow.storage.compaction import Compactor
+from penstock.dataflow.storage.ledger import Ledger
+from penstock.dataflow.storage.restore import restore_waiting
 from penstock.dataflow.trainer_side import TrainerSide
 from penstock.errors import StoreError
 from penstock.types import GroupId, PolicyName

@@ -13,10 +13,11 @@ import msgspec
 import structlog
 from blake3 import blake3
 
-from penstock.dataflow.consumers import Consumer
-from penstock.dataflow.home import Home
+from penstock.dataflow.core.consumers import Consumer
+from penstock.dataflow.core.home import Home
+from penstock.dataflow.core.messages import Committed, Incarnated, Published, Quarantined
+from penstock.dataflow.core.sealing import Sealing
 from penstock.dataflow.manifests import manifest_of
-from penstock.dataflow.messages import Committed, Incarnated, Published, Quarantined
 from penstock.dataflow.process import Process
 from penstock.dataflow.protocol import (
     BatchAnswer,
@@ -35,7 +36,6 @@ from penstock.dataflow.protocol import (
 from penstock.dataflow.records import BatchRecord, CheckpointRecord
 from penstock.dataflow.report.balance import Balance
 from penstock.dataflow.row_payloads import RowPayloads, Wanted
-from penstock.dataflow.sealing import Sealing
 from penstock.dataflow.version_use import (
     NO_CHECKPOINT,
     retained_checkpoints,

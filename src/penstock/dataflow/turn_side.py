@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.intake import Taken, parse_row_id
-from penstock.dataflow.partition import Partition
 from penstock.dataflow.protocol import Grant, RecordRequest, TurnsAnswer
 from penstock.dataflow.salvage import Salvage
 from penstock.dataflow.validate import wrong_turn

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
+from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.protocol import LiveVersion, UsedBy, VersionInUse
-from penstock.dataflow.recorded import Recorded
 from penstock.dataflow.records import CheckpointRecord
-from penstock.dataflow.restore import restore_lineage
-from penstock.dataflow.tables import Tables
-from penstock.dataflow.versions import Lineage
+from penstock.dataflow.storage.restore import restore_lineage
+from penstock.dataflow.storage.tables import Tables
+from penstock.dataflow.told.recorded import Recorded
 from penstock.types import PolicyName
 
 NO_CHECKPOINT: Sequence[tuple[int, int]] = ((0, 0),)

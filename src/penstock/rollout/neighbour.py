@@ -18,8 +18,8 @@ from penstock.errors import WeightsError
 from penstock.rollout.loader import FrontFetch
 from penstock.types import PublishedVersion
 from penstock.weights.client import Transfer
-from penstock.weights.relay import Relay
-from penstock.weights.server import build
+from penstock.weights.fronts.relay import Relay
+from penstock.weights.fronts.server import build
 from penstock.wire.auth import Audience, Verifier
 from penstock.wire.client import AsyncCaller
 from penstock.wire.server import Tls, serve_on

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from penstock.trainer.attention import use_packed_attention
 from penstock.trainer.inputs import Inputs
-from penstock.trainer.losses import Truncation, entropy, spec_log_softmax
-from penstock.trainer.tokens import Tokens
+from penstock.trainer.losses.logprobs import Truncation, entropy, spec_log_softmax
+from penstock.trainer.losses.tokens import Tokens
 
 MAX_LOGITS = 1 << 27
 """Numbers held at once: 512 MB in float32."""

@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from penstock.dataflow.protocol import RowPayload
 from penstock.errors import StoreError
-from penstock.trainer.gang import Alone, Sums
+from penstock.trainer.gang.team import Alone, Sums
 from penstock.trainer.samples import Samples, cut
 from penstock.types import FinishReason, Manifest, OutcomeKind, PolicyName, Trajectory
 from penstock.wire.codec import decode

@@ -17,26 +17,26 @@ from penstock.config import AlgorithmConfig, PolicyConfig, RunConfig
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.errors import ConfigError
 from penstock.trainer.actor import Actor
-from penstock.trainer.aggregation import Aggregation, Weights
+from penstock.trainer.advantages.gae import ValueLoss
 from penstock.trainer.batches import Batch
 from penstock.trainer.crew import Crew
 from penstock.trainer.critic import Critic
-from penstock.trainer.divergence import WithEntropy, WithKl
-from penstock.trainer.gae import ValueLoss
-from penstock.trainer.gang import Alone, Team
+from penstock.trainer.gang.sharding import shard
+from penstock.trainer.gang.team import Alone, Team
 from penstock.trainer.learner import Learner, Optimizer, Stats
 from penstock.trainer.lora import adapter_off, put_on
-from penstock.trainer.m2po import M2po
-from penstock.trainer.mismatch import correction_of
+from penstock.trainer.losses.aggregation import Aggregation, Weights
+from penstock.trainer.losses.divergence import WithEntropy, WithKl
+from penstock.trainer.losses.m2po import M2po
+from penstock.trainer.losses.mismatch import correction_of
+from penstock.trainer.losses.objectives import Clipped, Distilled, Gspo, Wrapped
+from penstock.trainer.losses.tokens import Budgeted, Objective
 from penstock.trainer.models import init_model, is_adapted, load_model
-from penstock.trainer.objectives import Clipped, Distilled, Gspo, Wrapped
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.functions import find_function
 from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, bind
 from penstock.trainer.schedules import Schedule, Shape
 from penstock.trainer.scoring import Passes
-from penstock.trainer.sharding import shard
-from penstock.trainer.tokens import Budgeted, Objective
 from penstock.trainer.updates import Cut
 
 CRITIC = "critic"

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.trainer.batches import Batch
-from penstock.trainer.gang import Alone, Team
+from penstock.trainer.gang.sharding import gather
+from penstock.trainer.gang.team import Alone, Team
 from penstock.trainer.learner import Learner, SkipReason, Stats
 from penstock.trainer.lora import adapter_tensors
 from penstock.trainer.pipeline.run import ACTOR, Pipeline
-from penstock.trainer.sharding import gather
 from penstock.trainer.snapshots import weights_of
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.trainer.actor import last_hidden
+from penstock.trainer.advantages.gae import NEW_VALUES
 from penstock.trainer.attention import use_packed_attention
-from penstock.trainer.gae import NEW_VALUES
 from penstock.trainer.inputs import Inputs
-from penstock.trainer.tokens import Tokens
+from penstock.trainer.losses.tokens import Tokens
 
 
 class Critic(nn.Module):

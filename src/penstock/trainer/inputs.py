@@ -20,9 +20,9 @@ from torch import Tensor
 
 from penstock.trainer.attention import Rows, lay_out
 from penstock.trainer.batches import Batch
-from penstock.trainer.losses import Truncation
+from penstock.trainer.losses.logprobs import Truncation
+from penstock.trainer.losses.tokens import Tokens
 from penstock.trainer.samples import Samples
-from penstock.trainer.tokens import Tokens
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

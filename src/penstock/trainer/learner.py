@@ -27,15 +27,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.trainer.batches import Batch
-from penstock.trainer.first_look import FirstLook, first_look
-from penstock.trainer.gang import Sums
-from penstock.trainer.gaps import Gap
+from penstock.trainer.gang.sharding import clip, spread
+from penstock.trainer.gang.team import Sums
 from penstock.trainer.inputs import Inputs
-from penstock.trainer.losses import behaviour_kl, log_ratio
+from penstock.trainer.losses.logprobs import behaviour_kl, log_ratio
+from penstock.trainer.losses.tokens import Budgeted, Objective, TokenLoss, Tokens
 from penstock.trainer.schedules import Schedule
 from penstock.trainer.scoring import Passes, Scorer
-from penstock.trainer.sharding import clip, spread
-from penstock.trainer.tokens import Budgeted, Objective, TokenLoss, Tokens
+from penstock.trainer.signals.first_look import FirstLook, first_look
+from penstock.trainer.signals.gaps import Gap
 from penstock.trainer.updates import Cut, Update, plan_updates
 
 Floats = npt.NDArray[np.float64]

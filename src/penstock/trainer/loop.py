@@ -36,15 +36,15 @@ from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.checkpoint import Checkpoints
 from penstock.trainer.crew import Crew
-from penstock.trainer.drawing import draw_rows
-from penstock.trainer.following import Order, say
-from penstock.trainer.gang import Alone, Team
-from penstock.trainer.gaps import Drifting
+from penstock.trainer.gang.drawing import draw_rows
+from penstock.trainer.gang.following import Order, say
+from penstock.trainer.gang.team import Alone, Team
 from penstock.trainer.learner import Stats
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.saving import Saver
+from penstock.trainer.signals.gaps import Drifting
+from penstock.trainer.signals.watch import Watch
 from penstock.trainer.snapshots import Snapshots
-from penstock.trainer.watch import Watch
 from penstock.types import NodeId, PolicyName
 from penstock.weights.publish import StoredVersion
 

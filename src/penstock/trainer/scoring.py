@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.trainer.batches import Batch
-from penstock.trainer.gang import Sums
+from penstock.trainer.gang.team import Sums
 from penstock.trainer.inputs import Inputs, make_inputs, split
-from penstock.trainer.tokens import Tokens
+from penstock.trainer.losses.tokens import Tokens
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

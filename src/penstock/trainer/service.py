@@ -20,14 +20,14 @@ from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.build import build_crew
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
 from penstock.trainer.crew import Crew
-from penstock.trainer.following import follow
-from penstock.trainer.gang import Alone, Team, form, join
+from penstock.trainer.gang.following import follow
+from penstock.trainer.gang.places import Parallel
+from penstock.trainer.gang.ranks import Membership
+from penstock.trainer.gang.team import Alone, Team, form, join
 from penstock.trainer.loop import Trainer
 from penstock.trainer.lora import begin_adapter
 from penstock.trainer.models import init_model
 from penstock.trainer.pipeline.builtin import chain_of
-from penstock.trainer.places import Parallel
-from penstock.trainer.ranks import Membership
 from penstock.trainer.replay import Record, Replayed, replay
 from penstock.trainer.snapshots import Snapshots, constant_files
 from penstock.types import Manifest, PolicyName

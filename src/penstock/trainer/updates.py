@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.trainer.aggregation import Counts, Weights, count
 from penstock.trainer.batches import Batch
-from penstock.trainer.gang import Sums
+from penstock.trainer.gang.team import Sums
 from penstock.trainer.inputs import PROXIMAL, tokens_of, trained_tokens
-from penstock.trainer.mismatch import Correction
+from penstock.trainer.losses.aggregation import Counts, Weights, count
+from penstock.trainer.losses.mismatch import Correction
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

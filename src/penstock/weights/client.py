@@ -18,9 +18,7 @@ import structlog
 
 from penstock.errors import WeightsError, WireError, boundary
 from penstock.types import PublishedVersion
-from penstock.weights.cache import BlobCache, to_the_end
-from penstock.weights.chain import DeltaEntry, Way, leads_to
-from penstock.weights.links import Front, Link, Speed, Transfer, fronts_of, takes_delta
+from penstock.weights.deltas.chain import DeltaEntry, Way, leads_to
 from penstock.weights.manifest import (
     MAX_MANIFEST_BYTES,
     FileEntry,
@@ -29,7 +27,9 @@ from penstock.weights.manifest import (
     is_digest,
     parse_manifest,
 )
-from penstock.weights.partial import Partial, Span
+from penstock.weights.pulling.cache import BlobCache, to_the_end
+from penstock.weights.pulling.links import Front, Link, Speed, Transfer, fronts_of, takes_delta
+from penstock.weights.pulling.partial import Partial, Span
 from penstock.weights.tensors import Scan, TensorEntry
 from penstock.wire.client import AsyncCaller
 

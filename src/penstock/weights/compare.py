@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import WeightsError
 from penstock.weights.catalog import KeptVersion, undisturbed, whole_file
-from penstock.weights.file_delta import layout_of
+from penstock.weights.deltas.file_delta import layout_of
 from penstock.weights.manifest import SnapshotManifest
 from penstock.weights.store import DirectoryStore
 from penstock.weights.tensors import ITEM_BYTES, TensorEntry

@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from penstock.errors import WeightsError, boundary
 from penstock.types import PolicyName
-from penstock.weights.file_delta import has_one_layout, make_delta
+from penstock.weights.deltas.file_delta import has_one_layout, make_delta
 from penstock.weights.manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -14,8 +14,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from penstock.errors import WeightsError
-from penstock.weights.chain import DeltaEntry, cheapest
-from penstock.weights.file_delta import apply_here, make_delta
+from penstock.weights.deltas.chain import DeltaEntry, cheapest
+from penstock.weights.deltas.file_delta import apply_here, make_delta
 from penstock.weights.store import DirectoryStore, open_regular
 
 ANY_SIZE = 1 << 62

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import structlog
 
 from penstock.errors import WeightsError
-from penstock.weights.chain import DeltaEntry, cheapest
+from penstock.weights.deltas.chain import DeltaEntry, cheapest
 from penstock.weights.manifest import FileEntry, SnapshotManifest, parse_manifest
 from penstock.weights.remake import ANY_SIZE
 from penstock.weights.store import DirectoryStore

@@ -26,7 +26,7 @@ import structlog
 from blake3 import blake3
 
 from penstock.errors import WeightsError
-from penstock.weights.chain import DeltaEntry, cheapest
+from penstock.weights.deltas.chain import DeltaEntry, cheapest
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of, is_digest
 from penstock.weights.tensors import Scan, Sink, scan
 

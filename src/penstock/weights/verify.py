@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.errors import WeightsError
 from penstock.weights.catalog import SHORT, KeptFile, KeptVersion, undisturbed, whole_file
-from penstock.weights.chain import DeltaEntry
+from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import SnapshotManifest, parse_manifest
 from penstock.weights.remake import way_from_whole
 from penstock.weights.store import DirectoryStore, open_regular

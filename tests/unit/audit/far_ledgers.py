@@ -12,15 +12,15 @@ from tests.unit.audit.ledgers import FakeNode, Run, always_completed, small_conf
 
 from penstock.config import RunConfig
 from penstock.dataflow.build import build_partition, partition_folder
-from penstock.dataflow.home import Shard
-from penstock.dataflow.link_protocol import (
+from penstock.dataflow.core.home import Shard
+from penstock.dataflow.partitions.home_side import PartitionSide
+from penstock.dataflow.partitions.protocol import (
     LinkPull,
     LinkPulled,
     LinkPush,
     LinkPushed,
     PartitionJoin,
 )
-from penstock.dataflow.partition_side import PartitionSide
 from penstock.dataflow.protocol import CheckpointsRequest, Done
 from penstock.types import NodeId
 

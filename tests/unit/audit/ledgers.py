@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from penstock.config import RunConfig, demo, dump
 from penstock.dataflow.build import build
-from penstock.dataflow.partition_service import PartitionService
+from penstock.dataflow.partitions.service import PartitionService
 from penstock.dataflow.protocol import (
     BatchRequest,
     CommitRequest,

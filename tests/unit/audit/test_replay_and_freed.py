@@ -12,9 +12,9 @@ from tests.unit.audit.run_files import one
 from penstock.audit import AuditReport, audit
 from penstock.config import RunConfig, dump
 from penstock.config.rules import RuleConfig
-from penstock.dataflow import segments
-from penstock.dataflow.compaction import Compactor
 from penstock.dataflow.protocol import CheckpointsRequest
+from penstock.dataflow.storage import segments
+from penstock.dataflow.storage.compaction import Compactor
 
 
 def with_rules(*rules: RuleConfig) -> RunConfig:

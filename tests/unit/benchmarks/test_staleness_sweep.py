@@ -127,8 +127,22 @@ def test_finished_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         sweep(setting, tmp_path, tmp_path / "runs.jsonl")
     first, ran = ran, []
     found = sweep(setting, tmp_path, tmp_path / "runs.jsonl")
+    assert list(found) == ["ppo", "ppo_critic", "decoupled", "m2po"]
     assert sorted(first + ran) == sorted((*point, seed) for point in POINTS for seed in (0, 1))
     assert found["ppo"][4] == [1 / 5, 1 / 6]
     assert figures(found)["ratio"] == 1.0 and figures(found)["ppo_breaks_at"] == 1
     lines = (tmp_path / "runs.jsonl").read_text().splitlines()
     assert len([json.loads(line) for line in lines]) == 36
+
+
+def _by_lag(_name: str, lag: int, *_: object) -> float:
+    return 1 / (1 + lag)
+
+
+def test_the_quick_sweep_has_the_lags_of_its_ratio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staleness_sweep, "run", _by_lag)
+    found = sweep(staleness_sweep.QUICK, tmp_path, tmp_path / "runs.jsonl")
+    assert {tuple(rewards) for rewards in found.values()} == {(0, 4)}
+    assert figures(found)["ratio"] == 1.0

@@ -15,7 +15,7 @@ from benchmarks.weights_words import Arrival
 from blake3 import blake3
 
 from penstock.weights.manifest import FileEntry
-from penstock.weights.partial import Partial, piece_bytes
+from penstock.weights.pulling.partial import Partial, piece_bytes
 
 
 def arrival(pull_s: float, num_bytes: int) -> Arrival:

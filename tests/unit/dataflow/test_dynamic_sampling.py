@@ -15,8 +15,8 @@ from penstock.config import RunConfig
 from penstock.dataflow.build import build
 from penstock.dataflow.manifests import manifest_of
 from penstock.dataflow.protocol import Grant, LiveVersion
-from penstock.dataflow.recorded import open_recorded
 from penstock.dataflow.records import BatchRecord, FateRecord, IssuedRecord
+from penstock.dataflow.told.recorded import open_recorded
 from penstock.types import DropReason, GroupId, PolicyName, Task
 
 POLICY = PolicyName("policy")

@@ -5,12 +5,12 @@ life of a trainer must make the same versions again."""
 from __future__ import annotations
 
 import pytest
-from tests.unit.dataflow.test_gate import A, lineage, live
+from tests.unit.dataflow.core.test_gate import A, lineage, live
 
 from penstock.config import RunConfig, demo
-from penstock.dataflow.gate import Gate
+from penstock.dataflow.core.gate import Gate
+from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import IncarnationRecord
-from penstock.dataflow.versions import Lineage
 from penstock.errors import Conflict
 
 

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from penstock.dataflow import row_payloads, segments
-from penstock.dataflow.blobs import BlobStore
-from penstock.dataflow.ledger import Ledger
-from penstock.dataflow.payloads import MemoryPayloads, SegmentPayloads
+from penstock.dataflow import row_payloads
 from penstock.dataflow.protocol import RowsAnswer
 from penstock.dataflow.records import Record, RowRecord
 from penstock.dataflow.row_payloads import RowPayloads, Wanted
 from penstock.dataflow.row_records import ColumnRecord
-from penstock.dataflow.segments import HEADER, Location, segment_path
+from penstock.dataflow.storage import segments
+from penstock.dataflow.storage.blobs import BlobStore
+from penstock.dataflow.storage.ledger import Ledger
+from penstock.dataflow.storage.payloads import MemoryPayloads, SegmentPayloads
+from penstock.dataflow.storage.segments import HEADER, Location, segment_path
 from penstock.types import GroupId, NodeId, OutcomeKind, RowId
 from penstock.wire.codec import decode
 

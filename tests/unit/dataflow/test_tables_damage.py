@@ -14,7 +14,7 @@ from tests.contract.running import small_config
 
 from penstock.dataflow.build import build
 from penstock.dataflow.records import SourceRecord
-from penstock.dataflow.tables import open_tables
+from penstock.dataflow.storage.tables import open_tables
 from penstock.errors import StoreError
 
 SOURCES = [SourceRecord(name=f"source-{index}", next_ordinal=index) for index in range(20)]

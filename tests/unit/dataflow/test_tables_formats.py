@@ -17,7 +17,7 @@ from blake3 import blake3
 from tests.contract.running import POLICY, small_config
 
 from penstock.dataflow.build import build
-from penstock.dataflow.ledger import Ledger
+from penstock.dataflow.core.retention import pinned_batches
 from penstock.dataflow.protocol import BatchRequest, IncarnationRequest
 from penstock.dataflow.records import (
     FORMAT,
@@ -33,8 +33,8 @@ from penstock.dataflow.records import (
     RowRecord,
     SourceRecord,
 )
-from penstock.dataflow.retention import pinned_batches
-from penstock.dataflow.tables import METADATA, open_tables
+from penstock.dataflow.storage.ledger import Ledger
+from penstock.dataflow.storage.tables import METADATA, open_tables
 from penstock.errors import StoreError
 from penstock.types import GroupId, NodeId, PolicyName
 

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.protocol import LiveVersion, UsedBy
 from penstock.dataflow.records import CommitRecord, IncarnationRecord, VersionRecord
 from penstock.dataflow.version_use import versions_in_use
-from penstock.dataflow.versions import Lineage
 from penstock.types import PolicyName
 
 POLICY = PolicyName("policy")

@@ -25,7 +25,7 @@ from tests.unit.weights.relays import origin
 from penstock.config import demo
 from penstock.dataflow.protocol import Orders
 from penstock.fleet.folder import Endpoints, RunFolder
-from penstock.weights.server import build
+from penstock.weights.fronts.server import build
 from penstock.wire.auth import Audience, Role
 from penstock.wire.codec import encode_json
 

@@ -20,9 +20,9 @@ from tests.unit.weights.folders import TENSORS, weights_bytes
 
 from penstock.dataflow.protocol import NodeState, Orders, RunFacts
 from penstock.types import PublishedVersion
-from penstock.weights.origin import Origin
+from penstock.weights.fronts.origin import Origin
+from penstock.weights.fronts.server import build
 from penstock.weights.publish import put_snapshot
-from penstock.weights.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience
 from penstock.wire.server import serve_on

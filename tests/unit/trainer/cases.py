@@ -12,7 +12,7 @@ import torch
 from tests.unit.trainer import oracles
 from torch import Tensor
 
-from penstock.trainer.tokens import Objective, Tokens
+from penstock.trainer.losses.tokens import Objective, Tokens
 
 Floats = npt.NDArray[np.float64]
 

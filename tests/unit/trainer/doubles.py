@@ -32,15 +32,15 @@ from penstock.dataflow.protocol import (
 from penstock.errors import Conflict, Fenced
 from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.divergence import WithEntropy
-from penstock.trainer.gang import Alone
+from penstock.trainer.gang.team import Alone
 from penstock.trainer.learner import Learner, Optimizer
-from penstock.trainer.objectives import Clipped
+from penstock.trainer.losses.divergence import WithEntropy
+from penstock.trainer.losses.objectives import Clipped
+from penstock.trainer.losses.tokens import Budgeted, Objective
 from penstock.trainer.pipeline.credits import group_advantage
 from penstock.trainer.pipeline.layout import Layout
 from penstock.trainer.schedules import Schedule
 from penstock.trainer.scoring import Passes
-from penstock.trainer.tokens import Budgeted, Objective
 from penstock.trainer.updates import Cut
 from penstock.types import (
     FinishReason,

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from penstock.dataflow.protocol import RowPayload, RowsAnswer
 from penstock.fleet.processes import die_with_parent
-from penstock.trainer.drawing import draw_rows
-from penstock.trainer.gang import Gang, Team, form, join
-from penstock.trainer.places import Parallel, dealt_out
-from penstock.trainer.ranks import LOOPBACK, Membership, membership, run_ranks
-from penstock.trainer.repartition import Holding, repartition
+from penstock.trainer.gang.drawing import draw_rows
+from penstock.trainer.gang.places import Parallel, dealt_out
+from penstock.trainer.gang.ranks import LOOPBACK, Membership, membership, run_ranks
+from penstock.trainer.gang.repartition import Holding, repartition
+from penstock.trainer.gang.team import Gang, Team, form, join
 from penstock.types import (
     GroupId,
     Manifest,
@@ -69,7 +69,7 @@ class PlainLoop:
 
     def step(self, rows: Sequence[Tensor]) -> tuple[float, float]:
         """The loss of the whole batch, and the gradient's norm before it was clipped."""
-        from penstock.trainer.sharding import clip
+        from penstock.trainer.gang.sharding import clip
 
         own = rows[self.gang.place.part :: self.gang.place.parallel.dp]
         trained = float(sum(row.numel() - 1 for row in own))
@@ -107,7 +107,7 @@ class PlainLoop:
         }
 
     def restore(self, whole: dict[str, Tensor]) -> None:
-        from penstock.trainer.sharding import spread
+        from penstock.trainer.gang.sharding import spread
 
         for name, parameter in self.parameters.items():
             self.optimizer.state[parameter] = {
@@ -166,8 +166,8 @@ def pair(folder: Path) -> dict[str, Any]:
     """Two ranks: sharded training, by parts and inside one part, and what they say meanwhile."""
     from safetensors.torch import save_file
 
+    from penstock.trainer.gang.sharding import gather, shard
     from penstock.trainer.models import load_model
-    from penstock.trainer.sharding import gather, shard
 
     parts = form(Parallel(dp=2))
     inside = form(Parallel(tp=2))
@@ -214,8 +214,8 @@ def _resumed(folder: Path, gang: Gang) -> list[list[float]]:
     """The steps that follow, by a new life that restored what was gathered."""
     from safetensors.torch import load_file
 
+    from penstock.trainer.gang.sharding import shard
     from penstock.trainer.models import load_model
-    from penstock.trainer.sharding import shard
 
     model = load_model(folder / "model").eval()
     model.load_state_dict(load_file(folder / "whole.safetensors"))
@@ -360,8 +360,8 @@ def mortal(folder: Path) -> dict[str, Any]:
     """Two ranks that save after every step; in its first life, the second dies in the middle."""
     from safetensors.torch import load_file, save_file
 
+    from penstock.trainer.gang.sharding import gather, shard
     from penstock.trainer.models import load_model
-    from penstock.trainer.sharding import gather, shard
 
     gang = form(Parallel(dp=2))
     assert gang is not None
@@ -438,9 +438,9 @@ def _load_once() -> None:
     """What training loads late, before ranks are forked rather than in each of them."""
     from transformers import AutoModelForCausalLM
 
-    import penstock.trainer.sharding
+    import penstock.trainer.gang.sharding
 
-    assert AutoModelForCausalLM and penstock.trainer.sharding
+    assert AutoModelForCausalLM and penstock.trainer.gang.sharding
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 

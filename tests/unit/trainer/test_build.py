@@ -11,16 +11,16 @@ import pytest
 import torch
 from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, random_batch, seal, settings
 
-from penstock.trainer.aggregation import Aggregation
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.build import build_crew, objective_of
 from penstock.trainer.crew import Crew
 from penstock.trainer.learner import SkipReason
+from penstock.trainer.losses.aggregation import Aggregation
+from penstock.trainer.losses.objectives import Clipped
+from penstock.trainer.losses.tokens import TokenLoss, Tokens
 from penstock.trainer.models import load_model
-from penstock.trainer.objectives import Clipped
 from penstock.trainer.pipeline.builtin import pipeline_of
 from penstock.trainer.snapshots import weights_of
-from penstock.trainer.tokens import TokenLoss, Tokens
 
 ALGORITHMS = ("grpo", "reinforce", "ppo", "dapo", "m2po", "gspo", "rloo", "opd")
 

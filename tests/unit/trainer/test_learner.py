@@ -28,10 +28,10 @@ from penstock.trainer import actor as actor_module
 from penstock.trainer.actor import Actor
 from penstock.trainer.attention import lay_out
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.gang import Alone
+from penstock.trainer.gang.sharding import clip
+from penstock.trainer.gang.team import Alone
 from penstock.trainer.inputs import make_inputs, split
 from penstock.trainer.learner import Learner, SkipReason, weigh
-from penstock.trainer.sharding import clip
 from penstock.trainer.updates import Cut, plan_updates
 from penstock.types import SamplingSpec, log_probs
 

@@ -27,7 +27,7 @@ from penstock.errors import Fenced, StoreError
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.actor import Actor
 from penstock.trainer.checkpoint import Cursor
-from penstock.trainer.gang import Alone
+from penstock.trainer.gang.team import Alone
 from penstock.trainer.inputs import make_inputs
 from penstock.trainer.loop import Trainer
 from penstock.trainer.models import WEIGHTS

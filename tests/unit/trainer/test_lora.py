@@ -27,7 +27,7 @@ from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.build import build_crew
 from penstock.trainer.crew import Crew
-from penstock.trainer.gang import Alone
+from penstock.trainer.gang.team import Alone
 from penstock.trainer.lora import (
     Adapter,
     LoraLinear,

@@ -28,7 +28,7 @@ from penstock.config import LoraConfig, RunConfig
 from penstock.dataflow.protocol import PublishRequest
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.checkpoint import Checkpoints, Cursor
-from penstock.trainer.gang import Alone
+from penstock.trainer.gang.team import Alone
 from penstock.trainer.loop import Trainer
 from penstock.trainer.lora import begin_adapter, put_on
 from penstock.trainer.models import load_model, weight_files
@@ -37,10 +37,10 @@ from penstock.trainer.service import make_checkpoints, make_crew, replay_step
 from penstock.trainer.snapshots import Snapshots, constant_files
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
+from penstock.weights.fronts.origin import Origin
+from penstock.weights.fronts.server import build
 from penstock.weights.manifest import SnapshotManifest, parse_manifest
-from penstock.weights.origin import Origin
 from penstock.weights.publish import put_snapshot
-from penstock.weights.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import connect

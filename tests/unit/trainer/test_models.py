@@ -89,6 +89,6 @@ def test_the_module_imports_without_torch() -> None:
 
 def test_nothing_of_the_trainer_imports_a_tokenizer() -> None:
     sources = Path(__file__).parents[3] / "src" / "penstock" / "trainer"
-    for path in sources.glob("*.py"):
+    for path in sources.rglob("*.py"):
         text = path.read_text()
         assert "import tokenizers" not in text and "AutoTokenizer" not in text, path.name

@@ -10,10 +10,10 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.weights.codec import apply_tensor, encode_tensor
-from penstock.weights.fast import CompiledLoops
-from penstock.weights.payload import Payload
-from penstock.weights.symbols import Loops, NumpyLoops
+from penstock.weights.deltas.codec import apply_tensor, encode_tensor
+from penstock.weights.deltas.fast import CompiledLoops
+from penstock.weights.deltas.payload import Payload
+from penstock.weights.deltas.symbols import Loops, NumpyLoops
 
 NUMPY: Loops = NumpyLoops()
 COMPILED: Loops = CompiledLoops()

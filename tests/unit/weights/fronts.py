@@ -15,10 +15,10 @@ from starlette.routing import Route as StarletteRoute
 from tests.unit.weights.folders import write_folder
 
 from penstock.types import PolicyName, PublishedVersion
-from penstock.weights.chain import Way
-from penstock.weights.origin import Origin
+from penstock.weights.deltas.chain import Way
+from penstock.weights.fronts.origin import Origin
+from penstock.weights.fronts.server import build
 from penstock.weights.publish import StoredVersion, put_snapshot
-from penstock.weights.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncCaller, connect

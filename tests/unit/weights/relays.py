@@ -12,11 +12,11 @@ from pathlib import Path
 
 from tests.unit.weights.fronts import listening
 
-from penstock.weights.chain import DeltaEntry
-from penstock.weights.origin import Origin
-from penstock.weights.relay import Relay
-from penstock.weights.server import build
-from penstock.weights.sources import Blob, Source
+from penstock.weights.deltas.chain import DeltaEntry
+from penstock.weights.fronts.origin import Origin
+from penstock.weights.fronts.relay import Relay
+from penstock.weights.fronts.server import build
+from penstock.weights.fronts.sources import Blob, Source
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import connect

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from tests.unit.weights.changes import COMPILED, NUMPY, Pair, encode, raw, trained
 
 from penstock.errors import WeightsError
-from penstock.weights.codec import apply_run, apply_tensor
-from penstock.weights.delta import MAGIC, read_delta, write_delta
-from penstock.weights.payload import Kind, Payload, Role, Stream, pack, unpack
-from penstock.weights.symbols import Loops
+from penstock.weights.deltas.codec import apply_run, apply_tensor
+from penstock.weights.deltas.delta import MAGIC, read_delta, write_delta
+from penstock.weights.deltas.payload import Kind, Payload, Role, Stream, pack, unpack
+from penstock.weights.deltas.symbols import Loops
 
 FENCE = 4096
 SMALL = trained(3000, 0.05, seed=1)

@@ -27,11 +27,10 @@ from tests.unit.weights.folders import safetensors_bytes, weights_bytes
 
 from penstock.errors import WeightsError
 from penstock.types import PolicyName
-from penstock.weights.cache import BlobCache
-from penstock.weights.chain import DeltaEntry
-from penstock.weights.codec import apply_run
-from penstock.weights.delta import read_delta, write_delta
-from penstock.weights.file_delta import make_delta
+from penstock.weights.deltas.chain import DeltaEntry
+from penstock.weights.deltas.codec import apply_run
+from penstock.weights.deltas.delta import read_delta, write_delta
+from penstock.weights.deltas.file_delta import make_delta
 from penstock.weights.manifest import (
     FileEntry,
     digest_of,
@@ -42,6 +41,7 @@ from penstock.weights.manifest import (
     parse_manifest,
     weights_digest,
 )
+from penstock.weights.pulling.cache import BlobCache
 from penstock.weights.tensors import ITEM_BYTES, Scan, TensorEntry, parse_header, scan
 
 LIMIT_BYTES = 8 << 20

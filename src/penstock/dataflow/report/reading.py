@@ -18,8 +18,8 @@ from penstock.dataflow.report.figures import Figures, NodeActivity, Terms
 from penstock.types import PolicyName, PublishedVersion
 
 if TYPE_CHECKING:
-    from penstock.dataflow.groups import Node
-    from penstock.dataflow.home import Home
+    from penstock.dataflow.core.groups import Node
+    from penstock.dataflow.core.home import Home
     from penstock.dataflow.process import Process
     from penstock.dataflow.service import Dataflow
 

@@ -16,16 +16,15 @@ from dataclasses import dataclass, replace
 
 import sqlalchemy as sa
 
-from penstock.dataflow.consumers import Consumer
-from penstock.dataflow.core import CoreTerms
-from penstock.dataflow.home import Home
-from penstock.dataflow.messages import Dropped, Issue, Report, ToPartition
+from penstock.dataflow.core.consumers import Consumer
+from penstock.dataflow.core.home import Home
+from penstock.dataflow.core.messages import Dropped, Issue, Report, ToPartition
+from penstock.dataflow.core.retention import Retention
+from penstock.dataflow.core.rulebook import Rulebook
+from penstock.dataflow.core.sealing import Sealing
+from penstock.dataflow.machines import CoreTerms
 from penstock.dataflow.process import Outbox
-from penstock.dataflow.recorded import Recorded
 from penstock.dataflow.records import GroupRecord
-from penstock.dataflow.retention import Retention
-from penstock.dataflow.rulebook import Rulebook
-from penstock.dataflow.sealing import Sealing
 from penstock.dataflow.simulate.script import Action, Kind, Script, read_script
 from penstock.dataflow.simulate.stream import (
     Ended,
@@ -34,7 +33,8 @@ from penstock.dataflow.simulate.stream import (
     Stream,
     read_stream,
 )
-from penstock.dataflow.tables import Tables
+from penstock.dataflow.storage.tables import Tables
+from penstock.dataflow.told.recorded import Recorded
 from penstock.errors import Conflict
 from penstock.types import DropReason, GroupId, PolicyName, RowSummary
 

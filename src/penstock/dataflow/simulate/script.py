@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from penstock.dataflow.records import BatchRecord, CommitRecord, IncarnationRecord, VersionRecord
-from penstock.dataflow.tables import Tables
+from penstock.dataflow.storage.tables import Tables
 from penstock.types import PolicyName
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from penstock.dataflow.recorded import Recorded
+from penstock.dataflow.core.supply import Supply
 from penstock.dataflow.records import (
     CommitRecord,
     DecisionRecord,
@@ -25,7 +25,7 @@ from penstock.dataflow.records import (
 )
 from penstock.dataflow.row_records import ColumnRecord
 from penstock.dataflow.sources import Source
-from penstock.dataflow.supply import Supply
+from penstock.dataflow.told.recorded import Recorded
 from penstock.types import DropReason, GroupId, Outcome, PolicyName, RowId, RowSummary, Task
 
 Place = tuple[str, int]

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from penstock.trainer.advantages import (
+from penstock.trainer.advantages.baselines import (
     Credit,
     Moments,
     batch_advantages,
@@ -26,8 +26,8 @@ from penstock.trainer.advantages import (
     moments,
     normalised,
 )
-from penstock.trainer.credit import Turns, last_turn, on_tokens
-from penstock.trainer.overlong import Overlong, OverlongRule
+from penstock.trainer.advantages.credit import Turns, last_turn, on_tokens
+from penstock.trainer.advantages.overlong import Overlong, OverlongRule
 from penstock.trainer.pipeline.layout import Floats, Layout
 
 Columns = Mapping[str, Floats]
@@ -104,7 +104,7 @@ def gae(
 ) -> Columns:
     """PPO: each row's reward on its samples' last trained tokens, credited through the values.
     `normalise` takes the advantages, not the returns, over the whole batch's mean and spread."""
-    from penstock.trainer.gae import Gae  # brings torch, which a plan does without
+    from penstock.trainer.advantages.gae import Gae  # brings torch, which a plan does without
 
     rewards_T = final_rewards(reward, layout.mask_T, layout.starts_S, layout.ends_S, layout.rows_S)
     found = Gae(discount=gamma, trace=lam)(rewards_T, values, layout.mask_T, layout.ends_S)

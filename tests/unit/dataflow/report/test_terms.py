@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from penstock.config.report import ReportConfig
-from penstock.dataflow.groups import Node
+from penstock.dataflow.core.groups import Node
 from penstock.dataflow.protocol import LiveVersion, NodeState
 from penstock.dataflow.records import NodeRecord
 from penstock.dataflow.report.figures import NodeActivity, Terms

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups whose rows still miss columns: held back, policy by policy, until stages have written
+them or never will.
+
+Sits between a partition and home. A policy judges a group when the columns its rules need are
+there; it trains on it when those of its trainer are. One policy's missing scorer delays no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from penstock.dataflow.core.groups import Closing
+from penstock.dataflow.core.messages import Completed, Report, SendToHome
+from penstock.dataflow.records import CompletionRecord, Erasure, Journal
+from penstock.types import DropReason, GroupId, PolicyName, RowId, RowSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Columns of one policy that stages add."""
+
+    judge: frozenset[str] = frozenset()
+    """Before its rules can decide."""
+    train: frozenset[str] = frozenset()
+    """Before its trainer can use an admitted group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landed:
+    """A column became terminal."""
+
+    row_id: RowId
+    name: str
+    failed: str
+    """Kind of failure, empty for a value."""
+    value: float | None
+    digest: str
+
+
+class Stage(StrEnum):
+    JUDGING = "judging"
+    REPORTED = "reported"
+    TRAINING = "training"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class _Waiting:
+    rows: tuple[RowSummary, ...]
+    stages: dict[PolicyName, Stage] = field(default_factory=dict[PolicyName, Stage])
+
+
+class Completion:
+    def __init__(
+        self,
+        needs: Mapping[PolicyName, Needs],
+        closing: Closing,
+        journal: Journal,
+        send: SendToHome,
+    ) -> None:
+        self._needs = needs
+        self.is_scored = not any("reward" in need.judge for need in needs.values())
+        """Rows come with their reward; no stage writes it."""
+        self.is_needed = any(need.judge or need.train for need in needs.values())
+        self._closing = closing
+        self._journal = journal
+        self._send = send
+        self._groups: dict[GroupId, _Waiting] = {}
+        self._landed: dict[RowId, dict[str, Landed]] = {}
+        self._group_of: dict[RowId, GroupId] = {}
+
+    # --- what happens -------------------------------------------------------------------------
+
+    def report(self, report: Report, now: float) -> None:
+        """A group ended: pass it on at once for every policy that misses nothing."""
+        if not self.is_needed or report.dropped is not None:
+            self._send(report)
+            self._forget_rows(row.row_id for row in report.rows)
+            return
+        waiting = self._groups[report.group_id] = _Waiting(report.rows)
+        for row in report.rows:
+            self._group_of[row.row_id] = report.group_id
+        for policy in self._needs:
+            self._move(report.group_id, waiting, policy, Stage.JUDGING, now)
+        self._look(report.group_id, now)
+
+    def landed(self, events: Iterable[Landed], now: float) -> None:
+        for event in events:
+            self._landed.setdefault(event.row_id, {})[event.name] = event
+            group_id = self._group_of.get(event.row_id)
+            if group_id is not None:
+                self._look(group_id, now)
+
+    def admitted(self, group_id: GroupId, policy: PolicyName, now: float) -> None:
+        waiting = self._groups.get(group_id)
+        if waiting is None or not self._needs[policy].train:
+            return
+        self._move(group_id, waiting, policy, Stage.TRAINING, now)
+        self._look(group_id, now)
+
+    def forget(self, group_ids: Iterable[GroupId]) -> None:
+        """Final for every consumer."""
+        for group_id in group_ids:
+            waiting = self._groups.pop(group_id, None)
+            if waiting is not None:
+                self._forget_rows(row.row_id for row in waiting.rows)
+            if self.is_needed:
+                self._journal(
+                    Erasure(
+                        kind=CompletionRecord,
+                        where="group_id = :group_id",
+                        values={"group_id": group_id},
+                    )
+                )
+
+    def rows_of(self, group_id: GroupId) -> tuple[RowId, ...]:
+        waiting = self._groups.get(group_id)
+        return () if waiting is None else tuple(row.row_id for row in waiting.rows)
+
+    def _forget_rows(self, row_ids: Iterable[RowId]) -> None:
+        for row_id in row_ids:
+            self._landed.pop(row_id, None)
+            self._group_of.pop(row_id, None)
+
+    # --- is it complete? ----------------------------------------------------------------------
+
+    def _look(self, group_id: GroupId, now: float) -> None:
+        waiting = self._groups[group_id]
+        for policy, stage in [*waiting.stages.items()]:
+            need = self._needs[policy]
+            if stage is Stage.JUDGING and self._is_terminal(waiting.rows, need.judge):
+                rows, dropped = self._survivors(waiting.rows, policy, need.judge)
+                self._move(group_id, waiting, policy, Stage.REPORTED, now)
+                self._send(
+                    Report(group_id=group_id, policies=(policy,), rows=rows, dropped=dropped)
+                )
+            elif stage is Stage.TRAINING and self._is_terminal(waiting.rows, need.train):
+                rows, dropped = self._survivors(waiting.rows, policy, need.judge | need.train)
+                self._move(group_id, waiting, policy, Stage.DONE, now)
+                self._send(Completed(group_id=group_id, policy=policy, rows=rows, dropped=dropped))
+
+    def _is_terminal(self, rows: Iterable[RowSummary], names: frozenset[str]) -> bool:
+        return all(names <= self._landed.get(row.row_id, {}).keys() for row in rows)
+
+    def _survivors(
+        self, rows: Iterable[RowSummary], policy: PolicyName, names: frozenset[str]
+    ) -> tuple[tuple[RowSummary, ...], DropReason | None]:
+        """Rows with all these columns, filled in; the closing policy says if they are enough."""
+        good: list[RowSummary] = []
+        num_lost = 0
+        for row in rows:
+            found = [self._landed[row.row_id][name] for name in sorted(names)]
+            if any(column.failed for column in found):
+                num_lost += 1
+            else:
+                good.append(_filled(row, found))
+        if self._closing.keeps(len(good), num_lost):
+            return tuple(good), None
+        return tuple(rows), DropReason.COLUMN_FAILED
+
+    def _move(
+        self, group_id: GroupId, waiting: _Waiting, policy: PolicyName, stage: Stage, now: float
+    ) -> None:
+        waiting.stages[policy] = stage
+        self._journal(CompletionRecord(group_id=group_id, policy=policy, state=stage, at=now))
+
+    # --- restart ------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        groups: Mapping[GroupId, tuple[RowSummary, ...]],
+        stages: Iterable[CompletionRecord],
+        landed: Iterable[Landed],
+    ) -> None:
+        """Closed groups that some policy waits for, and the columns of all rows not yet final."""
+        for event in landed:
+            self._landed.setdefault(event.row_id, {})[event.name] = event
+        for group_id, rows in groups.items():
+            self._groups[group_id] = _Waiting(rows)
+            self._group_of.update((row.row_id, group_id) for row in rows)
+        for record in stages:
+            self._groups[record.group_id].stages[record.policy] = Stage(record.state)
+
+
+def _filled(row: RowSummary, columns: Iterable[Landed]) -> RowSummary:
+    reward, digests, values = row.reward, dict(row.columns), dict(row.values)
+    for column in columns:
+        if column.name == "reward":
+            reward = column.value
+        elif column.value is not None:
+            values[column.name] = column.value
+        else:
+            digests[column.name] = column.digest
+    return replace(row, reward=reward, columns=digests, values=values)

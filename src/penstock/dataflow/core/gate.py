@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which node is young enough for which group: the bound on staleness, kept by not starting work.
+
+A partition asks it at each lease and each move of a policy; it knows lineages and bounds, and
+nothing of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.dataflow.core import pacing
+from penstock.dataflow.core.versions import Lineage
+from penstock.dataflow.protocol import LiveVersion
+from penstock.dataflow.records import VersionRecord
+from penstock.types import PolicyName, PublishedVersion, RowSummary
+
+
+@dataclass(slots=True)
+class Gate:
+    lineages: Mapping[PolicyName, Lineage]
+    max_staleness: Mapping[PolicyName, int]
+    horizon: dict[PolicyName, int] = field(default_factory=dict[PolicyName, int])
+    """Number that the next unsealed batch trains from; the committed one until home says more."""
+    is_lockstep: bool = False
+    """Each group is sampled by one version alone, `max_staleness` batches behind its own."""
+    oldest_due: Callable[[], Mapping[str, int] | None] = field(default=lambda: None)
+    """Due date of the group issued first among those that are open; None when there is none."""
+    _newest: tuple[VersionRecord, ...] = ()
+    _wanted: tuple[PublishedVersion, ...] = ()
+    """Made of them."""
+
+    def may_run(self, due: Mapping[str, int], live: Sequence[LiveVersion]) -> bool:
+        """Is a node with these live versions young enough for a group with this due date?
+
+        A policy that has not published what it committed makes a node wait only if no other policy
+        could use the group: the trainer of that one may never come back.
+        """
+        held = {version.policy: version for version in live}
+        if self.is_lockstep:
+            return all(
+                (version := held.get(policy)) is not None
+                and lineage.has(version.incarnation, version.number)
+                and version.number == self._due_number(policy, due)
+                for policy, lineage in self.lineages.items()
+            )
+        is_useful = False
+        for policy, lineage in self.lineages.items():
+            version, newest = held.get(policy), lineage.newest
+            if version is None or newest is None:
+                return False
+            if not lineage.has(version.incarnation, version.number):
+                return False
+            needed = pacing.oldest_useful(
+                due[policy],
+                committed=lineage.number,
+                max_staleness=self.max_staleness[policy],
+            )
+            serves = lineage.effective(version.incarnation, version.number)
+            if serves >= needed:
+                is_useful = True
+            elif serves < lineage.effective(newest.incarnation, newest.number):
+                return False  # a younger one is there for it to load
+        return is_useful
+
+    @property
+    def wanted(self) -> tuple[PublishedVersion, ...]:
+        """What nodes should serve."""
+        found = self._in_lockstep() if self.is_lockstep else self._newest_of_all()
+        newest = tuple(version for version in found if version is not None)
+        if newest != self._newest:  # asked at every command
+            self._newest = newest
+            self._wanted = tuple(
+                PublishedVersion(
+                    policy=version.policy,
+                    incarnation=version.incarnation,
+                    number=version.number,
+                    manifest_digest=version.manifest_digest,
+                )
+                for version in newest
+            )
+        return self._wanted
+
+    def _newest_of_all(self) -> Iterator[VersionRecord | None]:
+        yield from (lineage.newest for lineage in self.lineages.values())
+
+    def _in_lockstep(self) -> Iterator[VersionRecord | None]:
+        """What the oldest open group needs; what it was before while that is not committed, so
+        that nobody's answer sees a change."""
+        due = self.oldest_due()
+        before = {version.policy: version for version in self._newest}
+        for policy, lineage in self.lineages.items():
+            number = lineage.number if due is None else self._due_number(policy, due)
+            found = None if number is None else lineage.first_version(number)
+            yield found or before.get(policy)
+
+    def _due_number(self, policy: PolicyName, due: Mapping[str, int]) -> int | None:
+        seq = max(0, due[policy] - self.max_staleness[policy])
+        return self.lineages[policy].number_after(seq)
+
+    def is_published(self, policy: PolicyName, incarnation: int, number: int) -> bool:
+        lineage = self.lineages.get(policy)
+        return lineage is not None and lineage.has(incarnation, number)
+
+    def slack(self, rows: Sequence[RowSummary]) -> int:
+        """Batches that rows this old may still wait for, for the policy that can wait longest.
+
+        0: the next batch is their last; below 0: no policy can use them any more.
+        """
+        if self.is_lockstep:
+            return max(self.max_staleness.values(), default=0) + 1
+        return max((self._slack(policy, rows) for policy in self.lineages), default=0)
+
+    def _slack(self, policy: PolicyName, rows: Sequence[RowSummary]) -> int:
+        lineage = self.lineages[policy]
+        numbers = [
+            lineage.effective(*version) for row in rows for version in row.versions.get(policy, ())
+        ]
+        if not numbers:
+            return self.max_staleness[policy]
+        horizon = max(self.horizon.get(policy, 0), lineage.number)
+        return min(numbers) + self.max_staleness[policy] - horizon

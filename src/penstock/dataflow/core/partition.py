@@ -1,0 +1,560 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One data partition: slots, leases, deliveries and the closing of groups. A pure state machine.
+
+Time comes in as `now`, facts go out through the journal, ended groups go to home as Reports. No
+I/O, no clock. A lease ends exactly once: delivered, failed, rejected, released, expired, truncated
+or cancelled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+import msgspec
+
+from penstock.dataflow.core.gate import Gate
+from penstock.dataflow.core.groups import (
+    Closing,
+    ClosingKind,
+    Held,
+    LeaseTerms,
+    Node,
+    OpenGroup,
+    Slot,
+    SlotState,
+)
+from penstock.dataflow.core.messages import Report, SendReport
+from penstock.dataflow.core.roster import Roster
+from penstock.dataflow.core.timers import OF_CLOSE, OF_START, Timer, Timers
+from penstock.dataflow.protocol import (
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+    Register,
+)
+from penstock.dataflow.records import (
+    NEXT_GROUP,
+    DeadSlotRecord,
+    GrantRecord,
+    GroupRecord,
+    GroupState,
+    Journal,
+    LeaseEnd,
+    LeaseRecord,
+    NodeRecord,
+    RowRecord,
+)
+from penstock.dataflow.records import row_id as name_of
+from penstock.dataflow.sources import slot_seeds
+from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, RowId, RowSummary
+
+COSTLY_ENDS = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
+"""Ends of a lease that cost its slot an attempt."""
+
+
+class Partition:
+    def __init__(
+        self,
+        index: int,
+        *,
+        closing: Closing,
+        terms: LeaseTerms,
+        gate: Gate,
+        journal: Journal,
+        send: SendReport,
+    ) -> None:
+        self.index = index
+        self.groups: dict[GroupId, OpenGroup] = {}
+        """Open ones only; the ledger answers for the rest."""
+        self.roster = Roster(journal)
+        self.gate = gate
+        self.num_waiting = 0
+        """Slots that could be leased now."""
+        self.num_waiting_sessions = 0
+        """Those among them that are for agents from outside."""
+        self.num_offered = 0
+        """Slots that came to wait, in all."""
+        self._closing = closing
+        self._terms = terms
+        self._journal = journal
+        self._send = send
+        self._queue: deque[GroupId] = deque()
+        """Groups with waiting slots, oldest first; entries without any are skipped when met."""
+        self._session_queue: deque[GroupId] = deque()
+        """The same for slots of sessions."""
+        self._timers = Timers(terms)
+        gate.oldest_due = self._oldest_due
+
+    def _oldest_due(self) -> Mapping[str, int] | None:
+        return next((group.due for group in self.groups.values()), None)
+
+    @property
+    def nodes(self) -> dict[NodeId, Node]:
+        return self.roster.nodes
+
+    # --- groups -------------------------------------------------------------------------------
+
+    def issue(self, record: GroupRecord, now: float) -> None:
+        if record.group_id in self.groups:
+            return
+        self._journal(record)
+        group = self._open(record, now)
+        self._queue_of(group).append(record.group_id)
+        self._wait(group, record.num_slots)
+        self.num_offered += record.num_slots
+
+    def _is_session(self, group: OpenGroup) -> bool:
+        return group.record.source == self._terms.session_source
+
+    def _queue_of(self, group: OpenGroup) -> deque[GroupId]:
+        return self._session_queue if self._is_session(group) else self._queue
+
+    def _wait(self, group: OpenGroup, num_slots: int) -> None:
+        """So many more slots of this group wait, or fewer."""
+        self.num_waiting += num_slots
+        if self._is_session(group):
+            self.num_waiting_sessions += num_slots
+
+    def _open(self, record: GroupRecord, now: float) -> OpenGroup:
+        group = OpenGroup(record=record, waiting_since=now)
+        self.groups[record.group_id] = group
+        self._timers.group_waits(record.group_id, now)
+        self._timers.group_runs(record.group_id, now)
+        return group
+
+    def drop(self, group_id: GroupId, reason: DropReason, now: float) -> None:
+        """End an open group whatever its members do."""
+        group = self.groups.get(group_id)
+        if group is not None:
+            self._cut(group, LeaseEnd.CANCELLED, now)
+            self._end_group(group, GroupState.DROPPED, reason, now)
+
+    def forget(self, row_id: RowId, now: float) -> None:
+        """End the group of one whose attempt or row this is; it is not ended for an attempt that
+        came to nothing before."""
+        group_id = GroupId(row_id.partition(".")[0])
+        group = self.groups.get(group_id)
+        for index, slot in group.touched.items() if group is not None else ():
+            is_meant = row_id == name_of(group_id, index, slot.epoch)
+            if is_meant and slot.state in (SlotState.LEASED, SlotState.DONE):
+                self.drop(group_id, DropReason.FORGOTTEN, now)
+                return
+
+    def _cut(self, group: OpenGroup, end: LeaseEnd, now: float) -> None:
+        """Stop what runs and what waits: these slots get no result any more."""
+        self._wait(group, -group.num_waiting)
+        for index in (*group.again, *range(group.num_fresh, group.record.num_slots)):
+            group.slot(index).move(SlotState.TRUNCATED)
+        group.again, group.num_fresh = [], group.record.num_slots
+        for index, slot in group.running():
+            self._end_lease(group, index, slot, end, now)
+            slot.move(SlotState.TRUNCATED)
+
+    def moved(self, now: float) -> None:
+        """Policies went on: end groups that nobody can use any more, close those on their last
+        admissible version if that saves their rows."""
+        for group in [group for group in self.groups.values() if group.touched]:
+            rows = group.rows
+            if not rows:
+                continue
+            slack = self.gate.slack(rows)
+            if slack < 0:
+                self.drop(group.record.group_id, DropReason.STALE, now)
+            elif slack == 0 and self._closing.kind is ClosingKind.SURVIVORS:
+                lost = group.record.num_slots - len(rows)
+                if self._closing.keeps(len(rows), lost):
+                    self._close_now(group, DropReason.STALE, now)
+
+    def _close_now(self, group: OpenGroup, reason: DropReason, now: float) -> None:
+        self._cut(group, LeaseEnd.TRUNCATED, now)
+        self._close(group, reason, now)
+
+    # --- nodes --------------------------------------------------------------------------------
+
+    def register(self, body: Register, now: float) -> None:
+        """A known node under a new session is a new life: what its old life held is free again."""
+        replaced = self.roster.replaced(body)
+        if replaced is not None:
+            self._end_all(replaced, LeaseEnd.EXPIRED, "its node began a new life", now)
+        self.roster.register(body, now)
+
+    def heartbeat(
+        self,
+        node_id: NodeId,
+        session: str,
+        now: float,
+        *,
+        state: NodeState,
+        live: tuple[LiveVersion, ...],
+    ) -> bool:
+        """Does the node say anything new?"""
+        return self.roster.heard(node_id, session, now, state=state, live=live)
+
+    def leave(self, node_id: NodeId, session: str, now: float) -> None:
+        node = self.roster.get(node_id, session)
+        self._end_all(node, LeaseEnd.RELEASED, "", now)
+        self._journal(replace(node.record, left=True, at=now))
+        del self.nodes[node_id]
+
+    def quarantine(self, node_id: NodeId, now: float) -> None:
+        """No more work for this life of the node; what it holds goes to others at no cost of an
+        attempt, and its late results are fenced."""
+        node = self.nodes.get(node_id)
+        if node is None or node.is_quarantined:
+            return
+        self.roster.quarantine(node)
+        held = [one for granted in node.granted.values() for one in self._running(granted)]
+        node.stopped += [name_of(g.group_id, index, g.epoch) for _, index, g in held]
+        self._end_all(node, LeaseEnd.RELEASED, "", now)
+
+    def forgive(self, gap_s: float) -> None:
+        """The service itself stood still: nobody could be heard meanwhile, so nobody was silent."""
+        self.roster.forgive(gap_s)
+        self._timers.forgive(gap_s)
+
+    # --- leases -------------------------------------------------------------------------------
+
+    def ask(self, node_id: NodeId, session: str, request_id: str, now: float) -> None:
+        self.roster.ask(node_id, session, request_id, now)
+
+    def lease(
+        self,
+        node_id: NodeId,
+        session: str,
+        request_id: str,
+        max_slots: int,
+        live: Sequence[LiveVersion],
+        now: float,
+    ) -> list[Grant]:
+        node = self.roster.get(node_id, session)
+        if request_id in node.granted:
+            return self._granted_before(node, request_id)
+        if request_id != node.asking or node.state is not NodeState.LIVE:
+            return []
+        free = min(max_slots, self.roster.allowance(node) - node.num_leases)
+        queue = self._session_queue if node.serves_sessions else self._queue
+        grants: list[Grant] = []
+        num_groups, due = 0, ""
+        while queue and len(grants) < free:
+            group = self.groups.get(queue[0])
+            if group is None or not group.num_waiting:  # ended, or all its slots were taken
+                queue.popleft()
+                continue
+            if due != group.record.due and not self.gate.may_run(group.due, live):
+                break  # groups behind it need a version at least as young
+            due = group.record.due
+            while group.num_waiting and len(grants) < free:
+                record = self._grant(node, group, request_id, free - len(grants), now)
+                grants += self._describe(group, record, record.slots, num_groups)
+            num_groups += 1
+        return grants
+
+    def _grant(
+        self, node: Node, group: OpenGroup, request_id: str, most: int, now: float
+    ) -> GrantRecord:
+        slots = group.take(most)
+        self._wait(group, -len(slots))
+        first = group.touched.get(slots.start)
+        record = GrantRecord(
+            group_id=group.record.group_id,
+            slot=slots.start,
+            epoch=first.epoch + 1 if first else 1,
+            num_slots=len(slots),
+            attempt=first.attempt + 1 if first else 1,
+            node_id=node.record.node_id,
+            session=node.record.session,
+            request_id=request_id,
+            granted_at=now,
+        )
+        self._journal(record)
+        group.lease(record)
+        self.roster.hold(node, record, len(slots))
+        self._timers.slots_run(record, now, is_session=self._is_session(group))
+        return record
+
+    def _describe(
+        self, group: OpenGroup, record: GrantRecord, slots: range, task: int
+    ) -> list[Grant]:
+        return [
+            Grant(
+                group_id=record.group_id,
+                slot=index,
+                epoch=record.epoch,
+                attempt=record.attempt,
+                task=task,
+                seed=seed,
+            )
+            for index, seed in zip(slots, slot_seeds(group.task.seed, slots), strict=True)
+        ]
+
+    def _granted_before(self, node: Node, request_id: str) -> list[Grant]:
+        grants: list[Grant] = []
+        tasks: dict[GroupId, int] = {}
+        for group, index, record in self._running(node.granted[request_id]):
+            task = tasks.setdefault(record.group_id, len(tasks))
+            grants += self._describe(group, record, range(index, index + 1), task)
+        return grants
+
+    def _running(self, held: Held) -> Iterator[tuple[OpenGroup, int, GrantRecord]]:
+        """Its slots that run, as they are met: the caller may end them."""
+        for record in sorted(held.grants, key=attrgetter("group_id", "slot")):
+            for index in record.slots:
+                group = self.groups.get(record.group_id)
+                if group is not None and group.slot(index).grant is record:
+                    yield group, index, record
+
+    def release(
+        self, node_id: NodeId, group_id: GroupId, index: int, epoch: int, now: float
+    ) -> bool:
+        """Hand a slot back unharmed; False when the lease had ended before."""
+        slot = self._leased(node_id, group_id, index, epoch)
+        if slot is None:
+            return False
+        group = self.groups[group_id]
+        self._end_lease(group, index, slot, LeaseEnd.RELEASED, now)
+        self._requeue(group, index, slot, now)
+        return True
+
+    def reject(self, group_id: GroupId, index: int, why: str, now: float) -> None:
+        """The result of this held lease breaks the contract: an attempt that came to nothing."""
+        group = self.groups[group_id]
+        self._lose(group, index, group.slot(index), LeaseEnd.REJECTED, why, now)
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Expire nodes that fell silent, attempts that overran and groups out of time."""
+        for node in self.roster.newly_silent(self._terms.ttl_s, now):
+            self._end_all(node, LeaseEnd.EXPIRED, "its node fell silent", now)
+        for timer in self._timers.due(now):
+            group = self.groups.get(timer.group_id)
+            if group is None:
+                continue
+            if timer.slot == OF_CLOSE:
+                self._close_now(group, DropReason.OVERDUE, now)
+                continue
+            if timer.slot == OF_START:
+                self._waited(group, now)
+                continue
+            self._overran(group, timer, now)
+
+    def _overran(self, group: OpenGroup, timer: Timer, now: float) -> None:
+        terms = self._terms
+        is_session = self._is_session(group)
+        limit_s = terms.session_start_to_close_s if is_session else terms.start_to_close_s
+        why = f"no result within start-to-close ({limit_s:g} s)"
+        for index in range(timer.slot, timer.slot + timer.num_slots):
+            slot = group.slot(index)
+            if slot.state is SlotState.LEASED and slot.epoch == timer.epoch:
+                self._lose(group, index, slot, LeaseEnd.EXPIRED, why, now)
+
+    def _waited(self, group: OpenGroup, now: float) -> None:
+        start_s = self._terms.schedule_to_start_s
+        if start_s is None or not group.num_waiting:
+            return
+        if now < group.waiting_since + start_s:  # it waits anew since an attempt was lost
+            self._timers.group_waits(group.record.group_id, group.waiting_since)
+            return
+        why = f"nobody took it within schedule-to-start ({start_s:g} s)"
+        while group.num_waiting:
+            [index] = group.take(1)
+            self._wait(group, -1)
+            self._give_up(group, index, group.slot(index), why, now)
+        self._close_if_over(group, now)
+
+    def _end_all(self, node: Node, end: LeaseEnd, why: str, now: float) -> None:
+        for held in [*node.granted.values()]:
+            for group, index, _ in self._running(held):
+                slot = group.slot(index)
+                if end is LeaseEnd.RELEASED:
+                    self._end_lease(group, index, slot, end, now)
+                    self._requeue(group, index, slot, now)
+                else:
+                    self._lose(group, index, slot, end, why, now)
+
+    def _lose(
+        self, group: OpenGroup, index: int, slot: Slot, end: LeaseEnd, why: str, now: float
+    ) -> None:
+        """An attempt came to nothing: try again, or give the slot up."""
+        self._end_lease(group, index, slot, end, now, why)
+        slot.attempt += 1
+        slot.reasons += (f"{end}: {why}"[:300],)
+        if slot.attempt < self.max_attempts:
+            self._requeue(group, index, slot, now)
+            return
+        self._give_up(group, index, slot, "", now)
+        self._close_if_over(group, now)
+
+    @property
+    def max_attempts(self) -> int:
+        return 1 if self._closing.kind is ClosingKind.DROP else self._terms.max_attempts
+
+    def _give_up(self, group: OpenGroup, index: int, slot: Slot, why: str, now: float) -> None:
+        """The slot becomes a dead letter with all its reasons."""
+        if why:
+            slot.reasons += (why,)
+        slot.move(SlotState.DEAD)
+        reasons = msgspec.json.encode(slot.reasons).decode()
+        self._journal(
+            DeadSlotRecord(group_id=group.record.group_id, slot=index, reasons=reasons, at=now)
+        )
+
+    def _end_lease(
+        self, group: OpenGroup, index: int, slot: Slot, end: LeaseEnd, now: float, why: str = ""
+    ) -> None:
+        assert slot.grant is not None, "a lease ends once"
+        lease = slot.grant.lease(index, end, now, why[:300])
+        self._journal(lease)
+        slot.grant = None
+        self.roster.let_go(lease)
+
+    def _requeue(self, group: OpenGroup, index: int, slot: Slot, now: float) -> None:
+        slot.move(SlotState.WAITING)
+        if not group.num_waiting:
+            group.waiting_since = now
+            self._timers.group_waits(group.record.group_id, now)
+        group.again.append(index)
+        self._wait(group, 1)
+        self.num_offered += 1
+        self._queue_of(group).appendleft(group.record.group_id)  # older than all that wait
+
+    def _leased(self, node_id: NodeId, group_id: GroupId, index: int, epoch: int) -> Slot | None:
+        group = self.groups.get(group_id)
+        slot = None if group is None else group.touched.get(index)
+        if slot is None or slot.state is not SlotState.LEASED or slot.epoch != epoch:
+            return None
+        return slot if slot.grant is not None and slot.grant.node_id == node_id else None
+
+    # --- deliveries ---------------------------------------------------------------------------
+
+    def holds(self, node_id: NodeId, group_id: GroupId, index: int, epoch: int) -> bool:
+        return self._leased(node_id, group_id, index, epoch) is not None
+
+    def deliver(
+        self, row: RowRecord, summary: RowSummary, outcome: Outcome, now: float
+    ) -> DeliveryStatus:
+        """Take the result of a held lease; under an older epoch it is refused and changes
+        nothing."""
+        slot = self._leased(row.node_id, row.group_id, row.slot, row.epoch)
+        if slot is None or slot.grant is None:
+            return DeliveryStatus.FENCED
+        group = self.groups[row.group_id]
+        self._journal(row)
+        node = self.nodes.get(row.node_id)
+        if node is not None:
+            node.last_seen, node.is_silent = now, False
+            node.num_delivered += 1
+            self.roster.finished(node, slot.grant, now)
+        if outcome.has_reward:
+            self._end_lease(group, row.slot, slot, LeaseEnd.DELIVERED, now)
+            slot.move(SlotState.DONE)
+            slot.row = summary
+            self._close_if_over(group, now)
+        elif outcome.kind is OutcomeKind.CANCELLED:
+            self._end_lease(group, row.slot, slot, LeaseEnd.RELEASED, now)
+            self._requeue(group, row.slot, slot, now)
+        else:
+            why = f"{outcome.reason}: {outcome.detail}"
+            self._lose(group, row.slot, slot, LeaseEnd.FAILED, why, now)
+        return DeliveryStatus.STORED
+
+    def _close_if_over(self, group: OpenGroup, now: float) -> None:
+        if group.record.group_id not in self.groups:
+            return  # it ended while several of its slots were given up
+        num_dead = group.count(SlotState.DEAD)
+        if num_dead and self._closing.kind is not ClosingKind.SURVIVORS:
+            self._cut(group, LeaseEnd.CANCELLED, now)
+            self._end_group(group, GroupState.DROPPED, DropReason.FAILED_SLOTS, now)
+        elif num_dead + group.count(SlotState.DONE) == group.record.num_slots:
+            self._close(group, DropReason.FAILED_SLOTS, now)
+
+    def _close(self, group: OpenGroup, reason: DropReason, now: float) -> None:
+        """Every slot is terminal: the closing policy decides, `reason` is why it would not keep
+        the group."""
+        num_good = group.count(SlotState.DONE)
+        if self._closing.keeps(num_good, group.record.num_slots - num_good):
+            self._end_group(group, GroupState.CLOSED, None, now)
+        else:
+            self._end_group(group, GroupState.DROPPED, reason, now)
+
+    def _end_group(
+        self, group: OpenGroup, state: GroupState, reason: DropReason | None, now: float
+    ) -> None:
+        assert state in NEXT_GROUP[GroupState(group.record.state)]
+        self._journal(replace(group.record, state=state, reason=reason or "", ended_at=now))
+        del self.groups[group.record.group_id]
+        self._send(
+            Report(group_id=group.record.group_id, policies=(), rows=group.rows, dropped=reason)
+        )
+
+    # --- restart ------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        groups: Iterable[GroupRecord],
+        grants: Iterable[GrantRecord],
+        leases: Iterable[LeaseRecord],
+        rows: Iterable[RowRecord],
+        nodes: Iterable[NodeRecord],
+        dead: Iterable[DeadSlotRecord],
+        quarantined: Mapping[NodeId, str],
+        now: float,
+    ) -> None:
+        """Rebuild open groups and give every live lease a full ttl; `leases`, which ended, come in
+        order of epoch."""
+        self.roster.restore(nodes, quarantined, now)
+        opened = [self._open(g, now) for g in sorted(groups, key=lambda record: record.issue)]
+        ended = {(lease.group_id, lease.slot, lease.epoch): lease for lease in leases}
+        for lease in ended.values():
+            self._restore_ended(lease)
+        for grant in grants:
+            group_id, epoch = grant.group_id, grant.epoch
+            running = [slot for slot in grant.slots if (group_id, slot, epoch) not in ended]
+            self._restore_running(grant, running, now)
+        for row in rows:
+            if Outcome(kind=row.outcome).has_reward:
+                slot = self.groups[row.group_id].slot(row.slot)
+                slot.state, slot.row = SlotState.DONE, row.summary
+        for letter in dead:
+            self.groups[letter.group_id].slot(letter.slot).state = SlotState.DEAD
+        for group in opened:
+            self._restore_queue(group)
+        # A config with fewer attempts than before may end groups that were still open.
+        for group in opened:
+            self._close_if_over(group, now)
+
+    def _restore_queue(self, group: OpenGroup) -> None:
+        group.num_fresh = max(group.touched, default=-1) + 1
+        group.again = [
+            index
+            for index in range(group.num_fresh)
+            if group.slot(index).state is SlotState.WAITING
+        ]
+        self._wait(group, group.num_waiting)
+        if group.num_waiting:
+            self._queue_of(group).append(group.record.group_id)
+
+    def _restore_ended(self, lease: LeaseRecord) -> None:
+        slot = self.groups[lease.group_id].slot(lease.slot)
+        slot.epoch = lease.epoch
+        if lease.ended in COSTLY_ENDS:
+            slot.attempt += 1
+            slot.reasons += (f"{lease.ended}: {lease.detail}",)
+            if slot.attempt >= self.max_attempts:
+                slot.state = SlotState.DEAD
+
+    def _restore_running(self, grant: GrantRecord, slots: Sequence[int], now: float) -> None:
+        if not slots:
+            return
+        group = self.groups[grant.group_id]
+        for index in slots:
+            slot = group.slot(index)
+            slot.state, slot.epoch, slot.grant = SlotState.LEASED, grant.epoch, grant
+        node = self.nodes.get(grant.node_id)
+        assert node is not None, "a running lease names a registered node"
+        self.roster.hold(node, grant, len(slots))
+        self._timers.slots_run(grant, now, is_session=self._is_session(group))

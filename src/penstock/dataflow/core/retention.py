@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose payload may be deleted: a pure count of who still needs a group.
+
+A group is held once by each consumer that has not judged it, once by each sealed batch a trainer
+may still ask for, and once by each replay pool it is in. The call that ends its last hold returns
+it, exactly once; its caller records that in the same commit as the cause. Deletes nothing itself.
+
+Batches after a policy's oldest retained checkpoint may be asked for again. Until its trainer named
+one, the last `retain_batches` committed ones are kept; batches not committed yet always are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from penstock.types import GroupId, PolicyName
+
+if TYPE_CHECKING:
+    from penstock.dataflow.storage.tables import Tables
+
+PAGE_BATCHES = 64
+NEWEST = "SELECT max(seq) FROM fates WHERE consumer = :consumer"
+PAGE = (
+    "SELECT f.seq, f.group_id, "
+    "EXISTS (SELECT 1 FROM freed WHERE freed.group_id = f.group_id) FROM fates f "
+    "WHERE f.consumer = :consumer AND f.seq <= :upper AND f.seq > :lower ORDER BY f.seq DESC"
+)
+
+
+@dataclass(slots=True)
+class _Pins:
+    """What one consumer holds of the groups it has judged."""
+
+    batches: dict[int, tuple[GroupId, ...]] = field(default_factory=dict[int, tuple[GroupId, ...]])
+    """Groups of each batch that may be served again, in order of seq."""
+    pool: set[GroupId] = field(default_factory=set[GroupId])
+    committed: int = 0
+    oldest: int | None = None
+    """Seq of the oldest retained checkpoint, None until the trainer names one."""
+    floor: int = 0
+    """Batches up to here are let go; never moves back, since what is freed stays freed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """What the last life of a service kept for one consumer."""
+
+    floor: int
+    """The newest batch of which a group is freed; all up to it are let go."""
+    batches: Mapping[int, tuple[GroupId, ...]]
+    """Groups by the last batch they are in, of batches after the floor, in order of seq."""
+
+
+class Retention:
+    """Counts holds per group. A group held once only stands where it is held: that keeps the cost
+    of a pinned group of one policy at its id and one reference."""
+
+    def __init__(self, consumers: Iterable[PolicyName], *, retain_batches: int) -> None:
+        self._retain_batches = retain_batches
+        self._pins = {consumer: _Pins() for consumer in consumers}
+        self._more: dict[GroupId, int] = {}
+        """Holds beyond the first, of groups that have several."""
+
+    # --- what happens to groups; each call returns those that became free ----------------------
+
+    def issued(self, group_id: GroupId, num_consumers: int) -> None:
+        """This many consumers will judge it."""
+        if num_consumers > 1:
+            self._more[group_id] = num_consumers - 1
+
+    def dropped(self, group_id: GroupId) -> list[GroupId]:
+        """One consumer will never train on it."""
+        return self._release((group_id,))
+
+    def sealed(self, consumer: PolicyName, seq: int, group_ids: Sequence[GroupId]) -> None:
+        """The consumer's hold passes to its batch; a group out of its pool gets one more. Seal
+        before `unpooled`, or the group looks like one that was never judged."""
+        pins = self._pins[consumer]
+        assert seq > next(reversed(pins.batches), 0), "batches are sealed in order"
+        for group_id in group_ids:
+            if group_id in pins.pool:
+                self._hold(group_id)
+        pins.batches[seq] = tuple(group_ids)
+
+    def pooled(self, group_id: GroupId, consumer: PolicyName) -> None:
+        """It may be served again by replay."""
+        pool = self._pins[consumer].pool
+        if group_id not in pool:
+            pool.add(group_id)
+            self._hold(group_id)
+
+    def unpooled(self, group_id: GroupId, consumer: PolicyName) -> list[GroupId]:
+        pool = self._pins[consumer].pool
+        if group_id not in pool:
+            return []
+        pool.remove(group_id)
+        return self._release((group_id,))
+
+    def committed(self, consumer: PolicyName, seq: int) -> list[GroupId]:
+        """The cursor moved: forwards by a commit, or back by a fork."""
+        self._pins[consumer].committed = seq
+        return self._advance(consumer)
+
+    def retained(self, consumer: PolicyName, oldest_seq: int | None) -> list[GroupId]:
+        """The trainer's oldest retained checkpoint; None while it has none."""
+        self._pins[consumer].oldest = oldest_seq
+        return self._advance(consumer)
+
+    def oldest_servable(self, consumer: PolicyName) -> int:
+        """A life may fork at this seq or later: every batch after it can be served."""
+        return self._pins[consumer].floor
+
+    # --- holds --------------------------------------------------------------------------------
+
+    def _advance(self, consumer: PolicyName) -> list[GroupId]:
+        pins = self._pins[consumer]
+        floor = pins.committed - self._retain_batches if pins.oldest is None else pins.oldest
+        # A checkpoint of the future must not free what is not trained yet.
+        floor = min(floor, pins.committed)
+        if floor <= pins.floor:
+            return []
+        pins.floor = floor
+        freed: list[GroupId] = []
+        for seq in [seq for seq in pins.batches if seq <= floor]:
+            freed += self._release(pins.batches.pop(seq))
+        return freed
+
+    def _hold(self, group_id: GroupId) -> None:
+        self._more[group_id] = self._more.get(group_id, 0) + 1
+
+    def _release(self, group_ids: Iterable[GroupId]) -> list[GroupId]:
+        freed: list[GroupId] = []
+        for group_id in group_ids:
+            more = self._more.get(group_id, 0)
+            if more > 1:
+                self._more[group_id] = more - 1
+            elif more == 1:
+                del self._more[group_id]
+            else:
+                freed.append(group_id)
+        return freed
+
+    # --- restart ------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        *,
+        undecided: Iterable[GroupId],
+        batches: Mapping[PolicyName, Pinned],
+        pools: Mapping[PolicyName, Iterable[GroupId]],
+        cursors: Mapping[PolicyName, tuple[int, int | None]],
+    ) -> list[GroupId]:
+        """undecided: a group once per consumer that has not judged it · batches: those not let go
+        before · cursors: committed seq and oldest retained checkpoint. Returns what these terms
+        free and those of the last life did not."""
+        holds = Counter(undecided)
+        for consumer, pins in self._pins.items():
+            pins.batches, pins.floor = dict(batches[consumer].batches), batches[consumer].floor
+            pins.pool = set(pools.get(consumer, ()))
+            pins.committed, pins.oldest = cursors[consumer]
+            holds.update(group_id for batch in pins.batches.values() for group_id in batch)
+            holds.update(pins.pool)
+        self._more = {group_id: n - 1 for group_id, n in holds.items() if n > 1}
+        freed: list[GroupId] = []
+        for consumer in self._pins:
+            freed += self._advance(consumer)
+        return freed
+
+
+def pinned_batches(tables: Tables, consumer: PolicyName) -> Pinned:
+    """Read backwards, so that a start costs what is pinned and not what was ever sealed."""
+    found: dict[int, tuple[GroupId, ...]] = {}
+    upper = int(tables.scalar(NEWEST, consumer=consumer) or 0)
+    while upper > 0:
+        lower = max(0, upper - PAGE_BATCHES)  # 0 stands for groups that are in no batch
+        page = tables.rows(PAGE, consumer=consumer, upper=upper, lower=lower)
+        for seq, fates in groupby(page, key=itemgetter(0)):
+            members = list(fates)
+            if any(is_freed for _, _, is_freed in members):
+                return Pinned(floor=int(seq), batches=dict(reversed(found.items())))
+            found[int(seq)] = tuple(GroupId(group_id) for _, group_id, _ in members)
+        upper -= PAGE_BATCHES
+    return Pinned(floor=0, batches=dict(reversed(found.items())))

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The next task: which source, and whether it is worth rolling out. Pure but for the user's own
+sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.dataflow.core.rulebook import Rulebook
+from penstock.dataflow.records import Journal, SourceRecord
+from penstock.dataflow.sources import Source
+from penstock.types import SourceShare, Task
+
+MAX_SKIPS = 256
+"""After so many tasks refused in a row the next one runs whatever the rules say."""
+
+
+class Supply:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        rules: Rulebook,
+        journal: Journal,
+        *,
+        workflow: str,
+        seed: int,
+    ) -> None:
+        self._sources = {source.name: source for source in sources}
+        self._served = dict.fromkeys(self._sources, 0)
+        self._skipped = dict.fromkeys(self._sources, 0)
+        """Tasks that rules found not worth rolling out."""
+        self._rules = rules
+        self._journal = journal
+        self._workflow = workflow
+        self._seed = seed
+
+    @property
+    def num_skipped(self) -> int:
+        return sum(self._skipped.values())
+
+    @property
+    def is_exhausted(self) -> bool:
+        return not self.shares()
+
+    def shares(self) -> list[SourceShare]:
+        """Sources that still have tasks."""
+        return [
+            SourceShare(name=name, weight=source.weight, served=self._served[name])
+            for name, source in self._sources.items()
+            if source.limit is None or self._served[name] < source.limit
+        ]
+
+    def next_task(self, now: float, full: str = "") -> tuple[Task, dict[str, object]] | None:
+        """The next task that the rules want, and how it was chosen; None: there is none left.
+        Nothing of the source that is `full`."""
+        num_skipped = 0
+        while left := [share for share in self.shares() if share.name != full]:
+            name, mix = self._rules.pick(left, now)
+            ordinal = self._served[name]
+            task = self._sources[name].task(ordinal, seed=self._seed, workflow=self._workflow)
+            is_wanted, refused_by = self._rules.wants(task, now)
+            runs = is_wanted or num_skipped == MAX_SKIPS
+            self._served[name] += 1
+            self._skipped[name] += not runs
+            self._journal(
+                SourceRecord(
+                    name=name, next_ordinal=self._served[name], skipped=self._skipped[name]
+                )
+            )
+            if runs:
+                self._rules.remember()
+                return task, {"mix": mix, "skipped": num_skipped, "forced_over": refused_by}
+            num_skipped += 1
+        self._rules.remember()
+        return None
+
+    def restore(self, records: Iterable[SourceRecord]) -> None:
+        for record in records:
+            if record.name in self._sources:
+                self._served[record.name] = record.next_ordinal
+                self._skipped[record.name] = record.skipped

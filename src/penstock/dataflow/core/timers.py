@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The limits on slots and groups of one partition, nearest first. Counted by the partition's own
+clock; home's may differ by any amount. Pure.
+
+Knows when something is due, and not what becomes of it. Timers of what has ended stay until they
+are met, and are passed over by whoever asks."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from penstock.dataflow.core.groups import LeaseTerms
+from penstock.dataflow.records import GrantRecord
+from penstock.types import GroupId
+
+OF_START, OF_CLOSE = -1, -2
+"""In place of a slot: limits on a whole group, schedule-to-start and schedule-to-close."""
+
+
+class Timer(NamedTuple):
+    """One limit: start-to-close of slots granted together, or one of a whole group."""
+
+    at: float
+    group_id: GroupId
+    slot: int
+    epoch: int = 0
+    num_slots: int = 1
+    limit_s: float = 0.0
+    """What it may last in all."""
+
+
+class Timers:
+    def __init__(self, terms: LeaseTerms) -> None:
+        self._limit_s = {OF_START: terms.schedule_to_start_s, OF_CLOSE: terms.schedule_to_close_s}
+        # One ttl of grace: the node itself cuts at start-to-close and needs time to deliver.
+        self._of_slot_s = terms.start_to_close_s + terms.ttl_s
+        self._of_session_s = terms.session_start_to_close_s + terms.ttl_s
+        self._heap: list[Timer] = []
+        self._is_prolonged = False
+
+    def group_waits(self, group_id: GroupId, since: float) -> None:
+        """From then on its slots could have been leased."""
+        self._watch_group(group_id, OF_START, since)
+
+    def group_runs(self, group_id: GroupId, since: float) -> None:
+        self._watch_group(group_id, OF_CLOSE, since)
+
+    def _watch_group(self, group_id: GroupId, kind: int, since: float) -> None:
+        limit_s = self._limit_s[kind]
+        if limit_s is not None:
+            timer = Timer(since + limit_s, group_id, kind, limit_s=limit_s)
+            heapq.heappush(self._heap, timer)
+
+    def slots_run(self, grant: GrantRecord, since: float, *, is_session: bool = False) -> None:
+        limit_s = self._of_session_s if is_session else self._of_slot_s
+        at = since + limit_s
+        timer = Timer(at, grant.group_id, grant.slot, grant.epoch, grant.num_slots, limit_s)
+        heapq.heappush(self._heap, timer)
+
+    def due(self, now: float) -> Iterator[Timer]:
+        if self._is_prolonged:
+            self._cap(now)
+        while self._heap and self._heap[0].at <= now:
+            yield heapq.heappop(self._heap)
+
+    def forgive(self, gap_s: float) -> None:
+        """The service itself stood still: nobody could keep a limit meanwhile."""
+        self._heap = [timer._replace(at=timer.at + gap_s) for timer in self._heap]
+        self._is_prolonged = True
+
+    def _cap(self, now: float) -> None:
+        """What began after the service stood still, and before it was forgiven, was not held up:
+        nothing gets more than its whole limit."""
+        self._heap = [timer._replace(at=min(timer.at, now + timer.limit_s)) for timer in self._heap]
+        heapq.heapify(self._heap)
+        self._is_prolonged = False

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's ledger as a reader sees it: opened read-only, running or finished, never changed.
+
+Owns finding the tables of home and of further partitions, and single facts in them. Interprets
+nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import sqlalchemy as sa
+from sqlalchemy.exc import DatabaseError
+
+from penstock.dataflow.core.versions import Lineage
+from penstock.dataflow.records import (
+    BatchRecord,
+    CommitRecord,
+    FateRecord,
+    GrantRecord,
+    GroupRecord,
+    IssuedRecord,
+    LeaseRecord,
+)
+from penstock.dataflow.storage.restore import restore_lineage
+from penstock.dataflow.storage.tables import Tables
+from penstock.errors import StoreError
+from penstock.types import GroupId, PolicyName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What a run wrote down."""
+
+    home: Tables
+    partitions: Mapping[int, Tables] = field(default_factory=dict[int, Tables])
+    """Those with a ledger of their own; the others write into home's."""
+
+    def at(self, partition: int) -> Tables:
+        """Where groups, leases and rows of this partition stand."""
+        return self.partitions.get(partition, self.home)
+
+    def group(self, issued: IssuedRecord) -> GroupRecord | None:
+        """As its partition keeps it; None when that has not heard of it yet."""
+        tables = self.at(issued.partition)
+        found = tables.read(GroupRecord, "group_id = :id", id=issued.group_id)
+        return found[0] if found else None
+
+    def leases(self, issued: IssuedRecord) -> list[LeaseRecord]:
+        """Of all its slots, those that run too."""
+        tables = self.at(issued.partition)
+        grants = tables.read(GrantRecord, "group_id = :id", id=issued.group_id)
+        ended = tables.read(LeaseRecord, "group_id = :id", id=issued.group_id)
+        found = {(grant.epoch, slot): grant.lease(slot) for grant in grants for slot in grant.slots}
+        found |= {(lease.epoch, lease.slot): lease for lease in ended}
+        return [found[key] for key in sorted(found)]
+
+    def fates(self, group_id: GroupId) -> list[FateRecord]:
+        return self.home.read(FateRecord, "group_id = :id", id=group_id)
+
+    def batch(self, policy: PolicyName, seq: int) -> BatchRecord | None:
+        where = "consumer = :policy AND seq = :seq"
+        found = self.home.read(BatchRecord, where, policy=policy, seq=seq)
+        return found[0] if found else None
+
+    def commits(self, policy: PolicyName, seq: int) -> list[CommitRecord]:
+        """Of one batch, one for each life of the trainer that was served it."""
+        where = "consumer = :policy AND seq = :seq"
+        found = self.home.read(CommitRecord, where, policy=policy, seq=seq)
+        return sorted(found, key=lambda commit: commit.incarnation)
+
+    def lineage(self, policy: PolicyName, incarnation: int) -> Lineage:
+        """As it stood in this life of the trainer: later forks made nothing older then."""
+        lineage = Lineage(policy)
+        restore_lineage(lineage, self.home)
+        lineage.incarnation = incarnation
+        return lineage
+
+    def close(self) -> None:
+        for tables in (self.home, *self.partitions.values()):
+            tables.close()
+
+
+def open_recorded(ledger_folder: Path) -> Recorded:
+    """The ledger in this folder; whoever writes it meanwhile is not disturbed."""
+    further = {
+        int(folder.name[1:]): _open(folder / "ledger.db")
+        for folder in sorted(ledger_folder.glob("p[0-9]*"))
+        if folder.name[1:].isdecimal() and (folder / "ledger.db").is_file()
+    }
+    return Recorded(home=_open(ledger_folder / "ledger.db"), partitions=further)
+
+
+def _open(path: Path) -> Tables:
+    if not path.is_file():
+        raise StoreError(
+            f"there is no ledger at {path}; give the folder of a run that was started, "
+            "OUTPUT_DIR/NAME of its config (a run on PostgreSQL answers GET /v1/explain/ID itself)"
+        )
+    # Without a write-ahead log nobody has the ledger open, and none need be made to read it.
+    is_open = path.with_name(path.name + "-wal").exists()
+    mode = "mode=ro" if is_open else "mode=ro&immutable=1"
+    uri = f"{path.absolute().as_uri()}?{mode}&uri=true"
+    try:
+        return Tables(sa.create_engine(f"sqlite:///{uri}"))
+    except DatabaseError as error:
+        raise StoreError(
+            f"the ledger at {path} cannot be read: {error.orig}; if an older penstock wrote it, "
+            "start the run once with this one"
+        ) from error

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sealed batches of a recorded run, read again from its files as they were served.
+
+Owns finding their rows in ledger, segments and blobs. Changes nothing; what was let go, or was
+marked gone, comes without its payload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from penstock.dataflow.build import partition_folder
+from penstock.dataflow.core.versions import Lineage
+from penstock.dataflow.manifests import manifest_of
+from penstock.dataflow.protocol import RowPayload
+from penstock.dataflow.records import GONE, CommitRecord, RowRecord, VersionRecord
+from penstock.dataflow.storage import segments
+from penstock.dataflow.storage.blobs import BlobStore
+from penstock.dataflow.storage.segments import Location
+from penstock.dataflow.told.recorded import Recorded
+from penstock.errors import NotFound, StoreError
+from penstock.types import Manifest, PolicyName, RowId
+
+PART = 500
+"""Row ids per query."""
+
+
+class SealedBatches:
+    """Those of one policy, along its surviving lineage."""
+
+    def __init__(self, recorded: Recorded, ledger_folder: Path, policy: PolicyName) -> None:
+        self._recorded = recorded
+        self._folder = ledger_folder
+        self._policy = policy
+        newest = recorded.home.scalar(
+            "SELECT max(incarnation) FROM incarnations WHERE policy = :policy", policy=policy
+        )
+        self.lineage: Lineage = recorded.lineage(policy, int(newest or 0))
+        """As it stands now."""
+        marked = recorded.home.rows("SELECT key FROM meta WHERE key LIKE :keys", keys=f"{GONE}%")
+        self._gone = {RowId(key.removeprefix(GONE)) for (key,) in marked}
+
+    def manifest(self, seq: int) -> Manifest | None:
+        found = self._recorded.batch(self._policy, seq)
+        return None if found is None else manifest_of(found.manifest)
+
+    def commit(self, seq: int) -> CommitRecord | None:
+        """What became of a batch; None when the surviving lineage has not come so far."""
+        if seq > self.lineage.seq:
+            return None
+        commits = self._recorded.commits(self._policy, seq)
+        return commits[-1] if commits else None
+
+    def stats(self, commit: CommitRecord) -> dict[str, float]:
+        return msgspec.json.decode(commit.stats, type=dict[str, float])
+
+    def version(self, number: int) -> VersionRecord | None:
+        """The one published last under this number, by a life whose number it still is."""
+        found = [
+            version
+            for version in self.lineage.versions()
+            if version.number == number
+            and self.lineage.effective(version.incarnation, version.number) == number
+        ]
+        return found[-1] if found else None
+
+    def rows(self, manifest: Manifest) -> Sequence[RowPayload]:
+        """In the manifest's order; without payload where a row is marked gone."""
+        ids = [row.row_id for row in manifest.rows]
+        found: dict[RowId, RowPayload] = {}
+        for start in range(0, len(ids), PART):
+            found |= self._read(ids[start : start + PART])
+        if lost := [row_id for row_id in ids if row_id not in self._gone and row_id not in found]:
+            raise StoreError(
+                f"batch {manifest.consumer}.{manifest.seq}: {len(lost)} of {len(ids)} rows are not "
+                f"on disk any more, first {lost[0]}; a run keeps those after its oldest retained "
+                "checkpoint"
+            )
+        return [found.get(row_id, RowPayload(row_id=row_id, payload=None)) for row_id in ids]
+
+    def _read(self, ids: Sequence[RowId]) -> dict[RowId, RowPayload]:
+        found: dict[RowId, RowPayload] = {}
+        everywhere = {0: self._recorded.home, **self._recorded.partitions}
+        for index, tables in everywhere.items():
+            folder = partition_folder(self._folder, index) if index else self._folder
+            for row in tables.read(RowRecord, "row_id IN :ids", ids=list(map(str, ids))):
+                payload = None if row.row_id in self._gone else _payload(folder, row)
+                if payload is not None:
+                    found[row.row_id] = RowPayload(row_id=row.row_id, payload=payload)
+        return found
+
+
+def _payload(folder: Path, row: RowRecord) -> bytes | None:
+    where = Location(segment=row.segment, offset=row.offset, length=row.length)
+    try:
+        if row.blob:
+            return BlobStore(folder / "blobs").read(row.blob)
+        return segments.read(folder / "segments", where)
+    except (StoreError, NotFound, OSError):
+        return None

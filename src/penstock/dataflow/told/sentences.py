@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of the ledger as sentences: what `penstock explain` says about each of them.
+
+Owns wording and which figures stand beside it. Reads no table and decides nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from penstock.dataflow.core.versions import Lineage
+from penstock.dataflow.records import (
+    BatchRecord,
+    CommitRecord,
+    DeadSlotRecord,
+    DecisionRecord,
+    FateRecord,
+    FateState,
+    FreedRecord,
+    GroupRecord,
+    GroupState,
+    IncarnationRecord,
+    IssuedRecord,
+    LeaseEnd,
+    LeaseRecord,
+    RowRecord,
+    RuleRecord,
+    VersionRecord,
+)
+from penstock.types import DropReason, Manifest, RowId, SealedGroup
+
+MAX_NAMED = 8
+"""Groups that are named one by one; of more, the rest is counted."""
+
+_MEANING: Mapping[str, str] = {
+    DropReason.STALE: "its oldest token was older than max_staleness allows for any batch to come",
+    DropReason.FAILED_SLOTS: "too few members had a result after all attempts",
+    DropReason.UNIFORM_REWARD: "all members earned the same, so there is nothing to learn",
+    DropReason.OUTPACED: "the policy already held all that its staleness bound has room for",
+    DropReason.REMAINDER: "the run ended before a batch could use it",
+    DropReason.COLUMN_FAILED: "a column that is required failed or came too late",
+    DropReason.OVERLONG: "too many answers were cut at the length limit",
+    DropReason.OUTCOME: "a rule refuses the outcomes of its rows",
+    DropReason.REWARD_RANGE: "its mean reward lies outside the range that is wanted",
+    DropReason.DUPLICATE: "the same task was admitted not long ago",
+    DropReason.RULE: "a rule of your own refused it",
+    DropReason.OVERDUE: "it waited or ran longer than schedule-to-close",
+    DropReason.PARTITION_LOST: "its partition was declared lost",
+    DropReason.FORGOTTEN: "its space was cleared, or somebody asked for it to be forgotten",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One fact."""
+
+    at: float
+    """Unix time; 0 for what has none."""
+    what: str
+    """`issued`, `skipped`, `leased`, `given up`, `closed`, `dropped`, `admitted`, `sealed`,
+    `trained`, `published`, `freed`, `rule failed` or `remembered`."""
+    text: str
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+# --- before a group runs ----------------------------------------------------------------------
+
+
+def issued(
+    record: IssuedRecord, group: GroupRecord | None, skipped: Sequence[DecisionRecord]
+) -> Step:
+    why = json.loads(record.why or "{}")
+    text = (
+        f"issued as group {record.group_id}: task {record.task_key}, number {record.ordinal} of "
+        f"source {record.source}, which mix rule {why.get('mix', '?')} chose"
+    )
+    if why.get("skipped"):
+        rules = sorted({one.rule for one in skipped})
+        by = f" by {', '.join(rules)}" if rules else ""
+        text += f"; {_counted(why['skipped'], 'task')} before it skipped{by}"
+    if why.get("forced_over"):
+        text += f"; rule {why['forced_over']} refused it too, but after so many the next one runs"
+    due: dict[str, int] = json.loads(group.due) if group is not None else {}
+    if due:
+        text += "; expected to train " + ", ".join(f"{p} from number {n}" for p, n in due.items())
+    return Step(at=record.at, what="issued", text=text, facts={**why, "due": due})
+
+
+def decision(record: DecisionRecord) -> Step:
+    detail = json.loads(record.detail or "{}")
+    if record.verdict == "error":
+        text = (
+            f"{record.hook} rule {record.rule} failed on {record.subject}: "
+            f"{detail.get('error', '?')}; the plain default decided instead"
+        )
+        return Step(at=record.at, what="rule failed", text=text, facts=detail)
+    text = f"{record.verdict} by {record.hook} rule {record.rule}"
+    if "ordinal" in detail:
+        text += f" as number {detail['ordinal']} of source {detail.get('source', '?')}"
+    if detail.get("draws"):
+        text += f"; it drew {', '.join(f'{draw:.4f}' for draw in detail['draws'])}"
+    return Step(at=record.at, what=record.verdict, text=text, facts=detail)
+
+
+def memory(record: RuleRecord) -> Step:
+    text = f"rule {record.rule} now remembers {record.key!r}: {record.value}"
+    return Step(at=0.0, what="remembered", text=text, facts={"value": json.loads(record.value)})
+
+
+# --- slots ------------------------------------------------------------------------------------
+
+
+def lease(record: LeaseRecord, row: RowRecord | None) -> Step:
+    text = f"slot {record.slot}, attempt {record.attempt}: leased to {record.node_id}, "
+    if not record.ended:
+        text += "still running"
+    else:
+        text += f"{record.ended} after {record.ended_at - record.granted_at:.1f} s"
+    if detail := record.detail.strip(": "):
+        text += f" ({detail})"
+    facts: dict[str, Any] = {"slot": record.slot, "node": record.node_id, "ended": record.ended}
+    if row is not None and record.ended == LeaseEnd.DELIVERED:
+        text += f"; {_result(row)}"
+        facts |= {"row": row.row_id, "reward": row.reward, "outcome": row.outcome}
+    return Step(at=record.granted_at, what="leased", text=text, facts=facts)
+
+
+def _result(row: RowRecord) -> str:
+    sampled: dict[str, int] = msgspec.json.decode(row.sampled)
+    versions: dict[str, list[tuple[int, int]]] = msgspec.json.decode(row.versions)
+    tokens = ", ".join(
+        f"{_counted(num, 'token')} of "
+        + " and ".join(f"{policy}@{i}.{n}" for i, n in versions.get(policy, []))
+        for policy, num in sampled.items()
+    )
+    reward = "no reward yet" if row.reward is None else f"reward {row.reward:g}"
+    return f"row {row.row_id} {row.outcome}, {reward}, {tokens or 'no trainable token'}"
+
+
+def dead_slot(record: DeadSlotRecord) -> Step:
+    reasons: list[str] = json.loads(record.reasons)
+    text = f"slot {record.slot} given up: {'; '.join(reasons) or 'no reason recorded'}"
+    return Step(at=record.at, what="given up", text=text, facts={"reasons": reasons})
+
+
+def group_end(group: GroupRecord, num_good: int) -> Step:
+    members = f"{num_good} of {group.num_slots} members with a result"
+    if group.state == GroupState.CLOSED:
+        return Step(at=group.ended_at, what="closed", text=f"closed with {members}")
+    text = f"ended by its partition with {members}: {_reason(group.reason)}"
+    return Step(at=group.ended_at, what="dropped", text=text, facts={"reason": group.reason})
+
+
+def freed(record: FreedRecord) -> Step:
+    text = "nobody needs it any more; its payload may be deleted"
+    return Step(at=record.at, what="freed", text=text)
+
+
+# --- verdicts ---------------------------------------------------------------------------------
+
+
+def fate(record: FateRecord, rows: Sequence[RowRecord]) -> Step:
+    facts = {"policy": record.consumer, "rule": record.rule, "reason": record.reason}
+    if record.state == FateState.ADMITTED:
+        waits = "" if record.is_complete else ", and waits for columns that stages add"
+        text = (
+            f"{record.consumer} admitted {record.group_id} by rule {record.rule}{waits}; "
+            "no batch has it yet"
+        )
+        return Step(at=record.at, what="admitted", text=text, facts=facts)
+    text = (
+        f"{record.consumer} dropped {record.group_id} by rule {record.rule}: "
+        f"{_reason(record.reason)}"
+    )
+    rewards = [row.reward for row in rows if row.reward is not None]
+    if rewards:
+        text += f"; rewards {', '.join(f'{reward:g}' for reward in rewards)}"
+    if record.tokens:
+        text += f"; {_counted(record.tokens, 'token')} wasted"
+    facts |= {"tokens": record.tokens, "rewards": rewards}
+    return Step(at=record.at, what="dropped", text=text, facts=facts)
+
+
+def sealed_group(
+    fate: FateRecord, batch: BatchRecord, manifest: Manifest, lineage: Lineage, row: RowId | None
+) -> Step:
+    """This group, or one row of it, in one of its batches."""
+    place, group = next(
+        (n, g) for n, g in enumerate(manifest.groups, 1) if g.group_id == fate.group_id
+    )
+    num_fresh = batch.num_groups - batch.num_replayed
+    by = f"rule {fate.rule}" if place <= num_fresh and fate.uses <= 1 else "the replay rule"
+    if place <= num_fresh and fate.uses > 1:
+        by = "the select rule"
+    name = f"{fate.consumer}.{batch.seq}"
+    text = (
+        f"{fate.group_id} sealed into batch {name} by {by}, as group {place} of {batch.num_groups}"
+    )
+    facts: dict[str, Any] = {"batch": name, "uses": fate.uses}
+    if row is not None and all(member.row_id != row for member in group.rows):
+        text += f", without this row: it has no token for {fate.consumer}"
+        return Step(at=batch.sealed_at, what="sealed", text=text, facts=facts)
+    oldest = _oldest(group, lineage, row, batch)
+    text += (
+        f"; it trains from number {batch.trains_from}, the oldest token here is of {oldest}: "
+        f"staleness {batch.trains_from - oldest}"
+    )
+    if fate.uses > 1:
+        text += f" (served {fate.uses} times in all)"
+    facts |= {"staleness": batch.trains_from - oldest}
+    return Step(at=batch.sealed_at, what="sealed", text=text, facts=facts)
+
+
+def _oldest(group: SealedGroup, lineage: Lineage, row_id: RowId | None, batch: BatchRecord) -> int:
+    """What only other policies sampled does not age."""
+    numbers = (
+        lineage.effective(*version)
+        for row in group.rows
+        if row_id is None or row.row_id == row_id
+        for version in row.versions.get(lineage.policy, ())
+    )
+    return min(numbers, default=batch.trains_from)
+
+
+def commit(record: CommitRecord) -> Step:
+    name = f"{record.consumer}.{record.seq}"
+    if record.skipped:
+        text = f"batch {name} skipped by incarnation {record.incarnation}: {record.skipped}"
+        return Step(at=record.at, what="trained", text=text, facts={"skipped": record.skipped})
+    version = f"{record.consumer}@{record.incarnation}.{record.number}"
+    text = f"batch {name} trained; that made version {version}"
+    return Step(at=record.at, what="trained", text=text, facts={"version": version})
+
+
+def published(record: VersionRecord) -> Step:
+    name = f"{record.policy}@{record.incarnation}.{record.number}"
+    text = f"version {name} published, weights {record.weights_digest[:12]}"
+    return Step(at=record.at, what="published", text=text, facts={"version": name})
+
+
+# --- batches and versions ---------------------------------------------------------------------
+
+
+def sealed_batch(
+    batch: BatchRecord,
+    manifest: Manifest,
+    select_rule: str,
+    lineage: Lineage,
+    passed_over: Sequence[FateRecord],
+) -> Step:
+    num_fresh = len(manifest.groups) - batch.num_replayed
+    fresh, again = manifest.groups[:num_fresh], manifest.groups[num_fresh:]
+    text = f"sealed for number {batch.trains_from}: {select_rule} took {_listed(fresh)}"
+    if again:
+        text += f"; the replay rule added {_listed(again)}, served before"
+    if passed_over:
+        ends = ", ".join(_later(one) for one in passed_over[:MAX_NAMED])
+        text += f"; {_counted(len(passed_over), 'older arrival')} stayed behind: {ends}"
+        text += ", …" if len(passed_over) > MAX_NAMED else ""
+    groups = [
+        {
+            "group": group.group_id,
+            "task": group.task_key,
+            "staleness": batch.trains_from - _oldest(group, lineage, None, batch),
+            "rewards": [row.reward for row in group.rows],
+            "served_before": group in again,
+        }
+        for group in manifest.groups
+    ]
+    return Step(at=batch.sealed_at, what="sealed", text=text, facts={"groups": groups})
+
+
+def _listed(groups: Sequence[SealedGroup]) -> str:
+    names = ", ".join(group.group_id for group in groups[:MAX_NAMED])
+    more = f" and {len(groups) - MAX_NAMED} more" if len(groups) > MAX_NAMED else ""
+    return f"{_counted(len(groups), 'group')} ({names}{more})" if groups else "no group"
+
+
+def _later(fate: FateRecord) -> str:
+    if fate.state == FateState.SEALED:
+        return f"{fate.group_id} (batch {fate.consumer}.{fate.seq})"
+    end = "still waiting" if fate.state == FateState.ADMITTED else fate.reason
+    return f"{fate.group_id} ({end})"
+
+
+def version_steps(
+    version: VersionRecord,
+    commits: Sequence[CommitRecord],
+    batch: BatchRecord | None,
+    life: IncarnationRecord,
+) -> Iterator[Step]:
+    text = (
+        f"incarnation {life.incarnation} of {life.policy} began at number {life.number}, "
+        f"after batch {life.seq}"
+    )
+    yield Step(at=life.at, what="incarnated", text=text)
+    if batch is not None:
+        text = (
+            f"batch {batch.consumer}.{batch.seq} sealed: {_counted(batch.num_groups, 'group')}, "
+            f"{_counted(batch.num_rows, 'row')}, mean reward {batch.reward_mean:.3f}, "
+            f"staleness {batch.staleness_mean:.2f} on average and {batch.staleness_max} at most"
+        )
+        yield Step(at=batch.sealed_at, what="sealed", text=text)
+    for one in commits:
+        yield commit(one)
+    yield published(version)
+
+
+# --- the one sentence on top ------------------------------------------------------------------
+
+
+def group_summary(
+    issued: IssuedRecord, group: GroupRecord | None, fates: Sequence[FateRecord]
+) -> str:
+    if not fates:
+        state = "is still running" if group is None or group.state == "open" else "is not judged"
+        return f"group {issued.group_id} {state}"
+    return f"group {issued.group_id} " + ", ".join(_end(fate) for fate in fates)
+
+
+def _end(fate: FateRecord) -> str:
+    if fate.state == FateState.SEALED:
+        times = "" if fate.uses <= 1 else f" and {_counted(fate.uses - 1, 'batch')} before"
+        return f"went into batch {fate.consumer}.{fate.seq}{times}"
+    if fate.state == FateState.ADMITTED:
+        return f"waits for a batch of {fate.consumer}"
+    return f"was dropped by {fate.consumer}: {fate.reason}, decided by {fate.rule}"
+
+
+def row_summary(lease: LeaseRecord, row: RowRecord | None, fates: Sequence[FateRecord]) -> str:
+    name = f"{lease.group_id}.{lease.slot}.{lease.epoch}"
+    if row is None or lease.ended != LeaseEnd.DELIVERED:
+        end = f"its lease ended as {lease.ended}" if lease.ended else "it is still running"
+        why = lease.detail.strip(": ")
+        return f"row {name} holds no result: {end}" + (f", {why}" if why else "")
+    ends = ", ".join(_end(fate) for fate in fates) or "is not judged yet"
+    return f"row {name} was delivered; its group {ends}"
+
+
+def batch_summary(batch: BatchRecord, commits: Sequence[CommitRecord]) -> str:
+    made = [f"{c.consumer}@{c.incarnation}.{c.number}" for c in commits if not c.skipped]
+    skipped = [c.skipped for c in commits if c.skipped]
+    end = f"trained into {', '.join(made)}" if made else "not committed yet"
+    if skipped:
+        end = f"{end + ', ' if made else ''}skipped: {'; '.join(skipped)}"
+    again = f", {batch.num_replayed} served before" if batch.num_replayed else ""
+    return (
+        f"batch {batch.consumer}.{batch.seq} has {_counted(batch.num_groups, 'group')}{again}, "
+        f"{_counted(batch.num_rows, 'row')}, mean reward {batch.reward_mean:.3f}, staleness at "
+        f"most {batch.staleness_max}; {end}"
+    )
+
+
+def version_summary(
+    version: VersionRecord, commits: Sequence[CommitRecord], life: IncarnationRecord, sampled: int
+) -> str:
+    name = f"{version.policy}@{version.incarnation}.{version.number}"
+    origin = "is the initial model"
+    if commits:
+        origin = f"came from batch {version.policy}.{commits[0].seq}"
+    elif version.number or life.incarnation > 1:
+        origin = f"is the restore point of incarnation {life.incarnation}"
+    return f"version {name} {origin}; it sampled tokens of {_counted(sampled, 'row')}"
+
+
+def task_summary(key: str, skipped: Sequence[DecisionRecord], ends: Sequence[str]) -> str:
+    num_skipped = sum(one.verdict == "skipped" for one in skipped)
+    text = f"task {key} was issued {_counted(len(ends), 'time')}"
+    if num_skipped:
+        rules = ", ".join(sorted({one.rule for one in skipped if one.verdict == "skipped"}))
+        text += f" and skipped {_counted(num_skipped, 'time')} by {rules}"
+    return f"{text}; {ends[-1]}" if ends else text
+
+
+def _reason(reason: str) -> str:
+    meaning = _MEANING.get(reason)
+    return f"{reason}, {meaning}" if meaning else reason
+
+
+def _counted(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages from a critic's values (GAE), and the loss that trains the critic.
+
+The next step of a trained token is the next trained token of its sample: prompts, tool output and
+other policies' tokens are neither steps nor discounted. Values are those that the critic gave
+before the step; normalising advantages (advantages.py) comes after the returns are made. A sample
+without a reward (NaN) has no advantage, and its values as returns.
+
+T = tokens of all samples, S = samples, K = trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.trainer.losses.tokens import TokenLoss, Tokens
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimates:
+    """0 where a token is not trained."""
+
+    advantages_T: Floats
+    returns_T: Floats
+    """What the critic is to learn: advantage + value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gae:
+    """Generalised advantage estimation."""
+
+    discount: float = 1.0
+    trace: float = 1.0
+    """λ: 1 takes whole returns, 0 the next value only."""
+
+    def __call__(
+        self,
+        rewards_T: Floats,
+        values_T: Floats,
+        mask_T: Bools,
+        ends_S: Ints,
+        bootstrap_S: Floats | None = None,
+    ) -> Estimates:
+        """`bootstrap_S`: the value behind each sample's last token, where it was truncated; 0 where
+        the episode ended (None: everywhere). `ends_S` rises, and samples hold all trained tokens.
+        """
+        tokens_K = np.flatnonzero(mask_T)
+        ends_K = np.searchsorted(tokens_K, ends_S)
+        lengths_S = np.diff(ends_K, prepend=0)
+        values_K, rewards_K = values_T[tokens_K], rewards_T[tokens_K]
+        following_K = np.append(values_K[1:], 0.0)
+        has_tokens_S = lengths_S > 0
+        after_S = np.zeros(ends_S.size) if bootstrap_S is None else bootstrap_S
+        following_K[ends_K[has_tokens_S] - 1] = after_S[has_tokens_S]
+        errors_K = rewards_K + self.discount * following_K - values_K
+        advantages_K = _traced(errors_K, lengths_S, ends_K, self.discount * self.trace)
+        advantages_K = np.where(np.isfinite(advantages_K), advantages_K, 0.0)
+        return Estimates(
+            advantages_T=_spread_out(advantages_K, tokens_K, mask_T.size),
+            returns_T=_spread_out(advantages_K + values_K, tokens_K, mask_T.size),
+        )
+
+
+def _traced(errors_K: Floats, lengths_S: Ints, ends_K: Ints, decay: float) -> Floats:
+    """a = error + decay · (a of the next token), in all samples at once, from their ends."""
+    out_K = errors_K.copy()
+    order = np.argsort(-lengths_S, kind="stable")
+    ends, lengths = ends_K[order], lengths_S[order]
+    num_left = lengths.size
+    for back in range(2, int(lengths.max(initial=0)) + 1):
+        while lengths[num_left - 1] < back:
+            num_left -= 1
+        tokens = ends[:num_left] - back
+        out_K[tokens] += decay * out_K[tokens + 1]
+    return out_K
+
+
+def _spread_out(values_K: Floats, tokens_K: Ints, num_tokens: int) -> Floats:
+    out_T = np.zeros(num_tokens)
+    out_T[tokens_K] = values_K
+    return out_T
+
+
+OLD_VALUES, NEW_VALUES, RETURNS = "values", "values_now", "returns"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss:
+    """½ · the larger of the squared errors of the value and of the value kept near the old one."""
+
+    clip: float = 0.2
+
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        columns = tokens.more or {}
+        missing = [name for name in (OLD_VALUES, NEW_VALUES, RETURNS) if name not in columns]
+        if missing:
+            raise ValueError(
+                f"the value loss reads the token columns {OLD_VALUES}, {NEW_VALUES} and {RETURNS}, "
+                f"and {missing} are not there; add an infer stage of the critic and a gae stage"
+            )
+        old_K, now_K = columns[OLD_VALUES].detach(), columns[NEW_VALUES]
+        returns_K = columns[RETURNS].detach()
+        near_K = old_K + (now_K - old_K).clamp(-self.clip, self.clip)
+        error_K, near_error_K = (now_K - returns_K) ** 2, (near_K - returns_K) ** 2
+        told = {
+            "value": now_K.detach(),
+            "value/error": error_K.detach(),
+            "value/clip_ratio": (near_error_K > error_K).to(error_K.dtype),
+        }
+        return TokenLoss(loss_K=0.5 * torch.maximum(error_K, near_error_K), told=told)

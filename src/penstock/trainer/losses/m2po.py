@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""M2PO: a trust region that is a budget over a whole update, not a bound on each token.
+
+A token is harmful where its advantage pushes it further from the policy that sampled it. The budget
+is the mean squared log-ratio of the harmful tokens of an update, all micro-batches and all ranks;
+the largest are dropped until what is left keeps it. Dropped tokens lose their gradient as clipped
+ones do: they stay in the denominator. Order, ties and sharding change nothing.
+
+K = trained tokens of a micro-batch, H = harmful tokens of the update.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from penstock.trainer.losses.logprobs import MAX_LOG_RATIO, behaviour_kl, log_ratio
+from penstock.trainer.losses.objectives import require_proximal
+from penstock.trainer.losses.tokens import Objective, TokenLoss, Tokens
+
+
+class Refresh(StrEnum):
+    """When the threshold is found anew."""
+
+    UPDATE = "update"
+    """Before each update, under the weights of that moment: one forward pass more."""
+    BATCH = "batch"
+    """Once per batch, from the proximal log-probs: no pass more, and older by the updates since."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class M2po:
+    """Settles the budget; the loss itself is `TrustRegion`."""
+
+    budget: float = 0.04
+    """Largest mean squared log-ratio over harmful tokens: a variance per token, whatever the
+    length."""
+    ratio_low: float = 0.05
+    ratio_high: float = 20.0
+    refresh: Refresh = Refresh.UPDATE
+
+    def __post_init__(self) -> None:
+        if not self.budget > 0:
+            raise ValueError(f"M2PO's budget is {self.budget}; it must be above 0, 0.04 is usual")
+
+    @torch.no_grad()
+    def pressure(self, tokens: Tokens) -> Tensor:
+        """Squared log-ratios of this micro-batch's harmful tokens."""
+        now_K = tokens.logprobs_K
+        if self.refresh is Refresh.BATCH:
+            now_K = require_proximal(tokens, "M2PO refreshed per batch")
+        square_K, is_harmful_K = _harm(now_K, tokens)
+        return square_K[is_harmful_K]
+
+    def within(self, pressures: Tensor) -> Objective:
+        threshold, num_dropped = _threshold(pressures, self.budget)
+        return TrustRegion(
+            threshold=threshold,
+            is_all_dropped=0 < num_dropped == pressures.numel(),
+            ratio_low=self.ratio_low,
+            ratio_high=self.ratio_high,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrustRegion:
+    """M2PO's loss in one update."""
+
+    threshold: float
+    """Harmful tokens at or above this squared log-ratio are dropped; inf when none is."""
+    is_all_dropped: bool
+    """Not one harmful token kept the budget; only self-correcting ones are left. An alarm."""
+    ratio_low: float
+    ratio_high: float
+
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        log_ratio_K = log_ratio(tokens.logprobs_K, tokens.sampling_K)
+        ratio_K = log_ratio_K.exp().clamp(self.ratio_low, self.ratio_high)
+        square_K, is_harmful_K = _harm(tokens.logprobs_K.detach(), tokens)
+        is_dropped_K = is_harmful_K & (square_K >= self.threshold)
+        loss_K = torch.where(is_dropped_K, 0.0, -ratio_K * tokens.advantages_K)
+        told = self._told(log_ratio_K.detach(), is_dropped_K, tokens)
+        told["m2po/harmful"] = is_harmful_K.to(loss_K.dtype)
+        return TokenLoss(loss_K=loss_K, told=told)
+
+    def _told(self, log_ratio_K: Tensor, is_dropped_K: Tensor, tokens: Tokens) -> dict[str, Tensor]:
+        ratio_K, square_K = log_ratio_K.exp(), log_ratio_K**2
+        is_fresh_K = tokens.lags_K == 0
+        everywhere_K = torch.ones_like(ratio_K)
+        radius = min(math.sqrt(self.threshold), MAX_LOG_RATIO)
+        is_good_K = tokens.advantages_K > 0
+        return {
+            "clip_ratio/low": (is_dropped_K & ~is_good_K).to(ratio_K.dtype),
+            "clip_ratio/high": (is_dropped_K & is_good_K).to(ratio_K.dtype),
+            "kl": behaviour_kl(log_ratio_K),
+            "ratio": ratio_K,
+            "ratio/square": ratio_K**2,
+            "m2po/second_moment": square_K,
+            "m2po/second_moment_kept": torch.where(is_dropped_K, 0.0, square_K),
+            "m2po/second_moment_fresh": torch.where(is_fresh_K, square_K, 0.0),
+            "m2po/fresh": is_fresh_K.to(ratio_K.dtype),
+            "m2po/radius": radius * everywhere_K,
+            "m2po/all_dropped": float(self.is_all_dropped) * everywhere_K,
+        }
+
+
+def _harm(now_K: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """(squared log-ratio, whether the advantage makes it grow); in float64, so that thresholds mean
+    the same on every rank."""
+    log_ratio_K = log_ratio(now_K, tokens.sampling_K).double()
+    return log_ratio_K**2, tokens.advantages_K * log_ratio_K > 0
+
+
+def _threshold(pressures_H: Tensor, budget: float) -> tuple[float, int]:
+    """(smallest squared log-ratio dropped, how many are): the fewest of the largest whose absence
+    leaves a mean within the budget.
+
+    Sums run over the sorted values, on the host, so they depend neither on the order in which these
+    came nor on the device.
+    """
+    ascending_H = pressures_H.detach().double().cpu().sort().values
+    counts_H = torch.arange(1, ascending_H.numel() + 1)
+    is_within_H = ascending_H.cumsum(0) / counts_H <= budget
+    num_kept = int((is_within_H * counts_H).max()) if ascending_H.numel() else 0
+    if num_kept == ascending_H.numel():
+        return math.inf, 0
+    # What is within the budget itself is never dropped: a rounded mean of equals must not do it.
+    threshold = max(float(ascending_H[num_kept]), math.nextafter(budget, math.inf))
+    return threshold, int((ascending_H >= threshold).sum())

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer makes of its own figures: nodes that drift are reported, idle training is told.
+
+Owns the memory over batches (average gap by node, batches in a row that taught nothing); a trainer
+that restarts begins it anew. Measures nothing itself: the learner does, before the weights move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from penstock.trainer.learner import Stats
+from penstock.trainer.signals.alarms import Idle, cause_of
+from penstock.trainer.signals.gaps import Drifting, Gaps, pool_gap
+
+_log = structlog.get_logger(__name__)
+
+
+class Watch:
+    def __init__(self, quarantine: Callable[[Drifting], None]) -> None:
+        self._quarantine = quarantine
+        self._gaps = Gaps()
+        self._idle = Idle()
+
+    def see(self, seq: int, stats: Stats) -> str | None:
+        """Heed what batch `seq` showed; what to tell people now, if anything."""
+        self._gaps = self._gaps.after(stats.gaps, seq)
+        drifting = self._gaps.drifting()
+        for node in drifting:
+            _log.warning("node is quarantined", node=node.node_id, why=str(node))
+            self._quarantine(node)
+        self._gaps = self._gaps.without(node.node_id for node in drifting)
+        values = stats.values
+        cause = cause_of(
+            num_tokens=values.get("tokens/trained", 0.0),
+            informative=values.get("signal/informative_groups", 1.0),
+            clipped=values.get("signal/clipped", 0.0),
+            gap=pool_gap(stats.gaps).mean_abs,
+            is_skipped=stats.skipped is not None,
+        )
+        self._idle = self._idle.after(cause)
+        if alarm := self._idle.alarm:
+            _log.error("training on nothing", why=alarm)
+        return alarm

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tensor's change from a base to new bits: encoded small, applied in place, exact.
+
+A payload is `same`, `sparse` or `full`. A sparse one holds, each through zstd apart: gaps between
+changed elements as bytes (longer ones continue among the far gaps, and where changes are rare the
+lowest digits stand apart, being noise), and either zigzag differences as two-bit codes (larger ones
+continue among the big ones) or the new values. Several small tensors may share one payload, as if
+they were one long tensor, for the tables of zstd cost more than their changes.
+
+A payload from outside is never trusted: every size is checked before memory is taken, and
+everything that can be checked is checked before the first byte is written. Whether the result is
+the right tensor only its digest tells, and that is the caller's to check. Knows no files.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from penstock.errors import WeightsError
+from penstock.weights.deltas.payload import (
+    Kind,
+    Payload,
+    Role,
+    Stream,
+    pack_whole,
+    unpack,
+    whole_bytes,
+)
+from penstock.weights.deltas.sparse import (
+    NewValues,
+    by_tensor,
+    pack_differences,
+    pack_places,
+    pack_values,
+    unpack_changes,
+    unpack_places,
+)
+from penstock.weights.deltas.symbols import (
+    BITS,
+    BLOCK_BYTES,
+    Bits,
+    Changes,
+    Loops,
+    NumpyLoops,
+)
+
+NUM_THREADS = 2
+THREADS_WORTH_BYTES = 8 << 20
+RARE_AT_MOST = 16
+"""Changes that take less than this fraction of their tensor are few."""
+WHOLE_AT_LEAST = 4
+"""A sparse form under this fraction of a large tensor is taken without trying the full one."""
+LARGE_BYTES = 1 << 19
+VALUES_AT_MOST = 4
+"""Where more than this fraction has changed, all values compete with the differences, not some."""
+COMPILED_WORTH_BYTES = 1 << 20
+"""Under this size plain NumPy is done before a compiler has started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """All changes of one tensor, with the new bits they were found in. They are for one use:
+    whoever encodes them takes them out, so that they need not lie in memory beside the result."""
+
+    new: Bits
+    chunks: list[Changes]
+
+    @property
+    def is_rare(self) -> bool:
+        """So few changes that the tensor may share a payload with its neighbours."""
+        num_bytes = sum(chunk.num_bytes for chunk in self.chunks)
+        return num_bytes * RARE_AT_MOST <= self.new.nbytes
+
+
+# --- encoding ------------------------------------------------------------------------------------
+
+
+def encode_tensor(
+    base: memoryview | None, new: memoryview, item_bytes: int, *, loops: Loops | None = None
+) -> Payload:
+    """The smallest payload that turns the base bits into the new ones; without a base, `full`.
+
+    Both are a tensor's raw little-endian bytes. Which loops run never changes the payload.
+    """
+    if base is None or len(base) != len(new):
+        return encode_full(new)
+    if item_bytes not in BITS:
+        return _SAME if _is_equal(base, new) else encode_full(new)
+    if len(new) < THREADS_WORTH_BYTES:
+        return encode_alone(find_tensor(base, new, item_bytes, loops=loops), new)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        found = find_tensor(base, new, item_bytes, loops=loops, pool=pool)
+    return encode_alone(found, new)
+
+
+def encode_alone(found: Found | None, new: memoryview) -> Payload:
+    """The smaller of the sparse and the full form."""
+    payload = None if found is None else encode_found([found])
+    if payload is None:
+        return encode_full(new)
+    if len(new) > LARGE_BYTES and payload.size * WHOLE_AT_LEAST <= len(new):
+        return payload
+    return payload if payload.size <= whole_bytes(new) else encode_full(new)
+
+
+def find_tensor(
+    base: memoryview,
+    new: memoryview,
+    item_bytes: int,
+    *,
+    loops: Loops | None = None,
+    pool: Executor | None = None,
+) -> Found | None:
+    """All changes, or None if they would take more than the tensor; a pool shares the work."""
+    loops = loops or _loops_for(len(new))
+    base_bits, new_bits = as_bits(base, item_bytes), as_bits(new, item_bytes)
+    step = loops.chunk_bytes // item_bytes
+
+    def find(start: int) -> Changes:
+        return loops.find(base_bits[start : start + step], new_bits[start : start + step])
+
+    chunks: list[Changes] = []
+    num_bytes = 0
+    for chunk in _in_order(find, range(0, len(new_bits), step), pool):
+        chunks.append(chunk)
+        num_bytes += chunk.num_bytes
+        if num_bytes > len(new):
+            return None
+    return Found(new=new_bits, chunks=chunks)
+
+
+def _in_order(
+    find: Callable[[int], Changes], starts: Iterable[int], pool: Executor | None
+) -> Iterator[Changes]:
+    """Few chunks are searched ahead, so that no thread waits and little is in memory."""
+    if pool is None:
+        yield from map(find, starts)
+        return
+    ahead: deque[Future[Changes]] = deque()
+    for start in starts:
+        ahead.append(pool.submit(find, start))
+        if len(ahead) > 2 * NUM_THREADS:
+            yield ahead.popleft().result()
+    while ahead:
+        yield ahead.popleft().result()
+
+
+def encode_found(tensors: Sequence[Found]) -> Payload | None:
+    """Tensors of one item size as one `same` or `sparse` payload; None if it would not be small."""
+    chunks = [chunk for tensor in tensors for chunk in tensor.chunks if chunk.num_elements]
+    for tensor in tensors:
+        tensor.chunks.clear()
+    bits = [tensor.new for tensor in tensors]
+    num_elements = sum(chunk.num_elements for chunk in chunks)
+    num_changed = sum(chunk.num_changed for chunk in chunks)
+    if not num_changed:
+        return _SAME
+    places = pack_places(chunks, num_elements, num_changed)
+    differences = pack_differences(chunks, num_changed)
+    payload = _sparse(num_changed, [*places, *differences])
+    if 8 * _size(differences) > 3 * num_changed and VALUES_AT_MOST * num_changed <= num_elements:
+        values = pack_values(unpack_places(payload, num_elements), bits)
+        if _size(values) <= _size(differences):
+            payload = _sparse(num_changed, [*places, *values])
+    is_small = payload.num_unpacked <= sum(new.nbytes for new in bits)
+    return payload if is_small else None
+
+
+def _sparse(num_changed: int, streams: Sequence[Stream]) -> Payload:
+    return Payload(kind=Kind.SPARSE, num_changed=num_changed, streams=tuple(streams))
+
+
+def encode_full(new: memoryview) -> Payload:
+    return Payload(kind=Kind.FULL, num_changed=0, streams=(pack_whole(new),))
+
+
+_SAME = Payload(kind=Kind.SAME, num_changed=0, streams=())
+
+
+def as_bits(raw: memoryview, item_bytes: int) -> Bits:
+    return np.frombuffer(raw, BITS[item_bytes])
+
+
+def _is_equal(base: memoryview, new: memoryview) -> bool:
+    return all(
+        base[start : start + BLOCK_BYTES].tobytes() == new[start : start + BLOCK_BYTES].tobytes()
+        for start in range(0, len(new), BLOCK_BYTES)
+    )
+
+
+def _size(streams: Sequence[Stream]) -> int:
+    return sum(len(stream.data) for stream in streams)
+
+
+# --- applying ------------------------------------------------------------------------------------
+
+
+def apply_tensor(
+    payload: Payload, target: memoryview, item_bytes: int, *, loops: Loops | None = None
+) -> None:
+    """Turn the base bits in `target` into the new ones, or raise before touching any."""
+    apply_run(payload, [target], item_bytes, loops=loops)
+
+
+def apply_run(
+    payload: Payload,
+    targets: Sequence[memoryview],
+    item_bytes: int,
+    *,
+    loops: Loops | None = None,
+) -> None:
+    """The same for tensors that share a payload, in the order they were encoded."""
+    if payload.kind is Kind.SPARSE:
+        _apply_sparse(payload, targets, item_bytes, loops)
+    elif payload.num_changed:
+        raise WeightsError(f"delta: {payload.kind} payload with {payload.num_changed} changes")
+    elif payload.kind is Kind.FULL:
+        _apply_full(payload, targets)
+    elif payload.streams:
+        raise WeightsError("delta: payload of an unchanged tensor has streams")
+
+
+def _apply_full(payload: Payload, targets: Sequence[memoryview]) -> None:
+    if len(targets) != 1 or [stream.role for stream in payload.streams] != [Role.WHOLE]:
+        raise WeightsError("delta: full payload is not one stream for one tensor")
+    (target,), (stream,) = targets, payload.streams
+    if stream.num_bytes != len(target):
+        raise WeightsError(
+            f"delta: full payload of {stream.num_bytes} bytes for a tensor of {len(target)}"
+        )
+    target[:] = unpack(stream).data
+
+
+def _apply_sparse(
+    payload: Payload, targets: Sequence[memoryview], item_bytes: int, loops: Loops | None
+) -> None:
+    num_bytes = sum(len(target) for target in targets)
+    if item_bytes not in BITS or any(len(target) % item_bytes for target in targets):
+        raise WeightsError(f"delta: sparse payload, but items of {item_bytes} bytes do not fit")
+    num_elements = num_bytes // item_bytes
+    if not 0 < payload.num_changed <= num_elements:
+        raise WeightsError(
+            f"delta: {payload.num_changed} changes in a tensor of {num_elements} elements"
+        )
+    if sum(stream.num_bytes for stream in payload.streams) > num_bytes:
+        raise WeightsError(f"delta: streams take more than the tensor's {num_bytes} bytes")
+    places = unpack_places(payload, num_elements)
+    changes = unpack_changes(payload, BITS[item_bytes])
+    tensors = [as_bits(target, item_bytes) for target in targets]
+    loops = loops or _loops_for(num_bytes)
+    steps = zip(places.steps(loops), changes.steps(loops), strict=True)
+    for positions, values in steps:
+        for tensor, inside, part in by_tensor(tensors, positions):
+            if isinstance(changes, NewValues):
+                tensor[inside] = values[part]
+            else:
+                loops.apply(tensor, inside, values[part])
+
+
+# --- loops ---------------------------------------------------------------------------------------
+
+
+def _loops_for(num_bytes: int) -> Loops:
+    """Small tensors do not start the compiler, but use what is there once it was started."""
+    is_started = best_loops.cache_info().currsize > 0
+    return best_loops() if is_started or num_bytes >= COMPILED_WORTH_BYTES else NumpyLoops()
+
+
+@cache
+def best_loops() -> Loops:
+    """The compiled ones if the extra `fast` is installed."""
+    try:
+        importlib.import_module("numba")
+    except ImportError:
+        return NumpyLoops()
+    from penstock.weights.deltas.fast import CompiledLoops
+
+    return CompiledLoops()

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A delta: everything that turns one version's tensors into another's, as one stream of bytes.
+
+    magic · length · JSON header · frame · frame · … · end
+
+A frame is two lengths, a small packed head (names, kind, sizes) and the streams of one payload. It
+says all about its tensors, so a delta is written while tensors are compared and applied while its
+bytes arrive. Neighbouring tensors with few changes share a frame, a large or much changed one has
+its own.
+
+Owns the layout and its limits. A delta is never trusted, whoever sent it: lengths are bounded by
+the tensors' sizes, which the caller takes from the verified manifest, and no tensor made with it
+may be used before its digest was compared with the manifest's. Knows no stores.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import BinaryIO, Protocol
+
+import msgspec
+
+from penstock.errors import WeightsError
+from penstock.weights.deltas.codec import (
+    NUM_THREADS,
+    THREADS_WORTH_BYTES,
+    Found,
+    encode_alone,
+    encode_found,
+    encode_tensor,
+    find_tensor,
+)
+from penstock.weights.deltas.payload import Kind, Payload, Role, Stream, compress, decompress
+from penstock.weights.deltas.symbols import BITS
+from penstock.weights.manifest import is_digest
+
+MAGIC = b"penstock-delta\r\n"
+FORMAT = 1
+MAX_HEADER_BYTES = 4096
+MAX_HEAD_BYTES = 1 << 20
+MAX_SHARING = 1024
+"""Tensors of one frame; with names of 256 characters they stay below `MAX_HEAD_BYTES`."""
+MAX_STREAMS = 64
+SHARED_BYTES = 32 << 20
+"""Tensors share a frame up to about this size, so that its tables cost little."""
+
+AHEAD_BYTES = 16 << 20
+MAX_AHEAD = 16
+"""Tensors searched before it is their turn."""
+
+_LENGTH = struct.Struct("<I")
+_LENGTHS = struct.Struct("<II")
+"""Of a frame's head: unpacked, packed. Both are zero at the end of the delta."""
+
+
+class Writable(Protocol):
+    def write(self, data: bytes | memoryview, /) -> object: ...
+
+
+Tensor = tuple[str, int, memoryview | None, memoryview]
+"""Name, bytes of an item, raw bytes in the base (None if it has no such tensor), raw new bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaHeader:
+    format: int
+    base: str
+    """Digest of what it starts from."""
+    target: str
+    """Digest of what it leads to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One payload and whose it is: `codec.apply_run(payload, tensors by these names, …)`."""
+
+    names: tuple[str, ...]
+    item_bytes: int
+    payload: Payload
+
+
+class _StreamHead(msgspec.Struct, array_like=True, frozen=True):
+    role: Role
+    num_bytes: int
+    num_packed: int
+
+
+class _Head(msgspec.Struct, array_like=True, frozen=True):
+    names: tuple[str, ...]
+    item_bytes: int
+    kind: Kind
+    num_changed: int
+    streams: tuple[_StreamHead, ...]
+
+
+_header_decoder = msgspec.json.Decoder(DeltaHeader)
+_head_decoder = msgspec.msgpack.Decoder(_Head)
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def write_delta(
+    out: Writable, base_digest: str, target_digest: str, tensors: Iterable[Tensor]
+) -> None:
+    """Every tensor of the target version, each once; holds on to few of them at a time."""
+    header = msgspec.json.encode(
+        DeltaHeader(format=FORMAT, base=base_digest, target=target_digest), order="sorted"
+    )
+    out.write(MAGIC + _LENGTH.pack(len(header)) + header)
+    shared = {item_bytes: _Shared() for item_bytes in BITS}
+    for (name, item_bytes, base, new), found in _find_ahead(tensors):
+        if found is not None and found.is_rare:
+            if shared[item_bytes].add(name, found):
+                shared[item_bytes] = _write_shared(out, item_bytes, shared[item_bytes])
+        elif _has_sparse_form(item_bytes, base, new):
+            _write_frame(out, [name], item_bytes, encode_alone(found, new))
+        else:
+            _write_frame(out, [name], item_bytes, encode_tensor(base, new, item_bytes))
+    for item_bytes, rest in shared.items():
+        _write_shared(out, item_bytes, rest)
+    out.write(_LENGTHS.pack(0, 0))
+
+
+def _find_ahead(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Found | None]]:
+    """Tensors in their order, each with its changes; small ones are searched in threads meanwhile,
+    a large one by all threads, when it is its turn."""
+    ahead: deque[tuple[Tensor, Future[Found | None] | None]] = deque()
+    num_ahead = 0
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        for tensor in tensors:
+            num_bytes = len(tensor[-1])
+            is_large = num_bytes >= THREADS_WORTH_BYTES
+            ahead.append((tensor, None if is_large else pool.submit(_find, tensor)))
+            num_ahead += num_bytes
+            while ahead and (len(ahead) > MAX_AHEAD or num_ahead > AHEAD_BYTES):
+                num_ahead -= len(ahead[0][0][-1])
+                yield _found(*ahead.popleft(), pool)
+        while ahead:
+            yield _found(*ahead.popleft(), pool)
+
+
+def _found(
+    tensor: Tensor, found: Future[Found | None] | None, pool: Executor
+) -> tuple[Tensor, Found | None]:
+    return tensor, _find(tensor, pool) if found is None else found.result()
+
+
+def _find(tensor: Tensor, pool: Executor | None = None) -> Found | None:
+    _, item_bytes, base, new = tensor
+    if base is None or not _has_sparse_form(item_bytes, base, new):
+        return None
+    return find_tensor(base, new, item_bytes, pool=pool)
+
+
+def _has_sparse_form(item_bytes: int, base: memoryview | None, new: memoryview) -> bool:
+    return base is not None and len(base) == len(new) and item_bytes in BITS
+
+
+@dataclass(slots=True)
+class _Shared:
+    """Tensors that wait for company."""
+
+    names: list[str] = field(default_factory=list[str])
+    found: list[Found] = field(default_factory=list[Found])
+    num_bytes: int = 0
+
+    def add(self, name: str, found: Found) -> bool:
+        """Whether there is enough now."""
+        self.names.append(name)
+        self.found.append(found)
+        self.num_bytes += found.new.nbytes
+        return self.num_bytes >= SHARED_BYTES or len(self.names) == MAX_SHARING
+
+
+def _write_shared(out: Writable, item_bytes: int, shared: _Shared) -> _Shared:
+    if shared.names:
+        payload = encode_found(shared.found)
+        assert payload is not None, "tensors with few changes have a small sparse form"
+        _write_frame(out, shared.names, item_bytes, payload)
+    return _Shared()
+
+
+def _write_frame(out: Writable, names: list[str], item_bytes: int, payload: Payload) -> None:
+    head = msgspec.msgpack.encode(
+        _Head(
+            names=tuple(names),
+            item_bytes=item_bytes,
+            kind=payload.kind,
+            num_changed=payload.num_changed,
+            streams=tuple(
+                _StreamHead(role=s.role, num_bytes=s.num_bytes, num_packed=len(s.data))
+                for s in payload.streams
+            ),
+        )
+    )
+    packed = compress(memoryview(head))
+    out.write(_LENGTHS.pack(len(head), len(packed)))
+    out.write(packed)
+    for stream in payload.streams:
+        out.write(stream.data)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def read_delta(source: BinaryIO, sizes: Mapping[str, int]) -> tuple[DeltaHeader, Iterator[Frame]]:
+    """The header, and frames as they are taken; WeightsError at the first thing that is wrong.
+
+    `sizes` are the bytes of every tensor of the target version. When the frames have ended without
+    an error, each of its tensors was in exactly one.
+    """
+    if _exactly(source, len(MAGIC), "magic") != MAGIC:
+        raise WeightsError("this is no weight delta; its first bytes are not penstock-delta")
+    (num_bytes,) = _LENGTH.unpack(_exactly(source, _LENGTH.size, "header"))
+    if num_bytes > MAX_HEADER_BYTES:
+        raise WeightsError(f"delta: header of {num_bytes} bytes, {MAX_HEADER_BYTES} allowed")
+    try:
+        header = _header_decoder.decode(_exactly(source, num_bytes, "header"))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WeightsError(f"delta: header is damaged: {error}") from None
+    if header.format != FORMAT:
+        raise WeightsError(
+            f"delta has format {header.format}, this penstock reads {FORMAT}; update the node"
+        )
+    if not is_digest(header.base) or not is_digest(header.target):
+        raise WeightsError("delta: header names no valid digests")
+    return header, _read_frames(source, sizes)
+
+
+def _read_frames(source: BinaryIO, sizes: Mapping[str, int]) -> Generator[Frame]:
+    missing = set(sizes)
+    while (head := _read_head(source)) is not None:
+        if not missing.issuperset(head.names) or len(set(head.names)) != len(head.names):
+            odd = next((name for name in head.names if name not in missing), head.names[0])
+            raise WeightsError(f"delta: tensor {odd[:80]!r} comes twice or is not of this version")
+        missing.difference_update(head.names)
+        _check_sizes(head, sum(sizes[name] for name in head.names))
+        streams = tuple(
+            Stream(
+                role=stream.role,
+                num_bytes=stream.num_bytes,
+                data=_exactly(source, stream.num_packed, f"tensor {head.names[0]}"),
+            )
+            for stream in head.streams
+        )
+        payload = Payload(kind=head.kind, num_changed=head.num_changed, streams=streams)
+        yield Frame(names=head.names, item_bytes=head.item_bytes, payload=payload)
+    if missing:
+        raise WeightsError(f"delta: {len(missing)} tensors are missing, {min(missing)} is one")
+    if source.read(1):
+        raise WeightsError("delta: bytes after its end")
+
+
+def _read_head(source: BinaryIO) -> _Head | None:
+    num_bytes, num_packed = _LENGTHS.unpack(_exactly(source, _LENGTHS.size, "frame"))
+    if not num_bytes and not num_packed:
+        return None
+    if num_packed > num_bytes or num_bytes > MAX_HEAD_BYTES:
+        raise WeightsError(f"delta: frame head of {num_bytes} bytes in {num_packed}")
+    packed = _exactly(source, num_packed, "frame")
+    try:
+        head = _head_decoder.decode(decompress(packed, num_bytes, "delta frame head"))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WeightsError(f"delta: frame head is damaged: {error}") from None
+    if not 0 < len(head.names) <= MAX_SHARING or len(head.streams) > MAX_STREAMS:
+        raise WeightsError(
+            f"delta: frame of {len(head.names)} tensors and {len(head.streams)} streams"
+        )
+    return head
+
+
+def _check_sizes(head: _Head, num_bytes: int) -> None:
+    if any(not 0 <= stream.num_packed <= stream.num_bytes for stream in head.streams):
+        raise WeightsError(f"delta: tensor {head.names[0]} has streams of impossible sizes")
+    total = sum(stream.num_bytes for stream in head.streams)
+    if total > num_bytes:
+        raise WeightsError(
+            f"delta: streams of {total} bytes for tensor {head.names[0]} and its neighbours, "
+            f"which have {num_bytes}"
+        )
+
+
+def _exactly(source: BinaryIO, num_bytes: int, where: str) -> bytes:
+    pieces: list[bytes] = []
+    while num_bytes > 0:
+        piece = source.read(num_bytes)
+        if not piece:
+            raise WeightsError(f"delta is cut off in its {where}")
+        pieces.append(piece)
+        num_bytes -= len(piece)
+    return b"".join(pieces)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A delta between two safetensors files of one layout: made beside them, applied to a copy.
+
+Two files have one layout when everything but their weights is the same, byte for byte; of others
+there is no delta. Files are mapped, not read: beside the two versions no more than a tensor is in
+memory. What `apply_delta` makes proves nothing: the caller digests it before it gives it a name.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from penstock.errors import WeightsError
+from penstock.weights.deltas.codec import apply_run
+from penstock.weights.deltas.delta import Tensor, Writable, read_delta, write_delta
+from penstock.weights.store import open_regular
+from penstock.weights.tensors import ITEM_BYTES, Layout, read_layout
+
+
+def layout_of(path: Path) -> Layout:
+    with open_regular(path) as file:
+        return read_layout(file, path.name)
+
+
+def has_one_layout(base: Path, new: Path) -> bool:
+    return layout_of(base) == layout_of(new)
+
+
+def make_delta(base: Path, new: Path, out: Writable, *, base_blob: str, target_blob: str) -> None:
+    """Write what turns `base` into `new`, which has the same layout."""
+    layout = layout_of(new)
+    with _mapped(base) as old, _mapped(new) as now:
+        write_delta(out, base_blob, target_blob, _tensors(layout, old, now))
+
+
+def _tensors(layout: Layout, old: memoryview, now: memoryview) -> Iterator[Tensor]:
+    for name, span in layout.spans.items():
+        here = slice(span.start, span.end)
+        yield name, ITEM_BYTES[span.dtype], old[here], now[here]
+
+
+def apply_delta(base: Path, delta: BinaryIO, made: Path, *, base_blob: str) -> None:
+    """Make the file that the delta leads to, from a copy of its base, which has been verified."""
+    shutil.copyfile(base, made)
+    apply_here(made, delta, base_blob=base_blob)
+
+
+def apply_here(made: Path, delta: BinaryIO, *, base_blob: str) -> None:
+    """Turn this very file, which holds the delta's base, into what the delta leads to."""
+    layout = layout_of(made)
+    sizes = {name: span.num_bytes for name, span in layout.spans.items()}
+    header, frames = read_delta(delta, sizes)
+    if header.base != base_blob:
+        raise WeightsError(
+            f"the delta starts from {header.base[:12]}, and {made.name} is {base_blob[:12]}"
+        )
+    with _mapped(made, is_writable=True) as raw:
+        tensors = _views(layout, raw)
+        for frame in frames:
+            here = [tensors[name] for name in frame.names]
+            apply_run(frame.payload, here, frame.item_bytes)
+
+
+def _views(layout: Layout, raw: memoryview) -> Mapping[str, memoryview]:
+    return {name: raw[span.start : span.end] for name, span in layout.spans.items()}
+
+
+@contextmanager
+def _mapped(path: Path, *, is_writable: bool = False) -> Generator[memoryview]:
+    flags = os.O_RDWR if is_writable else os.O_RDONLY
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        access = mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_READ
+        # Views of it may outlive the block inside an exception; the map ends with the last of them.
+        yield memoryview(mmap.mmap(descriptor, 0, access=access))
+    finally:
+        os.close(descriptor)

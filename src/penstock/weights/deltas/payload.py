@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of one encoded change, and its streams through zstd.
+
+Owns the names of kinds and roles and the bound on unpacking: a stream never takes more memory than
+it declared, and whoever unpacks it has checked that number first. Knows not what streams mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+import numpy as np
+import zstandard
+
+from penstock.errors import WeightsError
+from penstock.weights.deltas.symbols import WINDOW_BYTES, Bits, Bytes, split_planes
+
+ZSTD_LEVEL = 1
+WHOLE_STEP_BYTES = 1 << 20
+
+Data = bytes | memoryview
+
+
+class Kind(StrEnum):
+    SAME = "same"
+    """No bit changed; no streams."""
+    SPARSE = "sparse"
+    """Changed elements only; its streams unpacked take no more than the tensor."""
+    FULL = "full"
+    """All bytes of the tensor."""
+
+
+class Role(IntEnum):
+    """What a stream holds. Where there are several of a role, the lowest digits come first."""
+
+    GAPS = 0
+    """Unchanged elements before each changed one, without the digits, at most 255."""
+    FAR = 1
+    """A byte plane of what gaps of 255 lack."""
+    DIGITS = 2
+    """The lowest two bits of every gap, or the next two; four to a byte."""
+    CODES = 3
+    """Zigzag differences minus one, at most 3; four to a byte."""
+    BIG = 4
+    """A byte plane of what codes of 3 lack."""
+    VALUES = 5
+    """A byte plane of the new values; instead of codes."""
+    WHOLE = 6
+    """The tensor's bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    role: Role
+    num_bytes: int
+    """Unpacked."""
+    data: Data
+    """A zstd frame if shorter than `num_bytes`, else the bytes themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    kind: Kind
+    num_changed: int
+    """Elements of a sparse payload; 0 for the other kinds."""
+    streams: tuple[Stream, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(len(stream.data) for stream in self.streams)
+
+    @property
+    def num_unpacked(self) -> int:
+        return sum(stream.num_bytes for stream in self.streams)
+
+
+def pack(role: Role, raw: Bytes | memoryview) -> Stream:
+    plain = raw if isinstance(raw, memoryview) else raw.data
+    return Stream(role=role, num_bytes=len(plain), data=compress(plain))
+
+
+class Packer:
+    """One stream, packed while its pieces come; they are not kept."""
+
+    def __init__(self, role: Role, num_bytes: int) -> None:
+        self._role = role
+        self._num_bytes = num_bytes
+        self._squeezing = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compressobj(size=num_bytes)
+        self._packed = bytearray()
+        self._waiting: list[Bytes] = []
+        self._num_waiting = 0
+
+    def add(self, piece: Bytes) -> None:
+        self._waiting.append(piece)
+        self._num_waiting += len(piece)
+        if self._num_waiting >= WINDOW_BYTES:
+            self._squeeze()
+
+    def finish(self) -> Stream:
+        if not self._packed and self._num_waiting == self._num_bytes:
+            return pack(self._role, np.concatenate([*self._waiting, np.empty(0, np.uint8)]))
+        self._squeeze()
+        self._packed += self._squeezing.flush()
+        data: Data = memoryview(self._packed)
+        self._packed = bytearray()
+        if len(data) >= self._num_bytes:  # it grew, so the plain bytes are taken, which it knows
+            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=self._num_bytes)
+        return Stream(role=self._role, num_bytes=self._num_bytes, data=data)
+
+    def _squeeze(self) -> None:
+        if self._waiting:
+            self._packed += self._squeezing.compress(np.concatenate(self._waiting).data)
+            self._waiting, self._num_waiting = [], 0
+
+
+def pack_pieces(role: Role, num_bytes: int, pieces: Iterable[Bytes]) -> Stream:
+    packer = Packer(role, num_bytes)
+    for piece in pieces:
+        packer.add(piece)
+    return packer.finish()
+
+
+def pack_planes(role: Role, num: int, num_values: int, pieces: Iterable[Bits]) -> list[Stream]:
+    """So many byte planes of values that come in pieces."""
+    packers = [Packer(role, num_values) for _ in range(num)]
+    for piece in pieces:
+        for packer, plane in zip(packers, split_planes(piece, num), strict=True):
+            packer.add(plane)
+    return [packer.finish() for packer in packers]
+
+
+def pack_whole(raw: memoryview) -> Stream:
+    packed = bytearray()
+    for piece in _squeezed(raw):
+        packed += piece
+        if len(packed) >= len(raw):
+            break
+    data = memoryview(packed) if len(packed) < len(raw) else raw
+    return Stream(role=Role.WHOLE, num_bytes=len(raw), data=data)
+
+
+def whole_bytes(raw: memoryview) -> int:
+    """How many a packed tensor takes, without keeping them."""
+    return min(len(raw), sum(map(len, _squeezed(raw))))
+
+
+def _squeezed(raw: memoryview) -> Iterator[bytes]:
+    squeezing = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compressobj(size=len(raw))
+    for start in range(0, len(raw), WHOLE_STEP_BYTES):
+        yield squeezing.compress(raw[start : start + WHOLE_STEP_BYTES])
+    yield squeezing.flush()
+
+
+def unpack(stream: Stream) -> Bytes:
+    """Exactly the declared bytes; check that `num_bytes` may be taken before calling this."""
+    where = f"delta stream {stream.role.name.lower()}"
+    return np.frombuffer(decompress(stream.data, stream.num_bytes, where), np.uint8)
+
+
+def compress(raw: memoryview) -> Data:
+    """Shorter than before, or as it was: the length is what tells the two apart."""
+    return min(raw, zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw), key=len)
+
+
+def decompress(data: Data, num_bytes: int, where: str) -> Data:
+    if len(data) == num_bytes:
+        return data
+    if len(data) > num_bytes:
+        raise WeightsError(f"{where}: {len(data)} bytes for {num_bytes}; the delta is damaged")
+    try:
+        # zstd takes the frame's own word for its size before any limit of ours.
+        declared = zstandard.frame_content_size(data)
+        if declared != num_bytes:
+            raise WeightsError(f"{where}: its zstd frame is of {declared} bytes, not {num_bytes}")
+        raw = zstandard.ZstdDecompressor().decompress(
+            data, max_output_size=num_bytes, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise WeightsError(f"{where} is damaged: {error}") from None
+    if len(raw) != num_bytes:
+        raise WeightsError(f"{where} unpacks to {len(raw)} bytes, not {num_bytes}")
+    return raw

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Object storage (`s3://`, `gs://`, `az://`): how it is opened, what its objects are called, and a
+bucket as a source.
+
+Objects have the names that files have in a directory store. What is read from a bucket proves
+nothing, as with every source. Credentials come from the environment (`AWS_…`, `GOOGLE_…`,
+`AZURE_…`), never from a config file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Generator, Iterable
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+from anyio.to_thread import run_sync
+
+from penstock.errors import ConfigError, NotFound, Unreachable
+from penstock.weights.deltas.chain import DeltaEntry, cheapest
+from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of, is_digest
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+log = structlog.get_logger(__name__)
+
+READ_S = 10.0
+"""A reader is told to ask again when the bucket has not answered for so long."""
+RETRY_S = 1.0
+MAX_KNOWN = 100_000
+"""Delta entries remembered; they never change."""
+_entry_decoder = msgspec.json.Decoder(DeltaEntry)
+
+
+class ObjectSource:
+    """A bucket as a front serves it, by range."""
+
+    def __init__(self, url: str) -> None:
+        self._objects = open_objects(url, patience_s=READ_S)
+        self._known: dict[str, DeltaEntry | None] = {}
+
+    async def manifest(self, digest: str) -> bytes:
+        import obstore
+
+        with _asked("manifest", digest):
+            found = await obstore.get_async(self._objects, manifest_name(digest))
+            if found.meta["size"] > MAX_MANIFEST_BYTES:
+                raise NotFound(f"manifest {digest} has {found.meta['size']} bytes, too many")
+            data = bytes(await found.bytes_async())
+        if digest_of(data) != digest:
+            log.error("manifest damaged", digest=digest)
+            raise NotFound(
+                f"manifest {digest} is damaged in its bucket; delete it and upload it again"
+            )
+        return data
+
+    async def blob(self, digest: str) -> ObjectBlob:
+        import obstore
+
+        with _asked("blob", digest):
+            meta = await obstore.head_async(self._objects, blob_name(digest))
+        return ObjectBlob(self._objects, digest, meta["size"])
+
+    async def way(
+        self, target: str, num_bytes: int, have: Collection[str]
+    ) -> tuple[DeltaEntry, ...]:
+        with _asked("deltas to", target):
+            return await run_sync(self._way, target, num_bytes, have)
+
+    def _way(self, target: str, num_bytes: int, have: Collection[str]) -> tuple[DeltaEntry, ...]:
+        def steps_to(blob: str) -> Iterable[DeltaEntry]:
+            return deltas_to(self._objects, blob, self._known)
+
+        if len(self._known) > MAX_KNOWN:
+            self._known.clear()
+        return cheapest(target, lambda blob: blob in have, steps_to, below=num_bytes)
+
+    async def close(self) -> None:
+        return None
+
+
+class ObjectBlob:
+    def __init__(self, objects: ObjectStore, digest: str, num_bytes: int) -> None:
+        self._objects = objects
+        self._digest = digest
+        self.num_bytes = num_bytes
+
+    async def read(self, start: int, num_bytes: int) -> bytes:
+        import obstore
+
+        end = min(start + num_bytes, self.num_bytes)
+        if start >= end:
+            return b""
+        name = blob_name(self._digest)
+        with _asked("blob", self._digest):
+            return bytes(await obstore.get_range_async(self._objects, name, start=start, end=end))
+
+    async def close(self) -> None:
+        return None
+
+
+def open_objects(url: str, *, patience_s: float) -> ObjectStore:
+    if importlib.util.find_spec("obstore") is None:
+        raise ConfigError("weights in object storage need obstore; pip install 'penstock[s3]'")
+    from obstore.exceptions import BaseError
+    from obstore.store import from_url
+
+    try:
+        if url.startswith(("file:", "memory:")):
+            return from_url(url)
+        # No client options: they would stand in place of those in the environment.
+        return from_url(
+            url,
+            retry_config={"max_retries": 10, "retry_timeout": timedelta(seconds=patience_s)},
+        )
+    except (BaseError, ValueError) as error:
+        raise ConfigError(
+            f"{url} is no object store: {error}; write s3://bucket/run, gs://… or az://…"
+        ) from error
+
+
+@contextmanager
+def _asked(kind: str, digest: str) -> Generator[None]:
+    """What a bucket does not have is NotFound; a bucket that fails is asked again later."""
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except FileNotFoundError:
+        raise NotFound(
+            f"no {kind} {digest} in this store; was the version published from another one?"
+        ) from None
+    except (BaseError, OSError) as error:
+        log.error("object storage failed", kind=kind, digest=digest, detail=str(error))
+        raise Unreachable(
+            f"the object storage behind this front failed ({type(error).__name__}); see its log",
+            retry_after_s=RETRY_S,
+        ) from None
+
+
+def deltas_to(
+    objects: ObjectStore, target: str, known: dict[str, DeltaEntry | None]
+) -> list[DeltaEntry]:
+    """Those that lead to this blob; a damaged entry is as good as none."""
+    import obstore
+
+    pages = obstore.list(objects, f"deltas/{target}")  # pyright: ignore[reportUnknownMemberType]
+    found: list[DeltaEntry] = []
+    for name in sorted(meta["path"] for page in pages for meta in page):
+        if name not in known:
+            known[name] = _read_entry(objects, name, target)
+        if (entry := known[name]) is not None:
+            found.append(entry)
+    return found
+
+
+def _read_entry(objects: ObjectStore, name: str, target: str) -> DeltaEntry | None:
+    import obstore
+
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, FileNotFoundError):
+        entry = _entry_decoder.decode(bytes(obstore.get(objects, name).bytes()))
+        if entry.target == target and is_sound(entry):
+            return entry
+    return None
+
+
+def is_sound(entry: DeltaEntry) -> bool:
+    return entry.bytes > 0 and all(map(is_digest, (entry.base, entry.target, entry.blob)))
+
+
+def manifest_name(digest: str) -> str:
+    return f"manifests/{digest}.json"
+
+
+def blob_name(digest: str) -> str:
+    return f"blobs/{digest}"
+
+
+def entry_name(entry: DeltaEntry) -> str:
+    return f"deltas/{entry.target}/{entry.base}.json"

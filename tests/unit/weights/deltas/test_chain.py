@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cheapest way along deltas, against every way there is."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.weights.deltas.chain import MAX_STEPS, DeltaEntry, cheapest, leads_to
+
+FILES = "abcdef"
+Steps = list[DeltaEntry]
+
+
+def step(base: str, target: str, num_bytes: int) -> DeltaEntry:
+    return DeltaEntry(base=base, target=target, blob=f"{base}>{target}", bytes=num_bytes)
+
+
+steps = st.lists(
+    st.builds(step, st.sampled_from(FILES), st.sampled_from(FILES), st.integers(1, 9)), max_size=9
+)
+
+
+def find(target: str, have: str, known: Steps, below: int = 100) -> tuple[DeltaEntry, ...]:
+    return cheapest(
+        target,
+        lambda file: file in have,
+        lambda file: [one for one in known if one.target == file],
+        below=below,
+    )
+
+
+def costs(target: str, have: str, known: Steps, seen: str = "") -> list[int]:
+    """Of every way without a circle."""
+    found: list[int] = []
+    for one in known:
+        if one.target == target and one.base not in seen + target:
+            found += [one.bytes] if one.base in have else []
+            found += [one.bytes + c for c in costs(one.base, have, known, seen + target)]
+    return found
+
+
+@given(known=steps, have=st.sampled_from(["b", "bc", "f", ""]), below=st.integers(1, 40))
+def test_it_is_the_cheapest_of_all(known: Steps, have: str, below: int) -> None:
+    way = find("a", have, known, below)
+    best = min((cost for cost in costs("a", have, known) if cost < below), default=None)
+    assert sum(one.bytes for one in way) == (best or 0)
+    assert bool(way) == (best is not None)
+    if way:
+        assert leads_to("a", way, have, below=below)
+
+
+def test_a_chain_without_end_ends() -> None:
+    known = [step(str(number), str(number + 1), 1) for number in range(MAX_STEPS + 5)]
+    far = str(MAX_STEPS + 5)
+    chosen = cheapest(
+        far, lambda file: file == "0", lambda f: [s for s in known if s.target == f], below=10**9
+    )
+    assert not chosen
+
+
+def test_ways_of_strangers_are_looked_through() -> None:
+    good = [step("b", "c", 3), step("c", "a", 4)]
+    assert leads_to("a", good, "b", below=8)
+    assert not leads_to("a", good, "b", below=7), "it does not pay"
+    assert not leads_to("a", good, "c", below=8), "it begins elsewhere"
+    assert not leads_to("d", good, "b", below=8), "it ends elsewhere"
+    assert not leads_to("a", [good[1], good[0]], "bc", below=8), "its steps do not meet"
+    assert not leads_to("a", [], "b", below=8)
+    assert not leads_to("a", [step("b", "c", 9), step("c", "a", -4)], "b", below=8)
+    long = [step(str(n), str(n + 1), 1) for n in range(MAX_STEPS + 1)]
+    assert all(one.target == other.base for one, other in pairwise(long))
+    assert not leads_to(str(MAX_STEPS + 1), long, ["0"], below=10**6)
