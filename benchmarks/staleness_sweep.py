@@ -206,9 +206,7 @@ def figures(found: Found) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="one seed, two lags; at most 3 minutes"
-    )
+    parser.add_argument("--quick", action="store_true", help="one seed, two lags; 3 minutes")
     parser.add_argument("--plot", type=Path, help="write the figure here, as SVG")
     parser.add_argument("--runs", type=Path, help="keep finished runs here, and go on from them")
     arguments = parser.parse_args()
