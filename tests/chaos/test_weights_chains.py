@@ -25,7 +25,7 @@ from tests.chaos.disk import scratch
 from tests.chaos.table import begin
 from tests.unit.weights.changes import COMPILED, NUMPY, raw
 from tests.unit.weights.folders import contents
-from tests.unit.weights.fronts import POLICY, listening
+from tests.unit.weights.serving import POLICY, listening
 
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller

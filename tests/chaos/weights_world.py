@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tests.chaos.weights_content import tensors, value_of
 from tests.chaos.weights_parties import KEPT, POLICY
-from tests.unit.weights.fronts import listening
+from tests.unit.weights.serving import listening
 
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import CommitRecord

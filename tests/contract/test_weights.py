@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 from tests.unit.weights.folders import contents
-from tests.unit.weights.fronts import meddling, put, real_front
+from tests.unit.weights.serving import meddling, put, real_front
 
 from penstock.weights.client import Puller
 from penstock.weights.pulling import partial as module

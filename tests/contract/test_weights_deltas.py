@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 from tests.unit.weights.folders import contents, weights_bytes
-from tests.unit.weights.fronts import meddling, put_folder, real_front
+from tests.unit.weights.serving import meddling, put_folder, real_front
 
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller

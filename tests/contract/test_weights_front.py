@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from starlette.routing import Route as StarletteRoute
 from tests.unit.weights.folders import write_folder
-from tests.unit.weights.fronts import listening
+from tests.unit.weights.serving import listening
 
 from penstock.types import PolicyName
 from penstock.weights.fronts import server as module

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from tests.contract.test_weights_deltas import WEIGHTS, versions, weights_file
 from tests.contract.test_weights_ranges import Asked, put_one, spans_of
 from tests.unit.weights.folders import contents
-from tests.unit.weights.fronts import listening, meddling, real_front
+from tests.unit.weights.serving import listening, meddling, real_front
 
 from penstock.errors import Unreachable, WeightsError
 from penstock.weights.client import Puller

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.weights.folders import contents, safetensors_bytes, write_folder
-from tests.unit.weights.fronts import POLICY, listening
+from tests.unit.weights.serving import POLICY, listening
 
 from penstock.errors import WeightsError
 from penstock.types import PolicyName, PublishedVersion

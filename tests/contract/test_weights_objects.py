@@ -13,8 +13,8 @@ from pathlib import Path
 import obstore
 import pytest
 from tests.unit.weights.folders import write_folder
-from tests.unit.weights.fronts import POLICY, listening, put
 from tests.unit.weights.histories import History
+from tests.unit.weights.serving import POLICY, listening, put
 
 from penstock.errors import ConfigError, NotFound, Unreachable, WeightsError
 from penstock.types import PublishedVersion

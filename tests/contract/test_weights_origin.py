@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from tests.unit.weights.fronts import real_front
 from tests.unit.weights.histories import History
+from tests.unit.weights.serving import real_front
 
 from penstock.errors import NotFound, Unreachable
 from penstock.weights import retention

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from tests.contract.test_weights_deltas import WEIGHTS, versions, weights_file, write_version
 from tests.unit.rollout.waiting import eventually
 from tests.unit.weights.folders import contents
-from tests.unit.weights.fronts import listening, meddling, put_folder
+from tests.unit.weights.serving import listening, meddling, put_folder
 
 from penstock.types import PublishedVersion
 from penstock.weights import client

@@ -22,8 +22,8 @@ import httpx2
 import pytest
 from tests.contract.running import dataflow, free_port, serving, small_config
 from tests.unit.weights.folders import contents, weights_bytes, write_folder
-from tests.unit.weights.fronts import listening, put, put_folder
 from tests.unit.weights.relays import CHUNK, Meddler, flip, origin, put_blob
+from tests.unit.weights.serving import listening, put, put_folder
 
 from penstock.errors import WeightsError
 from penstock.fleet.folder import RunFolder

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from tests.unit.weights.fronts import listening
+from tests.unit.weights.serving import listening
 
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.client import Puller

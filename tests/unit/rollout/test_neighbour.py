@@ -19,8 +19,8 @@ from tests.unit.rollout.fake_dataflow import RUN, FakeDataflow
 from tests.unit.rollout.test_process import PATHS, published
 from tests.unit.rollout.waiting import eventually
 from tests.unit.weights.folders import contents
-from tests.unit.weights.fronts import listening
 from tests.unit.weights.relays import origin
+from tests.unit.weights.serving import listening
 
 from penstock.config import demo
 from penstock.dataflow.protocol import Orders

@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tests.unit.trainer.doubles import POLICY, MemoryDataflow, random_batch, settings
 from tests.unit.trainer.test_replay import MemoryRecord
-from tests.unit.weights.fronts import listening
+from tests.unit.weights.serving import listening
 from torch import Tensor
 
 from penstock.config import LoraConfig, RunConfig

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.unit.weights.fronts import listening
+from tests.unit.weights.serving import listening
 
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.fronts.origin import Origin

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from tests.unit.weights.folders import write_folder
-from tests.unit.weights.fronts import put, put_folder
 from tests.unit.weights.relays import (
     CHUNK,
     MB,
@@ -23,6 +22,7 @@ from tests.unit.weights.relays import (
     read_all,
     relay,
 )
+from tests.unit.weights.serving import put, put_folder
 
 from penstock.errors import ConfigError, NotFound, Unreachable
 from penstock.weights.deltas.chain import DeltaEntry
