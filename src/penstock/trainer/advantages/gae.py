@@ -3,7 +3,7 @@
 
 The next step of a trained token is the next trained token of its sample: prompts, tool output and
 other policies' tokens are neither steps nor discounted. Values are those that the critic gave
-before the step; normalising advantages (advantages.py) comes after the returns are made. A sample
+before the step; normalising advantages (baselines.py) comes after the returns are made. A sample
 without a reward (NaN) has no advantage, and its values as returns.
 
 T = tokens of all samples, S = samples, K = trained tokens of a micro-batch.

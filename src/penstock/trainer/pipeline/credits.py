@@ -2,8 +2,7 @@
 """The shipped compute stages: how a batch's rewards become credit by token.
 
 Each is a stage function: a layout, the columns it reads as keywords, its options, and a mapping of
-what it writes. They only join columns to the pure functions of advantages.py, credit.py,
-overlong.py and gae.py.
+what it writes. They only join columns to the pure functions of `advantages/`.
 
 R = rows of the manifest, T = tokens of all samples.
 """
