@@ -25,9 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.config import LoraConfig
 from penstock.errors import ConfigError, WeightsError
+from penstock.weights.lora import PLAIN, A, B, other_kind
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
-
-A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,29 +134,17 @@ def read_adapter(folder: Path) -> Adapter:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"{folder / ADAPTER_CONFIG} is no adapter's: {error!r}") from error
-    if any(found.get(word, plain) != plain for word, plain in _PLAIN.items()):
+    if why := other_kind(found):
         raise WeightsError(
-            f"{folder / ADAPTER_CONFIG} describes another kind of adapter than plain LoRA; train "
-            "that one elsewhere, or begin from the model alone"
+            f"{folder / ADAPTER_CONFIG} describes another kind of adapter ({why}); train that one "
+            "elsewhere, or begin from the model alone"
         )
     return adapter
 
 
-_PLAIN: dict[str, Any] = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "use_rslora": False,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-}
-"""What PEFT writes for the only kind that is trained here."""
-
-
 def _peft_config(adapter: Adapter) -> dict[str, Any]:
     return {
-        **_PLAIN,
+        **PLAIN,
         "base_model_name_or_path": None,
         "inference_mode": True,
         "lora_alpha": adapter.alpha,

@@ -19,23 +19,10 @@ from blake3 import blake3
 
 from penstock.errors import EngineError
 from penstock.types import JsonObject
+from penstock.weights.lora import A, B, other_kind
 from penstock.weights.manifest import ADAPTER_PREFIX, ADAPTER_WEIGHTS
 
-A, B = ".lora_A.weight", ".lora_B.weight"
 Shapes = Mapping[str, tuple[int, ...]]
-_PLAIN: JsonObject = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "use_rslora": False,
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "layers_to_transform": None,
-}
-"""What PEFT writes for the only kind that is known here; a word left out is as good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +35,8 @@ class AdapterFacts:
 
 def adapter_facts(config: JsonObject, adapter: Shapes, base: Shapes, where: Path) -> AdapterFacts:
     """Raises EngineError unless the adapter's tensors are those of its config, for this base."""
-    for word, plain in _PLAIN.items():
-        if (config.get(word, plain) or plain) != plain:
-            raise EngineError(
-                f"{where}: {word} is {config[word]!r}; engines serve plain LoRA, where it is "
-                f"{plain!r}"
-            )
+    if why := other_kind(config):
+        raise EngineError(f"{where}: {why}; engines serve no other kind")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise EngineError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}, not two numbers")

@@ -28,13 +28,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from penstock.errors import EngineError
 from penstock.rollout.engines.adapter import (
-    A,
     AdapterFacts,
-    B,
     BaseFiles,
     check_same_layers,
 )
 from penstock.rollout.engines.snapshot import Snapshot, read_snapshot, tensor_files
+from penstock.weights.lora import A, B
 from penstock.weights.manifest import ADAPTER_PREFIX, ADAPTER_WEIGHTS
 
 # B = rows, T = padded length, V = vocabulary, H = key-value heads, D = head size
