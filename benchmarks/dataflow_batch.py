@@ -17,15 +17,18 @@ import aiohttp
 from benchmarks.client import POLICY, Service, Tokens, check_stored, make_tokens
 from benchmarks.harness import MIN_PAIRS, Server, process, result, say, scratch
 from benchmarks.service import RUN
-from penstock.dataflow.protocol import RowsAnswer
+from penstock.dataflow.protocol import BatchRowsRequest, RowsAnswer
 from penstock.wire.auth import Audience, Role, Signer
-from penstock.wire.codec import decode
+from penstock.wire.codec import decode, encode
 
 PAYLOAD_BYTES = 64_000
 GROUP_SIZE = 8
 GROUPS = 32
 ROWS = GROUP_SIZE * GROUPS
 RANKS = 2
+SHARES = [
+    encode(BatchRowsRequest(indexes=tuple(range(rank, ROWS, RANKS)))) for rank in range(RANKS)
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +57,8 @@ async def _ours(service: Service, number: int) -> tuple[float, float, float, lis
     began_at = time.perf_counter()
     manifest = await service.raw("POST", "/v1/batches", seal)
     sealed_at = time.perf_counter()
-    paths = [f"/v1/batches/{POLICY}.{service.seq}/rows?rank={r}&of={RANKS}" for r in range(RANKS)]
-    parts = await asyncio.gather(*(service.raw("GET", path) for path in paths))
+    path = f"/v1/batches/{POLICY}.{service.seq}/rows"
+    parts = await asyncio.gather(*(service.raw("POST", path, share) for share in SHARES))
     fetched_at = time.perf_counter()
     await service.commit(number=number)
     ended_at = time.perf_counter()

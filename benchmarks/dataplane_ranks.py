@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.dataflow.protocol import RowPayload, RowsAnswer
-from penstock.trainer.gang.drawing import draw_rows
+from penstock.trainer.gang.drawing import draw_rows, rows_of_parts
 from penstock.trainer.gang.places import Parallel
 from penstock.trainer.gang.ranks import LOOPBACK, Membership
 from penstock.trainer.gang.team import Gang, form, join
@@ -100,11 +100,13 @@ class Partitions:
             self._connections[-1].connect(path)
         self.num_bytes = 0
 
-    def rows(self, policy: PolicyName, seq: int, rank: int = 0, of: int = 1) -> RowsAnswer:
-        indices = range(self._world.num_rows)[rank::of]
+    def rows(
+        self, policy: PolicyName, seq: int, indexes: Sequence[int] | None = None
+    ) -> RowsAnswer:
+        chosen = range(self._world.num_rows) if indexes is None else indexes
         return RowsAnswer(
             rows=tuple(
-                RowPayload(row_id=_row_id(row), payload=self._fetch(seq, row)) for row in indices
+                RowPayload(row_id=_row_id(row), payload=self._fetch(seq, row)) for row in chosen
             )
         )
 
@@ -171,14 +173,18 @@ class SingleController:
         answer = self._partitions.rows(PolicyName("policy"), seq)
         rows = [row.payload or b"" for row in answer.rows]
         for rank in range(1, self._world.num_ranks):
-            share = bytearray().join(rows[rank :: self._world.num_ranks])
+            share = bytearray().join(rows[row] for row in self._share(rank))
             dist.send(torch.frombuffer(share, dtype=torch.uint8), dst=rank)
             self._passed_bytes += len(share)
-        return rows[:: self._world.num_ranks]
+        return [rows[row] for row in self._share(0)]
+
+    def _share(self, rank: int) -> list[int]:
+        """As our design shares them: the losses of both are compared bit for bit."""
+        return rows_of_parts(_manifest(self._world, 0), self._world.num_ranks, 1)[rank]
 
     def _receive(self) -> list[bytes]:
         size = self._world.row_bytes
-        num_rows = len(range(self._gang.place.rank, self._world.num_rows, self._world.num_ranks))
+        num_rows = len(self._share(self._gang.place.rank))
         content = torch.empty(num_rows * size, dtype=torch.uint8)
         dist.recv(content, src=0)
         self._passed_bytes += content.numel()

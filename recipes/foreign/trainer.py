@@ -146,7 +146,8 @@ class Trainer:
         self.incarnate()
         self.publish()  # first the restore point
         while batch := self.next_batch():
-            rows = self.dataflow.call("GET", f"/v1/batches/{self.policy}.{self.seq + 1}/rows")
+            path = f"/v1/batches/{self.policy}.{self.seq + 1}/rows"
+            rows = self.dataflow.call("POST", path, {"indexes": None})
             self.train(batch, [row["payload"] for row in rows["rows"]])
             self.publish()
             self.checkpoint()

@@ -22,6 +22,7 @@ from tests.chaos.processes import Services
 from penstock.dataflow.protocol import (
     BatchAnswer,
     BatchRequest,
+    BatchRowsRequest,
     CheckpointsRequest,
     CommitRequest,
     Delivery,
@@ -278,8 +279,8 @@ class Probe:
 
 async def read_batch(caller: AsyncCaller, far: Far, seq: int) -> list[RowPayload]:
     """Rows of a batch: home's own, and the others directly from their partitions."""
-    path = f"/v1/batches/{POLICY}.{seq}/rows?rank=0&of=1"
-    answer = await caller.call("GET", path, None, RowsAnswer)
+    path = f"/v1/batches/{POLICY}.{seq}/rows"
+    answer = await caller.call("POST", path, BatchRowsRequest(), RowsAnswer)
     rows = [row for row in answer.rows if not row.at]
     for url in sorted({row.at for row in answer.rows if row.at}):
         body = RowsRequest(row_ids=tuple(row.row_id for row in answer.rows if row.at == url))

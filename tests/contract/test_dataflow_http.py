@@ -138,7 +138,9 @@ async def test_a_batch_is_sealed_once_and_served_byte_for_byte(tmp_path: Path) -
         request = BatchRequest(consumer=POLICY, seq=1, incarnation=trainer.incarnation)
         first = await asyncio.to_thread(trainer.client.batch, request)
         rows = await asyncio.to_thread(trainer.client.rows, POLICY, 1)
-        halves = [await asyncio.to_thread(trainer.client.rows, POLICY, 1, r, 2) for r in (0, 1)]
+        halves = [
+            await asyncio.to_thread(trainer.client.rows, POLICY, 1, at) for at in ((0, 2), (1, 3))
+        ]
         assert first.manifest is not None and len(rows.rows) == 4
         assert [r.row_id for r in rows.rows] == [r.row_id for r in first.manifest.rows]
         assert [r for h in halves for r in h.rows] == [*rows.rows[::2], *rows.rows[1::2]]

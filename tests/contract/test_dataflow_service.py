@@ -89,7 +89,7 @@ async def test_a_source_that_raises_loses_nothing(
     is_broken = False
     await service.tick()
     assert service.home.open and not service.source_trouble, "it goes on when the source does"
-    rows = await service.trainers.rows(POLICY, 1, 0, 1)
+    rows = await service.trainers.rows(POLICY, 1)
     for row, summary in zip(rows.rows, batch.manifest.rows, strict=True):
         assert row.payload is not None and blake3(row.payload).hexdigest() == summary.digest
     service.close()

@@ -41,7 +41,7 @@ from penstock.dataflow.protocol import (
     Register,
 )
 from penstock.dataflow.spread_client import SpreadClient
-from penstock.errors import Fenced, Unreachable
+from penstock.errors import BadRequest, Fenced, Unreachable
 from penstock.rollout.membership import Membership
 from penstock.rollout.orders import StandingOrders
 from penstock.rollout.outbox import Acknowledgements, Outbox
@@ -224,6 +224,10 @@ def test_work_and_rows_go_through_every_partition(tmp_path: Path) -> None:
         rows = trainer.client.rows(POLICY, 1).rows
         assert len(rows) == 8 and all(row.payload for row in rows)
         assert {row.row_id[1] for row in rows} & {"1", "2"}, "rows of far partitions are in it"
+        assert trainer.client.rows(POLICY, 1, (6, 1)).rows == (rows[6], rows[1])
+        for beyond in ((8,), (-1,), (2, 2)):
+            with pytest.raises(BadRequest, match="places from 0 to 7"):
+                trainer.client.rows(POLICY, 1, beyond)
         assert second.nodes.trajectories > 0
 
 

@@ -35,17 +35,19 @@ def test_no_task_is_made_of_a_held_out_problem() -> None:
     assert len(set(prompts[:num])) == num, "every problem once in a lap"
     assert prompts[:num] != prompts[num:], "in another order in the next"
     assert not any(one in arithmetic.SHOWN for one in arithmetic.TRAINED + arithmetic.HELD_OUT)
+    assert len(arithmetic.HELD_OUT) == 200 and num == 191
     assert arithmetic.make_task(5, 3) == arithmetic.make_task(5, 3) != arithmetic.make_task(5, 4)
 
 
-def test_an_answer_is_right_when_the_text_begins_with_it() -> None:
-    told = {"12": 1, "12\n": 1, "12 apples": 1, "1": 0, "121": 0, " 12": 0, "": 0, "-12": 0, "x": 0}
-    assert arithmetic.reward(list(told), ["12"] * len(told)) == list(told.values())
-    for problem in arithmetic.TRAINED[:50]:
+def test_the_right_digit_is_the_answer() -> None:
+    told = {"7": 1, "8": 0, "": 0, " ": 0, "x": 0}
+    assert arithmetic.reward(list(told), ["7"] * len(told)) == list(told.values())
+    for problem in arithmetic.TRAINED:
         question = problem.prompt.splitlines()[-1].removesuffix(" = ")
         left, sign, right = question.split()
         value = int(left) + int(right) if sign == "+" else int(left) - int(right)
-        assert arithmetic.reward([f"{value}\n"], [problem.answer]) == [1.0]
+        assert 0 <= value <= 9
+        assert arithmetic.reward([str(value)], [problem.answer]) == [1.0]
 
 
 def test_the_config_passes_check_where_neither_model_nor_vllm_are() -> None:

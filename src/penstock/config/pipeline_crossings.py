@@ -18,6 +18,7 @@ from penstock.config.stages import StageConfig, stage_contradictions
 if TYPE_CHECKING:
     from penstock.config.pipeline import PipelineStageConfig
     from penstock.config.run import RunConfig
+    from penstock.config.trainer import TrainingConfig
 
 
 def ledger_stages(config: RunConfig) -> list[tuple[KeyPath, StageConfig]]:
@@ -52,6 +53,7 @@ def pipeline_crossings(config: RunConfig) -> Iterator[Contradiction]:
             yield from _missing_columns(config, at, stage)
     if stages:
         yield from _untrained(config)
+        yield from _spread_twice(config)
 
 
 def _ledger(config: RunConfig) -> Iterator[Contradiction]:
@@ -100,6 +102,22 @@ def _missing_columns(
                 keys=((*at, "reads", position), (*at, "reads"), at),
             )
         if missing:
+            return
+
+
+def _spread_twice(config: RunConfig) -> Iterator[Contradiction]:
+    """Own stages say how they are spread; what stands beside them would be without effect."""
+    places: list[tuple[KeyPath, TrainingConfig]] = [(("training", "parallel"), config.training)]
+    for name, model in config.models.items():
+        if model.training is not None:
+            places.append((("models", name, "training", "parallel"), model.training))
+    for at, training in places:
+        if training.parallel.num_ranks > 1:
+            yield Contradiction(
+                text="the pipeline has stages of its own, and each says its own parallel; write "
+                "it at the stages that have a model, and take it out here",
+                keys=(at, ("training", "parallel")),
+            )
             return
 
 

@@ -25,6 +25,7 @@ from penstock.dataflow.process import MAX_WAIT_S
 from penstock.dataflow.protocol import (
     BatchAnswer,
     BatchRequest,
+    BatchRowsRequest,
     CheckpointsRequest,
     CommitRequest,
     IncarnationAnswer,
@@ -79,7 +80,8 @@ class TrainerWatch:
         self._last_served = 0
         self._awaited: int | None = None
         """The batch that was not there yet when it was asked for."""
-        self._ranks: dict[int, set[tuple[int, int]]] = {}
+        self._unread: dict[int, set[int]] = {}
+        """Places of the rows that were not fetched yet, by batch."""
         self._refused: tuple[int, CommitRequest] | None = None
         self._has_refused = False
 
@@ -98,7 +100,7 @@ class TrainerWatch:
             "POST /v1/policies/{policy}/versions": self._publish,
             "PUT /v1/policies/{policy}/checkpoints": self._checkpoints,
             "POST /v1/batches": self._batch,
-            "GET /v1/batches/{batch_id}/rows": self._rows,
+            "POST /v1/batches/{batch_id}/rows": self._rows,
             "POST /v1/batches/{batch_id}/commit": self._commit,
         }.get(name)
         if watch is None:
@@ -206,6 +208,7 @@ class TrainerWatch:
             self._awaited = body.seq
             return answer
         self._last_served = max(self._last_served, body.seq)
+        self._unread.setdefault(body.seq, {place for place, _ in enumerate(answer.manifest.rows)})
         return replace(answer, checkpoint_now=body.seq == CHECKPOINT_AT)
 
     async def _until_succeeded(self, wait_s: float) -> None:
@@ -216,8 +219,9 @@ class TrainerWatch:
     async def _rows(self, call: Call, handler: Handler) -> object:
         answer = await handler(call)
         seq = _seq_of(call)
-        part = (int(call.query.get("rank", "0")), int(call.query.get("of", "1")))
-        self._ranks.setdefault(seq, set()).add(part)
+        body: BatchRowsRequest = call.body
+        unread = self._unread.setdefault(seq, set())
+        unread -= unread if body.indexes is None else {*body.indexes}
         return answer
 
     async def _commit(self, call: Call, handler: Handler) -> object:
@@ -246,8 +250,7 @@ class TrainerWatch:
             f"batch {seq} as number {body.number} after batch {self._seq} as number {self._number}"
         )
         self.findings.check("commits-in-order", is_due, seen)
-        ranks = self._ranks.get(seq, set())
-        is_read = any({(rank, of) for rank in range(of)} <= ranks for _, of in ranks)
+        is_read = not self._unread.get(seq, {0})
         if not body.skipped:
             self.findings.check("rows-before-commit", is_read, f"batch {seq} was not read whole")
 

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.dataflow.protocol import (
     BatchAnswer,
     BatchRequest,
+    BatchRowsRequest,
     CheckpointsRequest,
     CommitRequest,
     Delivery,
@@ -136,10 +137,14 @@ class TrainerClient:
         timeout_s = body.wait_s + 15.0
         return self._caller.call("POST", "/v1/batches", body, BatchAnswer, timeout_s=timeout_s)
 
-    def rows(self, policy: PolicyName, seq: int, rank: int = 0, of: int = 1) -> RowsAnswer:
-        """The rows of this rank, each from the partition that holds it."""
-        path = f"/v1/batches/{policy}.{seq}/rows?rank={rank}&of={of}"
-        answer = self._caller.call("GET", path, None, RowsAnswer, timeout_s=ROWS_TIMEOUT_S)
+    def rows(
+        self, policy: PolicyName, seq: int, indexes: Sequence[int] | None = None
+    ) -> RowsAnswer:
+        """Rows at these places of the manifest (None: all), each from the partition that holds
+        it."""
+        path = f"/v1/batches/{policy}.{seq}/rows"
+        body = BatchRowsRequest(indexes=None if indexes is None else tuple(indexes))
+        answer = self._caller.call("POST", path, body, RowsAnswer, timeout_s=ROWS_TIMEOUT_S)
         far: dict[str, list[RowId]] = {}
         for row in answer.rows:
             if row.at:

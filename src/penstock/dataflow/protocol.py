@@ -361,9 +361,16 @@ class RowPayload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRowsRequest:
+    """`POST /v1/batches/{consumer}.{seq}/rows`: what one rank trains of a sealed batch."""
+
+    indexes: tuple[int, ...] | None = None
+    """Places of its rows in the manifest, counted from 0; None for all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowsAnswer:
-    """`GET /v1/batches/{consumer}.{seq}/rows?rank=&of=`: rank takes rows rank, rank+of, … of the
-    manifest."""
+    """Rows in the order asked for."""
 
     rows: tuple[RowPayload, ...]
     columns: tuple[str, ...] = ()

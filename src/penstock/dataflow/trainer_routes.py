@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.dataflow.protocol import (
     BatchAnswer,
     BatchRequest,
+    BatchRowsRequest,
     CheckpointsRequest,
     CommitRequest,
     Done,
@@ -53,10 +54,8 @@ class TrainerRoutes:
 
     async def rows(self, call: Call) -> object:
         policy, seq = _batch_id(call.path["batch_id"])
-        rank, of = call.query.get("rank", "0"), call.query.get("of", "1")
-        if not (rank.isdecimal() and of.isdecimal() and len(rank + of) <= 12):
-            raise BadRequest("rank and of are numbers of at most six digits")
-        wanted = await self.trainers.wanted(policy, seq, int(rank), int(of))
+        body: BatchRowsRequest = call.body
+        wanted = await self.trainers.wanted(policy, seq, body.indexes)
         return await serve_rows(self.trainers.payloads, wanted, call)
 
     async def commit(self, call: Call) -> Done:
@@ -115,13 +114,13 @@ class TrainerRoutes:
                 response=BatchAnswer,
             ),
             Route(
-                method="GET",
+                method="POST",
                 path="/v1/batches/{batch_id}/rows",
                 handler=self.rows,
                 roles=TRAINERS,
-                summary="The rows of one rank.",
+                summary="The rows of a sealed batch, or those of one rank.",
+                request=BatchRowsRequest,
                 response=RowsAnswer,
-                query=("rank", "of"),
             ),
             Route(
                 method="POST",

@@ -5,7 +5,7 @@ here."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -171,19 +171,17 @@ class TrainerSide:
             raise NotFound(f"batch {consumer.terms.policy}.{seq} does not exist")
         return found[0]
 
-    async def rows(self, policy: str, seq: int, rank: int, of: int) -> RowsAnswer:
-        """The rows of one rank of a sealed batch, all in memory."""
-        return await self.payloads.answer(await self.wanted(policy, seq, rank, of))
+    async def rows(self, policy: str, seq: int, indexes: Sequence[int] | None = None) -> RowsAnswer:
+        """Rows of a sealed batch, all in memory."""
+        return await self.payloads.answer(await self.wanted(policy, seq, indexes))
 
-    async def wanted(self, policy: str, seq: int, rank: int, of: int) -> Wanted:
-        """Which rows that are."""
+    async def wanted(self, policy: str, seq: int, indexes: Sequence[int] | None = None) -> Wanted:
+        """Those at these places of the manifest; None for all."""
         consumer = self._seen(policy)
-        if not 0 <= rank < of:
-            raise BadRequest(f"rank {rank} of {of}; ranks count from 0")
         if not 0 < seq <= consumer.last_sealed:
             raise NotFound(f"batch {policy}.{seq} is not sealed yet")
         manifest = manifest_of((await self._sealed(consumer, seq)).manifest)
-        row_ids = [row.row_id for row in manifest.rows][rank::of]
+        row_ids = _at(indexes, [row.row_id for row in manifest.rows], f"{policy}.{seq}")
         places = {
             row_id: None if row_id in self._home.gone else self._address_of(row_id)
             for row_id in row_ids
@@ -277,6 +275,17 @@ def _serve(record: BatchRecord) -> BatchAnswer:
         name = f"{record.consumer}.{record.seq}"
         raise StoreError(f"the manifest of batch {name} is damaged; restore the ledger from a copy")
     return BatchAnswer(manifest=manifest_of(record.manifest), digest=record.digest)
+
+
+def _at(indexes: Sequence[int] | None, row_ids: Sequence[RowId], batch: str) -> Sequence[RowId]:
+    if indexes is None:
+        return row_ids
+    if len({*indexes} & {*range(len(row_ids))}) != len(indexes):
+        raise BadRequest(
+            f"batch {batch} has {len(row_ids)} rows; ask for places from 0 to {len(row_ids) - 1}, "
+            "each once"
+        )
+    return [row_ids[index] for index in indexes]
 
 
 def _finite(stats: Mapping[str, float]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from blake3 import blake3
 from penstock.dataflow.protocol import RowPayload
 from penstock.errors import StoreError
 from penstock.trainer.gang.team import Alone, Sums
-from penstock.trainer.samples import Samples, cut
+from penstock.trainer.samples import TOKEN_COLUMNS, Samples, cut
 from penstock.types import FinishReason, Manifest, OutcomeKind, PolicyName, Trajectory
 from penstock.wire.codec import decode
 
@@ -93,7 +93,7 @@ def assemble(
     sizes = [len(group.rows) for group in manifest.groups]
     groups_R = np.repeat(np.arange(len(sizes)), np.array(sizes, np.int64))
     served = dict(_trajectories(manifest, rows))
-    samples = cut(served.items(), policy, manifest.sees)
+    samples = told_apart(cut(served.items(), policy, manifest.sees), groups_R.size)
     batch = Batch(
         seq=manifest.seq,
         trains_from=manifest.trains_from,
@@ -104,6 +104,16 @@ def assemble(
         nodes={index: trajectory.node_id for index, trajectory in served.items()},
     )
     return _with_token_columns(batch, rows)
+
+
+def told_apart(samples: Samples, num_rows: int) -> Samples:
+    """With one token more, of no sample, where there are as many tokens as rows: the length of a
+    column says what it is by."""
+    if samples.ids_T.size != num_rows or num_rows == 0:
+        return samples
+    columns = {name: getattr(samples, name) for name in TOKEN_COLUMNS}
+    longer = {name: np.append(values, values.dtype.type(0)) for name, values in columns.items()}
+    return replace(samples, **longer)
 
 
 def _trajectories(

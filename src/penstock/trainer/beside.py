@@ -46,12 +46,14 @@ class Beside(Generic[T]):
             self._changed.notify_all()
             return replaced
 
-    def finish(self) -> None:
-        """Wait until everything handed over is done."""
+    def finish(self, within_s: float | None = None) -> bool:
+        """Wait until everything handed over is done, or no longer than so; whether it is."""
         with self._changed:
-            while self._error is None and self._has_work:
-                self._changed.wait()
+            is_done = self._changed.wait_for(
+                lambda: self._error is not None or not self._has_work, within_s
+            )
             self._raise_error()
+            return is_done
 
     def close(self, leave_s: float) -> None:
         """Begin nothing more, and wait so long for what was begun."""

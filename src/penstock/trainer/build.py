@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from penstock.config import AlgorithmConfig, PolicyConfig, RunConfig
 from penstock.config.pipeline import PipelineStageConfig
@@ -21,8 +22,10 @@ from penstock.trainer.advantages.gae import ValueLoss
 from penstock.trainer.batches import Batch
 from penstock.trainer.crew import Crew
 from penstock.trainer.critic import Critic
+from penstock.trainer.gang.moving import move
+from penstock.trainer.gang.places import Parallel
 from penstock.trainer.gang.sharding import shard
-from penstock.trainer.gang.team import Alone, Team
+from penstock.trainer.gang.team import Alone, Company, Team
 from penstock.trainer.learner import Learner, Optimizer, Stats
 from penstock.trainer.lora import adapter_off, put_on
 from penstock.trainer.losses.aggregation import Aggregation, Weights
@@ -34,7 +37,7 @@ from penstock.trainer.losses.tokens import Budgeted, Objective
 from penstock.trainer.models import init_model, is_adapted, load_model
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.functions import find_function
-from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, bind
+from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, Stage, bind, stay
 from penstock.trainer.schedules import Schedule, Shape
 from penstock.trainer.scoring import Passes
 from penstock.trainer.updates import Cut
@@ -50,13 +53,34 @@ def build_crew(config: RunConfig, policy: str, folder: Path, team: Team | None =
     settings = config.for_policy(policy)
     chain = chain_of(config, policy)
     builder = _Builder(settings, config.seed, team or Alone())
-    learners = {ACTOR: builder.actor(folder, _stage(chain.stages, "train", ACTOR))}
-    if critic := _stage(chain.stages, "train", CRITIC):
-        learners[CRITIC] = builder.critic(critic)
-    calls = {stage.id: builder.call(stage, learners) for stage in chain.stages}
-    total = (team or Alone()).sum_over_ranks
-    stages = [bind(stage, calls[stage.id], sum_over_ranks=total) for stage in chain.stages]
-    return Crew(learners, Pipeline(stages), team)
+    learners = builder.learners(folder, chain.stages)
+    actor = learners.get(ACTOR)
+    return Crew(
+        learners,
+        Pipeline(builder.bound(chain.stages, learners)),
+        team,
+        vocab_size=actor.vocab_size if actor else _vocab_size(folder),
+        minibatches=settings.training.minibatches,
+    )
+
+
+def spread_of(stages: Sequence[PipelineStageConfig]) -> list[Parallel]:
+    """How the models of these stages are spread, in the order in which they run."""
+    return [_parallel(stage) for stage in stages if _has_model(stage)]
+
+
+def _has_model(stage: PipelineStageConfig) -> bool:
+    return stage.type == "train" or (stage.type == "infer" and stage.fn is None)
+
+
+def _parallel(stage: PipelineStageConfig) -> Parallel:
+    return Parallel(dp=stage.parallel.dp, tp=stage.parallel.tp)
+
+
+def _vocab_size(folder: Path) -> int:
+    """Of a model that this rank has no share of."""
+    config: Any = AutoConfig.from_pretrained(folder)
+    return config.get_text_config().vocab_size
 
 
 def _stage(
@@ -72,20 +96,63 @@ class _Builder:
         self._settings = settings
         self._seed = seed
         self._team = team
-        training = settings.training
-        self._passes = Passes(
+
+    def learners(self, folder: Path, stages: tuple[PipelineStageConfig, ...]) -> dict[str, Learner]:
+        """Those that this rank has a share of, the actor first."""
+        found: dict[str, Learner] = {}
+        actor, critic = (_stage(stages, "train", role) for role in (ACTOR, CRITIC))
+        if (team := self._team_of(actor)) is not None:
+            found[ACTOR] = self._actor(folder, actor, team)
+        if critic and (team := self._team_of(critic)) is not None:
+            found[CRITIC] = self._critic(critic, team)
+        return found
+
+    def bound(
+        self, stages: tuple[PipelineStageConfig, ...], learners: dict[str, Learner]
+    ) -> list[Stage]:
+        """Each stage ready to be called, with the move before it where its rows lie elsewhere.
+        Functions of columns take rows as they lie."""
+        if not isinstance(self._team, Company):
+            total = self._team.sum_over_ranks
+            return [bind(one, self._call(one, learners), sum_over_ranks=total) for one in stages]
+        found: list[Stage] = []
+        here = self._team.place.parallel
+        for stage in stages:
+            there = _parallel(stage) if _has_model(stage) else here
+            minibatches = self._settings.training.minibatches
+            way = partial(move, before=here, after=there, minibatches=minibatches)
+            found.append(
+                bind(
+                    stage,
+                    self._call(stage, learners),
+                    sum_over_ranks=self._team.at(there).sum_over_ranks,
+                    move=stay if there == here else way,
+                )
+            )
+            here = there
+        return found
+
+    def _team_of(self, stage: PipelineStageConfig | None) -> Team | None:
+        """Whom its model is spread over; None where this rank sits it out."""
+        if stage is None or not isinstance(self._team, Company):
+            return self._team
+        return self._team.gangs[_parallel(stage)]
+
+    def _passes(self, team: Team) -> Passes:
+        training = self._settings.training
+        return Passes(
             ranks=team,
             micro_batch_tokens=training.micro_batch_tokens,
             precision=PRECISIONS[training.precision],
         )
 
-    def actor(self, folder: Path, stage: PipelineStageConfig | None) -> Learner:
+    def _actor(self, folder: Path, stage: PipelineStageConfig | None, team: Team) -> Learner:
         algorithm = self._settings.algorithm
         objective = (stage and _own_objective(stage)) or objective_of(algorithm)
         is_budgeted = isinstance(objective, Budgeted)
         actor = Actor(self._policy(folder), learns_entropy=algorithm.entropy_coef > 0)
         return Learner(
-            shard(actor, actor.model, self._team),
+            shard(actor, actor.model, team),
             objective,
             self._optimizer(self._settings.training.learning_rate),
             cut=Cut(
@@ -94,7 +161,7 @@ class _Builder:
                 correction=None if is_budgeted else correction_of(objective),
                 needs_advantage=algorithm.name != "opd",
             ),
-            passes=self._passes,
+            passes=self._passes(team),
             bounds=_bounds(algorithm),
         )
 
@@ -112,31 +179,33 @@ class _Builder:
             put_on(model, folder, lora)
         return model
 
-    def critic(self, stage: PipelineStageConfig) -> Learner:
+    def _critic(self, stage: PipelineStageConfig, team: Team) -> Learner:
         rate = CRITIC_RATE * self._settings.training.learning_rate
         critic = Critic(self._initial(stage))
         return Learner(
-            shard(critic, critic.model, self._team),
+            shard(critic, critic.model, team),
             _own_objective(stage) or ValueLoss(),
             self._optimizer(float(stage.options.get("learning_rate", rate))),
             cut=Cut(minibatches=self._settings.training.minibatches, needs_advantage=False),
-            passes=self._passes,
+            passes=self._passes(team),
         )
 
-    def call(self, stage: PipelineStageConfig, learners: dict[str, Learner]) -> Call | None:
+    def _call(self, stage: PipelineStageConfig, learners: dict[str, Learner]) -> Call | None:
         """What runs the stage's model; None where it is a function of columns."""
+        if not _has_model(stage):
+            return None
+        if (team := self._team_of(stage)) is None:
+            return partial(_sit_out, stage)
         if stage.type == "train":
             return partial(_train, _of_role(stage, learners))
-        if stage.type == "compute" or stage.fn is not None:
-            return None
         [column] = stage.writes
         if stage.role in learners:
             return partial(_look, column, learners[stage.role].look)
         if self._settings.model.lora is not None and stage.model is None:
             return partial(_look, column, partial(_look_bare, learners[ACTOR]))
         frozen = Actor(self._initial(stage)).requires_grad_(False)
-        whole = shard(frozen, frozen.model, self._team)
-        return partial(_look, column, partial(self._passes.look, whole))
+        whole = shard(frozen, frozen.model, team)
+        return partial(_look, column, partial(self._passes(team).look, whole))
 
     def _initial(self, stage: PipelineStageConfig) -> Any:
         """The model the stage names, or the one its policy began with."""
@@ -166,6 +235,13 @@ def _of_role(stage: PipelineStageConfig, learners: dict[str, Learner]) -> Learne
             f"stage {stage.id} trains the {stage.role}; a trainer holds {' and '.join(learners)}"
         )
     return learners[stage.role]
+
+
+def _sit_out(stage: PipelineStageConfig, batch: Batch) -> Stats | dict[str, Any]:
+    """What a rank without rows says: nothing of no token."""
+    if stage.type == "train":
+        return Stats(skipped=None, values={})
+    return {column: np.zeros(batch.samples.ids_T.shape) for column in stage.writes}
 
 
 def _train(learner: Learner, batch: Batch) -> Stats:

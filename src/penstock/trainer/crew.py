@@ -18,6 +18,7 @@ from penstock.trainer.gang.team import Alone, Team
 from penstock.trainer.learner import Learner, SkipReason, Stats
 from penstock.trainer.lora import adapter_tensors
 from penstock.trainer.pipeline.run import ACTOR, Pipeline
+from penstock.trainer.shares import Stored, under
 from penstock.trainer.snapshots import weights_of
 
 
@@ -25,21 +26,28 @@ class Crew:
     """One trainer's learners by role, bound into its pipeline."""
 
     def __init__(
-        self, learners: Mapping[str, Learner], pipeline: Pipeline, team: Team | None = None
+        self,
+        learners: Mapping[str, Learner],
+        pipeline: Pipeline,
+        team: Team | None = None,
+        *,
+        vocab_size: int,
+        minibatches: int,
     ) -> None:
+        """learners: those of which this rank has a share; the first rank has one of all.
+        vocab_size: the actor's. minibatches: updates that a batch is cut into."""
         self._team = team or Alone()
-        self._actor = learners[ACTOR]
+        self._actor = learners.get(ACTOR)
         self._others = {role: found for role, found in learners.items() if role != ACTOR}
         self._pipeline = pipeline
+        self.vocab_size = vocab_size
+        self.minibatches = minibatches
 
     @property
     def model(self) -> PreTrainedModel:
         """The one whose versions are published."""
+        assert self._actor is not None, "asked of ranks that have a share of it"
         return self._actor.model
-
-    @property
-    def vocab_size(self) -> int:
-        return self._actor.vocab_size
 
     def step(self, batch: Batch) -> Stats:
         """Train on one batch, all stages of it; an empty one, of which every group was lost, is
@@ -52,34 +60,30 @@ class Crew:
     def weights(self) -> dict[str, Tensor]:
         """Those of the actor that change, by the names of its files: all, or its adapter's. In a
         gang all ranks ask together, and the first one gets them."""
+        if self._actor is None:
+            return {}
         if adapter := adapter_tensors(self.model):
             return gather(adapter, self._team)
-        if self._team.place.parallel.num_ranks == 1:
+        if isinstance(self._team, Alone):
             return weights_of(self.model)
         whole = gather(self.model.state_dict(keep_vars=True), self._team)
         return weights_of(self.model, whole) if whole else {}
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What the next step depends on besides the actor's weights; asked as `weights` is."""
-        tensors = self._actor.state_tensors()
+        """What the next step depends on besides the actor's weights; in a gang, this rank's share,
+        and no rank asks another."""
+        tensors = self._actor.state_tensors() if self._actor else {}
         for role, learner in self._others.items():
             own = {**learner.weight_tensors(), **learner.state_tensors()}
             tensors |= {f"{role}/{name}": value for name, value in own.items()}
-        if self._team.place.parallel.num_ranks == 1:
-            return tensors
-        return gather(tensors, self._team)
+        return tensors
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on bit for bit, given the same weights of the actor."""
+        """Go on bit for bit, given the same weights of the actor; from files, each rank reads its
+        share alone."""
+        if isinstance(tensors, Stored):
+            tensors = tensors.seen_by(self._team.place.rank)
         for role, learner in self._others.items():
-            learner.restore(_of(role, tensors), with_weights=True)
-        self._actor.restore(tensors)
-
-
-def _of(role: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    prefix = f"{role}/"
-    return {
-        name.removeprefix(prefix): value
-        for name, value in tensors.items()
-        if name.startswith(prefix)
-    }
+            learner.restore(under(tensors, f"{role}/"), with_weights=True)
+        if self._actor is not None:
+            self._actor.restore(tensors)

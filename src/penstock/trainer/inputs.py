@@ -128,7 +128,9 @@ def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> 
     lines, line_B = _distinct(samples, chosen)
     lengths = (samples.ends_S - samples.starts_S)[lines] - 1
     offsets = np.cumsum(lengths) - lengths
-    token_P = _ranges(samples.starts_S[lines], lengths)
+    ids_P = samples.ids_T[_ranges(samples.starts_S[lines], lengths)].astype(np.int64)
+    if not ids_P.size:  # models do not compute nothing: one token, of which nobody asks
+        lengths, ids_P = np.ones(1, np.int64), np.zeros(1, np.int64)
     sample_K, column_K = _trained(samples, chosen)
     token_K = tokens_of(samples, chosen)
     columns = {
@@ -138,7 +140,7 @@ def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> 
     }
     _, sequences_K = np.unique(sample_K, return_inverse=True)
     return Inputs(
-        ids_P=torch.from_numpy(samples.ids_T[token_P].astype(np.int64)),
+        ids_P=torch.from_numpy(ids_P),
         positions_P=torch.from_numpy(_ranges(np.zeros_like(lengths), lengths)),
         rows=lay_out(lengths),
         token_K=torch.from_numpy(token_K),

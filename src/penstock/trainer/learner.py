@@ -27,13 +27,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.trainer.batches import Batch
-from penstock.trainer.gang.sharding import clip, spread
+from penstock.trainer.gang.sharding import clip
 from penstock.trainer.gang.team import Sums
 from penstock.trainer.inputs import Inputs
 from penstock.trainer.losses.logprobs import behaviour_kl, log_ratio
 from penstock.trainer.losses.tokens import Budgeted, Objective, TokenLoss, Tokens
 from penstock.trainer.schedules import Schedule
 from penstock.trainer.scoring import Passes, Scorer
+from penstock.trainer.shares import take
 from penstock.trainer.signals.first_look import FirstLook, first_look
 from penstock.trainer.signals.gaps import Gap
 from penstock.trainer.updates import Cut, Update, plan_updates
@@ -197,12 +198,12 @@ class Learner:
         for index, (name, parameter) in enumerate(self._parameters.items()):
             if f"{name}.step" in tensors:
                 moments = {
-                    key: spread(tensors[f"{name}.{key}"], parameter.data)
+                    key: take(tensors, f"{name}.{key}", parameter.data)
                     for key in ("exp_avg", "exp_avg_sq")
                 }
                 by_parameter[index] = {"step": tensors[f"{name}.step"], **moments}
             if with_weights:
-                parameter.data.copy_(spread(tensors[f"{_WEIGHTS}{name}"], parameter.data))
+                parameter.data.copy_(take(tensors, f"{_WEIGHTS}{name}", parameter.data))
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": by_parameter, "param_groups": groups})
         torch.set_rng_state(tensors[_RANDOM])

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import structlog
+from torch import Tensor
 
 from penstock.dataflow.protocol import (
     BatchAnswer,
@@ -36,8 +37,9 @@ from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.checkpoint import Checkpoints
 from penstock.trainer.crew import Crew
+from penstock.trainer.durable import new_token
 from penstock.trainer.gang.drawing import draw_rows
-from penstock.trainer.gang.following import Order, say
+from penstock.trainer.gang.following import Order, num_ranks, say
 from penstock.trainer.gang.team import Alone, Team
 from penstock.trainer.learner import Stats
 from penstock.trainer.publisher import Publisher
@@ -53,6 +55,8 @@ _log = structlog.get_logger(__name__)
 
 POLL_S = 5.0
 """A trainer that is told to stop while it waits for a batch goes on waiting no longer than this."""
+SAY_S = 1.0
+"""How long the other ranks hear nothing while a checkpoint is waited for."""
 
 
 class Batches(Protocol):
@@ -60,7 +64,9 @@ class Batches(Protocol):
 
     def batch(self, body: BatchRequest) -> BatchAnswer: ...
 
-    def rows(self, policy: PolicyName, seq: int, rank: int = 0, of: int = 1) -> RowsAnswer: ...
+    def rows(
+        self, policy: PolicyName, seq: int, indexes: Sequence[int] | None = None
+    ) -> RowsAnswer: ...
 
     def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None: ...
 
@@ -114,7 +120,10 @@ class Trainer:
         self._publisher = Publisher(snapshots, self._announce, self._versions_in_use)
         self._checkpoints = checkpoints
         self._saver = Saver(
-            checkpoints, permit=self._refuse_if_replaced, tell=self._name_checkpoints
+            checkpoints,
+            permit=self._refuse_if_replaced,
+            tell=self._name_checkpoints,
+            num_ranks=num_ranks(self._team),
         )
         self._metrics = metrics
         self._watch = Watch(self._quarantine)
@@ -143,7 +152,7 @@ class Trainer:
                     self._save()
             self._publisher.finish()
             self._save()
-            self._saver.finish()
+            self._finish_saving()
             say(self._team, Order.LEAVE)
         finally:
             self._publisher.close()
@@ -202,7 +211,9 @@ class Trainer:
                 continue
             came_at = time.perf_counter()
             say(self._team, Order.TRAIN, request.seq, request.incarnation)
-            rows = draw_rows(self._dataflow, answer.manifest, self._team)
+            rows = draw_rows(
+                self._dataflow, answer.manifest, self._team, minibatches=self._crew.minibatches
+            )
             batch = assemble(
                 answer.manifest, rows, self._policy, self._crew.vocab_size, ranks=self._team
             )
@@ -271,21 +282,30 @@ class Trainer:
         return [found.manifest_digest for found in versions], newest
 
     def _save(self) -> None:
-        """Hand over a copy of everything the next step depends on."""
+        """Hand over a copy of everything the next step depends on; each rank its own share."""
         started = time.perf_counter()
-        self._saver.finish()
-        if self._checkpoints.last.cursor == self._cursor:
+        self._finish_saving()
+        last = self._checkpoints.last.cursor
+        if last == self._cursor:
             return
-        say(self._team, Order.WEIGHTS)
-        weights = self._crew.weights()
-        say(self._team, Order.STATE)
+        weights: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
+        token = new_token()
+        if last.number != self._cursor.number:  # else there is nothing new but the cursor
+            say(self._team, Order.WEIGHTS)
+            weights = self._crew.weights()
+            say(self._team, Order.STATE, token)
+            state = self._crew.state_tensors()
         self._saver.hand_over(
-            self._cursor,
-            weights=weights,
-            state=self._crew.state_tensors(),
-            static=self._snapshots.static,
+            self._cursor, weights=weights, state=state, static=self._snapshots.static, token=token
         )
         self._seconds["checkpoint"] = time.perf_counter() - started
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint being written, not in silence: a rank that could not write its
+        share hears the next word, and ends us all."""
+        while not self._saver.finish(SAY_S):
+            say(self._team, Order.WAIT)
 
     def _refuse_if_replaced(self) -> None:
         """A trainer may have slept for long before it saves: its successor's folders are not ours.

@@ -60,6 +60,17 @@ def init_model(init: str, folder: Path, seed: int) -> None:
     shutil.copytree(source, folder)  # follows links, so a hub cache becomes plain files
 
 
+def name_precision(folder: Path, name: str) -> None:
+    """Say in config.json in which precision this model's versions are written and served.
+
+    It is the one that the trainer computes in: an engine with weights rounded further would sample
+    from another policy than the one that learns, and small steps would never reach it."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
+    path.write_text(json.dumps(config, indent=2))
+
+
 def static_files(folder: Path) -> list[Path]:
     """What travels unchanged from the initial model into every snapshot: config, tokenizer, …"""
     return sorted(

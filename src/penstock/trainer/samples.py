@@ -11,7 +11,7 @@ T = tokens of all samples one after another, S = samples.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
 import numpy as np
@@ -54,6 +54,9 @@ class Samples:
     @property
     def num_trained(self) -> int:
         return int(np.count_nonzero(self.mask_T))
+
+
+TOKEN_COLUMNS = tuple(one.name for one in fields(Samples) if one.name.endswith("_T"))
 
 
 @dataclass(slots=True)

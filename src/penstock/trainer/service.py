@@ -14,19 +14,18 @@ import torch
 from penstock.config import RunConfig, identity
 from penstock.dataflow.client import TrainerClient
 from penstock.dataflow.protocol import RowPayload
-from penstock.errors import ConfigError, Fenced, StoreError, Unreachable
+from penstock.errors import Fenced, StoreError, Unreachable
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.build import build_crew
+from penstock.trainer.build import build_crew, spread_of
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
 from penstock.trainer.crew import Crew
 from penstock.trainer.gang.following import follow
-from penstock.trainer.gang.places import Parallel
 from penstock.trainer.gang.ranks import Membership
-from penstock.trainer.gang.team import Alone, Team, form, join
+from penstock.trainer.gang.team import Alone, Team, form_all, join
 from penstock.trainer.loop import Trainer
 from penstock.trainer.lora import begin_adapter
-from penstock.trainer.models import init_model
+from penstock.trainer.models import init_model, name_precision
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.replay import Record, Replayed, replay
 from penstock.trainer.snapshots import Snapshots, constant_files
@@ -64,7 +63,7 @@ def run_trainer(
     team = _form(config, policy, member)
     crew, checkpoint = make_crew(config, policy, checkpoints, team)
     if not team.place.is_first:
-        follow(PolicyName(policy), crew, client, team)
+        follow(PolicyName(policy), crew, client, team, checkpoints.root)
         return 0
     snapshots = Snapshots(
         store_root,
@@ -173,10 +172,12 @@ def _begin(config: RunConfig, policy: str, checkpoints: Checkpoints) -> Checkpoi
     torch.manual_seed(config.seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        model = config.for_policy(policy).model
-        init_model(model.init, folder, config.seed)
-        if model.lora is not None:
-            begin_adapter(folder, model.lora, config.seed)
+        settings = config.for_policy(policy)
+        init_model(settings.model.init, folder, config.seed)
+        if settings.model.lora is not None:
+            begin_adapter(folder, settings.model.lora, config.seed)
+        else:
+            name_precision(folder, settings.training.precision)
         crew = build_crew(config, policy, folder)
         return checkpoints.save(
             Cursor(number=0, seq=0, incarnation=0),
@@ -188,20 +189,7 @@ def _begin(config: RunConfig, policy: str, checkpoints: Checkpoints) -> Checkpoi
 
 def _form(config: RunConfig, policy: str, member: Membership | None) -> Team:
     """The gang this process is a rank of, or a team of its own."""
-    spread = {
-        Parallel(dp=stage.parallel.dp, tp=stage.parallel.tp)
-        for stage in chain_of(config, policy).stages
-        if stage.type == "train" or (stage.type == "infer" and stage.fn is None)
-    }
-    if len(spread) > 1:
-        raise ConfigError(
-            f"the stages of {policy} are spread over different ranks; a trainer serves one "
-            "parallel for all of them yet: give every stage with a model the same"
-        )
-    [parallel] = spread
     if member is None:
         return Alone()
     join(member)
-    formed = form(parallel)
-    assert formed is not None, "every rank has a part"
-    return formed
+    return form_all(spread_of(chain_of(config, policy).stages))

@@ -62,12 +62,18 @@ def plan_updates(batch: Batch, cut: Cut, ranks: Sums) -> list[Update]:
     ]
 
 
+def updates_of(num_groups: int, minibatches: int) -> Ints:
+    """The update each group is trained in: runs of equal numbers of groups, in manifest order."""
+    runs = np.array_split(np.arange(num_groups), minibatches)
+    return np.repeat(np.arange(minibatches), [run.size for run in runs])
+
+
 def _shares(batch: Batch, num_parts: int) -> Iterator[Ints]:
     """Samples with a token, by part. Of a rank's own rows: one may be empty here and not there."""
-    groups_S = batch.groups_R[batch.samples.rows_S]
+    updates_S = updates_of(batch.num_groups, num_parts)[batch.groups_R[batch.samples.rows_S]]
     has_tokens_S = trained_tokens(batch.samples) > 0
-    for groups in np.array_split(np.arange(batch.num_groups), num_parts):
-        yield np.flatnonzero(np.isin(groups_S, groups) & has_tokens_S)
+    for update in range(num_parts):
+        yield np.flatnonzero((updates_S == update) & has_tokens_S)
 
 
 def _count(batch: Batch, samples: Ints, is_kept_T: Bools | None) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ async def test_a_run_gives_payload_back_and_stays_whole(tmp_path: Path) -> None:
     assert one(tmp_path, "SELECT count(*) FROM freed")[0] >= 5 * 3
     left = segments.sizes(segments_folder)
     assert len(left) <= 3, "six lives, each with a segment of its own"
-    rows = await run.service.trainers.rows("policy", 6, 0, 1)
+    rows = await run.service.trainers.rows("policy", 6)
     assert all(row.payload is not None for row in rows.rows)
     run.close()
     report = audit(tmp_path)

@@ -149,6 +149,14 @@ def test_what_is_far_from_the_trainer_cannot_have_what_is_inside(load_stages: Lo
     )
 
 
+@pytest.mark.parametrize("where", ["training", "models.policy.training"])
+def test_own_stages_say_how_they_are_spread(load_stages: LoadStages, where: str) -> None:
+    message = refusal(load_stages, ADVANTAGE, TRAIN, overrides=(f"{where}.parallel.dp=2",))
+    assert "each says its own parallel; write it at the stages" in message
+    spread = TRAIN.replace("role: actor", "role: actor, parallel: {dp: 2}")
+    assert load_stages(ADVANTAGE, spread).pipeline is not None
+
+
 def test_a_stage_placed_elsewhere_is_a_stage_of_the_ledger(load_stages: LoadStages) -> None:
     config = load_stages(SCORE, ADVANTAGE, TRAIN.replace("advantage]", "advantage, score]"))
     declared = StageConfig(name="score", reads=("turns",), writes=("score",))

@@ -268,8 +268,11 @@ class MemoryDataflow:
         sealed = self.batches[body.seq - 1]
         return BatchAnswer(manifest=sealed.manifest, checkpoint_now=self.checkpoint_now)
 
-    def rows(self, policy: PolicyName, seq: int, rank: int = 0, of: int = 1) -> RowsAnswer:
-        return RowsAnswer(rows=self.batches[seq - 1].rows[rank::of])
+    def rows(
+        self, policy: PolicyName, seq: int, indexes: Sequence[int] | None = None
+    ) -> RowsAnswer:
+        rows = self.batches[seq - 1].rows
+        return RowsAnswer(rows=rows if indexes is None else tuple(rows[i] for i in indexes))
 
     def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None:
         self._require(body.incarnation)

@@ -248,7 +248,7 @@ def sealed_rows() -> tuple[Manifest, tuple[RowPayload, ...]]:
             digest="",
             reward=0.0,
             outcome=OutcomeKind.COMPLETED,
-            sampled={},
+            sampled={PolicyName("policy"): len(row.payload or b"")},
             versions={},
         )
         for row in rows
@@ -264,8 +264,10 @@ class CountingDataflow:
         self.all = rows
         self.num_bytes = 0
 
-    def rows(self, policy: PolicyName, seq: int, rank: int = 0, of: int = 1) -> RowsAnswer:
-        rows = self.all[rank::of]
+    def rows(
+        self, policy: PolicyName, seq: int, indexes: Sequence[int] | None = None
+    ) -> RowsAnswer:
+        rows = self.all if indexes is None else tuple(self.all[index] for index in indexes)
         self.num_bytes += sum(len(row.payload or b"") for row in rows)
         return RowsAnswer(rows=rows)
 
@@ -404,9 +406,10 @@ def supervised(job: str, num_ranks: int, folder: Path) -> list[dict[str, Any]]:
     return _results(job, num_ranks, folder)
 
 
-def forked(job: str, num_ranks: int, folder: Path) -> list[dict[str, Any]]:
+def forked(
+    job: str, num_ranks: int, folder: Path, module: str = "tests.unit.trainer.gang_work"
+) -> list[dict[str, Any]]:
     """The same from one process that forks: torch is loaded once for all ranks."""
-    module = "tests.unit.trainer.gang_work"
     command = [sys.executable, "-m", module, job, str(folder), str(num_ranks)]
     subprocess.run(command, env=_environ(), check=True, timeout=200)
     return _results(job, num_ranks, folder)

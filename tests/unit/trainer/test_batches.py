@@ -10,6 +10,7 @@ from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, Sealed, credited, mak
 
 from penstock.errors import StoreError
 from penstock.trainer.batches import Batch, assemble
+from penstock.trainer.inputs import make_inputs
 
 
 def uneven() -> Sealed:
@@ -57,6 +58,18 @@ def test_a_column_is_written_once_and_by_row_or_by_token() -> None:
     with pytest.raises(ValueError, match=r"column values has shape \(7,\)"):
         batch.with_columns({"values": np.zeros(7)})
     assert batch.with_columns({"values": np.zeros(24)}).columns["values"].size == 24
+
+
+def test_the_length_of_a_column_always_says_whether_it_is_by_row_or_by_token() -> None:
+    turn, empty = make_turn([3], [5]), make_turn([3], [5], reached_agent=False)
+    batch = seal([[(turn, 1.0), (empty, 0.0)], [(empty, 0.5), (turn, 0.0)]]).assembled()
+    assert batch.samples.ends_S.tolist() == [2, 4], "as many tokens as rows"
+    assert batch.columns["reward"].shape != batch.columns["advantage"].shape
+    assert batch.samples.ids_T.tolist() == [3, 5, 3, 5, 0]
+    assert batch.samples.mask_T.tolist() == [False, True, False, True, False]
+    inputs = make_inputs(batch, np.arange(2))
+    assert inputs.token_K.tolist() == [1, 3]
+    assert inputs.more == {}, "no column by row passes for one by token"
 
 
 def test_a_rank_trains_its_own_rows_with_the_credit_of_all() -> None:

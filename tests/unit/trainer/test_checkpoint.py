@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.errors import ConfigError, Fenced, StoreError
-from penstock.trainer.checkpoint import NUM_KEPT, STATE, Checkpoint, Checkpoints, Cursor
+from penstock.trainer.checkpoint import NUM_KEPT, Checkpoint, Checkpoints, Cursor
+from penstock.trainer.described import STATE
 from penstock.trainer.learner import Learner
 from penstock.trainer.models import WEIGHTS, load_model, static_files
 from penstock.trainer.snapshots import weights_of
@@ -196,9 +197,9 @@ def test_a_checkpoint_of_a_newer_format_is_refused_by_name(
     checkpoints = open_checkpoints(tmp_path)
     save(checkpoints, learner, at(5), model_folder)
     state = save(checkpoints, learner, at(10), model_folder).folder / STATE
-    state.write_text('{"format": 2, "policy": {"name": "policy"}}')
+    state.write_text('{"format": 3, "policy": {"name": "policy"}}')
     before = files(tmp_path)
-    with pytest.raises(StoreError, match=r"step_10 was written by a newer penstock.*format is 2"):
+    with pytest.raises(StoreError, match=r"step_10 was written by a newer penstock.*format is 3"):
         open_checkpoints(tmp_path).newest()
     with pytest.raises(StoreError, match="newer penstock"):
         save(checkpoints, learner, at(11), model_folder)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,8 @@ from penstock.trainer.saving import Saver
 from penstock.trainer.service import make_checkpoints, make_crew
 from penstock.trainer.snapshots import Snapshots, weights_of
 from penstock.types import Trajectory, Turn, log_probs
+from penstock.weights.manifest import parse_manifest
+from penstock.weights.store import DirectoryStore
 from penstock.wire.codec import decode
 
 
@@ -218,6 +221,29 @@ def test_a_lost_compare_and_set_is_looked_at_again(model_folder: Path, tmp_path:
     assert dataflow.number == 1
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_is_published_is_the_policy_that_learns(
+    model_folder: Path, tmp_path: Path, precision: str
+) -> None:
+    """A model of halves that is trained in float32 is served in float32: rounded to halves, small
+    steps would be lost on their way to the engine."""
+    folder = tmp_path / "half"
+    shutil.copytree(model_folder, folder)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | {"dtype": "bfloat16"}))
+    settings = config(folder)
+    training = settings.training.model_copy(update={"precision": precision, "learning_rate": 1e-6})
+    dataflow = MemoryDataflow(batches=BATCHES[:2])
+    learned = run(dataflow, tmp_path, settings.model_copy(update={"training": training}))
+    store = DirectoryStore(tmp_path / "weights")
+    manifest = parse_manifest(store.read_manifest(dataflow.published[-1].manifest_digest))
+    files = {file.name: store.blob_path(file.blob) for file in manifest.files}
+    served = load_file(files["model.safetensors"])
+    dtype = getattr(torch, precision)
+    assert all(torch.equal(served[name], value.to(dtype)) for name, value in learned.items())
+    assert json.loads(files["config.json"].read_text())["dtype"] == precision
+
+
 def test_a_refused_fork_point_is_an_error_not_a_loop(model_folder: Path, tmp_path: Path) -> None:
     settings = config(model_folder)
     run(MemoryDataflow(batches=BATCHES[:2]), tmp_path, settings)
@@ -227,9 +253,9 @@ def test_a_refused_fork_point_is_an_error_not_a_loop(model_folder: Path, tmp_pat
 
 def test_a_fenced_trainer_stops(model_folder: Path, tmp_path: Path) -> None:
     class Replaced(MemoryDataflow):
-        def rows(self, policy, seq, rank=0, of=1):  # pyright: ignore
+        def rows(self, policy, seq, indexes=None):  # pyright: ignore
             self.incarnation += 1
-            return super().rows(policy, seq, rank, of)
+            return super().rows(policy, seq, indexes)
 
     dataflow = Replaced(batches=BATCHES)
     with pytest.raises(Fenced):

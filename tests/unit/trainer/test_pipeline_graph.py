@@ -16,6 +16,7 @@ import pytest
 from tests.unit.trainer.stage_makers import OWN, of, stage, train
 
 from penstock.config import HostConfig, LoraConfig, PipelineConfig, PipelineStageConfig
+from penstock.config.pipeline import ParallelConfig
 from penstock.config.pipeline_checks import IN_BATCH
 from penstock.errors import ConfigError
 from penstock.trainer.models import TINY_QWEN3, init_model
@@ -221,6 +222,25 @@ def test_a_gang_holds_each_of_its_models_once() -> None:
     chain = plan_for(wide).chains[0]
     assert (chain.num_ranks, chain.memory.total_bytes) == (4, 4_000_000_000)
     assert plan_for(of("grpo"), num_parameters=None).chains[0].uncounted == ("model",)
+
+
+def spread(name: str, **dp: int) -> list[PipelineStageConfig]:
+    """The algorithm's stages, some of them over so many ranks."""
+    return [
+        one.model_copy(update={"parallel": ParallelConfig(dp=dp.get(one.id, 1))})
+        for one in of(name)
+    ]
+
+
+def test_models_may_be_spread_differently_but_each_of_them_in_one_way() -> None:
+    assert plan_for(spread("ppo", reference=3, values=2, train_critic=2)).chains[0].num_ranks == 3
+    with pytest.raises(
+        ConfigError, match=r"values has .*dp: 2.* stage train_critic trains with .*dp: 4.* the same"
+    ):
+        plan_for(spread("ppo", values=2, train_critic=4))
+    bare = Trained(init=TINY_QWEN3, stages=tuple(spread("rloo", train=2)), lora=LoraConfig())
+    with pytest.raises(ConfigError, match=r"reference has .* the model that stage train trains"):
+        make_plan({"policy": bare})
 
 
 def test_under_an_adapter_that_alone_learns_and_the_reference_takes_no_room() -> None:

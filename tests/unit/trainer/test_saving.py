@@ -16,7 +16,8 @@ from torch import Tensor
 
 from penstock.errors import Fenced, StoreError
 from penstock.trainer import saving
-from penstock.trainer.checkpoint import STATE, Checkpoint, Checkpoints, Cursor
+from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
+from penstock.trainer.described import STATE
 from penstock.trainer.models import WEIGHTS, static_files
 from penstock.trainer.saving import Saver
 

@@ -17,6 +17,7 @@ from tests.unit.trainer.doubles import POLICY, MemoryDataflow, random_batch
 from penstock.config import RunConfig, demo
 from penstock.dataflow.protocol import (
     BatchRequest,
+    BatchRowsRequest,
     CheckpointsRequest,
     CommitRequest,
     Done,
@@ -45,7 +46,7 @@ class Surface:
         return self._dataflow.batch(call.body)
 
     async def rows(self, call: Call) -> object:
-        return self._dataflow.rows(POLICY, _seq(call))
+        return self._dataflow.rows(POLICY, _seq(call), call.body.indexes)
 
     async def commit(self, call: Call) -> object:
         self._dataflow.commit(POLICY, _seq(call), call.body)
@@ -67,7 +68,7 @@ class Surface:
             _route("POST", f"{policy}/versions", self.publish, PublishRequest),
             _route("PUT", f"{policy}/checkpoints", self.checkpoints, CheckpointsRequest),
             _route("POST", "/v1/batches", self.batch, BatchRequest),
-            _route("GET", f"{batch}/rows", self.rows),
+            _route("POST", f"{batch}/rows", self.rows, BatchRowsRequest),
             _route("POST", f"{batch}/commit", self.commit, CommitRequest),
         ]
 

@@ -7,16 +7,20 @@ hold their shares of the model, and take part whenever shares meet. Owns the wor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from enum import IntEnum
+from pathlib import Path
 from typing import Protocol
+
+import torch.distributed as dist
 
 from penstock.dataflow.protocol import BatchAnswer, BatchRequest, RowsAnswer
 from penstock.errors import StoreError
 from penstock.trainer.batches import assemble
 from penstock.trainer.crew import Crew
 from penstock.trainer.gang.drawing import draw_rows
-from penstock.trainer.gang.team import Team
+from penstock.trainer.gang.team import Alone, Team
+from penstock.trainer.saving import ShareSaver
 from penstock.types import PolicyName
 
 
@@ -27,7 +31,7 @@ class Order(IntEnum):
     WEIGHTS = 2
     """Bring the weights together in the first rank."""
     STATE = 3
-    """Bring the rest of the state together there."""
+    """Write your share of the rest of the state; the number names the folder."""
     LEAVE = 4
 
 
@@ -36,31 +40,43 @@ class Served(Protocol):
 
     def batch(self, body: BatchRequest) -> BatchAnswer: ...
 
-    def rows(self, policy: PolicyName, seq: int, rank: int = 0, of: int = 1) -> RowsAnswer: ...
+    def rows(
+        self, policy: PolicyName, seq: int, indexes: Sequence[int] | None = None
+    ) -> RowsAnswer: ...
 
 
-def say(team: Team, order: Order, seq: int = 0, incarnation: int = 0) -> None:
-    """The first rank to all others."""
-    team.first_says([order, seq, incarnation])
+def num_ranks(team: Team) -> int:
+    """All there are, also those that sit a stage out."""
+    return 1 if isinstance(team, Alone) else dist.get_world_size()
 
 
-def follow(policy: PolicyName, crew: Crew, dataflow: Served, team: Team) -> None:
-    """consumes: orders, and its own rows of each batch · produces: its share of every step
-    waits for: the first rank's next word · ends: when that is to leave, or when a rank is lost"""
-    doings: dict[Order, Callable[[], object]] = {
-        Order.WAIT: lambda: None,
-        Order.WEIGHTS: crew.weights,
-        Order.STATE: crew.state_tensors,
-    }
-    while True:
-        number, seq, incarnation = team.first_says([0, 0, 0])
-        order = Order(number)
-        if order is Order.LEAVE:
-            return
-        if order is Order.TRAIN:
-            _train(policy, crew, dataflow, team, seq, incarnation)
-        else:
-            doings[order]()
+def say(team: Team, order: Order, number: int = 0, incarnation: int = 0) -> None:
+    """The first rank to all others. number: of the batch, or of a checkpoint's folder."""
+    team.first_says([order, number, incarnation])
+
+
+def follow(policy: PolicyName, crew: Crew, dataflow: Served, team: Team, checkpoints: Path) -> None:
+    """consumes: orders, and its own rows of each batch · produces: its share of every step and of
+    every checkpoint in that folder · waits for: the first rank's next word
+    ends: when that is to leave, when a rank is lost, or when its share could not be written"""
+    saver = ShareSaver(checkpoints, rank=team.place.rank, num_ranks=num_ranks(team))
+    try:
+        while True:
+            said, number, incarnation = team.first_says([0, 0, 0])
+            saver.refuse_if_failed()
+            match Order(said):
+                case Order.WAIT:
+                    pass
+                case Order.TRAIN:
+                    _train(policy, crew, dataflow, team, number, incarnation)
+                case Order.WEIGHTS:
+                    crew.weights()
+                case Order.STATE:
+                    saver.hand_over(number, crew.state_tensors())
+                case Order.LEAVE:
+                    return
+    finally:
+        saver.close()
 
 
 def _train(
@@ -70,5 +86,5 @@ def _train(
     manifest = dataflow.batch(request).manifest
     if manifest is None:
         raise StoreError(f"batch {policy}.{seq} is sealed for the first rank, and not for this one")
-    rows = draw_rows(dataflow, manifest, team)
+    rows = draw_rows(dataflow, manifest, team, minibatches=crew.minibatches)
     crew.step(assemble(manifest, rows, policy, crew.vocab_size, ranks=team))

@@ -50,6 +50,11 @@ class Place:
         return self.rank // self.parallel.tp
 
     @property
+    def is_sitting_out(self) -> bool:
+        """It has no part of the batch at this stage."""
+        return self.rank >= self.parallel.num_ranks
+
+    @property
     def is_first(self) -> bool:
         """The one rank that speaks for the gang: commits, publishes, writes."""
         return self.rank == 0
@@ -61,5 +66,5 @@ class Place:
 
 
 def dealt_out(num_rows: int, num_parts: int) -> Ints:
-    """Which part each row belongs to, as the dataflow serves them: p, p + parts, …"""
+    """Which part each row belongs to when parts take them in turn: p, p + parts, …"""
     return np.arange(num_rows, dtype=np.int64) % num_parts

@@ -11,7 +11,7 @@ P = data-parallel parts.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -91,7 +91,19 @@ class Alone:
         return
 
 
-class Gang:
+class _World:
+    """What is said to every rank there is: also to those that sit a stage out."""
+
+    def first_says(self, numbers: Sequence[int]) -> list[int]:
+        said = torch.tensor(list(numbers), dtype=torch.int64)
+        dist.broadcast(said, src=0)
+        return said.tolist()
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+class Gang(_World):
     """This rank among the ranks of one stage."""
 
     def __init__(self, mesh: DeviceMesh, parallel: Parallel) -> None:
@@ -115,12 +127,6 @@ class Gang:
         joined = torch.cat([part[:length] for part, length in zip(found, lengths, strict=True)])
         return joined.to(pressures.device)
 
-    def first_says(self, numbers: Sequence[int]) -> list[int]:
-        """Over every rank of the world: also those that sit this stage out."""
-        said = torch.tensor(list(numbers), dtype=torch.int64)
-        dist.broadcast(said, src=0)
-        return said.tolist()
-
     def to_neighbours(self, payload: bytes) -> bytes:
         if self.place.parallel.tp == 1:
             return payload
@@ -133,14 +139,48 @@ class Gang:
         dist.broadcast(content, src=source, group=self._neighbours)
         return content.numpy().tobytes()
 
-    def barrier(self) -> None:
-        dist.barrier()
-
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         """The parts' tensors in the order of parts."""
         found = [torch.empty_like(tensor) for _ in range(self.place.parallel.dp)]
         dist.all_gather(found, tensor, group=self._parts)
         return found
+
+
+class Company(_World):
+    """All ranks of a trainer whose stages are spread differently, while rows lie as one of them
+    needs. Those that sit it out hold no row, add nothing, and hear what the others find."""
+
+    def __init__(self, gangs: Mapping[Parallel, Gang | Alone | None], parallel: Parallel) -> None:
+        """gangs: those of all stages; None where this rank sits out."""
+        self.gangs = gangs
+        self.place = Place(rank=dist.get_rank(), parallel=parallel)
+        self._gang = gangs[parallel]
+
+    def at(self, parallel: Parallel) -> Company:
+        """The same ranks, while rows lie as another stage needs them."""
+        return Company(self.gangs, parallel)
+
+    def sum_over_ranks(self, values: Floats) -> Floats:
+        found = self._gang.sum_over_ranks(values) if self._gang else values
+        own = np.array(found, np.float64, order="C")
+        return self._told(torch.from_numpy(own)).numpy()
+
+    def most_over_ranks(self, number: int) -> int:
+        return self.first_says([self._gang.most_over_ranks(number) if self._gang else 0])[0]
+
+    def gather_pressures(self, pressures: Tensor) -> Tensor:
+        own = self._gang.gather_pressures(pressures) if self._gang else pressures
+        [length] = self.first_says([own.numel()])
+        heard = own.cpu() if self._gang else own.new_empty(length, device="cpu")
+        return self._told(heard).to(pressures.device)
+
+    def to_neighbours(self, payload: bytes) -> bytes:
+        return self._gang.to_neighbours(payload) if self._gang else payload
+
+    def _told(self, tensor: Tensor) -> Tensor:
+        """What the first rank has, who is in every gang."""
+        dist.broadcast(tensor, src=0)
+        return tensor
 
 
 def join(member: Membership, *, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> None:
@@ -161,6 +201,22 @@ def join(member: Membership, *, device: str = "cpu", timeout_s: float = TIMEOUT_
         world_size=member.num_ranks,
         timeout=timeout,
     )
+
+
+def form_all(parallels: Sequence[Parallel]) -> Team:
+    """The gang of stages that are all spread the same way, over every rank there is; else the
+    company of their gangs, at the first of them."""
+    gangs = {parallel: _form_one(parallel) for parallel in dict.fromkeys(parallels)}
+    only = gangs[parallels[0]] if len(gangs) == 1 else None
+    if only is not None and parallels[0].num_ranks == dist.get_world_size():
+        return only
+    return Company(gangs, parallels[0])
+
+
+def _form_one(parallel: Parallel) -> Gang | Alone | None:
+    if parallel.num_ranks > 1:
+        return form(parallel)
+    return Alone() if dist.get_rank() == 0 else None
 
 
 def form(parallel: Parallel, *, device: str = "cpu") -> Gang | None:

@@ -145,12 +145,14 @@ def _chain(
 ) -> Chain:
     """Each model once: that of a role is the same in all stages, and learns if one trains it. What
     stays as it began is under an adapter the policy's own model."""
-    learning = {stage.role for stage in stages if stage.type == "train"}
+    learning = {stage.role: stage for stage in stages if stage.type == "train"}
     models: dict[tuple[str, str], int] = {}
     for stage in stages:
         if stage.type != "compute" and (stage.fn is None or stage.type == "train" or stage.model):
             is_bare = trained.lora and not stage.model and stage.role not in learning
-            key = (ACTOR if is_bare else stage.role, stage.model or trained.init)
+            role = ACTOR if is_bare else stage.role
+            _refuse_spread_twice(stage, learning.get(role))
+            key = (role, stage.model or trained.init)
             models[key] = max(models.get(key, 1), stage.parallel.num_ranks)
     memory, uncounted = Memory(), list[str]()
     for (role, model), num_ranks in models.items():
@@ -170,6 +172,17 @@ def _chain(
         memory=memory,
         hosts=tuple(room.take(who, [TRAIN], num_ranks, memory.total_bytes)),
         uncounted=tuple(dict.fromkeys(uncounted)),
+    )
+
+
+def _refuse_spread_twice(stage: PipelineStageConfig, trains: PipelineStageConfig | None) -> None:
+    """A model that learns lies in one way on its ranks, whoever looks at it."""
+    if trains is None or stage.fn is not None or stage.parallel == trains.parallel:
+        return
+    own, other = (f"{{dp: {p.dp}, tp: {p.tp}}}" for p in (stage.parallel, trains.parallel))
+    raise ConfigError(
+        f"stage {stage.id} has parallel {own} and runs the model that stage {trains.id} trains "
+        f"with {other}; give both the same"
     )
 
 

@@ -28,8 +28,16 @@ Columns = Mapping[str, Floats]
 Call = Callable[[Batch], Columns | Stats]
 """What a stage does with a batch: columns to add, or what it learned."""
 
+Move = Callable[[Batch], Batch]
+"""From the rows that this rank held at the stage before to those that it holds at this one."""
+
 ACTOR = "actor"
 """The role whose training makes a version; what it tells stands without a prefix."""
+
+
+def stay(batch: Batch) -> Batch:
+    """All ranks have their rows already."""
+    return batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +48,8 @@ class Stage:
     role: str
     writes: tuple[str, ...]
     call: Call
+    move: Move = stay
+    """Brings the batch's rows to where this stage's model needs them."""
 
     def __call__(self, batch: Batch) -> Columns | Stats:
         result = self.call(batch)
@@ -65,6 +75,7 @@ class Pipeline:
         seconds: dict[str, float] = {}
         for stage in self.stages:
             started = time.perf_counter()
+            batch = stage.move(batch)
             result = stage(batch)
             if isinstance(result, Stats):
                 told.append((stage, result))
@@ -87,7 +98,11 @@ def merge(told: Sequence[tuple[Stage, Stats]], more: Mapping[str, float]) -> Sta
 
 
 def bind(
-    stage: PipelineStageConfig, runner: Call | None = None, *, sum_over_ranks: Sum = as_it_is
+    stage: PipelineStageConfig,
+    runner: Call | None = None,
+    *,
+    sum_over_ranks: Sum = as_it_is,
+    move: Move = stay,
 ) -> Stage:
     """The stage with its function, or with what runs its model."""
     call = runner
@@ -98,7 +113,7 @@ def bind(
                 f"stage {stage.id}: nothing here runs the model of a {stage.role} ({stage.type})"
             )
         call = partial(_compute, function, stage, sum_over_ranks)
-    return Stage(id=stage.id, role=stage.role, writes=stage.writes, call=call)
+    return Stage(id=stage.id, role=stage.role, writes=stage.writes, call=call, move=move)
 
 
 def _compute(
@@ -114,6 +129,8 @@ def column_of(batch: Batch, name: str, reader: str) -> Floats:
         return batch.columns[name]
     if name == "sampling_logprobs":
         return batch.samples.logprobs_T.astype(np.float64)
+    if not batch.samples.ids_T.size:
+        return np.zeros(0)  # by token, from the ledger: it came with rows, and here are none
     raise ConfigError(
         f"stage {reader} reads {name}, and batch {batch.seq} has only "
         f"{', '.join(sorted(batch.columns))}; check which stage writes it"

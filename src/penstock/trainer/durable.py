@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files and folders that are there whole or not at all, whenever the power goes.
+
+Owns the names of folders that are not ready, and the order of write, sync and rename. Knows nothing
+of what stands in them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import structlog
+from blake3 import blake3
+
+PARTIAL = ".partial-"
+"""Being written or being removed: whoever saves next clears it away."""
+DAMAGED = ".damaged-"
+
+_log = structlog.get_logger(__name__)
+
+
+def new_token() -> int:
+    """For the name of a folder that nobody else has; fits into a signed 64-bit number."""
+    return secrets.randbits(63)
+
+
+def partial_name(token: int) -> str:
+    return f"{PARTIAL}{token:016x}"
+
+
+def write_durably(path: Path, text: str) -> None:
+    """On disk when this returns, and never half a file under this name."""
+    temporary = path.with_name(f".new-{path.name}")
+    temporary.write_text(text)
+    sync(temporary)
+    temporary.rename(path)
+    sync(path.parent)
+
+
+def clear_leftovers(root: Path, *, but: str) -> None:
+    """Remove what was never completed, except the folder of this name."""
+    for leftover in root.glob(f"{PARTIAL}*"):
+        if leftover.name != but:
+            shutil.rmtree(leftover)
+
+
+def remove(folders: Iterable[Path]) -> None:
+    """Out of sight first: half a folder must not look like a damaged one."""
+    for folder in list(folders):
+        hidden = folder.rename(folder.with_name(partial_name(new_token())))
+        shutil.rmtree(hidden)
+
+
+def set_aside(folder: Path, why: str) -> None:
+    aside = folder.with_name(f"{DAMAGED}{folder.name}-{secrets.token_hex(4)}")
+    _log.error("checkpoint set aside", folder=str(folder), now=str(aside), why=why)
+    folder.rename(aside)
+
+
+def digest(path: Path) -> str:
+    return blake3().update_mmap(path).hexdigest()
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

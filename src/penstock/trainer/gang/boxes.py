@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of a tensor a rank has, and which of several ranks with the same part keeps it.
+
+Owns the arithmetic of boxes: no tensor moves from rank to rank here, and no rank asks another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A part of a tensor: so many elements from `first` on, in each dimension."""
+
+    first: tuple[int, ...]
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    """The shape of the tensor that it is a part of."""
+
+    @classmethod
+    def all_of(cls, shape: Sequence[int]) -> Box:
+        return cls(first=(0,) * len(shape), shape=tuple(shape), whole=tuple(shape))
+
+    def common(self, other: Box) -> Box | None:
+        """What lies in both; None if nothing does."""
+        first = tuple(map(max, self.first, other.first))
+        ends = map(min, self._ends, other._ends)
+        shape = tuple(end - begin for end, begin in zip(ends, first, strict=True))
+        is_empty = min(shape, default=1) <= 0
+        return None if is_empty else Box(first=first, shape=shape, whole=self.whole)
+
+    def slices_in(self, other: Box) -> tuple[slice, ...]:
+        """Where this one lies in another that contains it."""
+        return tuple(
+            slice(first - begins, first - begins + size)
+            for first, begins, size in zip(self.first, other.first, self.shape, strict=True)
+        )
+
+    @property
+    def _ends(self) -> Iterable[int]:
+        return (first + size for first, size in zip(self.first, self.shape, strict=True))
+
+
+def box_of(tensor: Tensor) -> Box | None:
+    """The part of it that this rank has; None of a tensor that is nobody else's business."""
+    if not isinstance(tensor, DTensor):
+        return None
+    first, shape = [0] * tensor.ndim, list(tensor.shape)
+    mesh = tensor.device_mesh
+    cuts = zip(mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True)
+    for num_parts, part, placement in reversed(list(cuts)):  # FSDP cuts what tp has cut already
+        assert not placement.is_partial(), "a sum that was never made"
+        if not placement.is_replicate():
+            dim = int(cast(Any, placement).dim)
+            each = -(-shape[dim] // num_parts)
+            begins = min(part * each, shape[dim])
+            first[dim] += begins
+            shape[dim] = min(each, shape[dim] - begins)
+    box = Box(first=tuple(first), shape=tuple(shape), whole=tuple(tensor.shape))
+    assert box.shape == tuple(tensor.to_local().shape), "this rank has another part than it says"
+    return box
+
+
+def is_kept_here(tensor: Tensor) -> bool:
+    """Whether this rank is the first of those that have the same part; not where that is empty."""
+    if not isinstance(tensor, DTensor):
+        return True
+    at = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+    is_first = all(part == 0 for part, placement in at if placement.is_replicate())
+    return is_first and tensor.to_local().numel() > 0
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def lay_out(share: Tensor, like: Tensor) -> Tensor:
+    """This rank's own share as a part of the whole, as another tensor is."""
+    assert isinstance(like, DTensor), "a plain tensor has no shares"
+    return DTensor.from_local(
+        share.to(like.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
