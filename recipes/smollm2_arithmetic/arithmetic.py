@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and differences of numbers up to 20: tasks, workflow and reward. Plain Python.
+"""Sums and differences of numbers up to 40 that are one digit: tasks, workflow and reward.
 
-The model goes on with a text of a solved problem and one that is not. The problems are few
-enough to list; some are held out, and no task is ever made of them.
+The model goes on with a text of a solved problem and one that is not; its next token is the
+answer. The problems are few enough to list; some are held out, and no task is ever made of them.
 """
 
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-LARGEST = 20
+LARGEST = 40
 NUM_HELD_OUT = 200
+DIGITS = tuple("0123456789")
+"""Each is one token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,13 @@ class Problem:
 
 
 SHOWN = (Problem(7, "+", 5),)
-"""Solved in every prompt; never asked."""
+"""Solved in every prompt."""
 
 
 def _all_problems() -> list[Problem]:
     numbers = range(1, LARGEST + 1)
-    sums = [Problem(a, "+", b) for a in numbers for b in numbers]
-    differences = [Problem(a, "-", b) for a in numbers for b in numbers if a >= b]
-    return [one for one in sums + differences if one not in SHOWN]
+    every = [Problem(a, sign, b) for sign in "+-" for a in numbers for b in numbers]
+    return [one for one in every if one.answer in DIGITS]
 
 
 def split() -> tuple[list[Problem], list[Problem]]:
@@ -73,9 +73,5 @@ async def run(task: Any, ctx: Any) -> str:
 
 
 def reward(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 where the text begins with the answer and no further digit, else 0."""
-    numbers = [re.match(r"\d+", text) for text in completions]
-    return [
-        float(number is not None and number.group() == right)
-        for number, right in zip(numbers, answer, strict=True)
-    ]
+    """1 for the right digit, else 0."""
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]

@@ -2,9 +2,8 @@
 """The learning curve of a run: `curve.py RUN FILE.svg` draws the share of right answers over the
 versions that sampled them.
 
-Counted over all answers that the ledger holds, also those of groups that `reward-spread` kept out
-of training: the rewards of trained groups alone would stay near one half whatever is learned.
-Needs the root of this repository on PYTHONPATH, for its charts."""
+Counted over all answers that the ledger holds, also those of groups that a rule kept out of
+training. Needs the root of this repository on PYTHONPATH, for its charts."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def main() -> None:
         sys.exit("curve.py RUN FILE.svg: a run folder, such as outputs/smollm2-arithmetic")
     run, file = Path(sys.argv[1]), Path(sys.argv[2])
     text = curves(
-        "SmolLM2-135M learns sums and differences up to 20",
+        "SmolLM2-135M learns sums and differences up to 40",
         [Curve(label="sampled", points=points_of(rewards_of(run)))],
         unit=f"share of right answers, sampled at temperature 1, {VERSIONS_PER_POINT} versions to "
         "a point, 95 % interval",

@@ -2,9 +2,8 @@
 """Accuracy on the held-out problems: `evaluate.py BEFORE AFTER` prints one line of JSON per model
 folder, and one with their difference.
 
-A model answers greedily. The answer is right when each of its digits is the likeliest next token
-and the likeliest after them is no digit; so one pass over prompt and right answer tells what
-decoding would print, and also how likely the right answer is when sampled.
+A model answers greedily. The answer is one token, so one pass over the prompt tells what decoding
+would print, and also how likely the right answer is when sampled.
 
 B = problems of a pass, T = tokens, D = hidden size, V = vocabulary.
 """
@@ -60,30 +59,27 @@ class Model:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         whole: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._decoder, self._head = whole.get_decoder(), whole.get_output_embeddings()
-        self._digits: list[int] = self._tokenizer.convert_tokens_to_ids(list("0123456789"))
 
     def answers(self, problems: Sequence[Problem]) -> list[Answer]:
         import torch
 
-        pairs = [(self._ids(one.prompt), self._ids(one.answer)) for one in problems]
-        width = max(len(prompt + right) for prompt, right in pairs)
-        ids_BT = torch.tensor([p + r + [0] * (width - len(p + r)) for p, r in pairs])
+        prompts = [self._ids(one.prompt) for one in problems]
+        right_B = [self._ids(one.answer)[0] for one in problems]
+        width = max(map(len, prompts))
+        ids_BT = torch.tensor([ids + [0] * (width - len(ids)) for ids in prompts])
         with torch.inference_mode():
             hidden_BTD = self._decoder(ids_BT).last_hidden_state
-            return [self._answer(h, *pair) for h, pair in zip(hidden_BTD, pairs, strict=True)]
+            last_BD = torch.stack(
+                [h[len(ids) - 1] for h, ids in zip(hidden_BTD, prompts, strict=True)]
+            )
+            chances_BV = self._head(last_BD).softmax(-1)
+        return [
+            Answer(is_right=int(chances_V.argmax()) == right, probability=float(chances_V[right]))
+            for chances_V, right in zip(chances_BV, right_B, strict=True)
+        ]
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text)["input_ids"]
-
-    def _answer(self, hidden_TD: Any, prompt: list[int], right: list[int]) -> Answer:
-        seen_TD = hidden_TD[len(prompt) - 1 : len(prompt) + len(right)]
-        chances_TV = self._head(seen_TD).softmax(-1)
-        likeliest = chances_TV.argmax(-1).tolist()
-        probability = 1 - float(chances_TV[-1, self._digits].sum())
-        for place, token in enumerate(right):
-            probability *= float(chances_TV[place, token])
-        is_right = likeliest[:-1] == right and likeliest[-1] not in self._digits
-        return Answer(is_right, probability)
 
 
 def answers_of(folder: Path) -> list[Answer]:

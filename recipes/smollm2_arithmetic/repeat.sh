@@ -9,6 +9,7 @@ cd "$(dirname "$0")"
 python="${PYTHON:-../../.venv/bin/python}"
 model="${PENSTOCK_CACHE:-$HOME/.cache/penstock}/models/SmolLM2-135M-Instruct"
 run=outputs/smollm2-arithmetic
+export OMP_WAIT_POLICY=passive  # engine and trainer share the cores: who waits must not spin
 
 "$python" -m penstock.cli.main run run.yaml --headless "models.policy.init=$model" "$@"
 last=$(printf '%s\n' "$run"/checkpoints/step_* | sort --version-sort | tail -n 1)
