@@ -103,7 +103,7 @@ def assemble(
         columns=_row_columns(manifest, served, ranks or Alone()),
         nodes={index: trajectory.node_id for index, trajectory in served.items()},
     )
-    return _with_token_columns(batch, rows)
+    return _with_token_columns(batch, rows, manifest)
 
 
 def told_apart(samples: Samples, num_rows: int) -> Samples:
@@ -156,12 +156,14 @@ def _is_truncated(trajectory: Trajectory) -> bool:
     return trajectory.outcome.kind is OutcomeKind.TRUNCATED or last is FinishReason.LENGTH
 
 
-def _with_token_columns(batch: Batch, rows: Sequence[RowPayload]) -> Batch:
+def _with_token_columns(batch: Batch, rows: Sequence[RowPayload], manifest: Manifest) -> Batch:
     """With columns that a stage placed elsewhere wrote as bytes: a float32 for each sampled token
     of the row, turn after turn. A row whose bytes are something else is left out: a worker's
     mistake must not end the trainer again and again."""
     samples = batch.samples
-    names = sorted({name for row in rows for name in row.columns})
+    # A rank without a row has the same columns, over no token.
+    sealed = manifest.rows if not samples.ids_T.size else ()
+    names = sorted({name for row in (*rows, *sealed) for name in row.columns})
     columns = {name: np.zeros(samples.ids_T.shape) for name in names}
     is_broken_R = np.zeros(len(rows), np.bool_)
     for start, end, index in zip(samples.starts_S, samples.ends_S, samples.rows_S, strict=True):

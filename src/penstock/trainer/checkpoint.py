@@ -134,6 +134,11 @@ class Checkpoints:
         """Those that could be restored, oldest first. For readers: nothing is set aside."""
         return self._look()[0]
 
+    def at(self, number: int) -> Checkpoint:
+        """The one of this number, whose digests another rank has checked just now."""
+        folder = self._root / f"step_{number}"
+        return Checkpoint(folder=folder, state=read_described(folder))
+
     def _look(self) -> tuple[list[Checkpoint], list[tuple[Path, str]]]:
         complete: list[Checkpoint] = []
         unusable: list[tuple[Path, str]] = []

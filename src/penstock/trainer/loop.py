@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -19,7 +19,6 @@ import structlog
 from torch import Tensor
 
 from penstock.dataflow.protocol import (
-    BatchAnswer,
     BatchRequest,
     CheckpointsRequest,
     CommitRequest,
@@ -28,7 +27,6 @@ from penstock.dataflow.protocol import (
     PolicyState,
     PublishRequest,
     QuarantineRequest,
-    RowsAnswer,
     UsedBy,
     VersionsInUse,
 )
@@ -39,7 +37,7 @@ from penstock.trainer.checkpoint import Checkpoints
 from penstock.trainer.crew import Crew
 from penstock.trainer.durable import new_token
 from penstock.trainer.gang.drawing import draw_rows
-from penstock.trainer.gang.following import Order, num_ranks, say
+from penstock.trainer.gang.following import Order, Served, num_ranks, say
 from penstock.trainer.gang.team import Alone, Team
 from penstock.trainer.learner import Stats
 from penstock.trainer.publisher import Publisher
@@ -59,14 +57,8 @@ SAY_S = 1.0
 """How long the other ranks hear nothing while a checkpoint is waited for."""
 
 
-class Batches(Protocol):
+class Batches(Served, Protocol):
     """Sealed batches and what became of them."""
-
-    def batch(self, body: BatchRequest) -> BatchAnswer: ...
-
-    def rows(
-        self, policy: PolicyName, seq: int, indexes: Sequence[int] | None = None
-    ) -> RowsAnswer: ...
 
     def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None: ...
 

@@ -159,10 +159,10 @@ def make_crew(
     0."""
     if team.place.is_first:
         checkpoint = checkpoints.newest() or _begin(config, policy, checkpoints)
-        team.barrier()
+        team.first_says([checkpoint.cursor.number])
     else:
-        team.barrier()
-        checkpoint = checkpoints.complete()[-1]
+        [number] = team.first_says([0])
+        checkpoint = checkpoints.at(number)
     crew = build_crew(config, policy, checkpoint.folder, team)
     crew.restore(checkpoint.read_state())
     return crew, checkpoint

@@ -96,6 +96,16 @@ def test_columns_of_stages_elsewhere_stand_by_row_and_by_token() -> None:
     assert batch.columns["length"].tolist() == [2, 1]
 
 
+def test_a_rank_without_a_row_has_the_same_columns() -> None:
+    sealed = seal([[(make_turn([3, 4], [5, 6]), 0.0), (make_turn([3], [7]), 1.0)]])
+    [group] = sealed.manifest.groups
+    named = tuple(replace(row, columns={"reference_logprobs": "digest"}) for row in group.rows)
+    manifest = replace(sealed.manifest, groups=(replace(group, rows=named),))
+    elsewhere = [replace(row, payload=None) for row in sealed.rows]
+    batch = assemble(manifest, elsewhere, POLICY, VOCAB_SIZE)
+    assert batch.columns["reference_logprobs"].shape == batch.samples.ids_T.shape == (0,)
+
+
 @pytest.mark.parametrize("content", [b"", b"1234", b"123456789"])
 def test_a_row_with_a_broken_column_is_left_out_and_the_others_are_trained(content: bytes) -> None:
     sealed = seal([[(make_turn([3, 4], [5, 6]), 0.0), (make_turn([3], [7]), 1.0)]])

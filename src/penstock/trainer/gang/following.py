@@ -7,18 +7,17 @@ hold their shares of the model, and take part whenever shares meet. Owns the wor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
 
-from penstock.dataflow.protocol import BatchAnswer, BatchRequest, RowsAnswer
+from penstock.dataflow.protocol import BatchAnswer, BatchRequest
 from penstock.errors import StoreError
 from penstock.trainer.batches import assemble
 from penstock.trainer.crew import Crew
-from penstock.trainer.gang.drawing import draw_rows
+from penstock.trainer.gang.drawing import Rows, draw_rows
 from penstock.trainer.gang.team import Alone, Team
 from penstock.trainer.saving import ShareSaver
 from penstock.types import PolicyName
@@ -35,14 +34,10 @@ class Order(IntEnum):
     LEAVE = 4
 
 
-class Served(Protocol):
+class Served(Rows, Protocol):
     """What such a rank asks of the dataflow."""
 
     def batch(self, body: BatchRequest) -> BatchAnswer: ...
-
-    def rows(
-        self, policy: PolicyName, seq: int, indexes: Sequence[int] | None = None
-    ) -> RowsAnswer: ...
 
 
 def num_ranks(team: Team) -> int:

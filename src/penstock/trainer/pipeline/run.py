@@ -129,8 +129,6 @@ def column_of(batch: Batch, name: str, reader: str) -> Floats:
         return batch.columns[name]
     if name == "sampling_logprobs":
         return batch.samples.logprobs_T.astype(np.float64)
-    if not batch.samples.ids_T.size:
-        return np.zeros(0)  # by token, from the ledger: it came with rows, and here are none
     raise ConfigError(
         f"stage {reader} reads {name}, and batch {batch.seq} has only "
         f"{', '.join(sorted(batch.columns))}; check which stage writes it"

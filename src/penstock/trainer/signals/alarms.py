@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that trains on nothing says so, and why.
+"""A run that trains on nothing says so, and why; and one whose engines are far from its trainer.
 
-Owns the cause of one batch that taught nothing and the count of such batches in a row, which is
-part of the checkpoint. Raises nothing and stops nothing: a run may recover, an operator decides.
+Owns the cause of one batch that taught nothing, and the counts of bad batches in a row. Raises
+nothing and stops nothing: a run may recover, an operator decides.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ PATIENCE = 3
 """Batches in a row that teach nothing before anybody is told; then at each doubling."""
 MAX_GAP = 1.0
 """Mean |log ratio| of fresh tokens beyond which engine and trainer do not hold the same model."""
+
+
+FAR_K3 = 0.1
+"""Per version: far beyond what a policy should move in one step."""
 
 
 class Cause(StrEnum):
@@ -95,10 +99,9 @@ class Idle:
 
     @property
     def alarm(self) -> str | None:
-        """What to tell now: at 3 batches, at 6, at 12, …"""
+        """What to tell now, if anything."""
         num_batches = self.num_batches
-        rounds, rest = divmod(num_batches, PATIENCE)
-        if rest or not rounds or rounds & (rounds - 1):
+        if not _is_due(num_batches):
             return None
         cause = max(self.counts, key=lambda one: self.counts[one])
         others = "".join(f", {n} {one.value}" for one, n in self.counts.items() if one != cause)
@@ -106,3 +109,37 @@ class Idle:
             f"this run trains on nothing: {num_batches} batches in a row taught nothing "
             f"({self.counts[cause]} {cause.value}{others}); {_TOLD[cause]}"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """Batches in a row whose tokens came from a policy far from the one that trains them."""
+
+    num_batches: int = 0
+    k3: float = 0.0
+    """Of the last, per version of lag."""
+
+    def after(self, k3: float, lag: float) -> Apart:
+        """`k3` between engines and trainer, over the tokens with the smallest lag of a batch."""
+        per_version = k3 / max(lag, 1.0)
+        if per_version <= FAR_K3:
+            return Apart()
+        return Apart(num_batches=self.num_batches + 1, k3=per_version)
+
+    @property
+    def alarm(self) -> str | None:
+        if not _is_due(self.num_batches):
+            return None
+        return (
+            f"engines and trainer are far apart: {self.num_batches} batches in a row with a k3 of "
+            f"{self.k3:.2g} per version between what sampled a token and what trains it; the steps "
+            "are too long (lower learning_rate), or they do not reach the engines (compare "
+            "versions in `penstock status`, and the precision of the engine with "
+            "training.precision)"
+        )
+
+
+def _is_due(num_batches: int) -> bool:
+    """At 3 batches, at 6, at 12, …"""
+    rounds, rest = divmod(num_batches, PATIENCE)
+    return rounds > 0 and not rest and not rounds & (rounds - 1)

@@ -54,4 +54,5 @@ def first_look(
     gaps = from_numbers(ranks.gather_pressures(torch.from_numpy(to_numbers(own))).numpy())
     pool = pool_gap(gaps)
     figures |= {"gap/mean": pool.mean_abs, "gap/k3": pool.k3, "gap/max": pool.max_abs}
+    figures["gap/lag"] = float(lag if pool.num_tokens else 0)
     return FirstLook(figures=figures, gaps=gaps)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer makes of its own figures: nodes that drift are reported, idle training is told.
+"""What a trainer makes of its own figures: nodes that drift are reported, idle training is told,
+and engines that are far away.
 
-Owns the memory over batches (average gap by node, batches in a row that taught nothing); a trainer
+Owns the memory over batches (average gap by node, bad batches in a row); a trainer
 that restarts begins it anew. Measures nothing itself: the learner does, before the weights move.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from penstock.trainer.learner import Stats
-from penstock.trainer.signals.alarms import Idle, cause_of
+from penstock.trainer.signals.alarms import Apart, Idle, cause_of
 from penstock.trainer.signals.gaps import Drifting, Gaps, pool_gap
 
 _log = structlog.get_logger(__name__)
@@ -23,6 +24,7 @@ class Watch:
         self._quarantine = quarantine
         self._gaps = Gaps()
         self._idle = Idle()
+        self._apart = Apart()
 
     def see(self, seq: int, stats: Stats) -> str | None:
         """Heed what batch `seq` showed; what to tell people now, if anything."""
@@ -41,6 +43,8 @@ class Watch:
             is_skipped=stats.skipped is not None,
         )
         self._idle = self._idle.after(cause)
-        if alarm := self._idle.alarm:
-            _log.error("training on nothing", why=alarm)
+        self._apart = self._apart.after(values.get("gap/k3", 0.0), values.get("gap/lag", 0.0))
+        alarm = self._idle.alarm or self._apart.alarm
+        if alarm is not None:
+            _log.error("this run may learn nothing", why=alarm)
         return alarm

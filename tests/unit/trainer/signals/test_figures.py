@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from penstock.trainer.signals.alarms import PATIENCE, Cause, Idle, cause_of
+from penstock.trainer.signals.alarms import FAR_K3, PATIENCE, Apart, Cause, Idle, cause_of
 from penstock.trainer.signals.figures import (
     Ratios,
     informative_share,
@@ -255,3 +255,14 @@ def test_the_alarm_comes_again_ever_more_rarely_and_ends_with_a_good_batch() -> 
             assert "equal_rewards" in idle.alarm
     assert told == [3, 6, 12, 24]
     assert idle.after(None) == Idle() and Idle().alarm is None
+
+
+def test_engines_far_from_the_trainer_are_told_after_three_batches() -> None:
+    apart = Apart()
+    for _ in range(PATIENCE):
+        assert apart.alarm is None
+        apart = apart.after(2.2 * FAR_K3, 2.0)
+    assert apart.alarm is not None
+    assert "0.11 per version" in apart.alarm and "training.precision" in apart.alarm
+    assert apart.after(math.nan, 1.0).num_batches == PATIENCE + 1, "no number is far away"
+    assert apart.after(1.9 * FAR_K3, 2.0) == apart.after(0.9 * FAR_K3, 0.0) == Apart()
