@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from blake3 import blake3
 from transformers import PreTrainedModel
 
@@ -162,6 +164,23 @@ def make_trajectory(
         reward=reward,
         outcome=Outcome(kind=OutcomeKind.COMPLETED),
     )
+
+
+_FSYNC = os.fsync
+
+
+def die_at_sync(monkeypatch: pytest.MonkeyPatch, num_before: int) -> None:
+    """From now on so many syncs succeed, and the process dies at the next."""
+    left = num_before
+
+    def dying(descriptor: int) -> None:
+        nonlocal left
+        if left == 0:
+            raise KeyboardInterrupt
+        left -= 1
+        _FSYNC(descriptor)
+
+    monkeypatch.setattr(os, "fsync", dying)
 
 
 def seal(

@@ -44,19 +44,12 @@ def opened(folder: Path, name: str) -> Checkpoints:
     return make_checkpoints(configured(folder), POLICY, folder / name)
 
 
-def lived(folder: Path, name: str, team: Team) -> list[list[float]]:
-    """One life of a trainer with a critic, from the newest checkpoint on; the loss and the critic's
-    loss of each step, in the first rank."""
-    checkpoints = opened(folder, name)
-    crew, checkpoint = make_crew(configured(folder), POLICY, checkpoints, team)
-    cursor = checkpoint.cursor
-    dataflow = MemoryDataflow(batches=BATCHES, number=cursor.number, seq=cursor.seq)
-    if not team.place.is_first:
-        dataflow.incarnation = 1
-        follow(POLICY, crew, dataflow, team, checkpoints.root)
-        return []
-    snapshots = Snapshots(folder / name / "weights", POLICY, checkpoint.folder)
-    metrics = MetricsFile(folder / name / "metrics.jsonl")
+def lead(
+    dataflow: MemoryDataflow, crew: Crew, checkpoints: Checkpoints, team: Team, run_dir: Path
+) -> None:
+    """The life of a first rank."""
+    snapshots = Snapshots(run_dir / "weights", POLICY, checkpoints.last.folder)
+    metrics = MetricsFile(run_dir / "metrics.jsonl")
     trainer = Trainer(
         policy=POLICY,
         crew=crew,
@@ -71,6 +64,20 @@ def lived(folder: Path, name: str, team: Team) -> list[list[float]]:
     finally:
         metrics.close()
         snapshots.close()
+
+
+def lived(folder: Path, name: str, team: Team) -> list[list[float]]:
+    """One life of a trainer with a critic, from the newest checkpoint on; the loss and the critic's
+    loss of each step, in the first rank."""
+    checkpoints = opened(folder, name)
+    crew, checkpoint = make_crew(configured(folder), POLICY, checkpoints, team)
+    cursor = checkpoint.cursor
+    dataflow = MemoryDataflow(batches=BATCHES, number=cursor.number, seq=cursor.seq)
+    if not team.place.is_first:
+        dataflow.incarnation = 1
+        follow(POLICY, crew, dataflow, team, checkpoints.root)
+        return []
+    lead(dataflow, crew, checkpoints, team, folder / name)
     return [[body.stats["loss"], body.stats["critic/loss"]] for _, body in dataflow.commits]
 
 

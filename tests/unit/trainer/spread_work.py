@@ -22,16 +22,19 @@ from tests.unit.trainer.doubles import (
     seal,
     settings,
 )
+from tests.unit.trainer.share_work import lead
 
 from penstock.config import RunConfig
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.gang import moving
 from penstock.trainer.gang.drawing import draw_rows
+from penstock.trainer.gang.following import follow
 from penstock.trainer.gang.places import Parallel
 from penstock.trainer.gang.repartition import Moved
 from penstock.trainer.gang.team import Company, Team, form_all
 from penstock.trainer.samples import TOKEN_COLUMNS
+from penstock.trainer.service import make_checkpoints, make_crew
 from penstock.types import FinishReason
 
 MODULE = "tests.unit.trainer.spread_work"
@@ -76,33 +79,15 @@ def live(
     config: RunConfig, team: Team, folder: Path, num_batches: int, *, begun: int = 0
 ) -> list[dict[str, float]]:
     """One life of a trainer, up to the end of these batches; what it committed."""
-    from penstock.observe.metrics import MetricsFile
-    from penstock.trainer.gang.following import follow
-    from penstock.trainer.loop import Trainer
-    from penstock.trainer.service import make_checkpoints, make_crew
-    from penstock.trainer.snapshots import Snapshots
-
     checkpoints = make_checkpoints(config, POLICY, folder)
-    crew, checkpoint = make_crew(config, POLICY, checkpoints, team)
+    crew, _ = make_crew(config, POLICY, checkpoints, team)
     if not team.place.is_first:
         follow(POLICY, crew, Heard(batches=batches(num_batches)), team, checkpoints.root)
         return []
     dataflow = MemoryDataflow(
         batches=batches(num_batches), incarnation=int(begun > 0), number=begun, seq=begun
     )
-    snapshots = Snapshots(folder / "weights", POLICY, checkpoint.folder)
-    metrics = MetricsFile(folder / "metrics.jsonl")
-    Trainer(
-        policy=POLICY,
-        crew=crew,
-        team=team,
-        dataflow=dataflow,
-        snapshots=snapshots,
-        checkpoints=checkpoints,
-        metrics=metrics,
-    ).run()
-    snapshots.close()
-    metrics.close()
+    lead(dataflow, crew, checkpoints, team, folder)
     return [dict(commit.stats) for _, commit in dataflow.commits]
 
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.trainer.doubles import make_learner, random_batch
+from tests.unit.trainer.doubles import die_at_sync, make_learner, random_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -105,19 +104,9 @@ def test_an_interruption_at_any_moment_leaves_the_older_checkpoint_whole(
     save(open_checkpoints(tmp_path), learner, at(0), model_folder)
     older = bits(learner)
     train(learner, 1)
-    real = os.fsync
     interrupted = 0
     while True:
-        left = interrupted
-
-        def dying(descriptor: int) -> None:
-            nonlocal left
-            if left == 0:
-                raise KeyboardInterrupt
-            left -= 1
-            real(descriptor)
-
-        monkeypatch.setattr(os, "fsync", dying)
+        die_at_sync(monkeypatch, interrupted)
         checkpoints = open_checkpoints(tmp_path)
         checkpoints.newest()
         try:
@@ -126,7 +115,7 @@ def test_an_interruption_at_any_moment_leaves_the_older_checkpoint_whole(
         except KeyboardInterrupt:
             interrupted += 1
         finally:
-            monkeypatch.setattr(os, "fsync", real)
+            monkeypatch.undo()
         found = open_checkpoints(tmp_path).newest()
         assert found is not None
         restored = make_learner(load_model(found.folder), minibatches=2)

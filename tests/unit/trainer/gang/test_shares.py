@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.unit.trainer.doubles import die_at_sync
 from tests.unit.trainer.gang_work import forked
 from tests.unit.trainer.share_work import EVERY, NUM_STEPS, lived, opened
 from torch import Tensor
@@ -293,25 +294,15 @@ def test_an_interruption_at_any_moment_leaves_a_whole_checkpoint(
 ) -> None:
     """Every file and folder is synced on its way, so dying at each sync visits every state."""
     two.save(1, token=1)
-    real = os.fsync
     numbers: list[int] = []
     while 2 not in numbers:
-        left = len(numbers)
-
-        def dying(descriptor: int) -> None:
-            nonlocal left
-            if left == 0:
-                raise KeyboardInterrupt
-            left -= 1
-            real(descriptor)
-
-        monkeypatch.setattr(os, "fsync", dying)
+        die_at_sync(monkeypatch, len(numbers))
         try:
             two.save(2, token=10 + len(numbers))
         except KeyboardInterrupt:
             pass
         finally:
-            monkeypatch.setattr(os, "fsync", real)
+            monkeypatch.undo()
         two.checkpoints = Checkpoints(two.root, policy="policy", every=1)
         found = two.checkpoints.newest()
         assert found is not None
