@@ -7,6 +7,7 @@ the real SQL tables, which a process reads when it starts.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -37,9 +38,9 @@ class LazyTables(Tables):
     """The real tables; what became durable is written to them when somebody reads."""
 
     def __init__(self) -> None:
-        self.engine = sa.create_engine(
-            "sqlite://", poolclass=sa.StaticPool, connect_args={"check_same_thread": False}
-        )
+        # A name in memory that several connections share: asked as a file is, at a file's speed.
+        name = f"file:tables-{next(_numbers)}?mode=memory&cache=shared&uri=true"
+        self.engine = sa.create_engine(f"sqlite:///{name}", poolclass=sa.QueuePool)
         self.unwritten: list[Sequence[Entry]] = []
         super().__init__(self.engine)
 
@@ -74,6 +75,7 @@ class LazyTables(Tables):
         return super().scalar(query, **values)
 
 
+_numbers = itertools.count()
 _spare: list[LazyTables] = []
 """Making 26 tables takes longer than a whole run; emptied ones are used again."""
 

@@ -60,6 +60,28 @@ def _rules(settings: Settings) -> Iterator[RuleTerms]:
         yield RuleTerms(hook=hook, name=name, options={}, policy=policy, position=0)
 
 
+_OF_LEVELS = """
+    (SELECT count(*) FROM groups WHERE state = 'open'),
+    (SELECT count(*) FROM fates WHERE state = 'admitted'),
+    (SELECT coalesce(sum(num_groups), 0) FROM batches WHERE seq > :seq)
+"""
+LEVELS = f"SELECT {_OF_LEVELS}"
+# One statement: it is asked after every event of every history.
+CONSERVED = f"""
+  SELECT
+    (SELECT count(*) FROM groups),
+    (SELECT count(*) FROM fates),
+    (SELECT count(*) FROM leases l JOIN groups g ON g.group_id = l.group_id
+      WHERE l.ended = '' AND g.state != 'open'),
+    (SELECT count(*) FROM (SELECT group_id, slot FROM leases WHERE ended = ''
+      GROUP BY group_id, slot HAVING count(*) > 1)),
+    (SELECT count(*) FROM (SELECT group_id, slot FROM leases WHERE ended = 'delivered'
+      GROUP BY group_id, slot HAVING count(*) > 1)),
+    (SELECT coalesce(max(staleness_max), 0) FROM batches),
+    {_OF_LEVELS}
+"""
+
+
 class World:
     def __init__(self, settings: Settings | None = None, seed: int = 0) -> None:
         self.settings = settings or Settings()
@@ -260,48 +282,25 @@ class World:
 
     def assert_conserved(self) -> None:
         """Counted from the durable records alone, then compared with what memory believes."""
-        count = self.tables.scalar
-        groups = count("SELECT count(*) FROM groups")
-        by_state = dict(self.tables.rows("SELECT state, count(*) FROM groups GROUP BY state"))
-        assert sum(by_state.values()) == groups
-        assert by_state.get("open", 0) == len(self.home.open) == len(self.partition.groups)
-        fates = count("SELECT count(*) FROM fates")
-        assert fates == groups - by_state.get("open", 0), "every ended group has one fate"
-        running = count(
-            "SELECT count(*) FROM leases l JOIN groups g ON g.group_id = l.group_id "
-            "WHERE l.ended = '' AND g.state != 'open'"
-        )
+        seq = self.consumer.lineage.seq
+        [row] = self.tables.rows(CONSERVED, seq=seq)
+        groups, fates, running, twice, delivered, staleness, *levels = (int(n) for n in row)
+        assert levels[0] == len(self.partition.groups)
+        assert fates == groups - levels[0], "every ended group has one fate"
         assert running == 0, "an ended group holds no lease"
-        twice = count(
-            "SELECT count(*) FROM (SELECT group_id, slot FROM leases WHERE ended = '' "
-            "GROUP BY group_id, slot HAVING count(*) > 1)"
-        )
         assert twice == 0, "one lease per slot"
-        delivered = count(
-            "SELECT count(*) FROM (SELECT group_id, slot FROM leases WHERE ended = 'delivered' "
-            "GROUP BY group_id, slot HAVING count(*) > 1)"
-        )
         assert delivered == 0, "one result per slot"
-        assert self.levels() == (
+        assert staleness <= self.settings.max_staleness
+        assert levels == [
             len(self.home.open),
             len(self.consumer.ready),
             sum(self.consumer.sealed.values()),
-        )
-        assert count("SELECT coalesce(max(staleness_max), 0) FROM batches") <= (
-            self.settings.max_staleness
-        )
+        ]
 
     def levels(self) -> tuple[int, int, int]:
         """(issued, admitted, sealed and not committed), from the records."""
-        lineage = self.consumer.lineage
-        count = self.tables.scalar
-        return (
-            count("SELECT count(*) FROM groups WHERE state = 'open'"),
-            count("SELECT count(*) FROM fates WHERE state = 'admitted'"),
-            count(
-                "SELECT coalesce(sum(num_groups), 0) FROM batches WHERE seq > :seq", seq=lineage.seq
-            ),
-        )
+        [(issued, admitted, sealed)] = self.tables.rows(LEVELS, seq=self.consumer.lineage.seq)
+        return int(issued), int(admitted), int(sealed)
 
     @property
     def budget(self) -> int:
