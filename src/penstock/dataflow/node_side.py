@@ -28,7 +28,7 @@ from penstock.dataflow.protocol import (
     Orders,
     Register,
 )
-from penstock.dataflow.rows.columns import REWARD, TURNS
+from penstock.dataflow.rows.names import REWARD, TURNS
 from penstock.dataflow.rows.service import RowService
 from penstock.dataflow.turn_side import TurnSide
 from penstock.errors import BadRequest, Busy, TooLarge

@@ -22,7 +22,7 @@ from penstock.dataflow.core.messages import (
 )
 from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.records import FreedRecord, Journal, MetaRecord, gone_key
-from penstock.dataflow.rows.columns import TRAIN
+from penstock.dataflow.rows.names import TRAIN
 from penstock.dataflow.rows.shelf import Shelf
 from penstock.types import DropReason, RowId
 

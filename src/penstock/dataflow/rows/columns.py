@@ -15,19 +15,13 @@ from penstock.dataflow.records import Erasure, Journal
 from penstock.dataflow.row_records import BundleRecord, ColumnRecord, ItemRecord
 from penstock.dataflow.rows.bundles import Bundle, Draft, record_of
 from penstock.dataflow.rows.cells import Cell
+from penstock.dataflow.rows.names import TRAIN
 from penstock.dataflow.storage.segments import Location
 from penstock.dataflow.storage.tables import Tables
 from penstock.types import RowId
 
 K = TypeVar("K")
 V = TypeVar("V")
-TRAIN = "train"
-"""The space of the rollout rows; users read it and never put into it."""
-TURNS = "turns"
-REWARD = "reward"
-ADMITTED = "admitted"
-"""Written by the service when some policy admits a row: the time of it."""
-RESERVED = frozenset({TURNS, ADMITTED})
 PART = 500
 """Keys in one SQL condition."""
 COLUMN_BYTES = 64

@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.dataflow.records import GONE
 from penstock.dataflow.row_records import ReaderRecord, TakeRecord
-from penstock.dataflow.rows.columns import REWARD, TRAIN, TURNS
+from penstock.dataflow.rows.names import REWARD, TRAIN, TURNS
 from penstock.dataflow.storage.tables import Tables
 from penstock.types import RowId
 

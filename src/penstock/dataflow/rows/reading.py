@@ -10,7 +10,8 @@ from typing import NamedTuple
 from penstock.dataflow.records import RowRecord
 from penstock.dataflow.row_records import BundleRecord, ColumnRecord
 from penstock.dataflow.rows.bundles import Bundle
-from penstock.dataflow.rows.columns import ADMITTED, PART, PLACES, REWARD, TRAIN, TURNS, Place
+from penstock.dataflow.rows.columns import PART, PLACES, Place
+from penstock.dataflow.rows.names import ADMITTED, REWARD, TRAIN, TURNS
 from penstock.dataflow.rows.protocol import BlobRef, FailedColumn, RowValues, Value
 from penstock.dataflow.storage.ledger import Ledger
 from penstock.dataflow.storage.segments import Location

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from starlette.responses import FileResponse
 
 from penstock.dataflow.protocol import Done
-from penstock.dataflow.rows.columns import RESERVED, TRAIN
+from penstock.dataflow.rows.names import RESERVED, TRAIN
 from penstock.dataflow.rows.protocol import (
     BlobState,
     ExtendAnswer,

@@ -15,7 +15,8 @@ from penstock.dataflow.core.completion import Landed
 from penstock.dataflow.records import Erasure, Journal
 from penstock.dataflow.row_records import ColumnRecord, TakeRecord
 from penstock.dataflow.rows.cells import Cell, failed_cell, number_cell
-from penstock.dataflow.rows.columns import ADMITTED, TRAIN, Columns
+from penstock.dataflow.rows.columns import Columns
+from penstock.dataflow.rows.names import ADMITTED, TRAIN
 from penstock.dataflow.rows.pages import PagedRow, Pages, ReadersLeft
 from penstock.dataflow.rows.takes import On, Reader, Take, TakeState, lease_of, reader_of
 from penstock.types import RowId

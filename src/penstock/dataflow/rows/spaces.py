@@ -14,7 +14,8 @@ from penstock.dataflow.records import Journal
 from penstock.dataflow.row_records import ColumnRecord, SpaceRecord
 from penstock.dataflow.rows.bundles import Draft, Values
 from penstock.dataflow.rows.cells import Cell, compare
-from penstock.dataflow.rows.columns import COLUMN_BYTES, RESERVED, TRAIN, Columns
+from penstock.dataflow.rows.columns import COLUMN_BYTES, Columns
+from penstock.dataflow.rows.names import RESERVED, TRAIN
 from penstock.dataflow.rows.shelf import Shelf
 from penstock.dataflow.storage.tables import Tables
 from penstock.errors import BadRequest, Forbidden, NotFound, StorageFull

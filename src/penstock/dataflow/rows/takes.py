@@ -16,7 +16,7 @@ from types import MappingProxyType
 import msgspec
 
 from penstock.dataflow.row_records import ReaderRecord, TakeRecord
-from penstock.dataflow.rows.columns import ADMITTED, TRAIN
+from penstock.dataflow.rows.names import ADMITTED, TRAIN
 from penstock.types import RowId
 
 SPENT_REQUESTS = 256
