@@ -24,7 +24,7 @@ from penstock.gateway.renderer import Renderer
 from penstock.gateway.server import build_app
 from penstock.rollout.engines.vllm import RemoteServer, VllmEngine
 from penstock.types import PolicyName, SamplingSpec, Version
-from penstock.wire.server import calm_collector, server
+from penstock.wire.listening import calm_collector, server
 
 POLICY = PolicyName("policy")
 MAX_SESSIONS = 256

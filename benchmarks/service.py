@@ -18,7 +18,7 @@ from penstock.config import RunConfig, demo
 from penstock.dataflow.build import build
 from penstock.dataflow.server import build_server, surface
 from penstock.wire.auth import Audience, Signer
-from penstock.wire.server import calm_collector, server
+from penstock.wire.listening import calm_collector, server
 
 RUN = "benchmark"
 

@@ -41,7 +41,7 @@ from penstock.weights.publish import put_snapshot
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncCaller
-from penstock.wire.server import server
+from penstock.wire.listening import server
 
 RUN = "fanout"
 POLICY = PolicyName("policy")

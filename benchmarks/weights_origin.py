@@ -15,7 +15,7 @@ from penstock.weights.fronts.origin import Origin
 from penstock.weights.fronts.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Signer
-from penstock.wire.server import Tls, serve
+from penstock.wire.listening import Tls, serve
 
 RUN = "wan"
 

@@ -35,7 +35,7 @@ from penstock.weights.pulling.partial import Partial
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Verifier
 from penstock.wire.client import AsyncCaller, connect
-from penstock.wire.server import serve
+from penstock.wire.listening import serve
 
 POLICY = PolicyName("policy")
 PUBLISH_S = 0.05

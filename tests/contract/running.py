@@ -47,7 +47,7 @@ from penstock.types import (
 )
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import encode
-from penstock.wire.server import server
+from penstock.wire.listening import server
 
 POLICY = PolicyName("policy")
 

@@ -24,7 +24,8 @@ from penstock.dataflow.storage.blobs import BlobStore
 from penstock.dataflow.storage.ledger import Ledger
 from penstock.types import RowId
 from penstock.wire.auth import Audience, Role, Signer
-from penstock.wire.server import build_app, server
+from penstock.wire.listening import server
+from penstock.wire.server import build_app
 
 TICK_S = 0.1
 

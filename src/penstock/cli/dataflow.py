@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from penstock.config import RunConfig
     from penstock.fleet.folder import Endpoints, RunFolder
-    from penstock.wire.server import Tls
+    from penstock.wire.listening import Tls
 
     Entered: TypeAlias = tuple[RunFolder, RunConfig, Endpoints]
 

@@ -68,7 +68,7 @@ def gateway(
     from penstock.cli.service import address, leave, make_tls
     from penstock.observe import logs
     from penstock.types import NodeId
-    from penstock.wire.server import check_bind
+    from penstock.wire.listening import check_bind
 
     tls = make_tls(tls_cert, tls_key)
     check_bind(host, tls)

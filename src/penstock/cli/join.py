@@ -106,7 +106,7 @@ def join(
 def _knock(url: str, token: str) -> None:
     """Is somebody there at all? Later outages are sat out; a wrong address is told soon."""
     from penstock.wire.client import Caller
-    from penstock.wire.server import Health
+    from penstock.wire.routes import Health
 
     caller = Caller(url, token)
     try:

@@ -60,7 +60,7 @@ def relay(
     from penstock.errors import ConfigError
     from penstock.observe import logs
     from penstock.wire.auth import Audience, Verifier
-    from penstock.wire.server import check_bind
+    from penstock.wire.listening import check_bind
 
     own = token or os.environ.pop("PENSTOCK_TOKEN", "")
     if not own:
@@ -83,7 +83,7 @@ def relay(
         from penstock.weights.fronts.relay import Relay
         from penstock.weights.fronts.server import build
         from penstock.wire.client import connect
-        from penstock.wire.server import serve as serve_app
+        from penstock.wire.listening import serve as serve_app
 
         async with AsyncExitStack() as callers:
             fronts = [await callers.enter_async_context(connect(each, own)) for each in urls]

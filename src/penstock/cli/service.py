@@ -19,7 +19,7 @@ from penstock.fleet.folder import Endpoints, RunFolder
 from penstock.fleet.plan import TOKEN, TOKEN_TTL_S
 from penstock.fleet.processes import die_with_parent
 from penstock.wire.auth import Role
-from penstock.wire.server import Tls
+from penstock.wire.listening import Tls
 
 
 def enter(run_dir: Path, service: str) -> tuple[RunFolder, RunConfig, Endpoints]:

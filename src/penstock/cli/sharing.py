@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.rollout.neighbour import Sharing
-    from penstock.wire.server import Tls
+    from penstock.wire.listening import Tls
 
 RELAY_TOKEN = "PENSTOCK_RELAY_TOKEN"
 
@@ -48,7 +48,7 @@ def make_sharing(
         return None
     from penstock.cli.service import address
     from penstock.rollout.neighbour import Sharing
-    from penstock.wire.server import check_bind
+    from penstock.wire.listening import check_bind
 
     host, _, port = serve_weights.rpartition(":")
     host = host.strip("[]")

@@ -46,7 +46,7 @@ def serve(
     from penstock.weights.fronts.server import build
     from penstock.weights.store import DirectoryStore
     from penstock.wire.auth import Audience, Verifier
-    from penstock.wire.server import serve as serve_app
+    from penstock.wire.listening import serve as serve_app
 
     tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory
     folder, config, endpoints = enter(run_dir, "weights")

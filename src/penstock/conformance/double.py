@@ -42,7 +42,9 @@ from penstock.weights.fronts.origin import Origin
 from penstock.weights.fronts.server import READERS, Front
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
-from penstock.wire.server import Call, Route, build_app, check_bind, serve_on
+from penstock.wire.listening import check_bind, serve_on
+from penstock.wire.routes import Call, Route
+from penstock.wire.server import build_app
 
 RUN = "conformance"
 POLICY = PolicyName("policy")

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from penstock.conformance.double import Handler
 from penstock.weights.fronts.server import RANGE, parse_range
 from penstock.weights.manifest import SnapshotManifest, is_digest, parse_manifest
-from penstock.wire.server import Call
+from penstock.wire.routes import Call
 
 DAMAGED_BYTE = -1
 """The last byte of the file: inside a tensor."""

@@ -35,7 +35,7 @@ from penstock.dataflow.protocol import (
 from penstock.errors import NotFound, Unreachable
 from penstock.types import NodeId, RowId, Trajectory
 from penstock.weights.publish import StoredVersion
-from penstock.wire.server import Call
+from penstock.wire.routes import Call
 
 MAX_CAPACITY = 8
 """However much the node offers: the stand-in must find work too."""

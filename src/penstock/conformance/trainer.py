@@ -34,7 +34,7 @@ from penstock.dataflow.protocol import (
     PublishRequest,
 )
 from penstock.errors import Fenced, Unreachable
-from penstock.wire.server import Call
+from penstock.wire.routes import Call
 
 NUM_BATCHES = 3
 """Batches it may train before somebody takes its place."""

@@ -25,7 +25,7 @@ from penstock.dataflow.protocol import (
 from penstock.errors import BadRequest
 from penstock.types import NodeId, RowId
 from penstock.wire.auth import Role
-from penstock.wire.server import Call, Route
+from penstock.wire.routes import Call, Route
 
 DELIVERY_BYTES = 64 << 20
 NODES = frozenset({Role.ROLLOUT, Role.STAGE, Role.GATEWAY, Role.ADMIN})

@@ -32,7 +32,9 @@ from penstock.dataflow.told.recorded import Recorded
 from penstock.dataflow.trainer_routes import READERS, TrainerRoutes
 from penstock.errors import StoreError
 from penstock.wire.auth import Verifier
-from penstock.wire.server import EVERYBODY, Call, Raw, Route, Tls, build_app, calm_collector, server
+from penstock.wire.listening import Tls, calm_collector, server
+from penstock.wire.routes import EVERYBODY, Call, Raw, Route
+from penstock.wire.server import build_app
 
 log = structlog.get_logger(__name__)
 

@@ -25,7 +25,7 @@ from penstock.errors import BadRequest
 from penstock.types import NodeId
 from penstock.wire.auth import Role
 from penstock.wire.codec import MSGPACK
-from penstock.wire.server import Call, Pieces, Route
+from penstock.wire.routes import Call, Pieces, Route
 
 TRAINERS = frozenset({Role.TRAINER, Role.ADMIN})
 READERS = frozenset({Role.READER, Role.TRAINER, Role.ADMIN})

@@ -22,7 +22,7 @@ from penstock.weights.fronts.relay import Relay
 from penstock.weights.fronts.server import build
 from penstock.wire.auth import Audience, Verifier
 from penstock.wire.client import AsyncCaller
-from penstock.wire.server import Tls, serve_on
+from penstock.wire.listening import Tls, serve_on
 
 BACKLOG = 1024
 LOOPBACK = "127.0.0.1"

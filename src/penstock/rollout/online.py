@@ -40,7 +40,7 @@ from penstock.rollout.pool import MAX_PAUSED
 from penstock.rollout.slots import PAUSE_S, WAIT_S, Leases
 from penstock.types import SESSION_TAG, FailureKind, NodeId, RowId, Trajectory
 from penstock.wire.auth import Credential
-from penstock.wire.server import Tls, serve_on
+from penstock.wire.listening import Tls, serve_on
 
 CAPACITY = 1024
 """Sessions recorded at once."""

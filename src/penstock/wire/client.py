@@ -28,7 +28,7 @@ from penstock.errors import (
     WireError,
 )
 from penstock.wire.codec import JSON, MSGPACK, decode, encode
-from penstock.wire.server import ErrorAnswer
+from penstock.wire.routes import ErrorAnswer
 
 log = structlog.get_logger(__name__)
 

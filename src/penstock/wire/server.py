@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP base of every service: a table of routes in, a Starlette app and its OpenAPI document
-out.
+"""HTTP base of every service: a table of routes in, a Starlette app out.
 
 Owns credentials per route, body limits, decoding, error bodies. One declaration per route is the
 only source of routing, authorisation, validation and documentation, so none of them can forget a
@@ -10,113 +9,26 @@ route.
 from __future__ import annotations
 
 import asyncio
-import gc
-import ipaddress
-import socket
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Generator,
-    Iterable,
-    Mapping,
-    Sequence,
-)
-from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
-import msgspec
 import structlog
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Scope, Send
 
-from penstock.errors import BadRequest, ConfigError, Forbidden, TooLarge, WireError
-from penstock.wire.auth import Credential, Role, Verifier
+from penstock.errors import BadRequest, Forbidden, TooLarge, WireError
+from penstock.wire.auth import Credential, Verifier
 from penstock.wire.codec import JSON, MSGPACK, decode, encode, encode_json
-from penstock.wire.heads import BoundedHeads
+from penstock.wire.openapi import describe
+from penstock.wire.routes import EVERYBODY, Call, ErrorAnswer, ErrorBody, Health, Pieces, Raw, Route
 
 log = structlog.get_logger(__name__)
 
-DEFAULT_BODY_BYTES = 1 << 20
-LARGE_BLOCK = 31 << 20
-"""Bytes; glibc learns from blocks up to 32 MB what is worth keeping."""
-EVERYBODY = frozenset(Role)
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One authorised request, decoded."""
-
-    body: Any
-    credential: Credential
-    path: dict[str, str]
-    query: dict[str, str]
-    headers: dict[str, str]
-    is_gone: Callable[[], Awaitable[bool]]
-    """Has the caller hung up? Asked before acting for somebody who may not be there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    method: str
-    path: str
-    handler: Callable[[Call], Awaitable[object]]
-    """Returns a record to encode, or a Starlette Response as it is."""
-    roles: frozenset[Role]
-    summary: str
-    request: type[Any] | None = None
-    response: type[Any] | None = None
-    max_body_bytes: int = DEFAULT_BODY_BYTES
-    query: tuple[str, ...] = ()
-    is_streamed: bool = False
-    """The handler reads the body itself: an async iterator of bytes, however long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tls:
-    certificate: Path
-    key: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorBody:
-    code: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorAnswer:
-    error: ErrorBody
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    status: str = "ok"
-
-
-@dataclass(frozen=True, slots=True)
-class Raw:
-    """An answer that is already msgpack bytes (a sealed manifest, rows)."""
-
-    body: bytes
-    media_type: str = MSGPACK
-    headers: dict[str, str] = field(default_factory=dict[str, str])
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """An answer that is already msgpack bytes and is sent while it is made."""
-
-    pieces: AsyncGenerator[bytes | memoryview]
-    num_bytes: int | None = None
-    """Of all of them, when that is known before."""
 
 
 def build_app(
@@ -138,7 +50,7 @@ def build_app(
             summary="This document.",
         ),
     ]
-    document.update(_openapi(published, title))
+    document.update(describe(published, title))
     endpoints = [_Endpoint(route, verifier) for route in published]
     app = _App(
         routes=[
@@ -348,134 +260,3 @@ def error_response(error: WireError) -> Response:
     headers = {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
     body = ErrorAnswer(error=ErrorBody(code=error.code, message=str(error)))
     return Response(encode_json(body), status_code=error.status, media_type=JSON, headers=headers)
-
-
-# --- OpenAPI ----------------------------------------------------------------------------------
-
-
-def _openapi(routes: Sequence[Route], title: str) -> dict[str, Any]:
-    kinds = [kind for r in routes for kind in (r.request, r.response) if kind is not None]
-    schemas, components = msgspec.json.schema_components(
-        [*kinds, Health, ErrorAnswer], ref_template="#/components/schemas/{name}"
-    )
-    by_kind = dict(zip([*kinds, Health, ErrorAnswer], schemas, strict=True))
-    paths: dict[str, Any] = {
-        "/healthz": {
-            "get": {
-                "summary": "Alive; the only route without a credential.",
-                "security": [],
-                "responses": {"200": _content(by_kind[Health])},
-            }
-        }
-    }
-    for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, by_kind)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": title, "version": "1"},
-        "paths": paths,
-        "security": [{"token": []}],
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-        },
-    }
-
-
-def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
-    names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
-    parameters = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in names
-    ] + [{"name": name, "in": "query", "schema": {"type": "string"}} for name in route.query]
-    answer = (
-        {"description": "done"} if route.response is None else _content(schemas[route.response])
-    )
-    operation: dict[str, Any] = {
-        "summary": route.summary,
-        "x-roles": sorted(route.roles),
-        "parameters": parameters,
-        "responses": {"200": answer, "4XX": _content(schemas[ErrorAnswer])},
-    }
-    if route.request is not None:
-        schema = {"schema": schemas[route.request]}
-        operation["requestBody"] = {"required": True, "content": {MSGPACK: schema, JSON: schema}}
-    return operation
-
-
-def _content(schema: Any) -> dict[str, Any]:
-    return {"description": "done", "content": {JSON: {"schema": schema}}}
-
-
-# --- listening --------------------------------------------------------------------------------
-
-
-def check_bind(host: str, tls: Tls | None) -> None:
-    """Nothing listens beyond loopback without TLS; credentials are part of every app."""
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    if not is_loopback and tls is None:
-        raise ConfigError(
-            f"refusing to listen on {host} without TLS: tokens would cross the network in clear. "
-            "Give --tls-cert and --tls-key, or listen on 127.0.0.1"
-        )
-
-
-def calm_collector() -> None:
-    """For a process that is one service, once its state is built: what lives now lives on, so the
-    collector of cycles need not walk it again and again; counting references frees the rest. After
-    one large block the allocator keeps what large bodies free, and need not ask for it page by page
-    with each of them."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
-    bytearray(LARGE_BLOCK)
-
-
-async def serve(app: Starlette, host: str, port: int, tls: Tls | None = None) -> None:
-    """Serve until SIGTERM or cancellation; open long-polls are cut after two seconds."""
-    calm_collector()
-    await server(app, host, port, tls).serve()
-
-
-async def serve_on(app: Starlette, listener: socket.socket, tls: Tls | None = None) -> None:
-    """Serve inside somebody else's process until cancelled; signals stay the host's business."""
-    host, port, *_ = listener.getsockname()
-    guest = _Guest(_config(app, host, port, tls))
-    try:
-        await guest.serve(sockets=[listener])
-    except asyncio.CancelledError:
-        if guest.started:
-            await guest.shutdown(sockets=[listener])
-        raise
-
-
-class _Guest(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
-def server(app: Starlette, host: str, port: int, tls: Tls | None = None) -> uvicorn.Server:
-    return uvicorn.Server(_config(app, host, port, tls))
-
-
-def _config(app: Starlette, host: str, port: int, tls: Tls | None = None) -> uvicorn.Config:
-    check_bind(host, tls)
-    return uvicorn.Config(
-        cast(Any, app),
-        host=host,
-        port=port,
-        loop="uvloop",
-        http=BoundedHeads,
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        lifespan="on",
-        timeout_graceful_shutdown=2,
-        timeout_keep_alive=75,
-        ssl_certfile=None if tls is None else str(tls.certificate),
-        ssl_keyfile=None if tls is None else str(tls.key),
-    )

@@ -20,7 +20,8 @@ from penstock.dataflow.report.figures import Terms
 from penstock.dataflow.report.shape import BalanceReport
 from penstock.fleet.folder import RunFolder
 from penstock.wire.auth import Audience, Role, Signer
-from penstock.wire.server import Call, Route, build_app
+from penstock.wire.routes import Call, Route
+from penstock.wire.server import build_app
 
 SCHEMA = Path(__file__).parents[3] / "docs" / "report.schema.json"
 

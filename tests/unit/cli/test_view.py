@@ -19,7 +19,9 @@ from penstock.dataflow.client import ReaderClient
 from penstock.dataflow.protocol import Status
 from penstock.fleet.folder import LOOPBACK, free_port
 from penstock.wire.auth import Audience, Role, Signer
-from penstock.wire.server import Call, Route, build_app, server
+from penstock.wire.listening import server
+from penstock.wire.routes import Call, Route
+from penstock.wire.server import build_app
 
 
 def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:

@@ -33,7 +33,7 @@ from penstock.types import (
     log_probs,
     token_ids,
 )
-from penstock.wire.server import server
+from penstock.wire.listening import server
 
 POLICY = PolicyName("policy")
 START, END = "<|im_start|>", "<|im_end|>"

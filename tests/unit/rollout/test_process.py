@@ -25,7 +25,7 @@ from penstock.weights.fronts.server import build
 from penstock.weights.publish import put_snapshot
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience
-from penstock.wire.server import serve_on
+from penstock.wire.listening import serve_on
 
 PROGRAM = """
 import asyncio, sys

@@ -23,7 +23,7 @@ from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncCaller, connect
 from penstock.wire.codec import MSGPACK, encode
-from penstock.wire.server import server
+from penstock.wire.listening import server
 
 POLICY = PolicyName("policy")
 Touch = Callable[[Request, bytes], Awaitable[bytes]]

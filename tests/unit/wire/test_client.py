@@ -15,7 +15,8 @@ from tests.contract.running import serving
 from penstock.errors import Busy, Fenced, Unreachable, WireError
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncCaller, Caller
-from penstock.wire.server import Call, Route, build_app
+from penstock.wire.routes import Call, Route
+from penstock.wire.server import build_app
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,8 @@ from tests.contract.running import serving
 
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import MSGPACK
-from penstock.wire.server import EVERYBODY, Call, Pieces, Route, build_app
+from penstock.wire.routes import EVERYBODY, Call, Pieces, Route
+from penstock.wire.server import build_app
 
 PIECE = bytes(range(256)) * 1024
 

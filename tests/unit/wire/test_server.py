@@ -12,7 +12,8 @@ from starlette.applications import Starlette
 from penstock.errors import Busy
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import MSGPACK, decode, encode
-from penstock.wire.server import Call, Health, Route, build_app
+from penstock.wire.routes import Call, Health, Route
+from penstock.wire.server import build_app
 
 
 async def echo(call: Call) -> Health:

@@ -19,7 +19,7 @@ from penstock.dataflow.row_payloads import RowPayloads, Wanted
 from penstock.dataflow.trainer_routes import TRAINERS, serve_rows
 from penstock.errors import BadRequest
 from penstock.wire.auth import Role
-from penstock.wire.server import Call, Route
+from penstock.wire.routes import Call, Route
 
 PARTITIONS = frozenset({Role.PARTITION, Role.ADMIN})
 OPERATORS = frozenset({Role.ADMIN})

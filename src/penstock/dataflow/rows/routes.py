@@ -37,7 +37,7 @@ from penstock.dataflow.storage.blobs import BlobStore
 from penstock.errors import BadRequest, Forbidden, NotFound, TooLarge
 from penstock.wire.auth import Role
 from penstock.wire.codec import MSGPACK, encode
-from penstock.wire.server import Call, Raw, Route
+from penstock.wire.routes import Call, Raw, Route
 
 PUT_BYTES = 32 << 20
 PIECE_BYTES = 1 << 20

@@ -26,7 +26,8 @@ from penstock.weights.fronts.sources import Blob, Source
 from penstock.weights.manifest import is_digest
 from penstock.wire.auth import Role, Verifier
 from penstock.wire.codec import JSON
-from penstock.wire.server import Call, Raw, Route, build_app, error_response
+from penstock.wire.routes import Call, Raw, Route
+from penstock.wire.server import build_app, error_response
 
 log = structlog.get_logger(__name__)
 
