@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock relay`: a cache of a run's weights near to its nodes, with a URL, a token and a public
-key and nothing else."""
+"""`penstock relay`: a front of a run's weights near to its nodes, over a cache or over the run's
+mirror, with a URL, a token and a public key and nothing else."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.weights.fronts.sources import Source
     from penstock.wire.client import AsyncCaller
 
 KNOCK_S = 5.0
+NOBODY = "0" * 64
+"""A digest of nothing."""
 
 
 def relay(
@@ -19,8 +24,8 @@ def relay(
     /,
     *,
     public_key: str,
-    cache: Path,
     port: int,
+    cache: Path | None = None,
     host: str = "127.0.0.1",
     upstream: list[str] | None = None,
     max_gb: float = 100.0,
@@ -33,13 +38,14 @@ def relay(
     Parameters
     ----------
     url
-        Address of the run's weights front; `penstock token RUN --role relay` prints it.
+        Address of the run's weights front; `penstock token RUN --role relay` prints it. Or the
+        run's `weights.mirror`, as s3://bucket/run, with credentials in the environment.
     public_key
         The run's public key, or a file with it; the same command prints it.
-    cache
-        Folder for what passes through; it survives a restart.
     port
         Port to listen on.
+    cache
+        Folder for what passes through; it survives a restart. Not with a mirror.
     host
         Address to listen on; beyond this machine only with TLS.
     upstream
@@ -57,6 +63,7 @@ def relay(
 
     from penstock.cli.service import address, make_tls
     from penstock.cli.sharing import check_url, num_bytes, read_public_key, relay_note
+    from penstock.config.checks import OBJECT_STORES, is_url
     from penstock.errors import ConfigError
     from penstock.observe import logs
     from penstock.wire.auth import Audience, Verifier
@@ -68,30 +75,62 @@ def relay(
             "no token: set PENSTOCK_TOKEN or give --token; `penstock token RUN --role relay` "
             "mints one where the run was started"
         )
-    urls = [check_url(each) for each in (*(upstream or ()), url)]
     tls = make_tls(tls_cert, tls_key)
     check_bind(host, tls)
     verifier = Verifier.beside(own, read_public_key(public_key), audience=Audience.RELAY)
     where = address("", host, port)
-    room = num_bytes(max_gb, cache, "--max-gb")
+    if is_url(url, *OBJECT_STORES, "file"):
+        if cache or upstream:
+            raise ConfigError(f"{url} is read as it is; give neither --cache nor --upstream")
+        source = _mirror(url)
+    else:
+        if cache is None:
+            raise ConfigError("give --cache, a folder for the weights that pass through")
+        urls = [check_url(each) for each in (*(upstream or ()), url)]
+        source = _cached(urls, own, cache, num_bytes(max_gb, cache, "--max-gb"))
     logs.configure("relay")
     relay_note(*where, tls)
 
     async def serve() -> None:
-        from contextlib import AsyncExitStack
-
-        from penstock.weights.fronts.relay import Relay
         from penstock.weights.fronts.server import build
-        from penstock.wire.client import connect
         from penstock.wire.listening import serve as serve_app
 
-        async with AsyncExitStack() as callers:
-            fronts = [await callers.enter_async_context(connect(each, own)) for each in urls]
-            await _knock(fronts)
-            await serve_app(build(Relay(fronts, cache, max_bytes=room), verifier), *where, tls)
+        async with source as opened:
+            await serve_app(build(opened, verifier), *where, tls)
 
     uvloop.run(serve())
     return 0
+
+
+@asynccontextmanager
+async def _cached(
+    urls: Sequence[str], token: str, cache: Path, room: int
+) -> AsyncGenerator[Source]:
+    from contextlib import AsyncExitStack
+
+    from penstock.weights.fronts.relay import Relay
+    from penstock.wire.client import connect
+
+    async with AsyncExitStack() as callers:
+        fronts = [await callers.enter_async_context(connect(each, token)) for each in urls]
+        await _knock(fronts)
+        yield Relay(fronts, cache, max_bytes=room)
+
+
+@asynccontextmanager
+async def _mirror(url: str) -> AsyncGenerator[Source]:
+    from penstock.cli.output import note
+    from penstock.errors import NotFound, Unreachable
+    from penstock.weights.fronts.objects import ObjectSource
+
+    source = ObjectSource(url)
+    try:
+        await source.manifest(NOBODY)
+    except NotFound:
+        pass
+    except Unreachable as error:
+        note(f"{error}; until {url} answers, this relay has nothing")
+    yield source
 
 
 async def _knock(fronts: list[AsyncCaller]) -> None:

@@ -7,7 +7,7 @@ Looking needs no service: it reads the run folder, while the run goes on or afte
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ def serve(
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
 ) -> int:
-    """Serve manifests and blobs of a run until SIGTERM.
+    """Serve manifests and blobs of a run until SIGTERM, and keep its mirror, if it has one.
 
     Parameters
     ----------
@@ -51,10 +51,21 @@ def serve(
     tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory
     folder, config, endpoints = enter(run_dir, "weights")
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.WEIGHTS)
-    app = build(Origin(DirectoryStore(folder.weights)), verifier)
+    store = DirectoryStore(folder.weights)
+    app = build(Origin(store), verifier)
     listen_host, listen_port = address(endpoints.weights, host, port)
-    uvloop.run(serve_app(app, listen_host, listen_port, tls))
+    with _mirroring(store, config.weights.mirror):
+        uvloop.run(serve_app(app, listen_host, listen_port, tls))
     return 0
+
+
+def _mirroring(store: DirectoryStore, url: str) -> AbstractContextManager[None]:
+    if not url:
+        return nullcontext()
+    from penstock.weights.fronts.mirror import ObjectMirror
+    from penstock.weights.fronts.mirroring import Mirroring
+
+    return Mirroring(store, ObjectMirror(url)).running()
 
 
 def ls(run: Path, /, *, json: bool = False) -> int:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
@@ -28,6 +29,9 @@ MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 COLUMN = re.compile(r"[A-Za-z][A-Za-z0-9_.@-]{0,63}")
 """Names of columns; `step_scores@7` names the version of what wrote it."""
+
+OBJECT_STORES = ("s3", "gs", "az")
+"""Schemes of URLs at which objects are kept."""
 
 T = TypeVar("T")
 
@@ -66,6 +70,16 @@ def shown(value: object) -> str:
     """A value as a message quotes it: one line, short, text in double quotes."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def is_url(value: str, *schemes: str) -> bool:
+    """A URL of one of these schemes that names something."""
+    try:
+        parts = urlsplit(value)
+        _ = parts.port
+    except ValueError:
+        return False
+    return parts.scheme in schemes and bool(parts.netloc or parts.path.strip("/"))
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str | None:

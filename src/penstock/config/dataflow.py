@@ -21,8 +21,10 @@ from pydantic import (
 from penstock.config.checks import (
     FUNCTION,
     NAME,
+    OBJECT_STORES,
     Contradiction,
     Section,
+    is_url,
     matching,
     not_one_of,
     refuse,
@@ -89,27 +91,16 @@ ClosingConfig = Annotated[
 """What becomes of a group when all its slots are terminal; `<…>` tags never reach a message."""
 
 
-def _is_url(value: str, *schemes: str) -> bool:
-    """A URL of one of these schemes that names something."""
-    try:
-        parts = urlsplit(value)
-        _ = parts.port
-    except ValueError:
-        return False
-    return parts.scheme in schemes and bool(parts.netloc or parts.path.strip("/"))
-
-
 def _read_store(value: object) -> object:
     if value == "sqlite":
         return value
     if isinstance(value, str) and value.startswith("postgres"):
-        if _is_url(value, "postgresql") and urlsplit(value).path.strip("/"):
+        if is_url(value, "postgresql") and urlsplit(value).path.strip("/"):
             return value
         raise ValueError(f"{shown(value)} names no database; write postgresql://host/database")
     raise not_one_of(value, ("sqlite", "postgresql://host/database"))
 
 
-_OBJECT_STORES = ("s3", "gs", "az")
 _PAYLOADS = ("segments", "memory", "s3://bucket/prefix", "file:///folder", "module:Class")
 
 
@@ -120,7 +111,7 @@ def _read_payload(value: object) -> object:
         ):
             return value
         raise not_one_of(value, _PAYLOADS)
-    if not _is_url(value, *_OBJECT_STORES, "file"):
+    if not is_url(value, *OBJECT_STORES, "file"):
         raise ValueError(f"{shown(value)} names no store; use {' | '.join(_PAYLOADS)}")
     return value
 
@@ -207,7 +198,7 @@ class DataflowConfig(Section):
                 "lives on; set payload to s3://bucket/prefix or a shared file:///folder, "
                 "or store: sqlite"
             )
-        elif self.store == "sqlite" and urlsplit(self.payload).scheme in _OBJECT_STORES:
+        elif self.store == "sqlite" and urlsplit(self.payload).scheme in OBJECT_STORES:
             text = (
                 "sqlite dies with this machine while its payload in object storage lives on, "
                 "unreadable; set store to postgresql://host/database, or payload: segments"

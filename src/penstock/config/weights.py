@@ -3,9 +3,17 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from penstock.config.checks import Section, one_of
+from penstock.config.checks import OBJECT_STORES, Section, is_url, one_of, shown
+
+
+def _read_mirror(value: object) -> object:
+    if value == "" or (isinstance(value, str) and is_url(value, *OBJECT_STORES, "file")):
+        return value
+    raise ValueError(
+        f"{shown(value)} names no object store; write s3://bucket/run, gs://… or az://…"
+    )
 
 
 class WeightsConfig(Section):
@@ -14,5 +22,8 @@ class WeightsConfig(Section):
     transfer: Annotated[Literal["auto", "delta", "full"], one_of("auto", "delta", "full")] = "auto"
     """What nodes fetch: auto takes what is there sooner by the measured speed of the link, delta
     what changed whenever that is smaller, full always whole files."""
+    mirror: Annotated[str, BeforeValidator(_read_mirror)] = ""
+    """Object storage that is kept equal to the store, for relays far away: s3://bucket/run, with a
+    prefix for this run alone. Credentials come from the environment."""
     anchor_every: int = Field(default=25, ge=1, le=32)
     """So many versions apart the store keeps one whole; the others between are made from deltas."""

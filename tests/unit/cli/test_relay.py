@@ -98,6 +98,8 @@ def test_each_mistake_at_the_start_is_told(
         port = taken.getsockname()[1]
         assert f"port {port} is taken" in start(AWAY, key, *rest[:2], "--port", port)
     assert "--public-key" in start(AWAY, *rest)
+    assert "give --cache" in start(AWAY, key, *rest[2:])
+    assert "neither --cache nor --upstream" in start("s3://bucket/run", key, *rest)
     (tmp_path / "cache").mkdir()
     file = folder.keys / "public.key"
     assert "no public key" not in start(AWAY, f"--public-key={file}", *rest, "--max-gb", "0")

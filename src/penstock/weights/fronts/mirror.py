@@ -50,6 +50,11 @@ class ObjectMirror:
     def __init__(self, url: str) -> None:
         self._url = url
         self._objects = open_objects(url, patience_s=UPLOAD_S)
+        self._has_stopped = False
+
+    def stop(self) -> None:
+        """No further part is sent: an upload that runs fails, and leaves nothing under a name."""
+        self._has_stopped = True
 
     def upload(self, store: DirectoryStore, manifest_digest: str) -> int:
         """Bring a version's blobs, the deltas that lead to them and, last, its manifest; how many
@@ -126,7 +131,7 @@ class ObjectMirror:
             # No store creates in parts only where nothing lies: two uploads at once write the same
             # verified bytes twice.
             size = max(PART_BYTES, -(-num_bytes // MAX_PARTS))
-            pieces = _verified(file, digest, num_bytes, size)
+            pieces = self._until_stopped(_verified(file, digest, num_bytes, size))
             obstore.put(
                 self._objects,
                 name,
@@ -138,6 +143,12 @@ class ObjectMirror:
         if not self._has(name, num_bytes):
             raise WeightsError(f"{self._url}/{name} was uploaded and is not there; upload it again")
         return num_bytes
+
+    def _until_stopped(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        for piece in pieces:
+            if self._has_stopped:
+                raise WeightsError(f"the upload to {self._url} was stopped")
+            yield piece
 
     def _put_entry(self, step: DeltaEntry) -> int:
         return self._create(entry_name(step), msgspec.json.encode(step, order="sorted"))

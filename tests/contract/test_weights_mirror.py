@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket follows the store of a run, and a relay over it serves nodes when the front is away."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+from tests.contract.test_weights_objects import files, names
+from tests.unit.weights.histories import WEIGHTS, History
+from tests.unit.weights.serving import POLICY
+
+from penstock.config import demo
+from penstock.errors import Unreachable
+from penstock.fleet.folder import RunFolder, free_port
+from penstock.types import PublishedVersion
+from penstock.weights import retention
+from penstock.weights.client import Puller
+from penstock.weights.fronts.mirror import ObjectMirror
+from penstock.weights.fronts.mirroring import Mirroring
+from penstock.weights.publish import let_go
+from penstock.weights.store import DirectoryStore
+from penstock.wire.auth import Role, Signer
+from penstock.wire.client import connect
+
+ROOT = Path(__file__).parents[2]
+READY_S = 60.0
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def url(s3_url: str) -> str:
+    """An empty corner of a bucket."""
+    return f"{s3_url}/mirror-{next(_numbers)}"
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> History:
+    history = History(tmp_path / "run" / "weights")
+    history.go_on(3)
+    return history
+
+
+def test_the_bucket_gains_what_the_store_gains_and_loses_what_it_loses(
+    tmp_path: Path, made: History, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run" / "weights"
+    mirroring = Mirroring(made.store, ObjectMirror(url))
+    assert mirroring.round()
+    assert names(url) == files(root)
+    made.go_on(2)
+    monkeypatch.setattr(retention, "GRACE_S", 0.0)
+    in_use = [made.digest(number) for number in (1, 2, 3, 4)]
+    let_go(root, in_use, in_use[-2:], anchor_every=25)
+    assert made.whole() == [1, 3, 4], "the second is kept as a delta"
+    assert mirroring.round()
+    assert set(ObjectMirror(url).manifests()) == set(in_use)
+    assert names(url) == files(root)
+
+
+def test_the_next_life_goes_on_where_the_bucket_stands(made: History, url: str) -> None:
+    Mirroring(made.store, ObjectMirror(url)).round()
+    mirror = ObjectMirror(url)
+    sent = [mirror.upload(made.store, digest) for digest in made.store.manifests()]
+    assert sent == [0, 0, 0]
+    made.go_on()
+    assert Mirroring(made.store, ObjectMirror(url)).round()
+    assert made.digest(3) in set(mirror.manifests())
+
+
+def test_the_newest_goes_first(made: History, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def upload(mirror: ObjectMirror, store: DirectoryStore, digest: str) -> int:
+        order.append(digest)
+        return 0
+
+    monkeypatch.setattr(ObjectMirror, "upload", upload)
+    Mirroring(made.store, ObjectMirror(url)).round()
+    assert order == [made.digest(number) for number in (2, 1, 0)]
+
+
+def test_a_version_that_went_bad_on_disk_holds_up_no_other(made: History, url: str) -> None:
+    path = made.store.blob_path(made.file(2).blob)
+    path.chmod(0o644)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert not Mirroring(made.store, ObjectMirror(url)).round()
+    assert set(ObjectMirror(url).manifests()) == {made.digest(0), made.digest(1)}
+
+
+# --- processes --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path, url: str) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    config = demo(0)
+    weights = config.weights.model_copy(update={"mirror": url})
+    folder.path.mkdir(exist_ok=True)
+    folder.write_config(config.model_copy(update={"weights": weights}))
+    folder.choose_endpoints(tmp_path, ())
+    Signer.create(folder.keys, config.name)
+    return folder
+
+
+@contextmanager
+def process(*words: str, token: str = "") -> Generator[None]:
+    """`penstock` with these words; killed at the end, by pid."""
+    started = subprocess.Popen(
+        [sys.executable, "-m", "penstock.cli.main", *words],
+        env={**os.environ, "PENSTOCK_TOKEN": token, "PYTHONPATH": str(ROOT / "src")},
+    )
+    try:
+        yield
+    finally:
+        started.kill()
+        started.wait()
+
+
+async def ready(address: str) -> None:
+    give_up_at = time.monotonic() + READY_S
+    async with httpx2.AsyncClient() as http:
+        while True:
+            try:
+                assert (await http.get(f"{address}/healthz")).status_code == 200
+                return
+            except httpx2.TransportError:
+                assert time.monotonic() < give_up_at, f"{address} does not answer"
+                await asyncio.sleep(0.05)
+
+
+async def test_nodes_live_from_a_relay_over_the_mirror(
+    tmp_path: Path, run: RunFolder, made: History, url: str
+) -> None:
+    newest = made.digest(2)
+    with process("weights", "serve", "--run-dir", str(run.path)):
+        give_up_at = time.monotonic() + READY_S
+        while len(set(ObjectMirror(url).manifests())) < 3:
+            assert time.monotonic() < give_up_at, "nothing is mirrored"
+            await asyncio.sleep(0.1)
+    name, address = demo(0).name, f"http://127.0.0.1:{free_port()}"
+    wanted = PublishedVersion(policy=POLICY, incarnation=1, number=2, manifest_digest=newest)
+    words = ("relay", url, f"--public-key={run.public_key()}", "--port", address.rpartition(":")[2])
+    with process(*words, token=run.token(name, Role.RELAY, ttl_s=600)):
+        await ready(address)
+        shown = run.relay_token(name, Role.ROLLOUT, ttl_s=600)
+        async with connect(address, shown) as near:
+            folder = await Puller(tmp_path / "cache").pull([near], wanted)
+    blob = made.store.blob_path(made.file(2).blob)
+    assert (folder / WEIGHTS).read_bytes() == blob.read_bytes()
+    with pytest.raises(Unreachable):
+        async with connect(run.endpoints().weights, shown) as front:
+            await front.request("GET", "/healthz", deadline_s=0.5, timeout_s=0.5)
