@@ -116,8 +116,8 @@ def _objective(name: str) -> Objective | Budgeted:
 
 
 def sweep(setting: Setting, folder: Path, runs: Path) -> Found:
-    """Each run's line is written as it ends, and those that stand there are not run again."""
-    done = _read(runs)
+    """Each run's line is written as it ends, and those of as many steps are not run again."""
+    done = _read(runs, setting.steps)
     for seed in range(setting.seeds):
         for name, lag in POINTS:
             if lag not in setting.lags or (name, lag, seed) in done:
@@ -129,15 +129,15 @@ def sweep(setting: Setting, folder: Path, runs: Path) -> Found:
                 f"in {time.perf_counter() - began_at:.0f} s"
             )
             with runs.open("a") as lines:
-                lines.write(json.dumps([name, lag, seed, reward]) + "\n")
+                lines.write(json.dumps([name, lag, seed, setting.steps, reward]) + "\n")
     return by_lag(done)
 
 
-def _read(runs: Path) -> dict[tuple[str, int, int], float]:
+def _read(runs: Path, steps: int) -> dict[tuple[str, int, int], float]:
     if not runs.exists():
         return {}
     lines = [json.loads(line) for line in runs.read_text().splitlines()]
-    return {(name, lag, seed): reward for name, lag, seed, reward in lines}
+    return {(name, lag, seed): reward for name, lag, seed, of, reward in lines if of == steps}
 
 
 def by_lag(done: Mapping[tuple[str, int, int], float]) -> Found:

@@ -133,6 +133,9 @@ def test_finished_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert figures(found)["ratio"] == 1.0 and figures(found)["ppo_breaks_at"] == 1
     lines = (tmp_path / "runs.jsonl").read_text().splitlines()
     assert len([json.loads(line) for line in lines]) == 36
+    ran = []
+    sweep(Setting(seeds=1, steps=setting.steps + 1), tmp_path, tmp_path / "runs.jsonl")
+    assert len(ran) == len(POINTS), "runs of another length count as other runs"
 
 
 def _by_lag(_name: str, lag: int, *_: object) -> float:
