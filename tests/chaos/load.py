@@ -334,13 +334,17 @@ class ForgetfulTrainer:
         return await self._caller.call("GET", f"/v1/policies/{POLICY}", None, PolicyState)
 
     async def until_ready(self, num_groups: int) -> None:
-        """So many groups wait to be sealed."""
+        """So many groups wait to be sealed. Batches that a rewind brought back are trained first:
+        they count against what may start."""
         async with asyncio.timeout(PROGRESS_S):
             while True:
                 status = await self._caller.call("GET", "/v1/status", None, Status)
                 if status.policies[0].ready >= num_groups:
                     return
-                await asyncio.sleep(0.05)
+                if status.policies[0].sealed:
+                    await self.step()
+                else:
+                    await asyncio.sleep(0.05)
 
     async def _live_again(self) -> None:
         """Restore a checkpoint; what was trained after it is forgotten, and served again."""
