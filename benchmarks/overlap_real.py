@@ -82,6 +82,9 @@ class _Folder:
     async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
         return self._folder
 
+    def require_unchanged(self, folder: Path) -> None:
+        return None
+
     def forget_but(self, keep: Collection[str]) -> None:
         return None
 

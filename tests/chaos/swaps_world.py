@@ -113,6 +113,9 @@ class Folders:
     async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
         return self._folders[wanted.number % NUM_MODELS]
 
+    def require_unchanged(self, folder: Path) -> None:
+        return None
+
     def forget_but(self, keep: Collection[str]) -> None:
         return None
 

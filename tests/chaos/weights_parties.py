@@ -134,7 +134,9 @@ async def node(root: Path, name: str, ledger: str, fronts: list[list[str]]) -> N
             if wanted is not None and (served is None or served[0] != wanted):
                 try:
                     async with asyncio.timeout(60):
-                        loaded = read_folder(await puller.pull(callers, wanted))
+                        folder = await puller.pull(callers, wanted)
+                    loaded = read_folder(folder)
+                    puller.require_unchanged(folder)
                     served = wanted, loaded
                     puller.prune([wanted.manifest_digest])
                 except (PenstockError, OSError, TimeoutError) as error:

@@ -48,6 +48,27 @@ async def test_a_damaged_blob_is_fetched_again(tmp_path: Path) -> None:
     assert contents(folder) == contents(tmp_path / "hf-0")
 
 
+async def test_damage_between_verification_and_load_is_told(
+    tmp_path: Path, caller: AsyncCaller
+) -> None:
+    wanted = put(tmp_path)
+    puller = Puller(tmp_path / "cache")
+    folder = await puller.pull([caller], wanted)
+    puller.require_unchanged(folder)
+    path = next(folder.glob("*.safetensors"))
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    with pytest.raises(WeightsError, match=f"{path.name} was written to"):
+        puller.require_unchanged(folder)
+    assert contents(await puller.pull([caller], wanted)) == contents(tmp_path / "hf-0")
+    puller.require_unchanged(folder)
+    puller.prune([])
+    with pytest.raises(WeightsError, match="let go of"):
+        puller.require_unchanged(folder)
+
+
 @pytest.mark.parametrize("kind", ["manifests", "blobs"])
 async def test_every_flipped_byte_on_the_way_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

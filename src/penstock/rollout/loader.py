@@ -50,6 +50,11 @@ class Fetch(Protocol):
     """Brings verified snapshots to this machine."""
 
     async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path: ...
+
+    def require_unchanged(self, folder: Path) -> None:
+        """WeightsError when a snapshot is not what it was when it was verified."""
+        ...
+
     def forget_but(self, keep: Collection[str]) -> None: ...
     async def close(self) -> None: ...
 
@@ -77,6 +82,9 @@ class FrontFetch:
                 await self._caller.close()
             self._caller = AsyncCaller(weights_url, self._token)
         return await self._puller.pull([*self._relays, self._caller], wanted)
+
+    def require_unchanged(self, folder: Path) -> None:
+        self._puller.require_unchanged(folder)
 
     def forget_but(self, keep: Collection[str]) -> None:
         self._puller.prune(keep)
@@ -157,7 +165,15 @@ class Loader:
             renderer = await asyncio.to_thread(Renderer.load, folder)
             self._gateway.set_renderer(version.policy, renderer)
             self._probes[version.policy] = renderer.encode(PROBE_TEXT)[:PROBE_TOKENS] or (0,)
-        await self._engines.load(folder, version, prove=self._probe)
+
+        async def prove(engine: Engine, version: Version) -> None:
+            try:
+                self._fetch.require_unchanged(folder)
+            except WeightsError as error:
+                raise EngineError(f"load of {version}: {error}; it is not announced") from error
+            await self._probe(engine, version)
+
+        await self._engines.load(folder, version, prove=prove)
 
     async def _probe(self, engine: Engine, version: Version) -> None:
         """One fixed prompt: weights that are what they should be may still not work here."""

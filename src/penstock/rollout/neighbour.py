@@ -73,6 +73,10 @@ class SharingFetch:
                 raise WeightsError("the relay inside this node ended") from task.exception()
         return await self._fetch(weights_url, wanted)
 
+    def require_unchanged(self, folder: Path) -> None:
+        if self._fetch is not None:
+            self._fetch.require_unchanged(folder)
+
     def forget_but(self, keep: Collection[str]) -> None:
         if self._fetch is not None:
             self._fetch.forget_but(keep)

@@ -52,6 +52,8 @@ class Puller:
         self, cache: Path, *, transfer: Transfer = "auto", num_ranges: int = NUM_RANGES
     ) -> None:
         self._cache = cache
+        self._written_ns: dict[Path, dict[str, int]] = {}
+        """Of staged versions, when each file was last written to before it was verified."""
         self._transfer: Transfer = transfer
         self._num_ranges = num_ranges
         self._links: dict[str, Link] = {}
@@ -73,8 +75,28 @@ class Puller:
                 manifest = await _from_any(asked, lambda front: _fetch_manifest(front, wanted))
                 slots = asyncio.Semaphore(self._num_ranges)
                 pull = _Pull(blobs, asked, manifest, slots, self._making, self._transfer)
-                _check_tensors(manifest, await pull.bring_all(manifest.files))
-                return await asyncio.to_thread(blobs.stage, wanted.manifest_digest, manifest)
+                scans = await pull.bring_all(manifest.files)
+                _check_tensors(manifest, scans)
+                folder = await asyncio.to_thread(blobs.stage, wanted.manifest_digest, manifest)
+                self._written_ns[folder] = {
+                    file.name: found.written_ns
+                    for file, found in zip(manifest.files, scans, strict=True)
+                }
+                return folder
+
+    def require_unchanged(self, folder: Path) -> None:
+        """Asked once a pulled version is loaded: WeightsError when a file of it was written to
+        since it was verified, so that nobody knows what was loaded."""
+        if folder not in self._written_ns:
+            raise WeightsError(f"{folder} was let go of while it was loaded")
+        for name, written_ns in self._written_ns[folder].items():
+            with boundary(WeightsError, f"looking at {folder / name} once more"):
+                is_same = (folder / name).stat().st_mtime_ns == written_ns
+            if not is_same:
+                raise WeightsError(
+                    f"{folder / name} was written to between its verification and its load; only "
+                    "nodes may write there, and the next try verifies it again"
+                )
 
     def prune(self, keep: Collection[str]) -> None:
         """Delete staged versions but those with these manifest digests, and blobs none of them
@@ -83,6 +105,7 @@ class Puller:
         Does nothing while a pull runs in this cache; the next call will.
         """
         BlobCache(self._cache).prune(keep)
+        self._written_ns = {f: told for f, told in self._written_ns.items() if f.name in keep}
 
 
 async def _from_any(fronts: Sequence[Front], get: Callable[[Front], Awaitable[T]]) -> T:

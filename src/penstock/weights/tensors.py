@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 import msgspec
@@ -67,6 +67,8 @@ class Scan:
     """BLAKE3 (hex) of the whole file."""
     num_bytes: int
     tensors: tuple[TensorEntry, ...]
+    written_ns: int = field(default=0, compare=False)
+    """When the file was last written to, as of the moment before this pass; 0: nobody looked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

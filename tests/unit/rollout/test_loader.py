@@ -16,7 +16,7 @@ from tests.unit.rollout.test_node import bench
 from tests.unit.rollout.waiting import eventually
 
 from penstock.dataflow.protocol import LiveVersion, Orders
-from penstock.errors import EngineError
+from penstock.errors import EngineError, WeightsError
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generate import Completion, Listen
 from penstock.rollout import loader as module
@@ -162,9 +162,14 @@ class Announced:
 class AnyFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.is_damaged = False
 
     async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
         return self._folder
+
+    def require_unchanged(self, folder: Path) -> None:
+        if self.is_damaged:
+            raise WeightsError(f"{folder} was written to")
 
     def forget_but(self, keep: Collection[str]) -> None:
         return None
@@ -191,5 +196,26 @@ async def test_another_policy_does_not_announce_what_failed_its_probe(snapshot: 
     orders.follow(Orders(wanted=(wanted(1), replace(wanted(1), policy=other))))
     await eventually(lambda: announced.live[-1].get(other) == 1)
     assert POLICY not in announced.live[-1], "its engine holds what failed; nobody is sent there"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_weights_that_changed_during_their_load_are_loaded_again(
+    snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    engines, fetch = Engines([POLICY], ScriptedEngine), AnyFolder(snapshot)
+    announced, orders = Announced(), StandingOrders()
+    loader = Loader(orders, cast(Membership, announced), engines, Gateway(engines), fetch)
+    running = asyncio.create_task(loader.run())
+    orders.follow(Orders(wanted=(wanted(0),)))
+    await eventually(lambda: announced.live == [{POLICY: 0}])
+    fetch.is_damaged = True
+    with structlog.testing.capture_logs() as logs:
+        orders.follow(Orders(wanted=(wanted(1),)))
+        await eventually(lambda: len([entry for entry in logs if "written to" in str(entry)]) > 1)
+    assert announced.live == [{POLICY: 0}]
+    fetch.is_damaged = False
+    await eventually(lambda: announced.live[-1] == {POLICY: 1})
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

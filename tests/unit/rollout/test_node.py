@@ -47,6 +47,9 @@ class FolderFetch:
             raise WeightsError(f"number {wanted.number} is damaged")
         return self.folder
 
+    def require_unchanged(self, folder: Path) -> None:
+        return None
+
     def forget_but(self, keep: Collection[str]) -> None:
         assert len(keep) <= 1
 

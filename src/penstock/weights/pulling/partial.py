@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -138,7 +139,8 @@ def verify(path: Path, file: FileEntry) -> Scan | None:
     """None when the bytes are not those of the digest; WeightsError when they are, and wrong."""
     try:
         with open_regular(path) as blob:
-            found = scan(blob, file.name)
+            written_ns = os.fstat(blob.fileno()).st_mtime_ns
+            found = replace(scan(blob, file.name), written_ns=written_ns)
     except WeightsError:
         with open_regular(path) as blob:
             if scan(blob, "").blob == file.blob:
