@@ -88,7 +88,7 @@ def die_at(point: str, num_calls: int) -> None:
 def trainer(root: Path, ledger: str) -> None:
     """Take over, publish the restore point, and then one version after the other."""
     folder = root / f"trainer-{os.getpid()}"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)  # the system uses pids again
     with httpx2.Client(base_url=ledger, timeout=20) as caller:
         born = caller.post("/incarnate").raise_for_status().json()
         number, incarnation, after = born["number"], born["incarnation"], None
