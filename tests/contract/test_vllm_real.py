@@ -37,6 +37,8 @@ TOLERANCE = 1e-3
 NUM_SWAPS = int(os.environ.get("PENSTOCK_VLLM_SWAPS", "10"))
 NUM_SESSIONS = int(os.environ.get("PENSTOCK_VLLM_SESSIONS", "8"))
 NUM_SCHEMAS = int(os.environ.get("PENSTOCK_VLLM_SCHEMAS", "20"))
+STARTED_AT = 19
+"""Place of the start's time among the words of /proc/PID/stat after the name."""
 NUM_KILLS = int(os.environ.get("PENSTOCK_VLLM_KILLS", "2"))
 START_S = 900.0
 
@@ -277,13 +279,14 @@ async def test_a_killed_server_comes_back_by_itself(bench: Bench) -> None:
 
 
 def _processes(group: int | None) -> list[int]:
-    """Of the group: the server itself, its engine core, and so on; without the guardian."""
-    found: list[int] = []
+    """Of the group, in the order of their start: the server itself, its engine core, and so on;
+    without the guardian. Pids say nothing of order: the system uses them again."""
+    found: list[tuple[int, int]] = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             words = path.read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if int(words[2]) == group and int(path.parent.name) != group:
-            found.append(int(path.parent.name))
-    return sorted(found)
+            found.append((int(words[STARTED_AT]), int(path.parent.name)))
+    return [pid for _, pid in sorted(found)]
