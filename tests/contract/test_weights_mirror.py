@@ -77,6 +77,25 @@ def test_the_next_life_goes_on_where_the_bucket_stands(made: History, url: str) 
     assert made.digest(3) in set(mirror.manifests())
 
 
+def test_what_another_store_put_there_stays(
+    tmp_path: Path, made: History, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first machine is lost; a run begins anew elsewhere with the same mirror."""
+    Mirroring(made.store, ObjectMirror(url)).round()
+    before = names(url)
+    anew = History(tmp_path / "anew" / "weights", policy="other")
+    mirroring = Mirroring(anew.store, ObjectMirror(url))
+    assert mirroring.round()
+    assert names(url) == before
+    anew.go_on(4)
+    assert mirroring.round()
+    monkeypatch.setattr(retention, "GRACE_S", 0.0)
+    kept = [anew.digest(number) for number in (2, 3)]
+    let_go(tmp_path / "anew" / "weights", kept, kept, anchor_every=25)
+    assert mirroring.round()
+    assert names(url) == before | files(tmp_path / "anew" / "weights")
+
+
 def test_the_newest_goes_first(made: History, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 

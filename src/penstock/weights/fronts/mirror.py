@@ -28,7 +28,7 @@ from penstock.weights.fronts.objects import (
     manifest_name,
     open_objects,
 )
-from penstock.weights.manifest import is_digest, parse_manifest
+from penstock.weights.manifest import digest_of, is_digest, parse_manifest
 from penstock.weights.remake import make_whole
 from penstock.weights.store import DirectoryStore, open_regular
 
@@ -83,6 +83,17 @@ class ObjectMirror:
         targets = {path.partition("/")[0] for path, _ in self._listed("deltas")}
         for target in sorted(targets):
             yield from deltas_to(self._objects, target, {})
+
+    def blobs_of(self, manifest_digest: str) -> set[str]:
+        """What a version in the bucket consists of; nothing when its manifest is damaged."""
+        import obstore
+
+        name = manifest_name(manifest_digest)
+        with boundary(WeightsError, f"reading {self._url}/{name}"):
+            data = bytes(obstore.get(self._objects, name).bytes())
+        if digest_of(data) != manifest_digest:
+            return set()
+        return {file.blob for file in parse_manifest(data).files}
 
     def delete_manifest(self, digest: str) -> None:
         self._delete(manifest_name(digest))

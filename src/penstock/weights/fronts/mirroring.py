@@ -2,20 +2,21 @@
 """A bucket kept equal to a store while a front serves it: what is new goes up, the newest version
 first; what the store let go of is deleted.
 
-Owns when. A bucket that fails delays nobody: nodes have the front, and the next round tries again.
-One process per bucket.
+Owns when. Deletes nothing that this process has not seen in the store: a bucket may be all that is
+left of a lost machine, or another run's by mistake. A bucket that fails delays nobody: nodes have
+the front, and the next round tries again. One process per bucket.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Hashable
 from contextlib import contextmanager, suppress
 
 import structlog
 
-from penstock.errors import WeightsError
+from penstock.errors import WeightsError, boundary
 from penstock.weights.fronts.mirror import ObjectMirror
 from penstock.weights.manifest import parse_manifest
 from penstock.weights.store import DirectoryStore
@@ -33,6 +34,8 @@ class Mirroring:
         self._mirror = mirror
         self._there: set[str] | None = None
         """Manifests in the bucket, once it was asked."""
+        self._seen: set[Hashable] = set()
+        """Manifests, blobs and deltas that were in the store at some time of this life."""
         self._has_ended = threading.Event()
 
     @contextmanager
@@ -52,15 +55,17 @@ class Mirroring:
         is_well = True
         while not self._has_ended.wait(ROUND_S if is_well else AGAIN_S):
             try:
-                is_well = self.round()
+                with boundary(WeightsError, "keeping the mirror"):
+                    is_well = self.round()
             except WeightsError as error:
                 is_well = False
-                log.error("the mirror cannot be read", why=str(error), again_in_s=AGAIN_S)
+                log.error("the mirror lags behind", why=str(error), again_in_s=AGAIN_S)
 
     def round(self) -> bool:
         """Make both equal; whether they are."""
         if self._there is None:
             self._there = set(self._mirror.manifests())
+        self._look()
         failed: set[str] = set()
         while (digest := self._newest_beside(self._there | failed)) is not None:
             began_at = time.monotonic()
@@ -73,9 +78,10 @@ class Mirroring:
                 failed.add(digest)
                 continue
             self._there.add(digest)
+            self._look()
             seconds = round(time.monotonic() - began_at, 1)
             log.info("version mirrored", manifest=digest, bytes=sent, seconds=seconds)
-        if gone := self._there.difference(self._store.manifests()):
+        if gone := (self._there & self._seen).difference(self._store.manifests()):
             self._forget(gone)
             self._there -= gone
         return not failed
@@ -89,15 +95,26 @@ class Mirroring:
                     numbers[digest] = parse_manifest(self._store.read_manifest(digest)).number
         return max(numbers, key=numbers.__getitem__, default=None)
 
+    def _look(self) -> None:
+        self._seen.update(self._store.manifests(), self._store.deltas(), dict(self._store.blobs()))
+
     def _forget(self, manifests: Collection[str]) -> None:
         """Names go before what they name."""
         for digest in manifests:
             self._mirror.delete_manifest(digest)
-        deltas = set(self._store.deltas())
+        spared = {blob for name in self._strangers() for blob in self._mirror.blobs_of(name)}
+        deltas_gone = self._seen.difference(self._store.deltas())
         for entry in self._mirror.deltas():
-            if entry not in deltas:
+            if entry in deltas_gone:
                 self._mirror.delete_delta(entry)
-        blobs = dict(self._store.blobs())
+            else:
+                spared.add(entry.blob)
+        blobs_gone = self._seen.difference(dict(self._store.blobs()), spared)
         for digest, _ in self._mirror.blobs():
-            if digest not in blobs:
+            if digest in blobs_gone:
                 self._mirror.delete_blob(digest)
+
+    def _strangers(self) -> set[str]:
+        """Versions in the bucket that are not from this store, as far as this life knows; they may
+        have blobs in common with it."""
+        return (self._there or set()) - self._seen
