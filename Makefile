@@ -8,7 +8,7 @@
 #   make sim            the simulator alone, over many seeds            SEEDS=10000
 #   make chaos          faults under load: kills, power loss, bit flips, full disks, failed fsyncs
 #                       KILLS=1000 IMAGES=300 FLIPS=20000 FILLS=20 SYNC_FAULTS=50 DEMO_KILLS=20 CHAINS=20000 WEIGHTS_FAULTS=1000 SESSIONS=1000
-#                       SWAPS=200 ENGINE_KILLS=20  TRAINER_KILLS=200
+#                       SWAPS=200 ENGINE_KILLS=20 VLLM_SESSIONS=200 TRAINER_KILLS=200 ONLINE_S=600
 #   make mutants        plant each bug of tests/mutants and see its named tests fail
 #   make docs           build the documentation into site/
 #   make constraints    refresh constraints/*.txt from fresh environments
@@ -54,6 +54,7 @@ SESSIONS ?= 1000
 TRAINER_KILLS ?= 200
 SWAPS ?= 200
 ENGINE_KILLS ?= 20
+VLLM_SESSIONS ?= 200
 ONLINE_S ?= 600
 # Tests on PostgreSQL run wherever a server is installed, so always in CI.
 HAS_POSTGRES = $(shell ls -d /usr/lib/postgresql/*/bin/postgres 2>/dev/null)
@@ -114,7 +115,9 @@ chaos:
 	  PENSTOCK_FLIPS=$(FLIPS) PENSTOCK_FILLS=$(FILLS) PENSTOCK_SYNC_FAULTS=$(SYNC_FAULTS) \
 	  PENSTOCK_CHAINS=$(CHAINS) PENSTOCK_WEIGHTS_FAULTS=$(WEIGHTS_FAULTS) PENSTOCK_SESSIONS=$(SESSIONS) \
 	  PENSTOCK_SWAPS=$(SWAPS) PENSTOCK_ENGINE_KILLS=$(ENGINE_KILLS) PENSTOCK_ONLINE_S=$(ONLINE_S) PENSTOCK_TRAINER_KILLS=$(TRAINER_KILLS) \
-	  $(PYTEST) $(if $(HAS_VLLM),,-m "not vllm") tests/chaos tests/unit/gateway/test_exactness.py $(PYTEST_ARGS)
+	  PENSTOCK_VLLM_SESSIONS=$(VLLM_SESSIONS) PENSTOCK_VLLM_SCHEMAS=$(VLLM_SESSIONS) PENSTOCK_VLLM_KILLS=$(ENGINE_KILLS) \
+	  $(PYTEST) $(if $(HAS_VLLM),,-m "not vllm") tests/chaos tests/unit/gateway/test_exactness.py \
+	  tests/contract/test_vllm_real.py $(PYTEST_ARGS)
 
 docs:
 	$(BIN)/zensical build --clean --strict

@@ -5,6 +5,7 @@ reference as workers with scripted scorers; and a scorer that fails costs its ro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from tests.unit.trainer.stage_makers import OWN, of, stage
 from penstock.cli.stage import placed_stage
 from penstock.config import PipelineConfig, PipelineStageConfig, RunConfig
 from penstock.dataflow.protocol import BatchRequest
+from penstock.dataflow.told.recorded import open_recorded
+from penstock.dataflow.told.rereading import SealedBatches
 from penstock.trainer.batches import assemble
 from penstock.trainer.pipeline.service import serve
 from penstock.wire.auth import Role
@@ -77,3 +80,6 @@ def test_what_three_services_wrote_is_in_the_batch(tmp_path: Path) -> None:
         batch.columns["reference_logprobs"][mask], batch.samples.logprobs_T[mask] - 0.125
     )
     np.testing.assert_allclose(batch.columns["step_scores"][mask], 1.0)
+    with contextlib.closing(open_recorded(tmp_path / "ledger")) as recorded:
+        again = SealedBatches(recorded, tmp_path / "ledger", POLICY).rows(manifest)
+    assert tuple(again) == rows, "as a replay reads them"

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from penstock.dataflow.protocol import RowPayload, RowsAnswer
-from penstock.dataflow.row_records import ColumnRecord
+from penstock.dataflow.row_records import VALUES, ColumnRecord
 from penstock.dataflow.storage.blobs import MAX_BLOB_BYTES, BlobStore
 from penstock.dataflow.storage.ledger import Ledger
 from penstock.dataflow.storage.payloads import SegmentPayloads
@@ -140,8 +140,7 @@ class RowPayloads:
     def _columns(self, row_ids: list[str], names: Sequence[str]) -> list[ColumnRecord]:
         if not names:
             return []
-        where = "space = 'train' AND row_id IN :ids AND name IN :names AND digest != ''"
-        return self._ledger.tables.read(ColumnRecord, where, ids=row_ids, names=list(names))
+        return self._ledger.tables.read(ColumnRecord, VALUES, ids=row_ids, names=list(names))
 
     def _encode(self, rows: Sequence[_Row], *, may_wait: bool) -> bytes | memoryview:
         if rows[0].is_plain:

@@ -38,6 +38,10 @@ class ColumnRecord:
     """Of a failure, for people: the last error."""
 
 
+VALUES = "space = 'train' AND row_id IN :ids AND name IN :names AND digest != ''"
+"""Columns of rollout rows that lie in the payload store."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderRecord:
     """A named reader of rows, with its own cursor: a stage that adds columns, an exporter."""

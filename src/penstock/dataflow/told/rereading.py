@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sealed batches of a recorded run, read again from its files as they were served.
 
-Owns finding their rows in ledger, segments and blobs. Changes nothing; what was let go, or was
-marked gone, comes without its payload."""
+Owns finding their rows in ledger, segments and blobs, with what stages added to them. Changes
+nothing; what was let go, or was marked gone, comes without its payload."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.manifests import manifest_of
 from penstock.dataflow.protocol import RowPayload
 from penstock.dataflow.records import GONE, CommitRecord, RowRecord, VersionRecord
+from penstock.dataflow.row_records import VALUES, ColumnRecord
 from penstock.dataflow.storage import segments
 from penstock.dataflow.storage.blobs import BlobStore
 from penstock.dataflow.storage.segments import Location
+from penstock.dataflow.storage.tables import Tables
 from penstock.dataflow.told.recorded import Recorded
 from penstock.errors import NotFound, StoreError
 from penstock.types import Manifest, PolicyName, RowId
@@ -69,9 +72,10 @@ class SealedBatches:
     def rows(self, manifest: Manifest) -> Sequence[RowPayload]:
         """In the manifest's order; without payload where a row is marked gone."""
         ids = [row.row_id for row in manifest.rows]
+        columns = sorted({name for row in manifest.rows for name in row.columns})
         found: dict[RowId, RowPayload] = {}
         for start in range(0, len(ids), PART):
-            found |= self._read(ids[start : start + PART])
+            found |= self._read(ids[start : start + PART], columns)
         if lost := [row_id for row_id in ids if row_id not in self._gone and row_id not in found]:
             raise StoreError(
                 f"batch {manifest.consumer}.{manifest.seq}: {len(lost)} of {len(ids)} rows are not "
@@ -80,23 +84,39 @@ class SealedBatches:
             )
         return [found.get(row_id, RowPayload(row_id=row_id, payload=None)) for row_id in ids]
 
-    def _read(self, ids: Sequence[RowId]) -> dict[RowId, RowPayload]:
+    def _read(self, ids: Sequence[RowId], names: Sequence[str]) -> dict[RowId, RowPayload]:
         found: dict[RowId, RowPayload] = {}
         everywhere = {0: self._recorded.home, **self._recorded.partitions}
         for index, tables in everywhere.items():
             folder = partition_folder(self._folder, index) if index else self._folder
+            columns = _columns(tables, ids, names)
             for row in tables.read(RowRecord, "row_id IN :ids", ids=list(map(str, ids))):
-                payload = None if row.row_id in self._gone else _payload(folder, row)
-                if payload is not None:
-                    found[row.row_id] = RowPayload(row_id=row.row_id, payload=payload)
+                if row.row_id in self._gone:
+                    continue
+                try:
+                    found[row.row_id] = RowPayload(
+                        row_id=row.row_id,
+                        payload=_content(folder, row),
+                        columns={one.name: _content(folder, one) for one in columns[row.row_id]},
+                    )
+                except (StoreError, NotFound, OSError):
+                    continue  # not on disk any more
         return found
 
 
-def _payload(folder: Path, row: RowRecord) -> bytes | None:
-    where = Location(segment=row.segment, offset=row.offset, length=row.length)
-    try:
-        if row.blob:
-            return BlobStore(folder / "blobs").read(row.blob)
-        return segments.read(folder / "segments", where)
-    except (StoreError, NotFound, OSError):
-        return None
+def _columns(
+    tables: Tables, ids: Sequence[RowId], names: Sequence[str]
+) -> dict[RowId, list[ColumnRecord]]:
+    """Those of these names that have a value, by row."""
+    found: dict[RowId, list[ColumnRecord]] = defaultdict(list)
+    if names:
+        for column in tables.read(ColumnRecord, VALUES, ids=list(map(str, ids)), names=list(names)):
+            found[column.row_id].append(column)
+    return found
+
+
+def _content(folder: Path, record: RowRecord | ColumnRecord) -> bytes:
+    if record.blob:
+        return BlobStore(folder / "blobs").read(record.blob)
+    where = Location(segment=record.segment, offset=record.offset, length=record.length)
+    return segments.read(folder / "segments", where)
