@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that goes on with other ranks than it began with learns what a run learns that never had
+but one: the state of its optimizer is cut anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.system import System, assert_complete, penstock
+
+SMALL = (
+    "training.groups_per_batch=4",
+    "training.minibatches=2",
+    "training.checkpoint_every=2",
+    "algorithm.num_generations=4",
+    "deterministic=true",
+)
+COMPARED = ("reward/mean", "loss", "grad_norm")
+TOLERANCE = 1e-4
+
+
+@pytest.fixture
+def systems(tmp_path: Path) -> Iterator[tuple[System, System]]:
+    made = System(tmp_path / "straight"), System(tmp_path / "changed")
+    yield made
+    for system in made:
+        system.close()
+
+
+def curve(system: System) -> list[list[float]]:
+    lines = [json.loads(line) for line in system.folder.metrics.read_text().splitlines()]
+    return [[line["number"], *(line[name] for name in COMPARED)] for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_number_of_ranks_may_change(systems: tuple[System, System]) -> None:
+    straight, changed = systems
+    straight.start(*SMALL, "training.steps=9")
+    assert straight.wait(300.0) == 0, straight.output()
+    changed.start(*SMALL, "training.steps=3")
+    assert changed.wait(300.0) == 0, changed.output()
+    folder = str(changed.folder.path)
+    for steps, spread in ((6, "training.parallel.dp=2"), (9, "training.parallel={dp: 1, tp: 2}")):
+        words = ("run", folder, f"training.steps={steps}", spread, "--headless", "--json")
+        refused = penstock(*words)
+        assert refused.returncode == 1 and "parallel" in refused.stderr, refused.stderr
+        ended = penstock(*words, "--accept-changes")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert_complete(changed, steps=9)
+    for now, then in zip(curve(changed), curve(straight), strict=True):
+        assert now == pytest.approx(then, abs=TOLERANCE)
