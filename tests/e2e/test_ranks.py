@@ -44,8 +44,9 @@ def test_the_number_of_ranks_may_change(systems: tuple[System, System]) -> None:
     changed.start(*SMALL, "training.steps=3")
     assert changed.wait(300.0) == 0, changed.output()
     folder = str(changed.folder.path)
-    for steps, spread in ((6, "training.parallel.dp=2"), (9, "training.parallel={dp: 1, tp: 2}")):
-        words = ("run", folder, f"training.steps={steps}", spread, "--headless", "--json")
+    for steps, dp, tp in ((6, 2, 1), (9, 1, 2)):
+        spread = (f"training.parallel.dp={dp}", f"training.parallel.tp={tp}")
+        words = ("run", folder, f"training.steps={steps}", *spread, "--headless", "--json")
         refused = penstock(*words)
         assert refused.returncode == 1 and "parallel" in refused.stderr, refused.stderr
         ended = penstock(*words, "--accept-changes")
