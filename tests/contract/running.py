@@ -107,7 +107,7 @@ class Running:
         self.clients.callback(client.close)
         return client
 
-    def token(self, role: Role, *audiences: Audience, ttl_s: float = 600.0) -> str:
+    def token(self, role: Role, *audiences: Audience, ttl_s: float = 3600.0) -> str:
         return self.signer.mint(role, audiences or [Audience.DATAFLOW], ttl_s=ttl_s)
 
 
