@@ -5,6 +5,7 @@ reward comes in time, and forgotten when somebody asks for it."""
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -114,6 +115,15 @@ async def test_a_token_and_a_path_are_enough_for_an_agent(tmp_path: Path) -> Non
         assert answer.json()["state"] == "rewarded"
         await made.delivered()
         assert made.counts["rewarded"] == 1
+
+
+async def test_a_gateway_that_stood_still_has_ended_no_session(tmp_path: Path) -> None:
+    async with world(tmp_path, session_config(idle_s=0.8)) as made:
+        agent = await made.open()
+        await agent.say()
+        time.sleep(2.0)  # noqa: ASYNC251 - all of its process
+        await asyncio.sleep(0.3)  # it looks for the idle
+        await agent.say()
 
 
 async def test_who_may_do_what(tmp_path: Path) -> None:

@@ -237,8 +237,14 @@ class OnlineNode:
 
     async def _sweep(self) -> None:
         """consumes: time · produces: ends of sessions, fresh places · waits for: the next look"""
+        pause_s = min(SWEEP_S, self.online.terms.idle_s / 4)
         while True:
-            await asyncio.sleep(min(SWEEP_S, self.online.terms.idle_s / 4))
+            slept_at = time.monotonic()
+            await asyncio.sleep(pause_s)
+            late_s = time.monotonic() - slept_at - pause_s
+            if late_s > pause_s:
+                log.warning("the gateway stood still; sessions are prolonged", seconds=late_s)
+                self.online.forgive(late_s)
             self.online.sweep()
             self.stock.exchange()
 

@@ -137,6 +137,21 @@ async def test_a_call_on_its_way_is_no_silence(desk: Desk) -> None:
     assert held.state is State.OPEN
 
 
+async def test_nobody_is_idle_or_late_while_the_gateway_stands_still(desk: Desk) -> None:
+    held, waiting = await desk.begin(), await desk.begin()
+    desk.online.end(waiting)
+    desk.now += 1_000.0
+    desk.online.forgive(1_000.0)
+    desk.pass_time(9.0)
+    assert (held.state, waiting.state) == (State.OPEN, State.WAITING)
+    desk.pass_time(1.0)
+    assert held.state is State.WAITING
+    fresh = await desk.begin()
+    desk.online.forgive(1_000.0)
+    desk.pass_time(10.0)
+    assert fresh.state is State.WAITING, "what began after the stall gains nothing"
+
+
 async def test_the_deadline_counts_from_the_opening(desk: Desk) -> None:
     held = await desk.begin()
     desk.online.end(held)
