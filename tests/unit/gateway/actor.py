@@ -37,7 +37,9 @@ from penstock.wire.listening import server
 
 POLICY = PolicyName("policy")
 START, END = "<|im_start|>", "<|im_end|>"
-LETTERS = "\n" + "".join(map(chr, range(32, 127)))
+LINE_ENDS = "\x85\u2028\u2029"
+"""Of Python's `splitlines`, and of nobody's protocol."""
+LETTERS = "\n" + "".join(map(chr, range(32, 127))) + LINE_ENDS
 VOCAB = {letter: at for at, letter in enumerate(LETTERS)} | {"ab": len(LETTERS)}
 END_ID = len(VOCAB) + 1
 WINDOW = 4096

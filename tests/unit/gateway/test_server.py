@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import pickle
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,7 +16,7 @@ import anthropic
 import openai
 import pytest
 from starlette.routing import Route
-from tests.unit.gateway.actor import ON_FIRE, POLICY, Stage, on_stage, until
+from tests.unit.gateway.actor import LINE_ENDS, ON_FIRE, POLICY, Stage, on_stage, until
 
 from penstock.errors import Busy, EngineError
 from penstock.gateway.calls import Answer, Usage
@@ -315,6 +316,23 @@ async def test_an_answer_without_a_reader_never_reached_its_agent(
     stage.actor.gate.set()
     await until(lambda: len(stage.session.turns()) > 0)
     await until(lambda: not stage.session.turns()[0].reached_agent)
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+@pytest.mark.parametrize("path", BODIES)
+async def test_no_text_breaks_the_lines_of_a_stream(stage: Stage, path: str, is_live: bool) -> None:
+    stage.actor.lines, stage.actor.is_live = [f"a{LINE_ENDS}b"], is_live
+    heard: list[str] = []
+    async with (
+        stage.http() as http,
+        http.stream("POST", path, json={**BODIES[path], "stream": True}) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            kind, _, data = line.partition(": ")
+            assert kind in ("", "event", "data"), line
+            if kind == "data" and data != "[DONE]":
+                heard.append(json.dumps(json.loads(data), ensure_ascii=False))
+    assert all(any(end in event for event in heard) for end in LINE_ENDS)
 
 
 @pytest.mark.parametrize("path", BODIES)

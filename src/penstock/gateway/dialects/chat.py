@@ -15,6 +15,7 @@ from typing import Any, cast
 from penstock.errors import BadRequest
 from penstock.gateway.calls import Call, Delta, ToolCall
 from penstock.gateway.dialects.dialect import Ask, Dialect, Problem, Progress, Reply
+from penstock.gateway.dialects.events import event
 from penstock.gateway.dialects.fields import (
     SamplingFields,
     convert,
@@ -30,7 +31,6 @@ from penstock.gateway.dialects.limits import check_choices
 from penstock.gateway.dialects.openai_shapes import (
     DONE,
     error_body,
-    event,
     finish_reason,
     tokens_of,
     usage_body,

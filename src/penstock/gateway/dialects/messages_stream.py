@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.gateway.calls import Answer, Delta, ToolCall
 from penstock.gateway.dialects.dialect import Problem, Progress, Reply
+from penstock.gateway.dialects.events import event
 from penstock.types import FinishReason, JsonObject, view_ids
 from penstock.wire.codec import encode_json
 
@@ -169,4 +170,4 @@ class MessageWriter:
 
 def _event(kind: str, fields: JsonObject) -> bytes:
     body = {"type": kind, **fields}
-    return b"event: " + kind.encode() + b"\ndata: " + encode_json(body) + b"\n\n"
+    return event(body, kind)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes that OpenAI's three APIs share: errors, log-probs, server-sent events."""
+"""Shapes that OpenAI's three APIs share: errors, log-probs, the end of a stream."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from penstock.gateway.dialects.dialect import Problem, Reply
 from penstock.types import FinishReason, JsonObject, view_ids, view_log_probs
-from penstock.wire.codec import encode_json
 
 _CODES = {
     "unauthorized": "invalid_api_key",
@@ -29,10 +28,6 @@ def error_body(problem: Problem) -> JsonObject:
         )
     code = _CODES.get(problem.code, problem.code)
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-
-def event(body: JsonObject) -> bytes:
-    return b"data: " + encode_json(body) + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from penstock.gateway.calls import Answer, Delta, ToolCall
 from penstock.gateway.dialects.dialect import Problem, Progress, Reply
+from penstock.gateway.dialects.events import event
 from penstock.types import FinishReason, JsonObject
-from penstock.wire.codec import encode_json
 
 TEXT, REASONING = "message", "reasoning"
 _DELTAS = {TEXT: "response.output_text", REASONING: "response.reasoning_text"}
@@ -178,4 +178,4 @@ class ResponseWriter:
     def _event(self, kind: str, fields: JsonObject) -> bytes:
         body = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        return b"event: " + kind.encode() + b"\ndata: " + encode_json(body) + b"\n\n"
+        return event(body, kind)
