@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.chaos.test_random_kills import LAUNCHER, kill_now
-from tests.e2e.system import System, assert_complete, until
+from tests.e2e.system import System, assert_complete, beside_a_straight_one, until
 
 from penstock.audit import audit
 from penstock.dataflow.records import CommitRecord, VersionRecord
@@ -114,10 +114,8 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600 + 120 * NUM_KILLS)]
 
 @pytest.fixture
 def systems(tmp_path: Path) -> Iterator[tuple[System, System]]:
-    made = System(tmp_path / "straight"), System(tmp_path / "killed")
-    yield made
-    for system in made:
-        system.close()
+    with beside_a_straight_one(tmp_path, "killed") as made:
+        yield made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,17 @@ class System:
             self.launcher.kill()
             self.launcher.wait()
         self.until_nothing_is_left()
+
+
+@contextmanager
+def beside_a_straight_one(folder: Path, name: str) -> Generator[tuple[System, System]]:
+    """A run that nothing happens to, and one to compare with it."""
+    made = System(folder / "straight"), System(folder / name)
+    try:
+        yield made
+    finally:
+        for system in made:
+            system.close()
 
 
 def assert_complete(system: System, *, steps: int, words: Sequence[str] = ()) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.system import System, assert_complete, penstock
+from tests.e2e.system import System, assert_complete, beside_a_straight_one, penstock
 
 SMALL = (
     "training.groups_per_batch=4",
@@ -24,10 +24,8 @@ TOLERANCE = 1e-5
 
 @pytest.fixture
 def systems(tmp_path: Path) -> Iterator[tuple[System, System]]:
-    made = System(tmp_path / "straight"), System(tmp_path / "changed")
-    yield made
-    for system in made:
-        system.close()
+    with beside_a_straight_one(tmp_path, "changed") as made:
+        yield made
 
 
 def curve(system: System) -> list[list[float]]:
