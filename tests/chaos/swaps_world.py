@@ -50,7 +50,7 @@ NUM_MODELS = 3
 """Different weights; the number of a version picks one of them."""
 TOLERANCE = 1e-3
 ANSWER_TOKENS = 48
-START_S = 300.0
+START_S = 600.0
 
 
 class Killable(Engine, Protocol):

@@ -46,6 +46,9 @@ kinds = pytest.mark.parametrize("kind", [HF, vllm], ids=lambda kind: kind.name)
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module, "RETRY_S", 0.1)
+    # By itself every vLLM binds its worker to the same first cores of the machine.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def judge(figures: Figures, made: World) -> None:

@@ -211,7 +211,7 @@ def test_a_killed_run_has_the_bits_of_a_straight_one_on_one_node(
     print(f"PENSTOCK_CHAOS_SEED={SEED}, {variant}: {NUM_KILLS} kills in {STEPS} steps")
     words = (*SMALL, f"training.parallel.dp={variant.ranks}")
     straight.start(*words, "models.policy.replicas=1")
-    assert straight.wait(600.0) == 0, straight.output()
+    assert straight.wait(60.0 + 10.0 * STEPS) == 0, straight.output()
     killed.start(*words, f"models.policy.replicas={variant.nodes}")
     for kill in make_plan(SEED, variant, NUM_KILLS):
         carry_out(killed, kill, variant.ranks)

@@ -7,19 +7,22 @@ own reload are closed here. A checkpoint with a tied head has no tensor for it, 
 head would go on with its old packed copy: heads are tied and packed anew. q, k and v are one layer
 inside vLLM, gate and up another: an update with a part of one is refused before anything changes.
 The route that calls this asks for no credentials, so folders outside `$PENSTOCK_WEIGHTS_ROOT` are
-refused too. A third trap, of seeded requests on a CPU, is closed by `keep_used_draws`.
+refused too. Two more traps, of engines on a CPU, are closed by `settle`, which vLLM calls in each
+of its processes: the folder beside this file names it as a plugin.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = "PENSTOCK_WEIGHTS_ROOT"
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+NAP_S = 0.0001
 
 
 class Extension:
@@ -88,13 +91,18 @@ def pack_heads(model: Any) -> int:
     return len(tables)
 
 
+def settle() -> None:
+    """Where vLLM computes on a CPU, two habits that suit a GPU harm it."""
+    if not importlib.import_module("torch").accelerator.is_available():
+        keep_used_draws()
+        wait_asleep()
+
+
 def keep_used_draws() -> None:
     """vLLM takes back the draw of a token that it throws away (a prompt read in parts) through its
     generator's offset. Generators of a CPU have none, and the engine dies of it. There the draw
     stays used: the one after it is as fair."""
     torch: Any = importlib.import_module("torch")
-    if torch.accelerator.is_available():
-        return
 
     class Generator(torch.Generator):
         def get_offset(self) -> int:
@@ -104,6 +112,14 @@ def keep_used_draws() -> None:
             pass
 
     torch.Generator = Generator
+
+
+def wait_asleep() -> None:
+    """vLLM's processes wait for each other by yielding in a loop. On cores that compute as well,
+    Linux 6.18 takes the turns that were yielded for given up: a pause then waited up to a minute
+    behind the answers of another engine."""
+    waiting: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    waiting.sched_yield = lambda: time.sleep(NAP_S)
 
 
 def _names(path: Path) -> list[str]:
@@ -116,7 +132,3 @@ def _tensors(paths: list[Path]) -> Iterator[tuple[str, Any]]:
         with importlib.import_module("safetensors").safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (the file itself is no mapping)
                 yield name, file.get_tensor(name)
-
-
-if ROOT in os.environ:  # inside vLLM
-    keep_used_draws()
