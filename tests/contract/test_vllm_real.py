@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 from jsonschema import validate
@@ -219,6 +220,20 @@ async def test_prompts_that_are_read_in_parts_kill_nobody(bench: Bench) -> None:
     for answer, spec in zip(answers, specs, strict=True):
         assert bench.worst(answer, spec) < TOLERANCE
     assert len({answer.sampled_ids for answer in answers}) > 5
+
+
+async def test_processes_that_wait_for_each_other_sleep(bench: Bench) -> None:
+    """vLLM's own way costs a core each for a second after every answer."""
+    group = psutil.Process(bench.server.group)
+
+    def spent_s() -> float:
+        times = [process.cpu_times() for process in (group, *group.children(recursive=True))]
+        return sum(time.user + time.system for time in times)
+
+    await bench.ask(SamplingSpec(max_tokens=2))
+    began_at, before_s = time.monotonic(), spent_s()
+    await asyncio.sleep(0.5)
+    assert spent_s() - before_s < 0.5 * (time.monotonic() - began_at)
 
 
 async def test_a_stop_string_ends_the_answer_and_its_tokens_stay(bench: Bench) -> None:

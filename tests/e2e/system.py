@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,18 @@ class System:
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
+
+    def run_file(self, file: Path, *words: str, timeout_s: float) -> None:
+        """A run of the file from the folder it stands in, to its good end."""
+        output_dir = f"output_dir={self.folder.path.parent}"
+        with self._output.open("ab") as out:
+            self.launcher = subprocess.Popen(
+                [*PENSTOCK, "run", str(file), *words, output_dir, "--headless"],
+                cwd=file.parent,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        assert self.wait(timeout_s) == 0, self.output()
 
     def wait(self, timeout_s: float = 180.0) -> int:
         assert self.launcher is not None
@@ -156,7 +168,7 @@ def beside_a_straight_one(folder: Path, name: str) -> Generator[tuple[System, Sy
             system.close()
 
 
-def assert_complete(system: System, *, steps: int, words: Sequence[str] = ()) -> None:
+def assert_complete(system: System, *, steps: int) -> None:
     """Finished, nothing lost, nothing trained twice, and the proof of a stranger."""
     assert system.folder.finish() is not None
     report = system.audit()

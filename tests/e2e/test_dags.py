@@ -5,12 +5,11 @@ stages alone, and a user's graph with a reward stage and a loss of its own."""
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
-from tests.e2e.system import PENSTOCK, System, assert_complete
+from tests.e2e.system import System, assert_complete
 
 DAGS = Path(__file__).parents[2] / "recipes" / "dags"
 TARGET = 0.8
@@ -53,17 +52,6 @@ def plain(tokens) -> TokenLoss:
 """
 
 
-def run(system: System, *words: str, cwd: Path) -> None:
-    with system.folder.path.with_suffix(".out").open("wb") as out:
-        system.launcher = subprocess.Popen(
-            [*PENSTOCK, "run", *words, f"output_dir={cwd}", "--headless"],
-            cwd=cwd,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-    assert system.wait(1500.0) == 0, system.output()
-
-
 def test_the_two_files_differ_in_their_stages_alone() -> None:
     grpo, ppo = (yaml.safe_load((DAGS / f"{name}.yaml").read_text()) for name in ("grpo", "ppo"))
     assert {key for key in grpo.keys() | ppo.keys() if grpo.get(key) != ppo.get(key)} == {
@@ -78,7 +66,7 @@ def test_the_two_files_differ_in_their_stages_alone() -> None:
 def test_a_run_defined_by_its_dag_reaches_the_target(name: str, tmp_path: Path) -> None:
     system = System(tmp_path / f"dag-{name}")
     try:
-        run(system, str(DAGS / f"{name}.yaml"), cwd=tmp_path)
+        system.run_file(DAGS / f"{name}.yaml", timeout_s=1500.0)
     finally:
         system.close()
     assert_complete(system, steps=70)
@@ -95,7 +83,7 @@ def test_a_users_graph_needs_no_change_of_penstock(tmp_path: Path) -> None:
     (tmp_path / "my_dag.py").write_text(MY_DAG)
     system = System(tmp_path / "own")
     try:
-        run(system, "run.yaml", cwd=tmp_path)
+        system.run_file(tmp_path / "run.yaml", timeout_s=100.0)
     finally:
         system.close()
     assert_complete(system, steps=3)
