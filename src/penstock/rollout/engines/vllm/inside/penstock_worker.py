@@ -115,9 +115,8 @@ def keep_used_draws() -> None:
 
 
 def wait_asleep() -> None:
-    """vLLM's processes wait for each other by yielding in a loop. On cores that compute as well,
-    Linux 6.18 takes the turns that were yielded for given up: a pause then waited up to a minute
-    behind the answers of another engine."""
+    """vLLM's processes wait for each other by yielding in a loop. On cores that compute as well
+    they then lose their turns: a pause waited up to 18 s behind the answers of another engine."""
     waiting: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
     waiting.sched_yield = lambda: time.sleep(NAP_S)
 
