@@ -354,6 +354,7 @@ words = sys.argv[1:]
 assert words[0] == "serve" and words[words.index("--host") + 1] == "127.0.0.1", words
 assert words[-2:] == ["--dtype", "float32"] and "--enforce-eager" in words
 assert os.environ["VLLM_SERVER_DEV_MODE"] == "1" and "PENSTOCK_TOKEN" not in os.environ
+assert os.environ.get("VLLM_PLUGINS", "penstock").endswith("penstock")
 helper = subprocess.Popen(["sleep", "1000"])
 Path({pids!r}).write_text(f"{{os.getpid()}} {{helper.pid}}")
 folder = Path(words[1])
@@ -394,6 +395,7 @@ async def test_a_killed_child_comes_back_with_the_last_version(
     victim: str,
 ) -> None:
     monkeypatch.setenv("PENSTOCK_TOKEN", "secret")
+    monkeypatch.setenv("VLLM_PLUGINS", "theirs")
     server = ChildServer(environment, ["--dtype", "float32"], state_dir=tmp_path / "state")
     engine = VllmEngine(server)
     try:

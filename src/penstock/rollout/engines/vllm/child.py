@@ -40,6 +40,8 @@ TELL_S = 15.0
 COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 """Under a schema, a model that likes blanks would otherwise never end."""
 INSIDE = Path(__file__).parent / "inside"
+ONLY_PLUGINS = "VLLM_PLUGINS"
+"""Where it is set, vLLM loads those alone; ours is in INSIDE."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM makes room for."""
 MOST_ADAPTERS = 16
@@ -228,10 +230,13 @@ def _for_adapters(room: AdapterRoom) -> tuple[str, ...]:
 
 
 def _environment(folder: Path, scratch: Path) -> dict[str, str]:
+    inherited = inherited_env()
+    if ONLY_PLUGINS in inherited:
+        inherited[ONLY_PLUGINS] += ",penstock"
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
-        **inherited_env(),
+        **inherited,
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",
