@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.harness import result, say, scratch
-from penstock.trainer.gang.balance import imbalance, row_costs, share_out
+from penstock.trainer.gang.balance import imbalance, row_costs
 
 if TYPE_CHECKING:
     from benchmarks.dataplane_ranks import World
@@ -119,16 +119,19 @@ def _largest_batch(world: World, folder: Path, design: str) -> int:
 
 
 def _balance(num_ranks: int, num_batches: int) -> tuple[float, float]:
-    """Median load imbalance as rows are served, and after balancing; lengths are log-normal."""
+    """Median load imbalance as rows are served, and as ranks share them; lengths are log-normal."""
+    from penstock.trainer.gang.drawing import share_rows
+
     draw = np.random.default_rng(0)
     before: list[float] = []
     after: list[float] = []
     for _ in range(num_batches):
-        lengths_R = np.clip(draw.lognormal(8.0, 1.0, 256), 16, 65536).astype(np.int64)
-        costs_R = row_costs(lengths_R, per_token=1.0, per_square=1 / 16384)
+        lengths_R = np.clip(draw.lognormal(8.0, 1.0, 256), 16, 65536)
+        costs_R = row_costs(lengths_R, lengths_R**2)
         served = [np.arange(rank, 256, num_ranks) for rank in range(num_ranks)]
+        shared = share_rows(costs_R, np.arange(256) // 8, num_ranks, 1)
         before.append(imbalance(costs_R, served))
-        after.append(imbalance(costs_R, share_out(costs_R, num_ranks)))
+        after.append(imbalance(costs_R, [np.array(rows) for rows in shared]))
     return median(before), median(after)
 
 

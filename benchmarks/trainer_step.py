@@ -22,7 +22,7 @@ from benchmarks.cache import smollm2
 from benchmarks.harness import MIN_PAIRS, result, say
 from penstock.trainer.actor import Actor
 from penstock.trainer.attention import lay_out
-from penstock.trainer.batches import Batch
+from penstock.trainer.batches import Batch, Roles
 from penstock.trainer.gang.team import Alone
 from penstock.trainer.inputs import make_inputs, split
 from penstock.trainer.learner import Learner, Optimizer
@@ -62,6 +62,7 @@ def make_batch(lengths: Ints, vocab_size: int, draw: np.random.Generator) -> Bat
         logprobs_T=draw.normal(-10.8, 0.1, num_tokens).astype(np.float32),
         numbers_T=np.zeros(num_tokens, np.int32),
         turns_T=np.zeros(num_tokens, np.int32),
+        roles_T=np.zeros(num_tokens, np.int32),
         sampled_T=np.maximum(position - PROMPT, 0),
         temperature_T=np.ones(num_tokens, np.float32),
         top_k_T=np.zeros(num_tokens, np.int32),
@@ -75,10 +76,13 @@ def make_batch(lengths: Ints, vocab_size: int, draw: np.random.Generator) -> Bat
         samples=samples,
         groups_R=np.arange(lengths.size) // 8,
         staleness_R=np.zeros(lengths.size, np.int64),
+        costs_R=np.ones(lengths.size),  # one rank, which computes them all
         columns={
             "reward": draw.random(lengths.size),
             "advantage": np.repeat(advantages, lengths + PROMPT),
         },
+        longest_R=lengths,
+        roles=Roles.unnamed(lengths.size),
     )
 
 

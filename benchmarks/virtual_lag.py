@@ -30,7 +30,7 @@ from penstock.trainer.advantages.baselines import (
     normalised,
 )
 from penstock.trainer.advantages.gae import OLD_VALUES, RETURNS, Gae
-from penstock.trainer.batches import Batch
+from penstock.trainer.batches import Batch, Roles
 from penstock.trainer.inputs import PROXIMAL
 from penstock.trainer.learner import Learner
 from penstock.trainer.samples import Samples
@@ -123,7 +123,10 @@ def _batch(
         samples=_samples(prompts_RP, answers, number),
         groups_R=np.arange(num_rows) // NUM_GENERATIONS,
         staleness_R=np.full(num_rows, trains_from - number),
+        costs_R=np.ones(num_rows),  # one rank, which computes them all
         columns={"reward": rewards_R},
+        longest_R=answers.lengths_R,
+        roles=Roles.unnamed(num_rows),
     )
 
 
@@ -146,6 +149,7 @@ def _samples(prompts_RP: Ints, answers: Answers, number: int) -> Samples:
         logprobs_T=logprobs_RL[is_there_RL],
         numbers_T=np.where(place_T >= 0, number, -1).astype(np.int32),
         turns_T=np.zeros(shape, np.int32),
+        roles_T=np.zeros(shape, np.int32),
         sampled_T=np.maximum(place_T, 0),
         temperature_T=np.ones(shape, np.float32),
         top_k_T=np.zeros(shape, np.int32),

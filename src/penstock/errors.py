@@ -16,6 +16,7 @@ PenstockError
 ├── RewardError                   the reward function raised, was killed, or returned nonsense
 ├── WeightsError                  a snapshot is missing, damaged or of another model
 ├── StoreError                    the ledger or a segment cannot be trusted
+│   └── ForkRefused               the ledger does not know the checkpoint to go on from
 └── LaunchError                   a process could not be started or kept running
 
 A failed rollout is a record, not a crash: only the node's loop catches these, and writes them down.
@@ -116,6 +117,10 @@ class WeightsError(PenstockError):
 
 
 class StoreError(PenstockError):
+    pass
+
+
+class ForkRefused(StoreError):
     pass
 
 

@@ -181,6 +181,12 @@ def is_data(turn: Turn) -> bool:
     )
 
 
+def is_trainable(turn: Turn) -> bool:
+    """Whether a trainer that sees it has a gradient to take: a greedy choice has none under its own
+    spec."""
+    return is_data(turn) and turn.sampling.temperature > 0 and bool(turn.sampled_ids)
+
+
 class OutcomeKind(StrEnum):
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -233,6 +239,8 @@ class Trajectory:
     outcome: Outcome
     started_at: float = 0.0
     ended_at: float = 0.0
+    session: str = ""
+    """Which life of the node made it; empty where the node does not say."""
 
 
 class DropReason(StrEnum):
@@ -294,6 +302,12 @@ class RowSummary:
         default_factory=dict[PolicyName, Mapping[str, int]]
     )
     """Of policies that acted in named roles, the same tokens by role."""
+    computed: Mapping[PolicyName, tuple[int, int]] = field(
+        default_factory=dict[PolicyName, tuple[int, int]]
+    )
+    """What a trainer of the policy computes of the row, prompts and context included: tokens of the
+    samples it is cut into, and the squares of their lengths, both summed. Empty where it trains
+    nothing, and of a row that an older penstock delivered."""
 
     @property
     def parts(self) -> Iterable[tuple[tuple[PolicyName, str], int]]:
@@ -309,6 +323,21 @@ class RowSummary:
         if sees is None:
             return self.sampled.get(policy, 0)
         return sum(tokens for pair, tokens in self.parts if pair in sees)
+
+    def computed_for(
+        self, policy: PolicyName, sees: Collection[tuple[PolicyName, str]] | None
+    ) -> tuple[int, int]:
+        """As `computed`, for a trainer that sees this. Each policy that it sees counts as if seen
+        alone and in all its roles: where it sees only some, or contexts are shared, it is too
+        much. Of a row that does not say, its sampled tokens."""
+        if not self.computed:
+            tokens = self.tokens_for(policy, sees)
+            return tokens, tokens**2
+        seen = {policy}
+        if sees is not None:
+            seen = {pair[0] for pair, _ in self.parts if pair in sees}
+        parts = [self.computed[one] for one in seen if one in self.computed]
+        return sum(tokens for tokens, _ in parts), sum(squares for _, squares in parts)
 
     @property
     def score(self) -> float:
@@ -345,6 +374,10 @@ class Manifest:
     def tokens(self, row: RowSummary) -> int:
         """Tokens of this row that the consumer trains."""
         return row.tokens_for(PolicyName(self.consumer), self.sees)
+
+    def computed(self, row: RowSummary) -> tuple[int, int]:
+        """What the consumer computes of this row: tokens, and squared lengths of its samples."""
+        return row.computed_for(PolicyName(self.consumer), self.sees)
 
 
 # --- what rules see ---------------------------------------------------------------------------

@@ -142,7 +142,9 @@ def partition(
         yield service
 
 
-def trajectory(grant: Grant, node_id: NodeId, live: LiveVersion, reward: float = 0.5) -> Delivery:
+def trajectory(
+    grant: Grant, node_id: NodeId, live: LiveVersion, reward: float = 0.5, session: str = ""
+) -> Delivery:
     row_id = RowId(f"{grant.group_id}.{grant.slot}.{grant.epoch}")
     record = Trajectory(
         row_id=row_id,
@@ -167,6 +169,7 @@ def trajectory(grant: Grant, node_id: NodeId, live: LiveVersion, reward: float =
         ),
         reward=reward,
         outcome=Outcome(kind=OutcomeKind.COMPLETED),
+        session=session,
     )
     return Delivery(row_id=row_id, payload=memoryview(encode(record)))
 

@@ -156,6 +156,28 @@ async def test_a_batch_is_sealed_once_and_served_byte_for_byte(tmp_path: Path) -
             await asyncio.to_thread(successor.client.batch, old)
 
 
+async def test_what_a_trainer_computes_of_a_row_is_known_over_a_restart(tmp_path: Path) -> None:
+    """One row of each group came before it, the other after."""
+    config = small_config()
+    with dataflow(tmp_path, config) as running:
+        await asyncio.to_thread(SmallTrainer, running)
+        node = SmallNode(running)
+        await node.join()
+        grants = (await node.client.lease(node.request())).grants
+        assert set(await node.deliver(*grants[::2])) == {"stored"}
+        await node.client.close()
+    with dataflow(tmp_path, config) as running:
+        node.client = NodeClient(running.url, running.token(Role.ROLLOUT))
+        assert set(await node.deliver(*grants[1::2])) == {"stored"}
+        trainer = await asyncio.to_thread(SmallTrainer, running)
+        request = BatchRequest(consumer=POLICY, seq=1, incarnation=trainer.incarnation)
+        manifest = (await asyncio.to_thread(trainer.client.batch, request)).manifest
+        assert manifest is not None
+        assert [row.sampled for row in manifest.rows] == [{POLICY: 2}] * 4
+        assert [row.computed for row in manifest.rows] == [{POLICY: (4, 16)}] * 4
+        await node.client.close()
+
+
 async def test_a_heartbeat_overtakes_a_held_request(tmp_path: Path) -> None:
     """A node that goes live on a newer version while its request is held gets work at once."""
     with dataflow(tmp_path, small_config()) as running:

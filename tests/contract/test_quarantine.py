@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.contract.running import (
     POLICY,
+    Running,
     SmallTrainer,
     dataflow,
     free_port,
@@ -34,6 +37,7 @@ from penstock.dataflow.protocol import (
     QuarantineRequest,
     Register,
 )
+from penstock.dataflow.records import MetaRecord, quarantine, quarantined
 from penstock.dataflow.service import Dataflow
 from penstock.dataflow.told.status import status
 from penstock.errors import Fenced, Forbidden
@@ -43,7 +47,7 @@ from penstock.wire.client import Caller
 
 DRIFTS, SOUND = NodeId("drifts"), NodeId("sound")
 LIVE = LiveVersion(policy=POLICY, incarnation=1, number=0)
-WHY = QuarantineRequest(policy=POLICY, incarnation=1, why="k3 is 12 times the median")
+WHY = QuarantineRequest(policy=POLICY, incarnation=1, why="k3 is 12 times the median", session="s")
 
 
 async def start(service: Dataflow) -> None:
@@ -119,6 +123,61 @@ async def test_it_lasts_over_a_restart_and_ends_with_a_new_life(tmp_path: Path) 
     service.close()
 
 
+async def test_rows_of_an_old_life_do_not_harm_the_new_one(tmp_path: Path) -> None:
+    """The trainer hears of what the node was before its repair when the next batch is trained."""
+    service = build(small_config(), tmp_path)
+    await start(service)
+    await join(service, DRIFTS, "new")
+    await service.trainers.quarantine(DRIFTS, WHY)
+    assert len(await lease(service, DRIFTS, "a", "new", max_slots=1)) == 1
+    await service.trainers.quarantine(DRIFTS, replace(WHY, session="new"))
+    await service.trainers.quarantine(DRIFTS, replace(WHY, session="older"))
+    assert await lease(service, DRIFTS, "b", "new") == ()
+    service.close()
+    service = build(small_config(), tmp_path)
+    assert service.partition.nodes[DRIFTS].is_quarantined, "an older life, told later, hides it not"
+    service.close()
+
+
+async def test_who_does_not_say_which_life_means_the_one_that_runs(tmp_path: Path) -> None:
+    service = build(small_config(), tmp_path)
+    await start(service)
+    await service.trainers.quarantine(DRIFTS, replace(WHY, session=""))
+    assert await lease(service, DRIFTS, "a") == ()
+    await join(service, DRIFTS, "new")
+    assert len(await lease(service, DRIFTS, "b", "new", max_slots=1)) == 1
+    await service.trainers.quarantine(DRIFTS, replace(WHY, session=""))
+    assert await lease(service, DRIFTS, "c", "new") == ()
+    service.close()
+
+
+async def test_it_is_known_before_the_node_comes_and_after_it_left(tmp_path: Path) -> None:
+    service = build(small_config(), tmp_path)
+    await start(service)
+    await service.nodes.leave(DRIFTS, "s")
+    await service.trainers.quarantine(DRIFTS, WHY)
+    await join(service, DRIFTS, "s")
+    assert await lease(service, DRIFTS, "a") == ()
+    service.close()
+
+
+async def test_a_row_may_not_name_another_life_than_its_lease(tmp_path: Path) -> None:
+    service = build(small_config(), tmp_path)
+    await start(service)
+    true, false, silent = await lease(service, SOUND, "a", max_slots=3)
+    deliveries = (
+        trajectory(true, SOUND, LIVE, session="s"),
+        trajectory(false, SOUND, LIVE, session="other"),
+        trajectory(silent, SOUND, LIVE),
+    )
+    body = DeliveryRequest(node_id=SOUND, session="s", deliveries=deliveries)
+    results = (await service.nodes.deliver(body)).results
+    stored, invalid = DeliveryStatus.STORED, DeliveryStatus.INVALID
+    assert [result.status for result in results] == [stored, invalid, stored]
+    assert "session other" in results[1].detail
+    service.close()
+
+
 async def test_only_the_one_trainer_says_it_and_a_stranger_changes_nothing(tmp_path: Path) -> None:
     service = build(small_config(), tmp_path)
     await start(service)
@@ -127,11 +186,16 @@ async def test_only_the_one_trainer_says_it_and_a_stranger_changes_nothing(tmp_p
     with pytest.raises(Fenced):
         await service.trainers.quarantine(DRIFTS, WHY)
     assert not service.partition.nodes[DRIFTS].is_quarantined
-    await service.trainers.quarantine(
-        NodeId("nobody"), QuarantineRequest(policy=POLICY, incarnation=2, why="")
-    )
+    await service.trainers.quarantine(NodeId("nobody"), replace(WHY, incarnation=2))
+    await service.trainers.quarantine(NodeId("nobody"), replace(WHY, incarnation=2, session=""))
     assert set(service.partition.nodes) == {DRIFTS, SOUND}
     service.close()
+
+
+def test_what_an_earlier_release_wrote_is_read() -> None:
+    life = (DRIFTS, "s")
+    assert quarantined(quarantine(*life)) == life
+    assert quarantined(MetaRecord(key=f"quarantined/{DRIFTS}", value="s")) == life
 
 
 def test_every_partition_hears_of_it_and_no_node_may_say_it(tmp_path: Path) -> None:
@@ -139,22 +203,41 @@ def test_every_partition_hears_of_it_and_no_node_may_say_it(tmp_path: Path) -> N
     with dataflow(tmp_path, config) as running:
         trainer = SmallTrainer(running)
         with partition(tmp_path / "p1", config, running, 1, port=port) as further:
-
-            async def register() -> None:
-                client = NodeClient(f"http://127.0.0.1:{port}", running.token(Role.ROLLOUT))
-                body = Register(node_id=DRIFTS, session="s", capacity=4, policies=())
-                await client.register(body)
-                await client.close()
-
-            asyncio.run(register())
-            body = QuarantineRequest(policy=POLICY, incarnation=trainer.incarnation, why="drift")
+            asyncio.run(register(running, port, DRIFTS))
+            body = replace(WHY, incarnation=trainer.incarnation)
             caller = Caller(running.url, running.token(Role.ROLLOUT))
             running.clients.callback(caller.close)
             with pytest.raises(Forbidden):
                 caller.call("POST", f"/v1/nodes/{SOUND}/quarantine", body, Done)
-            node = further.partition.nodes[DRIFTS]
-            give_up_at = time.monotonic() + 60
-            while not node.is_quarantined and time.monotonic() < give_up_at:
-                trainer.client.quarantine(DRIFTS, body)
-                time.sleep(0.05)
-            assert node.is_quarantined
+            trainer.client.quarantine(DRIFTS, body)
+            wait_for(lambda: further.partition.nodes[DRIFTS].is_quarantined)
+
+
+def test_a_partition_that_joins_later_or_meets_the_node_later_knows(tmp_path: Path) -> None:
+    config, before, after = small_config(), free_port(), free_port()
+    with dataflow(tmp_path, config) as running:
+        trainer = SmallTrainer(running)
+        told = replace(WHY, incarnation=trainer.incarnation)
+        with partition(tmp_path / "p1", config, running, 1, port=before) as known:
+            asyncio.run(register(running, before, SOUND))
+            trainer.client.quarantine(DRIFTS, told)
+            trainer.client.quarantine(SOUND, told)  # messages arrive in order
+            wait_for(lambda: known.partition.nodes[SOUND].is_quarantined)
+            asyncio.run(register(running, before, DRIFTS))
+            assert known.partition.nodes[DRIFTS].is_quarantined
+        with partition(tmp_path / "p2", config, running, 2, port=after) as late:
+            asyncio.run(register(running, after, DRIFTS))
+            wait_for(lambda: late.partition.nodes[DRIFTS].is_quarantined)
+
+
+async def register(running: Running, port: int, node: NodeId) -> None:
+    client = NodeClient(f"http://127.0.0.1:{port}", running.token(Role.ROLLOUT))
+    await client.register(Register(node_id=node, session="s", capacity=4, policies=()))
+    await client.close()
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.05)

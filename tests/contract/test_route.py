@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from importlib import resources
 from pathlib import Path
 
@@ -31,6 +32,9 @@ from penstock.dataflow.protocol import (
     PublishRequest,
     Register,
 )
+from penstock.dataflow.records import RowRecord
+from penstock.dataflow.told.recorded import open_recorded
+from penstock.dataflow.told.rereading import SealedBatches
 from penstock.trainer.batches import Batch, assemble
 from penstock.types import (
     FinishReason,
@@ -157,6 +161,15 @@ def trained(batch: Batch) -> dict[int, float]:
     return {int(token): float(p) for token, p in zip(ids, logprobs, strict=True)}
 
 
+def computed(batch: Batch) -> dict[int, int]:
+    """Tokens of each row as it was cut."""
+    samples = batch.samples
+    found: Counter[int] = Counter()
+    for row, start, end in zip(samples.rows_S, samples.starts_S, samples.ends_S, strict=True):
+        found[int(row)] += int(end - start)
+    return dict(found)
+
+
 @pytest.mark.parametrize(
     ("rule", "seen"),
     [
@@ -176,6 +189,9 @@ def test_each_trainer_sees_what_its_rule_lets_it(tmp_path: Path, rule: str, seen
         asyncio.run(roll_out(running))
         manifest, batch = student.take()
         assert trained(batch) == {token: -0.5 * token for token in seen}
+        told = {index: manifest.computed(row)[0] for index, row in enumerate(manifest.rows)}
+        if "by-role" not in rule:  # whose other turns count, too
+            assert told == computed(batch)
         assert trained(teacher.take()[1]) == {TAUGHT: -0.5 * TAUGHT}
         has_taught = {row.row_id for row in manifest.rows if not row.sampled.get(STUDENT)}
         assert bool(has_taught) == (TAUGHT in seen), "groups without a turn of its own"
@@ -187,5 +203,11 @@ def test_each_trainer_sees_what_its_rule_lets_it(tmp_path: Path, rule: str, seen
         again, same = OneBatch(running, STUDENT).take()
         assert again == manifest
         assert trained(same) == trained(batch)
+    recorded = open_recorded(tmp_path / "ledger")
+    sealed = SealedBatches(recorded, tmp_path / "ledger", STUDENT).manifest(1)
+    kept = {row.row_id: row.summary.computed for row in recorded.home.read(RowRecord)}
+    recorded.close()
+    assert sealed == manifest, "replayed as served"
+    assert all(row.computed == kept[row.row_id] for row in manifest.rows)
     (tmp_path / "config.yaml").write_text(dump(config))
     assert [check for check in audit(tmp_path).checks if not check.ok] == []

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline stages placed away from the trainer, over real HTTP: reward model, process scores and
-reference as workers with scripted scorers; and a scorer that fails costs its rows, nobody else."""
+reference as workers with scripted scorers, and the credit that follows from what they wrote."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,10 @@ from penstock.dataflow.protocol import BatchRequest
 from penstock.dataflow.told.recorded import open_recorded
 from penstock.dataflow.told.rereading import SealedBatches
 from penstock.trainer.batches import assemble
+from penstock.trainer.pipeline.builtin import chain_of
+from penstock.trainer.pipeline.credits import group_advantage
+from penstock.trainer.pipeline.layout import Layout
+from penstock.trainer.pipeline.run import bind
 from penstock.trainer.pipeline.service import serve
 from penstock.wire.auth import Role
 
@@ -34,11 +40,18 @@ REFERENCE = stage(
     fn=f"{OWN}:reference",
     on="admitted",
 )
+STEPS = stage(
+    "advantage",
+    "reward step_scores",
+    "advantage",
+    role="advantage",
+    fn="penstock.trainer.pipeline.credits:step_advantage",
+)
 
 
 def with_services(*services: PipelineStageConfig) -> RunConfig:
     config = small_config(groups_per_batch=2, num_generations=2, steps=3)
-    pipeline = PipelineConfig(stages=(*services, *of("grpo")))
+    pipeline = PipelineConfig(stages=(*services, STEPS, of("grpo")[-1]))
     values = {**config.model_dump(), "pipeline": pipeline.model_dump(), "reward": None}
     return RunConfig.model_validate(values)
 
@@ -64,7 +77,7 @@ async def serve_while_rolling_out(running: Running, config: RunConfig, num_slots
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-def test_what_three_services_wrote_is_in_the_batch(tmp_path: Path) -> None:
+def test_what_three_services_wrote_is_in_the_batch_and_gives_the_credit(tmp_path: Path) -> None:
     config = with_services(REWARD, PRM, REFERENCE)
     with dataflow(tmp_path, config) as running:
         first = SmallTrainer(running)
@@ -79,7 +92,15 @@ def test_what_three_services_wrote_is_in_the_batch(tmp_path: Path) -> None:
     np.testing.assert_allclose(
         batch.columns["reference_logprobs"][mask], batch.samples.logprobs_T[mask] - 0.125
     )
-    np.testing.assert_allclose(batch.columns["step_scores"][mask], 1.0)
+    slot_T = batch.rows_T % 2
+    scores_T = batch.columns["step_scores"]
+    np.testing.assert_allclose(scores_T[mask], np.where(slot_T == 0, 1.0, 2 / 3)[mask], rtol=1e-6)
+    credit = bind(chain_of(config, POLICY).stages[0])(batch)
+    assert isinstance(credit, Mapping)
+    sign_T = np.where(mask, np.where(slot_T == 0, 1.0, -1.0), 0.0)
+    np.testing.assert_allclose(credit["advantage"], sign_T * math.sqrt(0.5), rtol=1e-3)
+    without = group_advantage(Layout.of(batch), reward=batch.columns["reward"])
+    assert not without["advantage"].any(), "all are rewarded alike: the scores tell them apart"
     with contextlib.closing(open_recorded(tmp_path / "ledger")) as recorded:
         again = SealedBatches(recorded, tmp_path / "ledger", POLICY).rows(manifest)
     assert tuple(again) == rows, "as a replay reads them"

@@ -24,7 +24,7 @@ from tests.e2e.system import PENSTOCK, penstock
 from penstock.dataflow.storage.segments import Location, read
 from penstock.fleet.folder import RunFolder
 from penstock.trainer.actor import Actor
-from penstock.trainer.batches import Batch
+from penstock.trainer.batches import Batch, Roles
 from penstock.trainer.inputs import make_inputs
 from penstock.trainer.models import init_model, load_model
 from penstock.trainer.samples import cut
@@ -116,7 +116,10 @@ def recomputed(trajectory: Trajectory, folder: Path) -> tuple[torch.Tensor, torc
         samples=samples,
         groups_R=np.zeros(1, np.int64),
         staleness_R=np.zeros(1, np.int64),
+        costs_R=np.ones(1),
         columns={"advantage": np.zeros(samples.ids_T.size)},
+        longest_R=np.zeros(1, np.int64),
+        roles=Roles.unnamed(1),
     )
     inputs = make_inputs(batch, np.arange(samples.starts_S.size))
     with torch.no_grad():

@@ -33,6 +33,13 @@ def curve(system: System) -> list[list[float]]:
     return [[line["number"], *(line.get(name, 0.0) for name in COMPARED)] for line in lines]
 
 
+def assert_repeats(folder: str, step: int) -> None:
+    """By as many ranks as trained it."""
+    done = penstock("replay", folder, str(step), "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["is_equal"] is True
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_number_of_ranks_may_change(systems: tuple[System, System]) -> None:
@@ -49,6 +56,7 @@ def test_the_number_of_ranks_may_change(systems: tuple[System, System]) -> None:
         assert refused.returncode == 1 and "parallel" in refused.stderr, refused.stderr
         ended = penstock(*words, "--accept-changes")
         assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert_repeats(folder, steps)
     assert_complete(changed, steps=9)
     for now, then in zip(curve(changed), curve(straight), strict=True):
         assert now == pytest.approx(then, abs=TOLERANCE)

@@ -274,6 +274,7 @@ class Node:
             sampled=msgspec.json.encode(dict.fromkeys(versions, 3)).decode(),
             versions=msgspec.json.encode(versions).decode(),
             delivered_at=0.0,
+            computed=msgspec.json.encode(dict.fromkeys(versions, (5, 25))).decode(),
         )
         return Result(row=row, outcome=outcome)
 

@@ -159,6 +159,8 @@ class _Members:
             return f"sealed as made by {member.versions}; the row says {row.versions}"
         if member.roles != self._roles(row):
             return f"sealed as made in {member.roles}; the row says {row.roles}"
+        if member.computed != decode_map(row.computed or "{}", dict[str, tuple[int, int]], {}):
+            return f"sealed with {member.computed} to compute; the row says {row.computed}"
         # A row that is damaged itself is told by another law; its digest proves nothing here.
         if member.digest != row.digest and not self._evidence.contents[row.row_id].damage:
             return "sealed with other bytes"

@@ -39,7 +39,7 @@ from penstock.audit.records import (
 )
 from penstock.errors import StoreError
 
-FORMATS = ("1", "2", "3")
+FORMATS = ("1", "2", "3", "4")
 """Of ledgers this auditor can read."""
 TableRow = TypeVar("TableRow", bound=Table)
 

@@ -76,6 +76,8 @@ class Row(Table, frozen=True, gc=False):
     """Digest of the blob that holds the payload, when it lies in no segment."""
     roles: str = ""
     """Of policies that acted in named roles, their tokens by role; empty for none."""
+    computed: str = ""
+    """By policy, what its trainer computes; empty for none."""
 
 
 class Column(Table, frozen=True, gc=False):
@@ -236,6 +238,8 @@ class MemberSummary(msgspec.Struct, frozen=True, gc=False):
     """Columns that are one number."""
     roles: dict[str, dict[str, int]] = {}
     """Of policies that acted in named roles, their tokens by role."""
+    computed: dict[str, tuple[int, int]] = {}
+    """By policy, what its trainer computes: tokens and squared lengths of the samples."""
 
 
 class GroupSummary(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -27,27 +28,25 @@ def make_fork(
     from penstock.fleet.folder import Parent, RunFolder
 
     old = parent.read_config()
-    new_name = name or f"{old.name}-fork-{step}"
-    folder = parent.path.parent / new_name
+    beside = parent.path.parent
+    new_name = f"{old.name}-fork-{step}" if name is None else name
+    given = [f"name={json.dumps(new_name)}", f"output_dir={beside}", *overrides]
+    config = load(parent.config_file, given)
+    folder = beside / config.name
     if folder.exists():
         raise ConfigError(f"{folder} exists; give the new run another name with --name")
-    given = [f"name={new_name}", f"output_dir={folder.parent}", *overrides]
-    with tempfile.TemporaryDirectory(prefix=".fork-", dir=folder.parent) as temporary:
+    with tempfile.TemporaryDirectory(prefix=".fork-", dir=beside) as temporary:
         hidden = RunFolder(Path(temporary) / "run")
         hidden.path.mkdir()
-        taken = {policy: _take(parent, old, policy, step, hidden) for policy in old.models}
-        snapshots = {policy: init for policy, init in taken.items() if isinstance(init, Path)}
-        for policy, init in snapshots.items():
-            given.append(f"models.{policy}.init={folder / init.relative_to(hidden.path)}")
-        config = load(parent.config_file, given)
+        taken = {policy: _take(parent, old, policy, step, Path(temporary)) for policy in old.models}
         for policy, found in taken.items():
-            if not isinstance(found, Path):
-                _begin(config, policy, found, hidden)
+            _begin(config, policy, found, hidden)
+        snapshots = [policy for policy, found in taken.items() if isinstance(found, Path)]
         hidden.write_config(config)
         hidden.write_parent(Parent(run=str(parent.path), step=step, weights_only=tuple(snapshots)))
         _keep_modules(parent, hidden, config)
         hidden.path.rename(folder)
-    return RunFolder(folder), list(snapshots)
+    return RunFolder(folder), snapshots
 
 
 def _keep_modules(parent: RunFolder, made: RunFolder, config: RunConfig) -> None:
@@ -58,16 +57,22 @@ def _keep_modules(parent: RunFolder, made: RunFolder, config: RunConfig) -> None
     )
 
 
-def _begin(config: RunConfig, policy: str, found: Checkpoint, made: RunFolder) -> None:
-    from penstock.trainer.service import make_checkpoints
+def _begin(config: RunConfig, policy: str, found: Checkpoint | Path, made: RunFolder) -> None:
+    """Number 0 of the new run. Its config names the model that the parent began with, which is what
+    a reference or a critic begins with here too."""
+    from penstock.trainer.service import begin_with, make_checkpoints
 
-    make_checkpoints(config, policy, made.path).begin_from(found)
+    checkpoints = make_checkpoints(config, policy, made.path)
+    if isinstance(found, Path):
+        begin_with(config, policy, checkpoints, found)
+    else:
+        checkpoints.begin_from(found)
 
 
 def _take(
-    parent: RunFolder, config: RunConfig, policy: str, step: int, made: RunFolder
+    parent: RunFolder, config: RunConfig, policy: str, step: int, temporary: Path
 ) -> Checkpoint | Path:
-    """The checkpoint of this step, or a folder with the weights of that number."""
+    """The checkpoint of this step, or a temporary folder with the weights of that number."""
     from penstock.errors import ConfigError
     from penstock.trainer.service import make_checkpoints
     from penstock.weights.catalog import read_catalog
@@ -86,7 +91,7 @@ def _take(
     published = _published(parent, policy, step)
     for version in there:
         if version.digest == published:
-            return _write_snapshot(store, version, made.path / f"init-{policy}")
+            return _write_snapshot(store, version, temporary / f"model-{policy}")
     kept = ", ".join(str(found.cursor.number) for found in complete) or "none"
     weights = ", ".join(str(version.manifest.number) for version in there) or "none"
     raise ConfigError(

@@ -22,6 +22,7 @@ from penstock.cli.output import note
 from penstock.cli.view import ErrorTail, View, Watch
 from penstock.config import RunConfig, changed, differences, identity
 from penstock.dataflow.client import ReaderClient
+from penstock.dataflow.sources import are_same_tasks
 from penstock.errors import ConfigError, LaunchError
 from penstock.fleet.folder import Finish, Launcher, RunFolder, wait_free
 from penstock.fleet.launchers.local import POLL_S, LocalLauncher
@@ -146,7 +147,7 @@ def _adopt(
 def _changed_data(folder: RunFolder, sources: Mapping[str, str]) -> Iterator[str]:
     known = folder.sources()
     for name, digest in sources.items():
-        if known.get(name, digest) != digest:
+        if not are_same_tasks(known.get(name, digest), digest):
             yield f"source {name}: its tasks are not those that the run began with"
 
 

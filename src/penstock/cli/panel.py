@@ -73,6 +73,7 @@ def draw(view: View, width: int, hint: str = LIVE_HINT) -> RenderableType:
         for policy in status.policies:
             parts.append(_policy(policy, view.curves.get(policy.policy, []), width))
         parts += [_flow(status), Text(""), _nodes(status)]
+        parts += [Text(f"\n{alarm}", style="yellow") for alarm in status.alarms]
     if view.status is not None and view.away_s > AWAY_S:
         parts.append(Text(f"the dataflow has not answered for {span(view.away_s)}", style="yellow"))
     if view.note:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from penstock.cli.target import Target
 from penstock.config import CommandWorkflow, RunConfig
+from penstock.config.run import BUILTIN_MODELS
 from penstock.fleet.folder import free_bytes
 
 MIN_FREE_BYTES = 1 << 30
@@ -60,15 +61,29 @@ def _missing_extras() -> Iterator[str]:
 
 
 def _missing_models(config: RunConfig) -> Iterator[str]:
-    for policy, model in config.models.items():
-        if model.init.startswith("builtin:"):
+    for where, init in _named_models(config):
+        if init in BUILTIN_MODELS:
             continue
-        path = Path(model.init).expanduser()
+        path = Path(init).expanduser()
         if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
-            yield (
-                f"models.{policy}.init: no model with config.json and *.safetensors in {path}; "
-                f"`hf download {model.init} --local-dir DIR` makes such a folder"
-            )
+            cure = f"`hf download {init} --local-dir DIR` makes such a folder"
+            if init.startswith("builtin:"):
+                cure = f"built in is {', '.join(BUILTIN_MODELS)}"
+            yield f"{where}: no model with config.json and *.safetensors in {path}; {cure}"
+
+
+def _named_models(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(which key, the model it names) of all that trainers load. Stages placed elsewhere have their
+    models where they run, and beside own stages `algorithm.teacher` is not asked."""
+    stages = config.pipeline.stages if config.pipeline else ()
+    for policy, model in config.models.items():
+        yield f"models.{policy}.init", model.init
+        teacher = config.for_policy(policy).algorithm.teacher
+        if teacher is not None and not stages:
+            yield f"{f'models.{policy}.' if model.algorithm else ''}algorithm.teacher", teacher
+    for index, stage in enumerate(stages):
+        if stage.model is not None and not stage.is_service:
+            yield f"pipeline.stages[{index}].model (stage {stage.id})", stage.model
 
 
 def _missing_program(config: RunConfig) -> Iterator[str]:

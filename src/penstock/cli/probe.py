@@ -24,8 +24,8 @@ _OURS = (str(Path(penstock.__file__).parent), str(Path(importlib.__file__).paren
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    sources: list[tuple[str, str]]
-    """(name, module or file)."""
+    sources: list[tuple[str, str, int | None]]
+    """(name, module or file, limit)."""
     reward: str
     workflow: str
     """Empty for a command, which is not run."""
@@ -50,8 +50,8 @@ class Findings:
 
 def probe(question: Question) -> Findings:
     findings = Findings()
-    for name, where in question.sources:
-        _try_source(name, where, question, findings)
+    for name, where, limit in question.sources:
+        _try_source(name, where, limit, question, findings)
     if question.reward and findings.tasks:
         _try_reward(question, next(iter(findings.tasks.values())), findings)
     if question.workflow:
@@ -61,12 +61,14 @@ def probe(question: Question) -> Findings:
     return findings
 
 
-def _try_source(name: str, where: str, question: Question, findings: Findings) -> None:
+def _try_source(
+    name: str, where: str, limit: int | None, question: Question, findings: Findings
+) -> None:
     from penstock.dataflow.sources import open_source
 
     seed = question.seed
     try:
-        source = open_source(name, where)
+        source = open_source(name, where, limit=limit)
         task = source.task(0, seed=seed, workflow="")
         again = source.task(0, seed=seed, workflow="")
         findings.digests[name] = source.digest(seed)
@@ -143,7 +145,7 @@ def _explained(text: str, error: ConfigError, question: Question) -> str:
 def _is_asked(module: str, question: Question) -> bool:
     """The config names this module (or one inside it), rather than the user's own code."""
     functions = (question.reward, question.workflow, *(str(s["fn"]) for s in question.stages))
-    named = [where for _, where in question.sources] + [f.partition(":")[0] for f in functions]
+    named = [where for _, where, _ in question.sources] + [f.partition(":")[0] for f in functions]
     return any(f"{name}.".startswith(f"{module}.") for name in named)
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.dataflow.protocol import RowPayload
-    from penstock.dataflow.records import VersionRecord
     from penstock.dataflow.told.rereading import SealedBatches
+    from penstock.errors import StoreError
     from penstock.fleet.folder import RunFolder
+    from penstock.trainer.gang.ranks import Membership
     from penstock.trainer.replay import Committed, Replayed
     from penstock.types import Manifest
 
@@ -38,11 +39,25 @@ class Comparison:
         return self.has_equal_weights and has_reached and not self.done.differences
 
 
-def compute_again(folder: RunFolder, step: int, policy: str | None) -> Comparison:
+def ranks_of(folder: RunFolder, policy: str | None) -> int:
+    """How many processes trained this policy: so many must compute a step again."""
+    from penstock.cli.service import import_from, only_policy
+    from penstock.trainer.pipeline.builtin import chain_of
+
+    config = folder.read_config()
+    import_from(folder.python_path())
+    return chain_of(config, only_policy(config, policy)).num_ranks
+
+
+def compute_again(
+    folder: RunFolder, step: int, policy: str | None, member: Membership | None = None
+) -> Comparison | None:
+    """What came of it; in a rank that is not the first, nothing."""
     from penstock.cli.service import import_from, only_policy
     from penstock.dataflow.told.recorded import open_recorded
     from penstock.dataflow.told.rereading import SealedBatches
-    from penstock.trainer.service import replay_step
+    from penstock.trainer.device import own_device
+    from penstock.trainer.service import form_team, replay_step
     from penstock.types import PolicyName
 
     config = folder.read_config()
@@ -51,12 +66,27 @@ def compute_again(folder: RunFolder, step: int, policy: str | None) -> Compariso
     recorded = open_recorded(folder.path / "ledger")
     try:
         batches = SealedBatches(recorded, folder.path / "ledger", PolicyName(name))
-        published = _published(batches, name, step)
+        published = batches.version(step)
+        if published is None:
+            if member is None or member.rank == 0:
+                raise _never_published(batches, name, step)
+            return None
+        device = own_device(member.local_rank if member else 0)
+        team = form_team(config, name, member, device)
         with tempfile.TemporaryDirectory(prefix="penstock-replay-") as scratch:
             record, where = _Record(batches), Path(scratch)
             done = replay_step(
-                config, name, record, number=step, run_dir=folder.path, scratch=where
+                config,
+                name,
+                record,
+                number=step,
+                run_dir=folder.path,
+                scratch=where,
+                team=team,
+                device=device,
             )
+            if done is None:
+                return None
             was = _tensors(folder.weights, published.manifest_digest)
             now = _tensors(where / "weights", done.stored.manifest_digest)
     finally:
@@ -70,14 +100,11 @@ def compute_again(folder: RunFolder, step: int, policy: str | None) -> Compariso
     )
 
 
-def _published(batches: SealedBatches, policy: str, step: int) -> VersionRecord:
+def _never_published(batches: SealedBatches, policy: str, step: int) -> StoreError:
     from penstock.errors import StoreError
 
-    found = batches.version(step)
-    if found is not None:
-        return found
     numbers = sorted({version.number for version in batches.lineage.versions()})
-    raise StoreError(
+    return StoreError(
         f"{policy}: number {step} was never published on the surviving lineage, so nothing can be "
         f"compared (published: {', '.join(map(str, numbers[-20:])) or 'none'}; when "
         "publishing lags, numbers are left out)"

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +20,8 @@ def replay(run: Path, step: int, /, *, policy: str | None = None, json: bool = F
     """Compute a step again from its sealed batch and the checkpoint before it.
 
     Exit code 0 if and only if stats and weights come out bit for bit as they were published. Steps
-    between that checkpoint and this one are computed again too. What a run keeps reaches back to
+    between that checkpoint and this one are computed again too, by as many ranks as trained them.
+    What a run keeps reaches back to
     its oldest retained checkpoint.
 
     Parameters
@@ -32,11 +35,42 @@ def replay(run: Path, step: int, /, *, policy: str | None = None, json: bool = F
     json
         Print one JSON object as the last line.
     """
-    from penstock.cli.output import print_json
-    from penstock.cli.recomputing import compute_again
+    from penstock.cli.recomputing import compute_again, ranks_of
+    from penstock.cli.service import leave
     from penstock.cli.target import find_folder
+    from penstock.fleet.processes import die_with_parent
+    from penstock.trainer.gang.ranks import membership
 
-    found = compute_again(find_folder(run), step, policy)
+    folder = find_folder(run)
+    member = membership(os.environ)
+    num_ranks = ranks_of(folder, policy)
+    if num_ranks == 1:
+        return _tell(compute_again(folder, step, policy), json=json)
+    if member is None:
+        return _start_ranks(num_ranks)
+    die_with_parent()
+    leave(_tell(compute_again(folder, step, policy, member), json=json))
+
+
+def _start_ranks(num_ranks: int) -> int:
+    """This command once per rank; the first of them tells what it found."""
+    from penstock.observe import logs
+    from penstock.trainer.gang.ranks import run_ranks
+
+    logs.configure("replay")  # on stderr; the last line of stdout is for programs
+    again = [sys.executable, "-m", "penstock.cli.main", *sys.argv[1:]]
+    whatever = range(1, 256)
+    return run_ranks(
+        again, num_ranks, env=os.environ, is_stopping=lambda: False, final_codes=whatever
+    )
+
+
+def _tell(found: Comparison | None, *, json: bool) -> int:
+    """The exit code; None is for the first rank to tell."""
+    from penstock.cli.output import print_json
+
+    if found is None:
+        return 0
     print("\n".join(_lines(found)))
     if json:
         print_json({"is_equal": found.is_equal, **_facts(found)})

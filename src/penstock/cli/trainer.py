@@ -27,6 +27,8 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
     """
     from penstock.cli.service import enter, leave, only_policy, token_for
     from penstock.config import identity
+    from penstock.errors import ForkRefused
+    from penstock.fleet.launchers.local import EXIT_FENCED, EXIT_REFUSED
     from penstock.fleet.plan import TOKEN
     from penstock.trainer.gang.ranks import membership, run_ranks
     from penstock.trainer.pipeline.builtin import chain_of
@@ -48,18 +50,23 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
     if member is None and num_ranks > 1:
         again = [sys.executable, "-m", "penstock.cli.main", *sys.argv[1:]]
         env = {**os.environ, TOKEN: token}
-        leave(run_ranks(again, num_ranks, env=env, is_stopping=stopping.is_set, final_codes=(3,)))
+        final = (EXIT_FENCED, EXIT_REFUSED)
+        leave(run_ranks(again, num_ranks, env=env, is_stopping=stopping.is_set, final_codes=final))
     from penstock.trainer.service import run_trainer  # torch loads here
 
-    code = run_trainer(
-        config,
-        name,
-        url=endpoints.dataflow,
-        token=token,
-        run_dir=folder.path,
-        store_root=folder.weights,
-        member=member,
-        accepts_changes=accept_changes or is_adopted,
-        is_stopping=stopping.is_set,
-    )
+    try:
+        code = run_trainer(
+            config,
+            name,
+            url=endpoints.dataflow,
+            token=token,
+            run_dir=folder.path,
+            store_root=folder.weights,
+            member=member,
+            accepts_changes=accept_changes or is_adopted,
+            is_stopping=stopping.is_set,
+        )
+    except ForkRefused as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = EXIT_REFUSED
     leave(code)

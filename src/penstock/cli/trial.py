@@ -24,7 +24,7 @@ def ask_probe(target: Target) -> Findings:
 
     config = target.config
     question = Question(
-        sources=[(source.name, source.task) for source in config.sources if source.task],
+        sources=[(s.name, s.task, s.limit) for s in config.sources if s.task],
         reward=config.reward or "",
         workflow=own_workflow(config.workflow),
         is_single_turn=config.workflow == "single_turn",

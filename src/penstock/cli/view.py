@@ -184,5 +184,7 @@ def _message(line: bytes) -> str:
     what = str(record.get("msg", ""))
     if record.get("reason"):
         what = f"{what} ({record['reason']})"
-    why = record.get("exception") or record.get("error") or record.get("detail") or ""
+    why = next(
+        (record[key] for key in ("exception", "error", "detail", "why") if record.get(key)), ""
+    )
     return ": ".join([what, *str(why).strip().splitlines()[-1:]])[:300]

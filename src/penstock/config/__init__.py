@@ -29,7 +29,12 @@ from penstock.config.run import (
     WorkflowConfig,
 )
 from penstock.config.stages import StageConfig
-from penstock.config.trainer import AlgorithmConfig, SamplingConfig, TrainingConfig
+from penstock.config.trainer import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    SamplingConfig,
+    TrainingConfig,
+)
 from penstock.config.weights import WeightsConfig
 
 __all__ = [
@@ -37,6 +42,7 @@ __all__ = [
     "BoundsConfig",
     "ClosingConfig",
     "CommandWorkflow",
+    "CorrectionConfig",
     "DataflowConfig",
     "Hook",
     "HostConfig",

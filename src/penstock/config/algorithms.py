@@ -32,7 +32,13 @@ _KL = {"beta": 1e-3}
 
 PRESETS: Mapping[str, Preset] = {
     "grpo": Preset(compares_in_group=True, minibatches=1),
+    "dr_grpo": Preset(
+        compares_in_group=True, algorithm={"aggregation": "fixed-constant"}, minibatches=1
+    ),
     "reinforce": Preset(compares_in_group=False, minibatches=1),
+    "decoupled": Preset(compares_in_group=True),
+    "cispo": Preset(compares_in_group=True, algorithm={"epsilon": 1.0, "epsilon_high": 4.0}),
+    "sapo": Preset(compares_in_group=True),
     "ppo": Preset(compares_in_group=False, algorithm=_KL),
     "dapo": Preset(
         compares_in_group=True,
@@ -47,7 +53,7 @@ PRESETS: Mapping[str, Preset] = {
     "rloo": Preset(compares_in_group=True, algorithm=_KL),
     "opd": Preset(compares_in_group=False),
 }
-"""By `algorithm.name`. grpo and reinforce are the plain ones, with no reference model."""
+"""By `algorithm.name`. grpo, dr_grpo and reinforce are the plain ones, one update per batch."""
 
 
 def with_preset(section: object) -> object:

@@ -40,6 +40,12 @@ short, of its tokens the log-probs of the engine."""
 LEARNING_ROLES = ("actor", "critic")
 """Roles whose weights a trainer changes, so that no other process has them."""
 
+CREDIT = "advantage"
+"""What says of an update whether it teaches anything, whatever its loss is."""
+
+CRITIC_READS = ("values", "returns")
+"""What the shipped loss of a critic compares."""
+
 
 def pipeline_contradictions(stages: Sequence[PipelineStageConfig]) -> Iterator[Contradiction]:
     """What cannot work whatever the rest of the file says."""
@@ -67,7 +73,8 @@ def _repeated_ids(stages: Sequence[PipelineStageConfig]) -> Iterator[Contradicti
 
 def _alone(at: KeyPath, stage: PipelineStageConfig) -> Iterator[Contradiction]:
     """One stage by itself."""
-    for key, text in (*_wrong_kind(stage), *_wrong_names(stage)):
+    wrong = (*_wrong_kind(stage), *_wrong_names(stage), *_unread(stage), *_without_effect(stage))
+    for key, text in wrong:
         yield Contradiction(text=f"stage {stage.id}: {text}", keys=((*at, key), at))
     if stage.is_service:
         for key, text in _wrong_service(stage):
@@ -112,6 +119,53 @@ def _wrong_names(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
             yield "options", f"{name} is a column it reads and an option; name the option otherwise"
 
 
+def _unread(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
+    """What a model cannot learn without."""
+    if stage.type == "train" and stage.role == "actor" and CREDIT not in stage.reads:
+        yield "reads", unread("an actor learns from", CREDIT)
+    if stage.type == "train" and stage.role == "critic" and stage.fn is None:
+        for column in CRITIC_READS:
+            if column not in stage.reads:
+                yield "reads", unread("a critic learns from", column)
+
+
+def unread(why: str, column: str) -> str:
+    """What is wrong with a stage that leaves a column out which it needs, and the cure."""
+    type_, role = next(kind for kind, writes in SHIPPED.items() if column in writes)
+    cure = f"where no stage writes it, add one with type: {type_} and role: {role}"
+    return f"{why} {column}, which it does not read; add it to reads; {cure}"
+
+
+def _without_effect(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
+    """Settings of things that a stage in the gang does not have."""
+    if stage.is_service:
+        return
+    runs_model = stage.type == "train" or (stage.type == "infer" and stage.fn is None)
+    if stage.model is not None and (found := _other_model(stage, runs_model)):
+        why, cure = found
+        yield "model", f"{why}, so that model would be without effect; {cure}"
+    if stage.parallel.num_ranks > 1 and not runs_model:
+        text = "it runs a function on every rank's own rows, and no model"
+        yield "parallel", f"{text}, so that parallel would be without effect; take it out"
+    if stage.rename and runs_model:
+        text = "models and losses take columns by their own names"
+        yield "rename", f"{text}, so that rename would be without effect; write these names"
+    if stage.on != "delivered":
+        text = "it sees whole batches"
+        yield "on", f"{text}, so that on would be without effect; take it out, or give place"
+
+
+def _other_model(stage: PipelineStageConfig, runs_model: bool) -> tuple[str, str] | None:
+    """(whose model it runs, the cure), where that is not the one it names."""
+    if stage.type == "compute":
+        return "compute stages run no model", "take it out"
+    if runs_model and stage.role == "actor":
+        return "the actor is the policy itself", "set models.<policy>.init instead"
+    if runs_model and (stage.type, stage.role) == ("infer", "critic"):
+        return "the critic is the one in training", "write it at the stage that trains it"
+    return None
+
+
 def _wrong_service(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
     """Why it cannot run away from the trainer."""
     if stage.type != "infer":
@@ -153,6 +207,7 @@ def _together(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
     yield from _two_writers(seen)
     yield from _service_reads(seen)
     yield from _two_learners(seen)
+    yield from _nobodys_critic(seen)
     if way := circle(edges(stages)):
         index = next(i for i, stage in seen.items() if stage.id == way[0].target)
         keys: tuple[KeyPath, ...] = (("stages", index, "reads"), ("stages", index))
@@ -216,3 +271,17 @@ def _two_learners(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradictio
                 keys=(("stages", index, "role"), ("stages", index)),
             )
         first.setdefault(stage.role, stage.id)
+
+
+def _nobodys_critic(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
+    """Only training gives a critic the head that says values."""
+    if any((stage.type, stage.role) == ("train", "critic") for stage in seen.values()):
+        return
+    for index, stage in seen.items():
+        if (stage.type, stage.role, stage.fn) == ("infer", "critic", None):
+            yield Contradiction(
+                text=f"stage {stage.id} asks the critic for {', '.join(stage.writes)}, and no "
+                "stage trains one; add one with type: train, role: critic and reads: [turns, "
+                f"{', '.join(CRITIC_READS)}], or give fn",
+                keys=(("stages", index, "role"), ("stages", index)),
+            )

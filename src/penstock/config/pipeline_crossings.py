@@ -2,23 +2,40 @@
 """What the pipeline and the rest of the run file say of each other.
 
 Owns which stages the ledger has in all: those of the dataflow, and those of the pipeline that are
-placed elsewhere. Holds no default and changes no value."""
+placed elsewhere; and which settings mean nothing beside own stages. Holds no default and changes no
+value."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from penstock.config.algorithms import PRESETS
 from penstock.config.checks import Contradiction, KeyPath, did_you_mean, shown
 from penstock.config.edges import Edge, picture
-from penstock.config.pipeline_checks import IN_BATCH
+from penstock.config.pipeline_checks import IN_BATCH, unread
 from penstock.config.stages import StageConfig, stage_contradictions
 
 if TYPE_CHECKING:
     from penstock.config.pipeline import PipelineStageConfig
-    from penstock.config.run import RunConfig
-    from penstock.config.trainer import TrainingConfig
+    from penstock.config.run import PolicyConfig, RunConfig
+    from penstock.config.trainer import AlgorithmConfig, TrainingConfig
+
+OF_BUILTIN_GRAPH = ("gamma", "lam")
+"""Keys of `algorithm` that are options of a stage, where the stages are written out."""
+
+OF_SHIPPED_LOSS = (
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "beta",
+    "tau",
+    "ratio_against",
+    "correction",
+)
+"""Keys of `algorithm` that a loss of one's own takes no notice of. Not `entropy_coef`: above 0 it
+makes the entropy carry a gradient for any loss."""
 
 
 def ledger_stages(config: RunConfig) -> list[tuple[KeyPath, StageConfig]]:
@@ -54,6 +71,8 @@ def pipeline_crossings(config: RunConfig) -> Iterator[Contradiction]:
     if stages:
         yield from _untrained(config)
         yield from _spread_twice(config)
+        yield from dict.fromkeys((*_unread(config), *_other_teacher(config)))
+        yield from dict.fromkeys(_without_effect(config))
 
 
 def _ledger(config: RunConfig) -> Iterator[Contradiction]:
@@ -119,6 +138,89 @@ def _spread_twice(config: RunConfig) -> Iterator[Contradiction]:
                 keys=(at, ("training", "parallel")),
             )
             return
+
+
+def _stages_run(
+    config: RunConfig,
+) -> Iterator[tuple[KeyPath, PipelineStageConfig, PolicyConfig]]:
+    """Each stage with every policy whose trainer runs it."""
+    assert config.pipeline is not None, "asked of pipelines only"
+    for index, stage in enumerate(config.pipeline.stages):
+        for policy in (stage.policy,) if stage.policy else config.models:
+            if policy in config.models:
+                yield ("pipeline", "stages", index), stage, config.for_policy(policy)
+
+
+def _unread(config: RunConfig) -> Iterator[Contradiction]:
+    """Columns that the algorithm's own loss cannot do without."""
+    for at, stage, policy in _stages_run(config):
+        if (stage.type, stage.role, stage.fn) != ("train", "actor", None):
+            continue
+        algorithm, needed = policy.algorithm, dict[str, str]()
+        if algorithm.name == "opd":
+            needed["teacher_logprobs"] = "opd learns from"
+        if algorithm.beta > 0:
+            needed["reference_logprobs"] = f"beta {algorithm.beta:g} weighs the distance to"
+        if algorithm.needs_proximal:
+            needed["proximal_logprobs"] = f"the loss of {algorithm.name}, as set, compares with"
+        for column, why in needed.items():
+            if column not in stage.reads:
+                cure = ", or set algorithm.beta: 0.0" if why.startswith("beta") else ""
+                yield Contradiction(
+                    text=f"stage {stage.id}: {unread(why, column)}{cure}",
+                    keys=((*at, "reads"), at),
+                )
+
+
+def _other_teacher(config: RunConfig) -> Iterator[Contradiction]:
+    """The stage asks the model that stands beside it; `algorithm.teacher` is for the built-in
+    graph, and must not say otherwise."""
+    for at, stage, policy in _stages_run(config):
+        teacher = policy.algorithm.teacher
+        is_asked = (stage.type, stage.role, stage.fn) == ("infer", "teacher", None)
+        if teacher is None or not is_asked or stage.model == teacher:
+            continue
+        asked = f"asks {stage.model}" if stage.model else "has no model and asks the policy's own"
+        yield Contradiction(
+            text=f"stage {stage.id} {asked}, so that algorithm.teacher would be without effect; "
+            f"write model: {teacher} at the stage",
+            keys=((*at, "model"), at),
+        )
+
+
+def _without_effect(config: RunConfig) -> Iterator[Contradiction]:
+    """Numbers of the algorithm that nothing reads. What its name stands for is not written."""
+    assert config.pipeline is not None, "asked of pipelines only"
+    for name, model in config.models.items():
+        algorithm = config.for_policy(name).algorithm
+        at: KeyPath = ("models", name, "algorithm") if model.algorithm else ("algorithm",)
+        for key, why in _unheard(algorithm, config.pipeline.of_policy(name)):
+            yield Contradiction(
+                text=f"{why}, and {key} would be without effect here; write options: "
+                f"{{{key}: {getattr(algorithm, key)}}} at that stage, if its function takes it, "
+                "and take it out here",
+                keys=((*at, key), ("algorithm", key)),
+            )
+
+
+def _unheard(
+    algorithm: AlgorithmConfig, stages: Sequence[PipelineStageConfig]
+) -> Iterator[tuple[str, str]]:
+    for key in _written(algorithm, OF_BUILTIN_GRAPH):
+        yield key, "the pipeline has a stage of its own that makes the advantages"
+    for stage in stages:
+        if (stage.type, stage.role) == ("train", "actor") and stage.fn is not None:
+            for key in _written(algorithm, OF_SHIPPED_LOSS):
+                yield key, f"stage {stage.id} has a loss of its own"
+
+
+def _written(algorithm: AlgorithmConfig, keys: Sequence[str]) -> Iterator[str]:
+    """Keys with another value than they have by themselves; a resolved file writes all of them."""
+    preset = PRESETS[algorithm.name].algorithm
+    for key in keys:
+        default = type(algorithm).model_fields[key].default
+        if getattr(algorithm, key) not in (default, preset.get(key, default)):
+            yield key
 
 
 def _untrained(config: RunConfig) -> Iterator[Contradiction]:

@@ -18,6 +18,7 @@ from penstock.config.explain import path_text
 from penstock.config.passwords import without_password
 from penstock.config.run import RunConfig
 
+_CONSTANT = '"constant"'
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
@@ -39,8 +40,14 @@ def digest(config: RunConfig) -> str:
 
 
 def identity(config: RunConfig) -> dict[str, str]:
-    """What a run is, by key: it cannot go on when one of these changes, unless somebody says so."""
-    return {path_text(path): text for path, text in _facts(config).items() if not is_free(path)}
+    """What a run is, by key: it cannot go on when one of these changes, unless somebody says so.
+    A learning rate that falls is one over so many steps: with more of them, or fewer, every step
+    has another."""
+    facts = _facts(config)
+    for path, shape in facts.items():
+        if path[-2:] == ("training", "lr_scheduler_type") and shape != _CONSTANT:
+            facts[path] = f"{shape} over {facts[(*path[:-1], 'steps')]} training.steps"
+    return {path_text(path): text for path, text in facts.items() if not is_free(path)}
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
@@ -94,7 +101,7 @@ FREE: tuple[tuple[str, ...], ...] = (
 )
 """What a resumed run may change without being told: how long it goes on, how many work on it, how
 long they may take and what is kept; never what is learned from what. A `*` stands for any name, and
-a section for all of its keys."""
+a section for all of its keys. Where the learning rate falls over the steps, they are part of it."""
 
 
 def _facts(config: RunConfig) -> dict[KeyPath, str]:

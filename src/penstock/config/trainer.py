@@ -40,19 +40,82 @@ class SamplingConfig(Section):
     """Most tokens sampled in one turn."""
 
 
+class CorrectionConfig(Section):
+    """What is done about tokens on which trainer and engine disagree. ρ is the trainer's
+    probability of a token at the start of the step over the engine's."""
+
+    weighting: Annotated[
+        Literal["truncate", "mask", "none"], one_of("truncate", "mask", "none")
+    ] = "truncate"
+    """truncate (TIS) weighs a token's loss by ρ, by no more than high; mask (IcePop) weighs it by ρ
+    and sets tokens outside low and high aside; none leaves the weights alone."""
+    low: float = Field(default=0.0, ge=0)
+    """Lower bound of a token's ρ under mask."""
+    high: float = Field(default=2.0, gt=0)
+    """Upper bound of a token's ρ."""
+    sequence: Annotated[Literal["sum", "geometric"], one_of("sum", "geometric")] | None = None
+    """Also set whole sequences aside by their ρ: the product over their tokens (sum of logarithms),
+    or its geometric mean, which needs bounds near 1."""
+    sequence_low: float = Field(default=0.0, ge=0)
+    """Lower bound of a sequence's ρ."""
+    sequence_high: float | None = Field(default=None, gt=0)
+    """Upper bound of a sequence's ρ; null for none."""
+    veto: float = Field(default=0.0, ge=0, lt=1)
+    """Set a sequence aside that has a token with a ρ below this; 1e-4 is usual, 0 is off."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        refuse(self._contradictions())
+        return self
+
+    def _contradictions(self) -> Iterator[Contradiction]:
+        if self.low >= self.high:
+            text = f"low {self.low} is not below high {self.high}, so no token is left; lower it"
+            yield Contradiction(text=text, keys=(("low",), ("high",)))
+        if self.low > 0 and self.weighting != "mask":
+            text = f"low has no effect with weighting {self.weighting}; take it out, or use mask"
+            yield Contradiction(text=text, keys=(("low",), ("weighting",)))
+        is_bounded = self.sequence_low > 0 or self.sequence_high is not None
+        if is_bounded != (self.sequence is not None):
+            text = "sequence and its bounds belong together; set sequence_low or sequence_high "
+            yield Contradiction(
+                text=f"{text}beside sequence, or none of them", keys=(("sequence",),)
+            )
+        if self.sequence_high is not None and self.sequence_low >= self.sequence_high:
+            text = "sequence_low is not below sequence_high, so no sequence is left; lower it"
+            yield Contradiction(text=text, keys=(("sequence_low",), ("sequence_high",)))
+
+
+CLIPPED = ("grpo", "dr_grpo", "reinforce", "ppo", "dapo", "rloo", "opd")
+"""Algorithms with PPO's clipped loss."""
+
+
 class AlgorithmConfig(Section):
     """The loss and its advantage, under TRL's names."""
 
     name: Annotated[
-        Literal["grpo", "reinforce", "ppo", "dapo", "m2po", "gspo", "rloo", "opd"],
+        Literal[
+            "grpo",
+            "dr_grpo",
+            "reinforce",
+            "ppo",
+            "decoupled",
+            "dapo",
+            "m2po",
+            "gspo",
+            "cispo",
+            "sapo",
+            "rloo",
+            "opd",
+        ],
         one_of(*PRESETS),
     ] = "grpo"
     """The algorithm: its graph of stages, and the defaults of the other keys (`penstock plan` shows
-    both). grpo, dapo, m2po, gspo and rloo compare the members of a group, reinforce the rows of a
-    batch; ppo has a critic, opd a teacher."""
+    both). reinforce compares the rows of a batch, ppo has a critic, opd a teacher; all others
+    compare the members of a group."""
     num_generations: PositiveInt = 8
     """Trajectories per group: how often each task is attempted."""
-    epsilon: float = Field(default=0.2, gt=0, lt=1)
+    epsilon: float = Field(default=0.2, gt=0, le=1)
     """Clips the probability ratio below at 1 - epsilon."""
     epsilon_high: float | None = Field(default=None, gt=0)
     """Clips the ratio above at 1 + epsilon_high; the same as epsilon when null."""
@@ -79,11 +142,24 @@ class AlgorithmConfig(Section):
     """Lambda of generalised advantage estimation; ppo only."""
     teacher: str | None = None
     """Model that opd distils: `builtin:NAME`, or a folder in Hugging Face form."""
+    ratio_against: Annotated[Literal["sampling", "proximal"], one_of("sampling", "proximal")] = (
+        "sampling"
+    )
+    """Whose log-probs the loss's ratio has below it: those the engine recorded at sampling, or the
+    trainer's own at the start of the step, which costs a forward pass."""
+    correction: CorrectionConfig | None = None
+    """For engines whose log-probs are not the trainer's; null trusts them."""
 
     @property
     def compares_in_group(self) -> bool:
         """Whether a group of one teaches nothing."""
         return PRESETS[self.name].compares_in_group
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the loss looks at the trainer's log-probs at the start of the step."""
+        is_asked = self.ratio_against == "proximal" or self.correction is not None
+        return is_asked or self.name == "decoupled"
 
     @model_validator(mode="before")
     @classmethod
@@ -92,8 +168,30 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        refuse([*self._contradictions(), *self._misplaced()])
+        refuse([*self._contradictions(), *self._misplaced(), *self._corrected_twice()])
         return self
+
+    def _corrected_twice(self) -> Iterator[Contradiction]:
+        """A ratio against the engine's log-probs holds the disagreement already."""
+        if self.name in ("m2po", "decoupled") and self.ratio_against == "proximal":
+            text = f"{self.name} says itself what its ratio stands against; take ratio_against out"
+            yield Contradiction(text=text, keys=(("ratio_against",), ("name",)))
+        if self.correction is None:
+            return
+        if self.name == "m2po":
+            text = "m2po bounds the ratio to the engine's log-probs itself; take correction out"
+            yield Contradiction(text=text, keys=(("correction",), ("name",)))
+        elif self.correction.weighting != "none" and (
+            self.ratio_against == "sampling" or self.name == "decoupled"
+        ):
+            way = "" if self.name == "decoupled" else "set ratio_against: proximal, or "
+            text = (
+                "the loss's ratio to the engine's log-probs corrects for them already, and would "
+            )
+            yield Contradiction(
+                text=f"{text}count twice; {way}only set aside (weighting: none)",
+                keys=(("correction", "weighting"), ("ratio_against",)),
+            )
 
     def _misplaced(self) -> Iterator[Contradiction]:
         """Keys that only one algorithm has, and what that one must have."""
@@ -106,6 +204,9 @@ class AlgorithmConfig(Section):
             if is_default and self.name == owner and key in ("tau", "teacher"):
                 text = f"{owner} needs {key}; set it"
                 yield Contradiction(text=text, keys=((key,), ("name",)))
+        if self.delta is not None and self.name not in CLIPPED:
+            text = f"delta belongs to the clipped loss, and {self.name} has another; take it out"
+            yield Contradiction(text=text, keys=(("delta",), ("name",)))
         if self.name == "gspo" and max(self.epsilon, self.epsilon_high or 0) > WIDEST_SEQUENCE_CLIP:
             yield Contradiction(
                 text="gspo clips the mean ratio of a whole sequence, which never moves that far; "

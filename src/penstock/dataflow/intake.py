@@ -86,6 +86,8 @@ class Intake:
         named = row_id(trajectory.group_id, trajectory.slot, trajectory.epoch)
         if not (trajectory.row_id == named == delivery.row_id and trajectory.node_id == node_id):
             return f"the record is {named} of {trajectory.node_id}, not what the lease names"
+        if trajectory.session not in ("", self._partition.nodes[node_id].record.session):
+            return f"the record is of session {trajectory.session[:128]}, not of the lease's"
         summary = validate.digest(trajectory, self._is_published, is_scored=self._is_scored)
         return summary if isinstance(summary, str) else (trajectory, summary)
 
@@ -114,6 +116,7 @@ class Intake:
             arrival=self._next_arrival(),
             blob=delivery.blob,
             roles=msgspec.json.encode(summary.roles).decode() if summary.roles else "",
+            computed=msgspec.json.encode(summary.computed).decode() if summary.computed else "",
         )
         known = RowSummary(
             row_id=row.row_id,
@@ -123,6 +126,7 @@ class Intake:
             sampled=summary.sampled,
             versions=summary.versions,
             roles=summary.roles,
+            computed=summary.computed,
         )
         status = self._partition.deliver(row, known, trajectory.outcome, now)
         return Taken(

@@ -427,6 +427,8 @@ class QuarantineRequest:
     incarnation: int
     why: str
     """For the log and for people."""
+    session: str = ""
+    """The life of the node that made the rows, as they say; empty: the one that runs now."""
 
 
 class UsedBy(StrEnum):
@@ -546,3 +548,5 @@ class Status:
     """Those in processes of their own."""
     detail: JsonObject = field(default_factory=dict[str, object])
     """`failing_rules`: by rule, what it raised last."""
+    alarms: tuple[str, ...] = ()
+    """Policies that get no batch, and why."""

@@ -34,11 +34,12 @@ from penstock.types import (
 )
 
 QUARANTINED = "quarantined/"
-"""Before a node's name: the value is the session that gets no more work."""
+"""Before a node's name and one of its lives: the value is the session that gets no more work."""
 GONE = "gone/"
 """How the ledger begins the names of rows that nobody may be served any more."""
 _ROLES = msgspec.json.Decoder(dict[PolicyName, dict[str, int]])
-FORMAT = 3
+_COMPUTED = msgspec.json.Decoder(dict[PolicyName, tuple[int, int]])
+FORMAT = 4
 """Of the ledger on disk. A newer one is refused by name; N reads N - 1."""
 
 
@@ -270,6 +271,9 @@ class RowRecord:
     """Digest of the claim-checked blob that holds the payload, empty when it lies in a segment."""
     roles: str = ""
     """JSON: of policies that acted in named roles, their tokens by role; empty for none."""
+    computed: str = ""
+    """JSON: by policy, what its trainer computes: [tokens, squared lengths] of the samples; empty
+    for none."""
 
     @property
     def summary(self) -> RowSummary:
@@ -282,6 +286,7 @@ class RowRecord:
             sampled=cast(Mapping[PolicyName, int], msgspec.json.decode(self.sampled)),
             versions=cast(Mapping[PolicyName, tuple[tuple[int, int], ...]], versions),
             roles=_ROLES.decode(self.roles) if self.roles else {},
+            computed=_COMPUTED.decode(self.computed) if self.computed else {},
         )
 
 
@@ -562,8 +567,13 @@ RECORDS: tuple[type[Record], ...] = (
 )
 
 
-def quarantine_key(node_id: NodeId) -> str:
-    return f"{QUARANTINED}{node_id}"
+def quarantine(node_id: NodeId, session: str) -> MetaRecord:
+    return MetaRecord(key=f"{QUARANTINED}{node_id}/{session}", value=session)
+
+
+def quarantined(record: MetaRecord) -> tuple[NodeId, str]:
+    """Which life of which node this says to be in quarantine."""
+    return NodeId(record.key.removeprefix(QUARANTINED).partition("/")[0]), record.value
 
 
 def gone_key(row_id: RowId) -> str:

@@ -27,6 +27,7 @@ from penstock.dataflow.rows.service import RowService
 from penstock.dataflow.storage.compaction import Compactor
 from penstock.dataflow.storage.ledger import Ledger
 from penstock.dataflow.storage.restore import restore_waiting
+from penstock.dataflow.told.fruitless import fruitless, is_fruitless
 from penstock.dataflow.trainer_side import TrainerSide
 from penstock.errors import StoreError
 from penstock.types import GroupId, PolicyName
@@ -150,6 +151,7 @@ class Dataflow:
         """Expire what is over, and look for work to start: a source may answer again."""
         self.partition.tick(self.process.clock())
         self._look_for_workers()
+        self._warn()
         self._may_issue = True
         self.partitions.tick()
         self.balance.look(look_at(self), self.process.clock())
@@ -164,6 +166,16 @@ class Dataflow:
         for policy, stages in self._stages.items():
             missing = [s for s in stages if not self.rows.readers.has_worker(s, now) or s in far]
             self.home.consumers[policy].lacks = ", ".join(missing)
+
+    def _warn(self) -> None:
+        """Of a policy that gets no batch; again at each doubling of the groups that came to
+        nothing."""
+        for policy, consumer in self.home.consumers.items():
+            found = consumer.fruitless
+            if is_fruitless(consumer) and found.num_groups >= 2 * found.num_told:
+                found.num_told = found.num_groups
+                why = fruitless(consumer, self.process.ledger.tables)
+                log.error("no batch is sealed", policy=policy, why=why)
 
     def forgive(self, gap_s: float) -> None:
         self.partition.forgive(gap_s)

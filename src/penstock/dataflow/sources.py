@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import json
 import struct
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,19 +57,45 @@ class Source:
         )
 
     def digest(self, seed: int) -> str:
-        """Of its tasks: all when their number is known, else the first ones. Another data set has
-        another."""
-        found = blake3()
-        for ordinal in range(self.num_distinct or NUM_LOOKED_AT):
+        """Of its tasks, for `are_same_tasks`: FIRST, or FIRST/NUMBER:ALL.
+
+        A file is looked at whole. Of a module FIRST is of the first 64 tasks, and ALL of those up
+        to its limit, if they are made in little time and are not more than 100,000. What lies
+        behind, and in a module without a limit behind the first 64, may change unnoticed."""
+        keys, found = self._keys(seed), blake3()
+        for key in islice(keys, self.num_distinct or NUM_LOOKED_AT):
+            found.update(key)
+        first, num_wanted = found.hexdigest(), min(self.limit or 0, MAX_LOOKED_AT)
+        if self.num_distinct is not None or num_wanted <= NUM_LOOKED_AT:
+            return first
+        give_up_at = time.monotonic() + LOOK_S
+        for key in islice(keys, num_wanted - NUM_LOOKED_AT):
+            if time.monotonic() > give_up_at:
+                return first
+            found.update(key)
+        return f"{first}/{num_wanted}:{found.hexdigest()}"
+
+    def _keys(self, seed: int) -> Iterator[bytes]:
+        for ordinal in count():
             try:
-                found.update(self.task(ordinal, seed=seed, workflow="").key.encode())
+                yield self.task(ordinal, seed=seed, workflow="").key.encode()
             except Exception:  # a module with fewer tasks, which its `limit` keeps from being asked
-                break
-        return found.hexdigest()
+                return
+
+
+def are_same_tasks(known: str, digest: str) -> bool:
+    """By two digests of a source: as far as both have looked."""
+    (first, _, all_known), (other, _, all_now) = known.partition("/"), digest.partition("/")
+    if all_known.partition(":")[0] != all_now.partition(":")[0]:
+        return first == other  # one had another limit, or no time
+    return (first, all_known) == (other, all_now)
 
 
 NUM_LOOKED_AT = 64
-"""Tasks of a module by which a changed data set is noticed."""
+"""Tasks of a module by which a changed data set is noticed at least."""
+MAX_LOOKED_AT = 100_000
+LOOK_S = 3.0
+"""Tasks of a module with a limit that are looked at, and how long that may take."""
 
 
 def derive_seed(*parts: object) -> int:

@@ -33,7 +33,7 @@ from penstock.dataflow.protocol import (
     RowsAnswer,
     VersionsInUse,
 )
-from penstock.dataflow.records import BatchRecord, CheckpointRecord
+from penstock.dataflow.records import BatchRecord, CheckpointRecord, quarantine
 from penstock.dataflow.report.balance import Balance
 from penstock.dataflow.row_payloads import RowPayloads, Wanted
 from penstock.dataflow.version_use import (
@@ -213,10 +213,22 @@ class TrainerSide:
         await self._process.repeat()
 
     async def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None:
-        """Told to every partition; one that does not know the node does nothing."""
+        """Told to every partition, also to those that join later. Where the rows do not say which
+        life of the node made them, only to those that know it now."""
         self._seen(body.policy).lineage.require(body.incarnation)
-        self._home.tell_all(Quarantined(node_id=node_id))
-        log.warning("node quarantined", node=node_id, policy=body.policy, why=body.why[:1000])
+        life = (node_id, body.session)
+        if life not in self._home.quarantined:
+            if body.session:
+                self._process.journal(quarantine(*life))
+                self._home.quarantined.add(life)
+            self._home.tell_all(Quarantined(node_id=node_id, session=body.session))
+            log.warning(
+                "node quarantined",
+                node=node_id,
+                session=body.session,
+                policy=body.policy,
+                why=body.why[:1000],
+            )
         await self._process.repeat()
 
     # --- versions and checkpoints -------------------------------------------------------------

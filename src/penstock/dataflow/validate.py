@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.types import MAX_ROLE, PolicyName, Trajectory, Turn, is_data
+from penstock.types import MAX_ROLE, PolicyName, Trajectory, Turn, is_data, is_trainable
 
 MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0; engines round."""
@@ -38,6 +38,10 @@ class Digested:
         default_factory=dict[PolicyName, dict[str, int]]
     )
     """Of policies that acted in named roles, the same tokens by role."""
+    computed: dict[PolicyName, tuple[int, int]] = field(
+        default_factory=dict[PolicyName, tuple[int, int]]
+    )
+    """What a trainer of the policy computes: tokens of its samples, and their squared lengths."""
 
 
 def digest(
@@ -66,12 +70,14 @@ def digest(
             sampled[turn.policy] = sampled.get(turn.policy, 0) + len(turn.sampled_ids) // 4
             made_by = versions.setdefault(turn.policy, set())
             made_by.update([(span.incarnation, span.number) for span in turn.spans])
-    if (tokens := _unfolded(turns)) > MAX_TOKENS:
+    lengths, leaves = _lengths(turns), _leaves(turns)
+    if (tokens := sum(lengths[leaf] for leaf in leaves)) > MAX_TOKENS:
         return f"its branches unfold to {tokens} tokens; at most {MAX_TOKENS}"
     return Digested(
         sampled=sampled,
         versions={p: tuple(sorted(made)) for p, made in versions.items()},
         roles=_by_role(turns) if any(turn.role for turn in turns) else {},
+        computed=_computed(turns, lengths, leaves),
     )
 
 
@@ -84,15 +90,40 @@ def _by_role(turns: Sequence[Turn]) -> dict[PolicyName, dict[str, int]]:
     return {policy: roles for policy, roles in found.items() if roles.keys() != {""}}
 
 
-def _unfolded(turns: Sequence[Turn]) -> int:
-    """Tokens of all paths from a root to a leaf."""
+def _lengths(turns: Sequence[Turn]) -> list[int]:
+    """Tokens of each turn's whole context, its answer included."""
     lengths: list[int] = []
-    leaves = set(range(len(turns)))
     for turn in turns:
         before = lengths[turn.parent] if turn.parent >= 0 else 0
         lengths.append(before + (len(turn.prompt_ids) + len(turn.sampled_ids)) // 4)
-        leaves.discard(turn.parent)
-    return sum(lengths[leaf] for leaf in leaves)
+    return lengths
+
+
+def _leaves(turns: Sequence[Turn]) -> list[int]:
+    parents = {turn.parent for turn in turns}
+    return [index for index in range(len(turns)) if index not in parents]
+
+
+def _computed(
+    turns: Sequence[Turn], lengths: Sequence[int], leaves: Sequence[int]
+) -> dict[PolicyName, tuple[int, int]]:
+    """As trainers cut samples: a path from a root to each leaf in turn, up to the last turn on it
+    that no path before has trained. Looks at every turn once, however often branches share it."""
+    found: dict[PolicyName, tuple[int, int]] = {}
+    is_passed = [False] * len(turns)
+    for leaf in leaves:
+        last: dict[PolicyName, int] = {}
+        index = leaf
+        while index >= 0 and not is_passed[index]:
+            is_passed[index] = True
+            turn = turns[index]
+            if turn.policy not in last and is_trainable(turn):
+                last[turn.policy] = index
+            index = turn.parent
+        for policy, end in last.items():
+            tokens, squares = found.get(policy, (0, 0))
+            found[policy] = tokens + lengths[end], squares + lengths[end] ** 2
+    return found
 
 
 def _check_outcome(trajectory: Trajectory, is_scored: bool) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -96,10 +96,10 @@ class Outbox:
         return sum(map(len, self._lanes.values()))
 
     def put(self, trajectory: Trajectory) -> None:
-        lane = self._lane(trajectory.row_id)
-        lane.waiting.append(
-            Delivery(row_id=trajectory.row_id, payload=memoryview(encode(trajectory)))
-        )
+        """As made by this life of the node."""
+        signed = replace(trajectory, session=self._membership.session)
+        lane = self._lane(signed.row_id)
+        lane.waiting.append(Delivery(row_id=signed.row_id, payload=memoryview(encode(signed))))
         lane.filled.set()
 
     def release(self, row_id: RowId) -> None:

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from penstock.errors import ConfigError
+
 Ints = npt.NDArray[np.int64]
 
 PACKED = "penstock_packed"
@@ -27,6 +29,8 @@ SHORT = 16
 """Rows up to here are of like length whatever they are: a call costs more than their padding."""
 MIN_FILL = 0.75
 """Rows of a run are at least this long, relative to its longest."""
+_WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "cache_position", "is_causal"}
+"""What models hand on to attention besides and what does not change it: dropout is off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,12 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """query, key and value are 1×H×P×D; the answer is 1×P×H×D."""
     assert attention_mask is None and query.shape[0] == 1, "samples come packed, in one line"
+    given = {name for name, value in others.items() if value is not None}
+    if unknown := sorted(given - _WITHOUT_EFFECT):
+        raise ConfigError(
+            f"{type(module).__name__} asks for attention with {', '.join(unknown)}, which packed "
+            "samples do not have: its log-probs would be others. Take a model of plain attention"
+        )
     if sliding_window is not None and rows.longest > sliding_window:
         raise NotImplementedError(
             f"a sample of {rows.longest} tokens, but layers of this model see {sliding_window}: "

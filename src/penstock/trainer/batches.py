@@ -20,15 +20,51 @@ from blake3 import blake3
 
 from penstock.dataflow.protocol import RowPayload
 from penstock.errors import StoreError
+from penstock.trainer.gang.balance import costs_of
 from penstock.trainer.gang.team import Alone, Sums
-from penstock.trainer.samples import TOKEN_COLUMNS, Samples, cut
-from penstock.types import FinishReason, Manifest, OutcomeKind, PolicyName, Trajectory
+from penstock.trainer.samples import TOKEN_COLUMNS, Samples, cut, is_seen
+from penstock.types import FinishReason, Manifest, OutcomeKind, PolicyName, Trajectory, is_data
 from penstock.wire.codec import decode
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 _log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """Which roles had a part in which rows, of the turns that this trainer sees.
+
+    N = pairs of a row and a role."""
+
+    names: tuple[str, ...]
+    """The number of a role is its place here."""
+    rows_N: Ints
+    roles_N: Ints
+
+    @classmethod
+    def unnamed(cls, num_rows: int) -> Roles:
+        """Of rows in which nobody said what they act as."""
+        return cls(names=("",), rows_N=np.arange(num_rows), roles_N=np.zeros(num_rows, np.int64))
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Roles:
+        """The same on every rank, and of rows that are gone too."""
+        policy, sees = PolicyName(manifest.consumer), manifest.sees
+        parts = [
+            (index, role)
+            for index, row in enumerate(manifest.rows)
+            for (made_by, role), _ in row.parts
+            if is_seen(made_by, role, policy, sees)
+        ]
+        names = tuple(sorted({role for _, role in parts}))
+        numbers = {name: number for number, name in enumerate(names)}
+        return cls(
+            names=names,
+            rows_N=np.array([index for index, _ in parts], np.int64),
+            roles_N=np.array([numbers[role] for _, role in parts], np.int64),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +78,16 @@ class Batch:
     groups_R: Ints
     """Which group of the manifest a row belongs to; never falls."""
     staleness_R: Ints
+    costs_R: Floats
+    """Work of computing each row; by it ranks share rows among themselves."""
     columns: Mapping[str, Floats]
     """By name, each by row or by token: `reward` (R) from the manifest, the others from stages."""
+    longest_R: Ints
+    """Sampled tokens of each row's longest turn, of those that this trainer sees."""
+    roles: Roles
     nodes: Mapping[int, str] = field(default_factory=dict[int, str])
-    """Who made each row that stands here."""
+    """Who made each row that stands here: NODE/SESSION, because a node that was restarted is as
+    good as another."""
 
     @property
     def num_groups(self) -> int:
@@ -93,17 +135,28 @@ def assemble(
     sizes = [len(group.rows) for group in manifest.groups]
     groups_R = np.repeat(np.arange(len(sizes)), np.array(sizes, np.int64))
     served = dict(_trajectories(manifest, rows))
-    samples = told_apart(cut(served.items(), policy, manifest.sees), groups_R.size)
+    roles = Roles.of(manifest)
+    numbers = {name: number for number, name in enumerate(roles.names)}
+    samples = told_apart(cut(served.items(), policy, manifest.sees, numbers), groups_R.size)
+    truncated_R, longest_R = _told_of_rows(manifest, served, ranks or Alone())
     batch = Batch(
         seq=manifest.seq,
         trains_from=manifest.trains_from,
         samples=_within_vocabulary(samples, vocab_size, manifest.seq),
         groups_R=groups_R,
         staleness_R=_staleness(manifest, policy),
-        columns=_row_columns(manifest, served, ranks or Alone()),
-        nodes={index: trajectory.node_id for index, trajectory in served.items()},
+        costs_R=costs_of(manifest),
+        columns=_row_columns(manifest, truncated_R),
+        longest_R=longest_R,
+        roles=roles,
+        nodes={index: _life(trajectory) for index, trajectory in served.items()},
     )
     return _with_token_columns(batch, rows, manifest)
+
+
+def _life(trajectory: Trajectory) -> str:
+    """No node's name has a slash."""
+    return f"{trajectory.node_id}/{trajectory.session}"
 
 
 def told_apart(samples: Samples, num_rows: int) -> Samples:
@@ -134,18 +187,32 @@ def _trajectories(
         yield index, decode(row.payload, Trajectory)
 
 
-def _row_columns(
+def _told_of_rows(
     manifest: Manifest, served: Mapping[int, Trajectory], ranks: Sums
-) -> dict[str, Floats]:
-    rows = list(manifest.rows)
-    truncated_R = np.zeros(len(rows))
+) -> tuple[Floats, Ints]:
+    """(whether each row was cut short, tokens of its longest turn), from whoever has the row. One
+    that is gone counts as all in one turn."""
+    policy, sees = PolicyName(manifest.consumer), manifest.sees
+    lengths_R = np.array([manifest.tokens(row) for row in manifest.rows], np.int64)
+    own = np.zeros((2, lengths_R.size))
     for index, trajectory in served.items():
-        truncated_R[index] = float(_is_truncated(trajectory))
+        turns = [
+            len(turn.sampled_ids) // 4
+            for turn in trajectory.turns
+            if is_data(turn) and is_seen(turn.policy, turn.role, policy, sees)
+        ]
+        own[:, index] = _is_truncated(trajectory), max(turns, default=0)
+    truncated_R, longest_R = ranks.sum_over_ranks(own)
+    return truncated_R, np.where(longest_R > 0, longest_R, lengths_R).astype(np.int64)
+
+
+def _row_columns(manifest: Manifest, truncated_R: Floats) -> dict[str, Floats]:
+    rows = list(manifest.rows)
     names = sorted({name for row in rows for name in row.values})
     return {
         "reward": np.array([row.score for row in rows], np.float64),
         "length": np.array([manifest.tokens(row) for row in rows], np.float64),
-        "truncated": ranks.sum_over_ranks(truncated_R),
+        "truncated": truncated_R,
         **{name: np.array([row.values.get(name, np.nan) for row in rows]) for name in names},
     }
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a run's settings to what learns: objectives, learners, frozen models, their pipeline."""
+"""From a run's settings to what learns: learners, frozen models, their pipeline."""
 
 from __future__ import annotations
 
-import math
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from penstock.config import AlgorithmConfig, PolicyConfig, RunConfig
+from penstock.config import PolicyConfig, RunConfig
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.errors import ConfigError
 from penstock.trainer.actor import Actor
@@ -22,19 +20,18 @@ from penstock.trainer.advantages.gae import ValueLoss
 from penstock.trainer.batches import Batch
 from penstock.trainer.crew import Crew
 from penstock.trainer.critic import Critic
+from penstock.trainer.device import CPU
 from penstock.trainer.gang.moving import move
 from penstock.trainer.gang.places import Parallel
 from penstock.trainer.gang.sharding import shard
 from penstock.trainer.gang.team import Alone, Company, Team
 from penstock.trainer.learner import Learner, Optimizer, Stats
 from penstock.trainer.lora import adapter_off, put_on
-from penstock.trainer.losses.aggregation import Aggregation, Weights
-from penstock.trainer.losses.divergence import WithEntropy, WithKl
-from penstock.trainer.losses.m2po import M2po
 from penstock.trainer.losses.mismatch import correction_of
-from penstock.trainer.losses.objectives import Clipped, Distilled, Gspo, Wrapped
 from penstock.trainer.losses.tokens import Budgeted, Objective
-from penstock.trainer.models import init_model, is_adapted, load_model
+from penstock.trainer.models import initial_folder, is_adapted, load_model
+from penstock.trainer.objective import bounds_of, objective_of, token_weights
+from penstock.trainer.packable import require_packable
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.functions import find_function
 from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, Stage, bind, stay
@@ -48,11 +45,17 @@ CRITIC_RATE = 5.0
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def build_crew(config: RunConfig, policy: str, folder: Path, team: Team | None = None) -> Crew:
+def build_crew(
+    config: RunConfig,
+    policy: str,
+    folder: Path,
+    team: Team | None = None,
+    device: torch.device = CPU,
+) -> Crew:
     """One policy's learners, the actor with the weights of this folder, and their pipeline."""
     settings = config.for_policy(policy)
     chain = chain_of(config, policy)
-    builder = _Builder(settings, config.seed, team or Alone())
+    builder = _Builder(settings, config.seed, team or Alone(), device)
     learners = builder.learners(folder, chain.stages)
     actor = learners.get(ACTOR)
     return Crew(
@@ -62,6 +65,30 @@ def build_crew(config: RunConfig, policy: str, folder: Path, team: Team | None =
         vocab_size=actor.vocab_size if actor else _vocab_size(folder),
         minibatches=settings.training.minibatches,
     )
+
+
+def load_policy(settings: PolicyConfig, folder: Path, *, is_tried: bool = True) -> PreTrainedModel:
+    """The model that makes versions, whole, with its adapter if it trains one.
+
+    is_tried: whether it can be packed; one rank tries it for all, who meet it when it is spread."""
+    lora = settings.model.lora
+    if is_adapted(folder) is (lora is None):
+        trained, held = ("all weights", "an") if lora is None else ("an adapter", "no")
+        raise ConfigError(
+            f"policy {settings.name} trains {trained}, and {folder} holds {held} adapter; set lora "
+            "as it was when that was written, or begin from another folder"
+        )
+    model = _load_tried(folder, is_tried)
+    if lora is not None:
+        put_on(model, folder, lora)
+    return model
+
+
+def _load_tried(folder: Path, is_tried: bool) -> PreTrainedModel:
+    model = load_model(folder)
+    if is_tried:
+        require_packable(model)
+    return model
 
 
 def spread_of(stages: Sequence[PipelineStageConfig]) -> list[Parallel]:
@@ -92,10 +119,11 @@ def _stage(
 class _Builder:
     """Makes the models of one policy."""
 
-    def __init__(self, settings: PolicyConfig, seed: int, team: Team) -> None:
+    def __init__(self, settings: PolicyConfig, seed: int, team: Team, device: torch.device) -> None:
         self._settings = settings
         self._seed = seed
         self._team = team
+        self._device = device
 
     def learners(self, folder: Path, stages: tuple[PipelineStageConfig, ...]) -> dict[str, Learner]:
         """Those that this rank has a share of, the actor first."""
@@ -150,40 +178,27 @@ class _Builder:
         algorithm = self._settings.algorithm
         objective = (stage and _own_objective(stage)) or objective_of(algorithm)
         is_budgeted = isinstance(objective, Budgeted)
-        actor = Actor(self._policy(folder), learns_entropy=algorithm.entropy_coef > 0)
+        model = load_policy(self._settings, folder, is_tried=self._team.place.is_first)
+        actor = Actor(model, learns_entropy=algorithm.entropy_coef > 0)
         return Learner(
-            shard(actor, actor.model, team),
+            shard(actor, actor.model, team, self._device),
             objective,
             self._optimizer(self._settings.training.learning_rate),
             cut=Cut(
                 minibatches=self._settings.training.minibatches,
-                weights=_weights(algorithm, self._settings.sampling.max_tokens),
+                weights=token_weights(algorithm, self._settings.sampling.max_tokens),
                 correction=None if is_budgeted else correction_of(objective),
                 needs_advantage=algorithm.name != "opd",
             ),
             passes=self._passes(team),
-            bounds=_bounds(algorithm),
+            bounds=bounds_of(algorithm),
         )
-
-    def _policy(self, folder: Path) -> PreTrainedModel:
-        """The model that makes versions, with its adapter if it trains one."""
-        lora = self._settings.model.lora
-        if is_adapted(folder) is (lora is None):
-            trained, held = ("all weights", "an") if lora is None else ("an adapter", "no")
-            raise ConfigError(
-                f"policy {self._settings.name} trains {trained}, and {folder} holds {held} "
-                "adapter; set lora as it was when that was written, or begin from another folder"
-            )
-        model = load_model(folder)
-        if lora is not None:
-            put_on(model, folder, lora)
-        return model
 
     def _critic(self, stage: PipelineStageConfig, team: Team) -> Learner:
         rate = CRITIC_RATE * self._settings.training.learning_rate
         critic = Critic(self._initial(stage))
         return Learner(
-            shard(critic, critic.model, team),
+            shard(critic, critic.model, team, self._device),
             _own_objective(stage) or ValueLoss(),
             self._optimizer(float(stage.options.get("learning_rate", rate))),
             cut=Cut(minibatches=self._settings.training.minibatches, needs_advantage=False),
@@ -204,15 +219,14 @@ class _Builder:
         if self._settings.model.lora is not None and stage.model is None:
             return partial(_look, column, partial(_look_bare, learners[ACTOR]))
         frozen = Actor(self._initial(stage)).requires_grad_(False)
-        whole = shard(frozen, frozen.model, team)
+        whole = shard(frozen, frozen.model, team, self._device)
         return partial(_look, column, partial(self._passes(team).look, whole))
 
-    def _initial(self, stage: PipelineStageConfig) -> Any:
+    def _initial(self, stage: PipelineStageConfig) -> PreTrainedModel:
         """The model the stage names, or the one its policy began with."""
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary) / "model"
-            init_model(stage.model or self._settings.model.init, folder, self._seed)
-            return load_model(folder)
+        init = stage.model or self._settings.model.init
+        with initial_folder(init, self._seed) as folder:
+            return _load_tried(folder, self._team.place.is_first)
 
     def _optimizer(self, rate: float) -> Optimizer:
         training = self._settings.training
@@ -265,37 +279,3 @@ def _own_objective(stage: PipelineStageConfig) -> Objective | None:
         return None
     function = find_function(stage)
     return partial(function, **stage.options) if function else None
-
-
-def objective_of(algorithm: AlgorithmConfig) -> Objective | Budgeted:
-    """The loss that the algorithm's name and numbers stand for."""
-    high = algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
-
-    def near_reference(inner: Objective) -> Objective:
-        if algorithm.beta > 0:
-            inner = WithKl(inner=inner, coef=algorithm.beta)
-        if algorithm.entropy_coef > 0:
-            inner = WithEntropy(inner=inner, coef=algorithm.entropy_coef)
-        return inner
-
-    if algorithm.name == "m2po":
-        assert algorithm.tau is not None, "the config has seen to it"
-        return Wrapped(budget=M2po(budget=algorithm.tau), wrap=near_reference)
-    if algorithm.name == "gspo":
-        return near_reference(Gspo(epsilon=algorithm.epsilon, epsilon_high=high))
-    delta = math.inf if algorithm.delta is None else algorithm.delta
-    clipped = Clipped(epsilon=algorithm.epsilon, epsilon_high=high, delta=delta)
-    return near_reference(Distilled(inner=clipped) if algorithm.name == "opd" else clipped)
-
-
-def _bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
-    """Of single tokens; where an algorithm bounds something else, what is usual."""
-    if algorithm.name in ("gspo", "m2po"):
-        return 0.2, 0.2
-    return algorithm.epsilon, algorithm.epsilon_high or algorithm.epsilon
-
-
-def _weights(algorithm: AlgorithmConfig, max_tokens: int) -> Weights:
-    aggregation = Aggregation(algorithm.aggregation)
-    is_fixed = aggregation is Aggregation.FIXED_CONSTANT
-    return Weights(aggregation=aggregation, constant_length=max_tokens if is_fixed else 0)

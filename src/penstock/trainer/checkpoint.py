@@ -3,9 +3,9 @@
 
 `step_N/` is an ordinary Hugging Face folder with two more files: the learner's other state as
 safetensors (one file per rank in a gang), and `trainer.json` with the cursor and the BLAKE3 of
-every other file. That one is written last, in a hidden folder that is renamed when all of it is on
-disk; a folder without it, or one that does not fit its digests, is set aside, and the next older
-one counts.
+every other file and of itself. That one is written last, in a hidden folder that is renamed when
+all of it is on disk; a folder without it, or one that does not fit its digests, is set aside, and
+the next older one counts. One of the same number takes its place, where only a critic has learned.
 
 Owns these folders. Reads only files whose digest it has checked, and unpickles nothing. Deletes
 only what it can read and what no trainer of a higher incarnation wrote; where checkpoints stand and
@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 from safetensors.torch import save_file
@@ -27,8 +28,6 @@ from torch import Tensor
 from penstock.config import changed
 from penstock.errors import ConfigError, Fenced, StoreError
 from penstock.trainer.described import (
-    FORMAT,
-    FORMAT_OF_ONE_RANK,
     Checkpoint,
     Cursor,
     TrainerState,
@@ -39,10 +38,12 @@ from penstock.trainer.described import (
     write_described,
 )
 from penstock.trainer.durable import (
+    bring_back,
     clear_leftovers,
     digest,
     new_token,
     partial_name,
+    put_in_place,
     remove,
     set_aside,
     sync,
@@ -116,6 +117,7 @@ class Checkpoints:
 
         None means that there is not one folder: to begin at number 0 beside checkpoints that
         cannot be read would be to throw them away."""
+        bring_back(self._root)
         self._complete, unusable = self._look()
         if unusable and not self._complete:
             listed = "\n".join(f"    {folder.name}: {why}" for folder, why in unusable)
@@ -160,6 +162,7 @@ class Checkpoints:
         state: Mapping[str, Tensor],
         static: Sequence[Path],
         together: Together | None = None,
+        memory: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Make this state durable; complete when this returns, never half visible.
 
@@ -168,9 +171,6 @@ class Checkpoints:
         adapter's, and those of its model are linked from one checkpoint to the next.
         Raises Fenced when a trainer of a higher incarnation has saved here."""
         self._check_owner(cursor)
-        if self._complete and self._complete[-1].cursor.number == cursor.number:
-            self._complete[-1] = move_cursor(self._complete[-1], cursor)
-            return self._complete[-1]
         hidden = self._hidden(together.token if together else new_token())
         for path in static:
             carry = link_or_copy if path.suffix == ".safetensors" else shutil.copyfile
@@ -179,11 +179,18 @@ class Checkpoints:
         save_file(dict(weights), hidden / name, metadata={"format": "pt"})
         if together is None:
             write_state(hidden / OPTIMIZER, Shares(tensors=state, boxes={}))
-            return self._show(hidden, cursor)
+            return self._show(hidden, cursor, memory=memory)
         put_share(hidden, 0, together.num_ranks, Shares(tensors=state, boxes=together.boxes))
         shares = await_shares(hidden, together.num_ranks)
         remove_receipts(hidden)
-        return self._show(hidden, cursor, num_ranks=together.num_ranks, known=shares)
+        return self._show(hidden, cursor, num_ranks=together.num_ranks, known=shares, memory=memory)
+
+    def move(self, cursor: Cursor, memory: Mapping[str, Any]) -> Checkpoint:
+        """The newest one further on in its data: batches since then changed nothing else."""
+        assert cursor.number == self.last.cursor.number, "another number has other weights"
+        self._check_owner(cursor)
+        self._complete[-1] = move_cursor(self.last, cursor, memory)
+        return self.last
 
     def begin_from(self, other: Checkpoint) -> Checkpoint:
         """The state of another run as number 0 of this one, digested again in the copy."""
@@ -209,6 +216,7 @@ class Checkpoints:
         *,
         num_ranks: int = 1,
         known: Mapping[str, str] | None = None,
+        memory: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Everything in this folder on disk first, then visible at once. Of known digests the files
         are on disk already."""
@@ -223,15 +231,16 @@ class Checkpoints:
             config=self._config,
             files=files,
             num_ranks=num_ranks,
-            format=FORMAT_OF_ONE_RANK if num_ranks == 1 else FORMAT,
+            memory=dict(memory or {}),
         )
         write_described(hidden, described)
         folder = self._root / f"step_{cursor.number}"
         self._check_owner(cursor)  # again: writing may have taken minutes
-        # What stands at this number or beyond is of a trainer that was replaced.
-        remove(path for number, path in _numbered(self._root) if number >= cursor.number)
-        hidden.rename(folder)
-        sync(self._root)
+        # What stands beyond this number is of a trainer that was replaced; what stands at it may be
+        # our last one, if only a critic has learned since.
+        remove(path for number, path in _numbered(self._root) if number > cursor.number)
+        put_in_place(hidden, folder)
+        self._complete = [one for one in self._complete if one.folder != folder]
         self._complete.append(Checkpoint(folder=folder, state=described))
         self._prune()
         return self._complete[-1]

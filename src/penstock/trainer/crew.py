@@ -80,10 +80,11 @@ class Crew:
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on bit for bit, given the same weights of the actor; from files, each rank reads its
-        share alone."""
+        share alone. A learner of which they say nothing begins."""
         if isinstance(tensors, Stored):
             tensors = tensors.seen_by(self._team.place.rank)
         for role, learner in self._others.items():
-            learner.restore(under(tensors, f"{role}/"), with_weights=True)
+            if own := under(tensors, f"{role}/"):
+                learner.restore(own, with_weights=True)
         if self._actor is not None:
             self._actor.restore(tensors)

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint says of itself: `trainer.json`, with the cursor and a digest per file.
 
+It begins with a digest of its own: the BLAKE3 of all its bytes but the digest's. So not one bit of
+it changes unnoticed, whatever later versions put into it.
+
 Owns that file's form and its versions. Folders and what else lies in them are not its business.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
 
 from penstock.errors import BadRequest, StoreError
 from penstock.trainer.durable import write_durably
@@ -19,10 +26,11 @@ from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from penstock.wire.codec import JSON, decode, encode_json
 
 STATE = "trainer.json"
-FORMAT = 2
-"""The highest that this version reads."""
-FORMAT_OF_ONE_RANK = 1
-"""What has no shares reads as it always did."""
+FORMAT = 3
+"""What this version writes, and the highest that it reads."""
+FIRST_WITH_DIGEST = 3
+"""Those before it say nothing of themselves, and are believed."""
+_DIGEST = re.compile(rb'\{\s*"digest": "([0-9a-f]{64})"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +56,9 @@ class TrainerState:
     """What may not change between this and the next step, by key; empty: nobody wrote it down."""
     num_ranks: int = 1
     """So many shares make up the learner's other state."""
-    format: int = FORMAT_OF_ONE_RANK
+    format: int = FORMAT
+    memory: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of the batches up to the cursor, for alarms and quarantine; the loop knows its form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +97,7 @@ def weights_name(beside: Iterable[str]) -> str:
 def read_described(folder: Path) -> TrainerState:
     try:
         content = (folder / STATE).read_bytes()
+        has_digest = _check(content)
         written = decode(content, _Format, media_type=JSON).format
         if written > FORMAT:
             raise StoreError(
@@ -96,20 +107,34 @@ def read_described(folder: Path) -> TrainerState:
         found = decode(content, TrainerState, media_type=JSON)
     except (OSError, BadRequest) as error:
         raise Unusable(str(error)) from error
+    if not has_digest and written >= FIRST_WITH_DIGEST:
+        raise Unusable(f"{STATE} is damaged: it does not begin with its digest")
     if found.num_ranks < 1:
         raise Unusable(f"{STATE} names {found.num_ranks} ranks")
     return found
 
 
-def move_cursor(known: Checkpoint, cursor: Cursor) -> Checkpoint:
-    """Batches skipped since change nothing but the cursor."""
+def move_cursor(known: Checkpoint, cursor: Cursor, memory: Mapping[str, Any]) -> Checkpoint:
+    """Batches skipped since change nothing but the cursor, and what is remembered of them."""
     if known.cursor == cursor:
         return known
-    state = replace(known.state, cursor=cursor)
+    state = replace(known.state, cursor=cursor, memory=dict(memory), format=FORMAT)
     write_described(known.folder, state)
     return Checkpoint(folder=known.folder, state=state)
 
 
 def write_described(folder: Path, state: TrainerState) -> None:
-    text = json.dumps(json.loads(encode_json(state)), indent=2) + "\n"
-    write_durably(folder / STATE, text)
+    rest = json.dumps({"digest": "", **json.loads(encode_json(state))}, indent=2) + "\n"
+    own = blake3(rest.encode()).hexdigest()
+    write_durably(folder / STATE, rest.replace('"digest": ""', f'"digest": "{own}"', 1))
+
+
+def _check(content: bytes) -> bool:
+    """Whether it begins with a digest, which is then the right one."""
+    found = _DIGEST.match(content)
+    if found is None:
+        return False
+    rest = content[: found.start(1)] + content[found.end(1) :]
+    if blake3(rest).hexdigest().encode() != found[1]:
+        raise Unusable(f"{STATE} is damaged: its digest is of other bytes")
+    return True

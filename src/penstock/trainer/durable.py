@@ -19,6 +19,8 @@ from blake3 import blake3
 PARTIAL = ".partial-"
 """Being written or being removed: whoever saves next clears it away."""
 DAMAGED = ".damaged-"
+REPLACED = ".replaced-"
+"""What another folder takes the place of, until it has."""
 
 _log = structlog.get_logger(__name__)
 
@@ -53,6 +55,28 @@ def remove(folders: Iterable[Path]) -> None:
     for folder in list(folders):
         hidden = folder.rename(folder.with_name(partial_name(new_token())))
         shutil.rmtree(hidden)
+
+
+def put_in_place(made: Path, folder: Path) -> None:
+    """Give a folder this name. One that has it steps aside first, because no folder can be renamed
+    onto another; after a crash between the two, `bring_back` finds it."""
+    aside = folder.with_name(f"{REPLACED}{folder.name}")
+    if folder.exists():
+        folder.rename(aside)
+    made.rename(folder)
+    sync(folder.parent)
+    if aside.exists():
+        remove([aside])
+
+
+def bring_back(root: Path) -> None:
+    """Undo replacements that a crash cut short, and end those that lacked the removal alone."""
+    for aside in root.glob(f"{REPLACED}*"):
+        folder = root / aside.name.removeprefix(REPLACED)
+        if folder.exists():
+            remove([aside])
+        else:
+            aside.rename(folder)
 
 
 def set_aside(folder: Path, why: str) -> None:

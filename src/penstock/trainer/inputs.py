@@ -147,7 +147,7 @@ def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> 
         picked_K=torch.from_numpy(offsets[line_B][sample_K] + column_K - 1),
         targets_K=torch.from_numpy(samples.ids_T[token_K].astype(np.int64)),
         sampling_K=torch.from_numpy(samples.logprobs_T[token_K]),
-        advantages_K=torch.from_numpy(_advantages(batch)[token_K]),
+        advantages_K=torch.from_numpy(advantages_of(batch)[token_K]),
         sequences_K=torch.from_numpy(sequences_K),
         weights_K=_weights(weights_T, token_K),
         lags_K=torch.from_numpy(batch.trains_from - samples.numbers_T[token_K].astype(np.int64)),
@@ -157,8 +157,9 @@ def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> 
     )
 
 
-def _advantages(batch: Batch) -> Floats:
-    """Zeros as long as no stage has written any: a model may look before there is credit."""
+def advantages_of(batch: Batch) -> Floats:
+    """By token. Zeros as long as no stage has written any: a model may look, and a critic learn,
+    before there is credit."""
     found = batch.columns.get("advantage")
     return np.zeros(batch.samples.ids_T.shape) if found is None else found
 

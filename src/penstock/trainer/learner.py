@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch
 from penstock.trainer.gang.sharding import clip
 from penstock.trainer.gang.team import Sums
-from penstock.trainer.inputs import Inputs
+from penstock.trainer.inputs import Inputs, advantages_of
 from penstock.trainer.losses.logprobs import behaviour_kl, log_ratio
 from penstock.trainer.losses.tokens import Budgeted, Objective, TokenLoss, Tokens
 from penstock.trainer.schedules import Schedule
@@ -50,6 +51,9 @@ class SkipReason(StrEnum):
     """Not one token of this policy to train."""
     ZERO_ADVANTAGE = "zero_advantage"
     """The rewards of every group were equal, so there is nothing to compare."""
+    REJECTED = "rejected"
+    """The mismatch correction let no token pass: the engine's log-probs are too far from the
+    trainer's."""
     NON_FINITE = "non_finite_gradient"
     """No update of the batch had a finite gradient."""
 
@@ -73,6 +77,8 @@ class Stats:
     values: Mapping[str, float]
     gaps: Mapping[str, Gap] = field(default_factory=dict[str, Gap])
     """Between each node's engine and this trainer, on the tokens of the first update."""
+    others_learned: bool = False
+    """Whether a model beside the actor's changed: a critic learns from equal rewards too."""
 
 
 class Learner:
@@ -131,17 +137,26 @@ class Learner:
         values["grad_norm"] = math.fsum(norms) / max(len(norms), 1)
         values["updates"] = float(len(applied))
         values["updates/non_finite"] = float(len(done) - len(applied))
-        values["memory/peak_mb"] = peak_memory_mb(self.model.device)
+        peak_mb = peak_memory_mb(self.model.device)
+        values["memory/peak_mb"] = float(self._passes.ranks.most_over_ranks(math.ceil(peak_mb)))
         found = FirstLook(figures={})
         if self._bounds is not None:
             found = first_look(batch, seen_T, self._bounds, self._passes.ranks)
         values["seconds/train"] = time.perf_counter() - started
-        skipped = None if applied else _reason(values["tokens/trained"], plan)
+        skipped = None if applied else self._reason(values, plan)
         return Stats(skipped=skipped, values={**values, **found.figures}, gaps=found.gaps)
 
     def look(self, batch: Batch) -> Floats:
         """What the model says of each trained token now, by token of the batch."""
         return self._passes.look(self._scorer, batch)
+
+    def _reason(self, values: Mapping[str, float], plan: Sequence[Update]) -> SkipReason:
+        if plan:
+            return SkipReason.NON_FINITE
+        if not values["tokens/trained"]:
+            return SkipReason.NO_TOKENS
+        has_credit = not self._cut.needs_advantage or values["advantage/zero_share"] < 1
+        return SkipReason.REJECTED if has_credit else SkipReason.ZERO_ADVANTAGE
 
     def _set_rate(self, number: int) -> float:
         rate = self._spec.schedule.rate(number)
@@ -154,7 +169,7 @@ class Learner:
         objective = self._settle(update, batch)
         tallies: list[Tally] = []
         for inputs, tokens in self._forward(update, batch):
-            loss = objective(tokens)
+            loss = _by_token(objective(tokens), tokens)
             weigh(loss, inputs).backward()
             tallies.append(tally(tokens, loss, inputs))
             if seen_T is not None:
@@ -211,6 +226,30 @@ class Learner:
 
 _RANDOM = "random_generator"
 _WEIGHTS = "weights/"
+
+
+def first_state() -> dict[str, Tensor]:
+    """That of a learner that has learned nothing yet."""
+    return {_RANDOM: torch.get_rng_state()}
+
+
+def _by_token(loss: TokenLoss, tokens: Tokens) -> TokenLoss:
+    """The loss as it is. What a user's own gives may be anything: a mean, multiplied with weights
+    by token, would be counted once for each of them."""
+    if not isinstance(loss, TokenLoss):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"the loss gave a {type(loss).__name__}; return TokenLoss(loss_K=..., told={{}}) with "
+            "one number per trained token"
+        )
+    wanted = tokens.logprobs_K.shape
+    for name, values_K in {"loss_K": loss.loss_K, **loss.told}.items():
+        if values_K.shape != wanted:
+            raise ConfigError(
+                f"the loss gave {name} of shape {tuple(values_K.shape)}, and {tuple(wanted)} is "
+                "wanted: one number per trained token, as tokens.logprobs_K has; take no mean and "
+                "no sum over tokens, which is what algorithm.aggregation is for"
+            )
+    return loss
 
 
 def weigh(loss: TokenLoss, inputs: Inputs) -> Tensor:
@@ -276,7 +315,7 @@ def _averages(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _describe(batch: Batch, ranks: Sums) -> dict[str, float]:
     rewards_R = batch.columns["reward"]
     is_trained_T = batch.samples.mask_T
-    credited = np.unique(batch.rows_T[is_trained_T & (batch.columns["advantage"] != 0)])
+    credited = np.unique(batch.rows_T[is_trained_T & (advantages_of(batch) != 0)])
     own = np.array([batch.samples.num_trained, credited.size], np.float64)
     num_trained, num_credited = ranks.sum_over_ranks(own).tolist()
     num_rows = max(rewards_R.size, 1)
@@ -290,9 +329,3 @@ def _describe(batch: Batch, ranks: Sums) -> dict[str, float]:
         values["staleness/mean"] = float(batch.staleness_R.mean())
         values["staleness/max"] = float(batch.staleness_R.max())
     return values
-
-
-def _reason(num_trained: float, plan: Sequence[Update]) -> SkipReason:
-    if plan:
-        return SkipReason.NON_FINITE
-    return SkipReason.ZERO_ADVANTAGE if num_trained else SkipReason.NO_TOKENS

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Protocol
 
 import structlog
-from torch import Tensor
 
 from penstock.dataflow.protocol import (
     BatchRequest,
@@ -30,7 +29,7 @@ from penstock.dataflow.protocol import (
     UsedBy,
     VersionsInUse,
 )
-from penstock.errors import Conflict, Fenced, StoreError
+from penstock.errors import Conflict, Fenced, ForkRefused
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.checkpoint import Checkpoints
@@ -43,6 +42,7 @@ from penstock.trainer.learner import Stats
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.saving import Saver
 from penstock.trainer.signals.gaps import Drifting
+from penstock.trainer.signals.memory import from_json, to_json
 from penstock.trainer.signals.watch import Watch
 from penstock.trainer.snapshots import Snapshots
 from penstock.types import NodeId, PolicyName
@@ -118,11 +118,13 @@ class Trainer:
             num_ranks=num_ranks(self._team),
         )
         self._metrics = metrics
-        self._watch = Watch(self._quarantine)
+        self._watch = Watch(self._quarantine, from_json(checkpoints.last.state.memory))
         self._is_stopping = is_stopping
         self._publishes_all = publishes_all
         self._has_ended = False
         self._cursor = checkpoints.last.cursor
+        self._have_others_learned = False
+        """Since the last checkpoint, in which case its number alone does not tell its state."""
         self._seconds: dict[str, float] = {}
 
     def run(self) -> bool:
@@ -166,9 +168,13 @@ class Trainer:
                 break
             except Conflict as error:
                 if self._dataflow.state(self._policy).incarnation == known:
-                    raise StoreError(
-                        f"{self._policy}: the ledger refuses to go on from the checkpoint at "
-                        f"number {request.number}, batch {request.seq}: {error}"
+                    raise ForkRefused(
+                        f"{self._policy}: the ledger refuses to go on from "
+                        f"{self._checkpoints.last.folder}, number {request.number}, batch "
+                        f"{request.seq}: {error}\n  it is the ledger of another run, or an older "
+                        "copy of this one. Bring back the one that belongs to this checkpoint; or "
+                        "move the checkpoint away, and what was trained since the one before it "
+                        "is trained anew"
                     ) from error
         self._cursor = replace(self._cursor, incarnation=answer.incarnation)
         self._snapshots.remove_others()
@@ -230,6 +236,7 @@ class Trainer:
         )
         self._dataflow.commit(self._policy, batch.seq, body)
         self._cursor = cursor
+        self._have_others_learned |= stats.others_learned
         alarm = self._watch.see(batch.seq, stats)
         self._metrics.append(
             {
@@ -247,9 +254,12 @@ class Trainer:
 
     def _quarantine(self, node: Drifting) -> None:
         body = QuarantineRequest(
-            policy=self._policy, incarnation=self._cursor.incarnation, why=str(node)
+            policy=self._policy,
+            incarnation=self._cursor.incarnation,
+            why=str(node),
+            session=node.session,
         )
-        self._dataflow.quarantine(NodeId(node.node_id), body)
+        self._dataflow.quarantine(node.node_id, body)
 
     def _publish(self) -> None:
         started = time.perf_counter()
@@ -274,24 +284,34 @@ class Trainer:
         return [found.manifest_digest for found in versions], newest
 
     def _save(self) -> None:
-        """Hand over a copy of everything the next step depends on; each rank its own share."""
+        """Hand over a copy of everything the next step depends on, each rank its own share; where
+        nothing of it has changed since the last time, the cursor alone."""
         started = time.perf_counter()
         self._finish_saving()
         last = self._checkpoints.last.cursor
         if last == self._cursor:
             return
-        weights: dict[str, Tensor] = {}
-        state: dict[str, Tensor] = {}
-        token = new_token()
-        if last.number != self._cursor.number:  # else there is nothing new but the cursor
-            say(self._team, Order.WEIGHTS)
-            weights = self._crew.weights()
-            say(self._team, Order.STATE, token)
-            state = self._crew.state_tensors()
-        self._saver.hand_over(
-            self._cursor, weights=weights, state=state, static=self._snapshots.static, token=token
-        )
+        if last.number == self._cursor.number and not self._have_others_learned:
+            self._saver.move(self._cursor, to_json(self._watch.memory))
+        else:
+            self._save_all()
         self._seconds["checkpoint"] = time.perf_counter() - started
+
+    def _save_all(self) -> None:
+        token = new_token()
+        say(self._team, Order.WEIGHTS)
+        weights = self._crew.weights()
+        say(self._team, Order.STATE, token)
+        state = self._crew.state_tensors()
+        self._saver.hand_over(
+            self._cursor,
+            weights=weights,
+            state=state,
+            static=self._snapshots.static,
+            token=token,
+            memory=to_json(self._watch.memory),
+        )
+        self._have_others_learned = False
 
     def _finish_saving(self) -> None:
         """Wait for the checkpoint being written, not in silence: a rank that could not write its

@@ -51,13 +51,28 @@ def init_model(init: str, folder: Path, seed: int) -> None:
         folder.mkdir(parents=True)
         _write_tiny_qwen3(folder, seed)
         return
+    shutil.copytree(_source(init), folder)  # follows links, so a hub cache becomes plain files
+
+
+@contextmanager
+def initial_folder(init: str, seed: int) -> Generator[Path]:
+    """The initial model to read from: where it lies, without a copy, or made for now."""
+    if init != TINY_QWEN3:
+        yield _source(init)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        init_model(init, Path(temporary) / "model", seed)
+        yield Path(temporary) / "model"
+
+
+def _source(init: str) -> Path:
     source = Path(init).expanduser()
     if not (source / "config.json").is_file() or not any(source.glob("*.safetensors")):
         raise ConfigError(
             f"init {init}: no Hugging Face folder with config.json and *.safetensors there; "
             f"name a local folder (`hf download MODEL --local-dir DIR` makes one) or {TINY_QWEN3}"
         )
-    shutil.copytree(source, folder)  # follows links, so a hub cache becomes plain files
+    return source
 
 
 def name_precision(folder: Path, name: str) -> None:

@@ -2,7 +2,8 @@
 """A step computed again from what the run wrote down, and held against it bit for bit.
 
 Owns the comparison: the same checkpoint, sealed batches and rows must give the same stats and the
-same weights. Opens no ledger and publishes nothing; whoever calls brings a reader of both.
+same weights, under the same config and in as many ranks; else it is refused. Opens no ledger and
+publishes nothing; whoever calls brings a reader of both.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.dataflow.protocol import RowPayload
-from penstock.errors import StoreError
-from penstock.trainer.batches import Batch
-from penstock.trainer.checkpoint import Cursor
+from penstock.config import changed
+from penstock.dataflow.protocol import RowPayload, RowsAnswer
+from penstock.errors import ConfigError, PenstockError, StoreError
+from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
+from penstock.trainer.gang.team import Team
 from penstock.trainer.learner import Stats
-from penstock.types import Manifest
+from penstock.types import Manifest, PolicyName
 from penstock.weights.publish import StoredVersion
 
+_REFUSED = -1
+"""The first rank's word for no checkpoint at all."""
 _OF_THE_MACHINE = frozenset({"seconds", "memory"})
 
 
@@ -48,6 +52,20 @@ class Record(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRows:
+    """A record as ranks draw their rows from it."""
+
+    record: Record
+
+    def rows(
+        self, policy: PolicyName, seq: int, indexes: Sequence[int] | None = None
+    ) -> RowsAnswer:
+        manifest = self.record.manifest(seq)
+        rows = () if manifest is None else self.record.rows(manifest)
+        return RowsAnswer(rows=tuple(rows if indexes is None else (rows[i] for i in indexes)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """One thing that came out otherwise than it was recorded."""
 
@@ -70,13 +88,59 @@ class Replayed:
     """The weights that came out."""
 
 
+def refuse_other_ranks(have: int, trained: int) -> None:
+    if have != trained:
+        raise StoreError(
+            f"{trained} ranks trained this, and {have} would compute it again: sums over other "
+            "parts of a batch are rounded otherwise, so no bits could be compared. Replay it with "
+            "as many ranks, as `penstock replay` does"
+        )
+
+
+def agree_on_beginning(
+    checkpoints: Checkpoints, number: int, config: Mapping[str, str], team: Team
+) -> Checkpoint | None:
+    """The newest before this number, which the first rank chooses; where it refuses, it says why,
+    and the others get None."""
+    if not team.place.is_first:
+        [chosen] = team.first_says([0])
+        return None if chosen == _REFUSED else checkpoints.at(chosen)
+    try:
+        found = _last_before(checkpoints, number, config)
+    except PenstockError:
+        team.first_says([_REFUSED])
+        raise
+    team.first_says([found.cursor.number])
+    return found
+
+
+def _last_before(checkpoints: Checkpoints, number: int, config: Mapping[str, str]) -> Checkpoint:
+    """The newest before this number, if it is of the config that would be computed with."""
+    complete = checkpoints.complete()
+    before = [found for found in complete if found.cursor.number < number]
+    if not before:
+        known = ", ".join(str(found.cursor.number) for found in complete) or "none"
+        raise StoreError(
+            f"no checkpoint before number {number} is left in {checkpoints.root} (kept: {known}); "
+            "a step can be computed again only after the oldest of them"
+        )
+    saved = before[-1].state.config
+    if changes := changed(saved, config) if saved else []:
+        listed = "\n".join(f"    {change}" for change in changes)
+        raise ConfigError(
+            f"{before[-1].folder} was saved under another config than the run has now:\n{listed}\n"
+            "  nobody wrote down under which of the two each step after it was trained, so none is "
+            "compared; those after a checkpoint of today's config can be"
+        )
+    return before[-1]
+
+
 def replay(
     record: Record,
     cursor: Cursor,
     number: int,
     *,
-    assemble: Callable[[Manifest, Sequence[RowPayload]], Batch],
-    step: Callable[[Batch], Stats],
+    step: Callable[[Manifest], Stats],
 ) -> tuple[Cursor, list[Difference]]:
     """Train again from `cursor` until `number`; where that ends, and what differs on the way."""
     found: list[Difference] = []
@@ -88,7 +152,7 @@ def replay(
                 f"number {number} was never committed on the surviving lineage: it ends at number "
                 f"{cursor.number}, batch {cursor.seq}"
             )
-        stats = step(assemble(manifest, record.rows(manifest)))
+        stats = step(manifest)
         found += compare(seq, committed, stats)
         is_trained = stats.skipped is None
         cursor = Cursor(number=cursor.number + is_trained, seq=seq, incarnation=cursor.incarnation)

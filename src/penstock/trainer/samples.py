@@ -10,20 +10,21 @@ T = tokens of all samples one after another, S = samples.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.types import PolicyName, Trajectory, Turn, is_data
+from penstock.types import PolicyName, Trajectory, Turn, is_trainable
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Seen = Collection[tuple[PolicyName, str]]
 """The (policy, role) pairs whose turns are trained."""
+NO_ROLES: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,8 @@ class Samples:
     """Number of the version that sampled it; -1 where another policy did."""
     turns_T: npt.NDArray[np.int32]
     """Index of the token's turn in its trajectory, its prompt included."""
+    roles_T: npt.NDArray[np.int32]
+    """Number of the role that its turn's policy acted in; meant where trained."""
     sampled_T: npt.NDArray[np.int64]
     """Index among all sampled tokens of its trajectory, turn after turn; meant where trained."""
     temperature_T: Floats
@@ -72,6 +75,7 @@ class _Pieces:
     span_lengths: list[int] = field(default_factory=list[int])
     span_numbers: list[int] = field(default_factory=list[int])
     turns: list[int] = field(default_factory=list[int])
+    roles: list[int] = field(default_factory=list[int])
     sampled: list[int] = field(default_factory=list[int])
     sample_lengths: list[int] = field(default_factory=list[int])
     rows: list[int] = field(default_factory=list[int])
@@ -79,6 +83,7 @@ class _Pieces:
     def add_context(self, ids: bytes, turn: int) -> int:
         num_ids = len(ids) // 4
         self.turns.append(turn)
+        self.roles.append(0)
         self.sampled.append(0)
         self.ids.append(ids)
         self.logprobs.append(bytes(len(ids)))
@@ -88,9 +93,12 @@ class _Pieces:
         self.span_numbers.append(-1)
         return num_ids
 
-    def add_answer(self, turn: Turn, index: int, num_before: int, *, is_own: bool) -> int:
+    def add_answer(
+        self, turn: Turn, index: int, role: int, num_before: int, *, is_own: bool
+    ) -> int:
         num_ids = len(turn.sampled_ids) // 4
         self.turns.append(index)
+        self.roles.append(role)
         self.sampled.append(num_before)
         spec = turn.sampling
         self.ids.append(turn.sampled_ids)
@@ -107,9 +115,13 @@ _CONTEXT = (False, 1.0, 0, 1.0, 0.0)
 
 
 def cut(
-    rows: Iterable[tuple[int, Trajectory]], policy: PolicyName, sees: Seen | None = None
+    rows: Iterable[tuple[int, Trajectory]],
+    policy: PolicyName,
+    sees: Seen | None = None,
+    roles: Mapping[str, int] = NO_ROLES,
 ) -> Samples:
-    """Samples of these (manifest index, trajectory) pairs, in their order."""
+    """Samples of these (manifest index, trajectory) pairs, in their order. `roles` numbers those of
+    the batch; one that is not among them is 0."""
     pieces = _Pieces()
     for row, trajectory in rows:
         lengths = [len(turn.sampled_ids) // 4 for turn in trajectory.turns]
@@ -121,7 +133,8 @@ def cut(
                 num_ids += pieces.add_context(turn.prompt_ids, index)
                 if index in trained:
                     is_own = turn.policy == policy
-                    num_ids += pieces.add_answer(turn, index, before[index], is_own=is_own)
+                    role = roles.get(turn.role, 0)
+                    num_ids += pieces.add_answer(turn, index, role, before[index], is_own=is_own)
                 else:
                     num_ids += pieces.add_context(turn.sampled_ids, index)
             pieces.sample_lengths.append(num_ids)
@@ -129,15 +142,14 @@ def cut(
     return _join(pieces)
 
 
+def is_seen(made_by: PolicyName, role: str, policy: PolicyName, sees: Seen | None) -> bool:
+    """Whether the trainer of `policy` sees what `made_by` did in this role."""
+    return made_by == policy if sees is None else (made_by, role) in sees
+
+
 def is_trained(turn: Turn, policy: PolicyName, sees: Seen | None = None) -> bool:
     """Whether this policy learns from the turn's answer."""
-    is_seen = turn.policy == policy if sees is None else (turn.policy, turn.role) in sees
-    return (
-        is_seen
-        and is_data(turn)
-        and turn.sampling.temperature > 0  # a greedy choice has no gradient under its own spec
-        and bool(turn.sampled_ids)
-    )
+    return is_seen(turn.policy, turn.role, policy, sees) and is_trainable(turn)
 
 
 def _paths(
@@ -188,6 +200,7 @@ def _join(pieces: _Pieces) -> Samples:
         logprobs_T=np.frombuffer(b"".join(pieces.logprobs), "<f4"),
         numbers_T=np.repeat(np.array(pieces.span_numbers, np.int32), span_lengths),
         turns_T=np.repeat(np.array(pieces.turns, np.int32), lengths),
+        roles_T=np.repeat(np.array(pieces.roles, np.int32), lengths),
         sampled_T=_counted_from(np.array(pieces.sampled, np.int64), lengths),
         temperature_T=np.repeat(specs[:, 1].astype(np.float32), lengths),
         top_k_T=np.repeat(specs[:, 2].astype(np.int32), lengths),

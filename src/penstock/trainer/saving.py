@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -34,6 +35,15 @@ class _Copy:
     state: Shares
     static: Sequence[Path]
     token: int
+    memory: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Move:
+    """The state is as it was."""
+
+    cursor: Cursor
+    memory: Mapping[str, Any]
 
 
 class Saver:
@@ -67,6 +77,7 @@ class Saver:
         weights: Mapping[str, Tensor],
         state: Mapping[str, Tensor],
         static: Sequence[Path],
+        memory: Mapping[str, Any],
         token: int = 0,
     ) -> None:
         """Copy this state once the copy before it is written; the rest happens elsewhere.
@@ -79,8 +90,14 @@ class Saver:
             state=copy_shares(state),
             static=static,
             token=token,
+            memory=memory,
         )
         self._beside.put(copied)
+
+    def move(self, cursor: Cursor, memory: Mapping[str, Any]) -> None:
+        """The last state is also that at this cursor."""
+        self.finish()
+        self._beside.put(_Move(cursor=cursor, memory=memory))
 
     def finish(self, within_s: float | None = None) -> bool:
         """Wait until everything handed over is complete and told, or no longer than so; whether it
@@ -91,16 +108,20 @@ class Saver:
         """Begin nothing more."""
         self._beside.close(LEAVE_S)
 
-    def _write(self, copied: _Copy) -> None:
+    def _write(self, copied: _Copy | _Move) -> None:
         """In the thread."""
         self._permit()
-        self._checkpoints.save(
-            copied.cursor,
-            weights=copied.weights,
-            state=copied.state.tensors,
-            static=copied.static,
-            together=self._together(copied),
-        )
+        if isinstance(copied, _Move):
+            self._checkpoints.move(copied.cursor, copied.memory)
+        else:
+            self._checkpoints.save(
+                copied.cursor,
+                weights=copied.weights,
+                state=copied.state.tensors,
+                static=copied.static,
+                together=self._together(copied),
+                memory=copied.memory,
+            )
         del copied
         self._tell()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -13,22 +14,31 @@ import torch
 
 from penstock.config import RunConfig, identity
 from penstock.dataflow.client import TrainerClient
-from penstock.dataflow.protocol import RowPayload
-from penstock.errors import Fenced, StoreError, Unreachable
+from penstock.errors import Fenced, Unreachable
 from penstock.observe.metrics import MetricsFile
-from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.build import build_crew, spread_of
+from penstock.trainer.batches import assemble
+from penstock.trainer.build import build_crew, load_policy, spread_of
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
 from penstock.trainer.crew import Crew
-from penstock.trainer.gang.following import follow
+from penstock.trainer.device import CPU, own_device
+from penstock.trainer.gang.drawing import draw_rows
+from penstock.trainer.gang.following import follow, num_ranks
 from penstock.trainer.gang.ranks import Membership
 from penstock.trainer.gang.team import Alone, Team, form_all, join
+from penstock.trainer.learner import SkipReason, Stats, first_state
 from penstock.trainer.loop import Trainer
-from penstock.trainer.lora import begin_adapter
+from penstock.trainer.lora import adapter_tensors, begin_adapter
 from penstock.trainer.models import init_model, name_precision
 from penstock.trainer.pipeline.builtin import chain_of
-from penstock.trainer.replay import Record, Replayed, replay
-from penstock.trainer.snapshots import Snapshots, constant_files
+from penstock.trainer.replay import (
+    Record,
+    RecordedRows,
+    Replayed,
+    agree_on_beginning,
+    refuse_other_ranks,
+    replay,
+)
+from penstock.trainer.snapshots import Snapshots, constant_files, weights_of
 from penstock.types import Manifest, PolicyName
 
 EXIT_FENCED = 3
@@ -60,8 +70,9 @@ def run_trainer(
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     torch.set_num_threads(config.for_policy(policy).model.torch_threads)
     checkpoints = make_checkpoints(config, policy, run_dir, accepts_changes=accepts_changes)
-    team = _form(config, policy, member)
-    crew, checkpoint = make_crew(config, policy, checkpoints, team)
+    device = own_device(member.local_rank if member else 0)
+    team = form_team(config, policy, member, device)
+    crew, checkpoint = make_crew(config, policy, checkpoints, team, device)
     if not team.place.is_first:
         follow(PolicyName(policy), crew, client, team, checkpoints.root)
         return 0
@@ -105,32 +116,44 @@ def run_trainer(
 
 
 def replay_step(
-    config: RunConfig, policy: str, record: Record, *, number: int, run_dir: Path, scratch: Path
-) -> Replayed:
-    """Compute `number` again, from the newest checkpoint before it, into a store in `scratch`."""
-    settings = config.for_policy(policy)
-    torch.set_num_threads(settings.model.torch_threads)
-    complete = make_checkpoints(config, policy, run_dir).complete()
-    before = [found for found in complete if found.cursor.number < number]
-    if not before:
-        known = ", ".join(str(found.cursor.number) for found in complete) or "none"
-        raise StoreError(
-            f"no checkpoint of {policy} before number {number} is left (kept: {known}); a step can "
-            "be computed again only after the oldest of them"
-        )
-    checkpoint = before[-1]
-    crew = build_crew(config, policy, checkpoint.folder)
+    config: RunConfig,
+    policy: str,
+    record: Record,
+    *,
+    number: int,
+    run_dir: Path,
+    scratch: Path,
+    team: Team | None = None,
+    device: torch.device = CPU,
+) -> Replayed | None:
+    """Compute `number` again, from the newest checkpoint before it, into a store in `scratch`. All
+    ranks of a team call it, and the first one gets what came of it."""
+    team = team or Alone()
+    torch.set_num_threads(config.for_policy(policy).model.torch_threads)
+    checkpoints = make_checkpoints(config, policy, run_dir)
+    refuse_other_ranks(num_ranks(team), chain_of(config, policy).num_ranks)
+    checkpoint = agree_on_beginning(checkpoints, number, identity(config), team)
+    if checkpoint is None:
+        return None
+    crew = build_crew(config, policy, checkpoint.folder, team, device)
     crew.restore(checkpoint.read_state())
 
-    def assembled(manifest: Manifest, rows: Sequence[RowPayload]) -> Batch:
-        return assemble(manifest, rows, PolicyName(policy), crew.vocab_size)
+    def step(manifest: Manifest) -> Stats:
+        rows = draw_rows(RecordedRows(record=record), manifest, team, minibatches=crew.minibatches)
+        batch = assemble(manifest, rows, PolicyName(policy), crew.vocab_size, ranks=team)
+        stats = crew.step(batch)
+        [is_trained] = team.first_says([int(stats.skipped is None)])
+        if team.place.is_first or is_trained:
+            return stats
+        return replace(stats, skipped=SkipReason.NO_TOKENS)  # for a rank that sat the actor out
 
-    cursor, differences = replay(
-        record, checkpoint.cursor, number, assemble=assembled, step=crew.step
-    )
+    cursor, differences = replay(record, checkpoint.cursor, number, step=step)
+    weights = crew.weights()
+    if not team.place.is_first:
+        return None
     snapshots = Snapshots(scratch / "weights", PolicyName(policy), checkpoint.folder)
     try:
-        stored = snapshots.put(snapshots.copy(crew.weights()), cursor.number)
+        stored = snapshots.put(snapshots.copy(weights), cursor.number)
     finally:
         snapshots.close()
     return Replayed(
@@ -153,7 +176,11 @@ def make_checkpoints(
 
 
 def make_crew(
-    config: RunConfig, policy: str, checkpoints: Checkpoints, team: Team
+    config: RunConfig,
+    policy: str,
+    checkpoints: Checkpoints,
+    team: Team,
+    device: torch.device = CPU,
 ) -> tuple[Crew, Checkpoint]:
     """The learners as the newest checkpoint left them; the first start makes the one of number
     0."""
@@ -163,7 +190,7 @@ def make_crew(
     else:
         [number] = team.first_says([0])
         checkpoint = checkpoints.at(number)
-    crew = build_crew(config, policy, checkpoint.folder, team)
+    crew = build_crew(config, policy, checkpoint.folder, team, device)
     crew.restore(checkpoint.read_state())
     return crew, checkpoint
 
@@ -172,24 +199,36 @@ def _begin(config: RunConfig, policy: str, checkpoints: Checkpoints) -> Checkpoi
     torch.manual_seed(config.seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        settings = config.for_policy(policy)
-        init_model(settings.model.init, folder, config.seed)
-        if settings.model.lora is not None:
-            begin_adapter(folder, settings.model.lora, config.seed)
-        else:
-            name_precision(folder, settings.training.precision)
-        crew = build_crew(config, policy, folder)
-        return checkpoints.save(
-            Cursor(number=0, seq=0, incarnation=0),
-            weights=crew.weights(),
-            state=crew.state_tensors(),
-            static=constant_files(folder),
-        )
+        init_model(config.for_policy(policy).model.init, folder, config.seed)
+        return begin_with(config, policy, checkpoints, folder)
 
 
-def _form(config: RunConfig, policy: str, member: Membership | None) -> Team:
+def begin_with(
+    config: RunConfig, policy: str, checkpoints: Checkpoints, folder: Path
+) -> Checkpoint:
+    """Number 0, of the model in this folder alone: what else learns begins when it is built, each
+    rank with its share. The folder is changed."""
+    torch.manual_seed(config.seed)
+    settings = config.for_policy(policy)
+    if settings.model.lora is not None:
+        begin_adapter(folder, settings.model.lora, config.seed)
+    else:
+        name_precision(folder, settings.training.precision)
+    model = load_policy(settings, folder)
+    adapter = {name: tensor.detach() for name, tensor in adapter_tensors(model).items()}
+    return checkpoints.save(
+        Cursor(number=0, seq=0, incarnation=0),
+        weights=adapter or weights_of(model),
+        state=first_state(),
+        static=constant_files(folder),
+    )
+
+
+def form_team(
+    config: RunConfig, policy: str, member: Membership | None, device: torch.device
+) -> Team:
     """The gang this process is a rank of, or a team of its own."""
     if member is None:
         return Alone()
-    join(member)
-    return form_all(spread_of(chain_of(config, policy).stages))
+    join(member, device=device.type)
+    return form_all(spread_of(chain_of(config, policy).stages), device=device.type)

@@ -18,7 +18,7 @@ import torch
 
 from penstock.trainer.batches import Batch
 from penstock.trainer.gang.team import Sums
-from penstock.trainer.inputs import PROXIMAL, tokens_of, trained_tokens
+from penstock.trainer.inputs import PROXIMAL, advantages_of, tokens_of, trained_tokens
 from penstock.trainer.losses.aggregation import Counts, Weights, count
 from penstock.trainer.losses.mismatch import Correction
 
@@ -80,7 +80,7 @@ def _count(batch: Batch, samples: Ints, is_kept_T: Bools | None) -> tuple[int, .
     token_K = tokens_of(batch.samples, samples)
     kept_K = None if is_kept_T is None else is_kept_T[token_K]
     counts = count(trained_tokens(batch.samples)[samples], kept_K)
-    return (*astuple(counts), int(np.count_nonzero(batch.columns["advantage"][token_K])))
+    return (*astuple(counts), int(np.count_nonzero(advantages_of(batch)[token_K])))
 
 
 def _counts(whole: Ints) -> Sequence[Counts]:

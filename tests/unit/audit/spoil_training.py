@@ -28,15 +28,15 @@ def summary_of(run_dir: Path, group_id: str) -> Record:
     group = whole(run_dir, "groups", "group_id = ?", group_id)
     with ledger(run_dir) as connection:
         rows = connection.execute(
-            "SELECT row_id, digest, reward, outcome, sampled, versions FROM rows "
+            "SELECT row_id, digest, reward, outcome, sampled, versions, computed FROM rows "
             "WHERE group_id = ? AND reward IS NOT NULL ORDER BY slot",
             (group_id,),
         ).fetchall()
-    names = ("row_id", "digest", "reward", "outcome", "sampled", "versions")
+    names = ("row_id", "digest", "reward", "outcome", "sampled", "versions", "computed")
     members = [dict(zip(names, row, strict=True)) for row in rows]
     for member in members:
-        member["sampled"] = json.loads(member["sampled"])
-        member["versions"] = json.loads(member["versions"])
+        for name in ("sampled", "versions", "computed"):
+            member[name] = json.loads(member[name])
     return {"group_id": group_id, "task_key": group["task_key"], "rows": members}
 
 
@@ -77,6 +77,14 @@ def lose_manifest(run_dir: Path) -> str:
 def change_sealed_reward(run_dir: Path) -> str:
     def spoil(body: Record) -> None:
         body["groups"][0]["rows"][0]["reward"] = 0.9
+
+    rewrite_manifest(run_dir, 4, spoil)
+    return "policy.4"
+
+
+def change_sealed_work(run_dir: Path) -> str:
+    def spoil(body: Record) -> None:
+        body["groups"][0]["rows"][0]["computed"]["policy"][0] += 1
 
     rewrite_manifest(run_dir, 4, spoil)
     return "policy.4"

@@ -76,6 +76,7 @@ PLANTS: dict[str, tuple[Callable[[Path], str], ...]] = {
         spoil_training.flip_manifest_byte,
         spoil_training.lose_manifest,
         spoil_training.change_sealed_reward,
+        spoil_training.change_sealed_work,
     ),
     "trained_twice": (
         spoil_training.commit_twice_along_the_lineage,

@@ -115,6 +115,9 @@ def test_a_changed_data_set_is_refused_until_it_is_accepted(tmp_path: Path) -> N
         begin("b")
     begin("b", accept_changes=True)
     begin("b")
+    begin("b/200:c")  # looked at further than before
+    with pytest.raises(ConfigError, match="source train: its tasks are not those"):
+        begin("b/200:d")
 
 
 def test_pids_that_cannot_be_recorded_do_not_end_the_run(

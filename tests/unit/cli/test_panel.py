@@ -65,6 +65,12 @@ def test_the_panel_fits_the_terminal(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
 
 
+def test_an_alarm_is_told_whole() -> None:
+    why = f"policy policy gets no batch: {'word ' * 60}the last word"
+    text = drawn(view(replace(status(), alarms=(why,))))
+    assert "policy policy gets no batch" in text and "the last word" in text
+
+
 def test_the_panel_keeps_its_height_while_nobody_waits() -> None:
     busy = status()
     calm = status(since_s=0.0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 import time
@@ -11,13 +12,16 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from tests.unit.cli.statuses import policy_status, status
+from rich.console import Console
+from tests.unit.cli.statuses import policy_status, status, view
 
 from penstock.cli import view as watching
+from penstock.cli.panel import draw
 from penstock.cli.view import Curve, ErrorTail, Watch
 from penstock.dataflow.client import ReaderClient
 from penstock.dataflow.protocol import Status
 from penstock.fleet.folder import LOOPBACK, free_port
+from penstock.trainer.signals.alarms import PATIENCE, Cause, Idle
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.listening import server
 from penstock.wire.routes import Call, Route
@@ -121,6 +125,21 @@ def test_a_failed_rollout_is_told_with_the_last_line_of_its_detail(tmp_path: Pat
     assert (
         ErrorTail({"node-0": log}).newest() == "node-0: rollout failed (reward): KeyError: 'boom'"
     )
+
+
+def test_an_alarm_is_told_with_its_cause_within_the_width(tmp_path: Path) -> None:
+    log = tmp_path / "trainer-policy.log"
+    idle = Idle(counts={Cause.EQUAL_REWARDS: PATIENCE})
+    line = {"level": "error", "msg": "this run may learn nothing", "why": idle.alarm}
+    log.write_text(json.dumps(line) + "\n")
+    note = ErrorTail({"trainer-policy": log}).newest()
+    begins = (
+        "trainer-policy: this run may learn nothing: 3 batches in a row taught nothing (3 equal_r"
+    )
+    assert note is not None and note.startswith(begins)
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(draw(view(status(), note=note), 100))
+    assert begins in console.export_text()
 
 
 def test_the_newest_error_of_all_logs_is_told_once(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 from tests.unit.config.conftest import LoadText
 
-from penstock.config import Hook, RunConfig, StageConfig, digest, dump
+from penstock.config import AlgorithmConfig, Hook, RunConfig, StageConfig, digest, dump
 from penstock.config.algorithms import PRESETS
 from penstock.config.loader import parse
 from penstock.errors import ConfigError
@@ -128,6 +129,152 @@ def test_what_cannot_work_names_stages_and_draws_the_path(
     message = refusal(load_stages, *stages)
     line = next(line for line in message.splitlines() if says in line)
     assert at in line
+
+
+VALUES = "{id: values, type: infer, role: critic, reads: [turns], writes: [values]}"
+GAE = (
+    "{id: gae, type: compute, role: critic, reads: [reward, values], writes: [advantage, returns]}"
+)
+TRAIN_CRITIC = "{id: learn, type: train, role: critic, reads: [turns, values, returns]}"
+TEACHER = "{id: teacher, type: infer, role: teacher, reads: [turns], writes: [teacher_logprobs]}"
+TAUGHT = TRAIN.replace("advantage]", "advantage, teacher_logprobs]")
+OWN_LOSS = TRAIN.replace("role: actor", "role: actor, fn: 'm:loss'")
+OPD = ("algorithm={name: opd, teacher: builtin:tiny-qwen3}",)
+
+
+@pytest.mark.parametrize("train", [TRAIN, OWN_LOSS])
+def test_an_actor_reads_the_advantage(load_stages: LoadStages, train: str) -> None:
+    """Also one whose loss is the user's: an update without any is left out."""
+    message = refusal(load_stages, ADVANTAGE, train.replace(", advantage]", "]"))
+    assert "run.yaml:28: pipeline.stages[1].reads: stage train: an actor learns from " in message
+    assert "advantage, which it does not read; add it to reads" in message
+    assert "add one with type: compute and role: advantage" in message
+
+
+def test_a_critic_reads_values_and_returns(load_stages: LoadStages) -> None:
+    assert load_stages(VALUES, GAE, TRAIN_CRITIC, TRAIN).pipeline is not None
+    critic = TRAIN_CRITIC.replace("[turns, values, returns]", "[turns]")
+    message = refusal(load_stages, VALUES, GAE, critic, TRAIN)
+    for column, kind in (("values", "infer"), ("returns", "compute")):
+        assert f"stage learn: a critic learns from {column}, which it does not read" in message
+        assert f"add one with type: {kind} and role: critic" in message
+    own = critic.replace("role: critic", "role: critic, fn: 'm:loss'")
+    assert load_stages(VALUES, GAE, own, TRAIN).pipeline is not None
+
+
+def test_a_critic_that_nobody_trains_says_nothing(load_stages: LoadStages) -> None:
+    message = refusal(load_stages, VALUES, GAE, TRAIN)
+    assert "run.yaml:27: pipeline.stages[0].role: stage values asks the critic for val" in message
+    assert "no stage trains one; add one with type: train, role: critic" in message
+    own = VALUES.replace("role: critic", "role: critic, fn: 'm:values'")
+    assert load_stages(own, GAE, TRAIN).pipeline is not None
+
+
+def test_the_loss_of_the_algorithm_says_what_is_read(load_stages: LoadStages) -> None:
+    asked = TEACHER.replace("role", "model: builtin:tiny-qwen3, role")
+    message = refusal(load_stages, asked, ADVANTAGE, TRAIN, overrides=OPD)
+    assert "stage train: opd learns from teacher_logprobs, which it does not read" in message
+    assert load_stages(asked, ADVANTAGE, TAUGHT, overrides=OPD).algorithm.name == "opd"
+    near = ("algorithm={name: m2po}",)
+    message = refusal(load_stages, ADVANTAGE, TRAIN, overrides=near)
+    assert "stage train: beta 0.001 weighs the distance to reference_logprobs, which" in message
+    assert "type: infer and role: reference, or set algorithm.beta: 0.0" in message
+    assert load_stages(ADVANTAGE, TRAIN, overrides=("algorithm={name: m2po, beta: 0.0}",))
+
+    assert load_stages(ADVANTAGE, OWN_LOSS, overrides=near)
+    reference = TEACHER.replace("teacher", "reference")
+    train = TRAIN.replace("advantage]", "advantage, reference_logprobs]")
+    assert load_stages(reference, ADVANTAGE, train, overrides=near)
+
+
+@pytest.mark.parametrize("algorithm", ["{name: decoupled}", "{ratio_against: proximal}"])
+def test_a_loss_around_the_start_of_the_step_reads_it(
+    load_stages: LoadStages, algorithm: str
+) -> None:
+    message = refusal(load_stages, ADVANTAGE, TRAIN, overrides=(f"algorithm={algorithm}",))
+    assert "compares with proximal_logprobs, which it does not read" in message
+    look = "{id: look, type: infer, role: actor, reads: [turns], writes: [proximal_logprobs]}"
+    train = TRAIN.replace("advantage]", "advantage, proximal_logprobs]")
+    assert load_stages(look, ADVANTAGE, train, overrides=(f"algorithm={algorithm}",))
+
+
+# --- what would be without effect -----------------------------------------------------------------
+
+
+def test_the_teacher_is_the_stages_model(load_stages: LoadStages) -> None:
+    message = refusal(load_stages, TEACHER, ADVANTAGE, TAUGHT, overrides=OPD)
+    assert "stage teacher has no model and asks the policy's own, so that algorithm.t" in message
+    assert "write model: builtin:tiny-qwen3 at the stage" in message
+    other = TEACHER.replace("role", "model: other, role")
+    message = refusal(load_stages, other, ADVANTAGE, TAUGHT, overrides=OPD)
+    assert "stage teacher asks other, so that algorithm.teacher would be without" in message
+    own = TEACHER.replace("role", "fn: 'm:teach', role")
+    assert load_stages(own, ADVANTAGE, TAUGHT, overrides=OPD)
+
+
+def test_numbers_of_the_algorithm_that_are_options_of_stages(load_stages: LoadStages) -> None:
+    ppo = "algorithm={name: ppo, beta: 0.0, gamma: 1.0, lam: 0.5}"
+    message = refusal(load_stages, VALUES, GAE, TRAIN_CRITIC, TRAIN, overrides=(ppo,))
+    assert "algorithm.lam: the pipeline has a stage of its own" in message
+    assert "write options: {lam: 0.5} at that stage" in message and "algorithm.gamma" not in message
+
+
+def test_beside_an_own_loss_no_ratio_is_set(load_stages: LoadStages) -> None:
+    own = TRAIN.replace("type: train", "type: train, fn: 'm:loss'")
+    chosen = "algorithm={ratio_against: proximal, correction: {}}"
+    message = refusal(load_stages, ADVANTAGE, own, overrides=(chosen,))
+    assert "ratio_against would be without effect" in message
+    assert "correction would be without effect" in message
+
+
+@pytest.mark.parametrize("key", ["epsilon", "epsilon_high", "delta", "beta"])
+def test_numbers_of_the_algorithm_beside_a_loss_of_ones_own(
+    load_stages: LoadStages, key: str
+) -> None:
+    told = (f"algorithm.{key}={3.0 if key == 'delta' else 0.3}",)
+    message = refusal(load_stages, ADVANTAGE, OWN_LOSS, overrides=told)
+    assert f"algorithm.{key}: stage train has a loss of its own, and {key} would be with" in message
+    if key != "beta":
+        assert load_stages(ADVANTAGE, TRAIN, overrides=told)
+
+
+def test_what_a_name_stands_for_is_not_refused_beside_own_stages(load_stages: LoadStages) -> None:
+    for name in ("ppo", "dapo", "m2po", "gspo", "rloo"):
+        config = load_stages(ADVANTAGE, OWN_LOSS, overrides=(f"algorithm={{name: {name}}}",))
+        assert parse(dump(config), origin="config.yaml") == config, "where all keys are written"
+    own = "models.policy.algorithm={name: m2po, tau: 0.5}"
+    message = refusal(load_stages, ADVANTAGE, OWN_LOSS, overrides=(own,))
+    assert "tau would be without effect here" in message
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "says"),
+    [
+        (ADVANTAGE, "model: x", "compute stages run no model"),
+        (TRAIN, "model: x", "the actor is the policy itself"),
+        (VALUES, "model: x", "the critic is the one in training"),
+        (ADVANTAGE, "parallel: {dp: 4}", "it runs a function on every rank's own rows"),
+        (VALUES, "fn: 'm:f', parallel: {tp: 2}", "it runs a function on every rank's own rows"),
+        (TRAIN, "rename: {advantage: credit}", "models and losses take columns by their own names"),
+        (VALUES, "on: admitted", "it sees whole batches"),
+    ],
+)
+def test_settings_of_what_a_stage_does_not_have(
+    load_stages: LoadStages, stage: str, key: str, says: str
+) -> None:
+    stages = [VALUES, GAE, TRAIN_CRITIC, TRAIN]
+    if stage == ADVANTAGE:
+        stages = [ADVANTAGE, TRAIN]
+    stages[stages.index(stage)] = stage.replace("type", f"{key}, type", 1)
+    message = refusal(load_stages, *stages)
+    assert says in message and "would be without effect" in message
+
+
+def test_models_that_stages_do_have(load_stages: LoadStages) -> None:
+    critic = TRAIN_CRITIC.replace("role", "model: x, role")
+    assert load_stages(VALUES, GAE, critic, TRAIN)
+    placed = SCORE.replace("role", "model: x, parallel: {dp: 2}, on: admitted, role")
+    assert load_stages(placed, ADVANTAGE, TRAIN)
 
 
 def test_what_is_far_from_the_trainer_cannot_have_what_is_inside(load_stages: LoadStages) -> None:
@@ -291,7 +438,7 @@ def test_the_file_wins_over_the_preset(design: str, load_text: LoadText) -> None
 
 
 def test_every_name_has_a_preset_and_grpo_stays_plain(design: str, load_text: LoadText) -> None:
-    assert set(PRESETS) == {"grpo", "reinforce", "ppo", "dapo", "m2po", "gspo", "rloo", "opd"}
+    assert set(PRESETS) == {*get_args(AlgorithmConfig.model_fields["name"].annotation)}
     config = load_text(named(design, "grpo"))
     assert (config.algorithm.beta, config.training.minibatches) == (0.0, 1)
 
@@ -305,6 +452,14 @@ def test_every_name_has_a_preset_and_grpo_stays_plain(design: str, load_text: Lo
         ("rloo", ", num_generations: 1", "a group of 1 has none to compare"),
         ("gspo", ", epsilon: 0.2, epsilon_high: 0.2", "set epsilon and epsilon_high <= 0.01"),
         ("grpo", ", lam: 0.95", "lam belongs to ppo"),
+        ("sapo", ", delta: 3.0", "delta belongs to the clipped loss"),
+        ("m2po", ", ratio_against: proximal", "m2po says itself what its ratio stands against"),
+        ("m2po", ", correction: {weighting: none, veto: 1e-4}", "take correction out"),
+        ("grpo", ", correction: {}", "set ratio_against: proximal, or only set aside"),
+        ("decoupled", ", correction: {}", "count twice; only set aside (weighting: none)"),
+        ("grpo", ", correction: {low: 3.0, weighting: mask}", "no token is left"),
+        ("grpo", ", correction: {low: 0.5}", "low has no effect with weighting truncate"),
+        ("grpo", ", correction: {sequence: sum}", "set sequence_low or sequence_high"),
     ],
 )
 def test_keys_of_another_algorithm_are_refused(

@@ -129,7 +129,7 @@ RANGES = [
          "must be at least 0"),
     case("  lease: {ttl_s: 12}", "  lease: {ttl_s: 0} #@", "dataflow.lease.ttl_s",
          "must be greater than 0"),
-    case(ALGORITHM, algorithm("epsilon: 1.0"), "algorithm.epsilon", "must be less than 1"),
+    case(ALGORITHM, algorithm("epsilon: 1.5"), "algorithm.epsilon", "must be at most 1"),
     case("seed: 0", "sampling: {top_p: 1.1} #@", "sampling.top_p", "must be at most 1"),
     case("seed: 0", "sampling: {max_tokens: 0} #@", "sampling.max_tokens",
          "must be greater than 0"),

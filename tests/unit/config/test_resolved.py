@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -134,6 +135,22 @@ def test_what_may_change_freely_is_no_part_of_what_a_run_is(
         assert digest(load_text(design, [*free, name])) != digest(old), name
         (found,) = changed(identity(old), identity(load_text(design, [*free, name])))
         assert found.startswith(name.partition("=")[0])
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+@pytest.mark.parametrize("where", ["training", "models.policy.training"])
+def test_steps_are_free_while_the_learning_rate_stays(
+    design: str, load_text: LoadText, shape: str, where: str
+) -> None:
+    more, falls = f"{where}.steps=81", f"{where}.lr_scheduler_type={shape}"
+    same = f"{where}.steps=80"
+    assert digest(load_text(design, [more])) == digest(load_text(design, [same]))
+    old, new = (load_text(design, [falls, steps]) for steps in (same, more))
+    assert digest(old) != digest(new)
+    (found,) = changed(identity(old), identity(new))
+    key = f"{where}.lr_scheduler_type"
+    assert found == (f'{key}: "{shape}" over 80 training.steps -> "{shape}" over 81 training.steps')
+    assert identity(parse(dump(old), origin="x")) == identity(old)
 
 
 def test_run_dir() -> None:

@@ -36,7 +36,7 @@ from penstock.dataflow.records import (
 from penstock.dataflow.storage.ledger import Ledger
 from penstock.dataflow.storage.tables import METADATA, open_tables
 from penstock.errors import StoreError
-from penstock.types import GroupId, NodeId, PolicyName
+from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId
 
 OLD = Path(__file__).parent / "format_1"
 
@@ -132,6 +132,38 @@ def test_leases_of_format_2_go_on(tmp_path: Path) -> None:
         tables = open_tables(tmp_path)
         assert tables.read(GrantRecord) == [grant]
         assert tables.read(LeaseRecord) == [ended]
+        assert tables.read(MetaRecord, "key = 'format'")[0].value == str(FORMAT)
+        tables.close()
+
+
+def test_rows_of_format_3_do_not_say_what_they_cost(tmp_path: Path) -> None:
+    """Nobody reads their payload for it; a trainer goes by their sampled tokens."""
+    tables = open_tables(tmp_path)
+    row = RowRecord(
+        row_id=RowId("p0-1.0.1"),
+        group_id=GroupId("p0-1"),
+        slot=0,
+        epoch=1,
+        node_id=NodeId("n"),
+        digest="d",
+        segment=1,
+        offset=0,
+        length=1,
+        outcome=OutcomeKind.COMPLETED,
+        reward=1.0,
+        sampled='{"policy":3}',
+        versions='{"policy":[[1,0]]}',
+        delivered_at=1.0,
+    )
+    tables.commit([MetaRecord(key="format", value="3"), row])
+    tables.close()
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as connection:
+        connection.execute("ALTER TABLE rows DROP COLUMN computed")
+        connection.commit()
+    for _ in range(2):
+        tables = open_tables(tmp_path)
+        [found] = tables.read(RowRecord)
+        assert found == row and found.summary.computed_for(POLICY, None) == (3, 9)
         assert tables.read(MetaRecord, "key = 'format'")[0].value == str(FORMAT)
         tables.close()
 

@@ -70,7 +70,9 @@ def test_a_sound_record_tells_tokens_and_age() -> None:
     later = turn(parent=0, spans=(span(0, 3, 4),))
     unread = turn(spans=(span(0, 3, 0),), reached_agent=False)
     assert digest(trajectory(turn(), later, unread), is_published) == Digested(
-        sampled={POLICY: 6}, versions={POLICY: ((1, 1), (1, 2), (1, 4))}
+        sampled={POLICY: 6},
+        versions={POLICY: ((1, 1), (1, 2), (1, 4))},
+        computed={POLICY: (10, 100)},
     )
 
 
@@ -85,6 +87,7 @@ def test_tokens_are_counted_by_role_only_where_one_is_named() -> None:
     assert isinstance(verdict, Digested)
     assert verdict.sampled == {POLICY: 6, other: 3}
     assert verdict.roles == {POLICY: {"solve": 3, "": 3}}
+    assert verdict.computed == {POLICY: (10, 50), other: (5, 25)}
 
 
 @pytest.mark.parametrize(

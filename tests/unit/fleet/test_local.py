@@ -146,7 +146,7 @@ def test_a_trainer_that_ends_well_is_done_and_one_that_fails_is_not(launch: Laun
     until(lambda: launcher.poll() or launcher.is_trained())
     until(launcher.is_trained)
     assert list(launcher.pids()) == ["dataflow"]
-    failing = launch(stand_in("trainer-b", "raise SystemExit(4)", kind=Kind.TRAINER))
+    failing = launch(stand_in("trainer-b", "raise SystemExit(1)", kind=Kind.TRAINER))
     until(failing.poll)
     assert not failing.is_trained()
 
@@ -158,6 +158,16 @@ def test_a_trainer_that_was_replaced_ends_the_run_instead_of_coming_back(
         stand_in("trainer-a", f"raise SystemExit({local.EXIT_FENCED})", kind=Kind.TRAINER)
     )
     with pytest.raises(LaunchError, match=r"trainer-a.*another trainer took over.*trainer-a\.log"):
+        until(launcher.poll)
+    assert deaths == [] and launcher.pids() == {}
+
+
+def test_a_trainer_whose_checkpoint_the_ledger_does_not_know_ends_the_run_and_says_why(
+    launch: Launch, deaths: list[Death]
+) -> None:
+    code = f"import sys; sys.stderr.write('the ledger refuses'); sys.exit({local.EXIT_REFUSED})"
+    launcher = launch(stand_in("trainer-a", code, kind=Kind.TRAINER))
+    with pytest.raises(LaunchError, match=r"(?s)would change nothing.*the ledger refuses"):
         until(launcher.poll)
     assert deaths == [] and launcher.pids() == {}
 

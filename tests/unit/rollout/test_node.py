@@ -122,6 +122,7 @@ async def test_every_slot_is_run_scored_delivered_and_acknowledged(
         rows = desk.dataflow.trajectories()
         assert {row.row_id for row in rows} == desk.acknowledged()
         assert len(rows) == 100
+        assert {row.session for row in rows} == {desk.dataflow.sessions[NODE]}
         for row in rows:
             assert row.reward == 1.0  # the script answers backwards
             assert row.outcome.kind is OutcomeKind.TRUNCATED and row.outcome.reason == "length"

@@ -34,7 +34,7 @@ from penstock.dataflow.protocol import (
 from penstock.errors import Conflict, Fenced
 from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.gang.team import Alone
+from penstock.trainer.gang.team import Alone, Sums
 from penstock.trainer.learner import Learner, Optimizer
 from penstock.trainer.losses.divergence import WithEntropy
 from penstock.trainer.losses.objectives import Clipped
@@ -78,20 +78,28 @@ def make_learner(
     epochs: int = 1,
     minibatches: int = 1,
     micro_batch_tokens: int = 4096,
+    ranks: Sums | None = None,
 ) -> Learner:
     return Learner(
         Actor(model, learns_entropy=True),
         objective,
         Optimizer(schedule=Schedule(peak=rate), weight_decay=weight_decay, epochs=epochs),
         cut=Cut(minibatches=minibatches),
-        passes=Passes(ranks=Alone(), micro_batch_tokens=micro_batch_tokens),
+        passes=Passes(ranks=ranks or Alone(), micro_batch_tokens=micro_batch_tokens),
     )
 
 
 def settings(
-    model_folder: Path, name: str, *, pipeline: Any = None, lora: Any = None, **training: Any
+    model_folder: Path,
+    name: str,
+    *,
+    pipeline: Any = None,
+    lora: Any = None,
+    more: dict[str, Any] | None = None,
+    **training: Any,
 ) -> RunConfig:
-    algorithm: dict[str, Any] = {"name": name, "num_generations": 4}
+    """more: further keys of the algorithm."""
+    algorithm: dict[str, Any] = {"name": name, "num_generations": 4, **(more or {})}
     if name == "opd":
         algorithm["teacher"] = str(model_folder)
     return RunConfig.model_validate(
@@ -152,6 +160,8 @@ def make_turn(
 def make_trajectory(
     *turns: Turn, name: str = "p0-0.0.1", reward: float = 0.0, node: str = "node"
 ) -> Trajectory:
+    """`node` may be NODE/SESSION."""
+    node_id, _, session = node.partition("/")
     group, slot, epoch = name.split(".")
     return Trajectory(
         row_id=RowId(name),
@@ -159,10 +169,11 @@ def make_trajectory(
         slot=int(slot),
         epoch=int(epoch),
         attempt=1,
-        node_id=NodeId(node),
+        node_id=NodeId(node_id),
         turns=turns,
         reward=reward,
         outcome=Outcome(kind=OutcomeKind.COMPLETED),
+        session=session,
     )
 
 
@@ -199,6 +210,7 @@ def seal(
             name = f"p0-{seq * 1000 + index}.{slot}.1"
             node = nodes[len(rows) % len(nodes)]
             payload = encode(make_trajectory(turn, name=name, reward=reward, node=node))
+            num_tokens = (len(turn.prompt_ids) + len(turn.sampled_ids)) // 4
             rows.append(RowPayload(row_id=RowId(name), payload=payload))
             summaries.append(
                 RowSummary(
@@ -208,6 +220,7 @@ def seal(
                     outcome=OutcomeKind.COMPLETED,
                     sampled={POLICY: len(turn.sampled_ids) // 4},
                     versions={POLICY: ((1, turn.spans[0].number),)},
+                    computed={POLICY: (num_tokens, num_tokens**2)},
                 )
             )
         group_id = GroupId(f"p0-{seq * 1000 + index}")
@@ -247,7 +260,7 @@ class MemoryDataflow:
         default_factory=list[tuple[int, CommitRequest]]
     )
     retained: tuple[tuple[int, int], ...] = ()
-    quarantined: list[NodeId] = field(default_factory=list[NodeId])
+    quarantined: list[tuple[NodeId, str]] = field(default_factory=list[tuple[NodeId, str]])
     calls: list[str] = field(default_factory=list[str])
     checkpoint_now: bool = False
     rivals: int = 0
@@ -314,7 +327,7 @@ class MemoryDataflow:
 
     def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None:
         self._require(body.incarnation)
-        self.quarantined.append(node_id)
+        self.quarantined.append((node_id, body.session))
 
     def versions_in_use(self) -> VersionsInUse:
         self._done("versions")

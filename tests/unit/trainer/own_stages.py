@@ -48,9 +48,10 @@ def reward_of_length(trajectory: Trajectory) -> dict[str, float]:
 
 def step_scores(trajectory: Trajectory, *, reward: float) -> dict[str, bytes]:
     """A scripted process reward model that reads what the reward model wrote: a number for each
-    sampled token."""
+    sampled token, smaller in later turns and slots."""
     lengths = [len(turn.sampled_ids) // 4 for turn in trajectory.turns]
-    scores = np.repeat([reward / (2 + index) for index, _ in enumerate(lengths)], lengths)
+    first = 2 + trajectory.slot
+    scores = np.repeat([reward / (first + index) for index, _ in enumerate(lengths)], lengths)
     return {"step_scores": scores.astype("<f4").tobytes()}
 
 
@@ -60,6 +61,20 @@ def broken(trajectory: Trajectory) -> dict[str, float]:
 
 def other_column(layout: Layout, *, reward: Floats) -> Mapping[str, Floats]:
     return {"advantages": reward}
+
+
+def by_row(layout: Layout, *, reward: Floats) -> Mapping[str, Floats]:
+    return {"advantage": reward - reward.mean()}
+
+
+def all_compared(layout: Layout, *, reward: Floats) -> Mapping[str, Floats]:
+    """Takes no notice of rows without a reward."""
+    return {"advantage": layout.by_token(reward - np.nanmean(reward))}
+
+
+def returns(layout: Layout, *, reward: Floats) -> Mapping[str, Floats]:
+    """What a critic is to say, without an advantage beside it."""
+    return {"returns": layout.by_token(np.nan_to_num(reward))}
 
 
 def unannotated(layout: Layout, *, reward: Floats):

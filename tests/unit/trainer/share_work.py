@@ -18,30 +18,48 @@ from typing import Any
 
 import torch.distributed as dist
 from tests.unit.trainer import gang_work
-from tests.unit.trainer.doubles import POLICY, MemoryDataflow, random_batch, settings
+from tests.unit.trainer.doubles import (
+    POLICY,
+    MemoryDataflow,
+    make_turn,
+    random_batch,
+    seal,
+    settings,
+)
+from tests.unit.trainer.test_replay import MemoryRecord
 
+from penstock.dataflow.protocol import CommitRequest
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer import shares
 from penstock.trainer.checkpoint import Checkpoints
 from penstock.trainer.crew import Crew
 from penstock.trainer.gang.following import follow
 from penstock.trainer.gang.places import Parallel
-from penstock.trainer.gang.team import Gang, Team, form
+from penstock.trainer.gang.team import Alone, Gang, Team, form
 from penstock.trainer.loop import Trainer
-from penstock.trainer.service import make_checkpoints, make_crew
+from penstock.trainer.replay import Committed
+from penstock.trainer.service import make_checkpoints, make_crew, replay_step
 from penstock.trainer.snapshots import Snapshots
+from penstock.wire.codec import JSON, decode, encode_json
 
 NUM_STEPS = 4
 EVERY = 2
 BATCHES = [random_batch(5, seq=seq, num_groups=3, size=3) for seq in range(1, NUM_STEPS + 1)]
+_SAME = [(make_turn([3, 4], [token]), 0.5) for token in (5, 6, 7)]
+BATCHES.append(seal([_SAME, _SAME], seq=NUM_STEPS + 1, trains_from=NUM_STEPS))
+"""The last one makes no version; only the critic learns from it."""
 
 
-def configured(folder: Path) -> Any:
-    return settings(folder / "model", "ppo", checkpoint_every=EVERY, minibatches=2)
+def configured(folder: Path, team: Team) -> Any:
+    dp = team.place.parallel.dp
+    return settings(
+        folder / "model", "ppo", checkpoint_every=EVERY, minibatches=2, parallel={"dp": dp}
+    )
 
 
-def opened(folder: Path, name: str) -> Checkpoints:
-    return make_checkpoints(configured(folder), POLICY, folder / name)
+def opened(folder: Path, name: str, team: Team | None = None) -> Checkpoints:
+    chosen = configured(folder, team or Alone())
+    return make_checkpoints(chosen, POLICY, folder / name, accepts_changes=True)
 
 
 def lead(
@@ -69,8 +87,8 @@ def lead(
 def lived(folder: Path, name: str, team: Team) -> list[list[float]]:
     """One life of a trainer with a critic, from the newest checkpoint on; the loss and the critic's
     loss of each step, in the first rank."""
-    checkpoints = opened(folder, name)
-    crew, checkpoint = make_crew(configured(folder), POLICY, checkpoints, team)
+    checkpoints = opened(folder, name, team)
+    crew, checkpoint = make_crew(configured(folder, team), POLICY, checkpoints, team)
     cursor = checkpoint.cursor
     dataflow = MemoryDataflow(batches=BATCHES, number=cursor.number, seq=cursor.seq)
     if not team.place.is_first:
@@ -78,7 +96,11 @@ def lived(folder: Path, name: str, team: Team) -> list[list[float]]:
         follow(POLICY, crew, dataflow, team, checkpoints.root)
         return []
     lead(dataflow, crew, checkpoints, team, folder / name)
-    return [[body.stats["loss"], body.stats["critic/loss"]] for _, body in dataflow.commits]
+    (folder / name / "commits.json").write_bytes(encode_json(dataflow.commits))
+    (folder / name / "published.json").write_bytes(encode_json(dataflow.published))
+    return [
+        [body.stats.get("loss", 0.0), body.stats["critic/loss"]] for _, body in dataflow.commits
+    ]
 
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -93,6 +115,7 @@ def pair(folder: Path) -> dict[str, Any]:
         "straight": lived(folder, "straight", parts),
         "state": _state_of(folder, parts),
         "resumed": _in_the_middle(folder, "straight", "resumed", parts),
+        "replayed": _replayed(folder, "straight", parts),
         "widened": _in_the_middle(folder, "alone", "widened", parts),
         "inside": _put_together(folder / "inside", folder / "model", inside),
     }
@@ -110,11 +133,47 @@ def _in_the_middle(folder: Path, before: str, after: str, team: Team) -> list[li
     return lived(folder, after, team)
 
 
+def _replayed(folder: Path, name: str, team: Team) -> dict[str, Any]:
+    """The last version of another life, computed again by the same ranks."""
+    run_dir = folder / name
+    commits = decode(
+        (run_dir / "commits.json").read_bytes(),
+        list[tuple[int, CommitRequest]],
+        media_type=JSON,
+    )
+    record = MemoryRecord(
+        batches=BATCHES,
+        commits={
+            seq: Committed(number=body.number, skipped=body.skipped, stats=body.stats)
+            for seq, body in commits
+        },
+    )
+    done = replay_step(
+        configured(folder, team),
+        POLICY,
+        record,
+        number=NUM_STEPS,
+        run_dir=run_dir,
+        scratch=folder / "scratch",
+        team=team,
+    )
+    if done is None:
+        return {}
+    published = json.loads((run_dir / "published.json").read_bytes())
+    return {
+        "begun_at": done.begun_at.number,
+        "differences": [str(found) for found in done.differences],
+        "is_equal": done.stored.weights_digest == published[-1]["weights_digest"],
+    }
+
+
 def _state_of(folder: Path, gang: Gang) -> dict[str, Any]:
     """Bytes that pass between ranks while they keep their state and while they restore it."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    crew, checkpoint = make_crew(configured(folder), POLICY, opened(folder, "straight"), gang)
+    crew, checkpoint = make_crew(
+        configured(folder, gang), POLICY, opened(folder, "straight", gang), gang
+    )
     with CommDebugMode() as saving:
         kept = shares.copy_shares(crew.state_tensors())
     with CommDebugMode() as restoring:

@@ -52,7 +52,7 @@ SPREADS = {
 def spread_settings(folder: Path, name: str) -> RunConfig:
     from penstock.trainer.pipeline.builtin import builtin
 
-    training = {"minibatches": 2, "micro_batch_tokens": 24, "checkpoint_every": 1}
+    training: dict[str, Any] = {"minibatches": 2, "micro_batch_tokens": 24, "checkpoint_every": 1}
     plain = settings(folder / "model", "ppo", **training)
     stages = [
         stage.model_dump() | {"parallel": asdict(_parallel(name, stage))}

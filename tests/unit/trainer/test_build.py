@@ -9,20 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, random_batch, seal, settings
+from tests.unit.trainer.doubles import (
+    POLICY,
+    VOCAB_SIZE,
+    credited,
+    make_learner,
+    random_batch,
+    seal,
+    settings,
+)
+from tests.unit.trainer.test_packable import make_tiny
 
+from penstock.config.algorithms import PRESETS
+from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.build import build_crew, objective_of
+from penstock.trainer.build import build_crew
 from penstock.trainer.crew import Crew
 from penstock.trainer.learner import SkipReason
 from penstock.trainer.losses.aggregation import Aggregation
 from penstock.trainer.losses.objectives import Clipped
 from penstock.trainer.losses.tokens import TokenLoss, Tokens
 from penstock.trainer.models import load_model
+from penstock.trainer.objective import objective_of
 from penstock.trainer.pipeline.builtin import pipeline_of
 from penstock.trainer.snapshots import weights_of
-
-ALGORITHMS = ("grpo", "reinforce", "ppo", "dapo", "m2po", "gspo", "rloo", "opd")
 
 
 def batch(seq: int) -> Batch:
@@ -36,7 +46,7 @@ def train(crew: Crew, *seqs: int) -> list[dict[str, float]]:
     return [dict(one.values) for one in stats]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_an_algorithm_goes_on_bit_for_bit(model_folder: Path, tmp_path: Path, name: str) -> None:
     chosen = settings(model_folder, name)
     whole = build_crew(chosen, POLICY, model_folder)
@@ -82,6 +92,43 @@ def test_dapo_is_built_with_all_its_parts(model_folder: Path) -> None:
     assert values["updates"] == 4 and "reference_kl" not in values
 
 
+def test_a_ratio_against_the_start_of_the_step_is_1_in_its_first_update(model_folder: Path) -> None:
+    """The random batch was sampled by nobody, so against its log-probs much is clipped."""
+
+    def first(against: str) -> dict[str, float]:
+        config = settings(model_folder, "grpo", more={"ratio_against": against}, minibatches=1)
+        return train(build_crew(config, POLICY, model_folder), 1)[0]
+
+    assert first("sampling")["clip_ratio"] > 0
+    assert first("proximal")["clip_ratio"] == 0
+
+
+def test_tokens_that_the_correction_rejects_leave_the_denominator(model_folder: Path) -> None:
+    """IcePop as a run file asks for it, against the same sum computed by hand."""
+    correction = {"weighting": "mask", "low": 0.5, "high": 2.0}
+    more = {"ratio_against": "proximal", "correction": correction}
+    config = settings(model_folder, "grpo", more=more, minibatches=1)
+    crew = build_crew(config, POLICY, model_folder)
+    given = batch(1)
+    proximal_T = make_learner(load_model(model_folder)).look(given)
+    advantage_T = credited(given).columns["advantage"]
+    mask_T = given.samples.mask_T
+    rho_K = np.exp(proximal_T - given.samples.logprobs_T)[mask_T]
+    is_kept_K = (rho_K >= 0.5) & (rho_K <= 2.0)
+    assert 0.5 < is_kept_K.mean() < 1, "some are rejected, and not most"
+    values = crew.step(given).values
+    expected = -(rho_K * advantage_T[mask_T])[is_kept_K].sum() / is_kept_K.sum()
+    assert values["loss"] == pytest.approx(expected, rel=1e-5)
+    assert values["mismatch/rejected"] == pytest.approx(1 - is_kept_K.mean())
+
+
+def test_a_model_that_cannot_be_packed_is_refused_before_it_trains(tmp_path: Path) -> None:
+    make_tiny("granite", {"logits_scaling": 8.0}).save_pretrained(tmp_path / "granite")
+    config = settings(tmp_path / "granite", "grpo")
+    with pytest.raises(ConfigError, match="GraniteForCausalLM cannot be trained packed"):
+        build_crew(config, POLICY, tmp_path / "granite")
+
+
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_batch_of_which_nothing_is_left_is_skipped(model_folder: Path, name: str) -> None:
     crew = build_crew(settings(model_folder, name), POLICY, model_folder)
@@ -119,3 +166,26 @@ def test_a_users_graph_with_its_own_reward_and_loss(model_folder: Path) -> None:
     [values] = train(build_crew(chosen, POLICY, model_folder), 1)
     assert values["half/factor"] == 0.5
     assert {"seconds/stage/shape", "seconds/stage/credit", "seconds/stage/learn"} <= values.keys()
+
+
+def test_a_critic_may_learn_before_there_is_credit(model_folder: Path) -> None:
+    own = "tests.unit.trainer.own_stages"
+    stages: list[dict[str, Any]] = [
+        {"id": "values", "type": "infer", "role": "critic", "writes": ["values"]},
+        {"id": "returns", "type": "compute", "role": "own", "fn": f"{own}:returns"},
+        {
+            "id": "critic",
+            "type": "train",
+            "role": "critic",
+            "reads": ["turns", "values", "returns"],
+        },
+        {"id": "credit", "type": "compute", "role": "advantage", "writes": ["advantage"]},
+        {"id": "learn", "type": "train", "role": "actor", "reads": ["turns", "advantage"]},
+    ]
+    stages[0] |= {"reads": ["turns"]}
+    stages[1] |= {"reads": ["reward"], "writes": ["returns"]}
+    stages[2] |= {"reads": ["turns", "values", "returns"]}
+    stages[3] |= {"reads": ["reward"]}
+    chosen = settings(model_folder, "grpo", pipeline={"stages": stages})
+    [values] = train(build_crew(chosen, POLICY, model_folder), 1)
+    assert values["critic/updates"] == values["updates"] == 1

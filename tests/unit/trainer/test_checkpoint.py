@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.errors import ConfigError, Fenced, StoreError
 from penstock.trainer.checkpoint import NUM_KEPT, Checkpoint, Checkpoints, Cursor
-from penstock.trainer.described import STATE
+from penstock.trainer.described import STATE, Unusable, read_described, write_described
 from penstock.trainer.learner import Learner
 from penstock.trainer.models import WEIGHTS, load_model, static_files
+from penstock.trainer.signals.alarms import Apart, Cause, Idle
+from penstock.trainer.signals.gaps import Gap, Gaps
+from penstock.trainer.signals.memory import Memory, from_json, to_json
 from penstock.trainer.snapshots import weights_of
 
 NewModel = Callable[[], PreTrainedModel]
@@ -157,6 +163,40 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_counts(
     assert files(aside) == kept, "whatever is left of it, is left"
 
 
+def test_no_bit_of_what_a_checkpoint_says_of_itself_changes_unnoticed(
+    new_model: NewModel, model_folder: Path, tmp_path: Path
+) -> None:
+    learner = make_learner(new_model(), minibatches=2)
+    checkpoints = Checkpoints(tmp_path, policy="policy", every=20, config={"rate": "0.002"})
+    state = save(checkpoints, learner, at(5), model_folder).folder / STATE
+    content = state.read_bytes()
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        state.write_bytes(damaged)
+        with pytest.raises(Unusable):
+            read_described(state.parent)
+    state.write_bytes(content)
+    assert checkpoints.newest() == checkpoints.last
+
+
+def test_a_checkpoint_from_before_they_had_digests_of_themselves_still_counts(
+    new_model: NewModel, model_folder: Path, tmp_path: Path
+) -> None:
+    learner = make_learner(new_model(), minibatches=2)
+    checkpoints = open_checkpoints(tmp_path)
+    state = save(checkpoints, learner, at(5), model_folder).folder / STATE
+    old = json.loads(state.read_bytes())
+    del old["digest"]
+    state.write_text(json.dumps(old | {"format": 2}))
+    assert checkpoints.newest() is not None
+    assert read_described(checkpoints.move(at(5, seq=9), {}).folder) == checkpoints.last.state
+    assert "digest" in json.loads(state.read_bytes())
+    state.write_text(json.dumps(old))
+    with pytest.raises(Unusable, match="does not begin with its digest"):
+        read_described(state.parent)
+
+
 @pytest.mark.parametrize("how", ["unreadable", "damaged", "of another policy"])
 def test_checkpoints_of_which_none_can_be_used_are_no_fresh_start(
     new_model: NewModel, model_folder: Path, tmp_path: Path, how: str
@@ -171,8 +211,7 @@ def test_checkpoints_of_which_none_can_be_used_are_no_fresh_start(
         elif how == "damaged":
             (folder / WEIGHTS).write_bytes(b"")
         else:
-            text = (folder / STATE).read_text()
-            (folder / STATE).write_text(text.replace('"policy": "policy"', '"policy": "judge"'))
+            write_described(folder, replace(read_described(folder), policy="judge"))
     before = files(tmp_path)
     with pytest.raises(StoreError, match=r"(?s)step_5: .*step_10: .*move these folders away"):
         open_checkpoints(tmp_path).newest()
@@ -186,9 +225,9 @@ def test_a_checkpoint_of_a_newer_format_is_refused_by_name(
     checkpoints = open_checkpoints(tmp_path)
     save(checkpoints, learner, at(5), model_folder)
     state = save(checkpoints, learner, at(10), model_folder).folder / STATE
-    state.write_text('{"format": 3, "policy": {"name": "policy"}}')
+    state.write_text('{"format": 4, "policy": {"name": "policy"}}')
     before = files(tmp_path)
-    with pytest.raises(StoreError, match=r"step_10 was written by a newer penstock.*format is 3"):
+    with pytest.raises(StoreError, match=r"step_10 was written by a newer penstock.*format is 4"):
         open_checkpoints(tmp_path).newest()
     with pytest.raises(StoreError, match="newer penstock"):
         save(checkpoints, learner, at(11), model_folder)
@@ -273,11 +312,86 @@ def test_skipped_batches_move_only_the_cursor(
     learner = make_learner(new_model(), minibatches=2)
     checkpoints = open_checkpoints(tmp_path)
     first = save(checkpoints, learner, at(2), model_folder)
-    moved = save(checkpoints, learner, at(2, seq=9), model_folder)
+    before = files(tmp_path)
+    moved = checkpoints.move(at(2, seq=9), {})
     assert moved.folder == first.folder
+    after = files(tmp_path)
+    assert [name for name in after if after[name] != before[name]] == [f"step_2/{STATE}"]
     found = open_checkpoints(tmp_path).newest()
     assert found == moved and found is not None and found.cursor.seq == 9
     assert checkpoints.retained == ((2, 9),)
+
+
+def test_what_is_remembered_of_batches_is_part_of_the_checkpoint(
+    new_model: NewModel, model_folder: Path, tmp_path: Path
+) -> None:
+    learner = make_learner(new_model(), minibatches=2)
+    gap = Gap(num_tokens=100, sum_abs=1 / 3, sum_k3=0.1, max_abs=0.2)
+    gaps = Gaps(told=frozenset({"c/2"})).after({"a/1": gap, "b/1": gap + gap}, 2)
+    memory = Memory(
+        gaps=gaps,
+        idle=Idle().after(Cause.EQUAL_REWARDS).after(Cause.GAP),
+        apart=Apart().after(0.7, 1.0),
+    )
+    checkpoints = open_checkpoints(tmp_path)
+    weights, state = weights_of(learner.model), learner.state_tensors()
+    static = static_files(model_folder)
+    checkpoints.save(at(2), weights=weights, state=state, static=static, memory=to_json(memory))
+    assert from_json(read_described(tmp_path / "step_2").memory) == memory
+    lost = gap + Gap(num_tokens=1, sum_abs=math.inf, sum_k3=math.nan, max_abs=math.inf)
+    later = replace(memory, gaps=gaps.after({"b/1": lost}, 3), apart=Apart().after(math.inf, 1.0))
+    checkpoints.move(at(2, seq=3), to_json(later))
+    found = from_json(read_described(tmp_path / "step_2").memory)
+    assert (found.gaps.nodes.keys(), found.gaps.told) == ({"a/1"}, {"c/2"})
+    assert (found.idle, found.apart.num_batches) == (memory.idle, 1)
+    checkpoints.move(at(2, seq=4), {"idle": {"counts": {"a cause of another version": 1}}})
+    assert from_json(read_described(tmp_path / "step_2").memory) == Memory()
+
+
+def test_an_interruption_while_one_takes_the_place_of_its_own_number_loses_neither(
+    new_model: NewModel, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only checkpoint there is: number 0, after batches of which only a critic has learned."""
+    learner = make_learner(new_model(), minibatches=2)
+    save(open_checkpoints(tmp_path), learner, at(0), model_folder)
+    older = bits(learner)
+    train(learner, 1)
+    seqs: list[int] = []
+    for died_at in range(100):
+        die_at_rename(monkeypatch, died_at)
+        checkpoints = open_checkpoints(tmp_path)
+        checkpoints.newest()
+        try:
+            save(checkpoints, learner, at(0, seq=1), model_folder)
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            monkeypatch.undo()
+        found = open_checkpoints(tmp_path).newest()
+        assert found is not None and found.cursor.number == 0
+        restored = make_learner(load_model(found.folder), minibatches=2)
+        restored.restore(found.read_state())
+        assert_same_bits(bits(restored), bits(learner) if found.cursor.seq else older)
+        seqs.append(found.cursor.seq)
+    assert seqs == sorted(seqs) and set(seqs) == {0, 1}
+    reopened = open_checkpoints(tmp_path)
+    assert reopened.newest() is not None and reopened.retained == ((0, 1),)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_0"}
+
+
+def die_at_rename(monkeypatch: pytest.MonkeyPatch, num_before: int) -> None:
+    """From now on so many renames succeed, and the process dies at the next."""
+    real, left = Path.rename, num_before
+
+    def dying(path: Path, target: Path) -> Path:
+        nonlocal left
+        if left == 0:
+            raise KeyboardInterrupt
+        left -= 1
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", dying)
 
 
 def test_what_a_replaced_trainer_wrote_ahead_is_removed(

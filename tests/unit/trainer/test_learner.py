@@ -23,15 +23,21 @@ from tests.unit.trainer.doubles import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.errors import StoreError
+from penstock.errors import ConfigError, StoreError
 from penstock.trainer import actor as actor_module
 from penstock.trainer.actor import Actor
 from penstock.trainer.attention import lay_out
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.gang.sharding import clip
 from penstock.trainer.gang.team import Alone
-from penstock.trainer.inputs import make_inputs, split
-from penstock.trainer.learner import Learner, SkipReason, weigh
+from penstock.trainer.inputs import PROXIMAL, make_inputs, split
+from penstock.trainer.learner import Learner, Optimizer, SkipReason, Stats, weigh
+from penstock.trainer.losses.mismatch import Corrected, Correction, SequenceRatio, Weighting
+from penstock.trainer.losses.tokens import TokenLoss
+from penstock.trainer.schedules import Schedule
+from penstock.trainer.scoring import Passes
+from penstock.trainer.signals.alarms import PATIENCE
+from penstock.trainer.signals.watch import Watch
 from penstock.trainer.updates import Cut, plan_updates
 from penstock.types import SamplingSpec, log_probs
 
@@ -258,6 +264,37 @@ def test_equal_rewards_are_skipped(new_model: NewModel) -> None:
     assert_same_bits(before, parameters(learner))
 
 
+def test_a_batch_whose_every_token_is_rejected_says_so(new_model: NewModel) -> None:
+    correction = Correction(
+        weighting=Weighting.NONE, sequence=SequenceRatio.SUM, sequence_low=0.5, sequence_high=2.0
+    )
+    learner = Learner(
+        Actor(new_model()),
+        Corrected(inner=CLIPPED, correction=correction),
+        Optimizer(schedule=Schedule(peak=1e-3)),
+        cut=Cut(correction=correction),
+        passes=Passes(ranks=Alone(), micro_batch_tokens=4096),
+        bounds=(0.2, 0.2),
+    )
+    before = parameters(learner)
+
+    def stats_of(*rewards: float) -> Stats:
+        turns = [make_turn([3, 4], [token], logprobs=[-30.0]) for token in (5, 6)]
+        batch = seal([list(zip(turns, rewards, strict=True))]).assembled()
+        return learner.step(batch.with_columns({PROXIMAL: learner.look(batch)}))
+
+    told = list[str | None]()
+    watch = Watch(lambda node: None)
+    for seq in range(1, PATIENCE + 1):
+        stats = stats_of(0.0, 1.0)
+        assert stats.skipped is SkipReason.REJECTED
+        told.append(watch.see(seq, stats))
+    assert told[-1] is not None
+    assert "3 rejected" in told[-1] and "the correction's bounds" in told[-1]
+    assert stats_of(0.5, 0.5).skipped is SkipReason.ZERO_ADVANTAGE
+    assert_same_bits(before, parameters(learner))
+
+
 def test_a_batch_whose_rows_are_gone_is_skipped(new_model: NewModel) -> None:
     sealed = random_batch(9)
     gone = [replace(row, payload=None) for row in sealed.rows]
@@ -284,6 +321,25 @@ def test_a_non_finite_gradient_changes_nothing(new_model: NewModel) -> None:
     assert_same_bits(parameters(clean), parameters(learner))
 
 
+@pytest.mark.parametrize(
+    ("give", "says"),
+    [
+        (lambda loss_K: TokenLoss(loss_K=loss_K.mean(), told={}), r"loss_K of shape \(\), and \("),
+        (lambda loss_K: TokenLoss(loss_K=loss_K[None], told={}), r"loss_K of shape \(1, \d+\)"),
+        (lambda loss_K: TokenLoss(loss_K=loss_K, told={"x": loss_K.sum()}), r"gave x of shape"),
+        (lambda loss_K: loss_K, "gave a Tensor; return TokenLoss"),
+    ],
+)  # fmt: skip
+def test_a_loss_is_one_number_per_token(
+    new_model: NewModel, give: Callable[[Tensor], TokenLoss], says: str
+) -> None:
+    """Before anything learns from it."""
+    learner = make_learner(new_model(), objective=lambda tokens: give(-tokens.logprobs_K))
+    with pytest.raises(ConfigError, match=says):
+        learner.step(random_batch(1).assembled())
+    assert all(parameter.grad is None for parameter in learner.model.parameters())
+
+
 def test_one_absurd_record_does_not_cost_the_batch(new_model: NewModel) -> None:
     learner = make_learner(new_model())
     before = parameters(learner)
@@ -305,6 +361,19 @@ def test_statistics(new_model: NewModel) -> None:
     assert values["clip_ratio"] == values["clip_ratio/low"] + values["clip_ratio/high"]
     assert values["grad_norm"] > 0
     assert all(math.isfinite(value) for value in values.values())
+
+
+def test_memory_is_that_of_the_rank_with_the_most(new_model: NewModel) -> None:
+    class Beside(Alone):
+        """A rank whose neighbour holds a terabyte."""
+
+        def most_over_ranks(self, number: int) -> int:
+            return max(number, 1 << 20) if number > 100 else number
+
+    batch = random_batch(11).assembled()
+    alone = make_learner(new_model()).step(batch).values["memory/peak_mb"]
+    assert 100 < alone < 1 << 20
+    assert make_learner(new_model(), ranks=Beside()).step(batch).values["memory/peak_mb"] == 1 << 20
 
 
 def test_mismatch_is_measured_before_the_weights_move(new_model: NewModel) -> None:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tests.unit.trainer.doubles import (
     POLICY,
+    VOCAB_SIZE,
     MemoryDataflow,
     Sealed,
     make_turn,
@@ -23,10 +24,11 @@ from tests.unit.trainer.doubles import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.config import RunConfig
-from penstock.errors import Fenced, StoreError
+from penstock.config import AlgorithmConfig, RunConfig
+from penstock.errors import Fenced, ForkRefused
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.actor import Actor
+from penstock.trainer.batches import assemble
 from penstock.trainer.checkpoint import Cursor
 from penstock.trainer.gang.team import Alone
 from penstock.trainer.inputs import make_inputs
@@ -35,6 +37,7 @@ from penstock.trainer.models import WEIGHTS
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.saving import Saver
 from penstock.trainer.service import make_checkpoints, make_crew
+from penstock.trainer.shares import OPTIMIZER
 from penstock.trainer.snapshots import Snapshots, weights_of
 from penstock.types import Trajectory, Turn, log_probs
 from penstock.weights.manifest import parse_manifest
@@ -45,7 +48,7 @@ from penstock.wire.codec import decode
 @pytest.fixture(autouse=True)
 def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that calls have one order; `test_publisher` and `test_saving` are about the other ones."""
-    hand_over, save = Publisher.hand_over, Saver.hand_over
+    hand_over, save, move = Publisher.hand_over, Saver.hand_over, Saver.move
 
     def at_once(publisher: Publisher, weights: Mapping[str, Tensor], number: int) -> None:
         hand_over(publisher, weights, number)
@@ -55,8 +58,13 @@ def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         save(saver, cursor, **copied)
         saver.finish()
 
+    def moved(saver: Saver, cursor: Cursor, memory: Mapping[str, Any]) -> None:
+        move(saver, cursor, memory)
+        saver.finish()
+
     monkeypatch.setattr(Publisher, "hand_over", at_once)
     monkeypatch.setattr(Saver, "hand_over", saved)
+    monkeypatch.setattr(Saver, "move", moved)
 
 
 BATCHES = [random_batch(0, seq=seq) for seq in range(1, 7)]
@@ -138,6 +146,19 @@ def test_a_run_in_the_order_that_makes_it_exactly_once(model_folder: Path, tmp_p
     assert {"reward/mean", "loss", "grad_norm", "seconds", "seconds/wait"} <= stats.keys()
 
 
+def test_number_0_holds_the_policy_and_a_critic_begins_beside_it(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """Whoever is first would otherwise hold every model of the run whole."""
+    chosen = config(model_folder).model_copy(update={"algorithm": AlgorithmConfig(name="ppo")})
+    made = make_crew(chosen, POLICY, make_checkpoints(chosen, POLICY, tmp_path), Alone())
+    assert {*made[1].read_state()} == {"random_generator"}
+    crew, _ = make_crew(chosen, POLICY, make_checkpoints(chosen, POLICY, tmp_path), Alone())
+    given = assemble(BATCHES[0].manifest, BATCHES[0].rows, POLICY, VOCAB_SIZE)
+    found = [one.step(given).values["critic/value"] for one in (made[0], crew)]
+    assert found == [0, 0]
+
+
 def test_the_published_bytes_are_the_weights(model_folder: Path, tmp_path: Path) -> None:
     dataflow = MemoryDataflow(batches=BATCHES[:1])
     final = run(dataflow, tmp_path, config(model_folder))
@@ -195,6 +216,34 @@ def test_a_crash_anywhere_ends_in_the_same_bits(
     assert not list((tmp_path / "crashed").glob(".snapshot-*")), "the dead life left nothing"
 
 
+@pytest.mark.parametrize("moment", ["batch 3", "commit 3", "commit 4", "batch 6", "commit 6"])
+def test_a_crash_between_batches_of_which_only_the_critic_learned_ends_in_the_same_bits(
+    model_folder: Path, tmp_path: Path, moment: str
+) -> None:
+    plain = config(model_folder)
+    settings = plain.model_copy(update={"algorithm": AlgorithmConfig(name="ppo")})
+    batches = [*map(equal_rewards, (1, 2)), BATCHES[2], *map(equal_rewards, (4, 5)), BATCHES[5]]
+
+    def flow(die_after: str) -> MemoryDataflow:
+        return MemoryDataflow(batches=batches, checkpoint_now=True, die_after=die_after)
+
+    def last(name: str) -> Path:
+        return tmp_path / name / "checkpoints" / "step_2"
+
+    straight = flow("")
+    run(straight, tmp_path / "straight", settings)
+    assert [body.number for _, body in straight.commits] == [0, 0, 1, 1, 1, 2]
+    assert straight.commits[1][1].stats["critic/updates"] > 0
+    dataflow = flow(moment)
+    with pytest.raises(KeyboardInterrupt):
+        run(dataflow, tmp_path / "crashed", settings)
+    dataflow.die_after = ""
+    run(dataflow, tmp_path / "crashed", settings)
+    assert dataflow.retained == straight.retained
+    for name in (WEIGHTS, OPTIMIZER):
+        assert (last("crashed") / name).read_bytes() == (last("straight") / name).read_bytes()
+
+
 def test_a_trainer_told_to_stop_saves_after_its_step(model_folder: Path, tmp_path: Path) -> None:
     settings = config(model_folder, checkpoint_every=100)
     straight = run(MemoryDataflow(batches=BATCHES), tmp_path / "straight", settings)
@@ -247,7 +296,7 @@ def test_what_is_published_is_the_policy_that_learns(
 def test_a_refused_fork_point_is_an_error_not_a_loop(model_folder: Path, tmp_path: Path) -> None:
     settings = config(model_folder)
     run(MemoryDataflow(batches=BATCHES[:2]), tmp_path, settings)
-    with pytest.raises(StoreError, match="number 2, batch 2"):
+    with pytest.raises(ForkRefused, match=r"step_2, number 2, batch 2: .*\n.*another run"):
         run(MemoryDataflow(batches=BATCHES[:2]), tmp_path, settings)  # a ledger that was emptied
 
 
@@ -294,7 +343,7 @@ def test_a_node_whose_log_probs_drift_is_quarantined(
 ) -> None:
     """Four nodes; the engine of one says other log-probs than the weights give."""
     actor = Actor(new_model())
-    nodes = ("good-0", "good-1", "bad", "good-2")
+    nodes = ("good-0/1", "good-1/1", "bad/life", "good-2/1")
 
     def batch(seq: int) -> Sealed:
         plain = random_batch(5, seq=seq, num_groups=16, size=8)
@@ -306,7 +355,7 @@ def test_a_node_whose_log_probs_drift_is_quarantined(
         turns = [decode(row.payload or b"", Trajectory).turns[0] for row in plain.rows]
         members = list[tuple[Turn, float]]()
         for index, (turn, summary) in enumerate(zip(turns, plain.manifest.rows, strict=True)):
-            off = 0.4 if nodes[index % 4] == "bad" else 0.0
+            off = 0.4 if nodes[index % 4] == "bad/life" else 0.0
             values = (said[row_K == index] + off).tolist()
             members.append((replace(turn, logprobs=log_probs(values)), summary.score))
         groups = [members[at : at + 8] for at in range(0, len(members), 8)]
@@ -318,7 +367,7 @@ def test_a_node_whose_log_probs_drift_is_quarantined(
     )
     dataflow = MemoryDataflow(batches=[batch(seq) for seq in range(1, 13)])
     run(dataflow, tmp_path, still)
-    assert dataflow.quarantined == ["bad"]
+    assert dataflow.quarantined == [("bad", "life")]
     [*_, last] = metric_lines(tmp_path)
     assert 0 < cast(float, last["gap/mean"]) < 0.2
     assert last["signal/informative_groups"] == 1
@@ -330,3 +379,14 @@ def test_a_run_that_trains_on_nothing_says_so_and_why(model_folder: Path, tmp_pa
     alarms = [line.get("alarm") for line in metric_lines(tmp_path)]
     assert [alarm is not None for alarm in alarms] == [False, False, True, False]
     assert "3 batches in a row taught nothing (3 equal_rewards)" in cast(str, alarms[2])
+
+
+def test_a_run_that_trains_on_nothing_says_so_however_often_it_starts_again(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    dataflow = MemoryDataflow(batches=[equal_rewards(seq) for seq in range(1, 9)])
+    for last in (2, 4, 6, 8):
+        run(dataflow, tmp_path, config(model_folder), lambda last=last: dataflow.seq >= last)
+    told = [(line["seq"], line["alarm"]) for line in metric_lines(tmp_path) if "alarm" in line]
+    assert [seq for seq, _ in told] == [3, 6]
+    assert "6 batches in a row taught nothing (6 equal_rewards)" in cast(str, told[1][1])

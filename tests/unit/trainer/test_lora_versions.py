@@ -183,7 +183,7 @@ def test_a_model_in_several_files_keeps_them(model_folder: Path, tmp_path: Path)
 def test_a_policy_that_begins_with_an_adapter_goes_on_with_it(
     model_folder: Path, straight: Straight, tmp_path: Path
 ) -> None:
-    """As a fork does that found weights alone; its reference is still the model without any."""
+    """Its reference is still the model without any."""
     init = straight.folder / "checkpoints" / "step_6"
     chosen = config(init)
     crew, checkpoint = make_crew(
@@ -204,7 +204,7 @@ def test_a_step_of_an_adapter_is_computed_again_bit_for_bit(
         run_dir=straight.folder,
         scratch=tmp_path,
     )
-    assert (done.begun_at.number, done.differences) == (3, [])
+    assert done is not None and (done.begun_at.number, done.differences) == (3, [])
     assert done.stored.manifest_digest == straight.published[5].manifest_digest
 
 

@@ -13,7 +13,14 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from penstock.errors import ConfigError, WeightsError
-from penstock.trainer.models import TINY_QWEN3, WEIGHTS, init_model, load_model, static_files
+from penstock.trainer.models import (
+    TINY_QWEN3,
+    WEIGHTS,
+    init_model,
+    initial_folder,
+    load_model,
+    static_files,
+)
 
 
 def test_the_tokenizer_gives_one_token_per_letter_and_text_without_spaces(
@@ -66,6 +73,14 @@ def test_a_folder_is_taken_as_it_is(model_folder: Path, tmp_path: Path) -> None:
         for name in names
     )
     assert WEIGHTS not in {path.name for path in static_files(tmp_path / "copy")}
+
+
+def test_a_folder_is_read_where_it_lies(model_folder: Path) -> None:
+    with initial_folder(str(model_folder), seed=7) as folder:
+        assert folder == model_folder
+    with initial_folder(TINY_QWEN3, seed=7) as made:
+        assert (made / WEIGHTS).is_file()
+    assert not made.exists()
 
 
 def test_a_missing_folder_is_refused_with_the_cure(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from tests.unit.trainer.stage_makers import OWN, of, stage, train
 
 from penstock.config import HostConfig, LoraConfig, PipelineConfig, PipelineStageConfig
+from penstock.config.algorithms import PRESETS
 from penstock.config.pipeline import ParallelConfig
 from penstock.config.pipeline_checks import IN_BATCH
 from penstock.errors import ConfigError
@@ -26,7 +28,7 @@ from penstock.trainer.pipeline.graph import depths, ordered
 from penstock.trainer.pipeline.memory import count_adapter, count_parameters, estimate
 from penstock.trainer.pipeline.plan import Plan, Trained, make_plan
 
-BUILTINS = ("grpo", "ppo", "dapo", "m2po", "gspo", "rloo", "opd", "reinforce")
+BUILTINS = tuple(PRESETS)
 
 
 def plan_for(
@@ -133,7 +135,7 @@ def test_a_users_graph_needs_nothing_but_its_functions() -> None:
         (train(fn=f"{OWN}:plain_loss"), "needs scale"),
         (
             stage("s", "reward", "shaped_reward", role="overlong", fn=None),
-            "needs length, which the stage neither reads",
+            "needs truncated, which the stage neither reads",
         ),
     ],
 )
@@ -141,6 +143,23 @@ def test_a_function_that_does_not_fit_its_stage(made: PipelineStageConfig, says:
     with pytest.raises(ConfigError) as caught:
         find_function(made)
     assert says in str(caught.value) and f"stage {made.id}: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"how": "maskk"}, 'is not one of mask | punish | both; did you mean "mask"?'),
+        ({"margin": 9}, "the margin of 9 tokens must be above 0 and within the 3"),
+        ({"max_length": "3"}, "options: "),
+    ],
+)
+def test_options_that_a_shipped_function_would_refuse(options: dict[str, Any], says: str) -> None:
+    given = {"max_length": 3, "margin": 1} | options
+    made = stage("o", "reward length truncated", "shaped_reward excluded", role="overlong",
+                 fn=None, options=given)  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        find_function(made)
+    assert "stage o: " in str(caught.value) and says in str(caught.value)
 
 
 def test_what_is_shipped_takes_what_the_built_in_graphs_give() -> None:
@@ -162,7 +181,11 @@ def test_what_is_shipped_takes_what_the_built_in_graphs_give() -> None:
     ("name", "chain"),
     [
         ("grpo", "advantage train"),
+        ("dr_grpo", "advantage train"),
         ("reinforce", "advantage train"),
+        ("decoupled", "proximal advantage train"),
+        ("cispo", "advantage train"),
+        ("sapo", "advantage train"),
         ("ppo", "reference values advantage train_critic train"),
         ("dapo", "overlong advantage train"),
         ("m2po", "reference advantage train"),
@@ -181,6 +204,14 @@ def test_a_reference_is_there_when_a_divergence_is_weighed() -> None:
     assert [one.id for one in of("grpo", beta=0.01)] == ["reference", "advantage", "train"]
     assert of("grpo", beta=0.01)[-1].reads == ("turns", "advantage", "reference_logprobs")
     assert [one.id for one in of("m2po", beta=0.0)] == ["advantage", "train"]
+
+
+def test_the_actor_looks_first_where_its_loss_needs_the_start_of_the_step() -> None:
+    corrected = of("grpo", ratio_against="proximal", correction={"weighting": "truncate"})
+    assert [one.id for one in corrected] == ["proximal", "advantage", "train"]
+    assert corrected[-1].reads == ("turns", "advantage", "proximal_logprobs")
+    both = of("grpo", ratio_against="proximal", beta=0.01)
+    assert [one.id for one in both] == ["proximal", "reference", "advantage", "train"]
 
 
 def test_dapo_masks_and_punishes() -> None:
@@ -230,6 +261,14 @@ def spread(name: str, **dp: int) -> list[PipelineStageConfig]:
         one.model_copy(update={"parallel": ParallelConfig(dp=dp.get(one.id, 1))})
         for one in of(name)
     ]
+
+
+def test_a_critic_begins_where_the_stage_that_trains_it_says() -> None:
+    values, credit, critic, actor = of("ppo", beta=0.0)
+    stages = (values, credit, critic.model_copy(update={"model": "small"}), actor)
+    trained = Trained(init="large", stages=stages)
+    [chain] = make_plan({"policy": trained}, count={"large": 100, "small": 10}.get).chains
+    assert chain.memory.total_bytes == 16 * (100 + 10)
 
 
 def test_models_may_be_spread_differently_but_each_of_them_in_one_way() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,6 +109,43 @@ def test_what_a_stage_must_not_give(batch: Batch) -> None:
         Pipeline([short, bind(train("turns"), lambda batch: told("loss", 0.0))]).run(batch)
     with pytest.raises(ConfigError, match="nothing here runs the model of a actor"):
         bind(train())
+
+
+def test_columns_that_losses_take_by_token(batch: Batch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"stage s: column advantage is by row \(16\), and .* layout\.by_token"
+    ):
+        bind(stage("s", "reward", "advantage", fn=f"{OWN}:by_row"))(batch)
+    num_tokens = batch.samples.ids_T.size
+    for given in (1.0, np.zeros((num_tokens, 1))):
+        wrong = bind(stage("s", "reward", "x"), lambda _, given=given: {"x": given})  # pyright: ignore
+        with pytest.raises(ConfigError, match=rf"by row \(16\) nor by token \({num_tokens}\)"):
+            wrong(batch)
+    excluded = bind(stage("s", "reward", "excluded"), lambda _: {"excluded": np.zeros(num_tokens)})
+    with pytest.raises(ConfigError, match="column excluded is by token"):
+        excluded(batch)
+
+
+def test_no_credit_may_be_nan_where_it_trains(batch: Batch) -> None:
+    """Rows may have no reward, and columns of rewards say so."""
+    reward_R = batch.columns["reward"].copy()
+    reward_R[[2, 5]] = math.nan
+    lacking = replace(batch, columns={**batch.columns, "reward": reward_R})
+    is_lacking_T = np.isin(batch.rows_T, [2, 5]) & batch.samples.mask_T
+    num, num_trained = int(is_lacking_T.sum()), int(batch.samples.mask_T.sum())
+    own = bind(stage("s", "reward", "advantage", fn=f"{OWN}:all_compared"))
+    with pytest.raises(
+        ConfigError, match=f"stage s: column advantage is NaN or infinite on {num} of {num_trained}"
+    ):
+        own(lacking)
+    assert isinstance(own(batch), dict)
+    aside = lacking.with_columns({"excluded": np.isnan(reward_R).astype(np.float64)})
+    assert isinstance(own(aside), dict), "tokens that are set aside are not asked"
+    shaped = bind(stage("shape", "reward", "shaped_reward"))(lacking)
+    assert isinstance(shaped, dict) and np.isnan(shaped["shaped_reward"]).sum() == 2
+    for name in ("group_advantage", "leave_one_out_advantage", "batch_advantage"):
+        fn = f"penstock.trainer.pipeline.credits:{name}"
+        assert isinstance(bind(stage("s", "reward", "advantage", fn=fn))(lacking), dict)
 
 
 # --- shipped functions ----------------------------------------------------------------------------

@@ -11,8 +11,10 @@ import pytest
 from tests.unit.trainer.doubles import POLICY, MemoryDataflow, Sealed, random_batch
 from tests.unit.trainer.test_loop import config, equal_rewards, run
 
+from penstock.config import RunConfig
+from penstock.config.pipeline import ParallelConfig
 from penstock.dataflow.protocol import RowPayload
-from penstock.errors import StoreError
+from penstock.errors import ConfigError, StoreError
 from penstock.trainer.replay import Committed, Replayed
 from penstock.trainer.service import replay_step
 from penstock.types import Manifest
@@ -44,15 +46,23 @@ class Run:
     record: MemoryRecord
     published: dict[int, str]
 
-    def replay(self, number: int, record: MemoryRecord | None = None) -> Replayed:
-        return replay_step(
-            config(self.model_folder),
+    def replay(
+        self,
+        number: int,
+        record: MemoryRecord | None = None,
+        *,
+        settings: RunConfig | None = None,
+    ) -> Replayed:
+        done = replay_step(
+            settings or config(self.model_folder),
             POLICY,
             record or self.record,
             number=number,
             run_dir=self.folder,
             scratch=self.folder / "scratch",
         )
+        assert done is not None
+        return done
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +108,30 @@ def test_one_bit_of_one_stat_is_a_difference_and_the_time_is_none(finished: Run)
 
 
 def test_a_step_before_the_oldest_checkpoint_says_what_is_kept(finished: Run) -> None:
-    with pytest.raises(StoreError, match=r"before number 2 is left \(kept: 2, 3\)"):
+    with pytest.raises(StoreError, match=r"before number 2 is left in .* \(kept: 2, 3\)"):
         finished.replay(2)
 
 
 def test_a_step_that_was_never_made_is_no_success(finished: Run) -> None:
     with pytest.raises(StoreError, match="number 9 was never committed"):
         finished.replay(9)
+
+
+def test_a_step_is_not_compared_under_another_config_than_its_checkpoint_was_saved_with(
+    finished: Run,
+) -> None:
+    then = config(finished.model_folder)
+    now = then.model_copy(
+        update={"training": then.training.model_copy(update={"learning_rate": 1e-3})}
+    )
+    with pytest.raises(ConfigError, match=r"(?s)step_2 was .*training.learning_rate: 0.002 -> 0.0"):
+        finished.replay(3, settings=now)
+    free = then.model_copy(update={"training": then.training.model_copy(update={"steps": 9})})
+    assert finished.replay(3, settings=free).differences == []
+
+
+def test_one_process_does_not_pass_for_the_two_that_trained(finished: Run) -> None:
+    then = config(finished.model_folder)
+    two = then.training.model_copy(update={"parallel": ParallelConfig(dp=2)})
+    with pytest.raises(StoreError, match="2 ranks trained this, and 1 would compute it again"):
+        finished.replay(3, settings=then.model_copy(update={"training": two}))

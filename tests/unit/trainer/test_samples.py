@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.unit.trainer.doubles import POLICY, make_trajectory, make_turn
 
+from penstock.dataflow.validate import Digested, digest
 from penstock.trainer.samples import Samples, cut
 from penstock.types import (
     FinishReason,
@@ -130,6 +131,28 @@ def test_every_sampled_token_once_and_in_its_context(seed: int) -> None:
         for row, trajectory in enumerate(trajectories)
         for context in _trainable_contexts(trajectory)
     )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_judge_of_deliveries_knows_what_will_be_computed(seed: int) -> None:
+    """What the manifest says of a row is what it is cut into, for each policy."""
+
+    def is_published(policy: PolicyName, incarnation: int, number: int) -> bool:
+        return True
+
+    draw = np.random.default_rng(seed)
+    for _ in range(5):
+        tree = _random_tree(draw)
+        greedy = SamplingSpec(temperature=0.0)
+        turns = [replace(t, sampling=greedy) if draw.random() < 0.2 else t for t in tree.turns]
+        tree = replace(tree, turns=tuple(turns))
+        known = digest(tree, is_published)
+        assert isinstance(known, Digested)
+        for policy in (POLICY, OTHER):
+            samples = cut([(0, tree)], policy)
+            lengths_S = samples.ends_S - samples.starts_S
+            due = (int(lengths_S.sum()), int((lengths_S**2).sum()))
+            assert known.computed.get(policy, (0, 0)) == due
 
 
 def _random_tree(draw: np.random.Generator) -> Trajectory:

@@ -63,7 +63,9 @@ class World:
 
     def hand_over(self, number: int) -> dict[str, Tensor]:
         live = tensors(number)
-        self.saver.hand_over(cursor(number), weights=live, state=live, static=self.static)
+        self.saver.hand_over(
+            cursor(number), weights=live, state=live, static=self.static, memory={}
+        )
         return live
 
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One policy's reader of the ledger: what it asks for, what is ready for it, what is sealed."""
+"""One policy's reader of the ledger: what it asks for, what is ready for it, what is sealed, and
+what came to nothing since."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import msgspec
 
@@ -13,7 +15,7 @@ from penstock.dataflow.core import pacing
 from penstock.dataflow.core.rulebook import ReplayTerms
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import BatchRecord
-from penstock.types import Candidate, GroupId, PolicyName, RowSummary
+from penstock.types import Candidate, DropReason, GroupId, OutcomeKind, PolicyName, RowSummary
 
 _ROWS = msgspec.msgpack.Decoder(tuple[RowSummary, ...])
 
@@ -83,6 +85,37 @@ def ready_group(
     )
 
 
+@dataclass(slots=True, kw_only=True)
+class Fruitless:
+    """What became of the groups that ended since the last batch and go into none; not durable, a
+    restart begins it anew."""
+
+    counts: dict[DropReason, int] = field(default_factory=dict[DropReason, int])
+    newest: dict[DropReason, GroupId] = field(default_factory=dict[DropReason, GroupId])
+    """An example of each."""
+    low: float = inf
+    high: float = -inf
+    """Rewards of groups whose members all earned the same, from the lowest to the highest."""
+    num_cut: int = 0
+    """Of those, the groups in which every answer was cut at a limit."""
+    num_told: int = 0
+    """Groups when the log last told of them."""
+
+    @property
+    def num_groups(self) -> int:
+        return sum(self.counts.values())
+
+    def add(self, group: ReadyGroup, reason: DropReason) -> None:
+        if reason in (DropReason.REMAINDER, DropReason.OUTPACED):
+            return  # a run that ends, or has plenty of groups, lacks none
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.newest[reason] = group.group_id
+        if reason is DropReason.UNIFORM_REWARD and group.rewards:
+            self.low = min(self.low, *group.rewards)
+            self.high = max(self.high, *group.rewards)
+            self.num_cut += all(row.outcome is OutcomeKind.TRUNCATED for row in group.decoded())
+
+
 @dataclass(slots=True)
 class Consumer:
     """One policy's reader: its lineage, its ready groups, its sealed batches."""
@@ -110,6 +143,7 @@ class Consumer:
     """Next number and incarnation when stale groups were last looked for."""
     lacks: str = ""
     """A stage it needs that has no live worker: nothing starts for this policy meanwhile."""
+    fruitless: Fruitless = field(default_factory=Fruitless)
 
     @property
     def next_number(self) -> int:

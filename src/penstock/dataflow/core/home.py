@@ -55,6 +55,7 @@ from penstock.types import (
     DropReason,
     GroupId,
     JudgedGroup,
+    NodeId,
     PolicyName,
     RowId,
     RowSummary,
@@ -111,6 +112,8 @@ class Home:
         """The same by source."""
         self.gone: set[RowId] = set()
         """Rows that nobody may be served any more."""
+        self.quarantined: set[tuple[NodeId, str]] = set()
+        """Lives of nodes that get no work; a partition that joins is told."""
         self.wasted_tokens: dict[str, int] = {}
         self._unjudged: dict[GroupId, set[PolicyName]] = {}
         """Who has not judged an open group; only where that is not everybody."""
@@ -460,6 +463,7 @@ class Home:
             wasted = self.wasted_tokens.get(reason, 0) + group.tokens
             self.wasted_tokens[reason] = wasted
             self._journal(WasteRecord(reason=reason, tokens=wasted))
+        consumer.fruitless.add(group, reason)
         self.fate(consumer, group, FateState.DROPPED, now, rule=rule, reason=reason)
         self.free(self.retention.dropped(group.group_id), now)
 

@@ -79,6 +79,8 @@ class Quarantined(Struct, frozen=True, kw_only=True, tag=True):
     """What this node samples is not what its version would: no more work for this life of it."""
 
     node_id: NodeId
+    session: str = ""
+    """Which life; empty: the one that runs now."""
 
 
 ToPartition = (

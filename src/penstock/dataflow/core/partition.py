@@ -54,6 +54,8 @@ from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, Ro
 
 COSTLY_ENDS = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
 """Ends of a lease that cost its slot an attempt."""
+MAX_REASON = 300
+"""Characters of why an attempt came to nothing."""
 
 
 class Partition:
@@ -200,13 +202,12 @@ class Partition:
         self._journal(replace(node.record, left=True, at=now))
         del self.nodes[node_id]
 
-    def quarantine(self, node_id: NodeId, now: float) -> None:
+    def quarantine(self, node_id: NodeId, session: str, now: float) -> None:
         """No more work for this life of the node; what it holds goes to others at no cost of an
-        attempt, and its late results are fenced."""
-        node = self.nodes.get(node_id)
-        if node is None or node.is_quarantined:
+        attempt, and its late results are fenced. Another life of it goes on."""
+        node = self.roster.quarantine(node_id, session)
+        if node is None:
             return
-        self.roster.quarantine(node)
         held = [one for granted in node.granted.values() for one in self._running(granted)]
         node.stopped += [name_of(g.group_id, index, g.epoch) for _, index, g in held]
         self._end_all(node, LeaseEnd.RELEASED, "", now)
@@ -382,7 +383,7 @@ class Partition:
         """An attempt came to nothing: try again, or give the slot up."""
         self._end_lease(group, index, slot, end, now, why)
         slot.attempt += 1
-        slot.reasons += (f"{end}: {why}"[:300],)
+        slot.reasons += (_shortened(f"{end}: {why}"),)
         if slot.attempt < self.max_attempts:
             self._requeue(group, index, slot, now)
             return
@@ -407,7 +408,7 @@ class Partition:
         self, group: OpenGroup, index: int, slot: Slot, end: LeaseEnd, now: float, why: str = ""
     ) -> None:
         assert slot.grant is not None, "a lease ends once"
-        lease = slot.grant.lease(index, end, now, why[:300])
+        lease = slot.grant.lease(index, end, now, _shortened(why))
         self._journal(lease)
         slot.grant = None
         self.roster.let_go(lease)
@@ -501,7 +502,7 @@ class Partition:
         rows: Iterable[RowRecord],
         nodes: Iterable[NodeRecord],
         dead: Iterable[DeadSlotRecord],
-        quarantined: Mapping[NodeId, str],
+        quarantined: Iterable[tuple[NodeId, str]],
         now: float,
     ) -> None:
         """Rebuild open groups and give every live lease a full ttl; `leases`, which ended, come in
@@ -558,3 +559,9 @@ class Partition:
         assert node is not None, "a running lease names a registered node"
         self.roster.hold(node, grant, len(slots))
         self._timers.slots_run(grant, now, is_session=self._is_session(group))
+
+
+def _shortened(why: str) -> str:
+    """Keeps the end, where an error itself stands. A plain text, whatever kind of one came: it
+    goes into the ledger."""
+    return str(why) if len(why) <= MAX_REASON else f"{why[:97]} … {why[100 - MAX_REASON :]}"

@@ -8,7 +8,7 @@ leases are over.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -19,9 +19,8 @@ from penstock.dataflow.records import (
     Journal,
     LeaseEnd,
     LeaseRecord,
-    MetaRecord,
     NodeRecord,
-    quarantine_key,
+    quarantine,
     row_id,
 )
 from penstock.errors import Fenced, NotFound
@@ -37,6 +36,8 @@ class Roster:
     def __init__(self, journal: Journal) -> None:
         self.nodes: dict[NodeId, Node] = {}
         self._journal = journal
+        self._quarantined: set[tuple[NodeId, str]] = set()
+        """Lives of nodes that get no work, known here or not."""
         self._median_s = 0.0
         """Attempt time of the median node; brought up to date at each tick."""
 
@@ -72,7 +73,12 @@ class Roster:
             at=now,
         )
         self._journal(record)
-        node = self.nodes[body.node_id] = Node(record=record, last_seen=now, joined_at=now)
+        node = self.nodes[body.node_id] = Node(
+            record=record,
+            last_seen=now,
+            joined_at=now,
+            is_quarantined=(body.node_id, body.session) in self._quarantined,
+        )
         if known is not None:
             node.num_delivered, node.num_tokens = known.num_delivered, known.num_tokens
             node.past_sessions = known.past_sessions
@@ -115,11 +121,19 @@ class Roster:
             return capacity
         return max(1, int(capacity * SLOW * self._median_s / node.attempt_s))
 
-    def quarantine(self, node: Node) -> None:
-        """Until it begins a new life; a restart of the service changes nothing."""
+    def quarantine(self, node_id: NodeId, session: str) -> Node | None:
+        """For ever, for this life of the node, which may not have come here yet; a restart of the
+        service changes nothing. The node, if its work ends now."""
+        node = self.nodes.get(node_id)
+        life = (node_id, session or (node.record.session if node is not None else ""))
+        if not life[1] or life in self._quarantined:
+            return None
+        self._quarantined.add(life)
+        self._journal(quarantine(*life))
+        if node is None or node.record.session != life[1]:
+            return None
         node.is_quarantined = True
-        record = node.record
-        self._journal(MetaRecord(key=quarantine_key(record.node_id), value=record.session))
+        return node
 
     def finished(self, node: Node, grant: GrantRecord, now: float) -> None:
         """An attempt of this node has a result."""
@@ -178,9 +192,13 @@ class Roster:
         return told
 
     def restore(
-        self, records: Iterable[NodeRecord], quarantined: Mapping[NodeId, str], now: float
+        self,
+        records: Iterable[NodeRecord],
+        quarantined: Iterable[tuple[NodeId, str]],
+        now: float,
     ) -> None:
-        """`quarantined` names the session of each node that was ever in quarantine."""
+        """`quarantined` names every life of a node that was ever in quarantine."""
+        self._quarantined = set(quarantined)
         for record in records:
             # Live until it says otherwise; the version gate looks at each request anyway.
             self.nodes[record.node_id] = Node(
@@ -188,5 +206,5 @@ class Roster:
                 last_seen=now,
                 state=NodeState.LIVE,
                 joined_at=record.at,
-                is_quarantined=quarantined.get(record.node_id) == record.session,
+                is_quarantined=(record.node_id, record.session) in self._quarantined,
             )

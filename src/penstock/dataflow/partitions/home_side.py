@@ -14,7 +14,14 @@ from functools import partial
 import structlog
 
 from penstock.dataflow.core.home import Home, Shard
-from penstock.dataflow.core.messages import Committed, Horizon, Incarnated, Published, ToPartition
+from penstock.dataflow.core.messages import (
+    Committed,
+    Horizon,
+    Incarnated,
+    Published,
+    Quarantined,
+    ToPartition,
+)
 from penstock.dataflow.partitions.links import home_end
 from penstock.dataflow.partitions.protocol import (
     LinkPull,
@@ -217,12 +224,15 @@ class PartitionSide:
 
 
 def welcome(index: int, home: Home, board: Switchboard, journal: Journal) -> None:
-    """A new partition must know every version before it judges a node or a delivery."""
+    """A new partition must know every version before it judges a node or a delivery, and which
+    lives of nodes get no work."""
     board.links[index] = link = home_end(index, journal)
     for policy, consumer in home.consumers.items():
         for record in consumer.lineage.history():
             link.send(_fact(record))
         link.send(Horizon(policy=policy, number=consumer.next_number))
+    for node_id, session in sorted(home.quarantined):
+        link.send(Quarantined(node_id=node_id, session=session))
     home.add_partition(index)
 
 

@@ -65,7 +65,7 @@ class PartitionHost:
             case Forgotten():
                 self._forget(message.row_id, now)
             case Quarantined():
-                self.partition.quarantine(message.node_id, now)
+                self.partition.quarantine(message.node_id, message.session, now)
             case Incarnated() | Committed() | Published():
                 self._moved(message, now)
 

@@ -48,6 +48,8 @@ def prepare(
     if found.format in (1, 2):
         for statement in FROM_2:
             connection.exec_driver_sql(statement)
+    if found.format in (1, 2, 3):
+        connection.exec_driver_sql(FROM_3)
     return found.format != FORMAT
 
 
@@ -156,6 +158,11 @@ def _literal(default: Any, column: sa.Column[Any], dialect: sa.Dialect) -> str:
     literal = sa.literal(value, column.type)
     return str(literal.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
 
+
+# --- from format 3 to 4 -----------------------------------------------------------------------
+
+FROM_3 = "UPDATE meta SET value = '4', checksum = 0 WHERE key = 'format'"
+"""Rows say what a trainer computes of them; older ones do not."""
 
 # --- from format 2 to 3 -----------------------------------------------------------------------
 

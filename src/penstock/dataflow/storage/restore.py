@@ -48,6 +48,7 @@ from penstock.dataflow.records import (
     SourceRecord,
     VersionRecord,
     WasteRecord,
+    quarantined,
 )
 from penstock.dataflow.row_records import ColumnRecord
 from penstock.dataflow.storage.tables import Tables
@@ -74,12 +75,13 @@ def restore_partition(partition: Partition, tables: Tables, now: float) -> None:
         rows=tables.read(RowRecord, OF_OPEN_GROUPS),
         nodes=tables.read(NodeRecord, 'NOT "left"'),
         dead=tables.read(DeadSlotRecord, OF_OPEN_GROUPS),
-        quarantined={
-            NodeId(kept.key.removeprefix(QUARANTINED)): kept.value
-            for kept in tables.read(MetaRecord, "key LIKE :keys", keys=f"{QUARANTINED}%")
-        },
+        quarantined=_quarantined(tables),
         now=now,
     )
+
+
+def _quarantined(tables: Tables) -> set[tuple[NodeId, str]]:
+    return {*map(quarantined, tables.read(MetaRecord, "key LIKE :keys", keys=f"{QUARANTINED}%"))}
 
 
 def restore_completion(host: PartitionHost, tables: Tables) -> None:
@@ -154,6 +156,7 @@ def restore_home(home: Home, tables: Tables) -> None:
         RowId(key.removeprefix(GONE))
         for (key,) in tables.rows("SELECT key FROM meta WHERE key LIKE :keys", keys=f"{GONE}%")
     }
+    home.quarantined = _quarantined(tables)
     home.wasted_tokens = {record.reason: record.tokens for record in tables.read(WasteRecord)}
 
 

@@ -376,9 +376,13 @@ def task_summary(key: str, skipped: Sequence[DecisionRecord], ends: Sequence[str
     return f"{text}; {ends[-1]}" if ends else text
 
 
+def meaning(reason: str) -> str:
+    """Of a DropReason, in words."""
+    return _MEANING.get(reason, reason)
+
+
 def _reason(reason: str) -> str:
-    meaning = _MEANING.get(reason)
-    return f"{reason}, {meaning}" if meaning else reason
+    return f"{reason}, {meaning(reason)}" if reason in _MEANING else reason
 
 
 def _counted(number: int, noun: str) -> str:

@@ -20,6 +20,7 @@ from penstock.dataflow.protocol import (
     Waiting,
 )
 from penstock.dataflow.service import Dataflow
+from penstock.dataflow.told.fruitless import fruitless, is_fruitless
 from penstock.types import NodeId
 
 QUIET_S = 15.0
@@ -46,6 +47,11 @@ def status(service: Dataflow, run: str) -> Status:
         detail={"failing_rules": dict(troubles)}
         if (troubles := service.home.rules.troubles)
         else {},
+        alarms=tuple(
+            fruitless(consumer, service.process.ledger.tables)
+            for consumer in service.home.consumers.values()
+            if is_fruitless(consumer)
+        ),
     )
 
 

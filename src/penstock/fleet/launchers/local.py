@@ -42,6 +42,9 @@ LAST_LINES = 12
 EXIT_FENCED = 3
 """Of a trainer: another one took over its policy. Starting it again would take the policy back, and
 the two would go on replacing each other."""
+EXIT_REFUSED = 4
+"""Of a trainer: the ledger does not know its newest checkpoint. To go back to an older one would be
+to throw work away, so people decide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +216,12 @@ class LocalLauncher:
                 f"{slot.service.name} ended because another trainer took over its policy; this run "
                 "does not take it back. Stop the other trainer, then run again (log: "
                 f"{slot.log})"
+            )
+        if code == EXIT_REFUSED and kind is Kind.TRAINER:
+            raise LaunchError(
+                f"{slot.service.name} ended because the ledger does not know the checkpoint that "
+                "it would go on from; starting it again would change nothing. Its log, "
+                f"{slot.log}, ends:\n{last_lines(slot.log)}"
             )
         lived_s = now - slot.started_at
         if lived_s >= HEALTHY_S:

@@ -93,8 +93,10 @@ def by_role(rewards_RP: Floats, groups_R: Ints, roles_Q: Ints, turns: Turns, fn:
 
     With the leave-one-out credit as `fn`, each role's baseline is the other trajectories' mean.
     """
-    columns = [fn(rewards_RP[:, role], groups_R) for role in range(rewards_RP.shape[1])]
-    return np.stack(columns, axis=1)[turns.rows_Q, roles_Q]
+    credits_RP = np.zeros_like(rewards_RP)
+    for role, rewards_R in enumerate(rewards_RP.T):
+        credits_RP[:, role] = fn(rewards_R, groups_R)
+    return credits_RP[turns.rows_Q, roles_Q]
 
 
 def combined(
@@ -106,7 +108,8 @@ def combined(
     share: float = 0.5,
     discount: float = 1.0,
 ) -> Floats:
-    """Returns by turn. A turn without a score (NaN) counts as 0: nobody scored what it was."""
+    """Returns by turn. A turn without a score (NaN) counts as 0: nobody scored what it was. A row
+    without an outcome has none that is finite."""
     outcomes_Q = outcomes_R[turns.rows_Q]
     scores_Q = np.nan_to_num(scores_Q, posinf=0, neginf=0)
     match how:
@@ -119,7 +122,7 @@ def combined(
         case Combine.MIN:
             worst_R = np.full(outcomes_R.size, np.inf)
             np.minimum.at(worst_R, turns.rows_Q, scores_Q)
-            return worst_R[turns.rows_Q]
+            return np.where(np.isfinite(outcomes_Q), worst_R[turns.rows_Q], np.nan)
         case Combine.OUTCOME:
             return outcomes_Q
 

@@ -2,7 +2,7 @@
 """Rows shared out so that all ranks finish together: Karmarkar–Karp, k-way largest differencing.
 
 Owns what a row costs and who gets it. Knows nothing of ranks or payload. Deterministic: every rank
-that knows the lengths comes to the same parts, without a word between them.
+that has the manifest comes to the same parts, without a word between them.
 
 R = rows, P = parts.
 """
@@ -16,14 +16,29 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from penstock.types import Manifest
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
-def row_costs(lengths_R: Ints, *, per_token: float, per_square: float) -> Floats:
-    """Work of rows of these lengths: a·L for the matrices, b·L² for attention."""
-    lengths = lengths_R.astype(np.float64)
-    return per_token * lengths + per_square * lengths**2
+PER_SQUARE = 1 / 16384
+"""Work of attention per L², where that of all matrices is 1 per token: a forward pass costs 24·d²
+per token and layer in the matrices of a model of width d and 2·d·L in causal attention, which meet
+at L = 12·d. This is d = 1,365, a model of some billion parameters. One number for all models,
+because a batch may pass through stages with different ones and must be shared in one way."""
+
+
+def row_costs(tokens_R: Floats, squares_R: Floats) -> Floats:
+    """Work of rows with so many tokens in their samples, whose lengths squared sum up to this."""
+    # One of which nothing is computed is work too: fetched and read.
+    return 1 + tokens_R + PER_SQUARE * squares_R
+
+
+def costs_of(manifest: Manifest) -> Floats:
+    """Work of each row of a sealed batch, for its consumer."""
+    work_R2 = np.array([manifest.computed(row) for row in manifest.rows], np.float64).reshape(-1, 2)
+    return row_costs(work_R2[:, 0], work_R2[:, 1])
 
 
 def share_out(costs_R: Floats, num_parts: int, *, has_equal_counts: bool = False) -> list[Ints]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each rank draws its own rows of a sealed batch, straight from the partitions that hold them.
 
-Owns who computes which rows (equal numbers of tokens in each part, update by update) and who
-fetches them: the first rank of each data-parallel part, for its neighbours too. No row passes
-through a rank that does not compute it; what all ranks need of all rows is in the manifest.
+Owns who computes which rows (equal work in each part, update by update) and who fetches them: the
+first rank of each data-parallel part, for its neighbours too. No row passes through a rank that
+does not compute it; what all ranks need of all rows is in the manifest.
 
 R = rows of a batch, in manifest order.
 """
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from penstock.dataflow.protocol import RowPayload, RowsAnswer
 from penstock.errors import StoreError
-from penstock.trainer.gang.balance import share_out
+from penstock.trainer.gang.balance import costs_of, share_out
 from penstock.trainer.gang.places import Place
 from penstock.trainer.gang.team import Word
 from penstock.trainer.updates import updates_of
@@ -62,19 +62,18 @@ def draw_rows(
 
 
 def rows_of_parts(manifest: Manifest, num_parts: int, minibatches: int) -> list[list[int]]:
-    """The rows of each part, ascending: in every update all parts train about as many tokens, so
-    no rank waits long for another. Every rank comes to the same answer by itself."""
-    lengths_R = np.array([manifest.tokens(row) for row in manifest.rows], np.float64)
+    """The rows of each part, ascending: in every update all parts have about as much to compute,
+    prompts and context included, so no rank waits long for another. Every rank comes to the same
+    answer by itself."""
     sizes = np.array([len(group.rows) for group in manifest.groups], np.int64)
     groups_R = np.repeat(np.arange(sizes.size), sizes)
-    return share_rows(lengths_R, groups_R, num_parts, minibatches)
+    return share_rows(costs_of(manifest), groups_R, num_parts, minibatches)
 
 
 def share_rows(
-    lengths_R: Floats, groups_R: Ints, num_parts: int, minibatches: int
+    costs_R: Floats, groups_R: Ints, num_parts: int, minibatches: int
 ) -> list[list[int]]:
-    """The same of rows with so many tokens, in these groups."""
-    costs_R = lengths_R + 1  # one without a token of this policy is work too: fetched and read
+    """The same of rows that cost so much, in these groups."""
     num_groups = int(groups_R[-1]) + 1 if groups_R.size else 0
     updates_R = updates_of(num_groups, minibatches)[groups_R]
     parts: list[list[int]] = [[] for _ in range(num_parts)]

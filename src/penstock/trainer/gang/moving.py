@@ -37,7 +37,7 @@ class Carried:
     """Its part of every array of `Samples` that is by token."""
     columns: Mapping[str, bytes]
     node: str | None
-    """Who made it; None of a row that is gone."""
+    """Which life of a node made it; None of a row that is gone."""
 
 
 def move(batch: Batch, before: Parallel, after: Parallel, *, minibatches: int) -> Batch:
@@ -52,7 +52,7 @@ def move(batch: Batch, before: Parallel, after: Parallel, *, minibatches: int) -
 def _holding(batch: Batch, parallel: Parallel, minibatches: int) -> Holding:
     """As rows were drawn, had this stage been the first."""
     parts_R = np.zeros(batch.groups_R.size, np.int64)
-    shares = share_rows(batch.columns["length"], batch.groups_R, parallel.dp, minibatches)
+    shares = share_rows(batch.costs_R, batch.groups_R, parallel.dp, minibatches)
     for part, rows in enumerate(shares):
         parts_R[rows] = part
     return Holding(parallel=parallel, parts_R=parts_R)

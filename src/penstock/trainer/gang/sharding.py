@@ -28,6 +28,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
+from penstock.trainer.device import CPU
 from penstock.trainer.gang.team import Gang, Team
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -36,12 +37,13 @@ _HEAD_DIM = 2
 """Of batch × tokens × heads × width: where a part's ranks cut the heads."""
 
 
-def shard(whole: M, model: PreTrainedModel, gang: Team) -> M:
-    """Keep this rank's share of every parameter; the modules themselves are changed.
+def shard(whole: M, model: PreTrainedModel, gang: Team, device: torch.device = CPU) -> M:
+    """Keep this rank's share of every parameter, on its device; the modules themselves are changed.
 
-    `whole` is what is called in a forward pass: the model, or a module around it."""
+    `whole` is what is called in a forward pass: the model, or a module around it. In a gang layer
+    after layer goes to the device and is cut there, so it never holds the whole."""
     if not isinstance(gang, Gang):
-        return whole
+        return whole.to(device)
     if gang.place.parallel.tp > 1:
         parallelize_module(model, gang.mesh["tp"], _styles(model, gang.place.parallel.tp))
     over_parts = gang.mesh["dp"]

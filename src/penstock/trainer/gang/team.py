@@ -203,19 +203,19 @@ def join(member: Membership, *, device: str = "cpu", timeout_s: float = TIMEOUT_
     )
 
 
-def form_all(parallels: Sequence[Parallel]) -> Team:
+def form_all(parallels: Sequence[Parallel], *, device: str = "cpu") -> Team:
     """The gang of stages that are all spread the same way, over every rank there is; else the
     company of their gangs, at the first of them."""
-    gangs = {parallel: _form_one(parallel) for parallel in dict.fromkeys(parallels)}
+    gangs = {parallel: _form_one(parallel, device) for parallel in dict.fromkeys(parallels)}
     only = gangs[parallels[0]] if len(gangs) == 1 else None
     if only is not None and parallels[0].num_ranks == dist.get_world_size():
         return only
     return Company(gangs, parallels[0])
 
 
-def _form_one(parallel: Parallel) -> Gang | Alone | None:
+def _form_one(parallel: Parallel, device: str) -> Gang | Alone | None:
     if parallel.num_ranks > 1:
-        return form(parallel)
+        return form(parallel, device=device)
     return Alone() if dist.get_rank() == 0 else None
 
 

@@ -16,6 +16,7 @@ from penstock.trainer.pipeline.plan import Chain, Plan, Trained, make_plan
 
 _CREDITS = "penstock.trainer.pipeline.credits"
 _ADVANTAGES: Mapping[str, str] = {
+    "dr_grpo": f"{_CREDITS}:centred_advantage",
     "rloo": f"{_CREDITS}:leave_one_out_advantage",
     "reinforce": f"{_CREDITS}:batch_advantage",
     "opd": f"{_CREDITS}:no_advantage",
@@ -71,7 +72,9 @@ def builtin(
     else:
         entries = [_advantage(algorithm.name), _train("turns", "advantage")]
     if algorithm.beta > 0:
-        entries = _near_reference(entries)
+        entries = _with_look(entries, "reference", "reference", "reference_logprobs")
+    if algorithm.needs_proximal:
+        entries = _with_look(entries, "proximal", "actor", "proximal_logprobs")
     if parallel is not None:
         spread = {"parallel": parallel.model_dump()}
         entries = [entry if entry["type"] == "compute" else entry | spread for entry in entries]
@@ -98,10 +101,10 @@ def _train(*reads: str) -> Entry:
 
 def _with_critic(algorithm: AlgorithmConfig) -> list[Entry]:
     options = {"gamma": algorithm.gamma, "lam": algorithm.lam, "normalise": True}
-    credit = ["advantage", "returns"]
+    reads, credit = ["reward", "values"], ["advantage", "returns"]
     return [
         _stage("values", "infer", "critic", ["turns"], ["values"]),
-        _stage("advantage", "compute", "critic", ["reward", "values"], credit, options=options),
+        _stage("advantage", "compute", "critic", reads, credit, options=options),
         _stage("train_critic", "train", "critic", ["turns", "values", "returns"], []),
         _train("turns", "advantage"),
     ]
@@ -110,7 +113,7 @@ def _with_critic(algorithm: AlgorithmConfig) -> list[Entry]:
 def _dapo(max_tokens: int) -> list[Entry]:
     margin = max(1, int(max_tokens * OVERLONG_MARGIN))
     options = {"how": "both", "max_length": max_tokens, "margin": margin}
-    reads, shaped = ["reward", "length", "truncated"], "shaped_reward"
+    reads, shaped = ["turns", "reward", "truncated"], "shaped_reward"
     advantage = _stage("advantage", "compute", "advantage", [shaped], ["advantage"])
     return [
         _stage("overlong", "compute", "overlong", reads, [shaped, "excluded"], options=options),
@@ -127,9 +130,9 @@ def _distilled(teacher: str | None) -> list[Entry]:
     ]
 
 
-def _near_reference(entries: list[Entry]) -> list[Entry]:
-    """A frozen copy of the policy beside it, whose log-probs the actor's loss reads."""
-    column = "reference_logprobs"
-    reference = _stage("reference", "infer", "reference", ["turns"], [column])
+def _with_look(entries: list[Entry], name: str, role: str, column: str) -> list[Entry]:
+    """A look at the batch before it is trained on, whose log-probs the actor's loss reads: of the
+    frozen reference, or of the actor itself at the start of the step."""
     *before, train = entries
-    return [reference, *before, {**train, "reads": [*train["reads"], column]}]
+    look = _stage(name, "infer", role, ["turns"], [column])
+    return [look, *before, {**train, "reads": [*train["reads"], column]}]

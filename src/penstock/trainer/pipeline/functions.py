@@ -6,7 +6,8 @@
     train            fn(tokens, *, <option>…) -> TokenLoss
 
 `turns` is what the first argument holds, so it is no keyword. Imports the user's module and looks
-at the signature; calls nothing, and imports no torch of its own.
+at the signature, and at the values of shipped functions' options; calls nothing, and imports no
+torch of its own.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_origin
 
+from penstock.config.checks import not_one_of
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.errors import ConfigError
 from penstock.loading import load_function
+from penstock.trainer.advantages.overlong import Overlong, OverlongRule
 
 _CREDITS = "penstock.trainer.pipeline.credits"
 
@@ -46,7 +49,7 @@ def find_function(stage: PipelineStageConfig) -> Function | None:
         function = load_function(name)
     except ConfigError as error:
         raise ConfigError(f"stage {stage.id}: {error}") from error.__cause__
-    if found := list(misfits(stage, function)):
+    if found := list(misfits(stage, function)) or list(_wrong_options(name, stage.options)):
         raise ConfigError(f"stage {stage.id}: {name}: {'; '.join(found)}")
     return function
 
@@ -79,6 +82,19 @@ def misfits(stage: PipelineStageConfig, function: Function) -> Iterator[str]:
             yield f"needs {name}, which the stage neither reads nor gives as an option; add either"
     if stage.type != "train" and not _gives_mapping(signature.return_annotation):
         yield "is not annotated to return columns; write -> Mapping[str, …]"
+
+
+def _wrong_options(name: str, options: Mapping[str, Any]) -> Iterator[str]:
+    """What a shipped function would refuse at its first batch."""
+    if name != FUNCTIONS["compute", "overlong"]:
+        return
+    how = options.get("how", Overlong.BOTH)
+    try:
+        if how not in list(Overlong):
+            raise not_one_of(how, list(Overlong))
+        OverlongRule(how=Overlong(how), max_length=options["max_length"], margin=options["margin"])
+    except (TypeError, ValueError) as error:
+        yield f"options: {error}"
 
 
 def _subject(stage: PipelineStageConfig) -> str:

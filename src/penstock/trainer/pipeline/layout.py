@@ -4,7 +4,7 @@
 Owns no value: rewards, advantages and log-probs are columns. On a rank of a gang, rows are all of
 the manifest and tokens the rank's own: what is summed over tokens goes through `sum_over_ranks`.
 
-R = rows of the manifest, S = samples, T = tokens of all samples.
+R = rows of the manifest, S = samples, T = tokens of all samples, Q = turns, row after row.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from penstock.trainer.advantages.credit import Turns
+
 if TYPE_CHECKING:
-    from penstock.trainer.batches import Batch
+    from penstock.trainer.batches import Batch, Roles
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -34,6 +36,10 @@ def as_it_is(values: Floats) -> Floats:
 class Layout:
     groups_R: Ints
     """Which group of the manifest a row belongs to; never falls."""
+    longest_R: Ints
+    """Sampled tokens of each row's longest turn."""
+    roles: Roles
+    """Which roles had a part in which rows."""
     rows_S: Ints
     """The row each sample was cut from; never falls."""
     starts_S: Ints
@@ -46,6 +52,8 @@ class Layout:
     """True where the token was sampled and is to be trained."""
     turns_T: npt.NDArray[np.int32]
     """Index of the token's turn in its trajectory."""
+    roles_T: npt.NDArray[np.int32]
+    """Number of the role that its turn was taken in; meant where trained."""
     sum_over_ranks: Sum = as_it_is
     """Element by element; every rank of the gang asks, with as many numbers."""
 
@@ -55,6 +63,8 @@ class Layout:
         samples = batch.samples
         return cls(
             groups_R=batch.groups_R,
+            longest_R=batch.longest_R,
+            roles=batch.roles,
             rows_S=samples.rows_S,
             starts_S=samples.starts_S,
             ends_S=samples.ends_S,
@@ -62,6 +72,7 @@ class Layout:
             ids_T=samples.ids_T,
             mask_T=samples.mask_T,
             turns_T=samples.turns_T,
+            roles_T=samples.roles_T,
             sum_over_ranks=sum_over_ranks,
         )
 
@@ -70,3 +81,28 @@ class Layout:
         values_T = np.zeros(self.mask_T.size)
         values_T[self.mask_T] = values_R[self.rows_T[self.mask_T]]
         return values_T
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTurns:
+    """The turns that have a trained token here, in their order: the steps that credit goes to. What
+    another policy did between two of them is no step, as it is none for GAE."""
+
+    turns: Turns
+    last_Q: Ints
+    """The last trained token of each."""
+    depths_T: Ints
+    """Index of the token's turn among those of its row; meant where trained."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> TrainedTurns:
+        tokens_K = np.flatnonzero(layout.mask_T)
+        turns_K = layout.turns_T[tokens_K].astype(np.int64)
+        width = int(turns_K.max(initial=0)) + 1
+        found_Q, of_K = np.unique(layout.rows_T[tokens_K] * width + turns_K, return_inverse=True)
+        turns = Turns(nums_R=np.bincount(found_Q // width, minlength=layout.groups_R.size))
+        last_Q = np.zeros(found_Q.size, np.int64)
+        np.maximum.at(last_Q, of_K, tokens_K)
+        depths_T = np.zeros(layout.mask_T.size, np.int64)
+        depths_T[tokens_K] = turns.depths_Q[of_K]
+        return cls(turns=turns, last_Q=last_Q, depths_T=depths_T)

@@ -151,8 +151,9 @@ def _chain(
         if stage.type != "compute" and (stage.fn is None or stage.type == "train" or stage.model):
             is_bare = trained.lora and not stage.model and stage.role not in learning
             role = ACTOR if is_bare else stage.role
-            _refuse_spread_twice(stage, learning.get(role))
-            key = (role, stage.model or trained.init)
+            trains = learning.get(role)
+            _refuse_spread_twice(stage, trains)
+            key = (role, stage.model or (trains and trains.model) or trained.init)
             models[key] = max(models.get(key, 1), stage.parallel.num_ranks)
     memory, uncounted = Memory(), list[str]()
     for (role, model), num_ranks in models.items():

@@ -31,6 +31,18 @@ Call = Callable[[Batch], Columns | Stats]
 Move = Callable[[Batch], Batch]
 """From the rows that this rank held at the stage before to those that it holds at this one."""
 
+BY_TOKEN = (
+    "advantage",
+    "returns",
+    "values",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "teacher_logprobs",
+)
+"""Columns that losses take token by token."""
+BY_ROW = ("excluded",)
+"""Columns that are asked of whole rows."""
+
 ACTOR = "actor"
 """The role whose training makes a version; what it tells stands without a prefix."""
 
@@ -50,6 +62,9 @@ class Stage:
     call: Call
     move: Move = stay
     """Brings the batch's rows to where this stage's model needs them."""
+    is_named: bool = False
+    """Whether it runs a function by name. Columns of such a one must be finite where they train; a
+    model that has diverged gives others, and its updates are skipped."""
 
     def __call__(self, batch: Batch) -> Columns | Stats:
         result = self.call(batch)
@@ -60,7 +75,21 @@ class Stage:
                 f"stage {self.id} is to write {', '.join(self.writes)} and gave "
                 f"{', '.join(map(str, result)) or 'nothing'}; return exactly what it writes"
             )
-        return {name: _checked(self.id, name, values) for name, values in result.items()}
+        return {name: self._checked(name, values, batch) for name, values in result.items()}
+
+    def _checked(self, name: str, given: Any, batch: Batch) -> Floats:
+        try:
+            values = np.asarray(given, np.float64)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"stage {self.id}: column {name} holds no numbers ({error}); return a NumPy array"
+            ) from None
+        why = _misshapen(name, values, batch)
+        if self.is_named and not why:
+            why = _broken(name, values, batch)
+        if why:
+            raise ConfigError(f"stage {self.id}: column {name} {why}")
+        return values
 
 
 class Pipeline:
@@ -91,10 +120,11 @@ def merge(told: Sequence[tuple[Stage, Stats]], more: Mapping[str, float]) -> Sta
     if actor is None:
         raise ConfigError("no stage of this pipeline trains the actor, so no batch is ever trained")
     values = dict(actor.values)
-    for stage, stats in told:
-        if stage.role != ACTOR:
-            values |= {f"{stage.role}/{name}": value for name, value in stats.values.items()}
-    return replace(actor, values={**values, **more})
+    others = [(stage, stats) for stage, stats in told if stage.role != ACTOR]
+    for stage, stats in others:
+        values |= {f"{stage.role}/{name}": value for name, value in stats.values.items()}
+    others_learned = any(stats.skipped is None for _, stats in others)
+    return replace(actor, values={**values, **more}, others_learned=others_learned)
 
 
 def bind(
@@ -113,7 +143,14 @@ def bind(
                 f"stage {stage.id}: nothing here runs the model of a {stage.role} ({stage.type})"
             )
         call = partial(_compute, function, stage, sum_over_ranks)
-    return Stage(id=stage.id, role=stage.role, writes=stage.writes, call=call, move=move)
+    return Stage(
+        id=stage.id,
+        role=stage.role,
+        writes=stage.writes,
+        call=call,
+        move=move,
+        is_named=stage.fn is not None,
+    )
 
 
 def _compute(
@@ -135,10 +172,40 @@ def column_of(batch: Batch, name: str, reader: str) -> Floats:
     )
 
 
-def _checked(stage: str, name: str, values: Any) -> Floats:
-    try:
-        return np.asarray(values, np.float64)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"stage {stage}: column {name} holds no numbers ({error}); return a NumPy array"
-        ) from None
+def _misshapen(name: str, values: Floats, batch: Batch) -> str:
+    """Why a column of this shape is none of this batch; empty where it is one."""
+    num_rows, num_tokens = batch.groups_R.size, batch.samples.ids_T.size
+    if values.shape not in ((num_rows,), (num_tokens,)):
+        return (
+            f"has shape {values.shape}: it is neither by row ({num_rows}) nor by token "
+            f"({num_tokens}); return one number for each row, or for each token, of the layout"
+        )
+    if name in BY_TOKEN and values.size != num_tokens:
+        return (
+            f"is by row ({num_rows}), and losses take it by token ({num_tokens}); return "
+            "layout.by_token(values_R)"
+        )
+    if name in BY_ROW and values.size != num_rows:
+        return (
+            f"is by token ({num_tokens}), and rows are asked for it ({num_rows}); return one "
+            "number for each row of the layout"
+        )
+    return ""
+
+
+def _broken(name: str, values: Floats, batch: Batch) -> str:
+    """Why these numbers cannot train; empty where they can. Rows may lack a reward, and their
+    tokens then have no credit (0); what is set aside is not asked."""
+    is_by_token = values.shape == batch.samples.ids_T.shape
+    if not is_by_token or not (name in BY_TOKEN or name.endswith("_logprobs")):
+        return ""
+    excluded_R = batch.columns.get("excluded")
+    trained = batch if excluded_R is None else batch.without(excluded_R > 0)
+    values_K = values[trained.samples.mask_T]
+    num_broken = int(np.count_nonzero(~np.isfinite(values_K)))
+    if not num_broken:
+        return ""
+    return (
+        f"is NaN or infinite on {num_broken} of {values_K.size} trained tokens; give 0 to the "
+        "tokens of rows without a reward (NaN), and look for divisions by 0"
+    )

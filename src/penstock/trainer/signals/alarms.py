@@ -28,6 +28,8 @@ class Cause(StrEnum):
     """In every group all answers earned the same."""
     GAP = "gap"
     """Engine and trainer disagree on the same weights by more than any clip lets through."""
+    REJECTED = "rejected"
+    """The mismatch correction let no token pass."""
     ALL_CLIPPED = "all_clipped"
     """Every token with an advantage lay beyond its bound."""
     SKIPPED = "skipped"
@@ -42,12 +44,17 @@ _TOLD: Mapping[Cause, str] = {
     Cause.EQUAL_REWARDS: (
         "in every group all answers earned the same reward, so no answer is better than another; "
         "check the reward function on a few answers by hand, mix in easier or harder tasks, or "
-        "admit by `dynamic_sampling`"
+        "admit only groups that differ (`dataflow.rules: [{admit: reward-spread}]`)"
     ),
     Cause.GAP: (
         "engine and trainer give the same tokens very different probabilities (mean |log ratio| "
         f"above {MAX_GAP:g}); they may hold different weights, tokenizers or sampling rules: "
         "compare the versions in `penstock status` and the gap by node in the metrics"
+    ),
+    Cause.REJECTED: (
+        "the mismatch correction rejected every token: the engine's log-probs are too far from the "
+        "trainer's; compare the versions in `penstock status` and the precision of the engine with "
+        "training.precision before you widen the correction's bounds"
     ),
     Cause.ALL_CLIPPED: (
         "every token lay outside the clip bounds; the data is too old or the steps are too long: "
@@ -68,11 +75,15 @@ def cause_of(
     clipped: float,
     gap: float,
     is_skipped: bool,
+    is_rejected: bool = False,
 ) -> Cause | None:
     """Why a batch taught nothing, None when it did. `informative` is the share of groups, `clipped`
-    that of tokens with an advantage, `gap` the mean |log ratio| of fresh tokens."""
+    that of tokens with an advantage, `gap` the mean |log ratio| of fresh tokens; of a batch that
+    was rejected there is neither."""
     if num_tokens == 0:
         return Cause.NO_TOKENS
+    if is_rejected:
+        return Cause.REJECTED
     if informative == 0:
         return Cause.EQUAL_REWARDS
     if not gap <= MAX_GAP:
@@ -106,7 +117,7 @@ class Idle:
         cause = max(self.counts, key=lambda one: self.counts[one])
         others = "".join(f", {n} {one.value}" for one, n in self.counts.items() if one != cause)
         return (
-            f"this run trains on nothing: {num_batches} batches in a row taught nothing "
+            f"{num_batches} batches in a row taught nothing "
             f"({self.counts[cause]} {cause.value}{others}); {_TOLD[cause]}"
         )
 

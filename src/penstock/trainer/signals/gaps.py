@@ -5,6 +5,9 @@ Owns the gap of a batch by node, its moving average, and the judgement that a no
 its pool. The averages are plain numbers and go into the checkpoint. What happens to a drifting node
 is the dataflow's business.
 
+A node here is one life of it, NODE/SESSION: what it did before a restart is no word against it, and
+rows of that life may come long after.
+
 Fresh tokens are those with the smallest lag of their batch: at lag 0 the gap is the engine's alone,
 at a larger one the change of the policy is in it too, for all nodes alike.
 
@@ -14,12 +17,13 @@ K = trained tokens of this rank, N = nodes.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from penstock.trainer.signals.figures import Floats, Ints, log_ratios
+from penstock.types import NodeId
 
 DRIFT = 10.0
 """A node drifts when its k3 is this many times its pool's median."""
@@ -31,7 +35,7 @@ HALF_LIFE_TOKENS = 4096.0
 MIN_EVIDENCE = 0.1
 """Weight that an average needs before anybody is judged by it: some 600 tokens."""
 MIN_POOL = 3
-"""Nodes that make a pool; of two, nobody knows which one is wrong."""
+"""Nodes that make a pool, whatever their lives; of two, nobody knows which one is wrong."""
 FORGET_AFTER = 200
 """Batches after which a node that sends nothing is no part of the pool any more."""
 
@@ -161,10 +165,20 @@ _NEW = Average(sum_k3=0.0, sum_abs=0.0, weight=0.0, last_seq=0)
 class Drifting:
     """A node that is no longer like its pool."""
 
-    node_id: str
+    life: str
+    """NODE/SESSION."""
     k3: float
     mean_abs: float
     median_k3: float
+
+    @property
+    def node_id(self) -> NodeId:
+        return _node(self.life)
+
+    @property
+    def session(self) -> str:
+        """Empty where its rows do not say."""
+        return self.life.partition("/")[2]
 
     def __str__(self) -> str:
         return (
@@ -180,28 +194,39 @@ class Gaps:
     """What a trainer remembers of each node; part of its checkpoint."""
 
     nodes: Mapping[str, Average] = field(default_factory=dict[str, Average])
+    told: frozenset[str] = frozenset()
+    """Drifting ones that were told; their rows that still come are of no interest."""
 
     def after(self, observed: Mapping[str, Gap], seq: int) -> Gaps:
         """With the gaps of batch `seq`; who was not seen for long is forgotten."""
         known = {n: a for n, a in self.nodes.items() if seq - a.last_seq <= FORGET_AFTER}
         for node, gap in observed.items():
-            known[node] = known.get(node, _NEW).after(gap, seq)
-        return Gaps(nodes=known)
+            if node not in self.told:
+                known[node] = known.get(node, _NEW).after(gap, seq)
+        return replace(self, nodes=known)
 
-    def without(self, nodes: Iterable[str]) -> Gaps:
-        """A quarantined node is judged anew when it comes back."""
-        gone = frozenset(nodes)
-        return Gaps(nodes={n: a for n, a in self.nodes.items() if n not in gone})
+    def without(self, drifting: Sequence[Drifting]) -> Gaps:
+        """A quarantined node is judged anew when it comes back: under a new session, or at once
+        where its rows do not say which."""
+        gone = {node.life for node in drifting}
+        return Gaps(
+            nodes={n: a for n, a in self.nodes.items() if n not in gone},
+            told=self.told | {node.life for node in drifting if node.session},
+        )
 
     def drifting(self) -> tuple[Drifting, ...]:
         """Nodes to be quarantined, by name."""
         judged = {n: a for n, a in self.nodes.items() if a.weight >= MIN_EVIDENCE}
-        if len(judged) < MIN_POOL:
+        if len({_node(life) for life in judged}) < MIN_POOL:
             return ()
         median_k3 = statistics.median(average.k3 for average in judged.values())
         limit = DRIFT * max(median_k3, HARMLESS_K3)
         return tuple(
-            Drifting(node_id=n, k3=a.k3, mean_abs=a.mean_abs, median_k3=median_k3)
+            Drifting(life=n, k3=a.k3, mean_abs=a.mean_abs, median_k3=median_k3)
             for n, a in sorted(judged.items())
             if a.k3 > limit
         )
+
+
+def _node(life: str) -> NodeId:
+    return NodeId(life.partition("/")[0])

@@ -30,8 +30,8 @@ def _optimum_of_two(costs_R: Floats) -> float:
 
 def _draw(seed: int, num_rows: int) -> Floats:
     draw = np.random.default_rng(seed)
-    lengths = np.maximum(1, draw.lognormal(5.0, 1.0, num_rows)).astype(np.int64)
-    return row_costs(lengths, per_token=1.0, per_square=1e-3)
+    lengths = np.maximum(1, draw.lognormal(7.0, 1.0, num_rows))
+    return row_costs(lengths, lengths**2)
 
 
 def _dearest(costs_R: Floats, parts: list[Ints]) -> float:

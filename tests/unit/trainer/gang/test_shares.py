@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from penstock.errors import StoreError
 from penstock.trainer import loop, saving
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor, Together
 from penstock.trainer.crew import Crew
-from penstock.trainer.described import STATE
+from penstock.trainer.described import STATE, read_described, write_described
 from penstock.trainer.gang.boxes import Box
 from penstock.trainer.gang.following import Order, follow
 from penstock.trainer.gang.team import Alone
@@ -94,6 +95,8 @@ def test_the_shares_of_all_ranks_make_the_state_of_one(
     found = open_state([checkpoint(work, "straight") / name for name in SHARES])
     assert found.keys() == whole.keys()
     assert any(name.startswith("critic/weights/") for name in whole)
+    updates = {float(whole[name]) for name in whole if name.endswith(".step")}
+    assert updates == {2.0 * NUM_STEPS, 2.0 * NUM_STEPS + 2}, "the critic has learned once more"
     for name, tensor in whole.items():
         assert found[name].shape == tensor.shape and found[name].dtype == tensor.dtype
         if tensor.is_floating_point():
@@ -101,10 +104,16 @@ def test_the_shares_of_all_ranks_make_the_state_of_one(
 
 
 def test_two_ranks_go_on_bit_for_bit(ranks: list[dict[str, Any]], work: Path) -> None:
-    assert len(ranks[0]["straight"]) == NUM_STEPS
+    assert len(ranks[0]["straight"]) == NUM_STEPS + 1
+    assert told(checkpoint(work, "straight"))["cursor"]["seq"] == NUM_STEPS + 1
     assert ranks[0]["resumed"] == ranks[0]["straight"][EVERY:]
     ended, straight = (told(checkpoint(work, name))["files"] for name in ("resumed", "straight"))
     assert ended == straight, "weights, moments, critic and random state"
+
+
+def test_two_ranks_compute_a_step_again_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["replayed"] == {"begun_at": EVERY, "differences": [], "is_equal": True}
+    assert ranks[1]["replayed"] == {}, "the first one tells"
 
 
 def test_one_process_goes_on_from_what_two_ranks_saved(
@@ -176,9 +185,9 @@ def test_a_damaged_share_is_refused_and_the_checkpoint_before_counts(
         case "older":
             shutil.copyfile(root / f"step_{EVERY}" / second.name, second)
         case _:
-            state = told(root / LAST)
-            del state["files"][second.name]
-            (root / LAST / STATE).write_text(json.dumps(state))
+            state = read_described(root / LAST)
+            others = {name: one for name, one in state.files.items() if name != second.name}
+            write_described(root / LAST, replace(state, files=others))
     found = reopened(root).newest()
     assert found is not None and found.cursor.number == EVERY
     assert list(root.glob(f".damaged-{LAST}-*"))
@@ -342,7 +351,7 @@ def test_the_step_goes_on_while_another_rank_writes_and_only_then_it_counts(two:
     )
     live = {"own": torch.tensor(7)}
     weights = {"w": torch.ones(2)}
-    saver.hand_over(at(1), weights=weights, state=live, static=two.static, token=2)
+    saver.hand_over(at(1), weights=weights, state=live, static=two.static, token=2, memory={})
     live["own"].fill_(9)
     assert not saver.finish(within_s=0.3)
     assert not saver.is_due(at(5)) and seen == [] and not (two.root / "step_1").exists()
@@ -359,7 +368,7 @@ def test_the_step_goes_on_while_another_rank_writes_and_only_then_it_counts(two:
 def test_a_folder_that_vanishes_ends_the_wait(two: Pair) -> None:
     two.save(0, token=1)
     saver = Saver(two.checkpoints, permit=lambda: None, tell=lambda: None, num_ranks=2)
-    saver.hand_over(at(1), weights={}, state={}, static=two.static, token=2)
+    saver.hand_over(at(1), weights={}, state={}, static=two.static, token=2, memory={})
     assert not saver.finish(within_s=0.3)
     shutil.rmtree(two.root / f".partial-{2:016x}")
     with pytest.raises(StoreError, match="vanished while a checkpoint was written"):

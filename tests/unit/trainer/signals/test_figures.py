@@ -181,12 +181,29 @@ def test_nobody_is_judged_by_few_tokens_or_in_a_pool_of_two() -> None:
 
 def test_a_node_that_comes_back_is_judged_anew_and_a_lost_one_is_forgotten() -> None:
     gaps = Gaps().after({"a": gap(1e-3), "b": gap(1e-3), "c": gap(9.0)}, 1)
-    assert gaps.without(["c"]).drifting() == ()
-    again = gaps.without(["c"]).after({"a": gap(1e-3), "b": gap(1e-3), "c": gap(1e-3)}, 2)
+    without = gaps.without(gaps.drifting())
+    assert without.drifting() == ()
+    again = without.after({"a": gap(1e-3), "b": gap(1e-3), "c": gap(1e-3)}, 2)
     assert again.drifting() == ()
     assert "c" in again.nodes
     later = again.after({"a": gap(1e-3)}, 3 + FORGET_AFTER)
     assert set(later.nodes) == {"a"}
+
+
+def test_rows_of_a_life_that_was_told_say_nothing_of_the_next() -> None:
+    pool = {"a/1": gap(1e-3), "b/1": gap(1e-3)}
+    gaps = Gaps().after(pool | {"c/old": gap(9.0)}, 1)
+    [found] = gaps.drifting()
+    assert (found.node_id, found.session) == ("c", "old")
+    gaps = gaps.without([found]).after(pool | {"c/old": gap(9.0), "c/new": gap(1e-3)}, 2)
+    assert gaps.drifting() == ()
+    [found] = gaps.after(pool | {"c/new": gap(90.0)}, 3).drifting()
+    assert (found.node_id, found.session) == ("c", "new")
+
+
+def test_several_lives_of_two_nodes_make_no_pool() -> None:
+    lives = {"a/1": gap(1e-3), "a/2": gap(1e-3), "b/1": gap(9.0)}
+    assert Gaps().after(lives, 1).drifting() == ()
 
 
 def test_an_average_forgets_by_tokens_not_by_batches() -> None:
@@ -221,6 +238,7 @@ GOOD = {"num_tokens": 100.0, "informative": 0.5, "clipped": 0.1, "gap": 0.01, "i
         ({"gap": math.nan}, Cause.GAP),
         ({"clipped": 1.0}, Cause.ALL_CLIPPED),
         ({"is_skipped": True}, Cause.SKIPPED),
+        ({"is_skipped": True, "is_rejected": True}, Cause.REJECTED),
     ],
 )
 def test_each_cause(change: dict[str, float], cause: Cause | None) -> None:
@@ -232,9 +250,11 @@ def test_each_cause(change: dict[str, float], cause: Cause | None) -> None:
     [
         (Cause.NO_TOKENS, "penstock explain"),
         (Cause.EQUAL_REWARDS, "reward function"),
+        (Cause.EQUAL_REWARDS, "{admit: reward-spread}"),
         (Cause.GAP, "different weights"),
         (Cause.ALL_CLIPPED, "max_staleness"),
         (Cause.SKIPPED, "learning_rate"),
+        (Cause.REJECTED, "the engine's log-probs"),
     ],
 )
 def test_the_alarm_names_the_cause_and_the_next_step(cause: Cause, word: str) -> None:

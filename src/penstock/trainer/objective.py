@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss that an algorithm's name and numbers stand for, and how its tokens are weighed.
+
+Owns which of the losses is meant; what they compute is in `losses/`, and the graph of stages before
+them in `pipeline/builtin.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from penstock.config import AlgorithmConfig, CorrectionConfig
+from penstock.trainer.losses.aggregation import Aggregation, Weights
+from penstock.trainer.losses.divergence import WithEntropy, WithKl
+from penstock.trainer.losses.m2po import M2po
+from penstock.trainer.losses.mismatch import Corrected, Correction, SequenceRatio, Weighting
+from penstock.trainer.losses.objectives import (
+    Against,
+    Cispo,
+    Clipped,
+    Decoupled,
+    Distilled,
+    Gspo,
+    Sapo,
+    Wrapped,
+)
+from penstock.trainer.losses.tokens import Budgeted, Objective
+
+
+def objective_of(algorithm: AlgorithmConfig) -> Objective | Budgeted:
+    """The loss that the algorithm's name and numbers stand for."""
+
+    def near_reference(inner: Objective) -> Objective:
+        if algorithm.beta > 0:
+            inner = WithKl(inner=inner, coef=algorithm.beta)
+        if algorithm.entropy_coef > 0:
+            inner = WithEntropy(inner=inner, coef=algorithm.entropy_coef)
+        return inner
+
+    if algorithm.name == "m2po":
+        assert algorithm.tau is not None, "the config has seen to it"
+        return Wrapped(budget=M2po(budget=algorithm.tau), wrap=near_reference)
+    inner = _policy_loss(algorithm)
+    if algorithm.correction is not None:
+        inner = Corrected(inner=inner, correction=_correction(algorithm.correction))
+    return near_reference(inner)
+
+
+def _policy_loss(algorithm: AlgorithmConfig) -> Objective:
+    high = algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
+    low, against = algorithm.epsilon, Against(algorithm.ratio_against)
+    match algorithm.name:
+        case "decoupled":
+            return Decoupled(epsilon=low, epsilon_high=high)
+        case "gspo":
+            return Gspo(epsilon=low, epsilon_high=high, ratio_against=against)
+        case "cispo":
+            return Cispo(epsilon=low, epsilon_high=high, ratio_against=against)
+        case "sapo":
+            return Sapo(ratio_against=against)
+        case name:
+            delta = math.inf if algorithm.delta is None else algorithm.delta
+            clipped = Clipped(epsilon=low, epsilon_high=high, delta=delta, ratio_against=against)
+            return Distilled(inner=clipped) if name == "opd" else clipped
+
+
+def _correction(config: CorrectionConfig) -> Correction:
+    return Correction(
+        weighting=Weighting(config.weighting),
+        low=config.low,
+        high=config.high,
+        sequence=None if config.sequence is None else SequenceRatio(config.sequence),
+        sequence_low=config.sequence_low,
+        sequence_high=math.inf if config.sequence_high is None else config.sequence_high,
+        veto=config.veto,
+    )
+
+
+def bounds_of(algorithm: AlgorithmConfig) -> tuple[float, float]:
+    """Of single tokens; where an algorithm bounds something else, what is usual."""
+    if algorithm.name in ("gspo", "m2po", "sapo"):
+        return 0.2, 0.2
+    return algorithm.epsilon, algorithm.epsilon_high or algorithm.epsilon
+
+
+def token_weights(algorithm: AlgorithmConfig, max_tokens: int) -> Weights:
+    aggregation = Aggregation(algorithm.aggregation)
+    is_fixed = aggregation is Aggregation.FIXED_CONSTANT
+    return Weights(aggregation=aggregation, constant_length=max_tokens if is_fixed else 0)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model says the same of packed samples as of each one alone.
+
+Packing takes a model apart: its decoder runs over one line of samples with our attention in place
+of its own, and its head over the trained tokens alone. An architecture that carries state from
+token to token outside attention, bends its attention scores or scales its logits would give other
+log-probs there, or let one sample leak into the next, and nothing would fail. So it is tried on
+the model itself before anything is trained.
+
+P = tokens of the line, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from penstock.errors import ConfigError
+from penstock.trainer.attention import lay_out, use_packed_attention
+
+LENGTHS = (5, 12)
+"""Of the samples it is tried on, one behind the other."""
+MOST_APART = 1e-3
+"""Of log-probs in float32; architectures that fit stay below a hundredth of it."""
+_STRIDE = 7919
+"""Token ids far apart, the same on every machine."""
+
+
+@torch.no_grad()
+def require_packable(model: PreTrainedModel) -> None:
+    """Refuse a model of which packed samples would be trained on log-probs that are not its own.
+    It has packed attention afterwards."""
+    ids_P = torch.arange(1, sum(LENGTHS) + 1, device=model.device) * _STRIDE % _vocab_size(model)
+    samples = ids_P.split(LENGTHS)
+    alone: Any = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in samples]
+    use_packed_attention(model)
+    packed_PV = _packed_logits(model, ids_P)
+    apart = (torch.cat(alone).log_softmax(-1) - packed_PV.log_softmax(-1)).abs().max().item()
+    if not apart <= MOST_APART:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be trained packed: the log-probs of a sample among "
+            f"others differ by {apart:.2g} from those of the sample alone. Its layers mix tokens "
+            "outside attention, or it scales or bends scores in its own way; take a model of "
+            "plain attention, such as Qwen3, Llama, Mistral, SmolLM or Phi-3"
+        )
+
+
+def _packed_logits(model: PreTrainedModel, ids_P: Tensor) -> Tensor:
+    """As the actor makes them: see `last_hidden` and `Actor`."""
+    decoder: Any = model.get_decoder()
+    rows = lay_out(np.array(LENGTHS, np.int64))
+    positions = [torch.arange(length, device=ids_P.device) for length in LENGTHS]
+    line = decoder(
+        input_ids=ids_P[None],
+        position_ids=torch.cat(positions)[None],
+        rows=rows.to(ids_P.device),
+        use_cache=False,
+    )
+    return cast(nn.Linear, model.get_output_embeddings())(line.last_hidden_state[0])
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    return cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
