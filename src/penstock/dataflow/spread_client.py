@@ -86,6 +86,7 @@ class SpreadClient:
                     break
         finally:
             asking.cancel()
+            await asyncio.wait({asking})
         answer = asking.result()
         await asyncio.gather(*map(self._join, behind))
         await self._learn(answer.partitions)
