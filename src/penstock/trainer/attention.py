@@ -11,6 +11,7 @@ P = tokens of the line, N = rows of a run, L = their length, H = heads, D = size
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,13 +42,11 @@ class Rows:
     """Each N×L: which token of the line stands there; padding, on the right, repeats any."""
     back_P: Tensor
     """Where each token of the line stands in the runs, flat and one run after another."""
-    longest: int
 
     def to(self, device: torch.device) -> Rows:
         return Rows(
             runs=tuple(run_NL.to(device, non_blocking=True) for run_NL in self.runs),
             back_P=self.back_P.to(device, non_blocking=True),
-            longest=self.longest,
         )
 
 
@@ -65,16 +64,12 @@ def lay_out(lengths: Ints) -> Rows:
         chosen = order[first:end]
         column_L = np.arange(longest)
         is_token_NL = column_L < lengths[chosen][:, None]
-        token_NL = np.where(
-            is_token_NL, starts[chosen][:, None] + column_L, starts[chosen][:, None]
-        )
+        token_NL = np.where(is_token_NL, starts[chosen][:, None] + column_L, 0)
         back_P[token_NL[is_token_NL]] = num_cells + np.flatnonzero(is_token_NL)
         runs.append(torch.from_numpy(token_NL))
         num_cells += token_NL.size
         first = end
-    return Rows(
-        runs=tuple(runs), back_P=torch.from_numpy(back_P), longest=int(lengths.max(initial=0))
-    )
+    return Rows(runs=tuple(runs), back_P=torch.from_numpy(back_P))
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
@@ -103,11 +98,6 @@ def _attend(
             f"{type(module).__name__} asks for attention with {', '.join(unknown)}, which packed "
             "samples do not have: its log-probs would be others. Take a model of plain attention"
         )
-    if sliding_window is not None and rows.longest > sliding_window:
-        raise NotImplementedError(
-            f"a sample of {rows.longest} tokens, but layers of this model see {sliding_window}: "
-            "sliding attention over packed samples is not served yet; keep samples shorter"
-        )
     if not rows.runs:
         return query.transpose(1, 2), None
     lines = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
@@ -117,7 +107,29 @@ def _attend(
             line.index_select(0, run_NL.flatten()).unflatten(0, run_NL.shape).transpose(1, 2)
             for line in lines
         )
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        out = _past(q, k, v, scaling, sliding_window)
         attended.append(out.transpose(1, 2).flatten(0, 1))
     whole = attended[0] if len(attended) == 1 else torch.cat(attended)
     return whole.index_select(0, rows.back_P)[None], None
+
+
+def _past(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Every token over itself and those before it, N×H×L×D; with a window over so many in all.
+
+    There blocks of queries as long as the window meet the keys that one of them may see, so what
+    it takes grows with the length and not with its square."""
+    length = q.shape[2]
+    attend = partial(scaled_dot_product_attention, scale=scale, enable_gqa=True)
+    if window is None or length <= window:
+        return attend(q, k, v, is_causal=True)
+    parts: list[Tensor] = []
+    at_L = torch.arange(length, device=q.device)
+    for first in range(0, length, window):
+        asking, seen = (
+            slice(first, first + window),
+            slice(max(0, first - window + 1), first + window),
+        )
+        back = at_L[asking, None] - at_L[seen]
+        is_seen = (back >= 0) & (back < window)
+        parts.append(attend(q[:, :, asking], k[:, :, seen], v[:, :, seen], attn_mask=is_seen))
+    return torch.cat(parts, dim=2)

@@ -208,13 +208,18 @@ def _told_of_rows(
 
 def _row_columns(manifest: Manifest, truncated_R: Floats) -> dict[str, Floats]:
     rows = list(manifest.rows)
-    names = sorted({name for row in rows for name in row.values})
+    names = sorted({name for row in rows for name in row.values} - {*_token_names(manifest)})
     return {
         "reward": np.array([row.score for row in rows], np.float64),
         "length": np.array([manifest.tokens(row) for row in rows], np.float64),
         "truncated": truncated_R,
         **{name: np.array([row.values.get(name, np.nan) for row in rows]) for name in names},
     }
+
+
+def _token_names(manifest: Manifest) -> list[str]:
+    """Columns by token: those that came as bytes for some row of the batch, whoever has it."""
+    return sorted({name for row in manifest.rows for name in row.columns})
 
 
 def _is_truncated(trajectory: Trajectory) -> bool:
@@ -225,22 +230,20 @@ def _is_truncated(trajectory: Trajectory) -> bool:
 
 def _with_token_columns(batch: Batch, rows: Sequence[RowPayload], manifest: Manifest) -> Batch:
     """With columns that a stage placed elsewhere wrote as bytes: a float32 for each sampled token
-    of the row, turn after turn. A row whose bytes are something else is left out: a worker's
-    mistake must not end the trainer again and again."""
+    of the row, turn after turn. A row with something else, be it one number, is left out: a
+    worker's mistake must not end the trainer again and again."""
     samples = batch.samples
-    # A rank without a row has the same columns, over no token.
-    sealed = manifest.rows if not samples.ids_T.size else ()
-    names = sorted({name for row in (*rows, *sealed) for name in row.columns})
-    columns = {name: np.zeros(samples.ids_T.shape) for name in names}
+    columns = {name: np.zeros(samples.ids_T.shape) for name in _token_names(manifest)}
     is_broken_R = np.zeros(len(rows), np.bool_)
     for start, end, index in zip(samples.starts_S, samples.ends_S, samples.rows_S, strict=True):
         token_K = start + np.flatnonzero(samples.mask_T[start:end])
         num_needed = int(samples.sampled_T[token_K].max(initial=-1)) + 1
-        for name, content in rows[int(index)].columns.items():
-            if len(content) % 4 or len(content) < 4 * num_needed:
+        for name, values_T in columns.items():
+            content = rows[int(index)].columns.get(name)
+            if content is None or len(content) % 4 or len(content) < 4 * num_needed:
                 is_broken_R[index] = True
                 continue
-            columns[name][token_K] = np.frombuffer(content, "<f4")[samples.sampled_T[token_K]]
+            values_T[token_K] = np.frombuffer(content, "<f4")[samples.sampled_T[token_K]]
     if is_broken_R.any():
         _log.warning(
             "rows left out: a column is not one float32 per sampled token",

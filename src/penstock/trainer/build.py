@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,14 @@ from penstock.trainer.lora import adapter_off, put_on
 from penstock.trainer.losses.mismatch import correction_of
 from penstock.trainer.losses.tokens import Budgeted, Objective
 from penstock.trainer.models import initial_folder, is_adapted, load_model
-from penstock.trainer.objective import bounds_of, objective_of, token_weights
+from penstock.trainer.objective import NO_BOUNDS, bounds_of, objective_of, token_weights
 from penstock.trainer.packable import require_packable
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.functions import find_function
 from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, Stage, bind, stay
 from penstock.trainer.schedules import Schedule, Shape
 from penstock.trainer.scoring import Passes
+from penstock.trainer.signals.alarms import EXCLUDED
 from penstock.trainer.updates import Cut
 
 CRITIC = "critic"
@@ -176,7 +178,8 @@ class _Builder:
 
     def _actor(self, folder: Path, stage: PipelineStageConfig | None, team: Team) -> Learner:
         algorithm = self._settings.algorithm
-        objective = (stage and _own_objective(stage)) or objective_of(algorithm)
+        own = stage and _own_objective(stage)
+        objective = own or objective_of(algorithm)
         is_budgeted = isinstance(objective, Budgeted)
         model = load_policy(self._settings, folder, is_tried=self._team.place.is_first)
         actor = Actor(model, learns_entropy=algorithm.entropy_coef > 0)
@@ -191,7 +194,7 @@ class _Builder:
                 needs_advantage=algorithm.name != "opd",
             ),
             passes=self._passes(team),
-            bounds=bounds_of(algorithm),
+            bounds=NO_BOUNDS if own else bounds_of(algorithm),
         )
 
     def _critic(self, stage: PipelineStageConfig, team: Team) -> Learner:
@@ -260,7 +263,10 @@ def _sit_out(stage: PipelineStageConfig, batch: Batch) -> Stats | dict[str, Any]
 
 def _train(learner: Learner, batch: Batch) -> Stats:
     excluded_R = batch.columns.get("excluded")
-    return learner.step(batch if excluded_R is None else batch.without(excluded_R > 0))
+    if excluded_R is None:
+        return learner.step(batch)
+    stats = learner.step(batch.without(excluded_R > 0))
+    return replace(stats, values={**stats.values, EXCLUDED: float((excluded_R > 0).sum())})
 
 
 def _look(column: str, look: Callable[[Batch], Any], batch: Batch) -> dict[str, Any]:

@@ -34,7 +34,8 @@ class Critic(nn.Module):
 
     def forward(self, inputs: Inputs) -> Tokens:
         hidden_KD = last_hidden(self.model, inputs)
-        values_K = self.head(hidden_KD.to(self.head.weight.dtype)).squeeze(1)
+        with torch.autocast(hidden_KD.device.type, enabled=False):  # returns have many digits
+            values_K = self.head(hidden_KD.to(self.head.weight.dtype)).squeeze(1)
         nothing_K = torch.zeros_like(values_K)
         return inputs.tokens(nothing_K, nothing_K, **{NEW_VALUES: values_K})
 

@@ -171,7 +171,7 @@ class Learner:
         for inputs, tokens in self._forward(update, batch):
             loss = _by_token(objective(tokens), tokens)
             weigh(loss, inputs).backward()
-            tallies.append(tally(tokens, loss, inputs))
+            tallies.append(tally(tokens, loss, inputs, has_ratios=self._bounds is not None))
             if seen_T is not None:
                 seen_T[inputs.token_K.cpu()] = tokens.logprobs_K.detach().double().cpu()
         norm = clip(self._parameters.values(), self._spec.max_grad_norm)
@@ -257,22 +257,28 @@ def weigh(loss: TokenLoss, inputs: Inputs) -> Tensor:
 
 
 @torch.no_grad()
-def tally(tokens: Tokens, loss: TokenLoss, inputs: Inputs) -> Tally:
-    """The sums that a micro-batch adds to the statistics.
-
-    `mismatch` is over the tokens that the version trained from has sampled: there alone trainer and
-    engine hold the same weights."""
-    log_ratio_K = log_ratio(tokens.logprobs_K, tokens.sampling_K)
-    is_fresh_K = tokens.lags_K == 0
+def tally(tokens: Tokens, loss: TokenLoss, inputs: Inputs, *, has_ratios: bool) -> Tally:
+    """The sums that a micro-batch adds to the statistics."""
     sums = {
         "tokens": torch.tensor(loss.loss_K.numel()),
-        "fresh": is_fresh_K.sum(),
         "loss": weigh(loss, inputs),
+        **(_ratio_sums(tokens) if has_ratios else {}),
+        **{name: values.sum() for name, values in loss.told.items()},
+    }
+    return {name: value.double().cpu() for name, value in sums.items()}
+
+
+def _ratio_sums(tokens: Tokens) -> dict[str, Tensor]:
+    """Of a model that gives log-probs. `mismatch` is over the tokens that the version trained from
+    has sampled: there alone trainer and engine hold the same weights."""
+    log_ratio_K = log_ratio(tokens.logprobs_K, tokens.sampling_K)
+    is_fresh_K = tokens.lags_K == 0
+    return {
+        "fresh": is_fresh_K.sum(),
         "entropy": tokens.entropy_K.sum(),
         "kl": behaviour_kl(log_ratio_K).sum(),
         "mismatch": (log_ratio_K.abs() * is_fresh_K).sum(),
-    } | {name: values.sum() for name, values in loss.told.items()}
-    return {name: value.double().cpu() for name, value in sums.items()}
+    }
 
 
 def add_up(tallies: Sequence[Tally]) -> Tally:
@@ -307,7 +313,7 @@ def _averages(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
     values["loss"] = math.fsum(one["loss"] for one in sums) / len(sums)
     if "clip_ratio/low" in values:
         values["clip_ratio"] = values["clip_ratio/low"] + values["clip_ratio/high"]
-    if sums[0]["fresh"]:
+    if sums[0].get("fresh"):
         values["mismatch"] = sums[0]["mismatch"] / sums[0]["fresh"]
     return values
 

@@ -76,11 +76,17 @@ def _correction(config: CorrectionConfig) -> Correction:
     )
 
 
+NO_BOUNDS = (math.inf, math.inf)
+
+
 def bounds_of(algorithm: AlgorithmConfig) -> tuple[float, float]:
-    """Of single tokens; where an algorithm bounds something else, what is usual."""
-    if algorithm.name in ("gspo", "m2po", "sapo"):
-        return 0.2, 0.2
-    return algorithm.epsilon, algorithm.epsilon_high or algorithm.epsilon
+    """How far below and above 1 the ratio of a token to its sampling may lie before it teaches
+    nothing; of a loss that bounds something else, or goes on teaching, none."""
+    others = ("cispo", "decoupled", "gspo", "m2po", "opd", "sapo")
+    if algorithm.name in others or algorithm.ratio_against != "sampling":
+        return NO_BOUNDS
+    high = algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
+    return algorithm.epsilon, high
 
 
 def token_weights(algorithm: AlgorithmConfig, max_tokens: int) -> Weights:

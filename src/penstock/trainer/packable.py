@@ -5,7 +5,8 @@ Packing takes a model apart: its decoder runs over one line of samples with our 
 of its own, and its head over the trained tokens alone. An architecture that carries state from
 token to token outside attention, bends its attention scores or scales its logits would give other
 log-probs there, or let one sample leak into the next, and nothing would fail. So it is tried on
-the model itself before anything is trained.
+the model itself before anything is trained. What shows on long samples only, no short trial can
+tell: position encodings that change with the longest sample of a line are known by name.
 
 P = tokens of the line, V = vocabulary.
 """
@@ -25,7 +26,9 @@ from penstock.trainer.attention import lay_out, use_packed_attention
 LENGTHS = (5, 12)
 """Of the samples it is tried on, one behind the other."""
 MOST_APART = 1e-3
-"""Of log-probs in float32; architectures that fit stay below a hundredth of it."""
+"""Of log-probs in float32; models that fit stay below a tenth of it."""
+BY_LENGTH = ("dynamic", "longrope")
+"""Rotary encodings that look at the longest sample beside a token."""
 _STRIDE = 7919
 """Token ids far apart, the same on every machine."""
 
@@ -34,19 +37,43 @@ _STRIDE = 7919
 def require_packable(model: PreTrainedModel) -> None:
     """Refuse a model of which packed samples would be trained on log-probs that are not its own.
     It has packed attention afterwards."""
+    _refuse_encodings_by_length(model)
     ids_P = torch.arange(1, sum(LENGTHS) + 1, device=model.device) * _STRIDE % _vocab_size(model)
     samples = ids_P.split(LENGTHS)
     alone: Any = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in samples]
     use_packed_attention(model)
-    packed_PV = _packed_logits(model, ids_P)
+    try:
+        packed_PV = _packed_logits(model, ids_P)
+    except (AttributeError, TypeError) as error:
+        raise _refused(model, f"its layers do not take a line of samples ({error})") from error
     apart = (torch.cat(alone).log_softmax(-1) - packed_PV.log_softmax(-1)).abs().max().item()
     if not apart <= MOST_APART:
-        raise ConfigError(
-            f"{type(model).__name__} cannot be trained packed: the log-probs of a sample among "
-            f"others differ by {apart:.2g} from those of the sample alone. Its layers mix tokens "
-            "outside attention, or it scales or bends scores in its own way; take a model of "
-            "plain attention, such as Qwen3, Llama, Mistral, SmolLM or Phi-3"
+        raise _refused(
+            model,
+            f"the log-probs of a sample among others differ by {apart:.2g} from those of the "
+            "sample alone. Its layers mix tokens outside attention, or it scales or bends scores "
+            "in its own way",
         )
+
+
+def _refuse_encodings_by_length(model: PreTrainedModel) -> None:
+    """Found where transformers keeps them, for all layers or by kind of layer."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind in BY_LENGTH:
+                raise _refused(
+                    model,
+                    f"its positions are encoded by the {kind} rule, after the longest sample of a "
+                    "line: the log-probs of a sample would change with its neighbours",
+                )
+
+
+def _refused(model: PreTrainedModel, why: str) -> ConfigError:
+    return ConfigError(
+        f"{type(model).__name__} cannot be trained packed: {why}; take a model of plain attention, "
+        "such as Qwen3, Llama, Mistral, SmolLM or Phi-3 without longrope"
+    )
 
 
 def _packed_logits(model: PreTrainedModel, ids_P: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, Sealed, credited, mak
 from penstock.errors import StoreError
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.inputs import make_inputs
+from penstock.types import Manifest
 
 
 def uneven() -> Sealed:
@@ -85,24 +86,28 @@ def test_a_rank_trains_its_own_rows_with_the_credit_of_all() -> None:
         np.testing.assert_array_equal(credit_of(share), credit_of(whole)[part::3])
 
 
+def _named(sealed: Sealed) -> Manifest:
+    """The batch as sealed after a stage elsewhere has written a column for every row."""
+    [group] = sealed.manifest.groups
+    named = tuple(replace(row, columns={"reference_logprobs": "digest"}) for row in group.rows)
+    return replace(sealed.manifest, groups=(replace(group, rows=named),))
+
+
 def test_columns_of_stages_elsewhere_stand_by_row_and_by_token() -> None:
     sealed = seal([[(make_turn([3, 4], [5, 6]), 0.0), (make_turn([3], [7]), 1.0)]])
     rows = [
         replace(row, columns={"reference_logprobs": np.array(values, "<f4").tobytes()})
         for row, values in zip(sealed.rows, ([-1.0, -2.0], [-3.0]), strict=True)
     ]
-    batch = credited(assemble(sealed.manifest, rows, POLICY, VOCAB_SIZE))
+    batch = credited(assemble(_named(sealed), rows, POLICY, VOCAB_SIZE))
     assert batch.columns["reference_logprobs"].tolist() == [0, 0, -1, -2, 0, -3]
     assert batch.columns["length"].tolist() == [2, 1]
 
 
 def test_a_rank_without_a_row_has_the_same_columns() -> None:
     sealed = seal([[(make_turn([3, 4], [5, 6]), 0.0), (make_turn([3], [7]), 1.0)]])
-    [group] = sealed.manifest.groups
-    named = tuple(replace(row, columns={"reference_logprobs": "digest"}) for row in group.rows)
-    manifest = replace(sealed.manifest, groups=(replace(group, rows=named),))
     elsewhere = [replace(row, payload=None) for row in sealed.rows]
-    batch = assemble(manifest, elsewhere, POLICY, VOCAB_SIZE)
+    batch = assemble(_named(sealed), elsewhere, POLICY, VOCAB_SIZE)
     assert batch.columns["reference_logprobs"].shape == batch.samples.ids_T.shape == (0,)
 
 
@@ -114,9 +119,27 @@ def test_a_row_with_a_broken_column_is_left_out_and_the_others_are_trained(conte
         replace(row, columns={"reference_logprobs": column})
         for row, column in zip(sealed.rows, (content, good), strict=True)
     ]
-    batch = assemble(sealed.manifest, rows, POLICY, VOCAB_SIZE)
+    batch = assemble(_named(sealed), rows, POLICY, VOCAB_SIZE)
     assert batch.samples.mask_T.tolist() == [False] * 5 + [True]
     assert batch.columns["reference_logprobs"].tolist() == [0, 0, 0, 0, 0, -3]
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_where_some_rows_have_one_number_the_column_is_by_token_and_those_are_left_out(
+    is_here: bool,
+) -> None:
+    sealed = seal([[(make_turn([3, 4], [5, 6]), 0.0), (make_turn([3], [7]), 1.0)]])
+    manifest = _named(sealed)
+    [group] = manifest.groups
+    number = replace(group.rows[0], columns={}, values={"reference_logprobs": 0.0})
+    manifest = replace(manifest, groups=(replace(group, rows=(number, group.rows[1])),))
+    good = replace(sealed.rows[1], columns={"reference_logprobs": np.float32(-3.0).tobytes()})
+    elsewhere = replace(sealed.rows[1], payload=None)
+    rows = [sealed.rows[0], good if is_here else elsewhere]
+    batch = assemble(manifest, rows, POLICY, VOCAB_SIZE)
+    trained = [False] * 5 + [True] if is_here else [False] * 4
+    assert batch.samples.mask_T.tolist() == trained
+    assert batch.columns["reference_logprobs"].tolist() == [-3.0 * is_in for is_in in trained]
 
 
 def test_rows_left_out_are_neither_trained_nor_counted() -> None:

@@ -14,6 +14,7 @@ from tests.unit.trainer.doubles import (
     VOCAB_SIZE,
     credited,
     make_learner,
+    make_turn,
     random_batch,
     seal,
     settings,
@@ -22,6 +23,7 @@ from tests.unit.trainer.test_packable import make_tiny
 
 from penstock.config.algorithms import PRESETS
 from penstock.errors import ConfigError
+from penstock.trainer.advantages.gae import ValueLoss
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.build import build_crew
 from penstock.trainer.crew import Crew
@@ -32,7 +34,9 @@ from penstock.trainer.losses.tokens import TokenLoss, Tokens
 from penstock.trainer.models import load_model
 from penstock.trainer.objective import objective_of
 from penstock.trainer.pipeline.builtin import pipeline_of
+from penstock.trainer.signals.alarms import EXCLUDED
 from penstock.trainer.snapshots import weights_of
+from penstock.types import FinishReason
 
 
 def batch(seq: int) -> Batch:
@@ -127,6 +131,74 @@ def test_a_model_that_cannot_be_packed_is_refused_before_it_trains(tmp_path: Pat
     config = settings(tmp_path / "granite", "grpo")
     with pytest.raises(ConfigError, match="GraniteForCausalLM cannot be trained packed"):
         build_crew(config, POLICY, tmp_path / "granite")
+
+
+def far_sampled(seq: int) -> Batch:
+    """One group, each token beyond the bounds on the side on which a clip leaves no gradient."""
+    better = make_turn([3, 4], [5, 6], logprobs=[-9.0] * 2)
+    worse = make_turn([3, 4], [6, 7], logprobs=[-0.1] * 2)
+    sealed = seal([[(better, 1.0), (worse, 0.0)]], seq=seq)
+    return assemble(sealed.manifest, sealed.rows, POLICY, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("decoupled", {}),
+        ("sapo", {}),
+        ("cispo", {}),
+        ("grpo", {"ratio_against": "proximal"}),
+        ("grpo", {}),
+    ],
+)
+def test_only_where_the_clip_stops_learning_is_a_batch_said_to_teach_nothing(
+    model_folder: Path, name: str, more: dict[str, Any]
+) -> None:
+    config = settings(model_folder, name, groups_per_batch=1, minibatches=1, more=more)
+    stats = build_crew(config, POLICY, model_folder).step(far_sampled(1))
+    is_stopped = name == "grpo" and not more
+    assert (stats.values["grad_norm"] < 0.05) is is_stopped, "but for the reference's pull"
+    assert stats.values["signal/clipped"] == float(is_stopped)
+
+
+def test_rows_set_aside_are_told(model_folder: Path) -> None:
+    turns = [make_turn([3, 4], [token], finish=FinishReason.LENGTH) for token in (5, 6)]
+    sealed = seal([[(turns[0], 1.0), (turns[1], 0.0)]])
+    given = assemble(sealed.manifest, sealed.rows, POLICY, VOCAB_SIZE)
+    config = settings(model_folder, "dapo", groups_per_batch=1)
+    stats = build_crew(config, POLICY, model_folder).step(given)
+    assert stats.skipped is SkipReason.NO_TOKENS and stats.values[EXCLUDED] == 2
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "ppo", "decoupled"])
+def test_a_row_without_a_prompt_is_trained_with_the_others(model_folder: Path, name: str) -> None:
+    """Its only token is predicted from nothing, so it has no input."""
+    sealed = seal([[(make_turn([3, 4, 5], [6, 7]), 1.0), (make_turn([], [6]), 0.0)]])
+    given = assemble(sealed.manifest, sealed.rows, POLICY, VOCAB_SIZE)
+    config = settings(model_folder, name, groups_per_batch=1, minibatches=1)
+    values = build_crew(config, POLICY, model_folder).step(given).values
+    assert values["tokens/trained"] == 2
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_critic_sees_returns_as_they_are(
+    model_folder: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+
+    def spy(self: ValueLoss, tokens: Tokens) -> TokenLoss:
+        assert tokens.more is not None
+        seen.extend(tokens.more["returns"].tolist())
+        return compute(self, tokens)
+
+    compute = ValueLoss.__call__
+    monkeypatch.setattr(ValueLoss, "__call__", spy)
+    sealed = seal([[(make_turn([3, 4], [5]), 100.3), (make_turn([3, 4], [6]), 101.1)]])
+    given = assemble(sealed.manifest, sealed.rows, POLICY, VOCAB_SIZE)
+    options: dict[str, Any] = {"precision": precision, "minibatches": 1, "groups_per_batch": 1}
+    stats = build_crew(settings(model_folder, "ppo", **options), POLICY, model_folder).step(given)
+    assert sorted(seen) == pytest.approx([100.3, 101.1], rel=1e-6)
+    assert "critic/kl" not in stats.values, "a critic has no log-probs"
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])

@@ -187,9 +187,25 @@ def test_a_discount_runs_back_over_the_turns_that_are_trained(
         for back, index in enumerate(reversed(turns_of(row))):
             expected[row, index] = advantages[row] * discount**back
     check(batch, found, expected)
+    if discount == 0.0:
+        last = credits.last_turn_advantage(Layout.of(batch), reward=batch.columns["reward"])
+        check(batch, last, expected)
     if discount == 1.0:
         plain = credits.group_advantage(Layout.of(batch), reward=batch.columns["reward"])
         np.testing.assert_array_equal(found["advantage"], plain["advantage"])
+
+
+def test_a_row_left_out_takes_no_turn_from_the_row_before_it() -> None:
+    rows = [
+        Attempt(turns=chain((1, ""), (1, "")), reward=1.0),
+        Attempt(turns=chain((1, ""), (1, ""), (2, "")), reward=0.0),  # the last token is a 4
+    ]
+    sealed = seal([rows])
+    for vocab_size in (5, 4):
+        batch = assemble(sealed.manifest, sealed.rows, POLICY, vocab_size)
+        found = credits.last_turn_advantage(Layout.of(batch), reward=batch.columns["reward"])
+        of_first = found["advantage"][:6]  # two prompts of two, and one token after each
+        np.testing.assert_allclose(of_first, [0, 0, 0, 0, 0, 0.5**0.5], atol=1e-4)
 
 
 def role_credit(

@@ -49,6 +49,32 @@ def test_plain_attention_may_be_packed(name: str) -> None:
     require_packable(make_tiny(name, {}))
 
 
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 11, 12, 13])
+def test_windows_of_attention_may_be_packed(window: int) -> None:
+    """Shorter than the samples of the trial, as long as one, and longer."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
+    require_packable(make_tiny("mistral", {"sliding_window": window}))
+    require_packable(make_tiny("gemma3_text", {"sliding_window": window, **kinds}))
+
+
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "rope"),
+    [
+        ("llama", {"rope_type": "dynamic", "factor": 4.0}),
+        ("phi3", {"rope_type": "longrope", "original_max_position_embeddings": 32, **LONGROPE}),
+    ],
+)
+def test_positions_encoded_by_the_longest_sample_beside_are_refused(
+    name: str, rope: dict[str, Any]
+) -> None:
+    model = make_tiny(name, {"rope_parameters": {"rope_theta": 1e4, **rope}})
+    with pytest.raises(ConfigError, match=f"packed: its positions .* the {rope['rope_type']} rule"):
+        require_packable(model)
+
+
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -56,6 +82,7 @@ def test_plain_attention_may_be_packed(name: str) -> None:
         pytest.param(
             "lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}, id="convolution"
         ),
+        pytest.param("nemotron", {}, id="another call of attention"),
         pytest.param(
             "qwen3_next",
             {**LINEAR, "num_experts": 0, "mlp_only_layers": [0, 1]},

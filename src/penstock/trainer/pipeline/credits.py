@@ -75,16 +75,8 @@ def group_then_batch_advantage(layout: Layout, *, reward: Floats) -> Columns:
 
 
 def last_turn_advantage(layout: Layout, *, reward: Floats) -> Columns:
-    """GRPO, on the tokens of each trajectory's last turn only."""
-    advantages_R = group_advantages(reward, layout.groups_R)
-    nums_R = np.zeros(layout.groups_R.size, np.int64)
-    np.maximum.at(nums_R, layout.rows_T, layout.turns_T.astype(np.int64) + 1)
-    turns = Turns(nums_R=nums_R)
-    credits_Q = last_turn(advantages_R, turns)
-    values_T = on_tokens(
-        credits_Q, turns, layout.rows_T, layout.turns_T.astype(np.int64), layout.mask_T
-    )
-    return {"advantage": values_T}
+    """GRPO, on the tokens of each trajectory's last trained turn only."""
+    return discounted_advantage(layout, reward=reward, discount=0.0)
 
 
 def discounted_advantage(layout: Layout, *, reward: Floats, discount: float) -> Columns:

@@ -21,9 +21,15 @@ FAR_K3 = 0.1
 """Per version: far beyond what a policy should move in one step."""
 
 
+EXCLUDED = "rows/excluded"
+"""The figure of rows that a stage has set aside."""
+
+
 class Cause(StrEnum):
     NO_TOKENS = "no_tokens"
     """No row had a token that this policy trains."""
+    EXCLUDED = "excluded"
+    """A stage of the pipeline has set every row aside."""
     EQUAL_REWARDS = "equal_rewards"
     """In every group all answers earned the same."""
     GAP = "gap"
@@ -40,6 +46,11 @@ _TOLD: Mapping[Cause, str] = {
     Cause.NO_TOKENS: (
         "no row had a token to train; look at the outcomes of rollouts (`penstock status`, then "
         "`penstock explain GROUP`): answers may be empty, rejected, or made by another policy"
+    ),
+    Cause.EXCLUDED: (
+        "every row was set aside by a stage that writes `excluded`, and none is left to train; the "
+        "one of dapo does so with answers that reach the limit: raise sampling.max_tokens, or let "
+        "it punish them (options: {how: punish})"
     ),
     Cause.EQUAL_REWARDS: (
         "in every group all answers earned the same reward, so no answer is better than another; "
@@ -76,12 +87,13 @@ def cause_of(
     gap: float,
     is_skipped: bool,
     is_rejected: bool = False,
+    num_excluded: float = 0.0,
 ) -> Cause | None:
     """Why a batch taught nothing, None when it did. `informative` is the share of groups, `clipped`
     that of tokens with an advantage, `gap` the mean |log ratio| of fresh tokens; of a batch that
     was rejected there is neither."""
     if num_tokens == 0:
-        return Cause.NO_TOKENS
+        return Cause.EXCLUDED if num_excluded else Cause.NO_TOKENS
     if is_rejected:
         return Cause.REJECTED
     if informative == 0:

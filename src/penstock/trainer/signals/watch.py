@@ -13,7 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from penstock.trainer.learner import SkipReason, Stats
-from penstock.trainer.signals.alarms import cause_of
+from penstock.trainer.signals.alarms import EXCLUDED, cause_of
 from penstock.trainer.signals.gaps import Drifting, pool_gap
 from penstock.trainer.signals.memory import Memory
 
@@ -52,6 +52,7 @@ class Watch:
             gap=pool_gap(stats.gaps).mean_abs,
             is_skipped=stats.skipped is not None,
             is_rejected=stats.skipped is SkipReason.REJECTED,
+            num_excluded=values.get(EXCLUDED, 0.0),
         )
         self._idle = self._idle.after(cause)
         self._apart = self._apart.after(values.get("gap/k3", 0.0), values.get("gap/lag", 0.0))

@@ -233,6 +233,8 @@ GOOD = {"num_tokens": 100.0, "informative": 0.5, "clipped": 0.1, "gap": 0.01, "i
     [
         ({}, None),
         ({"num_tokens": 0.0, "informative": 0.0, "is_skipped": True}, Cause.NO_TOKENS),
+        ({"num_tokens": 0.0, "num_excluded": 8.0}, Cause.EXCLUDED),
+        ({"num_excluded": 2.0}, None),
         ({"informative": 0.0}, Cause.EQUAL_REWARDS),
         ({"gap": 3.0, "clipped": 1.0}, Cause.GAP),
         ({"gap": math.nan}, Cause.GAP),
@@ -249,6 +251,7 @@ def test_each_cause(change: dict[str, float], cause: Cause | None) -> None:
     ("cause", "word"),
     [
         (Cause.NO_TOKENS, "penstock explain"),
+        (Cause.EXCLUDED, "sampling.max_tokens"),
         (Cause.EQUAL_REWARDS, "reward function"),
         (Cause.EQUAL_REWARDS, "{admit: reward-spread}"),
         (Cause.GAP, "different weights"),
