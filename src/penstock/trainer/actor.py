@@ -29,6 +29,8 @@ MAX_LOGITS = 1 << 27
 
 
 class Actor(nn.Module):
+    gives_logprobs = True
+
     def __init__(self, model: PreTrainedModel, *, learns_entropy: bool = False) -> None:
         super().__init__()
         use_packed_attention(model)

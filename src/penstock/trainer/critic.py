@@ -23,6 +23,8 @@ from penstock.trainer.losses.tokens import Tokens
 
 
 class Critic(nn.Module):
+    gives_logprobs = False
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         use_packed_attention(model)

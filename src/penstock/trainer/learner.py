@@ -171,7 +171,7 @@ class Learner:
         for inputs, tokens in self._forward(update, batch):
             loss = _by_token(objective(tokens), tokens)
             weigh(loss, inputs).backward()
-            tallies.append(tally(tokens, loss, inputs, has_ratios=self._bounds is not None))
+            tallies.append(tally(tokens, loss, inputs, has_ratios=self._scorer.gives_logprobs))
             if seen_T is not None:
                 seen_T[inputs.token_K.cpu()] = tokens.logprobs_K.detach().double().cpu()
         norm = clip(self._parameters.values(), self._spec.max_grad_norm)
