@@ -207,7 +207,6 @@ def _together(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
     yield from _two_writers(seen)
     yield from _service_reads(seen)
     yield from _two_learners(seen)
-    yield from _nobodys_critic(seen)
     if way := circle(edges(stages)):
         index = next(i for i, stage in seen.items() if stage.id == way[0].target)
         keys: tuple[KeyPath, ...] = (("stages", index, "reads"), ("stages", index))
@@ -271,17 +270,3 @@ def _two_learners(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradictio
                 keys=(("stages", index, "role"), ("stages", index)),
             )
         first.setdefault(stage.role, stage.id)
-
-
-def _nobodys_critic(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
-    """Only training gives a critic the head that says values."""
-    if any((stage.type, stage.role) == ("train", "critic") for stage in seen.values()):
-        return
-    for index, stage in seen.items():
-        if (stage.type, stage.role, stage.fn) == ("infer", "critic", None):
-            yield Contradiction(
-                text=f"stage {stage.id} asks the critic for {', '.join(stage.writes)}, and no "
-                "stage trains one; add one with type: train, role: critic and reads: [turns, "
-                f"{', '.join(CRITIC_READS)}], or give fn",
-                keys=(("stages", index, "role"), ("stages", index)),
-            )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from penstock.config.algorithms import PRESETS
 from penstock.config.checks import Contradiction, KeyPath, did_you_mean, shown
 from penstock.config.edges import Edge, picture
-from penstock.config.pipeline_checks import IN_BATCH, unread
+from penstock.config.pipeline_checks import CRITIC_READS, IN_BATCH, unread
 from penstock.config.stages import StageConfig, stage_contradictions
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def pipeline_crossings(config: RunConfig) -> Iterator[Contradiction]:
             yield from _missing_columns(config, at, stage)
     if stages:
         yield from _untrained(config)
+        yield from _nobodys_critic(config)
         yield from _spread_twice(config)
         yield from dict.fromkeys((*_unread(config), *_other_teacher(config)))
         yield from dict.fromkeys(_without_effect(config))
@@ -231,4 +232,23 @@ def _untrained(config: RunConfig) -> Iterator[Contradiction]:
             yield Contradiction(
                 text=f"no stage trains policy {name}; add one with type: train and role: actor",
                 keys=(("pipeline", "stages"), ("pipeline",)),
+            )
+
+
+def _nobodys_critic(config: RunConfig) -> Iterator[Contradiction]:
+    """Only training gives a critic the head that says values."""
+    asking = [
+        (at, stage, policy.name)
+        for at, stage, policy in _stages_run(config)
+        if (stage.type, stage.role, stage.fn) == ("infer", "critic", None)
+    ]
+    assert config.pipeline is not None, "asked of pipelines only"
+    for at, stage, name in asking:
+        mates = config.pipeline.of_policy(name)
+        if not any((mate.type, mate.role) == ("train", "critic") for mate in mates):
+            yield Contradiction(
+                text=f"stage {stage.id} asks the critic for {', '.join(stage.writes)}, and no "
+                f"stage trains that of policy {name}; add one with type: train, role: critic and "
+                f"reads: [turns, {', '.join(CRITIC_READS)}], or give fn",
+                keys=((*at, "role"), at),
             )

@@ -217,8 +217,8 @@ class _Builder:
         if stage.type == "train":
             return partial(_train, _of_role(stage, learners))
         [column] = stage.writes
-        if stage.role in learners:
-            return partial(_look, column, learners[stage.role].look)
+        if stage.role == CRITIC or stage.role in learners:
+            return partial(_look, column, _of_role(stage, learners).look)
         if self._settings.model.lora is not None and stage.model is None:
             return partial(_look, column, partial(_look_bare, learners[ACTOR]))
         frozen = Actor(self._initial(stage)).requires_grad_(False)
@@ -249,7 +249,8 @@ class _Builder:
 def _of_role(stage: PipelineStageConfig, learners: dict[str, Learner]) -> Learner:
     if stage.role not in learners:
         raise ConfigError(
-            f"stage {stage.id} trains the {stage.role}; a trainer holds {' and '.join(learners)}"
+            f"stage {stage.id} needs the {stage.role}, and this trainer trains only "
+            f"{' and '.join(learners)}; add a stage with type: train and role: {stage.role}"
         )
     return learners[stage.role]
 

@@ -36,6 +36,20 @@ def load_stages(design: str, load_text: LoadText) -> LoadStages:
     return load
 
 
+def two_policies(design: str, load_text: LoadText) -> LoadStages:
+    """As `load_stages`, with the policies a and b."""
+    models = "  a: {init: builtin:tiny-qwen3}\n  b: {init: builtin:tiny-qwen3}"
+    text = design.replace("  policy: {init: builtin:tiny-qwen3, engine: hf, replicas: 2}", models)
+
+    def load(*stages: str, overrides: tuple[str, ...] = ()) -> RunConfig:
+        lines = "".join(f"    - {stage}\n" for stage in stages)
+        return load_text(
+            text.replace("pipeline: null\n", f"pipeline:\n  stages:\n{lines}"), overrides
+        )
+
+    return load
+
+
 def refusal(load: LoadStages, *stages: str, overrides: tuple[str, ...] = ()) -> str:
     with pytest.raises(ConfigError) as caught:
         load(*stages, overrides=overrides)
@@ -165,9 +179,20 @@ def test_a_critic_reads_values_and_returns(load_stages: LoadStages) -> None:
 def test_a_critic_that_nobody_trains_says_nothing(load_stages: LoadStages) -> None:
     message = refusal(load_stages, VALUES, GAE, TRAIN)
     assert "run.yaml:27: pipeline.stages[0].role: stage values asks the critic for val" in message
-    assert "no stage trains one; add one with type: train, role: critic" in message
+    assert "no stage trains that of policy policy; add one with type: train, role: c" in message
     own = VALUES.replace("role: critic", "role: critic, fn: 'm:values'")
     assert load_stages(own, GAE, TRAIN).pipeline is not None
+
+
+def test_the_critic_of_another_policy_says_nothing_here(design: str, load_text: LoadText) -> None:
+    own = TRAIN_CRITIC.replace("type", "policy: a, type")
+    message = refusal(two_policies(design, load_text), VALUES, GAE, own, TRAIN)
+    assert (
+        "stage values asks the critic for values, and no stage trains that of policy b" in message
+    )
+    assert "policy a" not in message
+    shared = two_policies(design, load_text)(VALUES, GAE, TRAIN_CRITIC, TRAIN)
+    assert shared.pipeline is not None
 
 
 def test_the_loss_of_the_algorithm_says_what_is_read(load_stages: LoadStages) -> None:
@@ -336,16 +361,12 @@ def test_an_entry_of_the_dataflow_gives_a_service_its_deadline(load_stages: Load
 
 
 def test_stages_of_two_policies_do_not_meet(design: str, load_text: LoadText) -> None:
-    models = "  a: {init: builtin:tiny-qwen3}\n  b: {init: builtin:tiny-qwen3}"
-    text = design.replace("  policy: {init: builtin:tiny-qwen3, engine: hf, replicas: 2}", models)
-    stages = "".join(
-        f"    - {ADVANTAGE.replace('id: advantage', f'id: advantage_{p}, policy: {p}')}\n"
-        f"    - {TRAIN.replace('id: train', f'id: train_{p}, policy: {p}')}\n"
-        for p in "ab"
-    )
-    config = load_text(text.replace("pipeline: null", f"pipeline:\n  stages:\n{stages}"))
+    stages = [
+        text.replace("id: ", f"policy: {p}, id: {p}_") for p in "ab" for text in (ADVANTAGE, TRAIN)
+    ]
+    config = two_policies(design, load_text)(*stages)
     assert config.pipeline is not None
-    assert [stage.id for stage in config.pipeline.of_policy("b")] == ["advantage_b", "train_b"]
+    assert [stage.id for stage in config.pipeline.of_policy("b")] == ["b_advantage", "b_train"]
 
 
 # --- presets --------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tests.unit.trainer.doubles import (
 from tests.unit.trainer.test_packable import make_tiny
 
 from penstock.config.algorithms import PRESETS
+from penstock.config.pipeline import PipelineConfig
 from penstock.errors import ConfigError
 from penstock.trainer.advantages.gae import ValueLoss
 from penstock.trainer.batches import Batch, assemble
@@ -261,3 +262,12 @@ def test_a_critic_may_learn_before_there_is_credit(model_folder: Path) -> None:
     chosen = settings(model_folder, "grpo", pipeline={"stages": stages})
     [values] = train(build_crew(chosen, POLICY, model_folder), 1)
     assert values["critic/updates"] == values["updates"] == 1
+
+
+def test_no_frozen_model_stands_in_for_a_critic_that_nobody_trains(model_folder: Path) -> None:
+    """Its log-probs would pass for values; the config refuses such a file already."""
+    config = settings(model_folder, "ppo")
+    stages = [stage for stage in pipeline_of(config, POLICY) if stage.id != "train_critic"]
+    lacking = config.model_copy(update={"pipeline": PipelineConfig(stages=tuple(stages))})
+    with pytest.raises(ConfigError, match=r"stage values needs the critic, .* trains only actor"):
+        build_crew(lacking, POLICY, model_folder)
