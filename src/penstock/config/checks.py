@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
 
 KeyPath = tuple[str | int, ...]
@@ -64,6 +64,11 @@ def refuse(found: Iterable[Contradiction]) -> None:
     if problems:
         text = "; ".join(problem.text for problem in problems)
         raise PydanticCustomError("contradictions", "{text}", {"text": text, "problems": problems})
+
+
+def nested(error: ValidationError) -> PydanticCustomError:
+    """What a section inside found, to be raised so that each problem keeps its own key."""
+    return PydanticCustomError("nested", "{text}", {"text": str(error), "error": error})
 
 
 def shown(value: object) -> str:

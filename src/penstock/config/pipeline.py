@@ -8,7 +8,14 @@ Plain data: whether a `module:function` is there and takes what the stage gives 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from penstock.config.checks import (
     FUNCTION,
@@ -20,6 +27,7 @@ from penstock.config.checks import (
     refuse,
 )
 from penstock.config.pipeline_checks import pipeline_contradictions
+from penstock.config.shipped import require_options, shipped_for
 from penstock.config.stages import Column, Columns, StageConfig
 
 StageName = Annotated[
@@ -87,10 +95,24 @@ class PipelineStageConfig(Section):
     """Ranks of its model."""
     on: Annotated[Literal["delivered", "admitted"], one_of("delivered", "admitted")] = "delivered"
     """Rows that a service works on: all that were delivered, or only those of admitted groups."""
-    options: Mapping[str, Any] = Field(default_factory=dict[str, Any])
+    options: Mapping[str, Any] = Field(default_factory=dict[str, Any], validate_default=True)
     """Keyword arguments of fn beside the columns."""
     model: str | None = None
     """Initial weights of its model (reference, critic, teacher, reward); null: the policy's."""
+
+    @field_validator("options")
+    @classmethod
+    def _fit_what_is_shipped(
+        cls, options: Mapping[str, Any], info: ValidationInfo
+    ) -> Mapping[str, Any]:
+        """Options of what is ours; those of the user's function are in its signature."""
+        written = info.data
+        if not {"type", "role", "fn"} <= written.keys():
+            return options  # one of them is wrong itself
+        shipped = shipped_for(written["type"], written["role"], written["fn"])
+        if shipped is not None:
+            require_options(shipped, options)
+        return options
 
     @property
     def is_service(self) -> bool:

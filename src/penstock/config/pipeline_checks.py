@@ -1,37 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contradictions between the stages of a pipeline, each with the stages named and drawn.
 
-Owns which stages are shipped, and what the stages alone can tell. Columns that come from elsewhere,
-and policies, are judged in `pipeline_crossings`; what holds for any stage of the ledger is judged
-by `stages`."""
+Owns what the stages alone can tell. Columns that come from elsewhere, and policies, are judged in
+`pipeline_crossings`; what holds for any stage of the ledger is judged by `stages`, and options of
+what is shipped by `shipped`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.config.checks import Contradiction, KeyPath, did_you_mean, shown
 from penstock.config.edges import Edge, circle, edges, picture
+from penstock.config.shipped import SHIPPED, shipped_for
 from penstock.config.stages import BORN
 
 if TYPE_CHECKING:
     from penstock.config.pipeline import PipelineStageConfig
-
-SHIPPED: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("infer", "actor"): ("proximal_logprobs",),
-    ("infer", "reference"): ("reference_logprobs",),
-    ("infer", "teacher"): ("teacher_logprobs",),
-    ("infer", "critic"): ("values",),
-    ("compute", "overlong"): ("shaped_reward", "excluded"),
-    ("compute", "advantage"): ("advantage",),
-    ("compute", "critic"): ("advantage", "returns"),
-    ("train", "actor"): (),
-    ("train", "critic"): (),
-}
-"""What a stage of this (type, role) writes when it has no fn of its own."""
-
-MODEL_OPTIONS: Mapping[tuple[str, str], tuple[str, ...]] = {("train", "critic"): ("learning_rate",)}
-"""Options of shipped stages that run models; those of functions are in their signatures."""
 
 IN_BATCH = (*BORN, "length", "truncated", "sampling_logprobs")
 """Columns that every batch has: of its rows also the tokens each one sampled and whether it was cut
@@ -93,18 +78,12 @@ def _wrong_kind(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
         roles = ", ".join(role for type_, role in SHIPPED if type_ == stage.type)
         cure = f"give fn: module:function, or one of the roles {roles}"
         yield "role", f"nothing is shipped for type {stage.type} and role {stage.role}; {cure}"
-    if stage.fn is None and stage.type != "compute":
-        takes = MODEL_OPTIONS.get(kind, ())
-        for name in stage.options:
-            if name not in takes:
-                known = ", ".join(takes) or "none"
-                text = f"{name} is no option of what is shipped for it ({known}); give fn"
-                yield "options", text
-    if stage.fn is None and kind in SHIPPED and stage.type != "train":
-        for column in stage.writes:
-            if column not in SHIPPED[kind]:
-                listed = ", ".join(SHIPPED[kind])
-                yield "writes", f"what is shipped for it writes {listed}, not {column}; give fn"
+    shipped = shipped_for(stage.type, stage.role, stage.fn)
+    is_other = shipped and stage.writes and {*stage.writes} != {*shipped.writes}
+    if shipped and is_other and stage.type != "train":
+        own, given = ", ".join(shipped.writes), ", ".join(stage.writes)
+        cure = f"set writes: [{own}], or give a fn of your own"
+        yield "writes", f"what is shipped for it writes {own}, not {given}; {cure}"
 
 
 def _wrong_names(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
@@ -131,7 +110,7 @@ def _unread(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
 
 def unread(why: str, column: str) -> str:
     """What is wrong with a stage that leaves a column out which it needs, and the cure."""
-    type_, role = next(kind for kind, writes in SHIPPED.items() if column in writes)
+    type_, role = next(kind for kind, ours in SHIPPED.items() if column in ours.writes)
     cure = f"where no stage writes it, add one with type: {type_} and role: {role}"
     return f"{why} {column}, which it does not read; add it to reads; {cure}"
 

@@ -5,16 +5,16 @@ Owns how a rule is written in the file. Builds none, and imports no user code: w
 `module:Class` is there and takes its options is asked when the service is built."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, cast
 
 from pydantic import ConfigDict, Field, ValidationError, model_serializer, model_validator
-from pydantic_core import PydanticCustomError
 
 from penstock.config.checks import (
     FUNCTION,
     Contradiction,
     Section,
     did_you_mean,
+    nested,
     not_one_of,
     refuse,
     shown,
@@ -119,7 +119,7 @@ def _resolved(hook: Hook, name: str, options: Mapping[str, Any]) -> dict[str, An
     try:
         return kind.model_validate(options).model_dump(mode="json")
     except ValidationError as error:
-        _pass_on(error)
+        raise nested(error) from None
 
 
 def _unknown_options(
@@ -132,11 +132,6 @@ def _unknown_options(
         listed = f"it takes {', '.join(known)}" if known else "it takes none; delete this key"
         cure = f'did you mean "{near}"?' if near else listed
         yield Contradiction(text=f"{shown(name)} has no such option; {cure}", keys=((option,),))
-
-
-def _pass_on(error: ValidationError) -> NoReturn:
-    """Raise what a section inside found, so that each problem keeps its own key."""
-    raise PydanticCustomError("nested", "{text}", {"text": str(error), "error": error})
 
 
 Rules = Annotated[tuple[RuleConfig, ...], Field(strict=False)]

@@ -198,12 +198,14 @@ class _Builder:
         )
 
     def _critic(self, stage: PipelineStageConfig, team: Team) -> Learner:
-        rate = CRITIC_RATE * self._settings.training.learning_rate
+        rate = stage.options.get("learning_rate")
+        if rate is None:
+            rate = CRITIC_RATE * self._settings.training.learning_rate
         critic = Critic(self._initial(stage))
         return Learner(
             shard(critic, critic.model, team, self._device),
             _own_objective(stage) or ValueLoss(),
-            self._optimizer(float(stage.options.get("learning_rate", rate))),
+            self._optimizer(float(rate)),
             cut=Cut(minibatches=self._settings.training.minibatches, needs_advantage=False),
             passes=self._passes(team),
         )

@@ -88,7 +88,7 @@ def test_check_looks_at_the_functions_of_stages(
 ) -> None:
     assert run_main(capsys, "check", str(run_file))[0] == 0
     (run_file.parent / "my_dag.py").write_text(MODULE.replace("*, reward, score", "*, reward"))
-    wrong = run_file.read_text().replace("rename: {shaped: reward}", "options: {ddof: 1}")
+    wrong = run_file.read_text().replace("rename: {shaped: reward}, ", "")
     run_file.write_text(wrong.replace("{scale: 1.0}", "{}"))
     code, _, err = run_main(capsys, "check", str(run_file))
     assert code == 1

@@ -39,6 +39,7 @@ report_to: []
 """
 
 LoadText = Callable[..., RunConfig]
+LoadStages = Callable[..., RunConfig]
 
 
 @pytest.fixture
@@ -57,3 +58,14 @@ def load_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadText:
         return load(Path("run.yaml"), overrides)
 
     return load_it
+
+
+@pytest.fixture
+def load_stages(design: str, load_text: LoadText) -> LoadStages:
+    """Load the design's file with these stages; one line each, from line 27 on."""
+
+    def load(*stages: str, overrides: tuple[str, ...] = ()) -> RunConfig:
+        text = "pipeline:\n  stages:\n" + "".join(f"    - {stage}\n" for stage in stages)
+        return load_text(design.replace("pipeline: null\n", text), overrides)
+
+    return load

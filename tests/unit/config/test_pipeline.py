@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import get_args
 
 import pytest
-from tests.unit.config.conftest import LoadText
+from tests.unit.config.conftest import LoadStages, LoadText
 
 from penstock.config import AlgorithmConfig, Hook, RunConfig, StageConfig, digest, dump
 from penstock.config.algorithms import PRESETS
 from penstock.config.loader import parse
 from penstock.errors import ConfigError
-
-LoadStages = Callable[..., RunConfig]
 
 ADVANTAGE = "{id: advantage, type: compute, role: advantage, reads: [reward], writes: [advantage]}"
 TRAIN = "{id: train, type: train, role: actor, reads: [turns, advantage]}"
@@ -23,17 +20,6 @@ SCORE = (
     "{id: score, type: infer, role: reward, fn: 'm:score', reads: [turns], writes: [score], "
     "place: [gpu]}"
 )
-
-
-@pytest.fixture
-def load_stages(design: str, load_text: LoadText) -> LoadStages:
-    """Load the design's file with these stages; one line each, from line 27 on."""
-
-    def load(*stages: str, overrides: tuple[str, ...] = ()) -> RunConfig:
-        text = "pipeline:\n  stages:\n" + "".join(f"    - {stage}\n" for stage in stages)
-        return load_text(design.replace("pipeline: null\n", text), overrides)
-
-    return load
 
 
 def two_policies(design: str, load_text: LoadText) -> LoadStages:
@@ -117,8 +103,8 @@ def test_a_pipeline_is_kept_as_it_was_written(load_stages: LoadStages) -> None:
         ),
         (
             (ADVANTAGE, TRAIN.replace("reads", "options: {lr: 1}, reads")),
-            "run.yaml:28: pipeline.stages[1].options: ",
-            "lr is no option of what is shipped for it (none); give fn",
+            "run.yaml:28: pipeline.stages[1].options.lr: ",
+            "lr is no option of what is shipped for it (none); take it out",
         ),
         (
             (SHAPE.replace("READS", "reward").replace("[shaped]", "[reward]"), ADVANTAGE, TRAIN),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import struct
@@ -10,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import get_args
 from xml.etree import ElementTree
 
 import pytest
@@ -20,8 +21,13 @@ from penstock.config import HostConfig, LoraConfig, PipelineConfig, PipelineStag
 from penstock.config.algorithms import PRESETS
 from penstock.config.pipeline import ParallelConfig
 from penstock.config.pipeline_checks import IN_BATCH
+from penstock.config.shipped import CREDITS
+from penstock.config.shipped import FUNCTIONS as SHIPPED_FUNCTIONS
 from penstock.errors import ConfigError
+from penstock.trainer.advantages.credit import Combine
+from penstock.trainer.advantages.overlong import Overlong
 from penstock.trainer.models import TINY_QWEN3, init_model
+from penstock.trainer.pipeline import credits
 from penstock.trainer.pipeline.draw import to_svg
 from penstock.trainer.pipeline.functions import FUNCTIONS, find_function, misfits
 from penstock.trainer.pipeline.graph import depths, ordered
@@ -134,7 +140,14 @@ def test_a_users_graph_needs_nothing_but_its_functions() -> None:
         (stage("s", "reward", "x", fn="no_such_module:f"), "cannot import 'no_such_module'"),
         (train(fn=f"{OWN}:plain_loss"), "needs scale"),
         (
-            stage("s", "reward", "shaped_reward", role="overlong", fn=None),
+            stage(
+                "s",
+                "reward",
+                "shaped_reward excluded",
+                role="overlong",
+                fn=None,
+                options={"max_length": 3, "margin": 1},
+            ),
             "needs truncated, which the stage neither reads",
         ),
     ],
@@ -145,21 +158,32 @@ def test_a_function_that_does_not_fit_its_stage(made: PipelineStageConfig, says:
     assert says in str(caught.value) and f"stage {made.id}: " in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"how": "maskk"}, 'is not one of mask | punish | both; did you mean "mask"?'),
-        ({"margin": 9}, "the margin of 9 tokens must be above 0 and within the 3"),
-        ({"max_length": "3"}, "options: "),
-    ],
-)
-def test_options_that_a_shipped_function_would_refuse(options: dict[str, Any], says: str) -> None:
-    given = {"max_length": 3, "margin": 1} | options
-    made = stage("o", "reward length truncated", "shaped_reward excluded", role="overlong",
-                 fn=None, options=given)  # fmt: skip
-    with pytest.raises(ConfigError) as caught:
-        find_function(made)
-    assert "stage o: " in str(caught.value) and says in str(caught.value)
+@pytest.mark.parametrize("name", SHIPPED_FUNCTIONS)
+def test_options_of_shipped_functions_are_those_the_config_knows(name: str) -> None:
+    function = getattr(credits, name)
+    parameters = [*inspect.signature(function, eval_str=True).parameters.values()][1:]
+    taken = {
+        p.name: p.default
+        for p in parameters
+        if p.annotation in (int, float, bool, str) and p.kind is p.KEYWORD_ONLY
+    }
+    known = SHIPPED_FUNCTIONS[name].options.model_fields
+    none = inspect.Parameter.empty
+    assert taken == {n: none if f.is_required() else f.default for n, f in known.items()}
+
+
+def test_every_shipped_function_is_known_to_the_config() -> None:
+    found = {
+        name
+        for name, value in vars(credits).items()
+        if inspect.isfunction(value) and value.__module__ == CREDITS and name[0] != "_"
+    }
+    assert found == {*SHIPPED_FUNCTIONS}
+    assert {*FUNCTIONS.values()} <= {f"{CREDITS}:{name}" for name in found}
+    hows = {"step_advantage": Combine, "overlong": Overlong}
+    for name, values in hows.items():
+        field = SHIPPED_FUNCTIONS[name].options.model_fields["how"]
+        assert {*get_args(field.annotation)} == {*values}
 
 
 def test_what_is_shipped_takes_what_the_built_in_graphs_give() -> None:

@@ -6,8 +6,8 @@
     train            fn(tokens, *, <option>…) -> TokenLoss
 
 `turns` is what the first argument holds, so it is no keyword. Imports the user's module and looks
-at the signature, and at the values of shipped functions' options; calls nothing, and imports no
-torch of its own.
+at the signature; calls nothing, and imports no torch of its own. Options of shipped functions were
+judged when the file was read.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_origin
 
-from penstock.config.checks import not_one_of
 from penstock.config.pipeline import PipelineStageConfig
+from penstock.config.shipped import CREDITS
 from penstock.errors import ConfigError
 from penstock.loading import load_function
-from penstock.trainer.advantages.overlong import Overlong, OverlongRule
-
-_CREDITS = "penstock.trainer.pipeline.credits"
 
 FUNCTIONS: Mapping[tuple[str, str], str] = {
-    ("compute", "advantage"): f"{_CREDITS}:group_advantage",
-    ("compute", "critic"): f"{_CREDITS}:gae",
-    ("compute", "overlong"): f"{_CREDITS}:overlong",
+    ("compute", "advantage"): f"{CREDITS}:group_advantage",
+    ("compute", "critic"): f"{CREDITS}:gae",
+    ("compute", "overlong"): f"{CREDITS}:overlong",
 }
 """By (type, role), for a stage without fn; infer and train stages run the models themselves."""
 
@@ -49,7 +46,7 @@ def find_function(stage: PipelineStageConfig) -> Function | None:
         function = load_function(name)
     except ConfigError as error:
         raise ConfigError(f"stage {stage.id}: {error}") from error.__cause__
-    if found := list(misfits(stage, function)) or list(_wrong_options(name, stage.options)):
+    if found := list(misfits(stage, function)):
         raise ConfigError(f"stage {stage.id}: {name}: {'; '.join(found)}")
     return function
 
@@ -82,19 +79,6 @@ def misfits(stage: PipelineStageConfig, function: Function) -> Iterator[str]:
             yield f"needs {name}, which the stage neither reads nor gives as an option; add either"
     if stage.type != "train" and not _gives_mapping(signature.return_annotation):
         yield "is not annotated to return columns; write -> Mapping[str, …]"
-
-
-def _wrong_options(name: str, options: Mapping[str, Any]) -> Iterator[str]:
-    """What a shipped function would refuse at its first batch."""
-    if name != FUNCTIONS["compute", "overlong"]:
-        return
-    how = options.get("how", Overlong.BOTH)
-    try:
-        if how not in list(Overlong):
-            raise not_one_of(how, list(Overlong))
-        OverlongRule(how=Overlong(how), max_length=options["max_length"], margin=options["margin"])
-    except (TypeError, ValueError) as error:
-        yield f"options: {error}"
 
 
 def _subject(stage: PipelineStageConfig) -> str:
