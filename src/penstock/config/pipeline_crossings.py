@@ -107,22 +107,35 @@ def _missing_columns(
 ) -> Iterator[Contradiction]:
     """Columns that nobody writes for one of the policies that run this stage."""
     assert config.pipeline is not None, "the stage is one of its stages"
-    ledger = {column for _, other in ledger_stages(config) for column in other.writes}
+    writer = {column: other for _, other in ledger_stages(config) for column in other.writes}
+    sent = {column for column, other in writer.items() if other.required}
     for policy in (stage.policy,) if stage.policy else config.models:
-        mates = config.pipeline.of_policy(policy)
-        known = {*IN_BATCH, *ledger, *(column for mate in mates for column in mate.writes)}
+        mates = [mate for mate in config.pipeline.of_policy(policy) if not mate.is_service]
+        known = {*IN_BATCH, *sent, *(column for mate in mates for column in mate.writes)}
         missing = [(i, column) for i, column in enumerate(stage.reads) if column not in known]
         for position, column in missing:
-            near = did_you_mean(column, sorted(known))
-            cure = f'did you mean "{near}"?' if near else "add a stage that writes it"
-            drawn = picture((Edge(source="?", target=stage.id, columns=(column,)),))
             yield Contradiction(
-                text=f"stage {stage.id} reads {column}, which no stage writes and no batch "
-                f"has: {drawn}; {cure}",
+                text=f"stage {stage.id} reads {column}, which "
+                f"{_why_missing(column, stage.id, writer.get(column), sorted(known))}",
                 keys=((*at, "reads", position), (*at, "reads"), at),
             )
         if missing:
             return
+
+
+def _why_missing(column: str, reader: str, writer: StageConfig | None, known: list[str]) -> str:
+    """What is wrong with the column, and the cure."""
+    drawn = picture(
+        (Edge(source=writer.name if writer else "?", target=reader, columns=(column,)),)
+    )
+    if writer is not None:
+        return (
+            f"stage {writer.name} of the dataflow writes with required: false, so that trainers "
+            f"are not sent it: {drawn}; set required: true there"
+        )
+    near = did_you_mean(column, known)
+    cure = f'did you mean "{near}"?' if near else "add a stage that writes it"
+    return f"no stage writes and no batch has: {drawn}; {cure}"
 
 
 def _spread_twice(config: RunConfig) -> Iterator[Contradiction]:

@@ -346,6 +346,17 @@ def test_an_entry_of_the_dataflow_gives_a_service_its_deadline(load_stages: Load
     assert "stage score stands under dataflow.stages too, with other writes" in message
 
 
+def test_trainers_are_not_sent_columns_that_they_do_not_require(load_stages: LoadStages) -> None:
+    entry = "dataflow.stages=[{name: score, reads: [turns], writes: [score], required: false}]"
+    reading = ADVANTAGE.replace("[reward]", "[score], rename: {score: reward}")
+    for stages in ((reading, TRAIN), (SCORE, reading, TRAIN)):
+        message = refusal(load_stages, *stages, overrides=(entry,))
+        assert f"pipeline.stages[{len(stages) - 2}].reads[0]: stage advantage reads sco" in message
+        assert "score ─[score]─► advantage; set required: true there" in message
+        assert load_stages(*stages, overrides=(entry.replace("false", "true"),))
+    assert load_stages(SCORE, ADVANTAGE, TRAIN, overrides=(entry,)), "for other readers"
+
+
 def test_stages_of_two_policies_do_not_meet(design: str, load_text: LoadText) -> None:
     stages = [
         text.replace("id: ", f"policy: {p}, id: {p}_") for p in "ab" for text in (ADVANTAGE, TRAIN)
