@@ -138,6 +138,8 @@ def _other_model(stage: PipelineStageConfig, runs_model: bool) -> tuple[str, str
     """(whose model it runs, the cure), where that is not the one it names."""
     if stage.type == "compute":
         return "compute stages run no model", "take it out"
+    if not runs_model:
+        return "it runs fn, which loads what it needs itself", "take it out, or make it an option"
     if runs_model and stage.role == "actor":
         return "the actor is the policy itself", "set models.<policy>.init instead"
     if runs_model and (stage.type, stage.role) == ("infer", "critic"):

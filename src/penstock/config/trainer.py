@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from penstock.config.algorithms import PRESETS, with_preset
-from penstock.config.checks import Contradiction, Section, one_of, refuse
+from penstock.config.checks import Contradiction, Section, one_of, refuse, shown
 from penstock.config.pipeline import ParallelConfig
 
 MODES: Mapping[str, int] = {"sync": 0, "one_step": 1, "async": 8}
@@ -75,6 +75,8 @@ class CorrectionConfig(Section):
         if self.low > 0 and self.weighting != "mask":
             text = f"low has no effect with weighting {self.weighting}; take it out, or use mask"
             yield Contradiction(text=text, keys=(("low",), ("weighting",)))
+        if self.weighting == "none":
+            yield from self._unheard()
         is_bounded = self.sequence_low > 0 or self.sequence_high is not None
         if is_bounded != (self.sequence is not None):
             text = "sequence and its bounds belong together; set sequence_low or sequence_high "
@@ -85,9 +87,26 @@ class CorrectionConfig(Section):
             text = "sequence_low is not below sequence_high, so no sequence is left; lower it"
             yield Contradiction(text=text, keys=(("sequence_low",), ("sequence_high",)))
 
+    def _unheard(self) -> Iterator[Contradiction]:
+        """What does nothing where tokens are not weighed."""
+        if self.high != type(self).model_fields["high"].default:
+            text = "high has no effect with weighting none; take it out, or use truncate or mask"
+            yield Contradiction(text=text, keys=(("high",), ("weighting",)))
+        if self.sequence is None and not self.veto:
+            yield Contradiction(
+                text="weighting none alone corrects nothing, and costs a forward pass; set "
+                "sequence with its bounds, or veto, or take correction out",
+                keys=(("weighting",),),
+            )
+
 
 CLIPPED = ("grpo", "dr_grpo", "reinforce", "ppo", "dapo", "rloo", "opd")
 """Algorithms with PPO's clipped loss."""
+UNCLIPPED: Mapping[str, str] = {
+    "sapo": "a soft gate in place of the clip",
+    "m2po": "the budget tau",
+}
+"""Algorithms that clip no ratio, and what they have instead."""
 
 
 class AlgorithmConfig(Section):
@@ -207,6 +226,12 @@ class AlgorithmConfig(Section):
         if self.delta is not None and self.name not in CLIPPED:
             text = f"delta belongs to the clipped loss, and {self.name} has another; take it out"
             yield Contradiction(text=text, keys=(("delta",), ("name",)))
+        for key in ("epsilon", "epsilon_high") if self.name in UNCLIPPED else ():
+            default = type(self).model_fields[key].default
+            if getattr(self, key) != default:
+                text = f"{key} clips a ratio, and {self.name} has {UNCLIPPED[self.name]}"
+                cure = f"take it out, or set it to {shown(default)}"
+                yield Contradiction(text=f"{text}; {cure}", keys=((key,), ("name",)))
         if self.name == "gspo" and max(self.epsilon, self.epsilon_high or 0) > WIDEST_SEQUENCE_CLIP:
             yield Contradiction(
                 text="gspo clips the mean ratio of a whole sequence, which never moves that far; "

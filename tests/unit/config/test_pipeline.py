@@ -264,6 +264,7 @@ def test_what_a_name_stands_for_is_not_refused_beside_own_stages(load_stages: Lo
         (ADVANTAGE, "model: x", "compute stages run no model"),
         (TRAIN, "model: x", "the actor is the policy itself"),
         (VALUES, "model: x", "the critic is the one in training"),
+        (VALUES, "fn: 'm:f', model: x", "it runs fn, which loads what it needs itself"),
         (ADVANTAGE, "parallel: {dp: 4}", "it runs a function on every rank's own rows"),
         (VALUES, "fn: 'm:f', parallel: {tp: 2}", "it runs a function on every rank's own rows"),
         (TRAIN, "rename: {advantage: credit}", "models and losses take columns by their own names"),
@@ -471,16 +472,25 @@ def test_every_name_has_a_preset_and_grpo_stays_plain(design: str, load_text: Lo
         ("gspo", ", epsilon: 0.2, epsilon_high: 0.2", "set epsilon and epsilon_high <= 0.01"),
         ("grpo", ", lam: 0.95", "lam belongs to ppo"),
         ("sapo", ", delta: 3.0", "delta belongs to the clipped loss"),
+        ("sapo", ", epsilon: 0.1", "epsilon clips a ratio, and sapo has a soft gate in place"),
+        ("sapo", ", epsilon_high: 0.3", "epsilon_high clips a ratio, and sapo has a soft"),
+        ("m2po", ", epsilon: 0.1", "epsilon clips a ratio, and m2po has the budget tau; take it"),
         ("m2po", ", ratio_against: proximal", "m2po says itself what its ratio stands against"),
         ("m2po", ", correction: {weighting: none, veto: 1e-4}", "take correction out"),
         ("grpo", ", correction: {}", "set ratio_against: proximal, or only set aside"),
         ("decoupled", ", correction: {}", "count twice; only set aside (weighting: none)"),
         ("grpo", ", correction: {low: 3.0, weighting: mask}", "no token is left"),
         ("grpo", ", correction: {low: 0.5}", "low has no effect with weighting truncate"),
+        ("grpo", ", correction: {weighting: none}", "weighting none alone corrects nothing"),
+        (
+            "grpo",
+            ", correction: {weighting: none, veto: 1e-4, high: 5.0}",
+            "high has no effect with weighting none; take it out",
+        ),
         ("grpo", ", correction: {sequence: sum}", "set sequence_low or sequence_high"),
     ],
 )
-def test_keys_of_another_algorithm_are_refused(
+def test_keys_without_effect_or_of_another_algorithm_are_refused(
     design: str, load_text: LoadText, name: str, more: str, says: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
