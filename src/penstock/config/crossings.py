@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 from penstock.config.checks import Contradiction, KeyPath, did_you_mean, shown
 from penstock.config.dataflow import SurvivorsClosing
 from penstock.config.lora import lora_crossings
-from penstock.config.pipeline_crossings import ledger_stages, pipeline_crossings
+from penstock.config.pipeline_crossings import compared_by, ledger_stages, pipeline_crossings
 from penstock.config.rule_options import Hook
 from penstock.config.rules import RuleConfig
+from penstock.config.shipped import CREDITS
 
 if TYPE_CHECKING:
-    from penstock.config.run import RunConfig
+    from penstock.config.run import PolicyConfig, RunConfig
 
 
 def crossings(config: RunConfig) -> Iterator[Contradiction]:
     """Everything that two sections cannot say together."""
+    yield from dict.fromkeys(_nothing_to_compare(config))
     yield from _groups_that_cannot_close(config)
     yield from _unknown_pace(config)
     yield from _unknown_names_in_rules(config)
@@ -52,6 +54,30 @@ def _determinism(config: RunConfig) -> Iterator[Contradiction]:
             if rule.hook in (Hook.ADMIT, Hook.CURATE, Hook.REPLAY) and rule.name != "all":
                 text = f"{rule.hook} {rule.name} decides by what came so far; leave it out"
                 yield Contradiction(text=text, keys=(at,))
+
+
+def _nothing_to_compare(config: RunConfig) -> Iterator[Contradiction]:
+    """What teaches nothing where each task is attempted once."""
+    for name, model in config.models.items():
+        policy = config.for_policy(name)
+        num_generations = policy.algorithm.num_generations
+        if num_generations > 1:
+            continue
+        at: KeyPath = ("models", name, "algorithm") if model.algorithm else ("algorithm",)
+        text = ""
+        if who := compared_by(config, name):
+            text = f"{who} compares the members of a group, and a group of {num_generations} has "
+            text += "none to compare; set num_generations >= 2"
+        elif _drops_without_spread(policy):
+            text = f"reward-spread drops every group without spread, and one of {num_generations} "
+            text += "has none; set num_generations >= 2, or take the rule out (admit: all)"
+        if text:
+            keys = ((*at, "num_generations"), ("algorithm", "num_generations"))
+            yield Contradiction(text=text, keys=keys)
+
+
+def _drops_without_spread(policy: PolicyConfig) -> bool:
+    return any(rule.hook is Hook.ADMIT and rule.name == "reward-spread" for rule in policy.rules)
 
 
 def _groups_that_cannot_close(config: RunConfig) -> Iterator[Contradiction]:
@@ -168,14 +194,16 @@ def _groups_of_one(config: RunConfig, at: KeyPath) -> Iterator[Contradiction]:
     """A session has no fellows in its group."""
     for name in config.models:
         policy = config.for_policy(name)
-        if policy.algorithm.compares_in_group:
+        if who := compared_by(config, name):
+            cure = "set algorithm.name: reinforce"
+            if who.startswith("stage "):
+                cure = f"give it fn: {CREDITS}:batch_advantage"
             yield Contradiction(
-                text=f"{policy.algorithm.name} compares the members of a group, and a session is "
-                f"a group of one: policy {name} would learn nothing from it; "
-                "set algorithm.name: reinforce",
+                text=f"{who} compares the members of a group, and a session is a group of one: "
+                f"policy {name} would learn nothing from it; {cure}",
                 keys=(at, ("algorithm", "name")),
             )
-        if any(r.hook is Hook.ADMIT and r.name == "reward-spread" for r in policy.rules):
+        if _drops_without_spread(policy):
             yield Contradiction(
                 text=f"reward-spread drops every group without spread, and a session is a group "
                 f"of one: policy {name} would never see it; take the rule out",

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from penstock.config.algorithms import PRESETS
 from penstock.config.checks import Contradiction, KeyPath, did_you_mean, shown
 from penstock.config.edges import Edge, picture
-from penstock.config.pipeline_checks import CRITIC_READS, IN_BATCH, unread
+from penstock.config.pipeline_checks import CREDIT, CRITIC_READS, IN_BATCH, unread
+from penstock.config.shipped import shipped_for
 from penstock.config.stages import StageConfig, stage_contradictions
 
 if TYPE_CHECKING:
@@ -50,6 +51,21 @@ def ledger_stages(config: RunConfig) -> list[tuple[KeyPath, StageConfig]]:
         for index, stage in services
         if stage.id not in declared
     ]
+
+
+def compared_by(config: RunConfig, policy: str) -> str | None:
+    """Who compares the members of this policy's groups: its algorithm or, where the stages are
+    written out, the one that makes the advantages. None where nobody does, or a function of the
+    user's, of which nothing is known."""
+    stages = config.pipeline.of_policy(policy) if config.pipeline else ()
+    if not stages:
+        algorithm = config.for_policy(policy).algorithm
+        return algorithm.name if algorithm.compares_in_group else None
+    for stage in stages:
+        shipped = shipped_for(stage.type, stage.role, stage.fn)
+        if shipped and shipped.compares_in_group and CREDIT in stage.writes:
+            return f"stage {stage.id}"
+    return None
 
 
 def pipeline_crossings(config: RunConfig) -> Iterator[Contradiction]:

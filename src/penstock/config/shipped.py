@@ -104,17 +104,19 @@ class Shipped:
     """Exactly these columns."""
     options: type[Section] = Section
     """Names, types and bounds."""
+    compares_in_group: bool = False
+    """Whether a group of one gets no credit."""
 
 
 FUNCTIONS: Mapping[str, Shipped] = {
-    "group_advantage": Shipped(options=GroupOptions),
-    "centred_advantage": Shipped(),
-    "leave_one_out_advantage": Shipped(),
+    "group_advantage": Shipped(options=GroupOptions, compares_in_group=True),
+    "centred_advantage": Shipped(compares_in_group=True),
+    "leave_one_out_advantage": Shipped(compares_in_group=True),
     "batch_advantage": Shipped(),
-    "group_then_batch_advantage": Shipped(),
-    "last_turn_advantage": Shipped(),
-    "discounted_advantage": Shipped(options=DiscountOptions),
-    "role_advantage": Shipped(options=RoleOptions),
+    "group_then_batch_advantage": Shipped(compares_in_group=True),
+    "last_turn_advantage": Shipped(compares_in_group=True),
+    "discounted_advantage": Shipped(options=DiscountOptions, compares_in_group=True),
+    "role_advantage": Shipped(options=RoleOptions, compares_in_group=True),
     "step_advantage": Shipped(options=StepOptions),
     "to_go_advantage": Shipped(options=KlOptions),
     "no_advantage": Shipped(),

@@ -171,7 +171,7 @@ class AlgorithmConfig(Section):
 
     @property
     def compares_in_group(self) -> bool:
-        """Whether a group of one teaches nothing."""
+        """Whether a group of one teaches nothing, under its own graph."""
         return PRESETS[self.name].compares_in_group
 
     @property
@@ -240,16 +240,12 @@ class AlgorithmConfig(Section):
             )
 
     def _contradictions(self) -> Iterator[Contradiction]:
-        if self.compares_in_group and self.num_generations < 2:
-            yield Contradiction(
-                text=f"{self.name} compares the members of a group, and a group of "
-                f"{self.num_generations} has none to compare; set num_generations >= 2",
-                keys=(("num_generations",),),
-            )
         if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
+            is_preset = PRESETS[self.name].algorithm.get("epsilon_high") == self.epsilon_high
+            whose = f", what {self.name} has unless told otherwise," if is_preset else ""
             yield Contradiction(
-                text=f"epsilon_high {self.epsilon_high} is below epsilon {self.epsilon}; "
-                "set epsilon_high >= epsilon, or leave it out to clip evenly",
+                text=f"epsilon_high {self.epsilon_high}{whose} is below epsilon {self.epsilon}; "
+                "set epsilon_high >= epsilon, or epsilon_high: null to clip evenly",
                 keys=(("epsilon_high",), ("epsilon",)),
             )
         if self.delta is not None and self.delta < 1 + (self.epsilon_high or self.epsilon):

@@ -454,6 +454,8 @@ def test_the_file_wins_over_the_preset(design: str, load_text: LoadText) -> None
     config = load_text(named(design, "m2po", ", tau: 0.002, beta: 0.0"), ["training.minibatches=1"])
     assert (config.algorithm.tau, config.algorithm.beta) == (0.002, 0.0)
     assert config.training.minibatches == 1
+    even = load_text(named(design, "dapo", ", epsilon: 0.3, epsilon_high: null")).algorithm
+    assert (even.epsilon, even.epsilon_high) == (0.3, None)
 
 
 def test_every_name_has_a_preset_and_grpo_stays_plain(design: str, load_text: LoadText) -> None:
@@ -471,6 +473,8 @@ def test_every_name_has_a_preset_and_grpo_stays_plain(design: str, load_text: Lo
         ("rloo", ", num_generations: 1", "a group of 1 has none to compare"),
         ("gspo", ", epsilon: 0.2, epsilon_high: 0.2", "set epsilon and epsilon_high <= 0.01"),
         ("grpo", ", lam: 0.95", "lam belongs to ppo"),
+        ("dapo", ", epsilon: 0.3", "epsilon_high 0.28, what dapo has unless told otherwise, is"),
+        ("gspo", ", epsilon: 5.0e-4", "or epsilon_high: null to clip evenly"),
         ("sapo", ", delta: 3.0", "delta belongs to the clipped loss"),
         ("sapo", ", epsilon: 0.1", "epsilon clips a ratio, and sapo has a soft gate in place"),
         ("sapo", ", epsilon_high: 0.3", "epsilon_high clips a ratio, and sapo has a soft"),

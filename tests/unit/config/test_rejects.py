@@ -397,7 +397,7 @@ def test_every_problem_is_listed_in_order_of_lines(
 def test_two_contradictions_of_one_section_are_both_listed(
     design: str, load_text: Callable[[str], RunConfig]
 ) -> None:
-    text = design.replace(ALGORITHM, algorithm("num_generations: 1, epsilon_high: 0.1"))
+    text = design.replace(ALGORITHM, algorithm("epsilon_high: 0.1, delta: 1.05"))
     with pytest.raises(ConfigError) as caught:
         load_text(text)
     assert len(str(caught.value).splitlines()) == 2

@@ -81,3 +81,39 @@ def test_what_is_shipped_writes_all_its_columns(load_stages: LoadStages, how: st
     assert "set writes: [shaped_reward, excluded]" in refusal(
         load_stages, named.replace(", excluded", ""), advantage, TRAIN
     )
+
+
+# --- who compares the members of a group ----------------------------------------------------------
+
+ONCE = "algorithm={{name: {}, num_generations: 1, beta: 0.0}}"
+NO_RULES = "dataflow.rules=[]"
+PROXIMAL = "{id: look, type: infer, role: actor, reads: [turns], writes: [proximal_logprobs]}"
+
+
+@pytest.mark.parametrize("name", ["ppo", "decoupled", "cispo", "grpo"])
+def test_groups_of_one_with_a_critic_under_any_loss(load_stages: LoadStages, name: str) -> None:
+    """The stage that makes the advantages says whether members are compared, not the loss."""
+    train = TRAIN.replace("advantage]", "advantage, proximal_logprobs]")
+    stages = (PROXIMAL, VALUES, GAE, TRAIN_CRITIC, train)
+    told = (ONCE.format(name), NO_RULES)
+    assert load_stages(*stages, overrides=told).algorithm.num_generations == 1
+    message = refusal(load_stages, PROXIMAL, ADVANTAGE, train, overrides=told)
+    assert "algorithm.num_generations: stage advantage compares the members of a grou" in message
+    own = ADVANTAGE.replace("type", "fn: 'm:credit', type", 1)
+    assert load_stages(PROXIMAL, own, train, overrides=told), "nothing is known of it"
+
+
+def test_no_group_of_one_has_a_spread(load_stages: LoadStages) -> None:
+    told = (ONCE.format("ppo"),)
+    message = refusal(load_stages, VALUES, GAE, TRAIN_CRITIC, TRAIN, overrides=told)
+    assert "reward-spread drops every group without spread, and one of 1 has none" in message
+
+
+def test_sessions_with_stages_of_ones_own(load_stages: LoadStages) -> None:
+    live = "sources=[{name: live, session: {reward_deadline_s: 60, default_reward: -1.0}}]"
+    told = (live, NO_RULES, "algorithm={name: grpo}")
+    assert load_stages(VALUES, GAE, TRAIN_CRITIC, TRAIN, overrides=told).session_source
+    message = refusal(load_stages, ADVANTAGE, TRAIN, overrides=told)
+    assert "stage advantage compares the members of a group, and a session is a group of" in message
+    assert f"give it fn: {CREDITS}:batch_advantage" in message
+    assert load_stages(credit("batch_advantage", "{}"), TRAIN, overrides=told)

@@ -4,6 +4,7 @@ are refused; and the shipped stage functions against plain loops."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import statistics
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, random_batch
 from tests.unit.trainer.stage_makers import OWN, of, stage, train
 
 from penstock.config.pipeline_checks import IN_BATCH
+from penstock.config.shipped import FUNCTIONS
 from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.learner import SkipReason, Stats
@@ -256,3 +258,20 @@ def test_leave_one_out_is_the_others_mean(batch: Batch) -> None:
     found = credits.leave_one_out_advantage(Layout.of(batch), reward=reward)["advantage"]
     token = int(np.flatnonzero(batch.samples.mask_T & (batch.rows_T == 6))[0])
     assert found[token] == pytest.approx(reward[6] - (reward[4] + reward[5] + reward[7]) / 3)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_config_knows_what_gives_groups_of_one_no_credit(name: str) -> None:
+    sealed = random_batch(SEED, num_groups=8, size=1)
+    alone = assemble(sealed.manifest, sealed.rows, POLICY, VOCAB_SIZE)
+    by_token = np.random.default_rng(SEED).standard_normal(alone.samples.ids_T.size)
+    given = {"reference_logprobs": by_token, "values": by_token, "discount": 0.5, "coef": 0.1}
+    given |= {"reward": alone.columns["reward"]}
+    given |= {"sampling_logprobs": alone.samples.logprobs_T.astype(np.float64)}
+    function = getattr(credits, name)
+    if "advantage" in FUNCTIONS[name].writes and name != "step_advantage":  # turns are compared
+        taken = {key: given[key] for key in inspect.signature(function).parameters if key in given}
+        has_credit = bool(function(Layout.of(alone), **taken)["advantage"].any())
+        assert has_credit is not FUNCTIONS[name].compares_in_group
+    else:
+        assert not FUNCTIONS[name].compares_in_group
