@@ -29,6 +29,7 @@ EXTRAS = {
 def problems(target: Target) -> Iterator[str]:
     yield from _missing_extras()
     yield from _missing_models(target.config)
+    yield from _other_vocabularies(target.config)
     yield from _missing_program(target.config)
     yield from _missing_engines(target.config)
     yield from _unwritable(target.folder.path)
@@ -84,6 +85,14 @@ def _named_models(config: RunConfig) -> Iterator[tuple[str, str]]:
     for index, stage in enumerate(stages):
         if stage.model is not None and not stage.is_service:
             yield f"pipeline.stages[{index}].model (stage {stage.id})", stage.model
+
+
+def _other_vocabularies(config: RunConfig) -> Iterator[str]:
+    from penstock.trainer.pipeline.builtin import pipeline_of
+    from penstock.trainer.vocabularies import other_vocabularies
+
+    for policy, model in config.models.items():
+        yield from other_vocabularies(pipeline_of(config, policy), model.init)
 
 
 def _missing_program(config: RunConfig) -> Iterator[str]:

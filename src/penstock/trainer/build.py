@@ -40,6 +40,7 @@ from penstock.trainer.schedules import Schedule, Shape
 from penstock.trainer.scoring import Passes
 from penstock.trainer.signals.alarms import EXCLUDED
 from penstock.trainer.updates import Cut
+from penstock.trainer.vocabularies import other_vocabularies
 
 CRITIC = "critic"
 CRITIC_RATE = 5.0
@@ -57,6 +58,8 @@ def build_crew(
     """One policy's learners, the actor with the weights of this folder, and their pipeline."""
     settings = config.for_policy(policy)
     chain = chain_of(config, policy)
+    if found := list(other_vocabularies(chain.stages, str(folder))):
+        raise ConfigError("; ".join(found))
     builder = _Builder(settings, config.seed, team or Alone(), device)
     learners = builder.learners(folder, chain.stages)
     actor = learners.get(ACTOR)

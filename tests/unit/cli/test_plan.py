@@ -118,6 +118,21 @@ def test_check_looks_for_the_models_of_stages(
     assert "in builtin:tiny; built in is builtin:tiny-qwen3" in err
 
 
+def test_check_compares_the_vocabularies(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    (run_file.parent / "other").mkdir()
+    (run_file.parent / "other" / "config.json").write_text('{"vocab_size": 50257}')
+    (run_file.parent / "other" / "model.safetensors").write_bytes(b"")
+    teacher = "{name: opd, teacher: other}"
+    told = (f"algorithm={teacher}", "pipeline=null")
+    code, _, err = run_main(capsys, "check", str(run_file), *told)
+    assert code == 1 and "stage teacher: other has a vocabulary of 50,257 tokens and" in err
+    assert "one of 16, so that the same numbers are other tokens to it; name a model wi" in err
+    (run_file.parent / "other" / "config.json").write_text('{"text_config": {"vocab_size": 16}}')
+    assert run_main(capsys, "check", str(run_file), *told)[0] == 0
+
+
 def test_check_looks_for_the_teacher(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     words = ("pipeline=null", "algorithm={name: opd, teacher: models/Nowhere-7B}")
     code, _, err = run_main(capsys, "check", str(run_file), *words)

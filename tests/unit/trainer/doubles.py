@@ -101,7 +101,7 @@ def settings(
     """more: further keys of the algorithm."""
     algorithm: dict[str, Any] = {"name": name, "num_generations": 4, **(more or {})}
     if name == "opd":
-        algorithm["teacher"] = str(model_folder)
+        algorithm.setdefault("teacher", str(model_folder))
     return RunConfig.model_validate(
         {
             "name": "built",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +272,23 @@ def test_no_frozen_model_stands_in_for_a_critic_that_nobody_trains(model_folder:
     lacking = config.model_copy(update={"pipeline": PipelineConfig(stages=tuple(stages))})
     with pytest.raises(ConfigError, match=r"stage values needs the critic, .* trains only actor"):
         build_crew(lacking, POLICY, model_folder)
+
+
+@pytest.mark.parametrize("size", [8, 32])
+def test_a_teacher_with_another_vocabulary_is_refused(
+    model_folder: Path, tmp_path: Path, size: int
+) -> None:
+    """A smaller one has no such tokens; in a larger one they are others."""
+    make_tiny("qwen3", {"vocab_size": size}).save_pretrained(tmp_path / "teacher")
+    more = {"teacher": str(tmp_path / "teacher")}
+    config = settings(model_folder, "opd", more=more)
+    with pytest.raises(ConfigError, match=rf"stage teacher: .*teacher has .* of {size} .* of 16"):
+        build_crew(config, POLICY, model_folder)
+
+
+def test_a_teacher_that_is_only_padded_further_is_asked(model_folder: Path, tmp_path: Path) -> None:
+    """As larger members of a family are: more rows of embeddings, the same tokenizer."""
+    make_tiny("qwen3", {"vocab_size": 32}).save_pretrained(tmp_path / "teacher")
+    shutil.copy(model_folder / "tokenizer.json", tmp_path / "teacher")
+    config = settings(model_folder, "opd", more={"teacher": str(tmp_path / "teacher")})
+    assert train(build_crew(config, POLICY, model_folder), 1)
