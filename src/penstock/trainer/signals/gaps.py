@@ -217,15 +217,22 @@ class Gaps:
     def drifting(self) -> tuple[Drifting, ...]:
         """Nodes to be quarantined, by name."""
         judged = {n: a for n, a in self.nodes.items() if a.weight >= MIN_EVIDENCE}
-        if len({_node(life) for life in judged}) < MIN_POOL:
+        pool = _newest_lives(judged)
+        if len(pool) < MIN_POOL:
             return ()
-        median_k3 = statistics.median(average.k3 for average in judged.values())
+        median_k3 = statistics.median(average.k3 for average in pool.values())
         limit = DRIFT * max(median_k3, HARMLESS_K3)
         return tuple(
             Drifting(life=n, k3=a.k3, mean_abs=a.mean_abs, median_k3=median_k3)
             for n, a in sorted(judged.items())
             if a.k3 > limit
         )
+
+
+def _newest_lives(averages: Mapping[str, Average]) -> dict[NodeId, Average]:
+    """One for each node: the many lives of one that restarts often would outvote the others."""
+    by_age = sorted(averages.items(), key=lambda one: (one[1].last_seq, one[1].weight, one[0]))
+    return {_node(life): average for life, average in by_age}
 
 
 def _node(life: str) -> NodeId:

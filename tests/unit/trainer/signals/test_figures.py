@@ -206,6 +206,24 @@ def test_several_lives_of_two_nodes_make_no_pool() -> None:
     assert Gaps().after(lives, 1).drifting() == ()
 
 
+def test_a_node_that_restarts_at_each_batch_does_not_outvote_the_others() -> None:
+    gaps = Gaps()
+    for seq in range(1, 9):
+        observed = {f"a/{seq}": gap(1e-4), "b/1": gap(2e-3), "c/1": gap(2e-3)}
+        gaps = gaps.after(observed, seq)
+        assert gaps.drifting() == ()
+
+
+def test_the_lives_of_a_bad_node_do_not_hide_it() -> None:
+    gaps = Gaps()
+    for seq in range(1, 7):
+        gaps = gaps.after({f"bad/{seq}": gap(0.05), "b/1": gap(2e-4)}, seq)
+    gaps = gaps.after({"b/1": gap(2e-4), "c/1": gap(2e-4)}, 7)
+    found = gaps.drifting()
+    assert {one.life for one in found} == {f"bad/{seq}" for seq in range(1, 7)}
+    assert found[0].median_k3 == pytest.approx(2e-4)
+
+
 def test_an_average_forgets_by_tokens_not_by_batches() -> None:
     whole = Gaps().after({"a": gap(0.5, 4096)}, 1).nodes["a"]
     halves = Gaps().after({"a": gap(0.5, 2048)}, 1).after({"a": gap(0.5, 2048)}, 2).nodes["a"]
