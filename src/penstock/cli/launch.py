@@ -22,7 +22,7 @@ from penstock.cli.output import note
 from penstock.cli.view import ErrorTail, View, Watch
 from penstock.config import RunConfig, changed, differences, identity
 from penstock.dataflow.client import ReaderClient
-from penstock.dataflow.sources import are_same_tasks
+from penstock.dataflow.sources import are_same_tasks, digest_to_keep
 from penstock.errors import ConfigError, LaunchError
 from penstock.fleet.folder import Finish, Launcher, RunFolder, wait_free
 from penstock.fleet.launchers.local import POLL_S, LocalLauncher
@@ -140,7 +140,10 @@ def _adopt(
         folder.forget_finish()  # first: killed between the two, the new config is not finished
     folder.write_config(config)
     folder.write_adopted(config)
-    folder.write_sources({**folder.sources(), **sources})
+    digests = folder.sources()
+    for name, digest in sources.items():
+        digests[name] = digest_to_keep(digests.get(name, digest), digest)
+    folder.write_sources(digests)
     return folder.finish()
 
 

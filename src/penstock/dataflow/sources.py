@@ -91,6 +91,13 @@ def are_same_tasks(known: str, digest: str) -> bool:
     return (first, all_known) == (other, all_now)
 
 
+def digest_to_keep(known: str, digest: str) -> str:
+    """Of a source that was looked at again: a look that was cut short, as on a busy machine, does
+    not replace a whole one at the same tasks."""
+    is_cut_short = "/" in known and "/" not in digest
+    return known if is_cut_short and are_same_tasks(known, digest) else digest
+
+
 NUM_LOOKED_AT = 64
 """Tasks of a module by which a changed data set is noticed at least."""
 MAX_LOOKED_AT = 100_000

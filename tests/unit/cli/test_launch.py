@@ -116,8 +116,14 @@ def test_a_changed_data_set_is_refused_until_it_is_accepted(tmp_path: Path) -> N
     begin("b", accept_changes=True)
     begin("b")
     begin("b/200:c")  # looked at further than before
+    begin("b")  # had no time to look as far
     with pytest.raises(ConfigError, match="source train: its tasks are not those"):
         begin("b/200:d")
+    begin("b/300:e")  # another limit, from now on compared by that
+    with pytest.raises(ConfigError, match="source train: its tasks are not those"):
+        begin("b/300:f")
+    begin("x", accept_changes=True)
+    assert folder.sources() == {"train": "x"}
 
 
 def test_pids_that_cannot_be_recorded_do_not_end_the_run(
