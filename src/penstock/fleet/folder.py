@@ -139,7 +139,7 @@ class RunFolder:
         _replace(self._run / "adopted.yaml", dump(config).encode())
 
     def sources(self) -> dict[str, str]:
-        """By source, a digest of the tasks it gives, from the last start that looked at them all."""
+        """By source, a digest of the tasks it gave at the last start that looked at them all."""
         kept = _read(self._run / "sources.json", Sources)
         return {} if kept is None else kept.digests
 
