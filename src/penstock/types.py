@@ -250,6 +250,8 @@ class DropReason(StrEnum):
     """Its oldest token fell behind `max_staleness` for every batch it could still enter."""
     FAILED_SLOTS = "failed_slots"
     """The closing policy found too few good members after all attempts."""
+    ABSENT = "absent"
+    """The policy has no token in it that its trainer sees: only others acted."""
     UNIFORM_REWARD = "uniform_reward"
     """Every member earned the same reward, so no advantage exists."""
     OUTPACED = "outpaced"

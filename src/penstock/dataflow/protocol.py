@@ -549,4 +549,4 @@ class Status:
     detail: JsonObject = field(default_factory=dict[str, object])
     """`failing_rules`: by rule, what it raised last."""
     alarms: tuple[str, ...] = ()
-    """Policies that get no batch, and why."""
+    """Policies that get no batch, or wait long for one, and why."""

@@ -168,14 +168,13 @@ class Dataflow:
             self.home.consumers[policy].lacks = ", ".join(missing)
 
     def _warn(self) -> None:
-        """Of a policy that gets no batch; again at each doubling of the groups that came to
-        nothing."""
+        """Of a policy whose groups come to nothing; again at each doubling of their number."""
         for policy, consumer in self.home.consumers.items():
             found = consumer.fruitless
-            if is_fruitless(consumer) and found.num_groups >= 2 * found.num_told:
+            if is_fruitless(consumer, self.home) and found.num_groups >= 2 * found.num_told:
                 found.num_told = found.num_groups
                 why = fruitless(consumer, self.process.ledger.tables)
-                log.error("no batch is sealed", policy=policy, why=why)
+                log.error("a policy lacks groups", policy=policy, why=why)
 
     def forgive(self, gap_s: float) -> None:
         self.partition.forgive(gap_s)

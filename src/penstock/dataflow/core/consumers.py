@@ -100,6 +100,11 @@ class Fruitless:
     """Of those, the groups in which every answer was cut at a limit."""
     num_told: int = 0
     """Groups when the log last told of them."""
+    has_acted: bool = False
+    """The policy had a part in a group: those of others alone are not missed then."""
+    usual_yield: float | None = None
+    """Share of ended groups that went into the batch before, or what pacing reckoned with then, if
+    that is less; None where this process saw no batch."""
 
     @property
     def num_groups(self) -> int:
@@ -108,12 +113,22 @@ class Fruitless:
     def add(self, group: ReadyGroup, reason: DropReason) -> None:
         if reason in (DropReason.REMAINDER, DropReason.OUTPACED):
             return  # a run that ends, or has plenty of groups, lacks none
+        if reason is DropReason.ABSENT and self.has_acted:
+            return
+        if reason is not DropReason.ABSENT and not self.has_acted:
+            self.has_acted = True
+            self.counts.pop(DropReason.ABSENT, None)
         self.counts[reason] = self.counts.get(reason, 0) + 1
         self.newest[reason] = group.group_id
         if reason is DropReason.UNIFORM_REWARD and group.rewards:
             self.low = min(self.low, *group.rewards)
             self.high = max(self.high, *group.rewards)
             self.num_cut += all(row.outcome is OutcomeKind.TRUNCATED for row in group.decoded())
+
+    def after_batch(self, num_fresh: int, expected_yield: float) -> Fruitless:
+        """Anew, because a batch with so many fresh groups was sealed."""
+        share = max(1, num_fresh) / (max(1, num_fresh) + self.num_groups)
+        return Fruitless(has_acted=True, usual_yield=min(share, expected_yield))
 
 
 @dataclass(slots=True)
@@ -151,13 +166,23 @@ class Consumer:
         return self.lineage.number + max(0, self.last_sealed - self.lineage.seq)
 
     @property
+    def num_wanted(self) -> int:
+        """Fresh groups of the next batch."""
+        return self.terms.groups_per_batch - self.num_replayable
+
+    @property
+    def num_admitted(self) -> int:
+        """Groups that wait for a batch."""
+        return len(self.ready) + len(self.incomplete)
+
+    @property
     def is_done(self) -> bool:
         return self.lineage.number >= self.terms.steps
 
     def levels(self) -> pacing.Levels:
         return pacing.Levels(
             issued=self.num_unjudged,
-            admitted=len(self.ready) + len(self.incomplete),
+            admitted=self.num_admitted,
             sealed=sum(self.sealed.values()),
         )
 

@@ -186,7 +186,7 @@ class Home:
         return min(
             pacing.room(
                 levels,
-                fresh=terms.groups_per_batch - consumer.num_replayable,
+                fresh=consumer.num_wanted,
                 max_staleness=terms.max_staleness,
                 expected_yield=consumer.expected_yield,
             ),
@@ -367,8 +367,8 @@ class Home:
             sees,
         )
         if report.dropped is not None or not rows:
-            reason = report.dropped or DropReason.FAILED_SLOTS
-            if reason is DropReason.FAILED_SLOTS:
+            reason = report.dropped or DropReason.ABSENT
+            if reason in (DropReason.FAILED_SLOTS, DropReason.ABSENT):
                 self._learn_yield(consumer, passed=False)
             self.drop(consumer, group, reason, "closing", now)
         elif self.gone and any(row.row_id in self.gone for row in rows):

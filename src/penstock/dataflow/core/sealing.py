@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from blake3 import blake3
 
-from penstock.dataflow.core.consumers import Consumer, Fruitless, ReadyGroup, issue_of
+from penstock.dataflow.core.consumers import Consumer, ReadyGroup, issue_of
 from penstock.dataflow.core.home import Home
 from penstock.dataflow.core.rulebook import ReplayTerms
 from penstock.dataflow.manifests import seal
@@ -123,7 +123,7 @@ class Sealing:
         consumer.sealed[record.seq] = len(fresh)
         consumer.last_sealed = record.seq
         consumer.newest_batch = record
-        consumer.fruitless = Fruitless()
+        consumer.fruitless = consumer.fruitless.after_batch(len(fresh), consumer.expected_yield)
         self._trim_pool(consumer, replay, now)
         home.count_replayable(consumer)
         home.tell_horizon(consumer)

@@ -14,6 +14,7 @@ from penstock.types import DropReason, NodeId, PolicyName
 REFUSALS = frozenset(
     {
         DropReason.FAILED_SLOTS,
+        DropReason.ABSENT,
         DropReason.UNIFORM_REWARD,
         DropReason.OUTPACED,
         DropReason.OVERLONG,

@@ -57,7 +57,7 @@ def look_at(service: Dataflow) -> Look:
         policies={
             policy: PolicyLook(
                 issued=consumer.num_unjudged,
-                ready=len(consumer.ready) + len(consumer.incomplete),
+                ready=consumer.num_admitted,
                 sealed=len(consumer.sealed),
                 done=consumer.is_done,
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run whose groups all end without a batch says so, with the main reason and the next step.
+"""A run whose groups come to nothing says so, with the main reason and the next step.
 
 The one place that makes this text, for the status and the log. A trainer tells of batches that
 teach nothing; it has no word while there is none.
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from penstock.dataflow.core.consumers import Consumer, Fruitless
+from penstock.dataflow.core.home import Home
 from penstock.dataflow.records import DeadSlotRecord
 from penstock.dataflow.storage.tables import Tables
 from penstock.dataflow.told.sentences import meaning
@@ -19,13 +20,15 @@ from penstock.types import DropReason
 
 NUM_BATCHES = 4
 MIN_GROUPS = 32
-"""So many batches' worth of groups, and at least so many, end before anybody is told."""
+"""So many batches' worth of groups, and at least so many, come to nothing before anybody is told;
+where rules let only a share of them through, accordingly more."""
 MAX_CAUSE = 120
 """Characters of an error that are shown."""
 
 _NEXT_STEP: Mapping[DropReason, str] = {
     DropReason.STALE: "raise training.max_staleness, or give nodes fewer slots at a time",
     DropReason.FAILED_SLOTS: "mend that first",
+    DropReason.ABSENT: "let the workflow ask this policy, or look at the route rules",
     DropReason.UNIFORM_REWARD: (
         "check the reward on a few answers by hand; take easier tasks if all fail, harder ones if "
         "all pass"
@@ -41,15 +44,24 @@ _NEXT_STEP: Mapping[DropReason, str] = {
 _CUT_STEP = "no answer is finished: raise sampling.max_tokens"
 
 
-def is_fruitless(consumer: Consumer) -> bool:
-    """Several batches' worth of groups have ended since the last batch, and the next one is still
-    not full."""
-    per_batch = consumer.terms.groups_per_batch
+def is_fruitless(consumer: Consumer, home: Home) -> bool:
+    """Many groups came to nothing since the last batch, and the next one is still not full."""
     return (
-        consumer.fruitless.num_groups >= max(NUM_BATCHES * per_batch, MIN_GROUPS)
-        and len(consumer.ready) + len(consumer.incomplete) < per_batch
-        and not consumer.is_done
+        consumer.fruitless.num_groups >= _patience(consumer)
+        and consumer.num_admitted < consumer.num_wanted
+        and not home.has_ended(consumer)
+        and not home.is_exhausted  # what is left is the last batch, full or not
     )
+
+
+def _patience(consumer: Consumer) -> float:
+    """Groups before anybody is told: few where every one failed since the run began, else as many
+    times what a batch usually takes."""
+    found = consumer.fruitless
+    num_groups = max(NUM_BATCHES * consumer.terms.groups_per_batch, MIN_GROUPS)
+    if found.has_acted and not consumer.last_sealed and not consumer.num_admitted:
+        return num_groups
+    return num_groups / (found.usual_yield or consumer.expected_yield)
 
 
 def fruitless(consumer: Consumer, tables: Tables) -> str:
@@ -57,11 +69,11 @@ def fruitless(consumer: Consumer, tables: Tables) -> str:
     found = consumer.fruitless
     main = max(found.counts, key=lambda reason: found.counts[reason])
     counts = ", ".join(f"{num} {reason}" for reason, num in found.counts.items())
-    num_ready = len(consumer.ready) + len(consumer.incomplete)
+    num_ready = consumer.num_admitted
     state = "waits long for its next batch" if num_ready else "gets no batch"
     return (
         f"policy {consumer.terms.policy} {state}: {found.num_groups} groups ended since the "
-        f"last one ({counts}), {num_ready} of {consumer.terms.groups_per_batch} are ready; "
+        f"last one ({counts}), {num_ready} of {consumer.num_wanted} are ready; "
         f"{_cause(found, main, tables)} (`penstock explain RUN {found.newest[main]}`)"
     )
 

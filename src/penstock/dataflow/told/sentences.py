@@ -39,6 +39,7 @@ MAX_NAMED = 8
 _MEANING: Mapping[str, str] = {
     DropReason.STALE: "its oldest token was older than max_staleness allows for any batch to come",
     DropReason.FAILED_SLOTS: "too few members had a result after all attempts",
+    DropReason.ABSENT: "the policy has no turn in it that its trainer sees",
     DropReason.UNIFORM_REWARD: "all members earned the same, so there is nothing to learn",
     DropReason.OUTPACED: "the policy already held all that its staleness bound has room for",
     DropReason.REMAINDER: "the run ended before a batch could use it",

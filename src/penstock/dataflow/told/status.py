@@ -50,7 +50,7 @@ def status(service: Dataflow, run: str) -> Status:
         alarms=tuple(
             fruitless(consumer, service.process.ledger.tables)
             for consumer in service.home.consumers.values()
-            if is_fruitless(consumer)
+            if is_fruitless(consumer, service.home)
         ),
     )
 
@@ -70,7 +70,7 @@ def _policy(service: Dataflow, consumer: Consumer) -> PolicyStatus:
         steps=consumer.terms.steps,
         published=lineage.published,
         issued=consumer.num_unjudged,
-        ready=len(consumer.ready) + len(consumer.incomplete),
+        ready=consumer.num_admitted,
         sealed=len(consumer.sealed),
         room=max(0, int(service.home.room(consumer))),
         reward_mean=None if batch is None else batch.reward_mean,
