@@ -188,7 +188,14 @@ class Checkpoints:
     def move(self, cursor: Cursor, memory: Mapping[str, Any]) -> Checkpoint:
         """The newest one further on in its data: batches since then changed nothing else."""
         assert cursor.number == self.last.cursor.number, "another number has other weights"
-        self._check_owner(cursor)
+        unreadable = self._unreadable(cursor)
+        if why := unreadable.get(self.last.folder):
+            raise StoreError(
+                f"{self.last.folder}, the newest checkpoint, was damaged since it was saved: {why}; "
+                "it cannot be moved on to later batches, and was left as it is. Start the trainer "
+                "again: it sets this one aside and goes on from the one before it"
+            )
+        self._set_aside(unreadable)
         self._complete[-1] = move_cursor(self.last, cursor, memory)
         return self.last
 
@@ -262,17 +269,29 @@ class Checkpoints:
     def _check_owner(self, cursor: Cursor) -> None:
         """Before anything is removed: a successor's checkpoint ends us, and what cannot be read is
         set aside."""
+        self._set_aside(self._unreadable(cursor))
+
+    def _unreadable(self, cursor: Cursor) -> dict[Path, str]:
+        """Why, by folder; Fenced where a successor has saved one."""
+        unreadable: dict[Path, str] = {}
         for _, folder in _numbered(self._root):
             try:
                 incarnation = read_described(folder).cursor.incarnation
             except Unusable as error:
-                set_aside(folder, str(error))
+                unreadable[folder] = str(error)
                 continue
             if incarnation > cursor.incarnation:
                 raise Fenced(
                     f"{folder} was saved by incarnation {incarnation} of {self._policy}; "
                     f"incarnation {cursor.incarnation} was replaced and leaves it as it is"
                 )
+        return unreadable
+
+    def _set_aside(self, unreadable: Mapping[Path, str]) -> None:
+        """What is not there any more takes no sound one's place among those that are kept."""
+        for folder, why in unreadable.items():
+            set_aside(folder, why)
+        self._complete = [one for one in self._complete if one.folder not in unreadable]
 
     def _read(self, folder: Path) -> Checkpoint:
         state = read_described(folder)

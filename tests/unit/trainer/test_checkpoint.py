@@ -322,6 +322,55 @@ def test_skipped_batches_move_only_the_cursor(
     assert checkpoints.retained == ((2, 9),)
 
 
+def test_one_that_is_damaged_while_the_trainer_lives_costs_no_sound_one(
+    new_model: NewModel, model_folder: Path, tmp_path: Path
+) -> None:
+    learner = make_learner(new_model(), minibatches=2)
+    checkpoints = open_checkpoints(tmp_path)
+    for number in (1, 2):
+        save(checkpoints, learner, at(number), model_folder)
+    flip_bit(checkpoints.last.folder / STATE)
+    save(checkpoints, learner, at(3), model_folder)
+    assert checkpoints.retained == ((1, 1), (3, 3))
+    reopened = open_checkpoints(tmp_path)
+    assert reopened.newest() == checkpoints.last and reopened.retained == checkpoints.retained
+    assert len(list(tmp_path.glob(".damaged-step_2-*"))) == 1
+
+
+def test_a_damaged_one_is_not_moved_and_the_next_life_goes_on_from_the_one_before(
+    new_model: NewModel, model_folder: Path, tmp_path: Path
+) -> None:
+    learner = make_learner(new_model(), minibatches=2)
+    checkpoints = open_checkpoints(tmp_path)
+    for number in (1, 2):
+        save(checkpoints, learner, at(number), model_folder)
+    flip_bit(checkpoints.last.folder / STATE)
+    before = files(tmp_path)
+    with pytest.raises(StoreError, match=r"step_2, the newest .* damaged.*Start the trainer again"):
+        checkpoints.move(at(2, seq=5), {})
+    assert files(tmp_path) == before
+    found = open_checkpoints(tmp_path).newest()
+    assert found is not None and found.cursor == at(1)
+
+
+def test_an_older_one_that_is_damaged_does_not_keep_the_newest_from_moving(
+    new_model: NewModel, model_folder: Path, tmp_path: Path
+) -> None:
+    learner = make_learner(new_model(), minibatches=2)
+    checkpoints = open_checkpoints(tmp_path)
+    older = save(checkpoints, learner, at(1), model_folder)
+    save(checkpoints, learner, at(2), model_folder)
+    flip_bit(older.folder / STATE)
+    checkpoints.move(at(2, seq=5), {})
+    assert checkpoints.retained == ((2, 5),)
+
+
+def flip_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def test_what_is_remembered_of_batches_is_part_of_the_checkpoint(
     new_model: NewModel, model_folder: Path, tmp_path: Path
 ) -> None:
