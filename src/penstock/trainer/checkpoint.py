@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,13 +88,16 @@ class Checkpoints:
         every: int,
         config: Mapping[str, str] | None = None,
         accepts_changes: bool = False,
+        complete_config: Callable[[Mapping[str, str]], Mapping[str, str]] = dict,
     ) -> None:
         """config: by key, what must be as it was when a checkpoint is restored, unless changes are
-        accepted."""
+        accepted.
+        complete_config: adds what an older penstock did not write into one."""
         self._root = root
         self._policy = policy
         self._config = dict(config or {})
         self._accepts_changes = accepts_changes
+        self._complete_config = complete_config
         self._every = every
         self._complete: list[Checkpoint] = []
 
@@ -140,6 +143,12 @@ class Checkpoints:
         """The one of this number, whose digests another rank has checked just now."""
         folder = self._root / f"step_{number}"
         return Checkpoint(folder=folder, state=read_described(folder))
+
+    def changes(self, found: Checkpoint) -> list[str]:
+        """What of the config is not as it was when this one was saved; empty where nobody wrote it
+        down."""
+        saved = found.state.config
+        return changed(self._complete_config(saved), self._config) if saved else []
 
     def _look(self) -> tuple[list[Checkpoint], list[tuple[Path, str]]]:
         complete: list[Checkpoint] = []
@@ -191,8 +200,8 @@ class Checkpoints:
         unreadable = self._unreadable(cursor)
         if why := unreadable.get(self.last.folder):
             raise StoreError(
-                f"{self.last.folder}, the newest checkpoint, was damaged since it was saved: {why}; "
-                "it cannot be moved on to later batches, and was left as it is. Start the trainer "
+                f"{self.last.folder}, the newest checkpoint, was damaged since it was saved: {why}; it "
+                "cannot be moved on to later batches, and was left as it is. Start the trainer "
                 "again: it sets this one aside and goes on from the one before it"
             )
         self._set_aside(unreadable)
@@ -308,7 +317,7 @@ class Checkpoints:
         return Checkpoint(folder=folder, state=state)
 
     def _refuse_changes(self, found: Checkpoint) -> None:
-        changes = changed(found.state.config, self._config) if found.state.config else []
+        changes = self.changes(found)
         if changes and not self._accepts_changes:
             listed = "\n".join(f"    {change}" for change in changes)
             raise ConfigError(

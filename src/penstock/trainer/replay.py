@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.config import changed
 from penstock.dataflow.protocol import RowPayload, RowsAnswer
 from penstock.errors import ConfigError, PenstockError, StoreError
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
@@ -97,16 +96,14 @@ def refuse_other_ranks(have: int, trained: int) -> None:
         )
 
 
-def agree_on_beginning(
-    checkpoints: Checkpoints, number: int, config: Mapping[str, str], team: Team
-) -> Checkpoint | None:
+def agree_on_beginning(checkpoints: Checkpoints, number: int, team: Team) -> Checkpoint | None:
     """The newest before this number, which the first rank chooses; where it refuses, it says why,
     and the others get None."""
     if not team.place.is_first:
         [chosen] = team.first_says([0])
         return None if chosen == _REFUSED else checkpoints.at(chosen)
     try:
-        found = _last_before(checkpoints, number, config)
+        found = _last_before(checkpoints, number)
     except PenstockError:
         team.first_says([_REFUSED])
         raise
@@ -114,8 +111,8 @@ def agree_on_beginning(
     return found
 
 
-def _last_before(checkpoints: Checkpoints, number: int, config: Mapping[str, str]) -> Checkpoint:
-    """The newest before this number, if it is of the config that would be computed with."""
+def _last_before(checkpoints: Checkpoints, number: int) -> Checkpoint:
+    """The newest before this number, if the step was trained under the config of today."""
     complete = checkpoints.complete()
     before = [found for found in complete if found.cursor.number < number]
     if not before:
@@ -124,13 +121,15 @@ def _last_before(checkpoints: Checkpoints, number: int, config: Mapping[str, str
             f"no checkpoint before number {number} is left in {checkpoints.root} (kept: {known}); "
             "a step can be computed again only after the oldest of them"
         )
-    saved = before[-1].state.config
-    if changes := changed(saved, config) if saved else []:
+    # A life restores one and trains until it saves the next, which holds that life's config; what
+    # none was saved after was trained under the config of the run.
+    after = next((found for found in complete if found.cursor.number >= number), None)
+    if after is not None and (changes := checkpoints.changes(after)):
         listed = "\n".join(f"    {change}" for change in changes)
         raise ConfigError(
-            f"{before[-1].folder} was saved under another config than the run has now:\n{listed}\n"
-            "  nobody wrote down under which of the two each step after it was trained, so none is "
-            "compared; those after a checkpoint of today's config can be"
+            f"number {number} was trained under another config than the run has now, that of "
+            f"{after.folder}:\n{listed}\n"
+            "  none of its bits could be compared; those of steps under today's config can be"
         )
     return before[-1]
 

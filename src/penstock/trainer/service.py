@@ -29,6 +29,7 @@ from penstock.trainer.learner import SkipReason, Stats, first_state
 from penstock.trainer.loop import Trainer
 from penstock.trainer.lora import adapter_tensors, begin_adapter
 from penstock.trainer.models import init_model, name_precision
+from penstock.trainer.older import as_written_now
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.replay import (
     Record,
@@ -132,7 +133,7 @@ def replay_step(
     torch.set_num_threads(config.for_policy(policy).model.torch_threads)
     checkpoints = make_checkpoints(config, policy, run_dir)
     refuse_other_ranks(num_ranks(team), chain_of(config, policy).num_ranks)
-    checkpoint = agree_on_beginning(checkpoints, number, identity(config), team)
+    checkpoint = agree_on_beginning(checkpoints, number, team)
     if checkpoint is None:
         return None
     crew = build_crew(config, policy, checkpoint.folder, team, device)
@@ -171,6 +172,7 @@ def make_checkpoints(
         policy=policy,
         config=identity(config),
         accepts_changes=accepts_changes,
+        complete_config=lambda saved: as_written_now(saved, config),
         every=config.for_policy(policy).training.checkpoint_every,
     )
 

@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 from tests.unit.trainer.doubles import POLICY, MemoryDataflow, Sealed, random_batch
 from tests.unit.trainer.test_loop import config, equal_rewards, run
 
-from penstock.config import RunConfig
+from penstock.config import RunConfig, identity
 from penstock.config.pipeline import ParallelConfig
 from penstock.dataflow.protocol import RowPayload
 from penstock.errors import ConfigError, StoreError
-from penstock.trainer.replay import Committed, Replayed
-from penstock.trainer.service import replay_step
+from penstock.trainer.checkpoint import Checkpoints, Cursor
+from penstock.trainer.gang.team import Alone
+from penstock.trainer.replay import Committed, Replayed, agree_on_beginning
+from penstock.trainer.service import make_checkpoints, replay_step
 from penstock.types import Manifest
 
 BATCHES = [random_batch(0, seq=1), random_batch(0, seq=2), equal_rewards(3), random_batch(0, seq=4)]
@@ -117,17 +120,84 @@ def test_a_step_that_was_never_made_is_no_success(finished: Run) -> None:
         finished.replay(9)
 
 
-def test_a_step_is_not_compared_under_another_config_than_its_checkpoint_was_saved_with(
+def test_a_step_is_not_compared_under_another_config_than_it_was_trained_under(
     finished: Run,
 ) -> None:
     then = config(finished.model_folder)
     now = then.model_copy(
         update={"training": then.training.model_copy(update={"learning_rate": 1e-3})}
     )
-    with pytest.raises(ConfigError, match=r"(?s)step_2 was .*training.learning_rate: 0.002 -> 0.0"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)of .*step_3:.*training.learning_rate: 0.002 -> 0.0"
+    ):
         finished.replay(3, settings=now)
     free = then.model_copy(update={"training": then.training.model_copy(update={"steps": 9})})
     assert finished.replay(3, settings=free).differences == []
+
+
+def test_steps_are_of_the_config_of_the_life_that_saved_the_next_checkpoint(tmp_path: Path) -> None:
+    """A life of A saves number 3; one of B restores it, and saves 6."""
+
+    def life(rate: str) -> Checkpoints:
+        config = {"training.learning_rate": rate}
+        return Checkpoints(tmp_path, policy=POLICY, every=3, config=config, accepts_changes=True)
+
+    for number, rate in ((3, "A"), (6, "B")):
+        checkpoints = life(rate)
+        checkpoints.newest()
+        save_little(checkpoints, number)
+
+    def begun_at(rate: str, number: int) -> int:
+        found = agree_on_beginning(life(rate), number, Alone())
+        assert found is not None
+        return found.cursor.number
+
+    assert (begun_at("B", 5), begun_at("B", 6), begun_at("B", 7)) == (3, 3, 6)
+    for number in (5, 6):
+        with pytest.raises(ConfigError, match=r"(?s)of .*step_6:.*learning_rate: B -> A"):
+            begun_at("A", number)
+    assert begun_at("A", 7) == 6, "trained since the run is A again"
+
+
+def save_little(checkpoints: Checkpoints, number: int) -> None:
+    cursor = Cursor(number=number, seq=number, incarnation=1)
+    one = {"one": torch.ones(1)}
+    checkpoints.save(cursor, weights=one, state=one, static=[])
+
+
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_what_an_older_penstock_did_not_write_down_is_as_by_default(
+    finished: Run, tmp_path: Path, is_linear: bool
+) -> None:
+    plain = config(finished.model_folder)
+    shape = "linear" if is_linear else "constant"
+    then = with_training(plain, lr_scheduler_type=shape)
+    written = identity(then) | {"training.lr_scheduler_type": f'"{shape}"'}
+    for key in ("algorithm.ratio_against", "algorithm.correction"):
+        del written[key]
+    old = Checkpoints(tmp_path / "checkpoints", policy=POLICY, every=1, config=written)
+    save_little(old, 1)
+
+    def restored(settings: RunConfig) -> bool:
+        return make_checkpoints(settings, POLICY, tmp_path).newest() is not None
+
+    assert restored(then)
+    corrected = {"weighting": "none", "veto": 1e-4}
+    other = {"ratio_against": "proximal", "correction": corrected}
+    values = then.model_dump(mode="json")
+    values["algorithm"] |= other
+    with pytest.raises(
+        ConfigError, match=r"(?s)ratio_against: \"sampling\" -> \"proximal\".*"
+    ) as told:
+        restored(RunConfig.model_validate(values))
+    assert "algorithm.correction.veto: (absent) -> 0.0001" in str(told.value)
+    with pytest.raises(ConfigError, match=r"learning_rate: 0.002 -> 0.001\n  undo"):
+        restored(with_training(then, learning_rate=1e-3))
+
+
+def with_training(settings: RunConfig, **values: object) -> RunConfig:
+    training = settings.training.model_copy(update=values)
+    return settings.model_copy(update={"training": training})
 
 
 def test_one_process_does_not_pass_for_the_two_that_trained(finished: Run) -> None:
