@@ -200,9 +200,9 @@ class Checkpoints:
         unreadable = self._unreadable(cursor)
         if why := unreadable.get(self.last.folder):
             raise StoreError(
-                f"{self.last.folder}, the newest checkpoint, was damaged since it was saved: {why}; it "
-                "cannot be moved on to later batches, and was left as it is. Start the trainer "
-                "again: it sets this one aside and goes on from the one before it"
+                f"the newest checkpoint, {self.last.folder}, was damaged after it was saved: {why}"
+                "\n  it cannot be moved on to later batches, and was left as it is. Start the "
+                "trainer again: it sets this one aside and goes on from the one before it"
             )
         self._set_aside(unreadable)
         self._complete[-1] = move_cursor(self.last, cursor, memory)
