@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's ledger as a reader sees it: opened read-only, running or finished, never changed.
+"""A run's ledger as a reader sees it: opened read-only, running or finished, never changed. One of
+an older format is copied, and the copy brought up to date.
 
 Owns finding the tables of home and of further partitions, and single facts in them. Interprets
 nothing."""
 
 from __future__ import annotations
 
+import sqlite3
+import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from sqlalchemy.exc import DatabaseError
 
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import (
+    FORMAT,
     BatchRecord,
     CommitRecord,
     FateRecord,
@@ -24,7 +29,7 @@ from penstock.dataflow.records import (
     LeaseRecord,
 )
 from penstock.dataflow.storage.restore import restore_lineage
-from penstock.dataflow.storage.tables import Tables
+from penstock.dataflow.storage.tables import Tables, open_tables
 from penstock.errors import StoreError
 from penstock.types import GroupId, PolicyName
 
@@ -36,6 +41,8 @@ class Recorded:
     home: Tables
     partitions: Mapping[int, Tables] = field(default_factory=dict[int, Tables])
     """Those with a ledger of their own; the others write into home's."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """What is closed with it."""
 
     def at(self, partition: int) -> Tables:
         """Where groups, leases and rows of this partition stand."""
@@ -78,21 +85,22 @@ class Recorded:
         return lineage
 
     def close(self) -> None:
-        for tables in (self.home, *self.partitions.values()):
-            tables.close()
+        self.held.close()
 
 
 def open_recorded(ledger_folder: Path) -> Recorded:
     """The ledger in this folder; whoever writes it meanwhile is not disturbed."""
-    further = {
-        int(folder.name[1:]): _open(folder / "ledger.db")
-        for folder in sorted(ledger_folder.glob("p[0-9]*"))
-        if folder.name[1:].isdecimal() and (folder / "ledger.db").is_file()
-    }
-    return Recorded(home=_open(ledger_folder / "ledger.db"), partitions=further)
+    with ExitStack() as opened:
+        further = {
+            int(folder.name[1:]): _open(folder / "ledger.db", opened)
+            for folder in sorted(ledger_folder.glob("p[0-9]*"))
+            if folder.name[1:].isdecimal() and (folder / "ledger.db").is_file()
+        }
+        home = _open(ledger_folder / "ledger.db", opened)
+        return Recorded(home=home, partitions=further, held=opened.pop_all())
 
 
-def _open(path: Path) -> Tables:
+def _open(path: Path, opened: ExitStack) -> Tables:
     if not path.is_file():
         raise StoreError(
             f"there is no ledger at {path}; give the folder of a run that was started, "
@@ -101,11 +109,31 @@ def _open(path: Path) -> Tables:
     # Without a write-ahead log nobody has the ledger open, and none need be made to read it.
     is_open = path.with_name(path.name + "-wal").exists()
     mode = "mode=ro" if is_open else "mode=ro&immutable=1"
-    uri = f"{path.absolute().as_uri()}?{mode}&uri=true"
+    uri = f"{path.absolute().as_uri()}?{mode}"
     try:
-        return Tables(sa.create_engine(f"sqlite:///{uri}"))
-    except DatabaseError as error:
+        tables = _of_this_format(uri, opened)
+    except (DatabaseError, sqlite3.DatabaseError) as error:
+        why = error.orig if isinstance(error, DatabaseError) else error
         raise StoreError(
-            f"the ledger at {path} cannot be read: {error.orig}; if an older penstock wrote it, "
-            "start the run once with this one"
+            f"the ledger at {path} cannot be read: {why}; restore the ledger from a copy, or start "
+            "the run again if its first start was cut off"
         ) from error
+    opened.callback(tables.close)
+    return tables
+
+
+def _of_this_format(uri: str, opened: ExitStack) -> Tables:
+    with closing(sqlite3.connect(uri, uri=True)) as ledger:
+        if not _is_older(ledger):
+            return Tables(sa.create_engine(f"sqlite:///{uri}&uri=true"))
+        scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="penstock-ledger-")))
+        with closing(sqlite3.connect(scratch / "ledger.db")) as copy:
+            ledger.backup(copy)
+    return open_tables(scratch)
+
+
+def _is_older(ledger: sqlite3.Connection) -> bool:
+    with suppress(sqlite3.OperationalError):  # of a first start that was cut off
+        found = ledger.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
+        return found is not None and int(found[0]) < FORMAT
+    return False

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
+import tempfile
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,13 @@ from tests.unit.audit.ledgers import eventful_run
 from tests.unit.dataflow.simulate.made_runs import PICKY, POLICY, config, record, reward
 
 from penstock.dataflow.build import build
-from penstock.dataflow.records import BatchRecord, DecisionRecord, FateRecord, IssuedRecord
+from penstock.dataflow.records import (
+    BatchRecord,
+    DecisionRecord,
+    FateRecord,
+    IssuedRecord,
+    RowRecord,
+)
 from penstock.dataflow.told.explain import Explanation, explain
 from penstock.dataflow.told.recorded import Recorded, open_recorded
 from penstock.errors import NotFound, StoreError
@@ -157,6 +167,34 @@ def test_reading_disturbs_nothing(eventful: Recorded, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no ledger"):
         open_recorded(tmp_path)
     assert not [*tmp_path.iterdir()], "looking for a ledger makes none"
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_a_ledger_of_an_older_format_is_read_in_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_running: bool
+) -> None:
+    await record(tmp_path, PICKY)
+    ledger, scratch = tmp_path / "ledger", tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    with closing(open_recorded(ledger)) as recorded:
+        rows, story = recorded.home.read(RowRecord), explain(recorded, "p0-1")
+    with closing(sqlite3.connect(ledger / "ledger.db")) as writer:
+        writer.execute("PRAGMA journal_mode=WAL")
+        writer.execute("ALTER TABLE rows DROP COLUMN computed")
+        writer.execute("UPDATE meta SET value = '3' WHERE key = 'format'")
+        writer.commit()
+        if not is_running:
+            writer.close()
+        before = {path.name: path.read_bytes() for path in ledger.glob("ledger.db*")}
+        assert ("ledger.db-wal" in before) is is_running
+        with closing(open_recorded(ledger)) as recorded:
+            found = recorded.home.read(RowRecord)
+            assert explain(recorded, "p0-1") == story
+        assert [*scratch.iterdir()] == []
+        before.pop("ledger.db-shm", None)  # where readers say what they look at
+        assert {name: (ledger / name).read_bytes() for name in before} == before
+    assert [replace(row, computed="") for row in rows] == found != []
 
 
 async def test_a_running_ledger_is_read_beside_its_writer(tmp_path: Path) -> None:
