@@ -43,10 +43,11 @@ def fork(
 
     parent = find_folder(run)
     made, weights_only = make_fork(parent, overrides, at, name)
-    for policy in weights_only:
-        note(f"{policy}: weights alone, from the weight store; its optimizer begins anew")
+    for policy, damage in weights_only.items():
+        because = f", because its checkpoint cannot be used: {damage}" if damage else ""
+        note(f"{policy}: weights alone, from the weight store; its optimizer begins anew{because}")
     print(f"{made.path} begins at step {at} of {parent.path}; penstock run {made.path}")
     if json:
         facts = {"folder": str(made.path), "parent": str(parent.path), "step": at}
-        print_json({**facts, "weights_only": weights_only})
+        print_json({**facts, "weights_only": list(weights_only)})
     return 0

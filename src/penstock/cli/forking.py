@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,22 @@ if TYPE_CHECKING:
     from penstock.weights.store import DirectoryStore
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """All that is left of a policy at some step."""
+
+    folder: Path
+    """Temporary; an ordinary model folder."""
+    damage: str
+    """Why the checkpoint of that step cannot be used; empty where there is none."""
+
+
 def make_fork(
     parent: RunFolder, overrides: Sequence[str], step: int, name: str | None
-) -> tuple[RunFolder, list[str]]:
-    """The new folder, and the policies of which only weights were left; made in a hidden folder
-    that is renamed when all of it is there."""
+) -> tuple[RunFolder, Mapping[str, str]]:
+    """The new folder, and the policies of which only weights were left, with what is wrong with
+    their checkpoints, if they have one; made in a hidden folder that is renamed when all of it is
+    there."""
     from penstock.config import load
     from penstock.errors import ConfigError
     from penstock.fleet.folder import Parent, RunFolder
@@ -41,12 +53,12 @@ def make_fork(
         taken = {policy: _take(parent, old, policy, step, Path(temporary)) for policy in old.models}
         for policy, found in taken.items():
             _begin(config, policy, found, hidden)
-        snapshots = [policy for policy, found in taken.items() if isinstance(found, Path)]
+        bare = {name: found.damage for name, found in taken.items() if isinstance(found, _Weights)}
         hidden.write_config(config)
-        hidden.write_parent(Parent(run=str(parent.path), step=step, weights_only=tuple(snapshots)))
+        hidden.write_parent(Parent(run=str(parent.path), step=step, weights_only=tuple(bare)))
         _keep_modules(parent, hidden, config)
         hidden.path.rename(folder)
-    return RunFolder(folder), snapshots
+    return RunFolder(folder), bare
 
 
 def _keep_modules(parent: RunFolder, made: RunFolder, config: RunConfig) -> None:
@@ -57,28 +69,30 @@ def _keep_modules(parent: RunFolder, made: RunFolder, config: RunConfig) -> None
     )
 
 
-def _begin(config: RunConfig, policy: str, found: Checkpoint | Path, made: RunFolder) -> None:
+def _begin(config: RunConfig, policy: str, found: Checkpoint | _Weights, made: RunFolder) -> None:
     """Number 0 of the new run. Its config names the model that the parent began with, which is what
     a reference or a critic begins with here too."""
     from penstock.trainer.service import begin_with, make_checkpoints
 
     checkpoints = make_checkpoints(config, policy, made.path)
-    if isinstance(found, Path):
-        begin_with(config, policy, checkpoints, found)
+    if isinstance(found, _Weights):
+        begin_with(config, policy, checkpoints, found.folder)
     else:
         checkpoints.begin_from(found)
 
 
 def _take(
     parent: RunFolder, config: RunConfig, policy: str, step: int, temporary: Path
-) -> Checkpoint | Path:
-    """The checkpoint of this step, or a temporary folder with the weights of that number."""
+) -> Checkpoint | _Weights:
+    """The checkpoint of this step, or the weights of that number."""
     from penstock.errors import ConfigError
+    from penstock.trainer.checkpoint import listed
     from penstock.trainer.service import make_checkpoints
     from penstock.weights.catalog import read_catalog
     from penstock.weights.store import DirectoryStore
 
-    complete = make_checkpoints(config, policy, parent.path).complete()
+    checkpoints = make_checkpoints(config, policy, parent.path)
+    complete, unusable = checkpoints.look()
     for found in complete:
         if found.cursor.number == step:
             return found
@@ -91,12 +105,15 @@ def _take(
     published = _published(parent, policy, step)
     for version in there:
         if version.digest == published:
-            return _write_snapshot(store, version, temporary / f"model-{policy}")
+            folder = _write_snapshot(store, version, temporary / f"model-{policy}")
+            damage = unusable.get(checkpoints.root / f"step_{step}", "")
+            return _Weights(folder=folder, damage=damage)
     kept = ", ".join(str(found.cursor.number) for found in complete) or "none"
     weights = ", ".join(str(version.manifest.number) for version in there) or "none"
     raise ConfigError(
         f"{parent.path} keeps nothing of {policy} at step {step}: checkpoints {kept}; weights "
         f"alone {weights}. Choose one of these with --at"
+        + (f"\n  these checkpoints cannot be used:\n{listed(unusable)}" if unusable else "")
     )
 
 

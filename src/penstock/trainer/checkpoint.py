@@ -121,23 +121,31 @@ class Checkpoints:
         None means that there is not one folder: to begin at number 0 beside checkpoints that
         cannot be read would be to throw them away."""
         bring_back(self._root)
-        self._complete, unusable = self._look()
+        self._complete, unusable = self.look()
         if unusable and not self._complete:
-            listed = "\n".join(f"    {folder.name}: {why}" for folder, why in unusable)
             raise StoreError(
-                f"{self._root} has checkpoints, but none that could be restored:\n{listed}\n"
+                f"{self._root} has checkpoints, but none that could be restored:\n"
+                f"{listed(unusable)}\n"
                 "  nothing was changed. Make them readable or bring back a copy; to begin again at "
                 "number 0, move these folders away"
             )
         if self._complete:
             self._refuse_changes(self._complete[-1])
-        for folder, why in unusable:
+        for folder, why in unusable.items():
             set_aside(folder, why)
         return self._complete[-1] if self._complete else None
 
-    def complete(self) -> list[Checkpoint]:
-        """Those that could be restored, oldest first. For readers: nothing is set aside."""
-        return self._look()[0]
+    def look(self) -> tuple[list[Checkpoint], dict[Path, str]]:
+        """Those that could be restored, oldest first, and what is wrong with the others, by folder.
+        For readers: nothing is set aside."""
+        complete: list[Checkpoint] = []
+        unusable: dict[Path, str] = {}
+        for _, folder in sorted(_numbered(self._root)):
+            try:
+                complete.append(self._read(folder))
+            except Unusable as error:
+                unusable[folder] = str(error)
+        return complete, unusable
 
     def at(self, number: int) -> Checkpoint:
         """The one of this number, whose digests another rank has checked just now."""
@@ -149,16 +157,6 @@ class Checkpoints:
         down."""
         saved = found.state.config
         return changed(self._complete_config(saved), self._config) if saved else []
-
-    def _look(self) -> tuple[list[Checkpoint], list[tuple[Path, str]]]:
-        complete: list[Checkpoint] = []
-        unusable: list[tuple[Path, str]] = []
-        for _, folder in sorted(_numbered(self._root)):
-            try:
-                complete.append(self._read(folder))
-            except Unusable as error:
-                unusable.append((folder, str(error)))
-        return complete, unusable
 
     def is_due(self, cursor: Cursor) -> bool:
         return cursor.number >= self.last.cursor.number + self._every
@@ -319,13 +317,18 @@ class Checkpoints:
     def _refuse_changes(self, found: Checkpoint) -> None:
         changes = self.changes(found)
         if changes and not self._accepts_changes:
-            listed = "\n".join(f"    {change}" for change in changes)
+            lines = "\n".join(f"    {change}" for change in changes)
             raise ConfigError(
-                f"{found.folder} was saved under another config:\n{listed}\n"
+                f"{found.folder} was saved under another config:\n{lines}\n"
                 "  undo these changes, or go on with them by --accept-changes"
             )
         if changes:
             _log.warning("going on with another config", folder=str(found.folder), changes=changes)
+
+
+def listed(unusable: Mapping[Path, str]) -> str:
+    """What is wrong with each, a line for one."""
+    return "\n".join(f"    {folder.name}: {why}" for folder, why in unusable.items())
 
 
 def _numbered(root: Path) -> list[tuple[int, Path]]:

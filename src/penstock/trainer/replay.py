@@ -15,7 +15,7 @@ from typing import Protocol
 
 from penstock.dataflow.protocol import RowPayload, RowsAnswer
 from penstock.errors import ConfigError, PenstockError, StoreError
-from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
+from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor, listed
 from penstock.trainer.gang.team import Team
 from penstock.trainer.learner import Stats
 from penstock.types import Manifest, PolicyName
@@ -113,22 +113,23 @@ def agree_on_beginning(checkpoints: Checkpoints, number: int, team: Team) -> Che
 
 def _last_before(checkpoints: Checkpoints, number: int) -> Checkpoint:
     """The newest before this number, if the step was trained under the config of today."""
-    complete = checkpoints.complete()
+    complete, unusable = checkpoints.look()
     before = [found for found in complete if found.cursor.number < number]
     if not before:
         known = ", ".join(str(found.cursor.number) for found in complete) or "none"
         raise StoreError(
             f"no checkpoint before number {number} is left in {checkpoints.root} (kept: {known}); "
             "a step can be computed again only after the oldest of them"
+            + (f"\n  these cannot be used:\n{listed(unusable)}" if unusable else "")
         )
     # A life restores one and trains until it saves the next, which holds that life's config; what
     # none was saved after was trained under the config of the run.
     after = next((found for found in complete if found.cursor.number >= number), None)
     if after is not None and (changes := checkpoints.changes(after)):
-        listed = "\n".join(f"    {change}" for change in changes)
+        lines = "\n".join(f"    {change}" for change in changes)
         raise ConfigError(
             f"number {number} was trained under another config than the run has now, that of "
-            f"{after.folder}:\n{listed}\n"
+            f"{after.folder}:\n{lines}\n"
             "  none of its bits could be compared; those of steps under today's config can be"
         )
     return before[-1]

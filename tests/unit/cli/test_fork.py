@@ -131,3 +131,18 @@ def test_a_name_that_names_no_folder_is_refused_before_anything_is_made(
     code, _, err = run_main(capsys, "fork", str(parent.path), "--at", "2", f"--name={name}")
     assert code == 1 and "names the run folder" in err, err
     assert sorted(parent.path.parent.rglob("*")) == before
+
+
+def test_a_damaged_checkpoint_is_named_where_weights_alone_are_taken_or_nothing_is_left(
+    parent: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = parent.checkpoints / f"step_{NUM_STEPS}" / "optimizer.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    fork = ("fork", str(parent.path), "--at")
+    code, _, err = run_main(capsys, *fork, str(NUM_STEPS))
+    assert code == 0 and "begins anew, because its checkpoint" in err
+    assert "optimizer.safetensors is damaged" in err
+    code, _, err = run_main(capsys, *fork, "9")
+    assert code == 1 and f"step_{NUM_STEPS}: optimizer.safetensors is damaged" in err

@@ -152,7 +152,7 @@ def test_a_damaged_file_of_a_checkpoint_is_found(model_folder: Path, tmp_path: P
     checkpoints = make_checkpoints(config(model_folder), POLICY, tmp_path)
     for name, whole in ((FILE, [0]), (MODEL, [])):
         flip_last(tmp_path / "checkpoints" / "step_3" / name)
-        assert [found.cursor.number for found in checkpoints.complete()] == whole
+        assert [found.cursor.number for found in checkpoints.look()[0]] == whole
 
 
 def test_a_model_in_several_files_keeps_them(model_folder: Path, tmp_path: Path) -> None:
@@ -173,11 +173,11 @@ def test_a_model_in_several_files_keeps_them(model_folder: Path, tmp_path: Path)
 
     saved = save(0)
     assert parts | {FILE} <= {path.name for path in saved.iterdir()}
-    assert [found.folder for found in checkpoints.complete()] == [saved]
+    assert [found.folder for found in checkpoints.look()[0]] == [saved]
     put_on(load_model(saved), saved, LoraConfig.model_validate(LORA))
     flip_last(saved / max(parts - {f"{MODEL}.index.json"}))
     save(1)
-    assert not checkpoints.complete()
+    assert not checkpoints.look()[0]
 
 
 def test_a_policy_that_begins_with_an_adapter_goes_on_with_it(

@@ -115,6 +115,17 @@ def test_a_step_before_the_oldest_checkpoint_says_what_is_kept(finished: Run) ->
         finished.replay(2)
 
 
+def test_checkpoints_that_cannot_be_used_are_named_with_the_reason(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, policy=POLICY, every=3)
+    for number in (3, 6):
+        save_little(checkpoints, number)
+        (checkpoints.last.folder / "optimizer.safetensors").write_bytes(b"")
+    with pytest.raises(
+        StoreError, match=r"(?s)kept: none.*step_3: opt.* is damaged\n.*step_6: opt"
+    ):
+        agree_on_beginning(checkpoints, 5, Alone())
+
+
 def test_a_step_that_was_never_made_is_no_success(finished: Run) -> None:
     with pytest.raises(StoreError, match="number 9 was never committed"):
         finished.replay(9)
