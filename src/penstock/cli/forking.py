@@ -42,8 +42,13 @@ def make_fork(
     old = parent.read_config()
     beside = parent.path.parent
     new_name = f"{old.name}-fork-{step}" if name is None else name
-    given = [f"name={json.dumps(new_name)}", f"output_dir={beside}", *overrides]
-    config = load(parent.config_file, given)
+    given = load(parent.config_file, [f"name={json.dumps(new_name)}", *overrides])
+    if given.output_dir != old.output_dir:
+        raise ConfigError(
+            f"a fork is made beside its parent, in {beside}; leave output_dir out, and move the "
+            "folder afterwards"
+        )
+    config = given.model_copy(update={"output_dir": str(beside)})  # it may hold what YAML reads
     folder = beside / config.name
     if folder.exists():
         raise ConfigError(f"{folder} exists; give the new run another name with --name")

@@ -12,7 +12,7 @@ from tests.unit.cli.test_commands import run_main
 from tests.unit.trainer.doubles import POLICY, random_batch, settings
 from torch import Tensor
 
-from penstock.config import RunConfig, identity
+from penstock.config import RunConfig, identity, run_dir
 from penstock.dataflow.records import CommitRecord, IncarnationRecord, VersionRecord
 from penstock.dataflow.storage.tables import open_tables
 from penstock.fleet.folder import RunFolder
@@ -146,3 +146,19 @@ def test_a_damaged_checkpoint_is_named_where_weights_alone_are_taken_or_nothing_
     assert "optimizer.safetensors is damaged" in err
     code, _, err = run_main(capsys, *fork, "9")
     assert code == 1 and f"step_{NUM_STEPS}: optimizer.safetensors is damaged" in err
+
+
+@pytest.mark.parametrize("where", ["exp #1", "lr: 1e-3", "${HOME}x"])
+def test_a_fork_lies_where_its_config_says_whatever_the_folder_is_called(
+    parent: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    moved = RunFolder((tmp_path / where).absolute() / parent.path.name)
+    moved.path.parent.mkdir()
+    parent.path.rename(moved.path)
+    code, _, err = run_main(capsys, "fork", str(moved.path), "--at", str(NUM_STEPS), "--name", "f")
+    assert code == 0, err
+    made = RunFolder(moved.path.parent / "f")
+    assert run_dir(made.read_config()) == made.path
+    words = ("fork", str(moved.path), "output_dir=elsewhere", "--at", str(NUM_STEPS))
+    code, _, err = run_main(capsys, *words)
+    assert code == 1 and "beside its parent" in err
