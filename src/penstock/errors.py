@@ -7,7 +7,8 @@ PenstockError
 │   ├── BadRequest 400            ContextOverflow, when a prompt exceeds the model's window
 │   ├── Unauthorized 401 · Forbidden 403 · NotFound 404
 │   ├── Conflict 409              somebody else's fact stands
-│   │   └── Fenced 409            an older lease, session or incarnation tried to act
+│   │   ├── Fenced 409            an older lease, session or incarnation tried to act
+│   │   └── NeverCommitted 409    the ledger knows no such place to go on from
 │   ├── TooLarge 413 · Busy 429 · StorageFull 507
 │   └── Unreachable               no answer before the deadline
 ├── EngineError                   generate or load failed in an inference engine
@@ -16,7 +17,7 @@ PenstockError
 ├── RewardError                   the reward function raised, was killed, or returned nonsense
 ├── WeightsError                  a snapshot is missing, damaged or of another model
 ├── StoreError                    the ledger or a segment cannot be trusted
-│   └── ForkRefused               the ledger does not know the checkpoint to go on from
+│   └── ForkRefused               the ledger does not let a trainer go on from its checkpoint
 └── LaunchError                   a process could not be started or kept running
 
 A failed rollout is a record, not a crash: only the node's loop catches these, and writes them down.
@@ -80,6 +81,10 @@ class Fenced(Conflict):
     code = "fenced"
 
 
+class NeverCommitted(Conflict):
+    code = "never_committed"
+
+
 class TooLarge(WireError):
     status, code = 413, "too_large"
 
@@ -137,6 +142,7 @@ WIRE_ERRORS: dict[str, type[WireError]] = {
         NotFound,
         Conflict,
         Fenced,
+        NeverCommitted,
         TooLarge,
         Busy,
         StorageFull,

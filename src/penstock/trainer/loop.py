@@ -29,7 +29,7 @@ from penstock.dataflow.protocol import (
     UsedBy,
     VersionsInUse,
 )
-from penstock.errors import Conflict, Fenced, ForkRefused
+from penstock.errors import Conflict, Fenced, ForkRefused, NeverCommitted
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.checkpoint import Checkpoints
@@ -168,14 +168,7 @@ class Trainer:
                 break
             except Conflict as error:
                 if self._dataflow.state(self._policy).incarnation == known:
-                    raise ForkRefused(
-                        f"{self._policy}: the ledger refuses to go on from "
-                        f"{self._checkpoints.last.folder}, number {request.number}, batch "
-                        f"{request.seq}: {error}\n  it is the ledger of another run, or an older "
-                        "copy of this one. Bring back the one that belongs to this checkpoint; or "
-                        "move the checkpoint away, and what was trained since the one before it "
-                        "is trained anew"
-                    ) from error
+                    raise self._refused(error) from error
         self._cursor = replace(self._cursor, incarnation=answer.incarnation)
         self._snapshots.remove_others()
         self._name_checkpoints()
@@ -187,6 +180,19 @@ class Trainer:
             seq=self._cursor.seq,
             steps=answer.steps,
         )
+
+    def _refused(self, error: Conflict) -> ForkRefused:
+        where = f"{self._checkpoints.last.folder}, number {self._cursor.number}, batch"
+        told = (
+            f"{self._policy}: the ledger refuses to go on from {where} {self._cursor.seq}: {error}"
+        )
+        if isinstance(error, NeverCommitted):
+            told += (
+                "\n  it is the ledger of another run, or an older copy of this one. Bring back the "
+                "one that belongs to this checkpoint; or move the checkpoint away, and what was "
+                "trained since the one before it is trained anew"
+            )
+        return ForkRefused(told)
 
     def _batches(self) -> Iterator[Batch]:
         """Each sealed batch after the cursor, until there is no more."""

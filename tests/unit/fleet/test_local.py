@@ -162,12 +162,14 @@ def test_a_trainer_that_was_replaced_ends_the_run_instead_of_coming_back(
     assert deaths == [] and launcher.pids() == {}
 
 
-def test_a_trainer_whose_checkpoint_the_ledger_does_not_know_ends_the_run_and_says_why(
+def test_a_trainer_whose_checkpoint_the_ledger_refuses_ends_the_run_and_says_why(
     launch: Launch, deaths: list[Death]
 ) -> None:
     code = f"import sys; sys.stderr.write('the ledger refuses'); sys.exit({local.EXIT_REFUSED})"
     launcher = launch(stand_in("trainer-a", code, kind=Kind.TRAINER))
-    with pytest.raises(LaunchError, match=r"(?s)would change nothing.*the ledger refuses"):
+    with pytest.raises(
+        LaunchError, match=r"(?s)refuses to go on.*change nothing.*the ledger refuses"
+    ):
         until(launcher.poll)
     assert deaths == [] and launcher.pids() == {}
 

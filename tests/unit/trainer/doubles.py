@@ -31,7 +31,7 @@ from penstock.dataflow.protocol import (
     VersionInUse,
     VersionsInUse,
 )
-from penstock.errors import Conflict, Fenced
+from penstock.errors import Conflict, Fenced, NeverCommitted
 from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.gang.team import Alone, Sums
@@ -265,6 +265,8 @@ class MemoryDataflow:
     checkpoint_now: bool = False
     rivals: int = 0
     """So many other trainers take over between our look and our compare-and-set."""
+    let_go: int = 0
+    """Batches up to this one come no more."""
     die_after: str = ""
     """Stop as a crash would, once this call has succeeded, e.g. `commit 3`."""
 
@@ -286,7 +288,9 @@ class MemoryDataflow:
         if body.expected != self.incarnation:
             raise Conflict(f"{policy} is at incarnation {self.incarnation}")
         if body.number > self.number or body.seq > self.seq:
-            raise Conflict("the fork lies ahead of what is committed")
+            raise NeverCommitted("the fork lies ahead of what is committed")
+        if body.seq < self.let_go:
+            raise Conflict(f"batches before {self.let_go + 1} were let go; restore a younger one")
         self.incarnation += 1
         self.number, self.seq = body.number, body.seq
         self._done(f"incarnate {body.number} {body.seq}")

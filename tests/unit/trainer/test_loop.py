@@ -300,6 +300,17 @@ def test_a_refused_fork_point_is_an_error_not_a_loop(model_folder: Path, tmp_pat
         run(MemoryDataflow(batches=BATCHES[:2]), tmp_path, settings)  # a ledger that was emptied
 
 
+def test_a_fork_point_whose_batches_were_let_go_is_no_other_run(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    settings = config(model_folder)
+    dataflow = MemoryDataflow(batches=BATCHES[:2])
+    run(dataflow, tmp_path, settings)
+    dataflow.let_go = 3
+    with pytest.raises(ForkRefused, match=r"step_2, number 2, batch 2: .*restore a younger one$"):
+        run(dataflow, tmp_path, settings)
+
+
 def test_a_fenced_trainer_stops(model_folder: Path, tmp_path: Path) -> None:
     class Replaced(MemoryDataflow):
         def rows(self, policy, seq, indexes=None):  # pyright: ignore

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from penstock.dataflow.records import CommitRecord, IncarnationRecord, VersionRecord
-from penstock.errors import BadRequest, Conflict, Fenced
+from penstock.errors import BadRequest, Conflict, Fenced, NeverCommitted
 from penstock.types import PolicyName
 
 
@@ -114,7 +114,7 @@ class Lineage:
                 "another trainer took over; read the policy's state and decide again"
             )
         if self._path.get(seq) != number:
-            raise Conflict(
+            raise NeverCommitted(
                 f"number {number} after batch {seq} was never committed on the surviving lineage "
                 f"(it ends at number {self.number}, batch {self.seq}); "
                 "restore a checkpoint of this run"

@@ -43,8 +43,8 @@ EXIT_FENCED = 3
 """Of a trainer: another one took over its policy. Starting it again would take the policy back, and
 the two would go on replacing each other."""
 EXIT_REFUSED = 4
-"""Of a trainer: the ledger does not know its newest checkpoint. To go back to an older one would be
-to throw work away, so people decide."""
+"""Of a trainer: the ledger refuses to go on from its newest checkpoint. To go back to an older one
+would be to throw work away, so people decide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +219,8 @@ class LocalLauncher:
             )
         if code == EXIT_REFUSED and kind is Kind.TRAINER:
             raise LaunchError(
-                f"{slot.service.name} ended because the ledger does not know the checkpoint that "
-                "it would go on from; starting it again would change nothing. Its log, "
+                f"{slot.service.name} ended because the ledger refuses to go on from its newest "
+                "checkpoint; starting it again would change nothing. Its log, "
                 f"{slot.log}, ends:\n{last_lines(slot.log)}"
             )
         lived_s = now - slot.started_at

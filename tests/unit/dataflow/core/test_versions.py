@@ -7,7 +7,7 @@ import pytest
 
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import CommitRecord, IncarnationRecord
-from penstock.errors import BadRequest, Conflict, Fenced
+from penstock.errors import BadRequest, Conflict, Fenced, NeverCommitted
 from penstock.types import PolicyName
 
 
@@ -111,7 +111,7 @@ def test_a_life_forks_only_where_one_was_committed(number: int, seq: int) -> Non
         with pytest.raises(Conflict):
             incarnate(lineage, 2, 3)
         return
-    with pytest.raises(Conflict, match="never committed"):
+    with pytest.raises(NeverCommitted, match="never committed"):
         incarnate(lineage, number, seq)
 
 
