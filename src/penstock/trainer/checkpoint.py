@@ -144,7 +144,8 @@ class Checkpoints:
             try:
                 complete.append(self._read(folder))
             except Unusable as error:
-                unusable[folder] = str(error)
+                if folder.exists():  # else its trainer let it go meanwhile
+                    unusable[folder] = str(error)
         return complete, unusable
 
     def at(self, number: int) -> Checkpoint:
@@ -210,7 +211,10 @@ class Checkpoints:
         """The state of another run as number 0 of this one, digested again in the copy."""
         hidden = self._hidden(new_token())
         for name, told in other.state.files.items():
-            shutil.copyfile(other.folder / name, hidden / name)
+            try:
+                shutil.copyfile(other.folder / name, hidden / name)
+            except FileNotFoundError as error:
+                raise _let_go(other.folder) from error
             if digest(hidden / name) != told:
                 raise StoreError(f"{other.folder / name} is damaged: its digest is not {told}")
         beginning = Cursor(number=0, seq=0, incarnation=0)
@@ -324,6 +328,14 @@ class Checkpoints:
             )
         if changes:
             _log.warning("going on with another config", folder=str(found.folder), changes=changes)
+
+
+def _let_go(folder: Path) -> StoreError:
+    left = ", ".join(path.name for _, path in sorted(_numbered(folder.parent))) or "none"
+    return StoreError(
+        f"{folder} was let go by its trainer while it was copied; choose one that is left in "
+        f"{folder.parent}: {left}"
+    )
 
 
 def listed(unusable: Mapping[Path, str]) -> str:

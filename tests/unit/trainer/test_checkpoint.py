@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.errors import ConfigError, Fenced, StoreError
+from penstock.trainer import checkpoint
 from penstock.trainer.checkpoint import NUM_KEPT, Checkpoint, Checkpoints, Cursor
 from penstock.trainer.described import STATE, Unusable, read_described, write_described
 from penstock.trainer.learner import Learner
@@ -365,6 +366,37 @@ def test_an_older_one_that_is_damaged_does_not_keep_the_newest_from_moving(
     flip_bit(older.folder / STATE)
     checkpoints.move(at(2, seq=5), {})
     assert checkpoints.retained == ((2, 5),)
+
+
+def test_one_that_is_let_go_while_another_run_copies_it_is_named_with_those_left(
+    new_model: NewModel, model_folder: Path, tmp_path: Path
+) -> None:
+    learner = make_learner(new_model(), minibatches=2)
+    checkpoints = open_checkpoints(tmp_path / "parent")
+    first = save(checkpoints, learner, at(1), model_folder)
+    for number in (2, 3):
+        save(checkpoints, learner, at(number), model_folder)
+    with pytest.raises(StoreError, match=r"step_1 was let go .*choose one .*: step_2, step_3$"):
+        open_checkpoints(tmp_path / "fork").begin_from(first)
+
+
+def test_one_that_is_let_go_while_it_is_looked_at_is_not_damaged(
+    new_model: NewModel, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(new_model(), minibatches=2)
+    checkpoints = open_checkpoints(tmp_path)
+    for number in (1, 2):
+        save(checkpoints, learner, at(number), model_folder)
+    real = checkpoint.digest
+
+    def prunes_first(path: Path) -> str:
+        if path.parent.name == "step_1" and path.parent.exists():
+            shutil.rmtree(path.parent)
+        return real(path)
+
+    monkeypatch.setattr(checkpoint, "digest", prunes_first)
+    complete, unusable = open_checkpoints(tmp_path).look()
+    assert ([found.cursor for found in complete], unusable) == ([at(2)], {})
 
 
 def flip_bit(path: Path) -> None:
