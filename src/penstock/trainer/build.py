@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from penstock.trainer.critic import Critic
 from penstock.trainer.device import CPU
 from penstock.trainer.gang.moving import move
 from penstock.trainer.gang.places import Parallel
+from penstock.trainer.gang.reading import fill, load_outline
 from penstock.trainer.gang.sharding import shard
 from penstock.trainer.gang.team import Alone, Company, Team
 from penstock.trainer.learner import Learner, Optimizer, Stats
@@ -45,6 +46,7 @@ from penstock.trainer.vocabularies import other_vocabularies
 CRITIC = "critic"
 CRITIC_RATE = 5.0
 """A critic learns so much faster than its actor, unless its stage has the option learning_rate."""
+S = TypeVar("S", Actor, Critic)
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -72,10 +74,10 @@ def build_crew(
     )
 
 
-def load_policy(settings: PolicyConfig, folder: Path, *, is_tried: bool = True) -> PreTrainedModel:
-    """The model that makes versions, whole, with its adapter if it trains one.
+def load_policy(settings: PolicyConfig, folder: Path, *, is_first: bool = True) -> PreTrainedModel:
+    """The model that makes versions, with its adapter if it trains one.
 
-    is_tried: whether it can be packed; one rank tries it for all, who meet it when it is spread."""
+    is_first: of its ranks; the others get an outline of it."""
     lora = settings.model.lora
     if is_adapted(folder) is (lora is None):
         trained, held = ("all weights", "an") if lora is None else ("an adapter", "no")
@@ -83,16 +85,18 @@ def load_policy(settings: PolicyConfig, folder: Path, *, is_tried: bool = True) 
             f"policy {settings.name} trains {trained}, and {folder} holds {held} adapter; set lora "
             "as it was when that was written, or begin from another folder"
         )
-    model = _load_tried(folder, is_tried)
+    model = _load(folder, is_first)
     if lora is not None:
         put_on(model, folder, lora)
     return model
 
 
-def _load_tried(folder: Path, is_tried: bool) -> PreTrainedModel:
+def _load(folder: Path, is_first: bool) -> PreTrainedModel:
+    """Whole on the first rank, which tries for all whether it can be packed."""
+    if not is_first:
+        return load_outline(folder)
     model = load_model(folder)
-    if is_tried:
-        require_packable(model)
+    require_packable(model)
     return model
 
 
@@ -184,10 +188,10 @@ class _Builder:
         own = stage and _own_objective(stage)
         objective = own or objective_of(algorithm)
         is_budgeted = isinstance(objective, Budgeted)
-        model = load_policy(self._settings, folder, is_tried=self._team.place.is_first)
+        model = load_policy(self._settings, folder, is_first=self._team.place.is_first)
         actor = Actor(model, learns_entropy=algorithm.entropy_coef > 0)
         return Learner(
-            shard(actor, actor.model, team, self._device),
+            self._spread(actor, folder, team),
             objective,
             self._optimizer(self._settings.training.learning_rate),
             cut=Cut(
@@ -204,9 +208,8 @@ class _Builder:
         rate = stage.options.get("learning_rate")
         if rate is None:
             rate = CRITIC_RATE * self._settings.training.learning_rate
-        critic = Critic(self._initial(stage))
         return Learner(
-            shard(critic, critic.model, team, self._device),
+            self._initial(stage, team, Critic),
             _own_objective(stage) or ValueLoss(),
             self._optimizer(float(rate)),
             cut=Cut(minibatches=self._settings.training.minibatches, needs_advantage=False),
@@ -226,15 +229,21 @@ class _Builder:
             return partial(_look, column, _of_role(stage, learners).look)
         if self._settings.model.lora is not None and stage.model is None:
             return partial(_look, column, partial(_look_bare, learners[ACTOR]))
-        frozen = Actor(self._initial(stage)).requires_grad_(False)
-        whole = shard(frozen, frozen.model, team, self._device)
-        return partial(_look, column, partial(self._passes(team).look, whole))
+        frozen = self._initial(stage, team, _frozen)
+        return partial(_look, column, partial(self._passes(team).look, frozen))
 
-    def _initial(self, stage: PipelineStageConfig) -> PreTrainedModel:
-        """The model the stage names, or the one its policy began with."""
+    def _initial(self, stage: PipelineStageConfig, team: Team, make: Callable[..., S]) -> S:
+        """Of the model the stage names, or of the one its policy began with."""
         init = stage.model or self._settings.model.init
         with initial_folder(init, self._seed) as folder:
-            return _load_tried(folder, self._team.place.is_first)
+            scorer = make(_load(folder, self._team.place.is_first))
+            return self._spread(scorer, folder, team)
+
+    def _spread(self, scorer: S, folder: Path, team: Team) -> S:
+        """Its share on each rank, those of the others than the first read from the folder."""
+        shard(scorer, scorer.model, team, self._device)
+        fill(scorer, scorer.model, folder, team, self._device)
+        return scorer
 
     def _optimizer(self, rate: float) -> Optimizer:
         training = self._settings.training
@@ -258,6 +267,10 @@ def _of_role(stage: PipelineStageConfig, learners: dict[str, Learner]) -> Learne
             f"{' and '.join(learners)}; add a stage with type: train and role: {stage.role}"
         )
     return learners[stage.role]
+
+
+def _frozen(model: PreTrainedModel) -> Actor:
+    return Actor(model).requires_grad_(False)
 
 
 def _sit_out(stage: PipelineStageConfig, batch: Batch) -> Stats | dict[str, Any]:

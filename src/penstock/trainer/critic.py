@@ -30,7 +30,7 @@ class Critic(nn.Module):
         use_packed_attention(model)
         self.model = model.eval()
         config: Any = model.config
-        self.head = nn.Linear(config.hidden_size, 1, dtype=model.dtype, device=model.device)
+        self.head = nn.Linear(config.hidden_size, 1, dtype=model.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

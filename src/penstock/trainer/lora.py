@@ -54,9 +54,9 @@ class LoraLinear(nn.Linear):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight = base.weight
         self.register_parameter("bias", base.bias)
-        like = {"device": base.weight.device, "dtype": base.weight.dtype}
-        self.lora_A = nn.Linear(base.in_features, adapter.rank, bias=False, **like)
-        self.lora_B = nn.Linear(adapter.rank, base.out_features, bias=False, **like)
+        dtype = base.weight.dtype
+        self.lora_A = nn.Linear(base.in_features, adapter.rank, bias=False, dtype=dtype)
+        self.lora_B = nn.Linear(adapter.rank, base.out_features, bias=False, dtype=dtype)
         self.scale = adapter.scale
         self.is_on = True
 

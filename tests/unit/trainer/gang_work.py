@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -125,9 +125,9 @@ def train(model: Any, gang: Team, steps: range) -> tuple[PlainLoop, list[tuple[f
 
 # --- the trainer's own learners -------------------------------------------------------------------
 
-CREWS = {"grpo": NUM_STEPS, "m2po": 4, "ppo": 4, "rloo+lora": 6}
-"""Steps by algorithm."""
-GATHERED = ("grpo", "rloo+lora")
+CREWS = {"grpo": NUM_STEPS, "m2po": 4, "ppo": 4, "rloo+adapted": 6, "grpo+tied": 4}
+"""Steps by algorithm, and the folder of its model where it is another."""
+GATHERED = ("grpo", "rloo+adapted", "grpo+tied")
 """Of these the weights are compared, too."""
 LORA = {"rank": 2, "alpha": 8}
 
@@ -138,13 +138,20 @@ def learned(
     """Loss and gradient norm of each step, and the weights after the last."""
     from tests.unit.trainer.doubles import POLICY, random_batch, settings
 
+    from penstock.trainer import build
     from penstock.trainer.batches import assemble
-    from penstock.trainer.build import build_crew
+    from penstock.trainer.gang import reading
 
-    algorithm, _, has_lora = name.partition("+")
-    chosen = settings(folder / "model", algorithm, lora=LORA if has_lora else None)
-    crew = build_crew(chosen, POLICY, folder / ("adapted" if has_lora else "model"), team)
+    algorithm, _, where = name.partition("+")
+    lora = LORA if where == "adapted" else None
+    chosen = settings(folder / (where if where == "tied" else "model"), algorithm, lora=lora)
     place = team.place
+    if not place.is_first:
+        build.load_model = reading.load_model = _forbidden
+    crew = build.build_crew(chosen, POLICY, folder / (where or "model"), team)
+    if where == "tied":
+        embeddings: Any = crew.model.get_input_embeddings()
+        assert embeddings.weight is cast(Any, crew.model.get_output_embeddings()).weight
     curve: list[tuple[float, float]] = []
     for seq in range(1, CREWS[name] + 1):
         sealed = random_batch(3, seq=seq, num_groups=5, size=3)
@@ -157,6 +164,10 @@ def learned(
         assert values["tokens/trained"] == sum(batch.columns["length"])
         curve.append((values["loss"], values["grad_norm"]))
     return curve, crew.weights()
+
+
+def _forbidden(folder: Path) -> Any:
+    raise AssertionError(f"only the first rank reads {folder} whole")
 
 
 # --- jobs ---------------------------------------------------------------------------------------

@@ -41,11 +41,13 @@ def shard(whole: M, model: PreTrainedModel, gang: Team, device: torch.device = C
     """Keep this rank's share of every parameter, on its device; the modules themselves are changed.
 
     `whole` is what is called in a forward pass: the model, or a module around it. In a gang layer
-    after layer goes to the device and is cut there, so it never holds the whole."""
+    after layer goes to the device and is cut there, so it never holds the whole. Nothing passes
+    between ranks: each cuts what it has."""
     if not isinstance(gang, Gang):
         return whole.to(device)
     if gang.place.parallel.tp > 1:
-        parallelize_module(model, gang.mesh["tp"], _styles(model, gang.place.parallel.tp))
+        styles = _styles(model, gang.place.parallel.tp)
+        parallelize_module(model, gang.mesh["tp"], styles, src_data_rank=None)
     over_parts = gang.mesh["dp"]
     for layer in _decoder_layers(model):
         fully_shard(layer, mesh=over_parts)

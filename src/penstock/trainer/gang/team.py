@@ -139,6 +139,13 @@ class Gang(_World):
         dist.broadcast(content, src=source, group=self._neighbours)
         return content.numpy().tobytes()
 
+    def first_gives(self, tensor: Tensor) -> None:
+        """What the first rank has in it, on every rank: inside its part, then from part to part."""
+        place = self.place
+        if place.part == 0:
+            dist.broadcast(tensor, src=0, group=self._neighbours)
+        dist.broadcast(tensor, src=place.rank % place.parallel.tp, group=self._parts)
+
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         """The parts' tensors in the order of parts."""
         found = [torch.empty_like(tensor) for _ in range(self.place.parallel.dp)]

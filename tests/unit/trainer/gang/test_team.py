@@ -28,6 +28,7 @@ from tests.unit.trainer.gang_work import (
     supervised,
     train,
 )
+from tests.unit.trainer.test_packable import make_tiny
 from transformers import PreTrainedModel
 
 from penstock.config import LoraConfig
@@ -45,6 +46,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     shutil.copytree(model_folder, folder / "model")
     shutil.copytree(model_folder, folder / "adapted")
     begin_adapter(folder / "adapted", LoraConfig.model_validate(LORA), seed=0)
+    make_tiny("llama", {"tie_word_embeddings": True}).save_pretrained(folder / "tied")
     return folder
 
 
