@@ -31,7 +31,7 @@ def credit(name: str, options: str, reads: str = "reward") -> str:
 @pytest.mark.parametrize(
     ("stage", "key", "says"),
     [
-        (credit("step_advantage", "{how: harmonic}", "reward, length"), "how",
+        (credit("step_advantage", "{how: weight}", "reward, length"), "how",
          'is not one of weighted | return | shaping | min | outcome; did you mean "weighted"?'),
         (credit("group_advantage", "{std_ddof: one}"), "std_ddof", "must be a whole number"),
         (ADVANTAGE.replace("type", "options: {std_ddof: 2}, type"), "std_ddof", "at most 1"),
