@@ -125,10 +125,8 @@ def _past(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> 
     parts: list[Tensor] = []
     at_L = torch.arange(length, device=q.device)
     for first in range(0, length, window):
-        asking, seen = (
-            slice(first, first + window),
-            slice(max(0, first - window + 1), first + window),
-        )
+        end = first + window
+        asking, seen = slice(first, end), slice(max(0, first - window + 1), end)
         back = at_L[asking, None] - at_L[seen]
         is_seen = (back >= 0) & (back < window)
         parts.append(attend(q[:, :, asking], k[:, :, seen], v[:, :, seen], attn_mask=is_seen))

@@ -323,13 +323,20 @@ def test_skipped_batches_move_only_the_cursor(
     assert checkpoints.retained == ((2, 9),)
 
 
+def with_two_saved(
+    new_model: NewModel, model_folder: Path, root: Path
+) -> tuple[Learner, Checkpoints]:
+    learner = make_learner(new_model(), minibatches=2)
+    checkpoints = open_checkpoints(root)
+    for number in (1, 2):
+        save(checkpoints, learner, at(number), model_folder)
+    return learner, checkpoints
+
+
 def test_one_that_is_damaged_while_the_trainer_lives_costs_no_sound_one(
     new_model: NewModel, model_folder: Path, tmp_path: Path
 ) -> None:
-    learner = make_learner(new_model(), minibatches=2)
-    checkpoints = open_checkpoints(tmp_path)
-    for number in (1, 2):
-        save(checkpoints, learner, at(number), model_folder)
+    learner, checkpoints = with_two_saved(new_model, model_folder, tmp_path)
     flip_bit(checkpoints.last.folder / STATE)
     save(checkpoints, learner, at(3), model_folder)
     assert checkpoints.retained == ((1, 1), (3, 3))
@@ -341,10 +348,7 @@ def test_one_that_is_damaged_while_the_trainer_lives_costs_no_sound_one(
 def test_a_damaged_one_is_not_moved_and_the_next_life_goes_on_from_the_one_before(
     new_model: NewModel, model_folder: Path, tmp_path: Path
 ) -> None:
-    learner = make_learner(new_model(), minibatches=2)
-    checkpoints = open_checkpoints(tmp_path)
-    for number in (1, 2):
-        save(checkpoints, learner, at(number), model_folder)
+    _, checkpoints = with_two_saved(new_model, model_folder, tmp_path)
     flip_bit(checkpoints.last.folder / STATE)
     before = files(tmp_path)
     with pytest.raises(
@@ -359,11 +363,8 @@ def test_a_damaged_one_is_not_moved_and_the_next_life_goes_on_from_the_one_befor
 def test_an_older_one_that_is_damaged_does_not_keep_the_newest_from_moving(
     new_model: NewModel, model_folder: Path, tmp_path: Path
 ) -> None:
-    learner = make_learner(new_model(), minibatches=2)
-    checkpoints = open_checkpoints(tmp_path)
-    older = save(checkpoints, learner, at(1), model_folder)
-    save(checkpoints, learner, at(2), model_folder)
-    flip_bit(older.folder / STATE)
+    _, checkpoints = with_two_saved(new_model, model_folder, tmp_path)
+    flip_bit(checkpoints.at(1).folder / STATE)
     checkpoints.move(at(2, seq=5), {})
     assert checkpoints.retained == ((2, 5),)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import DatabaseError, OperationalError
 
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import (
@@ -127,9 +127,15 @@ def _of_this_format(uri: str, opened: ExitStack) -> Tables:
         if not _is_older(ledger):
             return Tables(sa.create_engine(f"sqlite:///{uri}&uri=true"))
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="penstock-ledger-")))
-        with closing(sqlite3.connect(scratch / "ledger.db")) as copy:
-            ledger.backup(copy)
-    return open_tables(scratch)
+        try:
+            with closing(sqlite3.connect(scratch / "ledger.db")) as copy:
+                ledger.backup(copy)
+            return open_tables(scratch)
+        except (OperationalError, sqlite3.OperationalError) as error:
+            raise StoreError(
+                f"a ledger of an older format is read in a copy, and none could be made in "
+                f"{scratch}: {error}; set TMPDIR to a folder with room for the whole ledger"
+            ) from error
 
 
 def _is_older(ledger: sqlite3.Connection) -> bool:

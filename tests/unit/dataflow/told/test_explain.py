@@ -8,7 +8,7 @@ import json
 import sqlite3
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -195,6 +195,23 @@ async def test_a_ledger_of_an_older_format_is_read_in_a_copy(
         before.pop("ledger.db-shm", None)  # where readers say what they look at
         assert {name: (ledger / name).read_bytes() for name in before} == before
     assert [replace(row, computed="") for row in rows] == found != []
+
+
+async def test_where_there_is_no_room_for_the_copy_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await record(tmp_path, PICKY)
+    with closing(sqlite3.connect(tmp_path / "ledger" / "ledger.db")) as writer:
+        writer.execute("UPDATE meta SET value = '3' WHERE key = 'format'")
+        writer.commit()
+    (tmp_path / "scratch" / "ledger.db").mkdir(parents=True)  # no file can be made there
+
+    def full(prefix: str) -> AbstractContextManager[str]:
+        return nullcontext(str(tmp_path / "scratch"))
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    with pytest.raises(StoreError, match=r"none could be made in .*scratch: .*; set TMPDIR"):
+        open_recorded(tmp_path / "ledger")
 
 
 async def test_a_running_ledger_is_read_beside_its_writer(tmp_path: Path) -> None:
