@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.client import NODE, POLICY
+from penstock.dataflow.ledger.tables import open_tables
 from penstock.dataflow.records import (
     FateRecord,
     FateState,
@@ -31,7 +32,6 @@ from penstock.dataflow.records import (
     row_id,
 )
 from penstock.dataflow.sources import open_source
-from penstock.dataflow.storage.tables import open_tables
 from penstock.types import GroupId, OutcomeKind, RowSummary
 
 SOURCE, TASK = "train", "penstock.tasks.reverse"

@@ -13,27 +13,25 @@ from uuid import uuid4
 import aiohttp
 
 from benchmarks.harness import Server
-from penstock.dataflow.protocol import (
-    BatchAnswer,
-    BatchRequest,
-    CommitRequest,
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryAnswer,
     DeliveryRequest,
-    DeliveryStatus,
-    Done,
-    Grant,
     Heartbeat,
     HeartbeatAnswer,
-    IncarnationAnswer,
-    IncarnationRequest,
     LeaseAnswer,
     LeaseRequest,
-    LiveVersion,
-    NodeState,
-    PublishRequest,
-    Register,
     Registered,
+)
+from penstock.dataflow.service.trainers.messages import (
+    BatchAnswer,
+    BatchRequest,
+    CommitRequest,
+    IncarnationAnswer,
+    IncarnationRequest,
+    PublishRequest,
 )
 from penstock.types import (
     FinishReason,

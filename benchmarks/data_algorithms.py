@@ -23,9 +23,9 @@ from benchmarks.harness import result, say, scratch
 from benchmarks.local import LocalNode, LocalTrainer, quiet, run_config, write_tasks
 from benchmarks.plot import Bar, bars
 from benchmarks.staleness import POLICY, Workload, observe
-from penstock.dataflow.build import build
-from penstock.dataflow.protocol import Grant, LiveVersion
-from penstock.dataflow.service import Dataflow
+from penstock.dataflow.core.leasing import Grant, LiveVersion
+from penstock.dataflow.service.build import build
+from penstock.dataflow.service.coordinator import Dataflow
 from penstock.dataflow.sources import derive_seed
 from penstock.types import Task
 

@@ -17,7 +17,7 @@ import aiohttp
 from benchmarks.client import POLICY, Service, Tokens, check_stored, make_tokens
 from benchmarks.harness import MIN_PAIRS, Server, process, result, say, scratch
 from benchmarks.service import RUN
-from penstock.dataflow.protocol import BatchRowsRequest, RowsAnswer
+from penstock.dataflow.service.trainers.messages import BatchRowsRequest, RowsAnswer
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import decode, encode
 

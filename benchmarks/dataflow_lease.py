@@ -14,7 +14,8 @@ import aiohttp
 from benchmarks.client import Service
 from benchmarks.harness import CONNECTIONS, MIN_PAIRS, Round, load, process, result, say, scratch
 from benchmarks.service import RUN
-from penstock.dataflow.protocol import LeaseAnswer, Status
+from penstock.dataflow.service.nodes.messages import LeaseAnswer
+from penstock.dataflow.service.operators.messages import Status
 from penstock.types import NodeId
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import decode

@@ -20,14 +20,21 @@ from benchmarks import big_ledger, run_folder
 from benchmarks.client import POLICY, Service
 from benchmarks.harness import result, say, scratch
 from benchmarks.service import config
-from penstock.dataflow.protocol import IncarnationAnswer, IncarnationRequest, LeaseAnswer, Status
+from penstock.dataflow.service.nodes.messages import LeaseAnswer
+from penstock.dataflow.service.operators.messages import Status
+from penstock.dataflow.service.trainers.messages import (
+    IncarnationAnswer,
+    IncarnationRequest,
+)
 from penstock.wire.codec import decode
 
 GROUP_SIZE = 8
 GROUPS_PER_BATCH = 64
 OPEN_GROUPS = 250
 """About so many more run when the service is killed, with leases on half of them."""
-IMPORTS = "import uvloop, penstock.cli.service, penstock.dataflow.server, penstock.fleet.folder"
+IMPORTS = (
+    "import uvloop, penstock.cli.service, penstock.dataflow.service.server, penstock.fleet.folder"
+)
 GIVE_UP_S = 120.0
 
 

@@ -24,7 +24,7 @@ from benchmarks.doomed_reader import COLUMN, NAME, SPACE, TTL_S
 from benchmarks.harness import CONNECTIONS, MIN_PAIRS, ROOT, Server, process, result, say, scratch
 from benchmarks.service import RUN
 from benchmarks.transferqueue import TransferQueue, environment, transferqueue
-from penstock.dataflow.rows.client import RowsClient
+from penstock.dataflow.client.rows import RowsClient
 from penstock.wire.auth import Audience, Role, Signer
 
 SIZES = (1 << 10, 16 << 10, 64 << 10)

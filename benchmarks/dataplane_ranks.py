@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.dataflow.protocol import RowPayload, RowsAnswer
+from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.trainer.gang.drawing import draw_rows, rows_of_parts
 from penstock.trainer.gang.places import Parallel
 from penstock.trainer.gang.ranks import LOOPBACK, Membership
@@ -38,6 +38,7 @@ from penstock.types import (
     OutcomeKind,
     PolicyName,
     RowId,
+    RowPayload,
     RowSummary,
     SealedGroup,
 )

@@ -7,7 +7,7 @@ import asyncio
 import sys
 import time
 
-from penstock.dataflow.rows.client import RowsClient
+from penstock.dataflow.client.rows import RowsClient
 
 NAME, SPACE, COLUMN = "trainer", "eval", "tokens"
 TTL_S = 1.0

@@ -14,23 +14,21 @@ from typing import Any
 import structlog
 
 from penstock.config import RunConfig, demo
-from penstock.dataflow.protocol import (
-    BatchRequest,
-    CommitRequest,
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.records import row_id
+from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
-    DeliveryStatus,
-    Grant,
     Heartbeat,
-    IncarnationRequest,
     LeaseRequest,
-    LiveVersion,
-    NodeState,
-    PublishRequest,
-    Register,
 )
-from penstock.dataflow.records import row_id
-from penstock.dataflow.service import Dataflow
+from penstock.dataflow.service.trainers.messages import (
+    BatchRequest,
+    CommitRequest,
+    IncarnationRequest,
+    PublishRequest,
+)
 from penstock.types import (
     FinishReason,
     Manifest,

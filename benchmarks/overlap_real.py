@@ -23,8 +23,13 @@ from benchmarks.client import POLICY, Service
 from benchmarks.harness import Server, process
 from benchmarks.overlap_world import Spell, Window, Workload
 from benchmarks.service import RUN
-from penstock.dataflow.protocol import BatchAnswer, BatchRequest, Done, PublishRequest
-from penstock.dataflow.spread_client import SpreadClient
+from penstock.dataflow.client.partitioned import SpreadClient
+from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.trainers.messages import (
+    BatchAnswer,
+    BatchRequest,
+    PublishRequest,
+)
 from penstock.gateway.generate import Completion, Listen
 from penstock.rollout.context import Context
 from penstock.rollout.engines.simulated import Load, SimulatedEngine

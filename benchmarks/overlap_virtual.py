@@ -13,8 +13,8 @@ from benchmarks.virtual import TOKEN_S, Answer, VirtualRun
 from penstock.dataflow.core.consumers import PolicyTerms
 from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
 from penstock.dataflow.core.home import IssueTerms
-from penstock.dataflow.machines import CoreTerms
-from penstock.dataflow.protocol import Grant
+from penstock.dataflow.core.leasing import Grant
+from penstock.dataflow.ledger.assemble import CoreTerms
 from penstock.dataflow.sources import Source
 from penstock.types import GroupId
 

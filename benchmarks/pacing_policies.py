@@ -15,8 +15,8 @@ from statistics import median
 
 from benchmarks.harness import result, say, scratch
 from benchmarks.local import LocalNode, LocalTrainer, quiet, run_config
-from penstock.dataflow.build import build
-from penstock.dataflow.service import Dataflow
+from penstock.dataflow.service.build import build
+from penstock.dataflow.service.coordinator import Dataflow
 from penstock.types import DropReason, PolicyName
 
 STOPS, GOES_ON = PolicyName("stops"), PolicyName("goes-on")

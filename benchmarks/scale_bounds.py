@@ -16,14 +16,14 @@ from pathlib import Path
 from benchmarks.client import Service, Tokens, check_stored, make_tokens
 from benchmarks.harness import ROOT, say
 from benchmarks.scale_world import World, scale_config, world
-from penstock.dataflow.protocol import (
+from penstock.dataflow.client.blobs import put_blob
+from penstock.dataflow.core.leasing import NodeState
+from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
     Heartbeat,
     LeaseAnswer,
-    NodeState,
 )
-from penstock.dataflow.rows.blob_client import put_blob
 from penstock.types import NodeId
 from penstock.wire.client import AsyncCaller
 from penstock.wire.codec import decode, encode, encode_json

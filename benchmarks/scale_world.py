@@ -18,7 +18,7 @@ from benchmarks.client import Service
 from benchmarks.run_folder import Life
 from benchmarks.service import config
 from penstock.config import RunConfig
-from penstock.dataflow.protocol import Status
+from penstock.dataflow.service.operators.messages import Status
 from penstock.wire.codec import decode
 
 GROUP_SIZE = 8

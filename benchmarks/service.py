@@ -15,8 +15,8 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.config import RunConfig, demo
-from penstock.dataflow.build import build
-from penstock.dataflow.server import build_server, surface
+from penstock.dataflow.service.build import build
+from penstock.dataflow.service.server import build_server, surface
 from penstock.wire.auth import Audience, Signer
 from penstock.wire.listening import calm_collector, server
 

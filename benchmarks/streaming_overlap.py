@@ -18,7 +18,7 @@ from statistics import median
 
 from benchmarks.harness import MIN_PAIRS, process, result, say, scratch
 from benchmarks.service import RUN
-from penstock.dataflow.rows.client import RowsClient
+from penstock.dataflow.client.rows import RowsClient
 from penstock.wire.auth import Audience, Role, Signer
 
 HELD = 4

@@ -16,12 +16,12 @@ import msgspec
 import sqlalchemy as sa
 
 from penstock.dataflow.core.consumers import Consumer
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
 from penstock.dataflow.core.messages import Committed, Incarnated, Published
-from penstock.dataflow.machines import CoreTerms, home_core
-from penstock.dataflow.protocol import Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.ledger.assemble import CoreTerms, home_core
+from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import Erasure, FateRecord, LeaseRecord, Record, RowRecord, row_id
 from penstock.dataflow.sources import Source
-from penstock.dataflow.storage.tables import Tables
 from penstock.types import GroupId, NodeId, Outcome, OutcomeKind, PolicyName
 
 TOKEN_S = 0.01

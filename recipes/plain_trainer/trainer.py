@@ -20,17 +20,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.dataflow.client import TrainerClient
-from penstock.dataflow.protocol import (
+from penstock.dataflow.client.dataflow import TrainerClient
+from penstock.dataflow.service.trainers.messages import (
     BatchRequest,
     CheckpointsRequest,
     CommitRequest,
     IncarnationRequest,
     PublishRequest,
-    RowPayload,
 )
 from penstock.trainer.samples import cut
-from penstock.types import Manifest, PolicyName, Trajectory
+from penstock.types import Manifest, PolicyName, RowPayload, Trajectory
 from penstock.weights.publish import put_snapshot
 from penstock.wire.codec import decode
 

@@ -14,6 +14,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType, Protocol
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPayload:
+    row_id: RowId
+    payload: bytes | None
+    """None: the row is gone, every rank sees it masked; or it lies at another partition."""
+    at: str = ""
+    """Where to fetch it: `POST {at}/v1/rows`."""
+    columns: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    """Values of the further columns that the manifest names for it."""
+    filler: bytes = b""
+    """Means nothing: a row found damaged while its answer was under way is as long as announced."""
+
+
 assert sys.byteorder == "little", "token arrays are little-endian on the wire and in memory"
 
 PolicyName = NewType("PolicyName", str)

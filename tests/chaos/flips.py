@@ -25,11 +25,15 @@ from tests.chaos.history import Promises
 from tests.chaos.load import POLICY, Far, read_batch
 from tests.chaos.processes import EndedAtStart, Services
 
-from penstock.dataflow.protocol import BatchAnswer, BatchRequest, PolicyState
+from penstock.dataflow.ledger import segments
+from penstock.dataflow.ledger.segments import Location
+from penstock.dataflow.ledger.tables import Tables, open_tables
 from penstock.dataflow.records import RECORDS, RowRecord
-from penstock.dataflow.storage import segments
-from penstock.dataflow.storage.segments import Location
-from penstock.dataflow.storage.tables import Tables, open_tables
+from penstock.dataflow.service.trainers.messages import (
+    BatchAnswer,
+    BatchRequest,
+    PolicyState,
+)
 from penstock.errors import StoreError, WireError
 from penstock.fleet.folder import RunFolder
 from penstock.wire.auth import Role

@@ -22,33 +22,30 @@ from blake3 import blake3
 from tests.chaos.history import History
 from tests.chaos.processes import Services
 
-from penstock.dataflow.protocol import (
+from penstock.dataflow.client.partitioned import SpreadClient
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.nodes.messages import (
+    Delivery,
+    DeliveryAnswer,
+    DeliveryRequest,
+    Heartbeat,
+    LeaseRequest,
+)
+from penstock.dataflow.service.operators.messages import Status
+from penstock.dataflow.service.trainers.messages import (
     BatchAnswer,
     BatchRequest,
     BatchRowsRequest,
     CheckpointsRequest,
     CommitRequest,
-    Delivery,
-    DeliveryAnswer,
-    DeliveryRequest,
-    DeliveryStatus,
-    Done,
-    Grant,
-    Heartbeat,
     IncarnationAnswer,
     IncarnationRequest,
-    LeaseRequest,
-    LiveVersion,
-    NodeState,
     PolicyState,
     PublishRequest,
-    Register,
-    RowPayload,
     RowsAnswer,
     RowsRequest,
-    Status,
 )
-from penstock.dataflow.spread_client import SpreadClient
 from penstock.errors import Conflict, NotFound, StorageFull, Unreachable, WireError
 from penstock.fleet.folder import RunFolder
 from penstock.types import (
@@ -60,6 +57,7 @@ from penstock.types import (
     PolicyName,
     PublishedVersion,
     RowId,
+    RowPayload,
     SamplingSpec,
     Trajectory,
     Turn,

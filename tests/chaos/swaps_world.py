@@ -27,7 +27,7 @@ from tests.unit.rollout.test_loader import Announced
 from tests.unit.rollout.waiting import eventually
 from transformers import AutoModelForCausalLM
 
-from penstock.dataflow.protocol import Orders
+from penstock.dataflow.service.nodes.messages import Orders
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.session import Session
 from penstock.rollout.endpoint import Endpoint

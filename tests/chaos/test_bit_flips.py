@@ -34,8 +34,8 @@ from tests.chaos.load import Load
 from tests.chaos.processes import Services, commands, make_run
 from tests.chaos.table import Figures, begin
 
+from penstock.dataflow.ledger.tables import open_tables
 from penstock.dataflow.records import RowRecord
-from penstock.dataflow.storage.tables import open_tables
 from penstock.fleet.folder import RunFolder
 
 FLIPS = int(os.environ.get("PENSTOCK_FLIPS", "500"))

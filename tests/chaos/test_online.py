@@ -20,7 +20,7 @@ from tests.chaos.table import begin
 from tests.contract.online_world import Agent, World, session_config, world
 from tests.contract.running import POLICY
 
-from penstock.dataflow.protocol import CommitRequest
+from penstock.dataflow.service.trainers.messages import CommitRequest
 
 DURATION_S = float(os.environ.get("PENSTOCK_ONLINE_S", "2"))
 AGENTS = 8

@@ -23,7 +23,7 @@ from tests.chaos.load import Load
 from tests.chaos.processes import Services, commands, make_run
 from tests.chaos.table import Figures, begin
 
-from penstock.dataflow.storage.tables import open_tables
+from penstock.dataflow.ledger.tables import open_tables
 
 IMAGES = int(os.environ.get("PENSTOCK_IMAGES", "20"))
 SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**9)

@@ -26,8 +26,8 @@ from tests.chaos.test_random_kills import LAUNCHER, kill_now
 from tests.e2e.system import System, assert_complete, beside_a_straight_one, until
 
 from penstock.audit import audit
+from penstock.dataflow.ledger.recorded import open_recorded
 from penstock.dataflow.records import CommitRecord, VersionRecord
-from penstock.dataflow.told.recorded import open_recorded
 from penstock.trainer.replay import is_compared
 
 TRAINER, RANK = "trainer-policy", "rank"

@@ -17,7 +17,7 @@ from penstock.fleet.processes import PARENT
 
 
 def main() -> None:
-    for name in ("penstock.cli.dataflow", "penstock.dataflow.server", "uvloop"):
+    for name in ("penstock.cli.dataflow", "penstock.dataflow.service.server", "uvloop"):
         importlib.import_module(name)
     os.environ[PARENT] = str(os.getpid())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children vanish by themselves

@@ -21,8 +21,9 @@ from tests.unit.rollout.waiting import eventually
 
 from penstock.config import AlgorithmConfig, RunConfig, SourceConfig
 from penstock.config.run import SessionConfig
-from penstock.dataflow.protocol import BatchRequest, ForgetAnswer
-from penstock.dataflow.spread_client import SpreadClient
+from penstock.dataflow.client.partitioned import SpreadClient
+from penstock.dataflow.service.operators.messages import ForgetAnswer
+from penstock.dataflow.service.trainers.messages import BatchRequest
 from penstock.rollout.engines import Engine, ScriptedEngine
 from penstock.rollout.node import Outside
 from penstock.rollout.online import OnlineNode, build_online

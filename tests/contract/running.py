@@ -17,20 +17,23 @@ import uvicorn
 from starlette.applications import Starlette
 
 from penstock.config import RunConfig, demo
-from penstock.dataflow.build import build, build_partition
-from penstock.dataflow.client import ReaderClient, TrainerClient
-from penstock.dataflow.partitions.home_client import HomeClient
-from penstock.dataflow.partitions.service import PartitionService
-from penstock.dataflow.protocol import (
+from penstock.dataflow.client.dataflow import ReaderClient, TrainerClient
+from penstock.dataflow.core.leasing import Grant, LiveVersion
+from penstock.dataflow.service.build import build, build_partition
+from penstock.dataflow.service.nodes.messages import Delivery
+from penstock.dataflow.service.partition import PartitionService
+from penstock.dataflow.service.partitions.coordinator_client import HomeClient
+from penstock.dataflow.service.server import (
+    build_partition_server,
+    build_server,
+    surface,
+)
+from penstock.dataflow.service.trainers.messages import (
     BatchRequest,
     CommitRequest,
-    Delivery,
-    Grant,
     IncarnationRequest,
-    LiveVersion,
     PublishRequest,
 )
-from penstock.dataflow.server import build_partition_server, build_server, surface
 from penstock.types import (
     FinishReason,
     NodeId,

@@ -16,12 +16,13 @@ from blake3 import blake3
 from starlette.applications import Starlette
 from tests.sim.shelf_world import rollout_row
 
-from penstock.dataflow.process import Outbox, Process
-from penstock.dataflow.rows.client import RowsClient
-from penstock.dataflow.rows.routes import RowSurface
-from penstock.dataflow.rows.service import RowService
-from penstock.dataflow.storage.blobs import BlobStore
-from penstock.dataflow.storage.ledger import Ledger
+from penstock.dataflow.client.rows import RowsClient
+from penstock.dataflow.ledger.blobs import BlobStore
+from penstock.dataflow.ledger.store import Ledger
+from penstock.dataflow.records import Outbox
+from penstock.dataflow.service.process import Process
+from penstock.dataflow.service.rows.handlers import RowService
+from penstock.dataflow.service.rows.routes import RowSurface
 from penstock.types import RowId
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.listening import server

@@ -16,11 +16,17 @@ import pytest
 from blake3 import blake3
 from tests.contract.shelf_running import RunningShelf, SmallHost, free_port, shelf
 
-from penstock.dataflow.rows.bundles import INLINE_BYTES
-from penstock.dataflow.rows.client import RowsClient
-from penstock.dataflow.rows.protocol import BlobRef, GetRequest, PutAnswer, PutRequest, PutRow
-from penstock.dataflow.rows.stream import RowReader
-from penstock.dataflow.storage.segments import segment_path
+from penstock.dataflow.client.row_stream import RowReader
+from penstock.dataflow.client.rows import RowsClient
+from penstock.dataflow.columns.bundles import INLINE_BYTES
+from penstock.dataflow.columns.values import BlobRef
+from penstock.dataflow.ledger.segments import segment_path
+from penstock.dataflow.service.rows.messages import (
+    GetRequest,
+    PutAnswer,
+    PutRequest,
+    PutRow,
+)
 from penstock.errors import BadRequest, Conflict, Forbidden, NotFound, Unreachable
 from penstock.types import RowId
 from penstock.wire.auth import Role

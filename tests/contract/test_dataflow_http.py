@@ -17,20 +17,15 @@ from tests.contract.running import (
     trajectory,
 )
 
-from penstock.dataflow.client import NodeClient
-from penstock.dataflow.protocol import (
-    BatchRequest,
-    CommitRequest,
+from penstock.dataflow.client.dataflow import NodeClient
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,
-    DeliveryStatus,
-    Grant,
     Heartbeat,
     LeaseAnswer,
     LeaseRequest,
-    LiveVersion,
-    NodeState,
-    Register,
 )
+from penstock.dataflow.service.trainers.messages import BatchRequest, CommitRequest
 from penstock.errors import BadRequest, Fenced, Unreachable
 from penstock.types import NodeId, PublishedVersion, RowId
 from penstock.wire.auth import Role

@@ -14,22 +14,21 @@ from blake3 import blake3
 from tests.contract.running import POLICY, small_config, trajectory
 
 from penstock.config.dataflow import RuleConfig
-from penstock.dataflow.build import build
-from penstock.dataflow.protocol import (
-    BatchRequest,
-    DeliveryRequest,
-    DeliveryStatus,
-    Heartbeat,
-    IncarnationRequest,
-    LeaseRequest,
-    LiveVersion,
-    NodeState,
-    PublishRequest,
-    Register,
-)
+from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, NodeState, Register
 from penstock.dataflow.records import Record
-from penstock.dataflow.service import Dataflow
-from penstock.dataflow.told.status import status
+from penstock.dataflow.service.build import build
+from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.nodes.messages import (
+    DeliveryRequest,
+    Heartbeat,
+    LeaseRequest,
+)
+from penstock.dataflow.service.operators.status import status
+from penstock.dataflow.service.trainers.messages import (
+    BatchRequest,
+    IncarnationRequest,
+    PublishRequest,
+)
 from penstock.tasks import reverse
 from penstock.types import NodeId
 

@@ -16,25 +16,23 @@ import pytest
 from tests.contract.running import POLICY, serving, small_config, trajectory
 
 from penstock.config import RunConfig
-from penstock.dataflow.build import begin, build
-from penstock.dataflow.protocol import (
-    BatchAnswer,
-    BatchRequest,
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.service.build import begin, build
+from penstock.dataflow.service.nodes.messages import (
     DeliveryAnswer,
     DeliveryRequest,
-    DeliveryStatus,
-    Grant,
     Heartbeat,
-    IncarnationRequest,
     LeaseAnswer,
     LeaseRequest,
-    LiveVersion,
-    NodeState,
-    PublishRequest,
-    Register,
-    Status,
 )
-from penstock.dataflow.server import build_server, surface
+from penstock.dataflow.service.operators.messages import Status
+from penstock.dataflow.service.server import build_server, surface
+from penstock.dataflow.service.trainers.messages import (
+    BatchAnswer,
+    BatchRequest,
+    IncarnationRequest,
+    PublishRequest,
+)
 from penstock.errors import StoreError
 from penstock.types import GroupId, NodeId
 from penstock.wire.auth import Audience, Role, Signer

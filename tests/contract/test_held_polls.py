@@ -14,20 +14,19 @@ from typing import Any
 import pytest
 from tests.contract.running import POLICY, small_config
 
-from penstock.dataflow.build import build
-from penstock.dataflow.process import IsGone, stays
-from penstock.dataflow.protocol import (
-    Grant,
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.service.build import build
+from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.nodes.messages import (
     Heartbeat,
-    IncarnationRequest,
     LeaseAnswer,
     LeaseRequest,
-    LiveVersion,
-    NodeState,
-    PublishRequest,
-    Register,
 )
-from penstock.dataflow.service import Dataflow
+from penstock.dataflow.service.process import IsGone, stays
+from penstock.dataflow.service.trainers.messages import (
+    IncarnationRequest,
+    PublishRequest,
+)
 from penstock.errors import Fenced
 from penstock.types import NodeId
 

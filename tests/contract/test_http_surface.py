@@ -17,8 +17,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route as StarletteRoute
 from tests.contract.running import serving, small_config
 
-from penstock.dataflow.build import build
-from penstock.dataflow.server import build_server, surface
+from penstock.dataflow.service.build import build
+from penstock.dataflow.service.server import build_server, surface
 from penstock.weights.fronts.origin import Origin
 from penstock.weights.fronts.server import build as build_front
 from penstock.weights.store import DirectoryStore

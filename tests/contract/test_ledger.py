@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.dataflow.bounds import LOOK_EVERY_S, Bounds
+from penstock.dataflow.ledger.bounds import LOOK_EVERY_S, Bounds
+from penstock.dataflow.ledger.payloads import MemoryPayloads
+from penstock.dataflow.ledger.segments import HEADER, segment_path
+from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import Erasure, MetaRecord, Record, SourceRecord
-from penstock.dataflow.storage.ledger import Ledger
-from penstock.dataflow.storage.payloads import MemoryPayloads
-from penstock.dataflow.storage.segments import HEADER, segment_path
 from penstock.errors import StorageFull, StoreError
 
 MB = 1 << 20

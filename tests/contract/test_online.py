@@ -14,7 +14,7 @@ from tests.contract.running import POLICY, SmallTrainer, dataflow, partition, tr
 from tests.contract.test_dataflow_http import SmallNode
 from tests.unit.rollout.waiting import eventually
 
-from penstock.dataflow.protocol import DeliveryRequest
+from penstock.dataflow.service.nodes.messages import DeliveryRequest
 from penstock.types import OutcomeKind
 from penstock.wire.auth import Audience, Role
 

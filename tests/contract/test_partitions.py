@@ -25,22 +25,23 @@ from tests.contract.running import (
     trajectory,
 )
 
-from penstock.dataflow.client import NodeClient
-from penstock.dataflow.partitions import service as partition_service
-from penstock.dataflow.partitions.home_client import HomeClient
-from penstock.dataflow.partitions.protocol import LinkPull, LinkPulled, PartitionJoin, PartitionLife
-from penstock.dataflow.protocol import (
+from penstock.dataflow.client.dataflow import NodeClient
+from penstock.dataflow.client.partitioned import SpreadClient
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.service.coordinator import partition as partition_service
+from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,
-    DeliveryStatus,
-    Done,
-    Grant,
     Heartbeat,
     LeaseRequest,
-    LiveVersion,
-    NodeState,
-    Register,
 )
-from penstock.dataflow.spread_client import SpreadClient
+from penstock.dataflow.service.partitions.coordinator_client import HomeClient
+from penstock.dataflow.service.partitions.messages import (
+    LinkPull,
+    LinkPulled,
+    PartitionJoin,
+    PartitionLife,
+)
 from penstock.errors import BadRequest, Fenced, Unreachable
 from penstock.rollout.membership import Membership
 from penstock.rollout.orders import StandingOrders

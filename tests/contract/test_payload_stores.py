@@ -15,13 +15,13 @@ import pytest
 from blake3 import blake3
 from obstore.store import LocalStore
 
+from penstock.dataflow.ledger import objects, segments
+from penstock.dataflow.ledger.compaction import Compactor
+from penstock.dataflow.ledger.objects import ObjectPayloads, open_payloads
+from penstock.dataflow.ledger.payloads import MemoryPayloads, PayloadStore, SegmentPayloads
+from penstock.dataflow.ledger.segments import Chunk, Location
+from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import FreedRecord, RowRecord
-from penstock.dataflow.storage import objects, segments
-from penstock.dataflow.storage.compaction import Compactor
-from penstock.dataflow.storage.ledger import Ledger
-from penstock.dataflow.storage.objects import ObjectPayloads, open_payloads
-from penstock.dataflow.storage.payloads import MemoryPayloads, PayloadStore, SegmentPayloads
-from penstock.dataflow.storage.segments import Chunk, Location
 from penstock.errors import ConfigError, StoreError
 from penstock.types import GroupId, NodeId, OutcomeKind, RowId
 

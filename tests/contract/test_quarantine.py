@@ -21,25 +21,23 @@ from tests.contract.running import (
     trajectory,
 )
 
-from penstock.dataflow.build import build
-from penstock.dataflow.client import NodeClient
-from penstock.dataflow.protocol import (
+from penstock.dataflow.client.dataflow import NodeClient
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.records import MetaRecord, quarantine, quarantined
+from penstock.dataflow.service.build import build
+from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,
-    DeliveryStatus,
-    Done,
-    Grant,
     Heartbeat,
-    IncarnationRequest,
     LeaseRequest,
-    LiveVersion,
-    NodeState,
+)
+from penstock.dataflow.service.operators.status import status
+from penstock.dataflow.service.trainers.messages import (
+    IncarnationRequest,
     PublishRequest,
     QuarantineRequest,
-    Register,
 )
-from penstock.dataflow.records import MetaRecord, quarantine, quarantined
-from penstock.dataflow.service import Dataflow
-from penstock.dataflow.told.status import status
 from penstock.errors import Fenced, Forbidden
 from penstock.types import NodeId
 from penstock.wire.auth import Role

@@ -22,27 +22,26 @@ from tests.contract.running import POLICY, small_config
 
 from penstock.config import RuleConfig
 from penstock.config.report import ReportConfig
-from penstock.dataflow.build import build
-from penstock.dataflow.protocol import (
-    BatchRequest,
-    CommitRequest,
-    Delivery,
-    DeliveryRequest,
-    Grant,
-    Heartbeat,
-    IncarnationRequest,
-    LeaseRequest,
-    LiveVersion,
-    NodeState,
-    PublishRequest,
-    Register,
-)
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
 from penstock.dataflow.report.figures import NOTHING, Counts, Flow, Window
-from penstock.dataflow.report.reading import figures_of, look_at
 from penstock.dataflow.report.recount import made_by_node, recount
 from penstock.dataflow.report.shape import BalanceReport
 from penstock.dataflow.report.tally import KEY, TOTALS
-from penstock.dataflow.service import Dataflow
+from penstock.dataflow.service.build import build
+from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.nodes.messages import (
+    Delivery,
+    DeliveryRequest,
+    Heartbeat,
+    LeaseRequest,
+)
+from penstock.dataflow.service.operators.observe import look_at
+from penstock.dataflow.service.trainers.messages import (
+    BatchRequest,
+    CommitRequest,
+    IncarnationRequest,
+    PublishRequest,
+)
 from penstock.types import (
     FinishReason,
     NodeId,
@@ -88,7 +87,7 @@ class World:
         flow = config.dataflow.model_copy(update=update)
         training = config.training.model_copy(update={"max_staleness": 2})
         update = {"dataflow": flow, "training": training}
-        with patch("penstock.dataflow.build.steady_clock", lambda: lambda: self.now):
+        with patch("penstock.dataflow.service.build.steady_clock", lambda: lambda: self.now):
             self.service: Dataflow = build(config.model_copy(update=update), self.folder)
         self.balance = self.service.balance
 
@@ -102,7 +101,7 @@ class World:
         self.open()
 
     def report(self) -> BalanceReport:
-        return self.balance.report(look_at(self.service), self.now)
+        return self.balance.report(look_at(self.service.home, self.service.host), self.now)
 
     async def flow(self) -> Flow:
         """By SQL, of what is on disk."""
@@ -238,7 +237,7 @@ class World:
         await self.deliver()
         await self.train()
         await self.service.tick()
-        self.balance.look(look_at(self.service), self.now)
+        self.balance.look(look_at(self.service.home, self.service.host), self.now)
 
 
 class MakeWorld(Protocol):
@@ -288,7 +287,9 @@ async def test_the_report_equals_a_recount_of_the_ledger(make: MakeWorld, seed: 
         assert _totals(report) == flow
         reasons |= flow.wasted.keys()
         if report.window.complete and report.window.index == index:
-            figures = figures_of(world.service)
+            figures = world.balance.figures(
+                look_at(world.service.home, world.service.host), world.now
+            )
             assert figures.policies[0].window == flow - before
             made = made_by_node(world.service.process.ledger.tables)
             for node in figures.nodes:
@@ -356,7 +357,7 @@ async def test_the_report_is_valid_and_its_accounts_are_whole(make: MakeWorld) -
     world.now += 60.0
     await world.beat(NODES[1:])
     await world.service.tick()
-    world.balance.look(look_at(world.service), world.now)
+    world.balance.look(look_at(world.service.home, world.service.host), world.now)
     report = world.report()
     assert (report.pool.total_gpus, report.pool.gone) == (2, (NODES[0],))
     assert report.nodes[0].time.seconds["silent"] >= 50.0

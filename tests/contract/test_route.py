@@ -17,24 +17,22 @@ from tests.contract.running import Running, dataflow
 from penstock.audit import audit
 from penstock.config import RunConfig, dump
 from penstock.config.loader import parse
-from penstock.dataflow.client import NodeClient, TrainerClient
-from penstock.dataflow.protocol import (
-    BatchRequest,
+from penstock.dataflow.client.dataflow import NodeClient, TrainerClient
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.ledger.recorded import open_recorded
+from penstock.dataflow.ledger.sealed_batches import SealedBatches
+from penstock.dataflow.records import RowRecord
+from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
-    DeliveryStatus,
-    Grant,
     Heartbeat,
-    IncarnationRequest,
     LeaseRequest,
-    LiveVersion,
-    NodeState,
-    PublishRequest,
-    Register,
 )
-from penstock.dataflow.records import RowRecord
-from penstock.dataflow.told.recorded import open_recorded
-from penstock.dataflow.told.rereading import SealedBatches
+from penstock.dataflow.service.trainers.messages import (
+    BatchRequest,
+    IncarnationRequest,
+    PublishRequest,
+)
 from penstock.trainer.batches import Batch, assemble
 from penstock.types import (
     FinishReason,

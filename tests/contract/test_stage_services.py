@@ -17,9 +17,9 @@ from tests.unit.trainer.stage_makers import OWN, of, stage
 
 from penstock.cli.stage import placed_stage
 from penstock.config import PipelineConfig, PipelineStageConfig, RunConfig
-from penstock.dataflow.protocol import BatchRequest
-from penstock.dataflow.told.recorded import open_recorded
-from penstock.dataflow.told.rereading import SealedBatches
+from penstock.dataflow.ledger.recorded import open_recorded
+from penstock.dataflow.ledger.sealed_batches import SealedBatches
+from penstock.dataflow.service.trainers.messages import BatchRequest
 from penstock.trainer.batches import assemble
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.credits import group_advantage

@@ -21,22 +21,19 @@ from tests.contract.running import (
 )
 
 from penstock.config import RunConfig, StageConfig
-from penstock.dataflow import node_side
-from penstock.dataflow.client import NodeClient
-from penstock.dataflow.protocol import (
-    BatchRequest,
+from penstock.dataflow.client.dataflow import NodeClient
+from penstock.dataflow.client.rows import RowsClient
+from penstock.dataflow.columns.row_leases import On
+from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, NodeState, Register
+from penstock.dataflow.ledger.blobs import BlobStore
+from penstock.dataflow.service.nodes import handlers as node_side
+from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
-    DeliveryStatus,
     Heartbeat,
     LeaseRequest,
-    LiveVersion,
-    NodeState,
-    Register,
 )
-from penstock.dataflow.rows.client import RowsClient
-from penstock.dataflow.rows.takes import On
-from penstock.dataflow.storage.blobs import BlobStore
+from penstock.dataflow.service.trainers.messages import BatchRequest
 from penstock.errors import TooLarge
 from penstock.types import NodeId, Trajectory
 from penstock.wire.auth import Role

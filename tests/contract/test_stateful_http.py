@@ -14,20 +14,19 @@ from hypothesis.stateful import rule
 from tests.contract.running import POLICY, Running, dataflow, small_config
 from tests.sim.oracle import CAPACITY, MAX_STALENESS, NUM_SLOTS, FlowMachine, reward_of
 
-from penstock.dataflow.client import NodeClient, TrainerClient
-from penstock.dataflow.protocol import (
-    BatchRequest,
-    CommitRequest,
+from penstock.dataflow.client.dataflow import NodeClient, TrainerClient
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
-    Grant,
     Heartbeat,
-    IncarnationRequest,
     LeaseRequest,
-    LiveVersion,
-    NodeState,
+)
+from penstock.dataflow.service.trainers.messages import (
+    BatchRequest,
+    CommitRequest,
+    IncarnationRequest,
     PublishRequest,
-    Register,
 )
 from penstock.errors import WireError
 from penstock.types import (

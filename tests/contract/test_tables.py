@@ -16,6 +16,15 @@ import pytest
 from sqlalchemy.exc import DBAPIError, ResourceClosedError
 
 from penstock.config.passwords import PASSWORD_ENV, password_in, without_password
+from penstock.dataflow.column_records import BundleRecord, ColumnRecord
+from penstock.dataflow.ledger.tables import (
+    METADATA,
+    BundleMove,
+    ColumnMove,
+    RowMove,
+    Tables,
+    open_tables,
+)
 from penstock.dataflow.records import (
     FORMAT,
     BatchRecord,
@@ -26,15 +35,6 @@ from penstock.dataflow.records import (
     NodeRecord,
     RowRecord,
     SourceRecord,
-)
-from penstock.dataflow.row_records import BundleRecord, ColumnRecord
-from penstock.dataflow.storage.tables import (
-    METADATA,
-    BundleMove,
-    ColumnMove,
-    RowMove,
-    Tables,
-    open_tables,
 )
 from penstock.errors import StoreError
 from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId

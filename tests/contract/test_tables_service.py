@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 from tests.contract import test_dataflow_http, test_dataflow_service, test_ledger
 
-from penstock.dataflow.storage import ledger
-from penstock.dataflow.storage.tables import Tables, open_tables
+from penstock.dataflow.ledger import store as ledger
+from penstock.dataflow.ledger.tables import Tables, open_tables
 
 pytestmark = pytest.mark.postgres
 

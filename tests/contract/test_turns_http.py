@@ -12,7 +12,12 @@ import pytest
 from tests.contract.running import SmallTrainer, dataflow, small_config, trajectory
 from tests.contract.test_dataflow_http import SmallNode
 
-from penstock.dataflow.protocol import DeliveryRequest, Grant, RecordedTurn, RecordRequest
+from penstock.dataflow.core.leasing import Grant
+from penstock.dataflow.service.nodes.messages import (
+    DeliveryRequest,
+    RecordedTurn,
+    RecordRequest,
+)
 from penstock.errors import BadRequest, Fenced
 from penstock.types import (
     FailureKind,

@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
-from penstock.dataflow.client import ReaderClient
-from penstock.dataflow.protocol import Status
+from penstock.dataflow.client.dataflow import ReaderClient
+from penstock.dataflow.service.operators.messages import Status
 from penstock.errors import WireError
 from penstock.fleet.folder import RunFolder
 from penstock.wire.auth import Role

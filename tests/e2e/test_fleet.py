@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.e2e.system import PENSTOCK, System, assert_complete, penstock, until
 
-from penstock.dataflow.protocol import NodeStatus
+from penstock.dataflow.service.operators.messages import NodeStatus
 
 ENDLESS = (
     "training.steps=100000",

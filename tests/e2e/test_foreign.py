@@ -27,8 +27,8 @@ from penstock.conformance import examine_trainer
 from penstock.conformance.double import Invitation, run_config
 from penstock.conformance.findings import Verdict
 from penstock.conformance.snapshot import write_snapshot
-from penstock.dataflow.client import ReaderClient
-from penstock.dataflow.protocol import Status
+from penstock.dataflow.client.dataflow import ReaderClient
+from penstock.dataflow.service.operators.messages import Status
 from penstock.fleet.folder import Endpoints, RunFolder
 from penstock.trainer.models import TINY_QWEN3, init_model
 from penstock.wire.auth import Role, Signer

@@ -21,7 +21,7 @@ import torch
 import yaml
 from tests.e2e.system import PENSTOCK, penstock
 
-from penstock.dataflow.storage.segments import Location, read
+from penstock.dataflow.ledger.segments import Location, read
 from penstock.fleet.folder import RunFolder
 from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, Roles

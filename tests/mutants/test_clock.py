@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from penstock.dataflow.process import steady_clock
+from penstock.dataflow.service.process import steady_clock
 
 
 @pytest.mark.parametrize("jump_s", [86_400.0, -86_400.0])

@@ -13,8 +13,8 @@ from tests.chaos.history import History
 from tests.chaos.load import BadNode
 from tests.contract.running import POLICY, SmallTrainer, dataflow, small_config
 
-from penstock.dataflow.protocol import BatchRequest
-from penstock.dataflow.spread_client import SpreadClient
+from penstock.dataflow.client.partitioned import SpreadClient
+from penstock.dataflow.service.trainers.messages import BatchRequest
 from penstock.wire.auth import Role
 from penstock.wire.codec import encode
 

@@ -12,8 +12,8 @@ from tests.chaos.history import History
 from tests.chaos.load import BadNode
 from tests.contract.running import POLICY, SmallTrainer, dataflow, small_config
 
-from penstock.dataflow.protocol import IncarnationRequest
-from penstock.dataflow.spread_client import SpreadClient
+from penstock.dataflow.client.partitioned import SpreadClient
+from penstock.dataflow.service.trainers.messages import IncarnationRequest
 from penstock.wire.auth import Role
 
 STEPS = 4

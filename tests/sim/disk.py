@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast
 import sqlalchemy as sa
 from tests.sim.engine import Engine
 
+from penstock.dataflow.ledger.tables import METADATA, Tables
 from penstock.dataflow.records import Erasure, Record
-from penstock.dataflow.storage.tables import METADATA, Tables
 
 R = TypeVar("R")
 Entry = Record | Erasure

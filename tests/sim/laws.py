@@ -15,6 +15,7 @@ from tests.sim.disk import Disk
 from tests.sim.plans import MAX_USES, Plan
 from tests.sim.slot_laws import SlotLaws, require
 
+from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.records import (
     BatchRecord,
     CheckpointRecord,
@@ -31,7 +32,6 @@ from penstock.dataflow.records import (
     SourceRecord,
     VersionRecord,
 )
-from penstock.dataflow.row_records import ColumnRecord
 from penstock.types import GroupId, Manifest, PolicyName
 from penstock.wire.codec import decode
 

@@ -16,23 +16,23 @@ from tests.sim.disk import Disk
 from tests.sim.engine import Command, Engine, Reply
 from tests.sim.plans import Plan
 
+from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.core.completion import Landed
 from penstock.dataflow.core.home import Home, Shard
+from penstock.dataflow.core.links import Link
 from penstock.dataflow.core.messages import Committed, Incarnated, Published
-from penstock.dataflow.machines import Core, home_core, partition_core
-from penstock.dataflow.partitions.home_side import welcome
-from penstock.dataflow.partitions.host import PartitionHost
-from penstock.dataflow.partitions.links import Link
-from penstock.dataflow.partitions.switchboard import Switchboard
-from penstock.dataflow.process import Outbox
+from penstock.dataflow.core.partition_host import PartitionHost
+from penstock.dataflow.core.switchboard import Switchboard
+from penstock.dataflow.ledger.assemble import Core, home_core, partition_core
 from penstock.dataflow.records import (
     BatchRecord,
     CheckpointRecord,
     FreedRecord,
     IssuedRecord,
+    Outbox,
     PartitionRecord,
 )
-from penstock.dataflow.row_records import ColumnRecord
+from penstock.dataflow.service.partitions.handlers import welcome
 from penstock.errors import Conflict, Fenced, WireError
 from penstock.types import PolicyName, RowId
 

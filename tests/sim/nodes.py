@@ -18,13 +18,7 @@ from tests.sim.laws import Laws
 from tests.sim.machines import Machine, PartitionMachine
 from tests.sim.plans import Plan
 
-from penstock.dataflow.protocol import (
-    DeliveryStatus,
-    Grant,
-    LiveVersion,
-    NodeState,
-    Register,
-)
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
 from penstock.dataflow.records import RowRecord, row_id
 from penstock.errors import Busy, Fenced, NotFound, WireError
 from penstock.types import NodeId, Outcome, OutcomeKind, PolicyName, PublishedVersion, RowId

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import structs
 
-from penstock.dataflow.protocol import Grant, LiveVersion
+from penstock.dataflow.core.leasing import Grant, LiveVersion
 from penstock.types import GroupId, NodeId, PolicyName
 
 POLICY = PolicyName("policy")

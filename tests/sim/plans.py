@@ -13,7 +13,7 @@ from penstock.dataflow.core.consumers import PolicyTerms
 from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
 from penstock.dataflow.core.home import IssueTerms
 from penstock.dataflow.core.rulebook import RuleTerms
-from penstock.dataflow.machines import CoreTerms
+from penstock.dataflow.ledger.assemble import CoreTerms
 from penstock.dataflow.sources import Source
 from penstock.types import JsonObject, PolicyName
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from penstock.dataflow.records import Erasure, FreedRecord, Record, RowRecord
-from penstock.dataflow.row_records import (
+from penstock.dataflow.column_records import (
     BundleRecord,
     ColumnRecord,
     ItemRecord,
@@ -18,16 +17,17 @@ from penstock.dataflow.row_records import (
     SpaceRecord,
     TakeRecord,
 )
-from penstock.dataflow.rows.bundles import Blob
-from penstock.dataflow.rows.cells import Cell
-from penstock.dataflow.rows.columns import Columns
-from penstock.dataflow.rows.pages import TablePages, readers_left
-from penstock.dataflow.rows.readers import Readers
-from penstock.dataflow.rows.shelf import Shelf
-from penstock.dataflow.rows.spaces import Spaces
-from penstock.dataflow.storage.payloads import MemoryPayloads
-from penstock.dataflow.storage.segments import Location
-from penstock.dataflow.storage.tables import Tables
+from penstock.dataflow.columns.bundles import Blob
+from penstock.dataflow.columns.cells import Cell
+from penstock.dataflow.columns.column_store import Columns
+from penstock.dataflow.columns.pages import TablePages, readers_left
+from penstock.dataflow.columns.readers import Readers
+from penstock.dataflow.columns.row_window import Shelf
+from penstock.dataflow.columns.spaces import Spaces
+from penstock.dataflow.ledger.payloads import MemoryPayloads
+from penstock.dataflow.ledger.segments import Location
+from penstock.dataflow.ledger.tables import Tables
+from penstock.dataflow.records import Erasure, FreedRecord, Record, RowRecord
 from penstock.types import GroupId, NodeId, OutcomeKind, RowId
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from tests.sim.disk import Disk
 
-from penstock.dataflow.protocol import DeliveryStatus, Grant
+from penstock.dataflow.column_records import ColumnRecord
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant
 from penstock.dataflow.records import (
     CompletionRecord,
     DecisionRecord,
@@ -25,7 +26,6 @@ from penstock.dataflow.records import (
     RowRecord,
     SourceRecord,
 )
-from penstock.dataflow.row_records import ColumnRecord
 from penstock.types import GroupId, NodeId, RowId
 
 GOOD = ("completed", "truncated")

@@ -13,8 +13,8 @@ from tests.sim.engine import Command, Engine
 from tests.sim.machines import Machine
 from tests.sim.plans import Plan
 
+from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.records import CompletionRecord, RowRecord
-from penstock.dataflow.row_records import ColumnRecord
 from penstock.types import RowId
 
 LOOK_S = 1.5

@@ -19,8 +19,8 @@ from tests.sim.oracle import (
 )
 from tests.sim.world import TERMS, Settings, World
 
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
 from penstock.dataflow.core.messages import Committed, Incarnated, Published
-from penstock.dataflow.protocol import Grant, LiveVersion, NodeState, Register
 from penstock.dataflow.records import BatchRecord, RowRecord, row_id
 from penstock.errors import Fenced, WireError
 from penstock.types import GroupId, Manifest, NodeId, Outcome, OutcomeKind

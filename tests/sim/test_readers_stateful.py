@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.sim.shelf_world import ShelfWorld, memory_tables, no_blobs
 
-from penstock.dataflow.protocol import DeliveryStatus
-from penstock.dataflow.row_records import BundleRecord, ColumnRecord, TakeRecord
-from penstock.dataflow.rows import shelf
-from penstock.dataflow.rows.bundles import Bundle, drafts
-from penstock.dataflow.rows.cells import number_cell
-from penstock.dataflow.rows.readers import RowGrant
-from penstock.dataflow.rows.takes import Claim, On, ReaderTerms
+from penstock.dataflow.column_records import BundleRecord, ColumnRecord, TakeRecord
+from penstock.dataflow.columns import row_window as shelf
+from penstock.dataflow.columns.bundles import Bundle, drafts
+from penstock.dataflow.columns.cells import number_cell
+from penstock.dataflow.columns.readers import RowGrant
+from penstock.dataflow.columns.row_leases import Claim, On, ReaderTerms
+from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.types import RowId
 
 WINDOW = 2

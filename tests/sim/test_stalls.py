@@ -18,7 +18,7 @@ from tests.sim.simulation import Simulation
 from tests.sim.world import Settings, World
 
 from penstock.dataflow.core.groups import Closing, ClosingKind
-from penstock.dataflow.protocol import Grant, NodeState
+from penstock.dataflow.core.leasing import Grant, NodeState
 from penstock.dataflow.records import (
     BatchRecord,
     CheckpointRecord,

@@ -19,12 +19,11 @@ from tests.sim.disk import give_back, take_tables
 from penstock.dataflow.core.consumers import Consumer, PolicyTerms
 from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
 from penstock.dataflow.core.home import IssueTerms
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
 from penstock.dataflow.core.messages import Committed, Incarnated, Published
 from penstock.dataflow.core.rulebook import RuleTerms
-from penstock.dataflow.machines import CoreTerms, home_core
-from penstock.dataflow.process import Outbox
-from penstock.dataflow.protocol import Grant, LiveVersion, NodeState, Register
-from penstock.dataflow.records import RowRecord, row_id
+from penstock.dataflow.ledger.assemble import CoreTerms, home_core
+from penstock.dataflow.records import Outbox, RowRecord, row_id
 from penstock.dataflow.sources import open_source
 from penstock.types import NodeId, Outcome, OutcomeKind, PolicyName
 

@@ -13,8 +13,8 @@ import penstock
 CORE = (
     "penstock.cli.main",
     "penstock.config",
-    "penstock.dataflow.client",
-    "penstock.dataflow.server",
+    "penstock.dataflow.client.dataflow",
+    "penstock.dataflow.service.server",
     "penstock.weights.client",
     "penstock.weights.fronts.server",
     "penstock.fleet.launchers.local",

@@ -67,7 +67,7 @@ def _serve_home(entered: Entered, host: str | None, port: int | None, tls: Tls |
     import uvloop
 
     from penstock.cli.service import address
-    from penstock.dataflow.server import serve_dataflow
+    from penstock.dataflow.service.server import serve_dataflow
     from penstock.wire.auth import Audience, Verifier
 
     folder, config, endpoints = entered
@@ -97,7 +97,7 @@ def _serve_partition(
     import uvloop
 
     from penstock.cli.service import address, token_for
-    from penstock.dataflow.server import serve_partition
+    from penstock.dataflow.service.server import serve_partition
     from penstock.fleet.folder import free_port
     from penstock.wire.auth import Audience, Role, Verifier
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.dataflow.told.explain import Explanation
+    from penstock.dataflow.explain.explain import Explanation
 
 
 def explain(run: Path, id: str, /, *, json: bool = False) -> int:
@@ -25,8 +25,8 @@ def explain(run: Path, id: str, /, *, json: bool = False) -> int:
     """
     from penstock.cli.output import print_json
     from penstock.cli.target import find_folder
-    from penstock.dataflow.told.explain import explain as read
-    from penstock.dataflow.told.recorded import open_recorded
+    from penstock.dataflow.explain.explain import explain as read
+    from penstock.dataflow.ledger.recorded import open_recorded
 
     recorded = open_recorded(find_folder(run).path / "ledger")
     try:

@@ -29,7 +29,7 @@ def forget(run: Path, session: str, /, *, json: bool = False) -> int:
     """
     from penstock.cli.output import print_json
     from penstock.cli.target import find_folder
-    from penstock.dataflow.protocol import ForgetAnswer
+    from penstock.dataflow.service.operators.messages import ForgetAnswer
     from penstock.wire.auth import Role
     from penstock.wire.client import Caller
 

@@ -124,8 +124,8 @@ def _take(
 
 def _published(parent: RunFolder, policy: str, step: int) -> str:
     """Digest of the manifest under this number on the surviving lineage; empty for none."""
-    from penstock.dataflow.told.recorded import open_recorded
-    from penstock.dataflow.told.rereading import SealedBatches
+    from penstock.dataflow.ledger.recorded import open_recorded
+    from penstock.dataflow.ledger.sealed_batches import SealedBatches
     from penstock.types import PolicyName
 
     recorded = open_recorded(parent.path / "ledger")

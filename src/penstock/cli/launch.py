@@ -21,7 +21,7 @@ from typing import Protocol
 from penstock.cli.output import note
 from penstock.cli.view import ErrorTail, View, Watch
 from penstock.config import RunConfig, changed, differences, identity
-from penstock.dataflow.client import ReaderClient
+from penstock.dataflow.client.dataflow import ReaderClient
 from penstock.dataflow.sources import are_same_tasks, digest_to_keep
 from penstock.errors import ConfigError, LaunchError
 from penstock.fleet.folder import Finish, Launcher, RunFolder, wait_free

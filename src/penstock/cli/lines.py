@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from penstock.cli.output import clock, note, span
 from penstock.cli.view import View
-from penstock.dataflow.protocol import PolicyStatus
+from penstock.dataflow.service.operators.messages import PolicyStatus
 
 CHANGED_S = 2.0
 SAME_S = 15.0

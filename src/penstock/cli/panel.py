@@ -20,7 +20,7 @@ from rich.text import Text
 
 from penstock.cli.output import clock, span
 from penstock.cli.view import View
-from penstock.dataflow.protocol import PolicyStatus, Status
+from penstock.dataflow.service.operators.messages import PolicyStatus, Status
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 AWAY_S = 3.0

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.dataflow.protocol import RowPayload
-    from penstock.dataflow.told.rereading import SealedBatches
+    from penstock.dataflow.ledger.sealed_batches import SealedBatches
     from penstock.errors import StoreError
     from penstock.fleet.folder import RunFolder
     from penstock.trainer.gang.ranks import Membership
     from penstock.trainer.replay import Committed, Replayed
-    from penstock.types import Manifest
+    from penstock.types import Manifest, RowPayload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +53,8 @@ def compute_again(
 ) -> Comparison | None:
     """What came of it; in a rank that is not the first, nothing."""
     from penstock.cli.service import import_from, only_policy
-    from penstock.dataflow.told.recorded import open_recorded
-    from penstock.dataflow.told.rereading import SealedBatches
+    from penstock.dataflow.ledger.recorded import open_recorded
+    from penstock.dataflow.ledger.sealed_batches import SealedBatches
     from penstock.trainer.device import own_device
     from penstock.trainer.service import form_team, replay_step
     from penstock.types import PolicyName

@@ -44,7 +44,7 @@ def report(run: Path, /, *, json: bool = False) -> int:
 
 
 def _ask(folder: RunFolder) -> BalanceReport:
-    from penstock.dataflow.client import ReaderClient
+    from penstock.dataflow.client.dataflow import ReaderClient
     from penstock.wire.auth import Role
 
     token = folder.token(folder.read_config().name, Role.READER, ttl_s=60.0)

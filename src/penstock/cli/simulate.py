@@ -31,12 +31,12 @@ def simulate(
     """
     from penstock.cli.output import print_json
     from penstock.cli.target import find_folder
-    from penstock.dataflow.build import core_terms
+    from penstock.dataflow.ledger.recorded import open_recorded
+    from penstock.dataflow.service.build import core_terms
     from penstock.dataflow.simulate.figures import count_figures, recorded_figures
     from penstock.dataflow.simulate.run import Share
     from penstock.dataflow.simulate.run import simulate as replay
     from penstock.dataflow.simulate.text import lines
-    from penstock.dataflow.told.recorded import open_recorded
 
     folder = find_folder(run)
     config = with_rules(folder.read_config(), rules)

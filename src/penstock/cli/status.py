@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.dataflow.protocol import Status
+    from penstock.dataflow.service.operators.messages import Status
     from penstock.fleet.folder import RunFolder
 
 
@@ -51,7 +51,7 @@ def status(run: Path, /, *, json: bool = False) -> int:
 
 
 def _ask(folder: RunFolder) -> tuple[Status | None, str]:
-    from penstock.dataflow.client import ReaderClient
+    from penstock.dataflow.client.dataflow import ReaderClient
     from penstock.errors import WireError
     from penstock.wire.auth import Role
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.dataflow.client import ReaderClient
-from penstock.dataflow.protocol import PolicyStatus, Status
+from penstock.dataflow.client.dataflow import ReaderClient
+from penstock.dataflow.service.operators.messages import PolicyStatus, Status
 from penstock.errors import WireError
 
 PERIOD_S = 1.0

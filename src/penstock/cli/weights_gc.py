@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
-    from penstock.dataflow.protocol import VersionInUse
+    from penstock.dataflow.service.trainers.messages import VersionInUse
     from penstock.fleet.folder import RunFolder
 
 
@@ -27,7 +27,7 @@ def gc(run: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
     """
     from penstock.cli.output import counted, print_json, size
     from penstock.cli.target import find_folder
-    from penstock.dataflow.protocol import UsedBy
+    from penstock.dataflow.service.trainers.messages import UsedBy
     from penstock.errors import WeightsError
     from penstock.weights.retention import carry_out, plan
     from penstock.weights.store import DirectoryStore
@@ -72,9 +72,9 @@ def gc(run: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
 
 def _in_use(folder: RunFolder, config: RunConfig) -> list[VersionInUse]:
     """As the service says, which knows the nodes; of a run that is over, as its ledger says."""
-    from penstock.dataflow.client import ReaderClient
-    from penstock.dataflow.told.recorded import open_recorded
-    from penstock.dataflow.version_use import recorded_in_use
+    from penstock.dataflow.client.dataflow import ReaderClient
+    from penstock.dataflow.ledger.recorded import open_recorded
+    from penstock.dataflow.service.trainers.version_use import recorded_in_use
     from penstock.types import PolicyName
     from penstock.wire.auth import Role
 

@@ -32,9 +32,9 @@ from penstock.config import (
     SourceConfig,
     TrainingConfig,
 )
-from penstock.dataflow.build import build
-from penstock.dataflow.server import surface
-from penstock.dataflow.service import Dataflow
+from penstock.dataflow.service.build import build
+from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.server import surface
 from penstock.errors import ConfigError
 from penstock.observe.prometheus import new_registry
 from penstock.types import PolicyName

@@ -17,19 +17,15 @@ from penstock.conformance.fetches import Fetches
 from penstock.conformance.findings import Findings, Rule
 from penstock.conformance.rows import Lease, judge_row, read_row
 from penstock.conformance.stand_in import row_id_of
-from penstock.dataflow.protocol import (
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.service.nodes.messages import (
     DeliveryAnswer,
     DeliveryRequest,
-    DeliveryStatus,
-    Grant,
     Heartbeat,
     HeartbeatAnswer,
     LeaseAnswer,
     LeaseRequest,
-    LiveVersion,
-    NodeState,
     Orders,
-    Register,
     Registered,
 )
 from penstock.errors import NotFound, Unreachable

@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.dataflow.protocol import Delivery, Grant, LiveVersion
+from penstock.dataflow.core.leasing import Grant, LiveVersion
+from penstock.dataflow.service.nodes.messages import Delivery
 from penstock.errors import BadRequest
 from penstock.types import NodeId, Trajectory, Turn, VersionSpan, view_ids
 from penstock.wire.codec import decode

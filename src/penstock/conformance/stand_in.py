@@ -14,21 +14,20 @@ from pathlib import Path
 
 from penstock.conformance.double import POLICY
 from penstock.conformance.snapshot import write_snapshot
-from penstock.dataflow.protocol import (
-    BatchRequest,
-    CommitRequest,
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
-    Grant,
     Heartbeat,
-    IncarnationRequest,
     LeaseRequest,
-    LiveVersion,
-    NodeState,
-    PublishRequest,
-    Register,
 )
-from penstock.dataflow.service import Dataflow
+from penstock.dataflow.service.trainers.messages import (
+    BatchRequest,
+    CommitRequest,
+    IncarnationRequest,
+    PublishRequest,
+)
 from penstock.types import (
     FinishReason,
     NodeId,

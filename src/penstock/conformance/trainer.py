@@ -21,8 +21,8 @@ from penstock.conformance.versions import (
     wrong_digest,
     wrong_name,
 )
-from penstock.dataflow.process import MAX_WAIT_S
-from penstock.dataflow.protocol import (
+from penstock.dataflow.service.process import MAX_WAIT_S
+from penstock.dataflow.service.trainers.messages import (
     BatchAnswer,
     BatchRequest,
     BatchRowsRequest,

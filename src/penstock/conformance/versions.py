@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.dataflow.protocol import PublishRequest
+from penstock.dataflow.service.trainers.messages import PublishRequest
 from penstock.errors import WeightsError
 from penstock.types import PolicyName
 from penstock.weights.manifest import SnapshotManifest, digest_of, is_digest, parse_manifest

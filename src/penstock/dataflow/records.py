@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol, cast
 
 import msgspec
 
-from penstock.dataflow.row_records import (
+from penstock.dataflow.column_records import (
     BundleRecord,
     ColumnRecord,
     ItemRecord,
@@ -32,6 +32,21 @@ from penstock.types import (
     RowId,
     RowSummary,
 )
+
+
+class Outbox:
+    """The journal of the running command: what must be durable before its answer leaves."""
+
+    def __init__(self) -> None:
+        self._records: list[Record | Erasure] = []
+
+    def __call__(self, record: Record | Erasure) -> None:
+        self._records.append(record)
+
+    def take(self) -> list[Record | Erasure]:
+        records, self._records = self._records, []
+        return records
+
 
 QUARANTINED = "quarantined/"
 """Before a node's name and one of its lives: the value is the session that gets no more work."""

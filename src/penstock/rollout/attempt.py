@@ -25,7 +25,8 @@ from typing import Any, Protocol, SupportsFloat
 
 import structlog
 
-from penstock.dataflow.protocol import Grant, RunFacts
+from penstock.dataflow.core.leasing import Grant
+from penstock.dataflow.service.nodes.messages import RunFacts
 from penstock.errors import EngineError, WorkflowError
 from penstock.gateway.gateway import Gateway, Session
 from penstock.rollout.context import Context

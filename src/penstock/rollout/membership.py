@@ -11,12 +11,10 @@ from typing import Protocol, TypeVar
 
 import structlog
 
-from penstock.dataflow.protocol import (
+from penstock.dataflow.core.leasing import LiveVersion, NodeState, Register
+from penstock.dataflow.service.nodes.messages import (
     Heartbeat,
     HeartbeatAnswer,
-    LiveVersion,
-    NodeState,
-    Register,
     Registered,
 )
 from penstock.errors import Fenced, NotFound, WireError

@@ -22,8 +22,8 @@ from typing import Protocol, cast
 
 import structlog
 
-from penstock.dataflow.protocol import RunFacts
-from penstock.dataflow.spread_client import SpreadClient
+from penstock.dataflow.client.partitioned import SpreadClient
+from penstock.dataflow.service.nodes.messages import RunFacts
 from penstock.gateway.gateway import Gateway
 from penstock.rollout.attempt import Attempts
 from penstock.rollout.endpoint import Endpoint

@@ -25,8 +25,9 @@ from pathlib import Path
 
 import structlog
 
-from penstock.dataflow.protocol import Grant, LeaseRequest
-from penstock.dataflow.spread_client import SpreadClient
+from penstock.dataflow.client.partitioned import SpreadClient
+from penstock.dataflow.core.leasing import Grant
+from penstock.dataflow.service.nodes.messages import LeaseRequest
 from penstock.errors import ConfigError
 from penstock.gateway.online import Ended, Online, Terms
 from penstock.gateway.online_routes import build_online_app

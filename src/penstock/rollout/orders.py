@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from penstock.dataflow.protocol import Orders
+from penstock.dataflow.service.nodes.messages import Orders
 from penstock.types import PolicyName, PublishedVersion, RowId
 
 

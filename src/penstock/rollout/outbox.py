@@ -18,12 +18,12 @@ from typing import Protocol
 
 import structlog
 
-from penstock.dataflow.protocol import (
+from penstock.dataflow.core.leasing import DeliveryStatus
+from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryAnswer,
     DeliveryRequest,
     DeliveryResult,
-    DeliveryStatus,
 )
 from penstock.rollout.membership import Membership
 from penstock.types import RowId, Trajectory

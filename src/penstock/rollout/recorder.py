@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.dataflow.protocol import RecordedTurn, RecordRequest
+from penstock.dataflow.service.nodes.messages import RecordedTurn, RecordRequest
 from penstock.types import NodeId, RowId, Turn
 
 RECORD_S = 0.2

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock.dataflow.protocol import LiveVersion
+from penstock.dataflow.core.leasing import LiveVersion
 from penstock.errors import EngineError, boundary
 from penstock.gateway.generate import Completion, Listen
 from penstock.rollout.engines.base import Engine, Shareable

@@ -10,7 +10,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-from penstock.dataflow.protocol import Grant, LeaseAnswer, LeaseRequest
+from penstock.dataflow.core.leasing import Grant
+from penstock.dataflow.service.nodes.messages import LeaseAnswer, LeaseRequest
 from penstock.rollout.attempt import row_id_of
 from penstock.rollout.membership import Membership
 from penstock.rollout.orders import StandingOrders

@@ -18,12 +18,19 @@ import numpy.typing as npt
 import structlog
 from blake3 import blake3
 
-from penstock.dataflow.protocol import RowPayload
 from penstock.errors import StoreError
 from penstock.trainer.gang.balance import costs_of
 from penstock.trainer.gang.team import Alone, Sums
 from penstock.trainer.samples import TOKEN_COLUMNS, Samples, cut, is_seen
-from penstock.types import FinishReason, Manifest, OutcomeKind, PolicyName, Trajectory, is_data
+from penstock.types import (
+    FinishReason,
+    Manifest,
+    OutcomeKind,
+    PolicyName,
+    RowPayload,
+    Trajectory,
+    is_data,
+)
 from penstock.wire.codec import decode
 
 Floats = npt.NDArray[np.float64]

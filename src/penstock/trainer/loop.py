@@ -17,7 +17,7 @@ from typing import Protocol
 
 import structlog
 
-from penstock.dataflow.protocol import (
+from penstock.dataflow.service.trainers.messages import (
     BatchRequest,
     CheckpointsRequest,
     CommitRequest,

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.dataflow.protocol import RowPayload, RowsAnswer
+from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.errors import ConfigError, PenstockError, StoreError
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor, listed
 from penstock.trainer.gang.team import Team
 from penstock.trainer.learner import Stats
-from penstock.types import Manifest, PolicyName
+from penstock.types import Manifest, PolicyName, RowPayload
 from penstock.weights.publish import StoredVersion
 
 _REFUSED = -1

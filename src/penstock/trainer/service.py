@@ -13,7 +13,7 @@ import structlog
 import torch
 
 from penstock.config import RunConfig, identity
-from penstock.dataflow.client import TrainerClient
+from penstock.dataflow.client.dataflow import TrainerClient
 from penstock.errors import Fenced, Unreachable
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import assemble

@@ -11,17 +11,19 @@ from pathlib import Path
 from tests.unit.audit.ledgers import FakeNode, Run, always_completed, small_config
 
 from penstock.config import RunConfig
-from penstock.dataflow.build import build_partition, partition_folder
 from penstock.dataflow.core.home import Shard
-from penstock.dataflow.partitions.home_side import PartitionSide
-from penstock.dataflow.partitions.protocol import (
+from penstock.dataflow.ledger.sealed_batches import partition_folder
+from penstock.dataflow.service.build import build_partition
+from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.partitions.handlers import PartitionSide
+from penstock.dataflow.service.partitions.messages import (
     LinkPull,
     LinkPulled,
     LinkPush,
     LinkPushed,
     PartitionJoin,
 )
-from penstock.dataflow.protocol import CheckpointsRequest, Done
+from penstock.dataflow.service.trainers.messages import CheckpointsRequest
 from penstock.types import NodeId
 
 

@@ -12,25 +12,23 @@ from pathlib import Path
 from blake3 import blake3
 
 from penstock.config import RunConfig, demo, dump
-from penstock.dataflow.build import build
-from penstock.dataflow.partitions.service import PartitionService
-from penstock.dataflow.protocol import (
-    BatchRequest,
-    CommitRequest,
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.records import row_id
+from penstock.dataflow.service.build import build
+from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
-    DeliveryStatus,
-    Grant,
     Heartbeat,
-    IncarnationRequest,
     LeaseRequest,
-    LiveVersion,
-    NodeState,
-    PublishRequest,
-    Register,
 )
-from penstock.dataflow.records import row_id
-from penstock.dataflow.service import Dataflow
+from penstock.dataflow.service.partition import PartitionService
+from penstock.dataflow.service.trainers.messages import (
+    BatchRequest,
+    CommitRequest,
+    IncarnationRequest,
+    PublishRequest,
+)
 from penstock.types import (
     FinishReason,
     Manifest,

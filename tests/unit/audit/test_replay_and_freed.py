@@ -12,9 +12,9 @@ from tests.unit.audit.run_files import one
 from penstock.audit import AuditReport, audit
 from penstock.config import RunConfig, dump
 from penstock.config.rules import RuleConfig
-from penstock.dataflow.protocol import CheckpointsRequest
-from penstock.dataflow.storage import segments
-from penstock.dataflow.storage.compaction import Compactor
+from penstock.dataflow.ledger import segments
+from penstock.dataflow.ledger.compaction import Compactor
+from penstock.dataflow.service.trainers.messages import CheckpointsRequest
 
 
 def with_rules(*rules: RuleConfig) -> RunConfig:

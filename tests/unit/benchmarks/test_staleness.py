@@ -34,7 +34,7 @@ def test_longer_answers_than_the_bound_are_lost_in_every_mode() -> None:
 
 def test_both_modes_see_the_same_answers() -> None:
     draw = SMALL.answer(3)
-    from penstock.dataflow.protocol import Grant
+    from penstock.dataflow.core.leasing import Grant
     from penstock.types import GroupId
 
     def grant(epoch: int) -> Grant:

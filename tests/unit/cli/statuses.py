@@ -4,7 +4,13 @@
 from __future__ import annotations
 
 from penstock.cli.view import View
-from penstock.dataflow.protocol import LiveVersion, NodeStatus, PolicyStatus, Status, Waiting
+from penstock.dataflow.core.leasing import LiveVersion
+from penstock.dataflow.service.operators.messages import (
+    NodeStatus,
+    PolicyStatus,
+    Status,
+    Waiting,
+)
 from penstock.types import NodeId, PolicyName
 
 POLICY = PolicyName("policy")

@@ -13,8 +13,8 @@ from tests.unit.trainer.doubles import POLICY, random_batch, settings
 from torch import Tensor
 
 from penstock.config import RunConfig, identity, run_dir
+from penstock.dataflow.ledger.tables import open_tables
 from penstock.dataflow.records import CommitRecord, IncarnationRecord, VersionRecord
-from penstock.dataflow.storage.tables import open_tables
 from penstock.fleet.folder import RunFolder
 from penstock.trainer.batches import assemble
 from penstock.trainer.checkpoint import Checkpoints, Cursor

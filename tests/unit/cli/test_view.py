@@ -18,8 +18,8 @@ from tests.unit.cli.statuses import policy_status, status, view
 from penstock.cli import view as watching
 from penstock.cli.panel import draw
 from penstock.cli.view import Curve, ErrorTail, Watch
-from penstock.dataflow.client import ReaderClient
-from penstock.dataflow.protocol import Status
+from penstock.dataflow.client.dataflow import ReaderClient
+from penstock.dataflow.service.operators.messages import Status
 from penstock.fleet.folder import LOOPBACK, free_port
 from penstock.trainer.signals.alarms import PATIENCE, Cause, Idle
 from penstock.wire.auth import Audience, Role, Signer

@@ -12,11 +12,11 @@ from typing import Any
 from benchmarks.local import LocalNode, LocalTrainer, run_config, write_tasks
 
 from penstock.config import RunConfig
-from penstock.dataflow.build import build
-from penstock.dataflow.manifests import manifest_of
-from penstock.dataflow.protocol import Grant, LiveVersion
+from penstock.dataflow.core.leasing import Grant, LiveVersion
+from penstock.dataflow.core.manifests import manifest_of
+from penstock.dataflow.ledger.recorded import open_recorded
 from penstock.dataflow.records import BatchRecord, FateRecord, IssuedRecord
-from penstock.dataflow.told.recorded import open_recorded
+from penstock.dataflow.service.build import build
 from penstock.types import DropReason, GroupId, PolicyName, Task
 
 POLICY = PolicyName("policy")

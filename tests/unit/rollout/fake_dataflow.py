@@ -11,19 +11,17 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 
-from penstock.dataflow.protocol import (
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant, Register
+from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.nodes.messages import (
     DeliveryAnswer,
     DeliveryRequest,
     DeliveryResult,
-    DeliveryStatus,
-    Done,
-    Grant,
     Heartbeat,
     HeartbeatAnswer,
     LeaseAnswer,
     LeaseRequest,
     Orders,
-    Register,
     Registered,
     RunFacts,
 )

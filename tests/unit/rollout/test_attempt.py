@@ -12,7 +12,8 @@ import pytest
 from tests.unit.rollout.fake_dataflow import POLICY, facts, task
 from tests.unit.rollout.snapshot import ALPHABET, write_snapshot
 
-from penstock.dataflow.protocol import Grant, RecordRequest
+from penstock.dataflow.core.leasing import Grant
+from penstock.dataflow.service.nodes.messages import RecordRequest
 from penstock.errors import ConfigError, EngineError
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generate import Generate

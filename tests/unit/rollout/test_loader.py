@@ -15,7 +15,8 @@ from tests.unit.rollout.fake_dataflow import POLICY, wanted
 from tests.unit.rollout.test_node import bench
 from tests.unit.rollout.waiting import eventually
 
-from penstock.dataflow.protocol import LiveVersion, Orders
+from penstock.dataflow.core.leasing import LiveVersion
+from penstock.dataflow.service.nodes.messages import Orders
 from penstock.errors import EngineError, WeightsError
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generate import Completion, Listen

@@ -23,7 +23,7 @@ from tests.unit.weights.relays import origin
 from tests.unit.weights.serving import listening
 
 from penstock.config import demo
-from penstock.dataflow.protocol import Orders
+from penstock.dataflow.service.nodes.messages import Orders
 from penstock.fleet.folder import Endpoints, RunFolder
 from penstock.weights.fronts.server import build
 from penstock.wire.auth import Audience, Role

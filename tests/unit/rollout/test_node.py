@@ -15,8 +15,9 @@ from tests.unit.rollout import user_workflows
 from tests.unit.rollout.fake_dataflow import POLICY, FakeDataflow, facts, wanted
 from tests.unit.rollout.waiting import eventually
 
-from penstock.dataflow.client import NodeClient
-from penstock.dataflow.protocol import NodeState, Orders, RunFacts
+from penstock.dataflow.client.dataflow import NodeClient
+from penstock.dataflow.core.leasing import NodeState
+from penstock.dataflow.service.nodes.messages import Orders, RunFacts
 from penstock.errors import Fenced, RewardError, WeightsError
 from penstock.rollout.engines import Engine, ScriptedEngine
 from penstock.rollout.node import Node, Outside, build
@@ -214,7 +215,7 @@ async def test_a_refused_row_is_an_error_in_the_log(tmp_path: Path, snapshot: Pa
 async def test_a_heartbeat_without_an_answer_is_sent_again_long_before_the_lease_ends(
     tmp_path: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.dataflow.client.HEARTBEAT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("penstock.dataflow.client.dataflow.HEARTBEAT_TIMEOUT_S", 0.3)
     async with bench(tmp_path, snapshot) as desk:
         await eventually(lambda: desk.dataflow.beats)
         desk.dataflow.hang_next_beat_s = 4.0

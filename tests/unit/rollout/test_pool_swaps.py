@@ -15,7 +15,7 @@ from tests.unit.rollout.test_loader import Announced, AnyFolder
 from tests.unit.rollout.test_pool import POLICY, PROMPT, SPEC, version
 from tests.unit.rollout.waiting import eventually
 
-from penstock.dataflow.protocol import Orders
+from penstock.dataflow.service.nodes.messages import Orders
 from penstock.errors import EngineError
 from penstock.gateway.gateway import Gateway
 from penstock.rollout import loader as loader_module

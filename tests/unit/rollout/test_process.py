@@ -18,7 +18,8 @@ from tests.unit.rollout.fake_dataflow import POLICY, FakeDataflow, facts
 from tests.unit.rollout.waiting import SOURCE, eventually
 from tests.unit.weights.folders import TENSORS, weights_bytes
 
-from penstock.dataflow.protocol import NodeState, Orders, RunFacts
+from penstock.dataflow.core.leasing import NodeState
+from penstock.dataflow.service.nodes.messages import Orders, RunFacts
 from penstock.types import PublishedVersion
 from penstock.weights.fronts.origin import Origin
 from penstock.weights.fronts.server import build

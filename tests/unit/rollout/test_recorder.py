@@ -12,7 +12,8 @@ from tests.unit.rollout.fake_dataflow import POLICY, facts, task
 from tests.unit.rollout.test_attempt import GRANT
 from tests.unit.rollout.waiting import eventually
 
-from penstock.dataflow.protocol import Grant, RecordRequest
+from penstock.dataflow.core.leasing import Grant
+from penstock.dataflow.service.nodes.messages import RecordRequest
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generate import Completion, Listen
 from penstock.gateway.renderer import Renderer

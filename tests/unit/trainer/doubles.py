@@ -15,7 +15,7 @@ from blake3 import blake3
 from transformers import PreTrainedModel
 
 from penstock.config import RunConfig
-from penstock.dataflow.protocol import (
+from penstock.dataflow.service.trainers.messages import (
     BatchAnswer,
     BatchRequest,
     CheckpointsRequest,
@@ -25,7 +25,6 @@ from penstock.dataflow.protocol import (
     PolicyState,
     PublishRequest,
     QuarantineRequest,
-    RowPayload,
     RowsAnswer,
     UsedBy,
     VersionInUse,
@@ -53,6 +52,7 @@ from penstock.types import (
     OutcomeKind,
     PolicyName,
     RowId,
+    RowPayload,
     RowSummary,
     SamplingSpec,
     SealedGroup,

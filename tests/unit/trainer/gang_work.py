@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.dataflow.protocol import RowPayload, RowsAnswer
+from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.fleet.processes import die_with_parent
 from penstock.trainer.gang.drawing import draw_rows
 from penstock.trainer.gang.places import Parallel, dealt_out
@@ -36,6 +36,7 @@ from penstock.types import (
     OutcomeKind,
     PolicyName,
     RowId,
+    RowPayload,
     RowSummary,
     SealedGroup,
 )

@@ -28,7 +28,7 @@ from tests.unit.trainer.doubles import (
 )
 from tests.unit.trainer.test_replay import MemoryRecord
 
-from penstock.dataflow.protocol import CommitRequest
+from penstock.dataflow.service.trainers.messages import CommitRequest
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer import shares
 from penstock.trainer.checkpoint import Checkpoints

@@ -25,8 +25,7 @@ from tests.unit.trainer.doubles import (
 )
 from tests.unit.trainer.stage_makers import of, stage
 
-from penstock.dataflow.protocol import RowPayload
-from penstock.dataflow.validate import Digested, digest
+from penstock.dataflow.service.nodes.validate import Digested, digest
 from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.gang.team import Alone
@@ -41,6 +40,7 @@ from penstock.types import (
     OutcomeKind,
     PolicyName,
     RowId,
+    RowPayload,
     RowSummary,
     SealedGroup,
     Turn,

@@ -25,7 +25,7 @@ from tests.unit.weights.serving import listening
 from torch import Tensor
 
 from penstock.config import LoraConfig, RunConfig
-from penstock.dataflow.protocol import PublishRequest
+from penstock.dataflow.service.trainers.messages import PublishRequest
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.checkpoint import Checkpoints, Cursor
 from penstock.trainer.gang.team import Alone

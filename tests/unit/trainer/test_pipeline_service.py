@@ -12,7 +12,7 @@ from tests.unit.trainer.doubles import make_trajectory, make_turn
 from tests.unit.trainer.stage_makers import OWN, stage
 
 from penstock.config import StageConfig
-from penstock.dataflow.rows.stream import Data, Row
+from penstock.dataflow.client.row_stream import Data, Row
 from penstock.errors import ConfigError
 from penstock.trainer.pipeline.service import Scorer, score, serve
 from penstock.types import Trajectory

@@ -14,13 +14,12 @@ from tests.unit.trainer.test_loop import config, equal_rewards, run
 
 from penstock.config import RunConfig, identity
 from penstock.config.pipeline import ParallelConfig
-from penstock.dataflow.protocol import RowPayload
 from penstock.errors import ConfigError, StoreError
 from penstock.trainer.checkpoint import Checkpoints, Cursor
 from penstock.trainer.gang.team import Alone
 from penstock.trainer.replay import Committed, Replayed, agree_on_beginning
 from penstock.trainer.service import make_checkpoints, replay_step
-from penstock.types import Manifest
+from penstock.types import Manifest, RowPayload
 
 BATCHES = [random_batch(0, seq=1), random_batch(0, seq=2), equal_rewards(3), random_batch(0, seq=4)]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.unit.trainer.doubles import POLICY, make_trajectory, make_turn
 
-from penstock.dataflow.validate import Digested, digest
+from penstock.dataflow.service.nodes.validate import Digested, digest
 from penstock.trainer.samples import Samples, cut
 from penstock.types import (
     FinishReason,

@@ -15,12 +15,12 @@ from pathlib import Path
 from tests.unit.trainer.doubles import POLICY, MemoryDataflow, random_batch
 
 from penstock.config import RunConfig, demo
-from penstock.dataflow.protocol import (
+from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.trainers.messages import (
     BatchRequest,
     BatchRowsRequest,
     CheckpointsRequest,
     CommitRequest,
-    Done,
     IncarnationRequest,
     PublishRequest,
 )

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.dataflow.core import pacing
+from penstock.dataflow.core.leasing import LiveVersion
 from penstock.dataflow.core.versions import Lineage
-from penstock.dataflow.protocol import LiveVersion
 from penstock.dataflow.records import VersionRecord
 from penstock.types import PolicyName, PublishedVersion, RowSummary
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from penstock.dataflow.protocol import LiveVersion, NodeState
+from penstock.dataflow.core.leasing import LiveVersion, NodeState
 from penstock.dataflow.records import GrantRecord, GroupRecord, NodeRecord
 from penstock.types import SESSION_TAG, RowId, RowSummary, Task
 

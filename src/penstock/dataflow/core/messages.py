@@ -8,6 +8,7 @@ is acknowledged, and applied once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from msgspec import Struct
 
@@ -18,6 +19,15 @@ from penstock.dataflow.records import (
     VersionRecord,
 )
 from penstock.types import DropReason, GroupId, NodeId, PolicyName, RowId, RowSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbered:
+    """One message on a link."""
+
+    number: int
+    body: bytes
+
 
 # --- home to a partition ----------------------------------------------------------------------
 

@@ -26,16 +26,10 @@ from penstock.dataflow.core.groups import (
     Slot,
     SlotState,
 )
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
 from penstock.dataflow.core.messages import Report, SendReport
 from penstock.dataflow.core.roster import Roster
 from penstock.dataflow.core.timers import OF_CLOSE, OF_START, Timer, Timers
-from penstock.dataflow.protocol import (
-    DeliveryStatus,
-    Grant,
-    LiveVersion,
-    NodeState,
-    Register,
-)
 from penstock.dataflow.records import (
     NEXT_GROUP,
     DeadSlotRecord,

@@ -14,22 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import itemgetter
-from typing import TYPE_CHECKING
 
 from penstock.types import GroupId, PolicyName
-
-if TYPE_CHECKING:
-    from penstock.dataflow.storage.tables import Tables
-
-PAGE_BATCHES = 64
-NEWEST = "SELECT max(seq) FROM fates WHERE consumer = :consumer"
-PAGE = (
-    "SELECT f.seq, f.group_id, "
-    "EXISTS (SELECT 1 FROM freed WHERE freed.group_id = f.group_id) FROM fates f "
-    "WHERE f.consumer = :consumer AND f.seq <= :upper AND f.seq > :lower ORDER BY f.seq DESC"
-)
 
 
 @dataclass(slots=True)
@@ -170,19 +156,3 @@ class Retention:
         for consumer in self._pins:
             freed += self._advance(consumer)
         return freed
-
-
-def pinned_batches(tables: Tables, consumer: PolicyName) -> Pinned:
-    """Read backwards, so that a start costs what is pinned and not what was ever sealed."""
-    found: dict[int, tuple[GroupId, ...]] = {}
-    upper = int(tables.scalar(NEWEST, consumer=consumer) or 0)
-    while upper > 0:
-        lower = max(0, upper - PAGE_BATCHES)  # 0 stands for groups that are in no batch
-        page = tables.rows(PAGE, consumer=consumer, upper=upper, lower=lower)
-        for seq, fates in groupby(page, key=itemgetter(0)):
-            members = list(fates)
-            if any(is_freed for _, _, is_freed in members):
-                return Pinned(floor=int(seq), batches=dict(reversed(found.items())))
-            found[int(seq)] = tuple(GroupId(group_id) for _, group_id, _ in members)
-        upper -= PAGE_BATCHES
-    return Pinned(floor=0, batches=dict(reversed(found.items())))

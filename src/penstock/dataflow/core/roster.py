@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from penstock.dataflow.core.groups import Held, Node
-from penstock.dataflow.protocol import LiveVersion, NodeState, Register
+from penstock.dataflow.core.leasing import LiveVersion, NodeState, Register
 from penstock.dataflow.records import (
     GrantRecord,
     Journal,

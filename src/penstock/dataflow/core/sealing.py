@@ -13,8 +13,8 @@ from blake3 import blake3
 
 from penstock.dataflow.core.consumers import Consumer, ReadyGroup, issue_of
 from penstock.dataflow.core.home import Home
+from penstock.dataflow.core.manifests import seal
 from penstock.dataflow.core.rulebook import ReplayTerms
-from penstock.dataflow.manifests import seal
 from penstock.dataflow.records import BatchRecord, FateState, Journal
 from penstock.errors import Conflict
 from penstock.types import GroupId, Manifest, PolicyName, SealedGroup

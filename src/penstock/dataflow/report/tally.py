@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from penstock.dataflow.manifests import manifest_of
+from penstock.dataflow.core.manifests import manifest_of
 from penstock.dataflow.records import (
     BatchRecord,
     FateRecord,

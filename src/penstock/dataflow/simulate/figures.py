@@ -9,9 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
+from penstock.dataflow.ledger.recorded import Recorded
+from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import BatchRecord, DecisionRecord, FateRecord, FateState
-from penstock.dataflow.storage.tables import Tables
-from penstock.dataflow.told.recorded import Recorded
 from penstock.types import GroupId, Manifest, PolicyName
 from penstock.wire.codec import decode
 

@@ -22,9 +22,10 @@ from penstock.dataflow.core.messages import Dropped, Issue, Report, ToPartition
 from penstock.dataflow.core.retention import Retention
 from penstock.dataflow.core.rulebook import Rulebook
 from penstock.dataflow.core.sealing import Sealing
-from penstock.dataflow.machines import CoreTerms
-from penstock.dataflow.process import Outbox
-from penstock.dataflow.records import GroupRecord
+from penstock.dataflow.ledger.assemble import CoreTerms
+from penstock.dataflow.ledger.recorded import Recorded
+from penstock.dataflow.ledger.tables import Tables
+from penstock.dataflow.records import GroupRecord, Outbox
 from penstock.dataflow.simulate.script import Action, Kind, Script, read_script
 from penstock.dataflow.simulate.stream import (
     Ended,
@@ -33,8 +34,6 @@ from penstock.dataflow.simulate.stream import (
     Stream,
     read_stream,
 )
-from penstock.dataflow.storage.tables import Tables
-from penstock.dataflow.told.recorded import Recorded
 from penstock.errors import Conflict
 from penstock.types import DropReason, GroupId, PolicyName, RowSummary
 

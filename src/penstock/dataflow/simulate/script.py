@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import BatchRecord, CommitRecord, IncarnationRecord, VersionRecord
-from penstock.dataflow.storage.tables import Tables
 from penstock.types import PolicyName
 
 

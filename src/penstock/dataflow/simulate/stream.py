@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.core.supply import Supply
+from penstock.dataflow.ledger.recorded import Recorded
 from penstock.dataflow.records import (
     CommitRecord,
     DecisionRecord,
@@ -23,9 +25,7 @@ from penstock.dataflow.records import (
     IssuedRecord,
     RowRecord,
 )
-from penstock.dataflow.row_records import ColumnRecord
 from penstock.dataflow.sources import Source
-from penstock.dataflow.told.recorded import Recorded
 from penstock.types import DropReason, GroupId, Outcome, PolicyName, RowId, RowSummary, Task
 
 Place = tuple[str, int]

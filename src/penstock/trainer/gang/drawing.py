@@ -16,13 +16,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.dataflow.protocol import RowPayload, RowsAnswer
+from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.errors import StoreError
 from penstock.trainer.gang.balance import costs_of, share_out
 from penstock.trainer.gang.places import Place
 from penstock.trainer.gang.team import Word
 from penstock.trainer.updates import updates_of
-from penstock.types import Manifest, PolicyName
+from penstock.types import Manifest, PolicyName, RowPayload
 from penstock.wire.codec import decode, encode
 
 Floats = npt.NDArray[np.float64]

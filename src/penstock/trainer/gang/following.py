@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from penstock.dataflow.protocol import BatchAnswer, BatchRequest
+from penstock.dataflow.service.trainers.messages import BatchAnswer, BatchRequest
 from penstock.errors import StoreError
 from penstock.trainer.batches import assemble
 from penstock.trainer.crew import Crew

@@ -17,9 +17,9 @@ import structlog
 
 from penstock.config import StageConfig
 from penstock.config.pipeline import PipelineStageConfig
-from penstock.dataflow.rows.client import RowsClient
-from penstock.dataflow.rows.stream import Data, Row
-from penstock.dataflow.rows.takes import On
+from penstock.dataflow.client.row_stream import Data, Row
+from penstock.dataflow.client.rows import RowsClient
+from penstock.dataflow.columns.row_leases import On
 from penstock.errors import ConfigError
 from penstock.trainer.pipeline.functions import find_function, keywords
 

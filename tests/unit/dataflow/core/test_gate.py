@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from penstock.dataflow.core.gate import Gate
+from penstock.dataflow.core.leasing import LiveVersion
 from penstock.dataflow.core.versions import Lineage
-from penstock.dataflow.protocol import LiveVersion
 from penstock.dataflow.records import CommitRecord, IncarnationRecord, VersionRecord
 from penstock.types import PolicyName
 

@@ -7,7 +7,7 @@ import pytest
 from tests.sim.world import FAILED, Settings, World
 
 from penstock.dataflow.core.groups import Closing, ClosingKind
-from penstock.dataflow.protocol import Register
+from penstock.dataflow.core.leasing import Register
 from penstock.errors import Fenced, NotFound
 from penstock.types import NodeId
 

@@ -16,9 +16,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from penstock.dataflow.core.retention import PAGE_BATCHES, Pinned, Retention, pinned_batches
+from penstock.dataflow.core.retention import Pinned, Retention
+from penstock.dataflow.ledger.pinned import PAGE_BATCHES, pinned_batches
+from penstock.dataflow.ledger.tables import open_tables
 from penstock.dataflow.records import FateRecord, FateState, FreedRecord
-from penstock.dataflow.storage.tables import open_tables
 from penstock.types import GroupId, PolicyName
 
 A, B = PolicyName("a"), PolicyName("b")

@@ -11,10 +11,14 @@ from pydantic import ValidationError
 
 from penstock.config.report import ReportConfig
 from penstock.dataflow.core.groups import Node
-from penstock.dataflow.protocol import LiveVersion, NodeState
+from penstock.dataflow.core.leasing import LiveVersion, NodeState
 from penstock.dataflow.records import NodeRecord
 from penstock.dataflow.report.figures import NodeActivity, Terms
-from penstock.dataflow.report.reading import activity_of, node_looks, terms_of
+from penstock.dataflow.service.operators.observe import (
+    activity_of,
+    node_looks,
+    terms_of,
+)
 from penstock.types import NodeId, PolicyName, PublishedVersion
 
 P = PolicyName("p")

@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks.local import LocalNode, LocalTrainer, run_config, write_tasks
 
 from penstock.config import RunConfig
-from penstock.dataflow.build import build
-from penstock.dataflow.protocol import Grant, LiveVersion
+from penstock.dataflow.core.leasing import Grant, LiveVersion
+from penstock.dataflow.service.build import build
 from penstock.dataflow.sources import derive_seed
 from penstock.types import PolicyName, Task
 

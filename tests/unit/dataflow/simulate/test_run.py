@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from tests.unit.dataflow.simulate.made_runs import PICKY, VANILLA, Rules, config, record
 
-from penstock.dataflow.build import core_terms
+from penstock.dataflow.ledger.recorded import Recorded, open_recorded
+from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import BatchRecord, DecisionRecord, FateRecord, IssuedRecord
+from penstock.dataflow.service.build import core_terms
 from penstock.dataflow.simulate.figures import count_figures, recorded_figures
 from penstock.dataflow.simulate.run import Share, Simulated, simulate
-from penstock.dataflow.storage.tables import Tables
-from penstock.dataflow.told.recorded import Recorded, open_recorded
 
 
 def decisions(tables: Tables) -> dict[str, list[Any]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.dataflow.core.rulebook import Rulebook, RuleTerms
-from penstock.dataflow.process import Outbox
+from penstock.dataflow.records import Outbox
 from penstock.dataflow.simulate.stream import RecordedSource, RecordedSupply
 from penstock.types import Task
 

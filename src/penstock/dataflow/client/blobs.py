@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The claim check for what is too large for a call: bytes go ahead under their digest, resumed
+where an earlier upload stopped; then a small record names them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from blake3 import blake3
+
+from penstock.dataflow.columns.values import BlobRef
+from penstock.dataflow.service.rows.messages import BlobState
+from penstock.errors import BadRequest, Conflict
+from penstock.wire.client import AsyncCaller
+from penstock.wire.codec import decode
+
+INLINE_BYTES = 1 << 20
+"""What is longer goes ahead as a blob."""
+PIECE_BYTES = 4 << 20
+
+
+async def put_blob(caller: AsyncCaller, data: bytes | memoryview, *, deadline_s: float) -> BlobRef:
+    """Goes on where an earlier upload of the same bytes stopped."""
+    digest = await asyncio.to_thread(lambda: blake3(data).hexdigest())
+    path = f"/v1/blobs/{digest}"
+    state = await caller.call("GET", f"{path}/state", None, BlobState, deadline_s=deadline_s)
+    may_restart = state.held_bytes > 0
+    while not state.complete:
+        offset = state.held_bytes
+        piece = bytes(data[offset : offset + PIECE_BYTES])
+        try:
+            state = await _put_piece(
+                caller, f"{path}?offset={offset}&size={len(data)}", piece, deadline_s
+            )
+        except (BadRequest, Conflict):
+            if not may_restart:  # what lay there was damaged, and is gone now
+                raise
+            may_restart = False
+            state = BlobState(held_bytes=0, complete=False)
+    return BlobRef(digest=digest, size=len(data))
+
+
+async def _put_piece(caller: AsyncCaller, path: str, piece: bytes, deadline_s: float) -> BlobState:
+    headers = {"content-type": "application/octet-stream"}
+    answer = await caller.request("PUT", path, piece, deadline_s=deadline_s, headers=headers)
+    return decode(answer.content, BlobState)
+
+
+async def get_blob(caller: AsyncCaller, ref: BlobRef, *, deadline_s: float) -> bytes:
+    path = f"/v1/blobs/{ref.digest}"
+    answer = await caller.request("GET", path, deadline_s=deadline_s, timeout_s=120.0)
+    found = await asyncio.to_thread(lambda: blake3(answer.content).hexdigest())
+    if found != ref.digest:
+        raise BadRequest(f"blob {ref.digest} came with digest {found}; it is damaged there")
+    return answer.content

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's side of a reader: rows one after another, leases kept alive while it works.
+
+Remembers nothing between two lives: what it did not finish comes again, to it or to another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
+from urllib.parse import quote
+
+import msgspec
+import structlog
+
+from penstock.dataflow.columns.values import FailedColumn, Value
+from penstock.dataflow.core.leasing import DeliveryStatus
+from penstock.dataflow.service.rows.messages import (
+    End,
+    ExtendAnswer,
+    ExtendRequest,
+    LeasedRow,
+    ReaderState,
+    ResultsAnswer,
+    ResultsRequest,
+    RowLeaseAnswer,
+    RowLeaseRequest,
+    RowOutcome,
+    RowResult,
+)
+from penstock.errors import BadRequest, WireError
+from penstock.types import RowId, Trajectory
+from penstock.wire.codec import decode
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+Data = float | bytes
+"""What a column holds, whatever its size."""
+WAIT_S = 20.0
+LEAVE_S = 3.0
+"""A leaving worker waits no longer: its leases expire by themselves."""
+
+
+class GotRow(msgspec.Struct, frozen=True, kw_only=True):
+    key: RowId
+    columns: Mapping[str, Data]
+    """Those that are there; a column nobody wrote yet is absent."""
+    failed: Mapping[str, FailedColumn]
+
+
+class RowCalls(Protocol):
+    """What a reader needs of its client."""
+
+    async def get(
+        self, space: str, keys: Sequence[str], columns: Sequence[str] = ()
+    ) -> dict[str, GotRow]: ...
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: object,
+        kind: type[T],
+        *,
+        patience_s: float | None = None,
+        timeout_s: float = 60.0,
+    ) -> T: ...
+    async def pack(self, columns: Mapping[str, Data]) -> dict[str, Value]: ...
+
+
+class Row:
+    """One leased row. Write its columns, or say why not; leaving it for the next one ends it."""
+
+    def __init__(self, reader: RowReader, leased: LeasedRow, columns: Mapping[str, Data]) -> None:
+        self.key = leased.claim.row_id
+        self.attempt = leased.attempt
+        """1 for the first worker that gets it."""
+        self.columns = columns
+        self.claim = leased.claim
+        self.is_over = False
+        """Finished, given back, or taken away by the service."""
+        self._reader = reader
+        self._unwritten = set(reader.state.writes)
+
+    def __getitem__(self, name: str) -> Data:
+        return self.columns[name]
+
+    def trajectory(self) -> Trajectory:
+        """Of a rollout row whose reader reads `turns`."""
+        turns = self.columns["turns"]
+        assert isinstance(turns, bytes), "turns are bytes"
+        return decode(turns, Trajectory)
+
+    async def write(self, **columns: Data) -> bool:
+        """Durable when this returns. False when the row was given to another worker meanwhile:
+        what that one wrote stands, and the loop goes on."""
+        is_last = self._unwritten <= columns.keys()
+        outcome = await self._reader.send(
+            RowResult(
+                claim=self.claim,
+                columns=await self._reader.client.pack(columns),
+                end=End.DONE if is_last else End.NONE,
+            )
+        )
+        for name, stored in outcome.columns.items():
+            if stored.status is DeliveryStatus.INVALID:
+                raise BadRequest(f"column {name!r} of row {self.key!r}: {stored.detail}")
+            if stored.status not in (DeliveryStatus.STORED, DeliveryStatus.DUPLICATE):
+                log.warning("a row was lost to another worker", row=self.key, why=stored.detail)
+                self.is_over = True
+                return False
+        self._unwritten -= columns.keys()
+        self.is_over = self.is_over or is_last
+        return True
+
+    async def done(self) -> None:
+        """Needed by nobody who simply goes on to the next row."""
+        if self._unwritten and not self.is_over:
+            missing = sorted(self._unwritten)
+            raise BadRequest(f"row {self.key!r} was left without {missing}; write or fail it")
+        await self._end(End.DONE)
+
+    async def fail(self, error: str) -> None:
+        """This attempt came to nothing; it costs one."""
+        await self._end(End.FAILED, error)
+
+    async def release(self) -> None:
+        """Let another worker have it; costs no attempt."""
+        await self._end(End.RELEASED)
+
+    async def _end(self, end: End, error: str = "") -> None:
+        if not self.is_over:
+            self.is_over = True
+            await self._reader.send(RowResult(claim=self.claim, end=end, error=error))
+
+
+class RowReader:
+    """One worker of a reader. Start as many as there is work for, anywhere."""
+
+    def __init__(self, client: RowCalls, state: ReaderState) -> None:
+        self.client = client
+        self.state = state
+        self.worker = uuid.uuid4().hex[:16]
+        self._path = f"/v1/readers/{quote(state.name, safe='')}/leases"
+
+    async def stream(self, *, max_rows: int = 16) -> AsyncGenerator[Row]:
+        """Rows for ever, in order of arrival; waits while there are none. `max_rows` are held at
+        a time, and kept until their turn.
+
+        Leaving the loop inside a row costs that row an attempt, since it may be the row's fault;
+        rows not yet reached go back unharmed.
+        """
+        held: list[Row] = []
+        keeper = asyncio.create_task(self._keep(held), name=f"keep {self.state.name}")
+        current: Row | None = None
+        try:
+            while True:
+                held += await self.lease(max_rows)
+                while held:
+                    if not held[0].is_over:  # else lost while it waited for its turn
+                        current = held[0]
+                        yield current
+                        await current.done()
+                    current = None
+                    held.pop(0)
+        finally:
+            keeper.cancel()
+            await self._let_go(current, held)
+
+    async def lease(self, max_rows: int) -> list[Row]:
+        """At least one row with the columns it reads; asks until there is one."""
+        leased: tuple[LeasedRow, ...] = ()
+        while not leased:
+            body = RowLeaseRequest(
+                request_id=uuid.uuid4().hex, worker=self.worker, max_rows=max_rows, wait_s=WAIT_S
+            )
+            answer = await self.client.call(
+                "POST", self._path, body, RowLeaseAnswer, timeout_s=WAIT_S + 15.0
+            )
+            leased = answer.rows
+        keys = [row.claim.row_id for row in leased]
+        found = await self.client.get(self.state.space, keys, self.state.reads or ("",))
+        rows: list[Row] = []
+        for one in leased:
+            got = found.get(one.claim.row_id)
+            row = Row(self, one, {} if got is None else got.columns)
+            missing = set(self.state.reads) - row.columns.keys()
+            if missing:  # freed meanwhile, or damaged on disk
+                await row.fail(f"columns {sorted(missing)} cannot be read")
+            else:
+                rows.append(row)
+        return rows
+
+    async def send(self, result: RowResult, patience_s: float | None = None) -> RowOutcome:
+        body = ResultsRequest(reader=self.state.name, worker=self.worker, results=(result,))
+        path = "/v1/rows/columns"
+        answer = await self.client.call("PUT", path, body, ResultsAnswer, patience_s=patience_s)
+        return answer.outcomes[0]
+
+    async def _keep(self, held: Sequence[Row]) -> None:
+        """consumes: time · produces: extended leases · waits for: a third of the ttl"""
+        while True:
+            await asyncio.sleep(self.state.ttl_s / 3)
+            claims = tuple(row.claim for row in held if not row.is_over)
+            if not claims:
+                continue
+            try:
+                body = ExtendRequest(claims=claims)
+                answer = await self.client.call(
+                    "PUT", self._path, body, ExtendAnswer, patience_s=self.state.ttl_s
+                )
+            except WireError as error:  # the rows come again; the worker itself will notice
+                log.warning("leases could not be extended", reader=self.state.name, why=str(error))
+                continue
+            for row in held:
+                row.is_over = row.is_over or row.key in answer.lost
+
+    async def _let_go(self, current: Row | None, held: Iterable[Row]) -> None:
+        for row in held:
+            if row.is_over:
+                continue
+            end = End.FAILED if row is current else End.RELEASED
+            error = "its worker left the loop while it worked on this row" if current else ""
+            result = RowResult(claim=row.claim, end=end, error=error)
+            with contextlib.suppress(WireError):  # they expire by themselves
+                await self.send(result, patience_s=LEAVE_S)

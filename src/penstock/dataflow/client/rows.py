@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows for programs: put and get by key, and readers that stream rows and add columns.
+
+    async with RowsClient(url, token) as client:
+        scorer = await client.reader("scorer", reads=["turns"], writes=["score"])
+        async for row in scorer.stream():
+            await row.write(score=judge(row["turns"]))
+
+Reaching the next row acknowledges the one before. A row whose worker dies comes again, to any
+worker of that reader; columns are write-once, so working on it twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeGuard, TypeVar
+from urllib.parse import quote
+
+from penstock.dataflow.client.blobs import INLINE_BYTES, get_blob, put_blob
+from penstock.dataflow.client.row_stream import Data, GotRow, RowReader
+from penstock.dataflow.columns.row_leases import On
+from penstock.dataflow.columns.values import BlobRef, Value
+from penstock.dataflow.core.leasing import DeliveryStatus
+from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.rows.messages import (
+    ColumnOutcome,
+    GetAnswer,
+    GetRequest,
+    PutAnswer,
+    PutRequest,
+    PutRow,
+    QuotaRequest,
+    ReaderRequest,
+    ReaderState,
+)
+from penstock.errors import Conflict
+from penstock.types import RowId
+from penstock.wire.client import OUTAGE_S, AsyncCaller
+
+T = TypeVar("T")
+ROWS_PER_CALL = 256
+CALL_BYTES = 2 << 20
+AT_A_TIME = 4
+"""Calls of one put or get; a later one may arrive first."""
+
+
+class RowsClient:
+    """Rows, spaces and blobs of one dataflow service."""
+
+    def __init__(self, url: str, token: str, *, patience_s: float = OUTAGE_S) -> None:
+        """patience_s: how long an outage, or a space that is full, is sat out."""
+        self._caller = AsyncCaller(url, token)
+        self._patience_s = patience_s
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._caller.close()
+
+    # --- spaces -------------------------------------------------------------------------------
+
+    async def put(self, space: str, rows: Mapping[str, Mapping[str, Data]]) -> list[ColumnOutcome]:
+        """Rows by key, durable when this returns. Putting the same again changes nothing; a
+        column that stands with another value raises Conflict, and all others are stored."""
+        calls = (self._put(space, part) for part in _parts(rows))
+        refused = [outcome for found in await _some_at_a_time(calls) for outcome in found]
+        conflicts = [one for one in refused if one.status is DeliveryStatus.CONFLICT]
+        if conflicts:
+            raise Conflict(f"{len(conflicts)} columns were not stored: {conflicts[0].detail}")
+        return refused
+
+    async def _put(self, space: str, part: Sequence[_NewRow]) -> Sequence[ColumnOutcome]:
+        made = [
+            PutRow(key=RowId(key), columns=await self.pack(row) if is_long else row)
+            for key, row, is_long in part
+        ]
+        body = PutRequest(rows=tuple(made))
+        return (await self.call("POST", _space(space, "/rows"), body, PutAnswer)).not_stored
+
+    async def get(
+        self, space: str, keys: Sequence[str], columns: Sequence[str] = ()
+    ) -> dict[str, GotRow]:
+        """Columns of these rows, all of them when none are named. Unknown keys are absent."""
+        parts = (keys[n : n + ROWS_PER_CALL] for n in range(0, len(keys), ROWS_PER_CALL))
+        calls = (self._get(space, part, tuple(columns)) for part in parts)
+        return {row.key: row for found in await _some_at_a_time(calls) for row in found}
+
+    async def _get(self, space: str, keys: Sequence[str], columns: tuple[str, ...]) -> list[GotRow]:
+        found: list[GotRow] = []
+        num_told = 0
+        while num_told < len(keys):  # an answer may end before the keys do
+            asked = tuple([RowId(key) for key in keys[num_told:]])
+            body = GetRequest(keys=asked, columns=columns)
+            answer = await self.call("POST", _space(space, "/get"), body, GetAnswer)
+            num_told += len(answer.rows)
+            for row in answer.rows:
+                if row.is_known:
+                    values = row.columns
+                    data = values if _has_no_blob(values) else await self._unpack(values)
+                    found.append(GotRow(key=row.key, columns=data, failed=row.failed))
+        return found
+
+    async def clear(self, space: str) -> None:
+        """Remove every row of this space."""
+        await self.call("DELETE", _space(space), None, Done)
+
+    async def set_quota(self, space: str, quota_bytes: int) -> None:
+        await self.call(
+            "PUT",
+            _space(space),
+            QuotaRequest(quota_bytes=quota_bytes),
+            Done,
+        )
+
+    # --- blobs --------------------------------------------------------------------------------
+
+    async def put_blob(self, data: bytes) -> BlobRef:
+        return await put_blob(self._caller, data, deadline_s=self._patience_s)
+
+    async def get_blob(self, ref: BlobRef) -> bytes:
+        return await get_blob(self._caller, ref, deadline_s=self._patience_s)
+
+    # --- readers ------------------------------------------------------------------------------
+
+    async def reader(
+        self,
+        name: str,
+        *,
+        reads: Sequence[str],
+        writes: Sequence[str] = (),
+        space: str = "train",
+        on: On = On.DELIVERED,
+        deadline_s: float = 0.0,
+        ttl_s: float = 12.0,
+        max_attempts: int = 3,
+    ) -> RowReader:
+        """Declare a reader, or go on with one of this name where it stopped."""
+        body = ReaderRequest(
+            reads=tuple(reads),
+            writes=tuple(writes),
+            space=space,
+            on=on,
+            deadline_s=deadline_s,
+            ttl_s=ttl_s,
+            max_attempts=max_attempts,
+        )
+        state = await self.call("PUT", f"/v1/readers/{quote(name, safe='')}", body, ReaderState)
+        return RowReader(self, state)
+
+    # --- for the readers of this client -------------------------------------------------------
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: object,
+        kind: type[T],
+        *,
+        patience_s: float | None = None,
+        timeout_s: float = 60.0,
+    ) -> T:
+        deadline_s = self._patience_s if patience_s is None else patience_s
+        return await self._caller.call(
+            method, path, body, kind, deadline_s=deadline_s, timeout_s=timeout_s
+        )
+
+    async def pack(self, columns: Mapping[str, Data]) -> dict[str, Value]:
+        """As it goes over the wire: what is long goes ahead as a blob."""
+        packed: dict[str, Value] = {}
+        for name, value in columns.items():
+            if isinstance(value, bytes) and len(value) > INLINE_BYTES:
+                packed[name] = await self.put_blob(value)
+            else:
+                packed[name] = value
+        return packed
+
+    async def _unpack(self, values: Mapping[str, Value]) -> Mapping[str, Data]:
+        columns: dict[str, Data] = {}
+        for name, value in values.items():
+            columns[name] = await self.get_blob(value) if isinstance(value, BlobRef) else value
+        return columns
+
+
+def _has_no_blob(columns: Mapping[str, Value]) -> TypeGuard[Mapping[str, Data]]:
+    return BlobRef not in map(type, columns.values())
+
+
+async def _some_at_a_time(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All answers in order; while one is written or read, the next is on its way."""
+    running: deque[asyncio.Task[T]] = deque()
+    answers: list[T] = []
+    try:
+        for call in calls:
+            running.append(asyncio.create_task(call))
+            if len(running) >= AT_A_TIME:
+                answers.append(await running.popleft())
+        while running:
+            answers.append(await running.popleft())
+        return answers
+    finally:
+        for task in running:
+            task.cancel()
+
+
+def _space(name: str, what: str = "") -> str:
+    return f"/v1/spaces/{quote(name, safe='')}{what}"
+
+
+_NewRow = tuple[str, Mapping[str, Data], bool]
+"""Key, columns, and whether some of them must go ahead as blobs."""
+
+
+def _parts(rows: Mapping[str, Mapping[str, Data]]) -> Iterable[list[_NewRow]]:
+    """Calls of a size that holds nobody up."""
+    part: list[_NewRow] = []
+    size = 0
+    for key, columns in rows.items():
+        sizes = [len(value) for value in columns.values() if isinstance(value, bytes)]
+        size += sum(sizes)
+        part.append((key, columns, max(sizes, default=0) > INLINE_BYTES))
+        if len(part) >= ROWS_PER_CALL or size >= CALL_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows for any program: columns, readers that stream them, spaces."""

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells: one column of one row on its way into the store, and how a second write is judged. Knows
+nothing of where cells end up."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from penstock.dataflow.column_records import ColumnRecord
+from penstock.dataflow.core.leasing import DeliveryStatus
+from penstock.errors import BadRequest
+
+MAX_INLINE_BYTES = 1 << 20
+"""A longer value goes by claim check: the blob first, then a column that names it."""
+MAX_DETAIL = 2_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One column of one row, ready to be stored: a number, bytes, a blob, or a failure."""
+
+    name: str
+    digest: str
+    """Of the value; what makes a second write a duplicate or a conflict."""
+    value: float | None = None
+    payload: bytes | None = None
+    blob: str = ""
+    length: int = 0
+    failed: str = ""
+    detail: str = ""
+
+
+def number_cell(name: str, value: float) -> Cell:
+    return Cell(name=name, digest=blake3(struct.pack("<d", value)).hexdigest(), value=value)
+
+
+def check_column(name: str) -> None:
+    if not 0 < len(name) <= 128:
+        raise BadRequest("the name of a column has 1 to 128 characters")
+
+
+def finite(name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise BadRequest(f"column {name!r} is {value}; give a finite number, or fail it")
+    return float(value)
+
+
+def require_short(names: Sequence[str], sizes: Sequence[int]) -> None:
+    """Sizes of values of these columns, row by row."""
+    longest = max(sizes, default=0)
+    if longest > MAX_INLINE_BYTES:
+        name = names[sizes.index(longest) % len(names)]
+        raise BadRequest(
+            f"column {name!r} has {longest} bytes; above {MAX_INLINE_BYTES} put it as a blob "
+            "(PUT /v1/blobs/DIGEST) and name the blob instead"
+        )
+
+
+def bytes_cell(name: str, payload: bytes) -> Cell:
+    require_short((name,), (len(payload),))
+    digest = blake3(payload).hexdigest()
+    return Cell(name=name, digest=digest, payload=payload, length=len(payload))
+
+
+def blob_cell(name: str, digest: str, length: int) -> Cell:
+    return Cell(name=name, digest=digest, blob=digest, length=length)
+
+
+def failed_cell(name: str, kind: str, detail: str = "") -> Cell:
+    return Cell(name=name, digest="", failed=kind, detail=detail[:MAX_DETAIL])
+
+
+def compare(standing: ColumnRecord, cell: Cell) -> tuple[DeliveryStatus, str]:
+    """The first write stays: the same again is a duplicate, anything else a conflict."""
+    if (standing.digest, standing.failed) == (cell.digest, cell.failed):
+        return DeliveryStatus.DUPLICATE, ""
+    stands = f"failed({standing.failed})" if standing.failed else f"a value {standing.digest[:12]}"
+    where = f"column {cell.name!r} of row {standing.row_id!r}"
+    return DeliveryStatus.CONFLICT, f"{where} is {stands}, written by {standing.writer}"

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows behind a slow reader stay on disk: pages of them in order of arrival, and what a reader's
+next life must know. Reads tables only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.dataflow.column_records import ReaderRecord, TakeRecord
+from penstock.dataflow.core.names import REWARD, TRAIN, TURNS
+from penstock.dataflow.ledger.tables import Tables
+from penstock.dataflow.records import GONE
+from penstock.types import RowId
+
+_TAKE = "t.epoch, t.attempt, t.worker, t.request_id, t.state, t.error"
+_OPEN = (
+    "LEFT JOIN takes t ON t.reader = :reader AND t.row_id = r.row_id AND t.arrival = r.arrival "
+    "WHERE r.space = :space AND r.arrival > :after "
+    "AND (t.state IS NULL OR t.state IN ('leased', 'waiting'))"
+)
+_UNSCORED, _SCORED = f'["{TURNS}"]', f'["{TURNS}", "{REWARD}"]'
+ROWS = (
+    "SELECT r.row_id, r.arrival, r.delivered_at, "
+    f"CASE WHEN r.reward IS NULL THEN '{_UNSCORED}' ELSE '{_SCORED}' END, {_TAKE} "
+    f"FROM rows r {_OPEN} "
+    "AND r.outcome IN ('completed', 'truncated') "
+    "AND NOT EXISTS (SELECT 1 FROM freed f WHERE f.group_id = r.group_id) "
+    f"AND NOT EXISTS (SELECT 1 FROM meta m WHERE m.key = '{GONE}' || r.row_id) "
+    "ORDER BY r.arrival LIMIT :num"
+)
+ITEMS = (
+    f"SELECT r.row_id, r.arrival, r.at, b.names, {_TAKE} FROM items r "
+    f"LEFT JOIN bundles b ON b.space = r.space AND b.arrival = r.bundle {_OPEN} "
+    "ORDER BY r.arrival LIMIT :num"
+)
+SPACES = "SELECT name FROM spaces UNION SELECT space FROM readers"
+NEWEST = "SELECT arrival FROM {table} WHERE space = :space ORDER BY arrival DESC LIMIT 1"
+HELD = "SELECT reader, max(arrival) FROM takes WHERE state = 'leased' GROUP BY reader"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedRow:
+    row_id: RowId
+    arrival: int
+    at: float
+    born: frozenset[str]
+    """Columns it came with that have no records of their own."""
+    take: TakeRecord | None = None
+    """Of an earlier life of the service: handed out and not finished."""
+
+
+class Pages(Protocol):
+    def __call__(self, reader: str, space: str, after: int, num: int) -> list[PagedRow]:
+        """The next rows of a space that this reader has not finished, in order of arrival."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadersLeft:
+    """What the last life left of the readers."""
+
+    readers: tuple[ReaderRecord, ...]
+    newest: Mapping[str, int]
+    """Arrival of the newest row, by space."""
+    held: Mapping[str, int]
+    """Arrival of the newest row under lease, by reader."""
+
+
+class TablePages:
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+
+    def __call__(self, reader: str, space: str, after: int, num: int) -> list[PagedRow]:
+        found: list[PagedRow] = []
+        for query in (ROWS, ITEMS):
+            rows = self._tables.rows(query, reader=reader, space=space, after=after, num=num)
+            found += (_paged(reader, row) for row in rows)
+        found.sort(key=lambda row: row.arrival)
+        return found[:num]
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(text: str) -> frozenset[str]:
+    """Few differ, and one set serves all that do not."""
+    return frozenset(msgspec.json.decode(text, type=list[str]))
+
+
+def _paged(reader: str, row: tuple[Any, ...]) -> PagedRow:
+    row_id, arrival, at, names, epoch, attempt, worker, request_id, state, error = row
+    born = _names(names) if names else frozenset[str]()
+    take = None
+    if state is not None:
+        take = TakeRecord(
+            reader=reader,
+            row_id=RowId(row_id),
+            arrival=int(arrival),
+            epoch=int(epoch),
+            attempt=int(attempt),
+            worker=worker,
+            request_id=request_id,
+            state=state,
+            at=float(at),
+            error=error,
+        )
+    return PagedRow(row_id=RowId(row_id), arrival=int(arrival), at=float(at), born=born, take=take)
+
+
+def readers_left(tables: Tables) -> ReadersLeft:
+    """Costs what is open, not what was ever stored."""
+    spaces = {TRAIN, *(str(name) for (name,) in tables.rows(SPACES))}
+    held = tables.rows(HELD)
+    return ReadersLeft(
+        readers=tuple(tables.read(ReaderRecord)),
+        newest={space: _newest(tables, space) for space in spaces},
+        held={str(reader): int(arrival) for reader, arrival in held},
+    )
+
+
+def _newest(tables: Tables, space: str) -> int:
+    found = (tables.scalar(NEWEST.format(table=t), space=space) for t in ("rows", "items"))
+    return max(int(arrival or 0) for arrival in found)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of rows by key: from tables and the payload store to what a caller gets. Reads only,
+blocks, and belongs off the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from penstock.dataflow.column_records import BundleRecord, ColumnRecord
+from penstock.dataflow.columns.bundles import Bundle
+from penstock.dataflow.columns.column_store import PART, PLACES, Place
+from penstock.dataflow.columns.values import BlobRef, FailedColumn, RowValues, Value
+from penstock.dataflow.core.names import ADMITTED, REWARD, TRAIN, TURNS
+from penstock.dataflow.ledger.segments import Location
+from penstock.dataflow.ledger.store import Ledger
+from penstock.dataflow.records import RowRecord
+from penstock.errors import StoreError
+from penstock.types import RowId
+
+ANSWER_BYTES = 16 << 20
+"""An answer stops after the row that reaches this."""
+FEW_ROWS = 64
+"""Looked up on the event loop: less work than a thread to do it in."""
+DAMAGED = "damaged"
+Failures = dict[str, FailedColumn]
+OF_KEYS = "space = :space AND row_id IN :ids"
+
+
+class RowReading:
+    def __init__(self, ledger: Ledger, stands_alone: Callable[[str], bool]) -> None:
+        """stands_alone: may some column of this space have a record of its own?"""
+        self._ledger = ledger
+        self._stands_alone = stands_alone
+
+    def read_few(
+        self, space: str, keys: Sequence[RowId], names: Sequence[str]
+    ) -> list[RowValues] | None:
+        """Some rows, when the tables alone can tell all of them; else None, and `read` them."""
+        if space == TRAIN or len(keys) > FEW_ROWS or self._stands_alone(space):
+            return None
+        looked = self._look(space, keys, names)
+        if any(bundle.is_far for bundle in looked.bundles.values()):
+            return None
+        return [*looked.rows(keys)]
+
+    def read(self, space: str, keys: Sequence[RowId], names: Sequence[str]) -> list[RowValues]:
+        """The first of these keys in their order, at least one; empty `names` for all columns."""
+        found: list[RowValues] = []
+        size = 0
+        for start in range(0, len(keys), PART):
+            part = keys[start : start + PART]
+            read = self._read_rollouts if space == TRAIN else self._read_items
+            for values in read(space, part, names):
+                found.append(values)
+                size += sum([_size(value) for value in values.columns.values()])
+                if size >= ANSWER_BYTES:
+                    return found
+        return found
+
+    def _read_rollouts(
+        self, space: str, keys: Sequence[RowId], names: Sequence[str]
+    ) -> Iterable[RowValues]:
+        tables, ids = self._ledger.tables, list[str](keys)
+        rows = {row.row_id: row for row in tables.read(RowRecord, OF_KEYS, space=space, ids=ids)}
+        columns = self._columns(space, ids, names)
+        for key in keys:
+            values, failed = self._alone(columns.get(key, ()))
+            row = rows.get(key)
+            if row is not None:
+                self._add_own(row, names, values, failed)
+            yield RowValues(key=key, is_known=row is not None, columns=values, failed=failed)
+
+    def _read_items(
+        self, space: str, keys: Sequence[RowId], names: Sequence[str]
+    ) -> Iterable[RowValues]:
+        looked = self._look(space, keys, names)
+        if not self._stands_alone(space):
+            yield from looked.rows(keys)
+            return
+        columns = self._columns(space, list[str](keys), names)
+        for row in looked.rows(keys):
+            values, failed = self._alone(columns.get(row.key, ()))
+            yield RowValues(
+                key=row.key,
+                is_known=row.is_known,
+                columns={**row.columns, **values},
+                failed={**row.failed, **failed},
+            )
+
+    def _look(self, space: str, keys: Sequence[RowId], names: Sequence[str]) -> Looked:
+        """Rows are often asked for as they were put, so the bundle of the first may hold all."""
+        looked = self._find(space, keys[:1], names)
+        if len(keys) == 1:
+            return looked
+        places = {key: p for bundle in looked.bundles.values() for key, p in bundle.places()}
+        rest = [key for key in keys if key not in places]
+        if not rest:
+            for bundle in looked.bundles.values():
+                bundle.is_wanted_whole = len(keys) > len(places) / 2
+            return Looked(places=places, bundles=looked.bundles)
+        others = self._find(space, rest, names)
+        return Looked(
+            places={**places, **others.places}, bundles={**looked.bundles, **others.bundles}
+        )
+
+    def _find(self, space: str, keys: Sequence[RowId], names: Sequence[str]) -> Looked:
+        tables = self._ledger.tables
+        found = tables.rows(PLACES, space=space, ids=list[str](keys))
+        arrivals = [*{bundle for _, _, bundle in found if bundle}]
+        where = "space = :space AND arrival IN :ids"
+        records = tables.read(BundleRecord, where, space=space, ids=arrivals) if arrivals else ()
+        return Looked(
+            places={key: (arrival, bundle) for key, arrival, bundle in found},
+            bundles={r.arrival: OpenBundle(self._ledger, r, names) for r in records},
+        )
+
+    def _columns(
+        self, space: str, ids: list[str], names: Sequence[str]
+    ) -> dict[RowId, list[ColumnRecord]]:
+        columns: dict[RowId, list[ColumnRecord]] = {}
+        for column in self._ledger.tables.read(ColumnRecord, OF_KEYS, space=space, ids=ids):
+            if column.name in names or not (names or column.name == ADMITTED):
+                columns.setdefault(column.row_id, []).append(column)
+        return columns
+
+    def _add_own(
+        self, row: RowRecord, names: Sequence[str], values: dict[str, Value], failed: Failures
+    ) -> None:
+        """What stands in the row itself."""
+        if row.reward is not None and (not names or REWARD in names):
+            values.setdefault(REWARD, row.reward)
+        try:
+            if not names or TURNS in names:
+                values[TURNS] = self._turns(row)
+        except StoreError as error:  # contained to this value
+            failed[TURNS] = FailedColumn(kind=DAMAGED, detail=str(error))
+
+    def _alone(self, columns: Iterable[ColumnRecord]) -> tuple[dict[str, Value], Failures]:
+        """Columns that have records of their own."""
+        values: dict[str, Value] = {}
+        failed: Failures = {}
+        for column in columns:
+            if column.failed:
+                failed[column.name] = FailedColumn(kind=column.failed, detail=column.detail)
+                continue
+            try:
+                values[column.name] = self._value(column)
+            except StoreError as error:
+                failed[column.name] = FailedColumn(kind=DAMAGED, detail=str(error))
+        return values, failed
+
+    def _turns(self, row: RowRecord) -> Value:
+        if row.blob:
+            return BlobRef(digest=row.blob, size=row.length)
+        return self._ledger.payload(row)
+
+    def _value(self, column: ColumnRecord) -> Value:
+        if column.value is not None:
+            return column.value
+        if column.blob:
+            return BlobRef(digest=column.blob, size=column.length)
+        try:
+            return self._ledger.payloads.read(_location(column))
+        except StoreError:  # compaction may have moved it after we looked
+            where = "space = :space AND row_id = :row_id AND name = :name"
+            moved = self._ledger.tables.read(
+                ColumnRecord, where, space=column.space, row_id=column.row_id, name=column.name
+            )
+            if not moved or _location(moved[0]) == _location(column):
+                raise
+            return self._ledger.payloads.read(_location(moved[0]))
+
+
+class Looked(NamedTuple):
+    """Rows of some keys, found and not yet read."""
+
+    places: Mapping[RowId, Place]
+    bundles: Mapping[int, OpenBundle]
+
+    def rows(self, keys: Iterable[RowId]) -> Iterable[RowValues]:
+        """What came with each row, in this order."""
+        for key in keys:
+            arrival, first = self.places.get(key, (0, 0))
+            values: Mapping[str, Value] = {}
+            failed: Failures = {}
+            if first in self.bundles:
+                values, failed = self.bundles[first].row(key, arrival - first)
+            # Without its bundle it went in between, with its whole space.
+            is_known = arrival > 0 and (not first or first in self.bundles)
+            yield RowValues(key=key, is_known=is_known, columns=values, failed=failed)
+
+
+class OpenBundle:
+    """A bundle with its values at hand, read when the first row asks; of these columns, or of all
+    when none are named."""
+
+    def __init__(self, ledger: Ledger, record: BundleRecord, names: Sequence[str]) -> None:
+        self._ledger = ledger
+        self._bundle = Bundle(record)
+        self._cut = self._bundle.cut(names)
+        self._payload: bytes | None = None
+        self._damage = ""
+        self._rows: list[dict[str, float | bytes]] = []
+        self.is_wanted_whole = False
+        """Most of its rows are; taking it apart at once is faster then."""
+
+    def row(self, key: RowId, position: int) -> tuple[Mapping[str, Value], Failures]:
+        """Columns of the row of this key, which stands at this position."""
+        damage = self._damage
+        try:
+            if self._payload is None and not damage:
+                self._payload = self._read()
+            self._bundle.require(key, position)
+        except StoreError as error:  # contained to this row, or to the rows of this bundle
+            damage = str(error)
+            self._damage = damage if self._payload is None else ""
+        if damage or self._payload is None:
+            names = (*(name for name, _ in self._cut.wanted), *self._cut.numbers)
+            return {}, {name: FailedColumn(kind=DAMAGED, detail=damage) for name in names}
+        if not self.is_wanted_whole:
+            return self._cut.values(position, self._payload), {}
+        self._rows = self._rows or self._cut.all_values(len(self._bundle.keys), self._payload)
+        return self._rows[position], {}
+
+    def places(self) -> Iterable[tuple[RowId, Place]]:
+        first = self._bundle.record.arrival
+        return ((key, (arrival, first)) for arrival, key in enumerate(self._bundle.keys, first))
+
+    @property
+    def is_far(self) -> bool:
+        """Its values are in the payload store."""
+        return self._bundle.where is not None
+
+    def _read(self) -> bytes:
+        where = self._bundle.where
+        if where is None:
+            return self._bundle.record.payload
+        try:
+            return self._ledger.payloads.read(where)
+        except StoreError:  # compaction may have moved it after we looked
+            old = self._bundle.record
+            query = "space = :space AND arrival = :arrival"
+            found = self._ledger.tables.read(
+                BundleRecord, query, space=old.space, arrival=old.arrival
+            )
+            moved = Bundle(found[0]).where if found else None
+            if moved is None or moved == where:
+                raise
+            return self._ledger.payloads.read(moved)
+
+
+def _location(column: ColumnRecord) -> Location:
+    return Location(segment=column.segment, offset=column.offset, length=column.length)
+
+
+def _size(value: Value) -> int:
+    return len(value) if isinstance(value, bytes) else 64

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbered messages between home and a partition in another process: kept until acknowledged,
+repeated as often as it takes, applied once. Pure.
+
+A message is journaled in the same commit as its cause, and its receipt in the same commit as its
+effect; so neither side can forget, and neither can do a thing twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from penstock.dataflow.core.messages import Numbered, ToHome, ToPartition
+from penstock.dataflow.records import Erasure, Journal, LinkRecord, MessageRecord
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+
+MAX_MESSAGES = 512
+"""Per call; the rest follows."""
+
+
+class Link(Generic[Out, In]):
+    """One end of a link."""
+
+    def __init__(
+        self, out: str, back: str, incoming: msgspec.msgpack.Decoder[In], journal: Journal
+    ):
+        self._out = out
+        self._back = back
+        self._decoder = incoming
+        self._journal = journal
+        self._unacknowledged: deque[Numbered] = deque()
+        self._num_sent = 0
+        self.num_received = 0
+
+    # --- out ----------------------------------------------------------------------------------
+
+    def send(self, message: Out) -> None:
+        self._num_sent += 1
+        body = msgspec.msgpack.encode(message)
+        self._unacknowledged.append(Numbered(number=self._num_sent, body=body))
+        self._journal(MessageRecord(link=self._out, number=self._num_sent, body=body))
+
+    @property
+    def has_news(self) -> bool:
+        """Does the other side lack anything?"""
+        return bool(self._unacknowledged)
+
+    def unacknowledged(self, after: int) -> tuple[Numbered, ...]:
+        """What the other side lacks that has everything up to `after`, oldest first."""
+        lacking = (message for message in self._unacknowledged if message.number > after)
+        return tuple(message for message, _ in zip(lacking, range(MAX_MESSAGES), strict=False))
+
+    def acknowledged(self, number: int) -> None:
+        """The other side has made everything up to here its own."""
+        had = bool(self._unacknowledged) and self._unacknowledged[0].number <= number
+        while self._unacknowledged and self._unacknowledged[0].number <= number:
+            self._unacknowledged.popleft()
+        if had:
+            self._journal(LinkRecord(link=self._out, number=number))
+            self._journal(
+                Erasure(
+                    kind=MessageRecord,
+                    where="link = :link AND number <= :number",
+                    values={"link": self._out, "number": number},
+                )
+            )
+
+    # --- in -----------------------------------------------------------------------------------
+
+    def receive(self, messages: Sequence[Numbered]) -> Iterable[In]:
+        """Those that are new, in order. One that does not follow on is left for its repetition."""
+        for message in messages:
+            if message.number != self.num_received + 1:
+                continue
+            self.num_received = message.number
+            self._journal(LinkRecord(link=self._back, number=self.num_received))
+            yield self._decoder.decode(message.body)
+
+    # --- restart ------------------------------------------------------------------------------
+
+    def restore(self, progress: Iterable[LinkRecord], kept: Iterable[MessageRecord]) -> None:
+        reached = {record.link: record.number for record in progress}
+        self.num_received = reached.get(self._back, 0)
+        messages = [record for record in kept if record.link == self._out]
+        self._unacknowledged = deque(
+            Numbered(number=record.number, body=record.body)
+            for record in sorted(messages, key=lambda record: record.number)
+        )
+        newest = self._unacknowledged[-1].number if self._unacknowledged else 0
+        self._num_sent = max(reached.get(self._out, 0), newest)
+
+
+def home_end(index: int, journal: Journal) -> Link[ToPartition, ToHome]:
+    decoder: msgspec.msgpack.Decoder[ToHome] = msgspec.msgpack.Decoder(ToHome)
+    return Link(f"home>p{index}", f"p{index}>home", decoder, journal)
+
+
+def partition_end(index: int, journal: Journal) -> Link[ToHome, ToPartition]:
+    decoder: msgspec.msgpack.Decoder[ToPartition] = msgspec.msgpack.Decoder(ToPartition)
+    return Link(f"p{index}>home", f"home>p{index}", decoder, journal)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A partition with all that belongs to it: leases and groups, columns and readers, and what home
+tells it. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from penstock.dataflow.core.completion import Completion, Landed
+from penstock.dataflow.core.gate import Gate
+from penstock.dataflow.core.messages import (
+    Admitted,
+    Committed,
+    Dropped,
+    Forgotten,
+    Freed,
+    Horizon,
+    Incarnated,
+    Issue,
+    Published,
+    Quarantined,
+    ToPartition,
+)
+from penstock.dataflow.core.names import TRAIN
+from penstock.dataflow.core.partition import Partition
+from penstock.dataflow.records import FreedRecord, Journal, MetaRecord, gone_key
+from penstock.types import DropReason, RowId
+
+
+class RowReaders(Protocol):
+    """The partition's rows as their readers see them."""
+
+    def admitted(self, row_ids: Sequence[RowId], now: float) -> None: ...
+    def forget(self, space: str, row_ids: Iterable[RowId]) -> None: ...
+    def drain(self) -> list[Landed]: ...
+
+
+class PartitionHost:
+    def __init__(
+        self,
+        partition: Partition,
+        completion: Completion,
+        gate: Gate,
+        journal: Journal,
+        *,
+        shares_home: bool,
+    ) -> None:
+        self.partition = partition
+        self.completion = completion
+        self.gate = gate
+        self.shelf: RowReaders | None = None
+        """Rows in front of readers; a simulated partition may do without."""
+        self._journal = journal
+        self._shares_home = shares_home
+        """Home is in this process, with the same lineages and the same ledger."""
+
+    def apply(self, message: ToPartition, now: float) -> None:
+        """Home says something."""
+        match message:
+            case Issue():
+                self.partition.issue(message.record, now)
+            case Horizon():
+                self.gate.horizon[message.policy] = message.number
+                self.partition.moved(now)
+            case Admitted():
+                self.completion.admitted(message.group_id, message.policy, now)
+                if self.shelf is not None:
+                    self.shelf.admitted(self.completion.rows_of(message.group_id), now)
+            case Dropped():
+                self.partition.drop(message.group_id, message.reason, now)
+            case Freed():
+                self._freed(message, now)
+            case Forgotten():
+                self._forget(message.row_id, now)
+            case Quarantined():
+                self.partition.quarantine(message.node_id, message.session, now)
+            case Incarnated() | Committed() | Published():
+                self._moved(message, now)
+
+    def land(self, now: float) -> None:
+        """Columns that stages wrote complete the groups that waited for them."""
+        if self.shelf is not None:
+            self.completion.landed(self.shelf.drain(), now)
+
+    def _moved(self, message: Incarnated | Committed | Published, now: float) -> None:
+        """A fact of a policy's lineage: home in this process has applied it already."""
+        if self._shares_home:
+            return
+        self._journal(message.record)
+        match message:
+            case Incarnated(record=record):
+                self.gate.lineages[record.policy].apply_incarnation(record)
+            case Committed(record=record):
+                self.gate.lineages[record.consumer].apply_commit(record)
+            case Published(record=record):
+                self.gate.lineages[record.policy].apply_version(record)
+        self.partition.moved(now)
+
+    def _freed(self, message: Freed, now: float) -> None:
+        self.completion.forget(message.group_ids)
+        if not self._shares_home:
+            for group_id in message.group_ids:
+                self._journal(FreedRecord(group_id=group_id, at=now))
+
+    def _forget(self, row_id: RowId, now: float) -> None:
+        if not self._shares_home:
+            self._journal(MetaRecord(key=gone_key(row_id), value=DropReason.FORGOTTEN))
+        if self.shelf is not None:
+            self.shelf.forget(TRAIN, [row_id])
+        self.partition.forget(row_id, now)

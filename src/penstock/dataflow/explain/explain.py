@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why was this prompt skipped, this trajectory dropped, this batch composed so? Read from the
+ledger alone, told as a chain of facts in the order in which they happened.
+
+Owns which facts belong to an id: a task key, group, row, batch or version. Decides nothing, asks no
+running service, and writes nothing; the sentences are in `telling.py`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from penstock.dataflow.explain import sentences as telling
+from penstock.dataflow.explain.sentences import Step
+from penstock.dataflow.ledger.recorded import Recorded
+from penstock.dataflow.ledger.tables import Tables
+from penstock.dataflow.records import (
+    BatchRecord,
+    CommitRecord,
+    DeadSlotRecord,
+    DecisionRecord,
+    FateRecord,
+    FateState,
+    FreedRecord,
+    IncarnationRecord,
+    IssuedRecord,
+    LeaseEnd,
+    RowRecord,
+    RuleRecord,
+    VersionRecord,
+)
+from penstock.errors import NotFound
+from penstock.types import GroupId, Manifest, PolicyName, RowId
+from penstock.wire.codec import decode
+
+MIN_PREFIX = 4
+"""Characters of a task key that may stand for the whole, if only one key begins so."""
+MAX_LOOK_BACK = 1000
+"""Batches that are searched for earlier uses of a group."""
+_ROW = re.compile(r"(p[0-9]+-[0-9]+)\.([0-9]+)\.([0-9]+)", re.ASCII)
+_GROUP = re.compile(r"p[0-9]+-[0-9]+", re.ASCII)
+_VERSION = re.compile(r"(.+)@(?:([0-9]+)\.)?([0-9]+)", re.ASCII)
+_BATCH = re.compile(r"(.+)\.([0-9]+)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The whole answer to one question."""
+
+    id: str
+    kind: str
+    """`task`, `group`, `row`, `batch` or `version`."""
+    summary: str
+    """One sentence."""
+    steps: tuple[Step, ...]
+    """In order of time."""
+    related: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Ids that tell more, by what they are."""
+
+
+def explain(recorded: Recorded, id: str) -> Explanation:
+    """What the ledger says about this id; NotFound tells which ids there are."""
+    if (found := _VERSION.fullmatch(id)) is not None:
+        return _Reader(recorded).version(found[1], found[2], int(found[3]), id)
+    if (found := _ROW.fullmatch(id)) is not None:
+        return _Reader(recorded).row(GroupId(found[1]), int(found[2]), int(found[3]), id)
+    if _GROUP.fullmatch(id) is not None:
+        return _Reader(recorded).group(GroupId(id))
+    if (found := _BATCH.fullmatch(id)) is not None:
+        return _Reader(recorded).batch(PolicyName(found[1]), int(found[2]), id)
+    return _Reader(recorded).task(id)
+
+
+def _missing(id: str, what: str, instead: str) -> NotFound:
+    return NotFound(
+        f"{id[:128]!r}: no such {what} in this ledger; {instead} (ids look like p0-17 for a group, "
+        "p0-17.2.1 for a row, POLICY.5 for a batch, POLICY@1.5 for a version; all else is a task)"
+    )
+
+
+class _Reader:
+    """One question's way through the tables."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded = recorded
+        self._tables: Tables = recorded.home
+
+    # --- one method per kind of id ------------------------------------------------------------
+
+    def group(self, group_id: GroupId) -> Explanation:
+        issued = self._issued(group_id)
+        fates = self._recorded.fates(group_id)
+        steps = [
+            *self._issue_steps(issued),
+            *self._slot_steps(issued, None),
+            *self._end_steps(issued),
+            *self._decisions(group_id),
+            *self._fate_steps(issued, fates),
+            *self._freed_steps(issued),
+        ]
+        return Explanation(
+            id=group_id,
+            kind="group",
+            summary=telling.group_summary(issued, self._recorded.group(issued), fates),
+            steps=_in_order(steps),
+            related={"task": issued.task_key} | _batches_of(fates),
+        )
+
+    def row(self, group_id: GroupId, slot: int, epoch: int, id: str) -> Explanation:
+        issued = self._issued(group_id)
+        found = self._recorded.leases(issued)
+        leases = [lease for lease in found if (lease.slot, lease.epoch) == (slot, epoch)]
+        if not leases:
+            raise _missing(id, "row", f"`penstock explain RUN {group_id}` lists its leases")
+        rows = self._recorded.at(issued.partition).read(RowRecord, "row_id = :id", id=id)
+        is_member = leases[0].ended == LeaseEnd.DELIVERED
+        fates = self._recorded.fates(group_id) if is_member else []
+        steps = [
+            *self._issue_steps(issued),
+            *self._slot_steps(issued, slot),
+            *self._end_steps(issued),
+            *self._fate_steps(issued, fates, RowId(id)),
+        ]
+        return Explanation(
+            id=id,
+            kind="row",
+            summary=telling.row_summary(leases[0], rows[0] if rows else None, fates),
+            steps=_in_order(steps),
+            related={"group": group_id, "task": issued.task_key} | _batches_of(fates),
+        )
+
+    def batch(self, policy: PolicyName, seq: int, id: str) -> Explanation:
+        batch = self._recorded.batch(policy, seq)
+        if batch is None:
+            last = self._tables.scalar(
+                "SELECT max(seq) FROM batches WHERE consumer = :policy", policy=policy
+            )
+            known = f"{policy} has batches 1 to {last}" if last else "it has no batch of that name"
+            raise _missing(id, "batch", known)
+        manifest = decode(batch.manifest, Manifest)
+        fates = {
+            fate.group_id: fate
+            for fate in self._tables.read(
+                FateRecord,
+                "consumer = :policy AND group_id IN :ids",
+                policy=policy,
+                ids=[str(group.group_id) for group in manifest.groups],
+            )
+        }
+        commits = self._recorded.commits(policy, seq)
+        lineage = self._recorded.lineage(policy, batch.incarnation)
+        passed_over = self._passed_over(batch, fates)
+        rule = self._select_rule(batch)
+        sealed = telling.sealed_batch(batch, manifest, rule, lineage, passed_over)
+        steps = [
+            sealed,
+            *self._decisions(f"{policy} batch", batch.sealed_at),
+            *self._outcome_steps(policy, commits),
+        ]
+        return Explanation(
+            id=id,
+            kind="batch",
+            summary=telling.batch_summary(batch, commits),
+            steps=_in_order(steps),
+            related={f"group {n}": g.group_id for n, g in enumerate(manifest.groups, 1)},
+        )
+
+    def version(self, policy: str, incarnation: str | None, number: int, id: str) -> Explanation:
+        where = "policy = :policy AND number = :number"
+        versions = self._tables.read(VersionRecord, where, policy=policy, number=number)
+        if incarnation is not None:
+            versions = [v for v in versions if v.incarnation == int(incarnation)]
+        if not versions:
+            last = self._tables.scalar(
+                "SELECT max(number) FROM versions WHERE policy = :policy", policy=policy
+            )
+            known = (
+                f"the newest of {policy} has number {last}" if last is not None else "see status"
+            )
+            raise _missing(id, "version", known)
+        version = max(versions, key=lambda one: one.incarnation)
+        life = self._tables.read(
+            IncarnationRecord,
+            "policy = :policy AND incarnation = :incarnation",
+            policy=policy,
+            incarnation=version.incarnation,
+        )[0]
+        commits = self._tables.read(
+            CommitRecord,
+            "consumer = :policy AND number = :number AND incarnation = :incarnation "
+            "AND skipped = ''",
+            policy=policy,
+            number=number,
+            incarnation=version.incarnation,
+        )
+        batch = self._recorded.batch(version.policy, commits[0].seq) if commits else None
+        pair = f"[{version.incarnation},{version.number}]"
+        sampled = sum(
+            int(tables.scalar("SELECT count(*) FROM rows WHERE versions LIKE :p", p=f"%{pair}%"))
+            for tables in (self._tables, *self._recorded.partitions.values())
+        )
+        return Explanation(
+            id=id,
+            kind="version",
+            summary=telling.version_summary(version, commits, life, sampled),
+            steps=_in_order(telling.version_steps(version, commits, batch, life)),
+            related={} if batch is None else {"batch": f"{policy}.{batch.seq}"},
+        )
+
+    def task(self, id: str) -> Explanation:
+        key = self._task_key(id)
+        issued = self._tables.read(IssuedRecord, "task_key = :key", key=key)
+        skipped = self._tables.read(DecisionRecord, "subject = :key", key=key)
+        steps: list[Step] = [telling.decision(one) for one in skipped]
+        ends: list[str] = []
+        for one in issued:
+            fates = self._recorded.fates(one.group_id)
+            ends.append(telling.group_summary(one, self._recorded.group(one), fates))
+            steps += [*self._issue_steps(one), *self._fate_steps(one, fates)]
+        memories = self._tables.read(RuleRecord, "key LIKE :key", key=f"%{key}%")
+        steps += [telling.memory(record) for record in memories]
+        return Explanation(
+            id=key,
+            kind="task",
+            summary=telling.task_summary(key, skipped, ends),
+            steps=_in_order(steps),
+            related={f"issue {n}": one.group_id for n, one in enumerate(issued, 1)},
+        )
+
+    # --- parts of the chain -------------------------------------------------------------------
+
+    def _issue_steps(self, issued: IssuedRecord) -> Iterator[Step]:
+        skipped = self._tables.read(
+            DecisionRecord,
+            "verdict = 'skipped' AND at <= :at AND number > :after",
+            at=issued.at,
+            after=self._decisions_before(issued),
+        )
+        yield telling.issued(issued, self._recorded.group(issued), skipped)
+
+    def _decisions_before(self, issued: IssuedRecord) -> int:
+        """Number of the last decision that was made before the issue ahead of this one."""
+        previous = self._tables.scalar(
+            "SELECT max(at) FROM issued WHERE issue = :issue", issue=issued.issue - 1
+        )
+        return int(
+            self._tables.scalar(
+                "SELECT coalesce(max(number), 0) FROM decisions WHERE at <= :at",
+                at=-1.0 if previous is None or previous == issued.at else previous,
+            )
+        )
+
+    def _slot_steps(self, issued: IssuedRecord, slot: int | None) -> Iterator[Step]:
+        tables = self._recorded.at(issued.partition)
+        where = "group_id = :group_id" + ("" if slot is None else f" AND slot = {slot}")
+        rows = {
+            (row.slot, row.epoch): row
+            for row in tables.read(RowRecord, where, group_id=issued.group_id)
+        }
+        for lease in self._recorded.leases(issued):
+            if slot is None or lease.slot == slot:
+                yield telling.lease(lease, rows.get((lease.slot, lease.epoch)))
+        for letter in tables.read(DeadSlotRecord, where, group_id=issued.group_id):
+            yield telling.dead_slot(letter)
+
+    def _end_steps(self, issued: IssuedRecord) -> Iterator[Step]:
+        group = self._recorded.group(issued)
+        if group is not None and group.state != "open":
+            count = "SELECT count(*) FROM rows WHERE group_id = :id AND outcome IN :kinds"
+            num_good = self._recorded.at(issued.partition).scalar(
+                count, id=issued.group_id, kinds=["completed", "truncated"]
+            )
+            yield telling.group_end(group, int(num_good))
+
+    def _freed_steps(self, issued: IssuedRecord) -> Iterator[Step]:
+        for freed in self._tables.read(FreedRecord, "group_id = :id", id=issued.group_id):
+            yield telling.freed(freed)
+
+    def _fate_steps(
+        self, issued: IssuedRecord, fates: list[FateRecord], row_id: RowId | None = None
+    ) -> Iterator[Step]:
+        for fate in fates:
+            if fate.state != FateState.SEALED:
+                rows = self._recorded.at(issued.partition).read(
+                    RowRecord, "group_id = :id", id=issued.group_id
+                )
+                yield telling.fate(fate, rows)
+                continue
+            for batch, manifest in self._uses(fate):
+                lineage = self._recorded.lineage(fate.consumer, batch.incarnation)
+                yield telling.sealed_group(fate, batch, manifest, lineage, row_id)
+                yield from self._outcome_steps(
+                    fate.consumer, self._recorded.commits(fate.consumer, batch.seq)
+                )
+
+    def _uses(self, fate: FateRecord) -> list[tuple[BatchRecord, Manifest]]:
+        """Every batch the group is in, the first one first."""
+        found: list[tuple[BatchRecord, Manifest]] = []
+        for seq in range(fate.seq, max(0, fate.seq - MAX_LOOK_BACK), -1):
+            batch = self._recorded.batch(fate.consumer, seq)
+            if len(found) == max(1, fate.uses) or batch is None:
+                break
+            manifest = decode(batch.manifest, Manifest)
+            if any(group.group_id == fate.group_id for group in manifest.groups):
+                found.append((batch, manifest))
+        return found[::-1]
+
+    def _outcome_steps(self, policy: PolicyName, commits: list[CommitRecord]) -> Iterator[Step]:
+        for commit in commits:
+            yield telling.commit(commit)
+            if commit.skipped:
+                continue
+            for version in self._tables.read(
+                VersionRecord,
+                "policy = :policy AND incarnation = :incarnation AND number = :number",
+                policy=policy,
+                incarnation=commit.incarnation,
+                number=commit.number,
+            ):
+                yield telling.published(version)
+
+    def _decisions(self, subject: str, at: float | None = None) -> Iterator[Step]:
+        for record in self._tables.read(DecisionRecord, "subject = :subject", subject=subject):
+            if at is None or record.at == at:
+                yield telling.decision(record)
+
+    def _select_rule(self, batch: BatchRecord) -> str:
+        """Its groups name it until they are served again; then the nearest batch's groups do."""
+        found = self._tables.scalar(
+            "SELECT rule FROM fates WHERE consumer = :policy AND state = 'sealed' "
+            "AND rule != 'replay' ORDER BY abs(seq - :seq) LIMIT 1",
+            policy=batch.consumer,
+            seq=batch.seq,
+        )
+        return f"select rule {found}" if found else "the select rule"
+
+    def _passed_over(
+        self, batch: BatchRecord, fates: Mapping[GroupId, FateRecord]
+    ) -> list[FateRecord]:
+        """Groups that had arrived before the youngest of this batch and were left for later."""
+        youngest = max((fate.arrival for fate in fates.values()), default=0)
+        return self._tables.read(
+            FateRecord,
+            "consumer = :policy AND arrival < :arrival AND at > :at "
+            "AND (state = 'admitted' OR (state = 'sealed' AND uses = 1 AND seq > :seq) "
+            "OR (state = 'dropped' AND reason IN :late))",
+            policy=batch.consumer,
+            arrival=youngest,
+            at=batch.sealed_at,
+            seq=batch.seq,
+            late=["stale", "remainder"],
+        )
+
+    # --- single facts -------------------------------------------------------------------------
+
+    def _issued(self, group_id: GroupId) -> IssuedRecord:
+        found = self._tables.read(IssuedRecord, "group_id = :id", id=group_id)
+        if not found:
+            last = self._tables.scalar("SELECT max(issue) FROM issued")
+            known = f"{last} groups were issued" if last else "no group was issued yet"
+            raise _missing(group_id, "group", known)
+        return found[0]
+
+    def _task_key(self, id: str) -> str:
+        matches = "(:len >= :min AND substr({0}, 1, :len) = :id OR {0} = :id)"
+        queries = (
+            f"SELECT DISTINCT task_key FROM issued WHERE {matches.format('task_key')}",
+            "SELECT DISTINCT subject FROM decisions WHERE hook = 'curate' "
+            f"AND {matches.format('subject')}",
+        )
+        values = {"id": id, "len": len(id), "min": MIN_PREFIX}
+        keys = {str(key) for query in queries for (key,) in self._tables.rows(query, **values)}
+        if id in keys or len(keys) == 1:
+            return id if id in keys else keys.pop()
+        if keys:
+            raise NotFound(f"{id!r} begins {len(keys)} task keys; write more of it")
+        raise _missing(id, "task", "it was neither issued nor skipped yet")
+
+
+def _batches_of(fates: list[FateRecord]) -> dict[str, str]:
+    return {
+        f"batch of {fate.consumer}": f"{fate.consumer}.{fate.seq}" for fate in fates if fate.seq
+    }
+
+
+def _in_order(steps: Iterator[Step] | list[Step]) -> tuple[Step, ...]:
+    """By time; what has no time of its own, such as a rule's memory, comes last."""
+    return tuple(sorted(steps, key=lambda step: step.at or float("inf")))

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives back the space of freed payload while the service runs.
+
+A segment in which nothing lives is deleted; one of which less than half lives is emptied first: its
+live records are placed anew, and their rows point there in the commit that makes the copy durable.
+Only then is the old segment deleted, so a crash at any point leaves each record readable where its
+row says. Decides nothing about what is free: `freed` and the tables do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import structlog
+
+from penstock.dataflow.ledger.segments import Location
+from penstock.dataflow.ledger.store import Ledger
+from penstock.dataflow.ledger.tables import BundleMove, ColumnMove, RowMove, Tables
+from penstock.dataflow.records import Record
+from penstock.errors import StoreError
+
+log = structlog.get_logger(__name__)
+
+PORTION_BYTES = 1 << 20
+"""Copied in one commit: small enough that a delivery in the same group hardly waits."""
+SEGMENTS_PER_SWEEP = 16
+"""Looked at before the next pause, so that a large ledger costs no more than a small one."""
+LIVE_SHARE = 0.5
+
+LIVE_ROWS = (
+    "FROM rows WHERE segment = :segment AND blob = '' AND length > 0 AND (NOT EXISTS "
+    "(SELECT 1 FROM freed WHERE freed.group_id = rows.group_id) OR EXISTS "
+    "(SELECT 1 FROM readers WHERE readers.space = rows.space AND readers.cursor < rows.arrival))"
+)
+LIVE_COLUMNS = (
+    "FROM columns WHERE segment = :segment AND length > 0 AND NOT EXISTS "
+    "(SELECT 1 FROM rows JOIN freed ON freed.group_id = rows.group_id "
+    "WHERE rows.space = columns.space AND rows.row_id = columns.row_id)"
+)
+LIVE_BUNDLES = "FROM bundles WHERE segment = :segment AND length > 0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Live:
+    """One payload that somebody still needs."""
+
+    name: str
+    """Of its record, for people."""
+    location: Location
+    move: Callable[..., Record]
+    """Makes the record point to `to_segment` and `to_offset`."""
+
+    def moved(self, to: Location) -> Record:
+        return self.move(to_segment=to.segment, to_offset=to.offset)
+
+
+def live_bytes(tables: Tables, segment: int) -> int:
+    """Payload in this segment that some record names and nobody freed."""
+    found = (
+        tables.scalar(f"SELECT coalesce(sum(length), 0) {live}", segment=segment)
+        for live in (LIVE_ROWS, LIVE_COLUMNS, LIVE_BUNDLES)
+    )
+    return sum(map(int, found))
+
+
+_NAMED: tuple[tuple[type[Any], str, tuple[str, ...]], ...] = (
+    (RowMove, LIVE_ROWS, ("row_id",)),
+    (ColumnMove, LIVE_COLUMNS, ("space", "row_id", "name")),
+    (BundleMove, LIVE_BUNDLES, ("space", "arrival")),
+)
+"""Who names payload, and by what its records are told apart."""
+
+
+def _live(tables: Tables, segment: int) -> list[_Live]:
+    """In order of place, so that copying reads forwards."""
+    found: list[_Live] = []
+    for move, live, keys in _NAMED:
+        query = f'SELECT "offset", length, {", ".join(keys)} {live}'
+        for offset, length, *values in tables.rows(query, segment=segment):
+            old = {"segment": segment, "offset": int(offset)}
+            found.append(
+                _Live(
+                    name="/".join(map(str, values)),
+                    location=Location(segment=segment, offset=int(offset), length=int(length)),
+                    move=partial(move, **dict(zip(keys, values, strict=True)), **old),
+                )
+            )
+    return sorted(found, key=lambda live: live.location.offset)
+
+
+class Compactor:
+    """Runs on the service's event loop; reads and deletes in threads, writes through the ledger."""
+
+    def __init__(
+        self, ledger: Ledger, *, bytes_per_s: float = 16 << 20, period_s: float = 5.0
+    ) -> None:
+        self._ledger = ledger
+        self._bytes_per_s = bytes_per_s
+        self._period_s = period_s
+        self._looked_at = 0
+        """The last segment of the last sweep; the next goes on behind it, round and round."""
+        self._stuck: set[int] = set()
+        """Hold a live record that cannot be read: kept as they are, for whoever repairs them."""
+        self.deleted_bytes = 0
+        self.moved_bytes = 0
+
+    async def run(self) -> None:
+        """consumes: freed groups · produces: free space · waits for: its period"""
+        while True:
+            await asyncio.sleep(self._period_s)
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """Look at some segments; delete the dead and empty the half dead among them."""
+        sizes = await asyncio.to_thread(self._ledger.payloads.sizes)
+        await self._ledger.flush()  # what was placed there a moment ago is in the tables now
+        # No number may be used twice, and a start takes the one after the newest it finds.
+        closed = sorted(sizes)[:-1]
+        half_dead: list[tuple[int, int]] = []
+        for segment in self._next(closed):
+            live = await asyncio.to_thread(live_bytes, self._ledger.tables, segment)
+            if live == 0:
+                await self._delete(segment, sizes[segment])
+            elif live < LIVE_SHARE * sizes[segment] and segment not in self._stuck:
+                half_dead.append((live, segment))
+        for live, segment in sorted(half_dead):
+            if not self._has_room(live):
+                log.warning("no room to copy live payload; only dead segments go", bytes=live)
+                return
+            if await self._empty(segment):
+                await self._delete(segment, sizes[segment])
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """The ledger waits for a full disk, so a copy that does not fit would stop everything."""
+        usage = self._ledger.usage()
+        return usage.free_bytes - usage.queued_bytes > num_bytes + PORTION_BYTES
+
+    def _next(self, closed: list[int]) -> list[int]:
+        behind = [segment for segment in closed if segment > self._looked_at]
+        chosen = (behind + closed[: len(closed) - len(behind)])[:SEGMENTS_PER_SWEEP]
+        if chosen:
+            self._looked_at = chosen[-1]
+        return chosen
+
+    async def _empty(self, segment: int) -> bool:
+        """Copy what lives; True when nothing names the segment any more."""
+        found = await asyncio.to_thread(_live, self._ledger.tables, segment)
+        for portion in _portions(found):
+            payloads = await asyncio.to_thread(self._read, portion)
+            size = sum(live.location.length for live, _ in payloads)
+            moves = [live.moved(self._ledger.place(payload)) for live, payload in payloads]
+            await self._ledger.write(moves)
+            self.moved_bytes += size
+            await asyncio.sleep(size / self._bytes_per_s)
+        if await asyncio.to_thread(live_bytes, self._ledger.tables, segment) == 0:
+            return True
+        self._stuck.add(segment)
+        return False
+
+    def _read(self, portion: Sequence[_Live]) -> list[tuple[_Live, bytes]]:
+        found: list[tuple[_Live, bytes]] = []
+        for live in portion:
+            try:
+                found.append((live, self._ledger.payloads.read(live.location)))
+            except StoreError as error:  # told by whoever reads the row; its neighbours move
+                log.error("record cannot be moved", record=live.name, reason=str(error))
+        return found
+
+    async def _delete(self, segment: int, size: int) -> None:
+        await asyncio.to_thread(self._ledger.payloads.delete, segment)
+        self._stuck.discard(segment)
+        self.deleted_bytes += size
+        log.info("segment deleted", segment=segment, bytes=size)
+
+
+def _portions(found: Sequence[_Live]) -> Iterator[list[_Live]]:
+    portion: list[_Live] = []
+    size = 0
+    for live in found:
+        portion.append(live)
+        size += live.location.length
+        if size >= PORTION_BYTES:
+            yield portion
+            portion, size = [], 0
+    if portion:
+        yield portion

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Payload in object storage: one immutable object per segment and group of writes, read by range.
+
+A put is created only where nothing lies, so no writer ever overwrites another's bytes, and an
+append returns when the store has it. Records look as they do in segment files. Credentials come
+from the environment (`AWS_…`, `GOOGLE_…`, `AZURE_…`), never from a config file. Also opens a store
+by the word in a config: a name, a URL, or a class of the user's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import crc32c
+
+from penstock.dataflow.ledger.payloads import (
+    Durability,
+    MemoryPayloads,
+    PayloadStore,
+    SegmentPayloads,
+)
+from penstock.dataflow.ledger.segments import HEADER, MAGIC, Chunk, Location
+from penstock.errors import ConfigError, StoreError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+SEGMENT_BYTES = 64 << 20
+DURABLE_SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
+
+
+def open_payloads(store: str, folder: Path) -> PayloadStore:
+    """`segments` under the ledger's folder, `memory`, the URL of an object store, or
+    `module:Class`, which is called with the ledger's folder."""
+    if store == "segments":
+        return SegmentPayloads(folder / "segments")
+    if store == "memory":
+        return MemoryPayloads()
+    if "://" in store:
+        return ObjectPayloads(store)
+    return _own(store, folder)
+
+
+def _own(store: str, folder: Path) -> PayloadStore:
+    module, _, name = store.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"payload store {store!r} cannot be loaded: {error}; "
+            "write segments, memory, a URL such as s3://bucket/run, or module:Class"
+        ) from error
+    made = kind(folder)
+    wanted = ("durability", "place", "append", "read", "sizes", "delete")
+    if missing := [name for name in wanted if not hasattr(made, name)]:
+        raise ConfigError(f"payload store {store!r} has no {', '.join(missing)}")
+    return cast(PayloadStore, made)
+
+
+class ObjectPayloads:
+    """`NUMBER/OFFSET` holds the records of one segment from this offset on."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._store = _open(url)
+        self._segment = max(self._segments(), default=0) + 1
+        self._offset = 0
+        self._parts: dict[int, dict[int, int]] = {}
+        """Size by offset of the objects of each segment looked at so far, in order."""
+        self._is_listed = False
+        self._lock = threading.Lock()
+
+    @property
+    def durability(self) -> Durability:
+        """A bucket keeps copies. A directory is written without fsync, and memory is memory."""
+        return "D2" if self._url.partition("://")[0] in DURABLE_SCHEMES else "D0"
+
+    # --- writing ------------------------------------------------------------------------------
+
+    def place(self, payload: bytes | memoryview) -> Chunk:
+        if self._offset >= SEGMENT_BYTES:
+            self._segment, self._offset = self._segment + 1, 0
+        location = Location(segment=self._segment, offset=self._offset, length=len(payload))
+        self._offset += HEADER.size + len(payload)
+        return Chunk(location=location, payload=payload)
+
+    def append(self, chunks: Sequence[Chunk]) -> None:
+        for segment, group in groupby(chunks, key=lambda chunk: chunk.location.segment):
+            members = list(group)
+            first = members[0].location.offset
+            body = b"".join(_encoded(members))
+            last = members[-1].location
+            assert first + len(body) == last.offset + HEADER.size + last.length, "a gap in a group"
+            self._put(_name(segment, first), body)
+            with self._lock:
+                self._parts.setdefault(segment, {})[first] = len(body)
+
+    def _put(self, name: str, body: bytes) -> None:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            obstore.put(self._store, name, body, mode="create")
+        except AlreadyExistsError as error:
+            # The answer to a put that arrived may be lost, and its repetition meets itself.
+            if bytes(obstore.get(self._store, name).bytes()) != body:
+                raise StoreError(
+                    f"{self._url}/{name} was written by somebody else; "
+                    "only one service may write a payload store"
+                ) from error
+
+    # --- reading ------------------------------------------------------------------------------
+
+    def read(self, location: Location) -> bytes:
+        import obstore
+
+        where = f"record {location.segment}:{location.offset} of {self._url}"
+        parts = self._parts_of(location.segment)
+        with self._lock:
+            starts = list(parts)
+        index = bisect_right(starts, location.offset) - 1
+        if index < 0:
+            raise StoreError(f"{where} is missing")
+        first = starts[index]
+        size = HEADER.size + location.length
+        begin = location.offset - first
+        if begin + size > parts[first]:
+            raise StoreError(f"{where} is cut off")
+        try:
+            name = _name(location.segment, first)
+            data = bytes(obstore.get_range(self._store, name, start=begin, length=size))
+        except FileNotFoundError as error:
+            raise StoreError(f"{where} is missing") from error
+        return _payload(data, location, where)
+
+    def sizes(self) -> dict[int, int]:
+        if not self._is_listed:
+            for segment in self._segments():
+                self._parts_of(segment)
+            self._is_listed = True
+        with self._lock:
+            found = {number: sum(parts.values()) for number, parts in self._parts.items()}
+        found.pop(self._segment, None)
+        return found
+
+    def delete(self, segment: int) -> None:
+        import obstore
+
+        assert segment != self._segment, "the open segment still takes payload"
+        for first in self._listed(segment):
+            with suppress(FileNotFoundError):
+                obstore.delete(self._store, _name(segment, first))
+        with self._lock:
+            self._parts.pop(segment, None)
+
+    def _parts_of(self, segment: int) -> dict[int, int]:
+        """Kept for segments that exist; one that is gone is asked for again."""
+        known = self._parts.get(segment)
+        if known is None:
+            known = self._listed(segment)
+            if known:
+                with self._lock:
+                    known = self._parts.setdefault(segment, known)
+        return known
+
+    def _listed(self, segment: int) -> dict[int, int]:
+        import obstore
+
+        prefix = f"{segment:08d}"
+        pages = obstore.list(self._store, prefix)  # pyright: ignore[reportUnknownMemberType]
+        found = {int(meta["path"].rpartition("/")[2]): meta["size"] for p in pages for meta in p}
+        return dict(sorted(found.items()))
+
+    def _segments(self) -> list[int]:
+        import obstore
+
+        listed = obstore.list_with_delimiter(self._store)  # pyright: ignore[reportUnknownMemberType]
+        return sorted(int(name) for name in listed["common_prefixes"] if name.isdecimal())
+
+
+def _open(url: str) -> ObjectStore:
+    if importlib.util.find_spec("obstore") is None:
+        raise ConfigError("payload in object storage needs obstore; pip install 'penstock[s3]'")
+    from obstore.exceptions import BaseError
+    from obstore.store import from_url
+
+    try:
+        return from_url(url)
+    except (BaseError, ValueError) as error:
+        raise ConfigError(f"{url} is no object store: {error}") from error
+
+
+def _name(segment: int, first: int) -> str:
+    return f"{segment:08d}/{first:012d}"
+
+
+def _encoded(chunks: Sequence[Chunk]) -> Iterator[bytes | memoryview]:
+    for chunk in chunks:
+        yield HEADER.pack(MAGIC, chunk.location.length, crc32c.crc32c(chunk.payload))
+        yield chunk.payload
+
+
+def _payload(data: bytes, location: Location, where: str) -> bytes:
+    if len(data) != HEADER.size + location.length:
+        raise StoreError(f"{where} is cut off")
+    magic, length, crc = HEADER.unpack_from(data)
+    payload = data[HEADER.size :]
+    if magic != MAGIC or length != location.length or crc != crc32c.crc32c(payload):
+        raise StoreError(f"{where} is damaged: its checksum does not match")
+    return payload

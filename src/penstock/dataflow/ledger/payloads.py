@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where payload lies: one Protocol for every store, and the two that need nothing but this machine.
+
+The ledger's rows name a `Location`; a store turns it back into the very same bytes or says which
+record it cannot give. Knows nothing of rows, leases or SQL, and never decides what may be deleted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from penstock.dataflow.ledger import segments
+from penstock.dataflow.ledger.segments import (
+    Chunk,
+    Location,
+    SegmentPlan,
+    SegmentReader,
+    SegmentWriter,
+)
+from penstock.errors import StoreError
+
+Durability = Literal["D0", "D1", "D2"]
+"""What an acknowledgement is worth: D0 lives as long as memory, D1 is fsynced and survives power
+loss, D2 also lies in a second store."""
+
+
+class PayloadStore(Protocol):
+    """place → append → read; rows move by reading, placing anew and deleting the old segment."""
+
+    @property
+    def durability(self) -> Durability: ...
+
+    def place(self, payload: bytes | memoryview) -> Chunk:
+        """Give this payload its place for ever. On the event loop, so without any I/O; the caller
+        appends every chunk it was given, in this order."""
+        ...
+
+    def append(self, chunks: Sequence[Chunk]) -> None:
+        """Durable when this returns; called by one thread. `NoSpace` means that nothing of it was
+        kept and the same chunks may be appended again; any other error is final."""
+        ...
+
+    def read(self, location: Location) -> bytes:
+        """From any thread: the payload, or StoreError naming the record; other records stay
+        readable. Any other exception may pass and is no verdict on the record."""
+        ...
+
+    def sizes(self) -> Mapping[int, int]:
+        """Bytes by segment, of those that get no further payload. What is placed and not yet
+        appended may still go into them: flush the ledger before believing it."""
+        ...
+
+    def delete(self, segment: int) -> None:
+        """Drop a whole segment for ever; one that is not there is no error. No row may name it."""
+        ...
+
+
+class SegmentPayloads:
+    """Append-only files on this machine's disk, fsynced: D1."""
+
+    durability: Durability = "D1"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._plan = SegmentPlan(folder)
+        self._writer = SegmentWriter(folder)
+        self._reader = SegmentReader(folder)
+
+    def place(self, payload: bytes | memoryview) -> Chunk:
+        return self._plan.place(payload)
+
+    def append(self, chunks: Sequence[Chunk]) -> None:
+        self._writer.append(chunks)
+
+    def read(self, location: Location) -> bytes:
+        payload = bytearray(location.length)
+        self._reader.read_into(location, memoryview(payload))
+        return bytes(payload)
+
+    def read_into(self, location: Location, payload: memoryview, *, may_wait: bool) -> None:
+        """As `read`, to where the caller wants it; BlockingIOError if it may not wait for it."""
+        self._reader.read_into(location, payload, may_wait=may_wait)
+
+    def sizes(self) -> dict[int, int]:
+        found = segments.sizes(self._folder)
+        found.pop(self._plan.segment, None)
+        return found
+
+    def delete(self, segment: int) -> None:
+        assert segment != self._plan.segment, "the open segment still takes payload"
+        segments.delete(self._folder, segment)
+        self._reader.forget(segment)
+
+    def close(self) -> None:
+        """Let go of the open file; a store without its owner lets go by itself."""
+        self._writer.close()
+
+
+class MemoryPayloads:
+    """In this process and gone with it, D0: for tests and runs nobody will resume."""
+
+    durability: Durability = "D0"
+
+    def __init__(self, *, segment_bytes: int = 16 << 20) -> None:
+        self._segment_bytes = segment_bytes
+        self._placing = (1, 0)
+        self._kept: dict[int, dict[int, bytes]] = {}
+        self._lock = threading.Lock()
+
+    def place(self, payload: bytes | memoryview) -> Chunk:
+        segment, offset = self._placing
+        if offset >= self._segment_bytes:
+            segment, offset = segment + 1, 0
+        self._placing = segment, offset + len(payload)
+        location = Location(segment=segment, offset=offset, length=len(payload))
+        return Chunk(location=location, payload=payload)
+
+    def append(self, chunks: Sequence[Chunk]) -> None:
+        with self._lock:
+            for chunk in chunks:
+                where = chunk.location
+                self._kept.setdefault(where.segment, {})[where.offset] = bytes(chunk.payload)
+
+    def read(self, location: Location) -> bytes:
+        payload = self._kept.get(location.segment, {}).get(location.offset)
+        if payload is None or len(payload) != location.length:
+            raise StoreError(
+                f"record {location.segment}:{location.offset} is not in memory; "
+                "payload of class D0 does not outlive its process"
+            )
+        return payload
+
+    def sizes(self) -> dict[int, int]:
+        with self._lock:
+            return {
+                number: sum(map(len, kept.values()))
+                for number, kept in self._kept.items()
+                if number != self._placing[0]
+            }
+
+    def delete(self, segment: int) -> None:
+        assert segment != self._placing[0], "the open segment still takes payload"
+        with self._lock:
+            self._kept.pop(segment, None)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's ledger as a reader sees it: opened read-only, running or finished, never changed. One of
+an older format is copied, and the copy brought up to date.
+
+Owns finding the tables of home and of further partitions, and single facts in them. Interprets
+nothing."""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import sqlalchemy as sa
+from sqlalchemy.exc import DatabaseError, OperationalError
+
+from penstock.dataflow.core.versions import Lineage
+from penstock.dataflow.ledger.restore import restore_lineage
+from penstock.dataflow.ledger.tables import Tables, open_tables
+from penstock.dataflow.records import (
+    FORMAT,
+    BatchRecord,
+    CommitRecord,
+    FateRecord,
+    GrantRecord,
+    GroupRecord,
+    IssuedRecord,
+    LeaseRecord,
+)
+from penstock.errors import StoreError
+from penstock.types import GroupId, PolicyName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What a run wrote down."""
+
+    home: Tables
+    partitions: Mapping[int, Tables] = field(default_factory=dict[int, Tables])
+    """Those with a ledger of their own; the others write into home's."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """What is closed with it."""
+
+    def at(self, partition: int) -> Tables:
+        """Where groups, leases and rows of this partition stand."""
+        return self.partitions.get(partition, self.home)
+
+    def group(self, issued: IssuedRecord) -> GroupRecord | None:
+        """As its partition keeps it; None when that has not heard of it yet."""
+        tables = self.at(issued.partition)
+        found = tables.read(GroupRecord, "group_id = :id", id=issued.group_id)
+        return found[0] if found else None
+
+    def leases(self, issued: IssuedRecord) -> list[LeaseRecord]:
+        """Of all its slots, those that run too."""
+        tables = self.at(issued.partition)
+        grants = tables.read(GrantRecord, "group_id = :id", id=issued.group_id)
+        ended = tables.read(LeaseRecord, "group_id = :id", id=issued.group_id)
+        found = {(grant.epoch, slot): grant.lease(slot) for grant in grants for slot in grant.slots}
+        found |= {(lease.epoch, lease.slot): lease for lease in ended}
+        return [found[key] for key in sorted(found)]
+
+    def fates(self, group_id: GroupId) -> list[FateRecord]:
+        return self.home.read(FateRecord, "group_id = :id", id=group_id)
+
+    def batch(self, policy: PolicyName, seq: int) -> BatchRecord | None:
+        where = "consumer = :policy AND seq = :seq"
+        found = self.home.read(BatchRecord, where, policy=policy, seq=seq)
+        return found[0] if found else None
+
+    def commits(self, policy: PolicyName, seq: int) -> list[CommitRecord]:
+        """Of one batch, one for each life of the trainer that was served it."""
+        where = "consumer = :policy AND seq = :seq"
+        found = self.home.read(CommitRecord, where, policy=policy, seq=seq)
+        return sorted(found, key=lambda commit: commit.incarnation)
+
+    def lineage(self, policy: PolicyName, incarnation: int) -> Lineage:
+        """As it stood in this life of the trainer: later forks made nothing older then."""
+        lineage = Lineage(policy)
+        restore_lineage(lineage, self.home)
+        lineage.incarnation = incarnation
+        return lineage
+
+    def close(self) -> None:
+        self.held.close()
+
+
+def open_recorded(ledger_folder: Path) -> Recorded:
+    """The ledger in this folder; whoever writes it meanwhile is not disturbed."""
+    with ExitStack() as opened:
+        further = {
+            int(folder.name[1:]): _open(folder / "ledger.db", opened)
+            for folder in sorted(ledger_folder.glob("p[0-9]*"))
+            if folder.name[1:].isdecimal() and (folder / "ledger.db").is_file()
+        }
+        home = _open(ledger_folder / "ledger.db", opened)
+        return Recorded(home=home, partitions=further, held=opened.pop_all())
+
+
+def _open(path: Path, opened: ExitStack) -> Tables:
+    if not path.is_file():
+        raise StoreError(
+            f"there is no ledger at {path}; give the folder of a run that was started, "
+            "OUTPUT_DIR/NAME of its config (a run on PostgreSQL answers GET /v1/explain/ID itself)"
+        )
+    # Without a write-ahead log nobody has the ledger open, and none need be made to read it.
+    is_open = path.with_name(path.name + "-wal").exists()
+    mode = "mode=ro" if is_open else "mode=ro&immutable=1"
+    uri = f"{path.absolute().as_uri()}?{mode}"
+    try:
+        tables = _of_this_format(uri, opened)
+    except (DatabaseError, sqlite3.DatabaseError) as error:
+        why = error.orig if isinstance(error, DatabaseError) else error
+        raise StoreError(
+            f"the ledger at {path} cannot be read: {why}; restore the ledger from a copy, or start "
+            "the run again if its first start was cut off"
+        ) from error
+    opened.callback(tables.close)
+    return tables
+
+
+def _of_this_format(uri: str, opened: ExitStack) -> Tables:
+    with closing(sqlite3.connect(uri, uri=True)) as ledger:
+        if not _is_older(ledger):
+            return Tables(sa.create_engine(f"sqlite:///{uri}&uri=true"))
+        scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="penstock-ledger-")))
+        try:
+            with closing(sqlite3.connect(scratch / "ledger.db")) as copy:
+                ledger.backup(copy)
+            return open_tables(scratch)
+        except (OperationalError, sqlite3.OperationalError) as error:
+            raise StoreError(
+                f"a ledger of an older format is read in a copy, and none could be made in "
+                f"{scratch}: {error}; set TMPDIR to a folder with room for the whole ledger"
+            ) from error
+
+
+def _is_older(ledger: sqlite3.Connection) -> bool:
+    with suppress(sqlite3.OperationalError):  # of a first start that was cut off
+        found = ledger.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
+        return found is not None and int(found[0]) < FORMAT
+    return False

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A service's next life: read from the ledger what home and the partition must hold in memory.
+
+Only open and unsealed groups are materialised; everything older is answered by SQL when somebody
+asks.
+"""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from operator import itemgetter
+from typing import Any
+
+import msgspec
+
+from penstock.dataflow.column_records import ColumnRecord
+from penstock.dataflow.core.completion import Landed, Stage
+from penstock.dataflow.core.consumers import Consumer, ReadyGroup
+from penstock.dataflow.core.home import Home, yield_key
+from penstock.dataflow.core.links import Link
+from penstock.dataflow.core.partition import Partition
+from penstock.dataflow.core.partition_host import PartitionHost
+from penstock.dataflow.core.versions import Lineage
+from penstock.dataflow.ledger.pinned import pinned_batches
+from penstock.dataflow.ledger.tables import Tables
+from penstock.dataflow.records import (
+    GONE,
+    QUARANTINED,
+    BatchRecord,
+    CommitRecord,
+    CompletionRecord,
+    DeadSlotRecord,
+    FateRecord,
+    FateState,
+    GrantRecord,
+    GroupRecord,
+    IncarnationRecord,
+    IssuedRecord,
+    LeaseRecord,
+    LinkRecord,
+    MessageRecord,
+    MetaRecord,
+    NodeRecord,
+    RowRecord,
+    RuleRecord,
+    SourceRecord,
+    VersionRecord,
+    WasteRecord,
+    quarantined,
+)
+from penstock.types import GroupId, NodeId, PolicyName, RowId
+
+OF_OPEN_GROUPS = "group_id IN (SELECT group_id FROM groups WHERE state = 'open')"
+JUDGED_OF_OPEN = (
+    "SELECT group_id FROM fates WHERE consumer = :policy "
+    "AND group_id IN (SELECT group_id FROM issued WHERE judged = FALSE)"
+)
+"""`= FALSE` and not `NOT`, or the index is of no use."""
+_VERSIONS = msgspec.json.Decoder(tuple[tuple[int, int], ...])
+
+
+# --- partition --------------------------------------------------------------------------------
+
+
+def restore_partition(partition: Partition, tables: Tables, now: float) -> None:
+    leases = tables.read(LeaseRecord, OF_OPEN_GROUPS)
+    partition.restore(
+        groups=tables.read(GroupRecord, "state = 'open'"),
+        grants=tables.read(GrantRecord, OF_OPEN_GROUPS),
+        leases=sorted(leases, key=lambda lease: (lease.group_id, lease.slot, lease.epoch)),
+        rows=tables.read(RowRecord, OF_OPEN_GROUPS),
+        nodes=tables.read(NodeRecord, 'NOT "left"'),
+        dead=tables.read(DeadSlotRecord, OF_OPEN_GROUPS),
+        quarantined=_quarantined(tables),
+        now=now,
+    )
+
+
+def _quarantined(tables: Tables) -> set[tuple[NodeId, str]]:
+    return {*map(quarantined, tables.read(MetaRecord, "key LIKE :keys", keys=f"{QUARANTINED}%"))}
+
+
+def restore_completion(host: PartitionHost, tables: Tables) -> None:
+    """Closed groups that wait for columns, and the columns of all rows that are not final."""
+    if not host.completion.is_needed:
+        return
+    stages = tables.read(CompletionRecord, "state != :done", done=Stage.DONE.value)
+    waiting = {record.group_id for record in stages}
+    rows: defaultdict[GroupId, list[RowRecord]] = defaultdict(list)
+    row_ids: list[RowId] = []
+    opened = tables.rows("SELECT group_id FROM groups WHERE state = 'open'")
+    for group_id in sorted(waiting | {GroupId(group_id) for (group_id,) in opened}):
+        for row in tables.read(RowRecord, "group_id = :group_id", group_id=group_id):
+            row_ids.append(row.row_id)
+            if group_id in waiting and row.outcome in ("completed", "truncated"):
+                rows[group_id].append(row)
+    landed: list[Landed] = []
+    for start in range(0, len(row_ids), 500):
+        part = list[str](row_ids[start : start + 500])
+        for column in tables.read(ColumnRecord, "space = 'train' AND row_id IN :ids", ids=part):
+            landed.append(
+                Landed(
+                    row_id=column.row_id,
+                    name=column.name,
+                    failed=column.failed,
+                    value=column.value,
+                    digest=column.digest,
+                )
+            )
+    host.completion.restore(
+        {
+            group_id: tuple(row.summary for row in sorted(rows[group_id], key=lambda r: r.slot))
+            for group_id in waiting
+        },
+        stages,
+        landed,
+    )
+
+
+# --- home -------------------------------------------------------------------------------------
+
+
+def rule_memories(tables: Tables) -> dict[str, dict[str, Any]]:
+    memories: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for record in tables.read(RuleRecord):
+        memories[record.rule][record.key] = msgspec.json.decode(record.value)
+    return dict(memories)
+
+
+def restore_home(home: Home, tables: Tables) -> None:
+    """All but what waits for a batch: enough to go on with what runs."""
+    sources = tables.read(SourceRecord)
+    home.supply.restore(sources)
+    judged: defaultdict[GroupId, set[PolicyName]] = defaultdict(set)
+    for policy in home.consumers:
+        for (group_id,) in tables.rows(JUDGED_OF_OPEN, policy=policy):
+            judged[GroupId(group_id)].add(policy)
+    issued = tables.read(IssuedRecord, "judged = FALSE")
+    home.restore(
+        num_issued=sum(source.next_ordinal - source.skipped for source in sources),
+        open_groups=[
+            (record, set(home.consumers) - judged[record.group_id])
+            for record in sorted(issued, key=lambda record: record.issue)
+        ],
+    )
+    for consumer in home.consumers.values():
+        restore_lineage(consumer.lineage, tables)
+        for kept in tables.read(MetaRecord, "key = :key", key=yield_key(consumer.terms.policy)):
+            consumer.expected_yield = float(kept.value)
+        _restore_sealed(consumer, tables)
+    home.gone = {
+        RowId(key.removeprefix(GONE))
+        for (key,) in tables.rows("SELECT key FROM meta WHERE key LIKE :keys", keys=f"{GONE}%")
+    }
+    home.quarantined = _quarantined(tables)
+    home.wasted_tokens = {record.reason: record.tokens for record in tables.read(WasteRecord)}
+
+
+def restore_waiting(home: Home, tables: Tables) -> list[GroupId]:
+    """The groups that wait for a batch, and who holds which; returns those that nobody does any
+    more. For any thread, while nobody asks home for anything."""
+    for consumer in home.consumers.values():
+        _restore_groups(consumer, tables)
+    return _restore_retention(home, tables)
+
+
+def restore_lineage(lineage: Lineage, tables: Tables) -> None:
+    lives = tables.read(IncarnationRecord, "policy = :policy", policy=lineage.policy)
+    commits = tables.read(CommitRecord, "consumer = :policy", policy=lineage.policy)
+    for life in sorted(lives, key=lambda record: record.incarnation):
+        lineage.apply_incarnation(life)
+        for commit in sorted(commits, key=lambda record: record.seq):
+            lineage.apply_commit(commit)
+    versions = tables.read(VersionRecord, "policy = :policy", policy=lineage.policy)
+    for version in sorted(versions, key=lambda record: (record.incarnation, record.number)):
+        lineage.apply_version(version)
+
+
+def _restore_sealed(consumer: Consumer, tables: Tables) -> None:
+    policy, lineage = consumer.terms.policy, consumer.lineage
+    last = tables.scalar("SELECT max(seq) FROM batches WHERE consumer = :policy", policy=policy)
+    consumer.last_sealed = int(last or 0)
+    ahead = tables.rows(
+        "SELECT seq, num_groups - num_replayed FROM batches "
+        "WHERE consumer = :policy AND seq > :seq",
+        policy=policy,
+        seq=lineage.seq,
+    )
+    consumer.sealed = {int(seq): int(n) for seq, n in ahead}
+    newest = tables.read(
+        BatchRecord, "consumer = :policy AND seq = :seq", policy=policy, seq=consumer.last_sealed
+    )
+    consumer.newest_batch = newest[0] if newest else None
+
+
+WAITING = """
+SELECT arrival, group_id, task_key, source, tokens, rewards, versions, uses, seq, is_complete
+FROM fates WHERE consumer = :policy AND state = :state AND (state = 'admitted' OR length(rows) > 0)
+"""
+
+
+@contextmanager
+def _no_collection() -> Generator[None]:
+    """Objects that all stay: the collector would walk through them again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _restore_groups(consumer: Consumer, tables: Tables) -> None:
+    """Admitted groups in order of arrival, and the replay pool; their rows stay in the ledger."""
+    policy = consumer.terms.policy
+    arrived = tables.scalar("SELECT max(arrival) FROM fates WHERE consumer = :p", p=policy)
+    consumer.num_arrived = int(arrived or 0)
+    states = (FateState.ADMITTED, FateState.SEALED) if consumer.has_pool else (FateState.ADMITTED,)
+    with _no_collection():
+        for state in states:
+            _restore_waiting(consumer, tables, state)
+
+
+def _restore_waiting(consumer: Consumer, tables: Tables, state: FateState) -> None:
+    found = tables.rows(WAITING, policy=consumer.terms.policy, state=state.value)
+    found.sort(key=itemgetter(0))  # the database would sort whole rows, on disk
+    seen: dict[str, tuple[tuple[int, int], ...]] = {}
+    for arrival, group_id, task_key, source, tokens, rewards, text, uses, seq, is_complete in found:
+        versions = seen.get(text)
+        if versions is None:  # few differ, and one tuple serves all that do not
+            versions = seen[text] = _VERSIONS.decode(text)
+        group = ReadyGroup(
+            group_id=group_id,
+            task_key=task_key,
+            source=source,
+            arrival=arrival,
+            tokens=tokens,
+            rewards=array("d", rewards),
+            versions=versions,
+            rows=b"",
+            uses=uses,
+            last_seq=seq,
+        )
+        if state is FateState.SEALED:
+            consumer.pool[group_id] = group
+        else:
+            (consumer.ready if is_complete else consumer.incomplete)[group_id] = group
+
+
+def rows_of_groups(
+    tables: Tables, policy: PolicyName, group_ids: Sequence[GroupId]
+) -> dict[GroupId, bytes]:
+    """The rows of waiting groups that a restart left in the ledger."""
+    found: dict[GroupId, bytes] = {}
+    for start in range(0, len(group_ids), 500):
+        part = list[str](group_ids[start : start + 500])
+        where = "consumer = :policy AND group_id IN :ids"
+        for fate in tables.read(FateRecord, where, policy=policy, ids=part):
+            found[fate.group_id] = fate.rows
+    return found
+
+
+def _restore_retention(home: Home, tables: Tables) -> list[GroupId]:
+    undecided: list[GroupId] = []
+    for consumer in home.consumers.values():
+        undecided += [*consumer.ready, *consumer.incomplete]
+    for group_id in home.open:
+        undecided += [group_id] * len(home.undecided(group_id))
+    retained = {
+        PolicyName(policy): min((seq for _, seq in msgspec.json.decode(text)), default=None)
+        for policy, text in tables.rows("SELECT policy, retained FROM checkpoints")
+    }
+    return home.retention.restore(
+        undecided=undecided,
+        batches={policy: pinned_batches(tables, policy) for policy in home.consumers},
+        pools={policy: consumer.pool for policy, consumer in home.consumers.items()},
+        cursors={
+            policy: (consumer.lineage.seq, retained.get(policy))
+            for policy, consumer in home.consumers.items()
+        },
+    )
+
+
+def restore_link(link: Link[Any, Any], tables: Tables) -> None:
+    link.restore(tables.read(LinkRecord), tables.read(MessageRecord))

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sealed batches of a recorded run, read again from its files as they were served.
+
+Owns finding their rows in ledger, segments and blobs, with what stages added to them. Changes
+nothing; what was let go, or was marked gone, comes without its payload."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from penstock.dataflow.column_records import VALUES, ColumnRecord
+from penstock.dataflow.core.manifests import manifest_of
+from penstock.dataflow.core.versions import Lineage
+from penstock.dataflow.ledger import segments
+from penstock.dataflow.ledger.blobs import BlobStore
+from penstock.dataflow.ledger.recorded import Recorded
+from penstock.dataflow.ledger.segments import Location
+from penstock.dataflow.ledger.tables import Tables
+from penstock.dataflow.records import GONE, CommitRecord, RowRecord, VersionRecord
+from penstock.errors import NotFound, StoreError
+from penstock.types import Manifest, PolicyName, RowId, RowPayload
+
+
+def partition_folder(ledger_folder: Path, index: int) -> Path:
+    """Where a further partition keeps its own ledger."""
+    return ledger_folder / f"p{index}"
+
+
+PART = 500
+"""Row ids per query."""
+
+
+class SealedBatches:
+    """Those of one policy, along its surviving lineage."""
+
+    def __init__(self, recorded: Recorded, ledger_folder: Path, policy: PolicyName) -> None:
+        self._recorded = recorded
+        self._folder = ledger_folder
+        self._policy = policy
+        newest = recorded.home.scalar(
+            "SELECT max(incarnation) FROM incarnations WHERE policy = :policy", policy=policy
+        )
+        self.lineage: Lineage = recorded.lineage(policy, int(newest or 0))
+        """As it stands now."""
+        marked = recorded.home.rows("SELECT key FROM meta WHERE key LIKE :keys", keys=f"{GONE}%")
+        self._gone = {RowId(key.removeprefix(GONE)) for (key,) in marked}
+
+    def manifest(self, seq: int) -> Manifest | None:
+        found = self._recorded.batch(self._policy, seq)
+        return None if found is None else manifest_of(found.manifest)
+
+    def commit(self, seq: int) -> CommitRecord | None:
+        """What became of a batch; None when the surviving lineage has not come so far."""
+        if seq > self.lineage.seq:
+            return None
+        commits = self._recorded.commits(self._policy, seq)
+        return commits[-1] if commits else None
+
+    def stats(self, commit: CommitRecord) -> dict[str, float]:
+        return msgspec.json.decode(commit.stats, type=dict[str, float])
+
+    def version(self, number: int) -> VersionRecord | None:
+        """The one published last under this number, by a life whose number it still is."""
+        found = [
+            version
+            for version in self.lineage.versions()
+            if version.number == number
+            and self.lineage.effective(version.incarnation, version.number) == number
+        ]
+        return found[-1] if found else None
+
+    def rows(self, manifest: Manifest) -> Sequence[RowPayload]:
+        """In the manifest's order; without payload where a row is marked gone."""
+        ids = [row.row_id for row in manifest.rows]
+        columns = sorted({name for row in manifest.rows for name in row.columns})
+        found: dict[RowId, RowPayload] = {}
+        for start in range(0, len(ids), PART):
+            found |= self._read(ids[start : start + PART], columns)
+        if lost := [row_id for row_id in ids if row_id not in self._gone and row_id not in found]:
+            raise StoreError(
+                f"batch {manifest.consumer}.{manifest.seq}: {len(lost)} of {len(ids)} rows are not "
+                f"on disk any more, first {lost[0]}; a run keeps those after its oldest retained "
+                "checkpoint"
+            )
+        return [found.get(row_id, RowPayload(row_id=row_id, payload=None)) for row_id in ids]
+
+    def _read(self, ids: Sequence[RowId], names: Sequence[str]) -> dict[RowId, RowPayload]:
+        found: dict[RowId, RowPayload] = {}
+        everywhere = {0: self._recorded.home, **self._recorded.partitions}
+        for index, tables in everywhere.items():
+            folder = partition_folder(self._folder, index) if index else self._folder
+            columns = _columns(tables, ids, names)
+            for row in tables.read(RowRecord, "row_id IN :ids", ids=list(map(str, ids))):
+                if row.row_id in self._gone:
+                    continue
+                try:
+                    found[row.row_id] = RowPayload(
+                        row_id=row.row_id,
+                        payload=_content(folder, row),
+                        columns={one.name: _content(folder, one) for one in columns[row.row_id]},
+                    )
+                except (StoreError, NotFound, OSError):
+                    continue  # not on disk any more
+        return found
+
+
+def _columns(
+    tables: Tables, ids: Sequence[RowId], names: Sequence[str]
+) -> dict[RowId, list[ColumnRecord]]:
+    """Those of these names that have a value, by row."""
+    found: dict[RowId, list[ColumnRecord]] = defaultdict(list)
+    if names:
+        for column in tables.read(ColumnRecord, VALUES, ids=list(map(str, ids)), names=list(names)):
+            found[column.row_id].append(column)
+    return found
+
+
+def _content(folder: Path, record: RowRecord | ColumnRecord) -> bytes:
+    if record.blob:
+        return BlobStore(folder / "blobs").read(record.blob)
+    where = Location(segment=record.segment, offset=record.offset, length=record.length)
+    return segments.read(folder / "segments", where)

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The durable truth: records in SQL, payload in a store, one writer thread, group commit.
+
+A write is acknowledged after the payload store's append and the SQL commit (segments with
+fdatasync and SQLite WAL with `synchronous=FULL`: class D1). The next group forms while the running
+one commits, so there is no timer and no wait. A full disk is waited out: nothing is acknowledged
+meanwhile, and the same group is written once there is room. Any other storage error, above all one
+of fsync, is final: the service stops acknowledging and ends, and its next life starts from what is
+on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from blake3 import blake3
+
+from penstock.dataflow.ledger.bounds import RESERVE_BYTES, Reserve, Usage
+from penstock.dataflow.ledger.payloads import Durability, PayloadStore, SegmentPayloads
+from penstock.dataflow.ledger.segments import Chunk, Location, NoSpace
+from penstock.dataflow.ledger.tables import open_tables
+from penstock.dataflow.records import FORMAT, Erasure, MetaRecord, Record, RowRecord
+from penstock.errors import StoreError
+from penstock.types import RowId
+
+
+@dataclass(slots=True)
+class _Write:
+    records: Sequence[Record | Erasure]
+    chunks: list[Chunk]
+    done: asyncio.Future[None]
+
+
+RETRY_S = 0.1
+"""Between two looks at a full disk."""
+SQLITE_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
+"""Codes with which SQLite says that it found no room and took everything back."""
+
+
+class _Closed(Exception):
+    """The ledger is closed while its disk is full; what was not acknowledged stays so."""
+
+
+class Ledger:
+    """Opened by one process at a time; a second one is refused."""
+
+    def __init__(
+        self,
+        folder: Path,
+        payloads: PayloadStore | None = None,
+        *,
+        store: str = "sqlite",
+        name: str = "penstock",
+        reserve_bytes: int = RESERVE_BYTES,
+    ) -> None:
+        """`store` is `sqlite` or a PostgreSQL URL; `name` tells the ledgers in it apart."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(folder)
+        self.segments_folder = folder / "segments"
+        try:
+            self.tables = open_tables(folder, store, name=name)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self.payloads = SegmentPayloads(self.segments_folder) if payloads is None else payloads
+        self._reserve = Reserve(folder, reserve_bytes)
+        self._reserve.take()
+        self._placed: list[Chunk] = []
+        self._queued_bytes = 0
+        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._writer = threading.Thread(target=self._write_groups, name="ledger", daemon=True)
+        self._writer.start()
+        self.on_failure: Callable[[StoreError], None] = lambda error: None
+        """Called on the event loop when storage failed for good."""
+
+    # --- writing ------------------------------------------------------------------------------
+
+    @property
+    def durability(self) -> Durability:
+        """What an acknowledged delivery is worth, as its payload store gives it."""
+        return self.payloads.durability
+
+    def place(self, payload: bytes | memoryview) -> Location:
+        """Where this payload will lie. It goes to disk with the next write, whoever makes it, so
+        no record can ever point at bytes that were left out."""
+        chunk = self.payloads.place(payload)
+        self._placed.append(chunk)
+        self._queued_bytes += chunk.location.length
+        return chunk.location
+
+    def write(self, records: Sequence[Record | Erasure]) -> asyncio.Future[None]:
+        """Durable when the future is done, with all payload placed before. In order of call."""
+        chunks, self._placed = self._placed, []
+        if records or chunks:
+            return self._put(records, chunks)
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+    def flush(self) -> asyncio.Future[None]:
+        """Done when every write made so far is durable: for answers that repeat an earlier
+        decision."""
+        return self._put((), [])
+
+    def _put(
+        self, records: Sequence[Record | Erasure], chunks: list[Chunk]
+    ) -> asyncio.Future[None]:
+        done = asyncio.get_running_loop().create_future()
+        self._queue.put(_Write(records, chunks, done))
+        return done
+
+    def usage(self) -> Usage:
+        """For `Bounds`: what is queued, and what is left on the disk."""
+        return Usage(queued_bytes=self._queued_bytes, free_bytes=self._reserve.free_bytes_lately())
+
+    def _write_groups(self) -> None:
+        """consumes: writes of all callers · produces: one fsynced group at a time
+        waits for: the first write · woken by: `write()`"""
+        while True:
+            group = self._next_group()
+            if not group:
+                return
+            try:
+                self._write_group(group)
+                self._reserve.take()
+            except _Closed:
+                return
+            except Exception as error:
+                self._fail(group, error)
+                return
+            self._resolve(group)
+
+    def _write_group(self, group: list[_Write]) -> None:
+        chunks = [chunk for write in group for chunk in write.chunks]
+        if chunks:
+            self._when_space(lambda: self.payloads.append(chunks))
+        for records in _transactions(group):
+            self._when_space(partial(self.tables.commit, records))
+
+    def _when_space(self, step: Callable[[], None]) -> None:
+        """Do it, on a full disk with the reserve's help, and else as soon as there is room."""
+        while True:
+            try:
+                return step()
+            except Exception as error:
+                if not _is_full(error):
+                    raise
+            if not self._reserve.release() and self._closing.wait(RETRY_S):
+                raise _Closed
+
+    def _next_group(self) -> list[_Write]:
+        group: list[_Write] = []
+        item = self._queue.get()
+        while item is not None:
+            group.append(item)
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                return group
+        if group:
+            self._queue.put(None)
+        return group
+
+    def _fail(self, group: list[_Write], error: Exception) -> None:
+        failure = StoreError(f"the ledger cannot be written: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        loop = group[0].done.get_loop()
+
+        def tell() -> None:
+            for write in group:
+                if not write.done.done():
+                    write.done.set_exception(failure)
+            self.on_failure(failure)
+
+        loop.call_soon_threadsafe(tell)
+
+    def _resolve(self, group: list[_Write]) -> None:
+        written = sum(chunk.location.length for write in group for chunk in write.chunks)
+
+        def tell() -> None:
+            self._queued_bytes -= written
+            for write in group:
+                if not write.done.done():
+                    write.done.set_result(None)
+
+        group[0].done.get_loop().call_soon_threadsafe(tell)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._queue.put(None)
+        self._writer.join()
+        self._reserve.release()
+        if isinstance(self.payloads, SegmentPayloads):
+            self.payloads.close()
+        self.tables.close()
+        os.close(self._lock)
+
+    # --- reading ------------------------------------------------------------------------------
+
+    def row(self, row_id: RowId) -> RowRecord | None:
+        found = self.tables.read(RowRecord, "row_id = :row_id", row_id=row_id)
+        return found[0] if found else None
+
+    def payload(self, row: RowRecord) -> bytes:
+        """The bytes as delivered, or StoreError naming this record. Blocks; for any thread."""
+        try:
+            payload = self.payloads.read(_location(row))
+        except StoreError:
+            moved = self.row(row.row_id)  # compaction may have moved it after the caller looked
+            if moved is None or _location(moved) == _location(row):
+                raise
+            payload = self.payloads.read(_location(moved))
+        if blake3(payload).hexdigest() != row.digest:
+            raise StoreError(f"row {row.row_id} is damaged: other bytes lie where it should be")
+        return payload
+
+    def stamp(self) -> list[MetaRecord]:
+        """Format and service epoch for this start, to be written before anything else."""
+        epoch = (
+            int(self.tables.scalar("SELECT value FROM meta WHERE key = 'service_epoch'") or 0) + 1
+        )
+        return [
+            MetaRecord(key="format", value=str(FORMAT)),
+            MetaRecord(key="service_epoch", value=str(epoch)),
+        ]
+
+
+def _transactions(group: list[_Write]) -> list[list[Record | Erasure]]:
+    """All of the group in one, but none after a write that erases: within a transaction erasures
+    come last, and what a later write put again would go with them."""
+    transactions: list[list[Record | Erasure]] = [[]]
+    for write in group:
+        transactions[-1] += write.records
+        if any(type(record) is Erasure for record in write.records):
+            transactions.append([])
+    return [records for records in transactions if records]
+
+
+def _is_full(error: Exception) -> bool:
+    """No room, and everything taken back. An error of fsync is never among these."""
+    driver_error = getattr(error, "orig", error)
+    code = getattr(driver_error, "sqlite_errorcode", None)
+    return isinstance(error, NoSpace) or code in SQLITE_FULL
+
+
+def _location(row: RowRecord) -> Location:
+    return Location(segment=row.segment, offset=row.offset, length=row.length)
+
+
+def _lock(folder: Path) -> int:
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise StoreError(
+            f"another dataflow service has {folder} open; only one may write a ledger"
+        ) from None
+    return descriptor

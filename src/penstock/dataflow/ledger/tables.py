@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records of a ledger as SQL tables: one table per kind, upserted whole, read by condition.
+
+One code path for SQLite and PostgreSQL. Knows SQL and nothing of payload, threads or the event
+loop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sqlite3
+import types
+from collections.abc import Callable, Generator, Iterable, Sequence
+from enum import StrEnum
+from itertools import chain
+from operator import attrgetter, itemgetter
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+import crc32c
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.dialects import postgresql, sqlite
+
+from penstock.dataflow.column_records import BundleRecord, ColumnRecord, ItemRecord
+from penstock.dataflow.ledger import formats
+from penstock.dataflow.ledger.postgres import array, connect
+from penstock.dataflow.ledger.read_pool import Asking
+from penstock.dataflow.ledger.wal import refuse_damage
+from penstock.dataflow.records import (
+    RECORDS,
+    Erasure,
+    FateRecord,
+    GroupRecord,
+    IssuedRecord,
+    Record,
+    RowRecord,
+)
+from penstock.errors import StoreError
+from penstock.types import RowId
+
+R = TypeVar("R")
+CHECKSUM = "checksum"
+"""CRC32C of a record, for SQLite has none for its pages. Never 0: SQLite makes up what a damaged
+record lacks. Items have none, since their bundle tells if one is wrong."""
+PLACE = frozenset({"segment", "offset"})
+"""Moved by compaction without the rest; what lies there has a checksum and a digest of its own."""
+MAX_ROWS_PER_STATEMENT = 64
+RESTAMP_ROWS = 10_000
+VERIFY_STEPS = 100_000
+"""Of SQLite's machine, between two looks whether somebody waits for the end."""
+
+_COLUMN_TYPES: dict[Any, type[sa.types.TypeEngine[Any]]] = {
+    str: sa.Text,
+    int: sa.BigInteger,
+    float: sa.Float,
+    bytes: sa.LargeBinary,
+    bool: sa.Boolean,
+}
+
+
+def _column_type(hint: Any) -> type[sa.types.TypeEngine[Any]]:
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = next(arg for arg in get_args(hint) if arg is not type(None))
+    hint = getattr(hint, "__supertype__", hint)
+    return sa.Text if issubclass(hint, StrEnum) else _COLUMN_TYPES[hint]
+
+
+def _field_names(kind: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _table(metadata: sa.MetaData, kind: type[Record]) -> sa.Table:
+    hints = get_type_hints(kind)
+    return sa.Table(
+        kind.TABLE,
+        metadata,
+        *(
+            sa.Column(name, _column_type(hints[name]), primary_key=name in kind.KEY)
+            for name in _field_names(kind)
+        ),
+        sa.Column(CHECKSUM, sa.BigInteger, server_default="0"),
+        sqlite_with_rowid=kind is not ItemRecord,  # small and many: one tree holds key and row
+    )
+
+
+METADATA = sa.MetaData()
+TABLES: dict[type[Record], sa.Table] = {kind: _table(METADATA, kind) for kind in RECORDS}
+sa.Index("rows_by_group", TABLES[RowRecord].c.group_id)
+sa.Index("rows_by_arrival", TABLES[RowRecord].c.space, TABLES[RowRecord].c.arrival)
+sa.Index("items_by_arrival", TABLES[ItemRecord].c.space, TABLES[ItemRecord].c.arrival)
+sa.Index("groups_by_state", TABLES[GroupRecord].c.state)
+sa.Index("issued_by_judged", TABLES[IssuedRecord].c.judged)
+sa.Index("fates_by_state", TABLES[FateRecord].c.consumer, TABLES[FateRecord].c.state)
+sa.Index("fates_by_arrival", TABLES[FateRecord].c.consumer, TABLES[FateRecord].c.arrival)
+sa.Index("rows_by_segment", TABLES[RowRecord].c.segment)
+_BATCH = (TABLES[FateRecord].c[name] for name in ("consumer", "seq", "group_id"))
+sa.Index("fates_by_batch", *_BATCH)
+sa.Index("columns_by_segment", TABLES[ColumnRecord].c.segment)
+sa.Index("bundles_by_segment", TABLES[BundleRecord].c.segment)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowMove:
+    """The same payload at another place. Changes a row only where it stood, so one that left or
+    was put anew meanwhile stays as it is."""
+
+    TABLE: ClassVar[str] = "rows"
+    KEY: ClassVar[tuple[str, ...]] = ("row_id", "segment", "offset")
+
+    to_segment: int
+    to_offset: int
+    row_id: RowId
+    segment: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnMove:
+    """As RowMove, for the value of a column."""
+
+    TABLE: ClassVar[str] = "columns"
+    KEY: ClassVar[tuple[str, ...]] = ("space", "row_id", "name", "segment", "offset")
+
+    to_segment: int
+    to_offset: int
+    space: str
+    row_id: RowId
+    name: str
+    segment: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BundleMove:
+    """As RowMove, for the values of a bundle."""
+
+    TABLE: ClassVar[str] = "bundles"
+    KEY: ClassVar[tuple[str, ...]] = ("space", "arrival", "segment", "offset")
+
+    to_segment: int
+    to_offset: int
+    space: str
+    arrival: int
+    segment: int
+    offset: int
+
+
+MOVES: tuple[type[Record], ...] = (RowMove, ColumnMove, BundleMove)
+
+
+def _upsert(kind: type[Record], dialect: sa.Dialect) -> sa.ClauseElement:
+    table = TABLES[kind]
+    if dialect.name == "postgresql":
+        arrays = (sa.bindparam(c.name, type_=postgresql.ARRAY(c.type)) for c in table.c)
+        new = sa.func.unnest(*arrays).table_valued(*table.c.keys(), name="new").render_derived()
+        statement = postgresql.insert(table).from_select(table.c.keys(), sa.select(*new.c))
+    else:
+        statement = sqlite.insert(table)
+    changed = {c.name: statement.excluded[c.name] for c in table.c if not c.primary_key}
+    return statement.on_conflict_do_update(index_elements=list(kind.KEY), set_=changed)
+
+
+def _move(kind: type[Record]) -> sa.ClauseElement:
+    """Parameters in the order of the kind's fields, which name the new place first."""
+    table = METADATA.tables[kind.TABLE]
+    old = [table.c[name] == sa.bindparam(f"old_{name}") for name in kind.KEY]
+    new: dict[str, Any] = {
+        "segment": sa.bindparam("to_segment"),
+        "offset": sa.bindparam("to_offset"),
+    }
+    return table.update().where(*old).values(new)
+
+
+class _Statement:
+    """How one kind is written, in the driver's own words: compiled once, so that a commit of
+    thousands of records spends its time in the database."""
+
+    def __init__(self, kind: type[Record], dialect: sa.Dialect) -> None:
+        statement = _move(kind) if kind in MOVES else _upsert(kind, dialect)
+        self._sql = str(statement.compile(dialect=dialect))
+        self._head, _, rest = self._sql.partition(" VALUES ")
+        self._marks, _, self._tail = rest.partition(" ON CONFLICT ")
+        self._by_size: dict[int, str] = {}
+        self._values: Callable[[Record], tuple[Any, ...]] = attrgetter(*_field_names(kind))
+        self._checked = None if kind in MOVES else _checked_fields(kind)
+        # SQLite is a call away; to a server all records go in one round trip, an array per column.
+        self._is_columnwise = dialect.name == "postgresql" and kind not in MOVES
+        self.key = attrgetter(*kind.KEY)
+
+    def execute(self, connection: sa.Connection, records: Iterable[Record]) -> None:
+        rows = [*map(self._values, records)]
+        if self._checked is not None:
+            rows = [(*row, _checksum(self._checked(row))) for row in rows]
+        if self._is_columnwise:
+            connection.exec_driver_sql(self._sql, tuple(map(array, zip(*rows, strict=True))))
+        elif not self._tail:
+            connection.exec_driver_sql(self._sql, rows)
+        else:
+            self._execute_rows(connection, rows)
+
+    def _execute_rows(self, connection: sa.Connection, rows: list[tuple[Any, ...]]) -> None:
+        """Many rows to a statement: SQLite's driver lets other threads run after each statement
+        and then waits for its turn, up to 5 ms, so `executemany` would wait once per row. Straight
+        to the driver, because the layer above costs more than a small statement."""
+        cursor = connection.connection.cursor()
+        start, size = 0, MAX_ROWS_PER_STATEMENT
+        while start < len(rows):
+            left = len(rows) - start
+            while size > left:
+                # Few sizes, so that the driver's cache of statements knows them.
+                size = left if left < 8 else size // 2
+            if size not in self._by_size:
+                marks = ", ".join([self._marks] * size)
+                self._by_size[size] = f"{self._head} VALUES {marks} ON CONFLICT {self._tail}"
+            cursor.execute(self._by_size[size], tuple(chain(*rows[start : start + size])))
+            start += size
+
+
+_KEYS = {
+    "sqlite": "json_each(?) w CROSS JOIN bundles b ON b.space = json_extract(w.value, '$[0]') "
+    "AND b.arrival = json_extract(w.value, '$[1]') CROSS JOIN json_each(b.keys) k",
+    "postgresql": "json_array_elements(CAST(%s AS json)) w JOIN bundles b ON b.space = w->>0 "
+    "AND b.arrival = CAST(w->>1 AS bigint) CROSS JOIN LATERAL (SELECT value, n - 1 AS key FROM "
+    "json_array_elements_text(CAST(b.keys AS json)) WITH ORDINALITY AS o (value, n)) k",
+}
+ITEMS = (
+    "INSERT INTO items (space, row_id, arrival, at, bundle, checksum) "
+    "SELECT b.space, k.value, b.arrival + k.key, b.at, b.arrival, 0 FROM {keys} WHERE TRUE "
+    "ON CONFLICT (space, row_id) DO UPDATE SET arrival = excluded.arrival, at = excluded.at, "
+    "bundle = excluded.bundle, checksum = 0"
+)
+"""Where each key of some bundles is; the database takes them out of the bundles themselves."""
+
+
+class _BundleStatement(_Statement):
+    def __init__(self, dialect: sa.Dialect) -> None:
+        super().__init__(BundleRecord, dialect)
+        self._items = ITEMS.format(keys=_KEYS[dialect.name])
+
+    def execute(self, connection: sa.Connection, records: Iterable[Record]) -> None:
+        bundles = [*records]
+        super().execute(connection, bundles)
+        written = msgspec.json.encode([*map(self.key, bundles)]).decode()
+        connection.exec_driver_sql(self._items, (written,))
+
+
+def _checked_fields(kind: type[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What a record's checksum covers. A whole number in a column of floats comes back as a float,
+    so it counts as one."""
+    hints = get_type_hints(kind)
+    names = [name for name in _field_names(kind) if name not in PLACE]
+    chosen = itemgetter(*(i for i, n in enumerate(_field_names(kind)) if n not in PLACE))
+    floats = [i for i, name in enumerate(names) if _column_type(hints[name]) is sa.Float]
+    is_single = len(names) == 1
+
+    def checked(row: Sequence[Any]) -> Sequence[Any]:
+        values = [chosen(row)] if is_single else list(chosen(row))
+        for index in floats:
+            if values[index].__class__ is int:
+                values[index] = float(values[index])
+        return values
+
+    return checked
+
+
+def _checksum(values: Sequence[Any]) -> int:
+    return crc32c.crc32c(msgspec.msgpack.encode(values)) or 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """How the records of one kind are read."""
+
+    select: str
+    names: tuple[str, ...]
+    flags: tuple[int, ...]
+    """Fields that are true or false; SQLite keeps numbers."""
+    checked: Callable[[Sequence[Any]], Sequence[Any]] | None
+    """None for records without a checksum."""
+
+
+@functools.cache
+def _shape(kind: type[Any]) -> _Shape:
+    names, hints = tuple(_field_names(kind)), get_type_hints(kind)
+    columns = ", ".join(f'"{name}"' for name in (*names, CHECKSUM))
+    return _Shape(
+        select=f"SELECT {columns} FROM {kind.TABLE}",
+        names=names,
+        flags=tuple(i for i, name in enumerate(names) if hints[name] is bool),
+        checked=None if kind is ItemRecord else _checked_fields(kind),
+    )
+
+
+def _record(kind: type[R], fields: list[Any]) -> R:
+    """Makes numbers flags where they stand."""
+    shape = _shape(kind)
+    for index in shape.flags:
+        fields[index] = bool(fields[index])
+    return kind(**dict(zip(shape.names, fields, strict=True)))
+
+
+class Tables:
+    """The records of one database: written whole, read by condition. Knows nothing of payload."""
+
+    def __init__(self, engine: sa.Engine, writer: sa.Connection | None = None) -> None:
+        """writer: the one connection that commits, when it carries the lock of the ledger."""
+        self._engine = engine
+        self._writer = writer or engine.connect()
+        self._ask = Asking(engine)
+        self._is_closed = False
+        self._statements = {kind: _Statement(kind, engine.dialect) for kind in (*RECORDS, *MOVES)}
+        self._statements[BundleRecord] = _BundleStatement(engine.dialect)
+        try:
+            with self._begin() as connection:
+                if formats.prepare(connection, METADATA, RECORDS):
+                    self._restamp(connection)
+        except BaseException:
+            self.close()
+            raise
+
+    def commit(self, records: Sequence[Record | Erasure]) -> None:
+        """All of them in one transaction, erasures last; of several with one key the last
+        stands."""
+        newest: dict[type[Record], dict[Any, Record]] = {}
+        erasures: list[Erasure] = []
+        for record in records:
+            if isinstance(record, Erasure):
+                erasures.append(record)
+                continue
+            kind = type(record)
+            newest.setdefault(kind, {})[self._statements[kind].key(record)] = record
+        with self._begin() as connection:
+            for kind, rows in newest.items():
+                self._statements[kind].execute(connection, rows.values())
+            for erasure in erasures:
+                table = TABLES[erasure.kind]
+                connection.execute(table.delete().where(sa.text(erasure.where)), erasure.values)
+
+    def _restamp(self, connection: sa.Connection) -> None:
+        """Give records of an older format the checksums that this one asks for."""
+        for kind in RECORDS:
+            if _shape(kind).checked is None:
+                continue
+            query = f"{_shape(kind).select} WHERE checksum = 0 LIMIT {RESTAMP_ROWS}"
+            while found := connection.exec_driver_sql(query).all():
+                records = [_record(kind, fields) for *fields, _ in found]
+                self._statements[kind].execute(connection, records)
+
+    @contextlib.contextmanager
+    def _begin(self) -> Generator[sa.Connection]:
+        if self._writer.invalidated:
+            raise StoreError(
+                "the connection that held this ledger's lock is lost, and another service may "
+                "write by now; start this one anew"
+            )
+        with self._writer.begin():
+            yield self._writer
+
+    def read(self, kind: type[R], where: str = "", **values: Any) -> list[R]:
+        """Records of one table, filtered by an SQL condition with named values."""
+        shape = _shape(kind)
+        query = f"{shape.select} WHERE {where}" if where else shape.select
+        found: list[R] = []
+        for *fields, checksum in self._ask(query, values):
+            record = _record(kind, fields)
+            if shape.checked is not None and checksum != _checksum(shape.checked(fields)):
+                which = ", ".join(map(str, fields[:3]))
+                table = cast(type[Record], kind).TABLE
+                raise StoreError(f"a record of table {table} is damaged: {which}, …")
+            found.append(record)
+        return found
+
+    def verify(self) -> None:
+        """StoreError when the pages of a SQLite file do not fit together: of a record that fell out
+        of its page no checksum is left. Reads the whole file, some 2 s per GB, until `close()`; a
+        server has its own ways."""
+        if self._engine.dialect.name != "sqlite":
+            return
+        connection = self._ask.connect()
+        connection.set_progress_handler(lambda: self._is_closed, VERIFY_STEPS)
+        try:
+            [found] = connection.execute("PRAGMA quick_check(1)").fetchone()
+        except sqlite3.DatabaseError as error:
+            found = str(error)
+        finally:
+            connection.close()
+        if found != "ok" and not self._is_closed:
+            raise StoreError(
+                f"the ledger's database is damaged: {found}; restore the ledger from a copy"
+            )
+
+    def rows(self, query: str, **values: Any) -> list[tuple[Any, ...]]:
+        return self._ask(query, values)
+
+    def scalar(self, query: str, **values: Any) -> Any:
+        found = self._ask(query, values)
+        return found[0][0] if found else None
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._writer.close()
+        self._ask.close()
+        self._engine.dispose()
+
+
+def open_tables(folder: Path, store: str = "sqlite", *, name: str = "penstock") -> Tables:
+    """The tables of a ledger, durable at every commit: in its folder, or in the schema `name` of
+    the PostgreSQL database at a URL."""
+    if store != "sqlite":
+        engine, writer = connect(store, name)
+        return Tables(engine, writer)
+    refuse_damage(folder / "ledger.db")
+    engine = sa.create_engine(f"sqlite:///{folder / 'ledger.db'}")
+    event.listen(engine, "connect", _set_pragmas)
+    return Tables(engine)
+
+
+def _set_pragmas(connection: Any, _: Any) -> None:
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000"):
+        connection.execute(f"PRAGMA {pragma}")

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where a run's config becomes a dataflow service; config objects end here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from penstock.config import RunConfig, SourceConfig
+from penstock.config.dataflow import SHARED_HOOKS, SurvivorsClosing
+from penstock.dataflow.columns.row_leases import On, ReaderTerms
+from penstock.dataflow.core.completion import Needs
+from penstock.dataflow.core.consumers import PolicyTerms
+from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
+from penstock.dataflow.core.home import IssueTerms
+from penstock.dataflow.core.rulebook import RuleTerms
+from penstock.dataflow.ledger.assemble import CoreTerms, begin_home, partition_core
+from penstock.dataflow.ledger.blobs import BlobStore
+from penstock.dataflow.ledger.bounds import Bounds
+from penstock.dataflow.ledger.objects import open_payloads
+from penstock.dataflow.ledger.store import Ledger
+from penstock.dataflow.records import Outbox
+from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.nodes.messages import RunFacts, SessionTerms, SharedBase
+from penstock.dataflow.service.operators.observe import terms_of
+from penstock.dataflow.service.partition import HomeCalls, PartitionService
+from penstock.dataflow.service.process import Process, steady_clock
+from penstock.dataflow.service.rows.handlers import RowService
+from penstock.dataflow.sources import Source, open_source, session_source
+from penstock.errors import ConfigError
+from penstock.types import PolicyName, SamplingSpec
+
+
+def build(config: RunConfig, ledger_folder: Path) -> Dataflow:
+    """Home and one partition over one ledger, as the last life left them."""
+    service = begin(config, ledger_folder)
+    service.complete(service.restore())
+    return service
+
+
+def begin(config: RunConfig, ledger_folder: Path) -> Dataflow:
+    """As `build`, but not whole yet: it leases slots, and comes to the rest when it runs."""
+    clock = steady_clock()
+    outbox = Outbox()
+    ledger = _open(config, ledger_folder, "home")
+    sources = [_source(source) for source in config.sources]
+    core = begin_home(core_terms(config), sources, ledger.tables, outbox, clock())
+    process = Process(ledger, outbox, clock, _bounds(config))
+    service = Dataflow(
+        process,
+        core,
+        _rows(config, process, ledger_folder),
+        run=config.name,
+        stages=dict.fromkeys(map(PolicyName, config.models), _required(config)),
+        report=terms_of(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
+    )
+    for record in ledger.stamp():
+        outbox(record)
+    return service
+
+
+def _source(source: SourceConfig) -> Source:
+    if source.task is None:
+        return session_source(source.name, weight=source.weight, limit=source.limit)
+    return open_source(source.name, source.task, weight=source.weight, limit=source.limit)
+
+
+def build_partition(
+    config: RunConfig, folder: Path, index: int, home: HomeCalls, *, url: str
+) -> PartitionService:
+    """Partition `index` over a ledger of its own, as its last life left it."""
+    clock = steady_clock()
+    outbox = Outbox()
+    ledger = _open(config, folder, f"p{index}")
+    board, host = partition_core(index, core_terms(config), ledger.tables, outbox, clock())
+    stamped = ledger.stamp()
+    epoch = next(int(r.value) for r in stamped if r.key == "service_epoch")
+    process = Process(ledger, outbox, clock, _bounds(config))
+    service = PartitionService(
+        process,
+        board,
+        host,
+        _rows(config, process, folder),
+        home,
+        stages=_required(config),
+        url=url,
+        epoch=epoch,
+    )
+    service.nodes.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
+    for record in stamped:
+        outbox(record)
+    return service
+
+
+def _open(config: RunConfig, folder: Path, part: str) -> Ledger:
+    flow = config.dataflow
+    return Ledger(
+        folder,
+        open_payloads(flow.payload, folder),
+        store=flow.store,
+        name=f"{config.name}-{part}",
+        reserve_bytes=flow.bounds.disk_reserve_mb << 20,
+    )
+
+
+def _bounds(config: RunConfig) -> Bounds:
+    """A quarter of the memory may wait to be written; the rest is for what the service holds."""
+    bounds = config.dataflow.bounds
+    queued = (bounds.memory_mb << 20) // 4
+    return Bounds(
+        max_queued_bytes=queued,
+        mark_queued_bytes=queued // 2,
+        min_free_bytes=bounds.disk_reserve_mb << 20,
+        mark_free_bytes=bounds.disk_free_mb << 20,
+    )
+
+
+def _rows(config: RunConfig, process: Process, folder: Path) -> RowService:
+    """Columns, readers and spaces as the last life left them, and the stages of the config."""
+    rows = RowService(process, BlobStore(folder / "blobs"))
+    rows.restore()
+    for stage in config.dataflow.stages:
+        terms = ReaderTerms(
+            name=stage.name,
+            reads=stage.reads,
+            writes=stage.writes,
+            on=On(stage.on),
+            deadline_s=stage.deadline_s,
+            ttl_s=stage.ttl_s,
+            max_attempts=stage.max_attempts,
+        )
+        rows.readers.declare(terms, process.clock())
+    return rows
+
+
+def _required(config: RunConfig) -> tuple[str, ...]:
+    return tuple(stage.name for stage in config.dataflow.stages if stage.required)
+
+
+def core_terms(config: RunConfig) -> CoreTerms:
+    lease = config.dataflow.lease
+    session = config.session_source
+    return CoreTerms(
+        policies=tuple(_policy_terms(config, name) for name in config.models),
+        rules=tuple(_rules(config)),
+        issue=IssueTerms(
+            num_slots=_num_slots(config),
+            pace=config.dataflow.pace,
+            session_source="" if session is None else session.name,
+        ),
+        closing=_closing(config),
+        lease=LeaseTerms(
+            ttl_s=lease.ttl_s,
+            start_to_close_s=lease.start_to_close_s,
+            max_attempts=lease.max_attempts,
+            schedule_to_start_s=lease.schedule_to_start_s,
+            schedule_to_close_s=lease.schedule_to_close_s,
+            session_source="" if session is None else session.name,
+            session_start_to_close_s=_session_s(config),
+        ),
+        workflow=_workflow(config),
+        seed=config.seed,
+        retain_batches=config.dataflow.retain_batches,
+        needs=dict.fromkeys(map(PolicyName, config.models), _needs(config)),
+    )
+
+
+def _session_s(config: RunConfig) -> float:
+    """From the grant: a place waits for an agent as long as an agent may be silent at most."""
+    terms = _session_terms(config)
+    return 0.0 if terms is None else terms.reward_deadline_s + terms.idle_s
+
+
+def _session_terms(config: RunConfig) -> SessionTerms | None:
+    source = config.session_source
+    if source is None or source.session is None:
+        return None
+    return SessionTerms(
+        reward_deadline_s=source.session.reward_deadline_s,
+        idle_s=source.session.idle_s,
+        default_reward=source.session.default_reward,
+    )
+
+
+def _needs(config: RunConfig) -> Needs:
+    """Rules judge by the reward, so that comes first; the rest is for trainers."""
+    added = {
+        column for stage in config.dataflow.stages if stage.required for column in stage.writes
+    }
+    return Needs(judge=frozenset(added & {"reward"}), train=frozenset(added - {"reward"}))
+
+
+def _policy_terms(config: RunConfig, name: str) -> PolicyTerms:
+    training = config.for_policy(name).training
+    return PolicyTerms(
+        policy=PolicyName(name),
+        groups_per_batch=training.groups_per_batch,
+        max_staleness=training.max_staleness,
+        steps=training.steps,
+        train_columns=_needs(config).train,
+        is_lockstep=config.deterministic,
+    )
+
+
+def _rules(config: RunConfig) -> Iterator[RuleTerms]:
+    """Shared hooks once, the others for each policy."""
+    for name in config.models:
+        is_first = name == next(iter(config.models))
+        for hook, rules in groupby(config.for_policy(name).rules, key=lambda rule: rule.hook):
+            is_shared = hook in SHARED_HOOKS
+            if is_shared and not is_first:
+                continue
+            for position, rule in enumerate(rules):
+                yield RuleTerms(
+                    hook=hook.value,
+                    name=rule.name,
+                    options=rule.options,
+                    policy=None if is_shared else PolicyName(name),
+                    position=position,
+                )
+
+
+def _num_slots(config: RunConfig) -> int:
+    sizes = {name: config.for_policy(name).algorithm.num_generations for name in config.models}
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(
+            f"num_generations differs by policy ({sizes}), but a group has one size for all; "
+            "set it once under algorithm"
+        )
+    return next(iter(sizes.values()))
+
+
+def _closing(config: RunConfig) -> Closing:
+    closing = config.dataflow.closing
+    if isinstance(closing, SurvivorsClosing):
+        return Closing(kind=ClosingKind.SURVIVORS, min_survivors=closing.survivors.min)
+    return Closing(kind=ClosingKind(closing))
+
+
+def _workflow(config: RunConfig) -> str:
+    workflow = config.workflow
+    return workflow if isinstance(workflow, str) else json.dumps(list(workflow.command))
+
+
+def run_facts(config: RunConfig) -> RunFacts:
+    first = next(iter(config.models.values()))
+    sampling = config.sampling
+    return RunFacts(
+        run=config.name,
+        policies=tuple(PolicyName(name) for name in config.models),
+        workflow=_workflow(config),
+        reward=config.reward or "",
+        sampling=SamplingSpec(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+        ),
+        engine=first.engine,
+        engine_options=first.vllm.options,
+        torch_threads=first.torch_threads,
+        start_to_close_s=config.dataflow.lease.start_to_close_s,
+        transfer=config.weights.transfer,
+        is_scored="reward" not in _needs(config).judge,
+        session=_session_terms(config),
+        is_deterministic=config.deterministic,
+        adapters=tuple(_shared_bases(config)),
+    )
+
+
+def _shared_bases(config: RunConfig) -> Iterator[SharedBase]:
+    """Policies that train adapters, those with one `init` together."""
+    ranks: dict[str, dict[PolicyName, int]] = {}
+    for name, model in config.models.items():
+        if model.lora is not None:
+            ranks.setdefault(model.init, {})[PolicyName(name)] = model.lora.rank
+    for by_policy in ranks.values():
+        yield SharedBase(policies=tuple(by_policy), rank=max(by_policy.values()))

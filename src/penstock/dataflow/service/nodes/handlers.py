@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rollout nodes ask of a partition: join, beat, lease, deliver, leave. No HTTP here.
+
+Each command runs the core, makes its records durable, then answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+import structlog
+
+from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, Register
+from penstock.dataflow.core.names import REWARD, TURNS
+from penstock.dataflow.core.partition_host import PartitionHost
+from penstock.dataflow.service.nodes.intake import Intake, Taken
+from penstock.dataflow.service.nodes.messages import (
+    Delivery,
+    DeliveryAnswer,
+    DeliveryRequest,
+    Heartbeat,
+    LeaseAnswer,
+    LeaseRequest,
+    Orders,
+)
+from penstock.dataflow.service.nodes.polls import Poll, Polls
+from penstock.dataflow.service.nodes.turns import TurnSide
+from penstock.dataflow.service.process import IsGone, Process, stays
+from penstock.dataflow.service.rows.handlers import RowService
+from penstock.errors import BadRequest, Busy, TooLarge
+from penstock.types import NodeId, PolicyName, PublishedVersion
+
+log = structlog.get_logger(__name__)
+
+MAX_DELIVERIES = 10_000
+MAX_CALL_BYTES = 64 << 20
+MAX_ROW_BYTES = 256 << 20
+"""Of one trajectory; 100,000 tokens are about 1 MB."""
+RATE_WINDOW_S = 10.0
+CatchUp = Callable[[], Awaitable[bool]]
+"""Hear all that home has said so far; False when it is away."""
+BORN = (TURNS,)
+BORN_SCORED = (TURNS, REWARD)
+
+
+class NodeSide:
+    def __init__(
+        self,
+        process: Process,
+        host: PartitionHost,
+        rows: RowService,
+        is_finished: Callable[[], bool],
+        catch_up: CatchUp | None = None,
+    ) -> None:
+        """`catch_up`: where home is in another process."""
+        self.trajectories = 0
+        self.sampled_tokens = 0
+        self.failed_tokens = 0
+        """Of attempts that came to nothing."""
+        self.tokens_seen: deque[tuple[float, int]] = deque()
+        self._process = process
+        self._host = host
+        self._partition = host.partition
+        self._rows = rows
+        self._is_finished = is_finished
+        self._catch_up = catch_up
+        self.intake = Intake(
+            host.partition,
+            process.ledger,
+            host.gate.is_published,
+            next_arrival=rows.shelf.next_arrival,
+            is_scored=host.completion.is_scored,
+        )
+        self.turns = TurnSide(host.partition)
+        self._told: dict[NodeId, tuple[PublishedVersion, ...]] = {}
+        self._polls = Polls()
+        self._session_polls = Polls()
+        """Of nodes that serve agents from outside: other slots are for them."""
+        self._num_offered = 0
+        """By the partition, when polls were last told."""
+        self._last_orders: tuple[tuple[PublishedVersion, ...], bool] = ((), False)
+        """Wanted versions, and whether the run is finished, when polls were last told."""
+        process.on_wake.append(self._woken)
+
+    # --- membership ---------------------------------------------------------------------------
+
+    def orders(self, node_id: NodeId) -> Orders:
+        self._told[node_id] = self._host.gate.wanted
+        finished = self._is_finished()
+        return Orders(
+            wanted=self._told[node_id],
+            drain=finished,
+            finished=finished,
+            stop=self._partition.roster.stopped(node_id),
+        )
+
+    async def register(self, body: Register) -> Orders:
+        self._partition.register(body, self._process.clock())
+        self._call(body.node_id)
+        await self._process.settle()
+        log.info("node registered", node=body.node_id, capacity=body.capacity)
+        return self.orders(body.node_id)
+
+    async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> Orders:
+        is_new = self._partition.heartbeat(
+            node_id, body.session, self._process.clock(), state=body.state, live=body.live
+        )
+        if is_new:
+            self._call(node_id)
+        return self.orders(node_id)
+
+    async def leave(self, node_id: NodeId, session: str) -> None:
+        self._partition.leave(node_id, session, self._process.clock())
+        self._call(node_id)
+        await self._process.settle()
+        self._told.pop(node_id, None)
+        log.info("node left", node=node_id)
+
+    # --- leases -------------------------------------------------------------------------------
+
+    async def lease(self, body: LeaseRequest, is_gone: IsGone = stays) -> LeaseAnswer:
+        process = self._process
+        give_up_at = process.hold_until(body.wait_s)
+        if not 0 < len(body.request_id) <= 128:
+            raise BadRequest("request_id has 1 to 128 characters")
+        self._partition.ask(body.node_id, body.session, body.request_id, process.clock())
+        serves_sessions = self._partition.nodes[body.node_id].serves_sessions
+        polls = self._session_polls if serves_sessions else self._polls
+        key = (body.node_id, "work")
+        poll = Poll(body.node_id, body.max_slots)
+        try:
+            while True:
+                polls.looks(poll)
+                answer = await self._try_lease(body)
+                if answer.grants:
+                    polls.call(body.node_id)  # the same request may have come twice
+                    return answer
+                if answer.orders.drain or answer.orders.stop:
+                    return answer
+                if self._told.get(body.node_id) != self._host.gate.wanted:
+                    return replace(answer, orders=self.orders(body.node_id))
+                now = process.clock()
+                if now >= give_up_at:
+                    return answer
+                process.waiting_since.setdefault(key, now)
+                self._offer()
+                await polls.wait(poll, give_up_at - now)
+                if await is_gone():
+                    return answer  # a grant now would be held by nobody
+        finally:
+            process.waiting_since.pop(key, None)
+            polls.looks(poll)
+            self._offer()
+
+    def _woken(self) -> None:
+        """A command changed something: call the polls that it may concern."""
+        orders = (self._host.gate.wanted, self._is_finished())
+        if orders != self._last_orders:
+            self._last_orders = orders
+            self._polls.call_all()
+            self._session_polls.call_all()
+        if self._partition.num_offered != self._num_offered:
+            self._num_offered = self._partition.num_offered
+            self._tell()
+        self._offer()
+
+    def _call(self, node_id: NodeId) -> None:
+        self._polls.call(node_id)
+        self._session_polls.call(node_id)
+
+    def _tell(self) -> None:
+        self._polls.tell()
+        self._session_polls.tell()
+
+    def _offer(self) -> None:
+        """What is left goes to polls that did not see it yet."""
+        partition = self._partition
+        num_sessions = partition.num_waiting_sessions
+        for polls, num_waiting in (
+            (self._polls, partition.num_waiting - num_sessions),
+            (self._session_polls, num_sessions),
+        ):
+            if len(polls) and num_waiting and self._process.has_room:
+                polls.offer(num_waiting)
+
+    def tick(self) -> None:
+        """What changes without a command: room on the disk, how much a slow node may hold."""
+        self.turns.tick()
+        self._tell()
+        self._woken()
+
+    async def _try_lease(self, body: LeaseRequest) -> LeaseAnswer:
+        process = self._process
+        grants = self._partition.lease(
+            body.node_id,
+            body.session,
+            body.request_id,
+            body.max_slots if process.has_room else 0,
+            self._live_now(body),
+            process.clock(),
+        )
+        groups = dict.fromkeys(grant.group_id for grant in grants)
+        tasks = tuple(self._partition.groups[group_id].task for group_id in groups)
+        wanted = self._told.get(body.node_id)
+        if grants:
+            await process.repeat()  # a repeated request's first answer may be lost
+            wanted = None
+        finished = self._is_finished()
+        return LeaseAnswer(
+            tasks=tasks,
+            grants=tuple(self.turns.mark(grants)),
+            orders=self.orders(body.node_id)
+            if wanted is None
+            else Orders(wanted=wanted, drain=finished, finished=finished),
+        )
+
+    def _live_now(self, body: LeaseRequest) -> tuple[LiveVersion, ...]:
+        """What the node serves by its newest word: a heartbeat may overtake a held request."""
+        node = self._partition.nodes.get(body.node_id)
+        newest: dict[PolicyName, LiveVersion] = {}
+        for version in (*body.live, *(node.live if node is not None else ())):
+            known = newest.setdefault(version.policy, version)
+            if (version.incarnation, version.number) > (known.incarnation, known.number):
+                newest[version.policy] = version
+        return tuple(newest.values())
+
+    # --- deliveries ---------------------------------------------------------------------------
+
+    async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
+        if len(body.deliveries) + len(body.released) > MAX_DELIVERIES:
+            raise BadRequest(f"at most {MAX_DELIVERIES} deliveries and releases per call")
+        self._require_room(body.deliveries)
+        deliveries = [await self._fetched(delivery) for delivery in body.deliveries]
+        taken = self._take(body.node_id, deliveries, knows_all=self._catch_up is None)
+        if any(item.is_early for item in taken):
+            taken = await self._take_early(body.node_id, deliveries, taken)
+        now = self._process.clock()
+        results = [item.result for item in taken]
+        results += [self.intake.release(body.node_id, row_id, now) for row_id in body.released]
+        await self._process.settle()
+        if any(result.status is DeliveryStatus.FENCED for result in results):
+            await self._process.ledger.flush()  # its first copy may be committing just now
+            payloads = {delivery.row_id: delivery.payload for delivery in deliveries}
+            results = [self.intake.look_again(result, payloads) for result in results]
+        return DeliveryAnswer(results=tuple(results), durability=self._process.ledger.durability)
+
+    def _take(
+        self, node_id: NodeId, deliveries: Sequence[Delivery], *, knows_all: bool
+    ) -> list[Taken]:
+        now = self._process.clock()
+        taken = [self.intake.take(node_id, d, now, knows_all=knows_all) for d in deliveries]
+        for item in taken:
+            self._count(item, now)
+        return taken
+
+    async def _take_early(
+        self, node_id: NodeId, deliveries: Sequence[Delivery], taken: Sequence[Taken]
+    ) -> list[Taken]:
+        """Weights may reach a node before the news of them reaches this partition: ask home."""
+        assert self._catch_up is not None, "who shares home's memory is never early"
+        if not await self._catch_up():
+            raise Busy(  # what was taken is found as a duplicate by the next try
+                "home is away, and only home can say whether the versions of these rows were "
+                "published; try again, their leases stand",
+                retry_after_s=1.0,
+            )
+        early = [d for d, item in zip(deliveries, taken, strict=True) if item.is_early]
+        again = iter(self._take(node_id, early, knows_all=True))
+        return [next(again) if item.is_early else item for item in taken]
+
+    def _require_room(self, deliveries: Sequence[Delivery]) -> None:
+        """Blobs count too: they are read to be judged, so a call could name more than memory."""
+        if not deliveries:
+            return
+        sizes = [self._rows.blobs.claim(d.blob) if d.blob else len(d.payload) for d in deliveries]
+        if (sum(sizes) > MAX_CALL_BYTES and len(sizes) > 1) or max(sizes) > MAX_ROW_BYTES:
+            raise TooLarge(
+                f"these deliveries have {sum(sizes)} bytes; a call takes {MAX_CALL_BYTES}, blobs "
+                f"included, and a trajectory {MAX_ROW_BYTES}: send fewer at a time"
+            )
+        self._process.require_room(sum(sizes))
+
+    async def _fetched(self, delivery: Delivery) -> Delivery:
+        """With the payload that went ahead as a blob, read off the event loop."""
+        if not delivery.blob:
+            return delivery
+        read = self._rows.blobs.read
+        payload = await asyncio.to_thread(read, delivery.blob)
+        return replace(delivery, payload=memoryview(payload))
+
+    def _count(self, item: Taken, now: float) -> None:
+        if item.row is None:
+            return
+        self.turns.heed(item)
+        if not item.is_failure:
+            columns = BORN_SCORED if item.row.reward is not None else BORN
+            arrived = self._rows.shelf.arrived
+            arrived(item.row.space, item.row.row_id, item.row.arrival, columns, now)
+        self.trajectories += 1
+        self.sampled_tokens += item.tokens
+        node = self._partition.nodes.get(item.row.node_id)
+        if node is not None:
+            node.num_tokens += item.tokens
+        self.tokens_seen.append((now, item.tokens))
+        while self.tokens_seen and self.tokens_seen[0][0] < now - RATE_WINDOW_S:
+            self.tokens_seen.popleft()
+        if item.is_failure:
+            self.failed_tokens += item.tokens
+
+    def tokens_per_s(self, now: float) -> float:
+        seen = [tokens for at, tokens in self.tokens_seen if at > now - RATE_WINDOW_S]
+        span_s = min(RATE_WINDOW_S, max(1.0, now - self._process.started_at))
+        return sum(seen) / span_s

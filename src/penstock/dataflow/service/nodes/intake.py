@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deliveries: from the bytes a node sends to a row under a held lease, or to the reason why not.
+
+Decodes, validates and places payload. Trusts nothing but the lease; decides nothing about groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+from blake3 import blake3
+
+from penstock.dataflow.core.leasing import DeliveryStatus
+from penstock.dataflow.core.partition import Partition
+from penstock.dataflow.ledger.segments import Location
+from penstock.dataflow.ledger.store import Ledger
+from penstock.dataflow.records import RowRecord, row_id
+from penstock.dataflow.service.nodes import validate
+from penstock.dataflow.service.nodes.messages import Delivery, DeliveryResult
+from penstock.errors import BadRequest
+from penstock.types import GroupId, NodeId, OutcomeKind, RowId, RowSummary, Trajectory
+from penstock.wire.codec import decode_views
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """One delivery, judged; durable with the ledger's next write."""
+
+    result: DeliveryResult
+    row: RowRecord | None = None
+    """What was stored, if anything was."""
+    tokens: int = 0
+    is_failure: bool = False
+    reason: str = ""
+    """Of a failure."""
+    is_released: bool = False
+    """The attempt was given up on purpose; its slot waits as before."""
+    is_early: bool = False
+    """It names a version that home may know and this partition does not: nothing was decided."""
+
+
+class Intake:
+    def __init__(
+        self,
+        partition: Partition,
+        ledger: Ledger,
+        is_published: validate.IsPublished,
+        *,
+        next_arrival: Callable[[], int],
+        is_scored: bool = True,
+    ) -> None:
+        """`is_scored`: nodes give the reward, no stage does."""
+        self._partition = partition
+        self._ledger = ledger
+        self._is_published = is_published
+        self._is_scored = is_scored
+        self._next_arrival = next_arrival
+
+    def take(
+        self, node_id: NodeId, delivery: Delivery, now: float, *, knows_all: bool = True
+    ) -> Taken:
+        """`knows_all`: a version that is not known here was never published."""
+        try:
+            group_id, slot, epoch = parse_row_id(delivery.row_id)
+            if not self._partition.holds(node_id, group_id, slot, epoch):
+                return _refused(delivery, DeliveryStatus.FENCED)
+        except BadRequest as error:
+            return _refused(delivery, DeliveryStatus.INVALID, str(error))
+        judged = self._judge(node_id, delivery)
+        if isinstance(judged, validate.Unpublished) and not knows_all:
+            return replace(_refused(delivery, DeliveryStatus.INVALID), is_early=True)
+        if isinstance(judged, str):
+            self._partition.reject(group_id, slot, judged, now)
+            return _refused(delivery, DeliveryStatus.INVALID, str(judged))
+        return self._store(delivery, *judged, now)
+
+    def _judge(
+        self, node_id: NodeId, delivery: Delivery
+    ) -> tuple[Trajectory, validate.Digested] | str:
+        """The sound record behind these bytes, or what is wrong with it."""
+        try:
+            trajectory = decode_views(delivery.payload, Trajectory)
+        except BadRequest as error:
+            return str(error)
+        named = row_id(trajectory.group_id, trajectory.slot, trajectory.epoch)
+        if not (trajectory.row_id == named == delivery.row_id and trajectory.node_id == node_id):
+            return f"the record is {named} of {trajectory.node_id}, not what the lease names"
+        if trajectory.session not in ("", self._partition.nodes[node_id].record.session):
+            return f"the record is of session {trajectory.session[:128]}, not of the lease's"
+        summary = validate.digest(trajectory, self._is_published, is_scored=self._is_scored)
+        return summary if isinstance(summary, str) else (trajectory, summary)
+
+    def _store(
+        self, delivery: Delivery, trajectory: Trajectory, summary: validate.Digested, now: float
+    ) -> Taken:
+        if delivery.blob:
+            location = Location(segment=0, offset=0, length=len(delivery.payload))
+        else:
+            location = self._ledger.place(delivery.payload)
+        row = RowRecord(
+            row_id=delivery.row_id,
+            group_id=trajectory.group_id,
+            slot=trajectory.slot,
+            epoch=trajectory.epoch,
+            node_id=trajectory.node_id,
+            digest=blake3(delivery.payload).hexdigest(),
+            segment=location.segment,
+            offset=location.offset,
+            length=location.length,
+            outcome=trajectory.outcome.kind,
+            reward=trajectory.reward,
+            sampled=msgspec.json.encode(summary.sampled).decode(),
+            versions=msgspec.json.encode(summary.versions).decode(),
+            delivered_at=now,
+            arrival=self._next_arrival(),
+            blob=delivery.blob,
+            roles=msgspec.json.encode(summary.roles).decode() if summary.roles else "",
+            computed=msgspec.json.encode(summary.computed).decode() if summary.computed else "",
+        )
+        known = RowSummary(
+            row_id=row.row_id,
+            digest=row.digest,
+            reward=row.reward,
+            outcome=row.outcome,
+            sampled=summary.sampled,
+            versions=summary.versions,
+            roles=summary.roles,
+            computed=summary.computed,
+        )
+        status = self._partition.deliver(row, known, trajectory.outcome, now)
+        return Taken(
+            result=DeliveryResult(row_id=delivery.row_id, status=status),
+            row=row,
+            tokens=sum(summary.sampled.values()),
+            is_failure=not trajectory.outcome.has_reward,
+            reason=trajectory.outcome.reason,
+            is_released=trajectory.outcome.kind is OutcomeKind.CANCELLED,
+        )
+
+    def release(self, node_id: NodeId, name: RowId, now: float) -> DeliveryResult:
+        """Hand back a slot, named by the row it would have become."""
+        try:
+            group_id, slot, epoch = parse_row_id(name)
+        except BadRequest as error:
+            return DeliveryResult(row_id=name, status=DeliveryStatus.INVALID, detail=str(error))
+        held = self._partition.release(node_id, group_id, slot, epoch, now)
+        status = DeliveryStatus.STORED if held else DeliveryStatus.FENCED
+        return DeliveryResult(row_id=name, status=status)
+
+    def look_again(
+        self, result: DeliveryResult, payloads: Mapping[RowId, memoryview]
+    ) -> DeliveryResult:
+        """No lease stands behind it: the same bytes were stored before, others, or it is late."""
+        payload = payloads.get(result.row_id)
+        known = None if payload is None else self._ledger.row(result.row_id)
+        if result.status is not DeliveryStatus.FENCED or payload is None or known is None:
+            return result
+        is_same = known.digest == blake3(payload).hexdigest()
+        status = DeliveryStatus.DUPLICATE if is_same else DeliveryStatus.CONFLICT
+        return replace(result, status=status)
+
+
+def _refused(delivery: Delivery, status: DeliveryStatus, detail: str = "") -> Taken:
+    return Taken(result=DeliveryResult(row_id=delivery.row_id, status=status, detail=detail))
+
+
+def parse_row_id(text: RowId) -> tuple[GroupId, int, int]:
+    group_id, _, rest = text.partition(".")
+    slot, _, epoch = rest.partition(".")
+    if not (len(text) <= 128 and text.isascii() and slot.isdecimal() and epoch.isdecimal()):
+        raise BadRequest(f"{text[:128]!r} is no row id; it reads GROUP.SLOT.EPOCH")
+    parts = GroupId(group_id), int(slot), int(epoch)
+    if row_id(*parts) != text:
+        raise BadRequest(f"{text!r} is not written as the lease names it: {row_id(*parts)}")
+    return parts

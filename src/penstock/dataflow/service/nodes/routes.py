@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP calls of rollout nodes: routes bound to one partition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.dataflow.core.leasing import Register
+from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.nodes.handlers import NodeSide
+from penstock.dataflow.service.nodes.messages import (
+    DeliveryAnswer,
+    DeliveryRequest,
+    Heartbeat,
+    HeartbeatAnswer,
+    LeaseAnswer,
+    LeaseRequest,
+    PartitionAddress,
+    RecordRequest,
+    Registered,
+    RunFacts,
+    TurnsAnswer,
+)
+from penstock.errors import BadRequest
+from penstock.types import NodeId, RowId
+from penstock.wire.auth import Role
+from penstock.wire.routes import Call, Route
+
+DELIVERY_BYTES = 64 << 20
+NODES = frozenset({Role.ROLLOUT, Role.STAGE, Role.GATEWAY, Role.ADMIN})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRoutes:
+    nodes: NodeSide
+    facts: RunFacts
+    weights_url: str
+    ttl_s: float
+    partitions: Callable[[], tuple[PartitionAddress, ...]] = tuple
+    """Where else a node should go."""
+
+    async def register(self, call: Call) -> Registered:
+        body: Register = call.body
+        if not 0 < body.capacity <= 100_000 or not _is_name(body.node_id):
+            raise BadRequest("node_id is [A-Za-z0-9._-]{1,128}, capacity 1 to 100,000")
+        return Registered(
+            orders=await self.nodes.register(body),
+            weights_url=self.weights_url,
+            heartbeat_s=self.ttl_s / 4,
+            ttl_s=self.ttl_s,
+            facts=self.facts,
+            partitions=self.partitions(),
+        )
+
+    async def heartbeat(self, call: Call) -> HeartbeatAnswer:
+        orders = await self.nodes.heartbeat(NodeId(call.path["node_id"]), call.body)
+        return HeartbeatAnswer(
+            orders=orders, weights_url=self.weights_url, partitions=self.partitions()
+        )
+
+    async def leave(self, call: Call) -> Done:
+        await self.nodes.leave(NodeId(call.path["node_id"]), call.query.get("session", ""))
+        return Done()
+
+    async def lease(self, call: Call) -> LeaseAnswer:
+        return await self.nodes.lease(call.body, call.is_gone)
+
+    async def deliver(self, call: Call) -> DeliveryAnswer:
+        return await self.nodes.deliver(call.body)
+
+    async def record(self, call: Call) -> Done:
+        self.nodes.turns.record(call.body)
+        return Done()
+
+    async def recorded(self, call: Call) -> TurnsAnswer:
+        node_id = NodeId(call.query.get("node_id", ""))
+        return self.nodes.turns.offer(node_id, RowId(call.path["row_id"]))
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                method="POST",
+                path="/v1/nodes",
+                handler=self.register,
+                roles=NODES,
+                summary="Join the run, or start a new life of a known node.",
+                request=Register,
+                response=Registered,
+            ),
+            Route(
+                method="PUT",
+                path="/v1/nodes/{node_id}",
+                handler=self.heartbeat,
+                roles=NODES,
+                summary="Heartbeat: renews all leases of the node.",
+                request=Heartbeat,
+                response=HeartbeatAnswer,
+            ),
+            Route(
+                method="DELETE",
+                path="/v1/nodes/{node_id}",
+                handler=self.leave,
+                roles=NODES,
+                summary="Leave; what the node held is given to others at once.",
+                response=Done,
+                query=("session",),
+            ),
+            Route(
+                method="POST",
+                path="/v1/leases",
+                handler=self.lease,
+                roles=NODES,
+                summary="Lease up to n slots; held open when there is no work.",
+                request=LeaseRequest,
+                response=LeaseAnswer,
+            ),
+            Route(
+                method="POST",
+                path="/v1/trajectories",
+                handler=self.deliver,
+                roles=NODES,
+                summary="Deliver results, fenced by lease epoch; durable when answered.",
+                request=DeliveryRequest,
+                response=DeliveryAnswer,
+                max_body_bytes=DELIVERY_BYTES,
+            ),
+            Route(
+                method="POST",
+                path="/v1/turns",
+                handler=self.record,
+                roles=NODES,
+                summary="Tell finished turns of running attempts; kept in memory, for a retry.",
+                request=RecordRequest,
+                response=Done,
+                max_body_bytes=DELIVERY_BYTES,
+            ),
+            Route(
+                method="GET",
+                path="/v1/turns/{row_id}",
+                handler=self.recorded,
+                roles=NODES,
+                summary="What earlier attempts at a leased slot left, to be served again.",
+                response=TurnsAnswer,
+                query=("node_id",),
+            ),
+        ]
+
+
+def _is_name(text: str) -> bool:
+    return 0 < len(text) <= 128 and all(c.isalnum() or c in "._-" for c in text)

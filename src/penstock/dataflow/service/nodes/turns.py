@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of running attempts: told by the node that holds the lease, offered to the next one that
+does. Nothing here is durable, and nothing waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.dataflow.core.leasing import Grant
+from penstock.dataflow.core.partition import Partition
+from penstock.dataflow.service.nodes.intake import Taken, parse_row_id
+from penstock.dataflow.service.nodes.messages import RecordRequest, TurnsAnswer
+from penstock.dataflow.service.nodes.salvage import Salvage
+from penstock.dataflow.service.nodes.validate import wrong_turn
+from penstock.errors import BadRequest, Fenced
+from penstock.types import FailureKind, NodeId, RowId
+
+
+class TurnSide:
+    def __init__(self, partition: Partition) -> None:
+        self.salvaged_tokens = 0
+        self._partition = partition
+        self._salvage = Salvage(partition.gate, max_attempts=partition.max_attempts)
+
+    def record(self, body: RecordRequest) -> None:
+        """Keep what belongs to a held lease; the rest comes too late and is let go."""
+        for told in body.turns:
+            group_id, slot, epoch = parse_row_id(told.row_id)
+            if not self._partition.holds(body.node_id, group_id, slot, epoch):
+                continue
+            if wrong := wrong_turn(told.turn, told.index):
+                raise BadRequest(f"turn {told.index} of {told.row_id}: {wrong}")
+            is_new = self._salvage.record((group_id, slot), epoch, told.index, told.turn)
+            if is_new and told.is_reused:
+                self.salvaged_tokens += len(told.turn.sampled_ids) // 4
+
+    def offer(self, node_id: NodeId, row_id: RowId) -> TurnsAnswer:
+        group_id, index, epoch = parse_row_id(row_id)
+        if not self._partition.holds(node_id, group_id, index, epoch):
+            raise Fenced(f"{node_id} does not hold {row_id} any more; do not work on it")
+        attempt = self._partition.groups[group_id].slot(index).attempt + 1
+        return TurnsAnswer(turns=tuple(self._salvage.offer((group_id, index), epoch, attempt)))
+
+    def mark(self, grants: Sequence[Grant]) -> list[Grant]:
+        """Say with each lease how much its slot's last holders left."""
+        if not len(self._salvage):
+            return list(grants)
+        return [
+            msgspec.structs.replace(grant, num_recorded=num)
+            if (
+                num := len(
+                    self._salvage.offer((grant.group_id, grant.slot), grant.epoch, grant.attempt)
+                )
+            )
+            else grant
+            for grant in grants
+        ]
+
+    def heed(self, taken: Taken) -> None:
+        """A result came: only an attempt that its engine failed is worth going on from."""
+        if taken.row is not None and taken.reason != FailureKind.ENGINE and not taken.is_released:
+            self._salvage.forget((taken.row.group_id, taken.row.slot))
+
+    def tick(self) -> None:
+        self._salvage.keep_only(self._partition.groups)

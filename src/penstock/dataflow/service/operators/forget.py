@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions that are to be forgotten: out of everything that is not trained yet, and masked in
+batches that are sealed.
+
+A mark in the ledger stands for it before anybody is answered, so no later life serves the row
+again. What was trained stays trained; only the payload goes, when its batch is let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import structlog
+
+from penstock.dataflow.core.consumers import Consumer, ReadyGroup
+from penstock.dataflow.core.home import Home, partition_of
+from penstock.dataflow.core.messages import Forgotten
+from penstock.dataflow.ledger.restore import rows_of_groups
+from penstock.dataflow.records import (
+    FateRecord,
+    FateState,
+    IssuedRecord,
+    MetaRecord,
+    gone_key,
+)
+from penstock.dataflow.service.nodes.intake import parse_row_id
+from penstock.dataflow.service.operators.messages import ForgetAnswer
+from penstock.dataflow.service.process import Process
+from penstock.errors import BadRequest, NotFound
+from penstock.types import DropReason, GroupId, RowId, RowSummary
+
+log = structlog.get_logger(__name__)
+_rows = msgspec.msgpack.Decoder(tuple[RowSummary, ...])
+
+
+class Forgetting:
+    def __init__(self, process: Process, home: Home) -> None:
+        self._process = process
+        self._home = home
+
+    async def forget(self, session: str) -> ForgetAnswer:
+        """A session is named by the row that it is, or will be; saying it again changes nothing."""
+        row_id = RowId(session)
+        group_id, _, _ = parse_row_id(row_id)
+        await self._process.ledger.flush()
+        self._process.take_up()
+        self._require_session(row_id, group_id)
+        was = self._state(row_id, group_id)
+        if row_id not in self._home.gone:
+            self._process.journal(MetaRecord(key=gone_key(row_id), value=DropReason.FORGOTTEN))
+            self._home.gone.add(row_id)
+            self._drop(row_id, group_id)
+            self._home.tell(partition_of(group_id), Forgotten(row_id=row_id))
+            log.info("forgotten", session=row_id, was=was)
+        await self._process.repeat()
+        return ForgetAnswer(session=row_id, was=was)
+
+    def _require_session(self, row_id: RowId, group_id: GroupId) -> None:
+        issued = self._home.open.get(group_id)
+        if issued is None:
+            tables = self._process.ledger.tables
+            found = tables.read(IssuedRecord, "group_id = :id", id=group_id)
+            if not found:
+                raise NotFound(f"no session {row_id} in this run; the gateway tells each its id")
+            issued = found[0]
+        if issued.source != self._home.session_source:
+            raise BadRequest(
+                f"{row_id} is a rollout of source {issued.source!r}, and no session of an agent "
+                "from outside; only those can be forgotten"
+            )
+
+    def _state(self, row_id: RowId, group_id: GroupId) -> str:
+        """Where it is now: running, waiting, sealed, trained or dropped."""
+        if group_id in self._home.open:
+            return "running"
+        if any(self._waiting(consumer, row_id, group_id) for consumer in self._consumers()):
+            return "waiting"
+        fates = self._process.ledger.tables.read(FateRecord, "group_id = :id", id=group_id)
+        sealed = [fate for fate in fates if fate.state == FateState.SEALED]
+        if not sealed:
+            return "dropped"
+        lineages = {consumer.terms.policy: consumer.lineage for consumer in self._consumers()}
+        is_trained = any(fate.seq <= lineages[fate.consumer].seq for fate in sealed)
+        return "trained" if is_trained else "sealed"
+
+    def _consumers(self) -> Iterable[Consumer]:
+        return self._home.consumers.values()
+
+    def _waiting(self, consumer: Consumer, row_id: RowId, group_id: GroupId) -> ReadyGroup | None:
+        """The group as this consumer waits with it, if this row is what it is made of: the place
+        may have been another session's before."""
+        group = consumer.ready.get(group_id) or consumer.incomplete.get(group_id)
+        if group is None:
+            return None
+        policy, tables = consumer.terms.policy, self._process.ledger.tables
+        body = group.rows or rows_of_groups(tables, policy, [group_id])[group_id]
+        return group if any(row.row_id == row_id for row in _rows.decode(body)) else None
+
+    def _drop(self, row_id: RowId, group_id: GroupId) -> None:
+        now = self._process.clock()
+        for consumer in self._consumers():
+            group = self._waiting(consumer, row_id, group_id)
+            if group is not None:
+                consumer.ready.pop(group_id, None)
+                consumer.incomplete.pop(group_id, None)
+                self._home.drop(consumer, group, DropReason.FORGOTTEN, "forget", now)
+            pooled = consumer.pool.get(group_id)
+            if pooled is not None:
+                self._home.leave_pool(consumer, pooled, now)
+                self._home.count_replayable(consumer)

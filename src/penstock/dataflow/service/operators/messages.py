@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of the calls that people and their tools make: state of a run, forgetting a session.
+
+Owns shapes only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.dataflow.core.leasing import LiveVersion
+from penstock.types import (
+    JsonObject,
+    NodeId,
+    PolicyName,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetAnswer:
+    """`DELETE /v1/sessions/{id}`."""
+
+    session: str
+    was: str
+    """Where it was: `running`, `waiting` for a batch, `sealed` into one, `trained`, `dropped`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionFigures:
+    """What home shows of a partition it cannot look into."""
+
+    num_waiting: int = 0
+    num_open: int = 0
+    num_nodes: int = 0
+    trajectories: int = 0
+    sampled_tokens: int = 0
+    failed_tokens: int = 0
+    salvaged_tokens: int = 0
+    tokens_per_s: float = 0.0
+    lacks: tuple[str, ...] = ()
+    """Stages without a live worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionStatus:
+    index: int
+    url: str
+    state: str
+    num_open: int
+    silent_s: float
+    figures: PartitionFigures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    node_id: NodeId
+    state: str
+    live: tuple[LiveVersion, ...]
+    num_leases: int
+    capacity: int
+    silent_s: float
+    delivered: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyStatus:
+    policy: PolicyName
+    incarnation: int
+    number: int
+    steps: int
+    published: int
+    issued: int
+    """Groups out with nodes, not yet judged."""
+    ready: int
+    """Groups admitted, not yet sealed."""
+    sealed: int
+    """Batches sealed, not yet committed."""
+    room: int
+    reward_mean: float | None
+    """Over the rows of the newest sealed batch."""
+    staleness_mean: float | None
+    staleness_max: int | None
+    stats: dict[str, float]
+    """The newest commit's, as the trainer reported them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Who waits for whom, and since when."""
+
+    who: str
+    on: str
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """`GET /v1/status`."""
+
+    run: str
+    uptime_s: float
+    finished: bool
+    policies: tuple[PolicyStatus, ...]
+    nodes: tuple[NodeStatus, ...]
+    waiting: tuple[Waiting, ...]
+    trajectories: int
+    sampled_tokens: int
+    wasted_tokens: dict[str, int]
+    """Generated and never trained, by reason."""
+    tokens_per_s: float
+    salvaged_tokens: int = 0
+    """Not generated again after an attempt was lost."""
+    partitions: tuple[PartitionStatus, ...] = ()
+    """Those in processes of their own."""
+    detail: JsonObject = field(default_factory=dict[str, object])
+    """`failing_rules`: by rule, what it raised last."""
+    alarms: tuple[str, ...] = ()
+    """Policies that get no batch, or wait long for one, and why."""

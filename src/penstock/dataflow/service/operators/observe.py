@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a balance report reads the dataflow service: the one place that knows both.
+
+Looks at home, partitions and nodes as they are; changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import msgspec
+
+from penstock.config.report import ReportConfig
+from penstock.dataflow.core.groups import Node
+from penstock.dataflow.core.home import Home
+from penstock.dataflow.core.leasing import NodeState
+from penstock.dataflow.core.partition_host import PartitionHost
+from penstock.dataflow.report.balance import Balance, Look, NodeLook, PolicyLook
+from penstock.dataflow.report.figures import NodeActivity, Terms
+from penstock.dataflow.service.process import Process
+from penstock.types import PolicyName, PublishedVersion
+
+_tags = msgspec.json.Decoder(tuple[str, ...])
+
+
+def terms_of(config: ReportConfig, *, ttl_s: float) -> Terms:
+    """The config section ends here. A node is suspect when it missed two heartbeats, half a ttl."""
+    return Terms(
+        tau_low=config.tau_low,
+        tau_high=config.tau_high,
+        rho=config.rho,
+        window_versions=config.window,
+        min_gpus=config.min_gpus,
+        max_gpus=config.max_gpus,
+        node_start_s=config.node_start_s,
+        suspect_s=ttl_s / 2,
+    )
+
+
+def balance_of(process: Process, home: Home, run: str, terms: Terms) -> Balance:
+    """A balance; its tally has yet to be restored."""
+
+    def number_of(policy: PolicyName, incarnation: int, number: int) -> int:
+        return home.consumer(policy).lineage.effective(incarnation, number)
+
+    return Balance(run, home.consumers, terms, number_of, process.clock())
+
+
+def look_at(home: Home, host: PartitionHost) -> Look:
+    wanted = {version.policy: version for version in host.gate.wanted}
+    return Look(
+        nodes=tuple(node_looks(host.partition.nodes.values(), wanted)),
+        policies={
+            policy: PolicyLook(
+                issued=consumer.num_unjudged,
+                ready=consumer.num_admitted,
+                sealed=len(consumer.sealed),
+                done=consumer.is_done,
+            )
+            for policy, consumer in home.consumers.items()
+        },
+        waiting_slots=host.partition.num_waiting,
+    )
+
+
+def node_looks(
+    nodes: Iterable[Node], wanted: Mapping[PolicyName, PublishedVersion]
+) -> Iterable[NodeLook]:
+    for node in nodes:
+        record = node.record
+        gpus, cost_per_hour = _marks(record.tags)
+        yield NodeLook(
+            node_id=record.node_id,
+            activity=activity_of(node, wanted),
+            joined_at=node.joined_at,
+            last_seen=node.last_seen,
+            num_leases=node.num_leases,
+            capacity=record.capacity,
+            gpus=gpus,
+            cost_per_hour=cost_per_hour,
+        )
+
+
+def activity_of(node: Node, wanted: Mapping[PolicyName, PublishedVersion]) -> NodeActivity:
+    if node.is_silent:
+        return NodeActivity.SILENT
+    if node.state is NodeState.STARTING:
+        return NodeActivity.STARTING
+    if node.state is NodeState.DRAINING:
+        return NodeActivity.DRAINING
+    if node.num_leases:
+        return NodeActivity.ROLLING_OUT
+    is_behind = any(
+        version.policy in wanted
+        and (version.incarnation, version.number)
+        < (wanted[version.policy].incarnation, wanted[version.policy].number)
+        for version in node.live
+    )
+    return NodeActivity.LOADING if is_behind else NodeActivity.WAITING
+
+
+@lru_cache(maxsize=4096)
+def _marks(tags: str) -> tuple[int, float]:
+    """GPUs and cost per hour that a node names; asked of every node at every tick."""
+    marks = dict(tag.split("=", 1) for tag in _tags.decode(tags) if "=" in tag)
+    return max(1, int(_positive(marks.get("gpus"), 1.0))), _positive(marks.get("cost"), 0.0)
+
+
+def _positive(text: str | None, otherwise: float) -> float:
+    """A tag is anybody's text: what is no number above 0 is passed over."""
+    try:
+        value = float(text or "")
+    except ValueError:
+        return otherwise
+    return value if 0 < value < 1e6 else otherwise

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls between the coordinator and partitions in other processes."""

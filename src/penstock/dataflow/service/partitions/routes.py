@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP between home and its partitions, what operators say about partitions, and rows fetched
+where they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.partitions.handlers import PartitionSide
+from penstock.dataflow.service.partitions.messages import (
+    LinkPull,
+    LinkPulled,
+    LinkPush,
+    LinkPushed,
+    PartitionJoin,
+)
+from penstock.dataflow.service.row_payloads import RowPayloads, Wanted
+from penstock.dataflow.service.trainers.messages import RowsAnswer, RowsRequest
+from penstock.dataflow.service.trainers.routes import TRAINERS, serve_rows
+from penstock.errors import BadRequest
+from penstock.wire.auth import Role
+from penstock.wire.routes import Call, Route
+
+PARTITIONS = frozenset({Role.PARTITION, Role.ADMIN})
+OPERATORS = frozenset({Role.ADMIN})
+MAX_ROWS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HomeRoutes:
+    """What home answers to partitions and their operators."""
+
+    partitions: PartitionSide
+
+    async def join(self, call: Call) -> Done:
+        return await self.partitions.join(_index(call), call.body)
+
+    async def push(self, call: Call) -> LinkPushed:
+        return await self.partitions.push(_index(call), call.body)
+
+    async def pull(self, call: Call) -> LinkPulled:
+        return await self.partitions.pull(_index(call), call.body)
+
+    async def drain(self, call: Call) -> Done:
+        return await self.partitions.drain(_index(call))
+
+    async def lose(self, call: Call) -> Done:
+        return await self.partitions.lose(_index(call))
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                method="PUT",
+                path="/v1/partitions/{index}",
+                handler=self.join,
+                roles=PARTITIONS,
+                summary="A partition begins a life: the first adds it, a later one replaces it.",
+                request=PartitionJoin,
+                response=Done,
+            ),
+            Route(
+                method="POST",
+                path="/v1/partitions/{index}/messages",
+                handler=self.push,
+                roles=PARTITIONS,
+                summary="What home lacks of this partition, numbered; applied once.",
+                request=LinkPush,
+                response=LinkPushed,
+                max_body_bytes=64 << 20,
+            ),
+            Route(
+                method="POST",
+                path="/v1/partitions/{index}/orders",
+                handler=self.pull,
+                roles=PARTITIONS,
+                summary="What this partition lacks of home; held open when it lacks nothing.",
+                request=LinkPull,
+                response=LinkPulled,
+            ),
+            Route(
+                method="POST",
+                path="/v1/partitions/{index}/drain",
+                handler=self.drain,
+                roles=OPERATORS,
+                summary="Give this partition no new group; its status says when it is gone.",
+                response=Done,
+            ),
+            Route(
+                method="POST",
+                path="/v1/partitions/{index}/lose",
+                handler=self.lose,
+                roles=OPERATORS,
+                summary="Declare this partition lost, for ever.",
+                response=Done,
+            ),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchRoutes:
+    """Rows by name, at the partition that holds them."""
+
+    payloads: RowPayloads
+
+    async def rows(self, call: Call) -> object:
+        body: RowsRequest = call.body
+        if len(body.row_ids) > MAX_ROWS:
+            raise BadRequest(f"at most {MAX_ROWS} rows per call, these are {len(body.row_ids)}")
+        wanted = Wanted(row_ids=body.row_ids, columns=body.columns)
+        return await serve_rows(self.payloads, wanted, call)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                method="POST",
+                path="/v1/rows",
+                handler=self.rows,
+                roles=TRAINERS,
+                summary="The payload of these rows.",
+                request=RowsRequest,
+                response=RowsAnswer,
+            )
+        ]
+
+
+def _index(call: Call) -> int:
+    text = call.path["index"]
+    if not (text.isdecimal() and len(text) <= 4):
+        raise BadRequest(f"{text[:20]!r} is no partition; give its number")
+    return int(text)

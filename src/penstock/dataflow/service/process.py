@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all sides of one service process share: its ledger, its clock, and the shape of a command.
+
+One event loop owns all state. A command's synchronous part decides; its answer leaves only after
+the ledger's group commit. If storage fails the process ends, and its next life starts from what
+is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from penstock.dataflow.ledger.bounds import Bounds
+from penstock.dataflow.ledger.store import Ledger
+from penstock.dataflow.records import Erasure, Outbox, Record
+from penstock.errors import BadRequest
+
+MAX_WAIT_S = 30.0
+
+IsGone = Callable[[], Awaitable[bool]]
+"""Has the caller of this request hung up?"""
+
+
+async def stays() -> bool:
+    """Callers in this process do not hang up."""
+    return False
+
+
+class Process:
+    def __init__(
+        self,
+        ledger: Ledger,
+        outbox: Outbox,
+        clock: Callable[[], float],
+        bounds: Bounds | None = None,
+    ) -> None:
+        self.ledger = ledger
+        self._bounds = bounds or Bounds()
+        self.journal = outbox
+        self.clock = clock
+        self.started_at = clock()
+        self.drive: Callable[[float], None] = lambda now: None
+        """Let the machines of this process act on what the command changed."""
+        self.watch: Callable[[Sequence[Record | Erasure]], Sequence[Record]] = lambda records: ()
+        """Sees all that is written, and may add to the same commit: running totals."""
+        self.waiting_since: dict[tuple[str, str], float] = {}
+        """(who, on what) to since when: polls that are held open."""
+        self._changed = asyncio.Event()
+        self.on_wake: list[Callable[[], None]] = []
+        """For owners of many polls, who wake only those that it concerns."""
+        self._settling: list[asyncio.Future[bool]] = []
+        """Commands of this turn of the event loop."""
+        self._put_off: list[Callable[[], None]] = []
+
+    async def settle(self) -> None:
+        """Act on what changed; return when all of it is durable."""
+        await self._turn_end()
+
+    async def repeat(self) -> None:
+        """For an answer that may repeat an earlier decision: that one must be durable too."""
+        has_written = await self._turn_end()
+        if not has_written:  # a write of this turn comes after all earlier ones
+            await self.ledger.flush()
+
+    def _turn_end(self) -> asyncio.Future[bool]:
+        """Done when what this command did is durable, if it did anything. Commands of one turn of
+        the event loop are driven and written together: the fewer groups, the less each costs."""
+        loop = asyncio.get_running_loop()
+        if not self._settling:
+            loop.call_soon(self._end_turn)
+        done = loop.create_future()
+        self._settling.append(done)
+        return done
+
+    def _end_turn(self) -> None:
+        settling, self._settling = self._settling, []
+        try:
+            self.drive(self.clock())
+            records = self.journal.take()
+            if not records:
+                return self._answer(settling, None)
+            durable = self.ledger.write([*records, *self.watch(records)])
+        except Exception as error:
+            if not settling:
+                raise  # nobody to tell but the log
+            return _fail(settling, error)
+        durable.add_done_callback(partial(self._answer, settling))
+        self.wake()
+
+    def _answer(
+        self, settling: Sequence[asyncio.Future[bool]], durable: asyncio.Future[None] | None
+    ) -> None:
+        """Let the commands of a turn go on; durable: what they wrote, if anything."""
+        error = None if durable is None else durable.exception()
+        if error is not None:
+            return _fail(settling, error)
+        for done in settling:
+            if not done.done():  # its caller may be gone
+                done.set_result(durable is not None)
+        if self._put_off:
+            asyncio.get_running_loop().call_soon(self.take_up)
+
+    # --- what answers do not wait for ---------------------------------------------------------
+
+    def put_off(self, act: Callable[[], None]) -> None:
+        """Act after the answers of this turn, or at the next `take_up()` if that comes first."""
+        self._put_off.append(act)
+
+    def take_up(self) -> None:
+        """Before a command that must find everything as if nothing had been put off. What is done
+        now is written in a turn that waits for no command: this one may be refused."""
+        acts, self._put_off = self._put_off, []
+        for act in acts:
+            act()
+        if acts:
+            asyncio.get_running_loop().call_soon(self._end_turn)
+
+    # --- memory and disk ----------------------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        """May new work start?"""
+        return self._bounds.may_lease(self.ledger.usage())
+
+    def require_room(self, num_bytes: int) -> None:
+        """429 or 507 when so much more has no room; asked before anything changes."""
+        self._bounds.check_delivery(self.ledger.usage(), num_bytes)
+
+    # --- polls that are held open -------------------------------------------------------------
+
+    def hold_until(self, wait_s: float) -> float:
+        if not 0 <= wait_s <= 3600:  # also when it is no number
+            raise BadRequest(f"wait_s is {wait_s}; give 0 to 3600 seconds")
+        return self.clock() + min(wait_s, MAX_WAIT_S)
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set by the next command; take it before you look."""
+        return self._changed
+
+    def wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        for act in self.on_wake:
+            act()
+
+    async def wait_for(self, change: asyncio.Event, give_up_at: float) -> None:
+        """consumes: nothing · produces: nothing · waits for: a command after the caller looked
+        woken by: `wake()`"""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, give_up_at - self.clock())):
+                await change.wait()
+
+
+def _fail(settling: Sequence[asyncio.Future[bool]], error: BaseException) -> None:
+    for done in settling:
+        if not done.done():
+            done.set_exception(error)
+
+
+def steady_clock() -> Callable[[], float]:
+    """Wall time at the start, then only forwards: a jump of the system clock moves no deadline."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows as trainers fetch them: payload and the further columns, from wherever they lie, in pieces
+that are sent one by one.
+
+Damage is contained to its record: that row is gone, every rank sees it masked, and all others are
+served. A record is whole by its checksum, and the row's because its trajectory names the row: a
+digest over all of it would cost more than all else, and readers hold it against the manifest's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import structlog
+
+from penstock.dataflow.column_records import VALUES, ColumnRecord
+from penstock.dataflow.ledger.blobs import MAX_BLOB_BYTES, BlobStore
+from penstock.dataflow.ledger.payloads import SegmentPayloads
+from penstock.dataflow.ledger.segments import Location
+from penstock.dataflow.ledger.store import Ledger
+from penstock.dataflow.service.trainers.messages import RowsAnswer
+from penstock.errors import NotFound, StoreError
+from penstock.types import RowId, RowPayload
+from penstock.wire.codec import decode, encode
+
+log = structlog.get_logger(__name__)
+
+PART = 500
+"""Row ids per query."""
+PIECE_BYTES = 2 << 20
+"""What is read, checked and sent at once."""
+MIN_PLAIN_BYTES = 64
+"""Of a payload that can make room for saying that it is gone; no trajectory is shorter."""
+BIN = b"\xc6"
+"""How msgpack begins bytes: this, their number in four bytes, and then they follow."""
+PLACES = 'SELECT row_id, blob, segment, "offset", length FROM rows WHERE row_id IN :ids'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Rows somebody asked for, in this order."""
+
+    row_ids: Sequence[RowId]
+    columns: Sequence[str] = ()
+    """Further columns, by name."""
+    elsewhere: Mapping[RowId, str] = field(default_factory=dict[RowId, str])
+    """Where rows of other partitions are to be fetched; empty: they are gone."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    """What there is of a row."""
+
+    row_id: RowId
+    frame: bytes
+    """Its RowPayload as msgpack, up to the bytes of the payload."""
+    place: Location | None = None
+    """None: it is gone or elsewhere."""
+    blob: str = ""
+    columns: tuple[ColumnRecord, ...] = ()
+    num_bytes: int = 0
+    """Of its payload and columns."""
+    is_plain: bool = True
+    """No more than a payload, and that in the payload store: read to where it is sent from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Rows that were looked up, to be sent in this order."""
+
+    head: bytes
+    rows: Sequence[_Row]
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Of the whole answer; None when that is only known at its end."""
+        if not all(row.is_plain for row in self.rows):
+            return None
+        return len(self.head) + sum(len(row.frame) + row.num_bytes for row in self.rows)
+
+
+class RowPayloads:
+    def __init__(self, ledger: Ledger, blobs: BlobStore) -> None:
+        self._ledger = ledger
+        self._blobs = blobs
+
+    async def answer(self, wanted: Wanted) -> RowsAnswer:
+        """All of them in memory: for callers who cannot take pieces."""
+        found = await self.find(wanted)
+        return decode(b"".join([piece async for piece in self.pieces(found)]), RowsAnswer)
+
+    async def find(self, wanted: Wanted) -> Found:
+        rows: list[_Row] = []
+        for start in range(0, len(wanted.row_ids), PART):
+            rows += self._find(wanted.row_ids[start : start + PART], wanted)
+            await asyncio.sleep(0)  # others have their turn in between
+        num_rows = msgspec.Raw(b"\xdd" + len(rows).to_bytes(4, "big"))
+        return Found(head=encode({"columns": wanted.columns, "rows": num_rows}), rows=rows)
+
+    async def pieces(self, found: Found) -> AsyncGenerator[bytes | memoryview]:
+        """A RowsAnswer as msgpack. What the system has in memory is read at once: a thread would
+        cost more than the reading. The rest is read in one."""
+        yield found.head
+        for rows in _by_size(found.rows):
+            try:
+                piece = self._encode(rows, may_wait=False)
+            except BlockingIOError:
+                piece = await asyncio.to_thread(self._encode, rows, may_wait=True)
+            yield piece
+
+    def _find(self, row_ids: Sequence[RowId], wanted: Wanted) -> list[_Row]:
+        far, tables = wanted.elsewhere, self._ledger.tables
+        near = [str(row_id) for row_id in row_ids if row_id not in far]
+        found: dict[str, _Row] = {}
+        for row_id, blob, segment, offset, length in tables.rows(PLACES, ids=near):
+            if not 0 <= length <= MAX_BLOB_BYTES:
+                log.error("row is gone", row=row_id, reason=f"it cannot have {length} bytes")
+                continue
+            found[row_id] = _Row(
+                row_id=row_id,
+                frame=_frame(row_id, payload=msgspec.Raw(BIN + length.to_bytes(4, "big"))),
+                place=Location(segment=segment, offset=offset, length=length),
+                blob=blob,
+                num_bytes=length,
+                is_plain=not blob and length >= MIN_PLAIN_BYTES,
+            )
+        for column in self._columns(near, wanted.columns):
+            row = found.get(column.row_id)
+            if row is not None:
+                row.columns, row.is_plain = (*row.columns, column), False
+                row.num_bytes += column.length
+        return [
+            found.get(row_id)
+            or _Row(row_id=row_id, frame=_frame(row_id, at=far.get(row_id, ""), payload=None))
+            for row_id in row_ids
+        ]
+
+    def _columns(self, row_ids: list[str], names: Sequence[str]) -> list[ColumnRecord]:
+        if not names:
+            return []
+        return self._ledger.tables.read(ColumnRecord, VALUES, ids=row_ids, names=list(names))
+
+    def _encode(self, rows: Sequence[_Row], *, may_wait: bool) -> bytes | memoryview:
+        if rows[0].is_plain:
+            return self._encode_plain(rows, may_wait=may_wait)
+        if not may_wait:
+            raise BlockingIOError
+        return b"".join(encode(self._payload(row)) for row in rows)
+
+    def _encode_plain(self, rows: Sequence[_Row], *, may_wait: bool) -> memoryview:
+        data = bytearray(sum(len(row.frame) + row.num_bytes for row in rows))
+        piece, end = memoryview(data), 0
+        for row in rows:
+            start, middle = end, end + len(row.frame)
+            end = middle + row.num_bytes
+            piece[start:middle] = row.frame
+            if row.place is None:
+                continue
+            try:
+                self._read_into(row.row_id, row.place, piece[middle:end], may_wait=may_wait)
+                if data.find(row.row_id.encode(), middle, end) < 0:
+                    raise _other(row.row_id)
+            except StoreError as error:
+                piece[start:end] = _gone(row.row_id, error, end - start)
+        return piece
+
+    def _read_into(
+        self, row_id: RowId, place: Location, payload: memoryview, *, may_wait: bool
+    ) -> None:
+        store = self._ledger.payloads
+        if isinstance(store, SegmentPayloads):
+            try:
+                return store.read_into(place, payload, may_wait=may_wait)
+            except StoreError:
+                if not may_wait:
+                    raise BlockingIOError from None  # to look for it again is for a thread
+        elif not may_wait:
+            raise BlockingIOError
+        payload[:] = self._read(row_id, place)
+
+    def _read(self, row_id: RowId, place: Location) -> bytes:
+        try:
+            return self._ledger.payloads.read(place)
+        except StoreError:
+            rows = self._ledger.tables.rows(PLACES, ids=[str(row_id)])
+            moved = [Location(segment=s, offset=o, length=n) for _, _, s, o, n in rows]
+            if not moved or moved[0] == place or moved[0].length != place.length:
+                raise
+            return self._ledger.payloads.read(moved[0])  # compaction moved it after we looked
+
+    def _payload(self, row: _Row) -> RowPayload:
+        try:
+            assert row.place is not None, "a row that is not here is plain"
+            blob, place = row.blob, row.place
+            payload = self._blobs.read(blob) if blob else self._read(row.row_id, place)
+            if row.row_id.encode() not in payload:
+                raise _other(row.row_id)
+            columns = {column.name: self._value(column) for column in row.columns}
+            return RowPayload(row_id=row.row_id, payload=payload, columns=columns)
+        except (StoreError, NotFound) as error:
+            log.error("row is gone", row=row.row_id, reason=str(error))
+            return RowPayload(row_id=row.row_id, payload=None)
+
+    def _value(self, column: ColumnRecord) -> bytes:
+        if column.blob:
+            return self._blobs.read(column.blob)
+        place = Location(segment=column.segment, offset=column.offset, length=column.length)
+        return self._ledger.payloads.read(place)
+
+
+def _by_size(found: Sequence[_Row]) -> Iterator[list[_Row]]:
+    """In order; plain rows and others are not mixed."""
+    rows: list[_Row] = []
+    size = 0
+    for row in found:
+        if rows and (size >= PIECE_BYTES or row.is_plain is not rows[0].is_plain):
+            yield rows
+            rows, size = [], 0
+        rows.append(row)
+        size += row.num_bytes
+    if rows:
+        yield rows
+
+
+def _frame(row_id: RowId, *, at: str = "", **last: msgspec.Raw | None) -> bytes:
+    return encode({"row_id": row_id, "at": at, "columns": {}, **last})
+
+
+def _other(row_id: RowId) -> StoreError:
+    return StoreError(f"row {row_id} is damaged: other bytes lie where it should be")
+
+
+def _gone(row_id: RowId, error: Exception, size: int) -> bytes:
+    """A RowPayload without payload, of the size that was announced."""
+    log.error("row is gone", row=row_id, reason=str(error))
+    empty = len(_frame(row_id, payload=None, filler=msgspec.Raw(BIN + bytes(4))))
+    filler = msgspec.Raw(BIN + (size - empty).to_bytes(4, "big") + bytes(size - empty))
+    return _frame(row_id, payload=None, filler=filler)

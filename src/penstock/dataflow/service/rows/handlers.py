@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows, columns, readers and spaces as a service without HTTP: each command lets the core decide,
+makes its records durable, then answers.
+
+Runs on the event loop that owns the core; hashing and reading of values happen in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from penstock.dataflow.column_records import ColumnRecord
+from penstock.dataflow.columns.bundles import Blob, Draft, drafts
+from penstock.dataflow.columns.cells import (
+    Cell,
+    blob_cell,
+    bytes_cell,
+    check_column,
+    failed_cell,
+    finite,
+    number_cell,
+)
+from penstock.dataflow.columns.column_store import Columns
+from penstock.dataflow.columns.pages import TablePages, readers_left
+from penstock.dataflow.columns.readers import Readers, Status
+from penstock.dataflow.columns.reading import RowReading
+from penstock.dataflow.columns.row_leases import Claim, ReaderTerms
+from penstock.dataflow.columns.row_window import Shelf
+from penstock.dataflow.columns.spaces import PutResult, Spaces
+from penstock.dataflow.columns.values import BlobRef, Value
+from penstock.dataflow.core.leasing import DeliveryStatus
+from penstock.dataflow.ledger.blobs import BlobStore
+from penstock.dataflow.records import RowRecord
+from penstock.dataflow.service.process import IsGone, Process, stays
+from penstock.dataflow.service.rows.messages import (
+    ColumnOutcome,
+    End,
+    ExtendAnswer,
+    ExtendRequest,
+    GetAnswer,
+    GetRequest,
+    LeasedRow,
+    PutAnswer,
+    PutRequest,
+    PutRow,
+    ReaderState,
+    ResultsAnswer,
+    ResultsRequest,
+    RowLeaseAnswer,
+    RowLeaseRequest,
+    RowOutcome,
+    RowResult,
+    SpaceState,
+    Stored,
+)
+from penstock.errors import BadRequest
+
+T = TypeVar("T")
+MAX_ROWS = 4_096
+"""In one call; more would hold the event loop."""
+THREAD_BYTES = 1 << 20
+"""Values above this are hashed in a thread."""
+
+
+class RowService:
+    def __init__(self, process: Process, blobs: BlobStore) -> None:
+        ledger, journal = process.ledger, process.journal
+        self.columns = Columns(ledger.tables, journal, ledger.place)
+        self.shelf = Shelf(self.columns, TablePages(ledger.tables), journal)
+        self.readers = Readers(self.shelf, journal)
+        self.spaces = Spaces(self.shelf, self.columns, journal)
+        self.blobs = blobs
+        self._process = process
+        self._ledger = ledger
+        self._clock = process.clock
+        self._reading = RowReading(ledger, self.columns.stands_alone)
+        self._erasing = asyncio.Lock()
+        """Held while rows or a reader are removed: nothing may take their place before that is
+        durable, since a commit erases after it has written every record of its group."""
+        self._ticking = asyncio.Lock()
+
+    def restore(self) -> None:
+        """As the last life left it; before anything else is done."""
+        self.shelf.restore(readers_left(self._ledger.tables), self._clock())
+        self.spaces.restore(self._ledger.tables)
+
+    async def tick(self) -> None:
+        """Expire what is over; afterwards the tables answer for all that was decided before."""
+        async with self._ticking:
+            self.readers.tick(self._clock())
+            self.columns.cut()
+            upto = self.shelf.last_arrival
+            await self._process.repeat()
+            self.columns.release()
+            self.shelf.durable_to = upto
+        self._process.wake()
+
+    def require_room(self, num_bytes: int) -> None:
+        self._process.require_room(num_bytes)
+
+    # --- readers ------------------------------------------------------------------------------
+
+    async def declare(self, terms: ReaderTerms) -> ReaderState:
+        async with self._erasing:
+            self.readers.declare(terms, self._clock())
+        await self._process.repeat()
+        return self.state(terms.name)
+
+    async def remove(self, name: str) -> None:
+        async with self._erasing:
+            self.readers.remove(name)
+            await self._process.repeat()
+
+    def state(self, name: str) -> ReaderState:
+        reader = self.readers.reader(name)
+        terms = reader.terms
+        return ReaderState(
+            name=name,
+            space=terms.space,
+            reads=terms.reads,
+            writes=terms.writes,
+            on=terms.on,
+            deadline_s=terms.deadline_s,
+            ttl_s=terms.ttl_s,
+            max_attempts=terms.max_attempts,
+            cursor=reader.advance(),
+            num_loaded=len(reader.window),
+            num_leased=len(reader.leased),
+            has_worker=self.readers.has_worker(name, self._clock()),
+        )
+
+    async def lease(
+        self, name: str, body: RowLeaseRequest, is_gone: IsGone = stays
+    ) -> RowLeaseAnswer:
+        _check_lease(body)
+        ttl_s = self.readers.reader(name).terms.ttl_s
+        give_up_at = self._process.hold_until(body.wait_s)
+        while True:
+            change, now = self._process.changed, self._clock()
+            grants = self.readers.lease(name, body.worker, body.request_id, body.max_rows, now)
+            if grants:
+                await self._process.repeat()
+            if grants or now >= give_up_at:
+                return RowLeaseAnswer(
+                    rows=tuple(
+                        LeasedRow(
+                            claim=Claim(row_id=g.row_id, arrival=g.arrival, epoch=g.epoch),
+                            attempt=g.attempt,
+                        )
+                        for g in grants
+                    ),
+                    ttl_s=ttl_s,
+                )
+            # Looks again each half ttl: a worker that waits is a live one.
+            await self._process.wait_for(change, min(give_up_at, now + ttl_s / 2))
+            if await is_gone():  # a grant now would be held by nobody
+                return RowLeaseAnswer(rows=(), ttl_s=ttl_s)
+
+    async def extend(self, name: str, body: ExtendRequest) -> ExtendAnswer:
+        return ExtendAnswer(lost=tuple(self.readers.extend(name, body.claims, self._clock())))
+
+    async def record(self, body: ResultsRequest) -> ResultsAnswer:
+        """Columns first, then the end of each lease."""
+        _check_count(len(body.results))
+        cells = await self._in_thread(
+            lambda: [self._result_cells(result) for result in body.results],
+            [result.columns for result in body.results],
+        )
+        now = self._clock()
+        outcomes = [
+            self._record_one(body, result, row_cells, now)
+            for result, row_cells in zip(body.results, cells, strict=True)
+        ]
+        await self._process.repeat()
+        return ResultsAnswer(outcomes=tuple(outcomes))
+
+    def _record_one(
+        self, body: ResultsRequest, result: RowResult, cells: Sequence[Cell], now: float
+    ) -> RowOutcome:
+        claim = result.claim
+        statuses = self.readers.write(body.reader, claim, cells, body.worker, now)
+        columns = {
+            cell.name: Stored(status=status, detail=detail)
+            for cell, (status, detail) in zip(cells, statuses, strict=True)
+        }
+        status, detail = self._end(body.reader, result, now)
+        end = Stored(status=status, detail=detail)
+        return RowOutcome(row_id=claim.row_id, columns=columns, end=end)
+
+    def _end(self, reader: str, result: RowResult, now: float) -> Status:
+        if result.end is End.DONE:
+            return self.readers.ack(reader, result.claim, now)
+        if result.end is End.FAILED:
+            return self.readers.fail(reader, result.claim, result.error, now)
+        if result.end is End.RELEASED:
+            return self.readers.release(reader, result.claim, now)
+        return DeliveryStatus.STORED, ""
+
+    # --- values -------------------------------------------------------------------------------
+
+    async def _in_thread(self, make: Callable[[], T], rows: Iterable[Mapping[str, Value]]) -> T:
+        """Values made ready to store, off the event loop when they are long; 429 or 507 first, when
+        there is no room for them."""
+        sizes = [len(v) for values in rows for v in values.values() if isinstance(v, bytes)]
+        num_bytes = sum(sizes)
+        self.require_room(num_bytes)
+        return await asyncio.to_thread(make) if num_bytes > THREAD_BYTES else make()
+
+    def _result_cells(self, result: RowResult) -> list[Cell]:
+        cells = [self._cell(name, value) for name, value in result.columns.items()]
+        for name, kind in result.failed.items():
+            if not (0 < len(kind) <= 64 and name not in result.columns):
+                raise BadRequest(f"column {name!r} fails with a kind of 1 to 64 characters")
+            cells.append(failed_cell(name, kind, result.error))
+        return cells
+
+    def _cell(self, name: str, value: Value) -> Cell:
+        check_column(name)
+        if isinstance(value, bytes):
+            return bytes_cell(name, value)
+        if isinstance(value, BlobRef):
+            return self._blob_cell(name, value)
+        return number_cell(name, finite(name, value))
+
+    def _blob_cell(self, name: str, blob: Blob) -> Cell:
+        size = self.blobs.claim(blob.digest)
+        if size != blob.size:
+            raise BadRequest(f"blob {blob.digest} has {size} bytes, not {blob.size}")
+        return blob_cell(name, blob.digest, size)
+
+    # --- spaces -------------------------------------------------------------------------------
+
+    async def put(self, space: str, body: PutRequest, writer: str) -> PutAnswer:
+        _check_count(len(body.rows))
+        made = await self._in_thread(
+            lambda: self._drafts(body.rows), [row.columns for row in body.rows]
+        )
+        async with self._erasing:
+            refused = self.spaces.put(space, made, writer, self._clock())
+        await self._process.repeat()
+        return PutAnswer(not_stored=tuple(map(_outcome, refused)))
+
+    def _drafts(self, rows: Iterable[PutRow]) -> list[Draft]:
+        return [*drafts([(row.key, row.columns) for row in rows], self._blob_cell)]
+
+    async def get(
+        self, space: str, body: GetRequest, pack: Callable[[GetAnswer], T] = lambda answer: answer
+    ) -> T:
+        """pack: what to make of the answer, off the event loop: it may be long."""
+        _check_count(len(body.keys))
+        found = self._reading.read_few(space, body.keys, body.columns)
+        if found is not None:
+            return pack(GetAnswer(rows=tuple(found)))
+
+        def read() -> T:
+            rows = self._reading.read(space, body.keys, body.columns)
+            return pack(GetAnswer(rows=tuple(rows)))
+
+        return await asyncio.to_thread(read)
+
+    async def set_quota(self, space: str, quota_bytes: int) -> None:
+        self.spaces.set_quota(space, quota_bytes, self._clock())
+        await self._process.repeat()
+
+    async def clear(self, space: str) -> None:
+        async with self._erasing:
+            self.spaces.clear(space)
+            await self._process.repeat()
+
+    def space_states(self) -> tuple[SpaceState, ...]:
+        return tuple(
+            SpaceState(
+                name=name,
+                used_bytes=self.columns.used_bytes.get(name, 0),
+                quota_bytes=record.quota_bytes,
+            )
+            for name, record in sorted(self.spaces.records.items())
+        )
+
+    async def sweep_blobs(self) -> int:
+        """Once an hour or so: uploads and blobs that rest for a day and that no record names."""
+        return await asyncio.to_thread(self.blobs.sweep, self._named_blobs)
+
+    def _named_blobs(self, digests: list[str]) -> set[str]:
+        tables, where = self._ledger.tables, "blob IN :digests"
+        named = {column.blob for column in tables.read(ColumnRecord, where, digests=digests)}
+        # A freed row needs its payload no more.
+        where += " AND NOT EXISTS (SELECT 1 FROM freed WHERE freed.group_id = rows.group_id)"
+        return named | {row.blob for row in tables.read(RowRecord, where, digests=digests)}
+
+
+def _check_lease(body: RowLeaseRequest) -> None:
+    if not 0 < len(body.request_id) <= 128 or not 0 < len(body.worker) <= 128:
+        raise BadRequest("request_id and worker have 1 to 128 characters")
+    if not 0 < body.max_rows <= MAX_ROWS:
+        raise BadRequest(f"max_rows is 1 to {MAX_ROWS}")
+
+
+def _check_count(num: int) -> None:
+    if num > MAX_ROWS:
+        raise BadRequest(f"{num} rows in one call; give at most {MAX_ROWS}")
+
+
+def _outcome(result: PutResult) -> ColumnOutcome:
+    return ColumnOutcome(
+        key=result.key, name=result.name, status=result.status, detail=result.detail
+    )

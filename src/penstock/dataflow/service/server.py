@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP surface of the dataflow service: home with partition 0, or a further partition alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+import uvicorn
+from starlette.applications import Starlette
+
+from penstock.config import RunConfig
+from penstock.dataflow.explain.explain import Explanation, explain
+from penstock.dataflow.ledger.recorded import Recorded
+from penstock.dataflow.ledger.sealed_batches import partition_folder
+from penstock.dataflow.report.shape import BalanceReport
+from penstock.dataflow.service.build import begin, build_partition, run_facts
+from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.nodes.messages import RunFacts
+from penstock.dataflow.service.nodes.routes import NodeRoutes
+from penstock.dataflow.service.operators import status as reading
+from penstock.dataflow.service.operators.messages import ForgetAnswer, Status
+from penstock.dataflow.service.operators.observe import look_at
+from penstock.dataflow.service.partition import PartitionService
+from penstock.dataflow.service.partitions.coordinator_client import HomeClient
+from penstock.dataflow.service.partitions.routes import (
+    OPERATORS,
+    FetchRoutes,
+    HomeRoutes,
+)
+from penstock.dataflow.service.row_payloads import RowPayloads
+from penstock.dataflow.service.rows.routes import RowSurface
+from penstock.dataflow.service.trainers.messages import VersionsInUse
+from penstock.dataflow.service.trainers.routes import READERS, TrainerRoutes
+from penstock.errors import StoreError
+from penstock.wire.auth import Verifier
+from penstock.wire.listening import Tls, calm_collector, server
+from penstock.wire.routes import EVERYBODY, Call, Raw, Route
+from penstock.wire.server import build_app
+
+log = structlog.get_logger(__name__)
+
+EARLY = frozenset({("POST", "/v1/leases"), ("PUT", "/v1/nodes/{node_id}")})
+"""Answered before a service is whole: they ask the partition alone, and end nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surface:
+    """The routes, bound to one service."""
+
+    service: Dataflow
+    facts: RunFacts
+    weights_url: str
+    ttl_s: float
+
+    async def status(self, call: Call) -> Status:
+        return reading.status(self.service, self.facts.run)
+
+    async def report(self, call: Call) -> BalanceReport:
+        service = self.service
+        look = look_at(service.home, service.host)
+        return service.balance.report(look, service.process.clock())
+
+    async def versions(self, call: Call) -> VersionsInUse:
+        nodes = self.service.partition.nodes.values()
+        return self.service.trainers.versions_in_use([live for node in nodes for live in node.live])
+
+    async def explain(self, call: Call) -> Explanation:
+        recorded = Recorded(home=self.service.process.ledger.tables, partitions={})
+        return await asyncio.to_thread(explain, recorded, call.path["id"])
+
+    async def forget(self, call: Call) -> ForgetAnswer:
+        return await self.service.forgetting.forget(call.path["session"])
+
+    async def metrics(self, call: Call) -> Raw:
+        body = reading.metrics(self.service, self.facts.run)
+        return Raw(body, "text/plain; version=0.0.4; charset=utf-8")
+
+    def routes(self) -> list[Route]:
+        nodes = NodeRoutes(
+            nodes=self.service.nodes,
+            facts=self.facts,
+            weights_url=self.weights_url,
+            ttl_s=self.ttl_s,
+            partitions=lambda: self.service.partitions.addresses,
+        )
+        routes = [
+            *nodes.routes(),
+            *TrainerRoutes(trainers=self.service.trainers).routes(),
+            *HomeRoutes(partitions=self.service.partitions).routes(),
+            *RowSurface(service=self.service.rows).routes(),
+            *self._reader_routes(),
+        ]
+        if self.service.is_whole.is_set():
+            return routes
+        return [
+            route if (route.method, route.path) in EARLY else _later(route, self.service.is_whole)
+            for route in routes
+        ]
+
+    def _reader_routes(self) -> list[Route]:
+        return [
+            Route(
+                method="GET",
+                path="/v1/status",
+                handler=self.status,
+                roles=READERS,
+                summary="State of the run, and who waits for whom.",
+                response=Status,
+            ),
+            Route(
+                method="GET",
+                path="/v1/report",
+                handler=self.report,
+                roles=READERS,
+                summary="Who waits for whom, what is wasted, and how large the pool should be.",
+                response=BalanceReport,
+            ),
+            Route(
+                method="GET",
+                path="/v1/versions",
+                handler=self.versions,
+                roles=READERS,
+                summary="Published versions that somebody may still ask the weight store for.",
+                response=VersionsInUse,
+            ),
+            Route(
+                method="GET",
+                path="/v1/explain/{id}",
+                handler=self.explain,
+                roles=READERS,
+                summary="Why a task was skipped, a row dropped, a batch composed so.",
+                response=Explanation,
+            ),
+            Route(
+                method="DELETE",
+                path="/v1/sessions/{session}",
+                handler=self.forget,
+                roles=OPERATORS,
+                summary="Forget a session: out of what is not trained, masked in what is sealed.",
+                response=ForgetAnswer,
+            ),
+            Route(
+                method="GET",
+                path="/metrics",
+                handler=self.metrics,
+                roles=EVERYBODY,
+                summary="Prometheus metrics.",
+            ),
+        ]
+
+
+def _later(route: Route, is_whole: asyncio.Event) -> Route:
+    """The same, held open until the service is whole."""
+
+    async def handler(call: Call) -> object:
+        await is_whole.wait()
+        return await route.handler(call)
+
+    return replace(route, handler=handler)
+
+
+def surface(service: Dataflow, config: RunConfig, weights_url: str) -> Surface:
+    return Surface(
+        service=service,
+        facts=run_facts(config),
+        weights_url=weights_url,
+        ttl_s=config.dataflow.lease.ttl_s,
+    )
+
+
+def build_server(surface: Surface, verifier: Verifier) -> Starlette:
+    """Home and its partition as an app, with their timers inside its lifespan."""
+    service = surface.service
+    return _app(surface.routes(), service, service.run_timers, verifier, "penstock dataflow")
+
+
+def build_partition_server(
+    service: PartitionService, config: RunConfig, weights_url: str, verifier: Verifier
+) -> Starlette:
+    nodes = NodeRoutes(
+        nodes=service.nodes,
+        facts=run_facts(config),
+        weights_url=weights_url,
+        ttl_s=config.dataflow.lease.ttl_s,
+    )
+    payloads = RowPayloads(service.process.ledger, service.rows.blobs)
+    routes = [
+        *nodes.routes(),
+        *FetchRoutes(payloads=payloads).routes(),
+        *RowSurface(service=service.rows).routes(),
+    ]
+    return _app(routes, service, service.run, verifier, "penstock dataflow partition")
+
+
+def _app(
+    routes: list[Route],
+    service: Dataflow | PartitionService,
+    loops: Callable[[], Coroutine[None, None, None]],
+    verifier: Verifier,
+    title: str,
+) -> Starlette:
+    """A loop or a disk that fails ends the process aloud."""
+
+    def ended(running: asyncio.Task[None]) -> None:
+        error = None if running.cancelled() else running.exception()
+        if error is not None and not isinstance(error, StoreError):  # the ledger told of those
+            service.process.ledger.on_failure(StoreError(f"the service's loops ended: {error!r}"))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        running = asyncio.create_task(loops(), name="loops")
+        running.add_done_callback(ended)
+        try:
+            yield
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            service.close()
+
+    return build_app(routes, verifier, title=title, lifespan=lifespan)
+
+
+async def serve_dataflow(
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    host: str,
+    port: int,
+    weights_url: str,
+    verifier: Verifier,
+    tls: Tls | None = None,
+) -> None:
+    """Serve one run until told to stop; raises StoreError when storage failed."""
+    service = begin(config, run_dir / "ledger")
+    app = build_server(surface(service, config, weights_url), verifier)
+    log.info("dataflow serves", run=config.name, host=host, port=port)
+    await _serve(service, server(app, host, port, tls))
+
+
+async def serve_partition(
+    config: RunConfig,
+    run_dir: Path,
+    index: int,
+    *,
+    home_url: str,
+    token: str,
+    url: str,
+    host: str,
+    port: int,
+    weights_url: str,
+    verifier: Verifier,
+    tls: Tls | None = None,
+) -> None:
+    """Serve one further partition of a run until told to stop."""
+    home = HomeClient(home_url, token)
+    folder = partition_folder(run_dir / "ledger", index)
+    service = build_partition(config, folder, index, home, url=url)
+    app = build_partition_server(service, config, weights_url, verifier)
+    log.info("partition serves", run=config.name, index=index, host=host, port=port)
+    await _serve(service, server(app, host, port, tls))
+
+
+async def _serve(service: Dataflow | PartitionService, listener: uvicorn.Server) -> None:
+    failures: list[StoreError] = []
+
+    def stop(error: StoreError) -> None:
+        log.error("storage failed; this service ends and acknowledges nothing more", why=str(error))
+        failures.append(error)
+        listener.should_exit = True
+
+    service.process.ledger.on_failure = stop
+    calm_collector()
+    gc.enable()
+    await listener.serve()
+    if failures:
+        raise failures[0]

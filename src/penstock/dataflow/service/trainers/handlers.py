@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What trainers ask of home: take over, draw a batch, fetch its rows, commit, publish. No HTTP
+here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import msgspec
+import structlog
+from blake3 import blake3
+
+from penstock.dataflow.core.consumers import Consumer
+from penstock.dataflow.core.home import Home
+from penstock.dataflow.core.leasing import LiveVersion
+from penstock.dataflow.core.manifests import manifest_of
+from penstock.dataflow.core.messages import Committed, Incarnated, Published, Quarantined
+from penstock.dataflow.core.sealing import Sealing
+from penstock.dataflow.records import BatchRecord, CheckpointRecord, quarantine
+from penstock.dataflow.report.balance import Balance
+from penstock.dataflow.service.process import Process
+from penstock.dataflow.service.row_payloads import RowPayloads, Wanted
+from penstock.dataflow.service.trainers.messages import (
+    BatchAnswer,
+    BatchRequest,
+    CheckpointsRequest,
+    CommitRequest,
+    IncarnationAnswer,
+    IncarnationRequest,
+    PolicyState,
+    PublishRequest,
+    QuarantineRequest,
+    RowsAnswer,
+    VersionsInUse,
+)
+from penstock.dataflow.service.trainers.version_use import (
+    NO_CHECKPOINT,
+    retained_checkpoints,
+    versions_in_use,
+)
+from penstock.errors import BadRequest, Conflict, NotFound, StoreError
+from penstock.types import NodeId, PolicyName, RowId
+
+log = structlog.get_logger(__name__)
+
+
+class TrainerSide:
+    def __init__(
+        self,
+        process: Process,
+        home: Home,
+        sealing: Sealing,
+        payloads: RowPayloads,
+        balance: Balance,
+        address_of: Callable[[RowId], str | None],
+    ) -> None:
+        self.seen: dict[PolicyName, float] = {}
+        """When each policy's trainer was last heard."""
+        self._process = process
+        self._home = home
+        self._sealing = sealing
+        self.payloads = payloads
+        self._durable: dict[PolicyName, int] = {}
+        """The newest batch that is known to be on disk, by policy."""
+        self._balance = balance
+        self._address_of = address_of
+
+    def policy_state(self, policy: str) -> PolicyState:
+        consumer = self._seen(policy)
+        lineage = consumer.lineage
+        return PolicyState(
+            policy=lineage.policy,
+            incarnation=lineage.incarnation,
+            number=lineage.number,
+            seq=lineage.seq,
+            published=lineage.published,
+            steps=consumer.terms.steps,
+        )
+
+    def _seen(self, policy: str) -> Consumer:
+        consumer = self._home.consumer(policy)
+        self.seen[consumer.terms.policy] = self._process.clock()
+        self._process.take_up()
+        return consumer
+
+    async def incarnate(self, policy: str, body: IncarnationRequest) -> IncarnationAnswer:
+        consumer = self._seen(policy)
+        now = self._process.clock()
+        record = consumer.lineage.incarnate(
+            expected=body.expected,
+            number=body.number,
+            seq=body.seq,
+            request_id=body.request_id,
+            now=now,
+        )
+        if record.incarnation != consumer.lineage.incarnation:
+            self._require_servable(consumer, body.seq)
+            self._process.journal(record)
+            consumer.lineage.apply_incarnation(record)
+            self._home.tell_all(Incarnated(record=record))
+            self._home.moved(consumer, self._sealed_after(consumer), now)
+            log.info("incarnation", policy=policy, incarnation=record.incarnation, at=record.number)
+        await self._process.repeat()
+        return IncarnationAnswer(incarnation=record.incarnation, steps=consumer.terms.steps)
+
+    def _require_servable(self, consumer: Consumer, seq: int) -> None:
+        oldest = self._home.retention.oldest_servable(consumer.terms.policy)
+        if seq < oldest:
+            raise Conflict(
+                f"batches of {consumer.terms.policy} before {oldest + 1} were let go, so a trainer "
+                f"cannot fork at batch {seq}; restore a younger checkpoint, and name those you "
+                "keep by PUT /v1/policies/{policy}/checkpoints"
+            )
+
+    def _sealed_after(self, consumer: Consumer) -> dict[int, int]:
+        rows = self._process.ledger.tables.rows(
+            "SELECT seq, num_groups - num_replayed FROM batches "
+            "WHERE consumer = :policy AND seq > :seq",
+            policy=consumer.terms.policy,
+            seq=consumer.lineage.seq,
+        )
+        # A batch sealed a moment ago may not be committed to disk yet; memory knows it.
+        return {int(seq): int(groups) for seq, groups in rows} | consumer.sealed
+
+    # --- batches ------------------------------------------------------------------------------
+
+    async def batch(self, body: BatchRequest) -> BatchAnswer:
+        process, consumer = self._process, self._seen(body.consumer)
+        give_up_at = process.hold_until(body.wait_s)
+        key = (f"trainer {body.consumer}", "batch")
+        self._balance.asked(consumer.terms.policy, body.seq, process.clock())
+        try:
+            while True:
+                change = process.changed
+                consumer.lineage.require(body.incarnation)
+                answer = await self._try_batch(consumer, body.seq)
+                if answer.manifest:
+                    self._balance.served(consumer.terms.policy, body.seq, process.clock())
+                if answer.manifest or answer.end or process.clock() >= give_up_at:
+                    # A checkpoint unpins rows: the way out when the disk fills.
+                    return replace(answer, checkpoint_now=not process.has_room)
+                process.waiting_since.setdefault(key, process.clock())
+                await process.wait_for(change, give_up_at)
+        finally:
+            process.waiting_since.pop(key, None)
+
+    async def _try_batch(self, consumer: Consumer, seq: int) -> BatchAnswer:
+        if seq <= consumer.last_sealed:
+            return _serve(await self._sealed(consumer, seq))
+        if self._home.has_ended(consumer):
+            return BatchAnswer(manifest=None, end=True)
+        self._process.take_up()
+        record = self._sealing.seal(consumer, seq, self._process.clock())
+        await self._process.settle()
+        return BatchAnswer(manifest=None) if record is None else _serve(record)
+
+    async def _sealed(self, consumer: Consumer, seq: int) -> BatchRecord:
+        newest = consumer.newest_batch
+        if newest is not None and newest.seq == seq:
+            if self._durable.get(consumer.terms.policy) != seq:
+                await self._process.ledger.flush()
+                self._durable[consumer.terms.policy] = seq
+            return newest
+        where = "consumer = :policy AND seq = :seq"
+        tables = self._process.ledger.tables
+        found = tables.read(BatchRecord, where, policy=consumer.terms.policy, seq=seq)
+        if not found:
+            raise NotFound(f"batch {consumer.terms.policy}.{seq} does not exist")
+        return found[0]
+
+    async def rows(self, policy: str, seq: int, indexes: Sequence[int] | None = None) -> RowsAnswer:
+        """Rows of a sealed batch, all in memory."""
+        return await self.payloads.answer(await self.wanted(policy, seq, indexes))
+
+    async def wanted(self, policy: str, seq: int, indexes: Sequence[int] | None = None) -> Wanted:
+        """Those at these places of the manifest; None for all."""
+        consumer = self._seen(policy)
+        if not 0 < seq <= consumer.last_sealed:
+            raise NotFound(f"batch {policy}.{seq} is not sealed yet")
+        manifest = manifest_of((await self._sealed(consumer, seq)).manifest)
+        row_ids = _at(indexes, [row.row_id for row in manifest.rows], f"{policy}.{seq}")
+        places = {
+            row_id: None if row_id in self._home.gone else self._address_of(row_id)
+            for row_id in row_ids
+        }
+        return Wanted(
+            row_ids=row_ids,
+            columns=sorted({name for row in manifest.rows for name in row.columns}),
+            elsewhere={row_id: at or "" for row_id, at in places.items() if at != ""},
+        )
+
+    async def commit(self, policy: str, seq: int, body: CommitRequest) -> None:
+        consumer = self._seen(policy)
+        if seq > consumer.last_sealed:
+            raise Conflict(f"batch {policy}.{seq} was never sealed")
+        now = self._process.clock()
+        record = consumer.lineage.commit(
+            seq=seq,
+            incarnation=body.incarnation,
+            number=body.number,
+            skipped=body.skipped,
+            stats=msgspec.json.encode(_finite(body.stats)).decode(),
+            now=now,
+        )
+        if seq > consumer.lineage.seq:
+            self._process.journal(record)
+            consumer.lineage.apply_commit(record)
+            self._home.tell_all(Committed(record=record))
+            self._home.moved(consumer, consumer.sealed, now)
+        await self._process.repeat()
+
+    async def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None:
+        """Told to every partition, also to those that join later. Where the rows do not say which
+        life of the node made them, only to those that know it now."""
+        self._seen(body.policy).lineage.require(body.incarnation)
+        life = (node_id, body.session)
+        if life not in self._home.quarantined:
+            if body.session:
+                self._process.journal(quarantine(*life))
+                self._home.quarantined.add(life)
+            self._home.tell_all(Quarantined(node_id=node_id, session=body.session))
+            log.warning(
+                "node quarantined",
+                node=node_id,
+                session=body.session,
+                policy=body.policy,
+                why=body.why[:1000],
+            )
+        await self._process.repeat()
+
+    # --- versions and checkpoints -------------------------------------------------------------
+
+    async def publish(self, policy: str, body: PublishRequest) -> None:
+        consumer = self._seen(policy)
+        record = consumer.lineage.publish(
+            incarnation=body.incarnation,
+            number=body.number,
+            manifest_digest=body.manifest_digest,
+            weights_digest=body.weights_digest,
+            now=self._process.clock(),
+        )
+        if not consumer.lineage.has(record.incarnation, record.number):
+            self._process.journal(record)
+            consumer.lineage.apply_version(record)
+            self._home.tell_all(Published(record=record))
+        await self._process.repeat()
+
+    def versions_in_use(self, live: Collection[LiveVersion]) -> VersionsInUse:
+        """live: what nodes serve."""
+        retained = retained_checkpoints(self._process.ledger.tables)
+        found = (
+            versions_in_use(
+                consumer.lineage,
+                live=live,
+                retained=retained.get(policy, NO_CHECKPOINT),
+                max_staleness=consumer.terms.max_staleness,
+            )
+            for policy, consumer in self._home.consumers.items()
+        )
+        return VersionsInUse(versions=tuple(chain.from_iterable(found)))
+
+    async def checkpoints(self, policy: str, body: CheckpointsRequest) -> None:
+        consumer = self._seen(policy)
+        consumer.lineage.require(body.incarnation)
+        now, policy_name = self._process.clock(), consumer.terms.policy
+        # Rows let go before a checkpoint was named do not come back: nobody could go on from it.
+        floor = self._home.retention.oldest_servable(policy_name)
+        retained = [(number, seq) for number, seq in body.retained if seq >= floor]
+        self._process.journal(
+            CheckpointRecord(
+                policy=policy_name,
+                incarnation=body.incarnation,
+                retained=msgspec.json.encode(retained).decode(),
+                at=now,
+            )
+        )
+        oldest = min((seq for _, seq in retained), default=None)
+        self._home.free(self._home.retention.retained(policy_name, oldest), now)
+        await self._process.settle()
+
+
+def _serve(record: BatchRecord) -> BatchAnswer:
+    if blake3(record.manifest).hexdigest() != record.digest:
+        name = f"{record.consumer}.{record.seq}"
+        raise StoreError(f"the manifest of batch {name} is damaged; restore the ledger from a copy")
+    return BatchAnswer(manifest=manifest_of(record.manifest), digest=record.digest)
+
+
+def _at(indexes: Sequence[int] | None, row_ids: Sequence[RowId], batch: str) -> Sequence[RowId]:
+    if indexes is None:
+        return row_ids
+    if len({*indexes} & {*range(len(row_ids))}) != len(indexes):
+        raise BadRequest(
+            f"batch {batch} has {len(row_ids)} rows; ask for places from 0 to {len(row_ids) - 1}, "
+            "each once"
+        )
+    return [row_ids[index] for index in indexes]
+
+
+def _finite(stats: Mapping[str, float]) -> dict[str, float]:
+    """JSON has no word for NaN; what is not a number is left out."""
+    return {name: value for name, value in stats.items() if math.isfinite(value)}

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP calls of trainers: routes bound to home."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.row_payloads import RowPayloads, Wanted
+from penstock.dataflow.service.trainers.handlers import TrainerSide
+from penstock.dataflow.service.trainers.messages import (
+    BatchAnswer,
+    BatchRequest,
+    BatchRowsRequest,
+    CheckpointsRequest,
+    CommitRequest,
+    IncarnationAnswer,
+    IncarnationRequest,
+    PolicyState,
+    PublishRequest,
+    QuarantineRequest,
+    RowsAnswer,
+)
+from penstock.errors import BadRequest
+from penstock.types import NodeId
+from penstock.wire.auth import Role
+from penstock.wire.codec import MSGPACK
+from penstock.wire.routes import Call, Pieces, Route
+
+TRAINERS = frozenset({Role.TRAINER, Role.ADMIN})
+READERS = frozenset({Role.READER, Role.TRAINER, Role.ADMIN})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerRoutes:
+    trainers: TrainerSide
+
+    async def policy(self, call: Call) -> PolicyState:
+        return self.trainers.policy_state(call.path["policy"])
+
+    async def incarnate(self, call: Call) -> IncarnationAnswer:
+        return await self.trainers.incarnate(call.path["policy"], call.body)
+
+    async def publish(self, call: Call) -> Done:
+        await self.trainers.publish(call.path["policy"], call.body)
+        return Done()
+
+    async def checkpoints(self, call: Call) -> Done:
+        await self.trainers.checkpoints(call.path["policy"], call.body)
+        return Done()
+
+    async def batch(self, call: Call) -> BatchAnswer:
+        return await self.trainers.batch(call.body)
+
+    async def rows(self, call: Call) -> object:
+        policy, seq = _batch_id(call.path["batch_id"])
+        body: BatchRowsRequest = call.body
+        wanted = await self.trainers.wanted(policy, seq, body.indexes)
+        return await serve_rows(self.trainers.payloads, wanted, call)
+
+    async def commit(self, call: Call) -> Done:
+        policy, seq = _batch_id(call.path["batch_id"])
+        await self.trainers.commit(policy, seq, call.body)
+        return Done()
+
+    async def quarantine(self, call: Call) -> Done:
+        await self.trainers.quarantine(NodeId(call.path["node_id"]), call.body)
+        return Done()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                method="GET",
+                path="/v1/policies/{policy}",
+                handler=self.policy,
+                roles=READERS,
+                summary="Where this policy stands.",
+                response=PolicyState,
+            ),
+            Route(
+                method="POST",
+                path="/v1/policies/{policy}/incarnations",
+                handler=self.incarnate,
+                roles=TRAINERS,
+                summary="Become the one trainer, forking at a checkpoint.",
+                request=IncarnationRequest,
+                response=IncarnationAnswer,
+            ),
+            Route(
+                method="POST",
+                path="/v1/policies/{policy}/versions",
+                handler=self.publish,
+                roles=TRAINERS,
+                summary="Publish a committed version by compare-and-set.",
+                request=PublishRequest,
+                response=Done,
+            ),
+            Route(
+                method="PUT",
+                path="/v1/policies/{policy}/checkpoints",
+                handler=self.checkpoints,
+                roles=TRAINERS,
+                summary="Name the checkpoints that could be restored.",
+                request=CheckpointsRequest,
+                response=Done,
+            ),
+            Route(
+                method="POST",
+                path="/v1/batches",
+                handler=self.batch,
+                roles=TRAINERS,
+                summary="The sealed manifest number seq; held open until it exists.",
+                request=BatchRequest,
+                response=BatchAnswer,
+            ),
+            Route(
+                method="POST",
+                path="/v1/batches/{batch_id}/rows",
+                handler=self.rows,
+                roles=TRAINERS,
+                summary="The rows of a sealed batch, or those of one rank.",
+                request=BatchRowsRequest,
+                response=RowsAnswer,
+            ),
+            Route(
+                method="POST",
+                path="/v1/batches/{batch_id}/commit",
+                handler=self.commit,
+                roles=TRAINERS,
+                summary="This batch is trained, or skipped with a reason.",
+                request=CommitRequest,
+                response=Done,
+            ),
+            Route(
+                method="POST",
+                path="/v1/nodes/{node_id}/quarantine",
+                handler=self.quarantine,
+                roles=TRAINERS,
+                summary="This node's engine disagrees with the trainer: no more work for its life.",
+                request=QuarantineRequest,
+                response=Done,
+            ),
+        ]
+
+
+async def serve_rows(payloads: RowPayloads, wanted: Wanted, call: Call) -> object:
+    """In pieces, unless somebody wants to read them as JSON."""
+    if MSGPACK in call.headers.get("accept", ""):
+        found = await payloads.find(wanted)
+        return Pieces(payloads.pieces(found), found.num_bytes)
+    return await payloads.answer(wanted)
+
+
+def _batch_id(text: str) -> tuple[str, int]:
+    policy, _, seq = text.rpartition(".")
+    if not (policy and seq.isdecimal() and len(seq) < 16):
+        raise BadRequest(f"{text[:80]!r} is no batch id; it reads CONSUMER.SEQ")
+    return policy, int(seq)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which published versions somebody may still ask the weight store for. Decides nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import msgspec
+
+from penstock.dataflow.core.leasing import LiveVersion
+from penstock.dataflow.core.versions import Lineage
+from penstock.dataflow.ledger.recorded import Recorded
+from penstock.dataflow.ledger.restore import restore_lineage
+from penstock.dataflow.ledger.tables import Tables
+from penstock.dataflow.records import CheckpointRecord
+from penstock.dataflow.service.trainers.messages import UsedBy, VersionInUse
+from penstock.types import PolicyName
+
+NO_CHECKPOINT: Sequence[tuple[int, int]] = ((0, 0),)
+"""The initial model is what a trainer would restore."""
+
+
+def versions_in_use(
+    lineage: Lineage,
+    *,
+    live: Collection[LiveVersion],
+    retained: Sequence[tuple[int, int]],
+    max_staleness: int,
+) -> Iterator[VersionInUse]:
+    """Oldest first. live: what nodes serve · retained: (number, seq) of the trainer's checkpoints.
+
+    Rows after the oldest checkpoint may be trained again; none of them is older than the version it
+    is trained from by more than the bound on staleness."""
+    served = {(found.incarnation, found.number) for found in live if found.policy == lineage.policy}
+    checkpoints = {number for number, _ in retained}
+    oldest = min(checkpoints, default=lineage.number) - max_staleness
+    versions = list(lineage.versions())
+    newest = {record.manifest_digest for record in versions[-2:]}
+    for record in versions:
+        if record.manifest_digest in newest:
+            by = UsedBy.NEWEST
+        elif (record.incarnation, record.number) in served:
+            by = UsedBy.NODE
+        elif record.number in checkpoints:
+            by = UsedBy.CHECKPOINT
+        elif record.number >= oldest:
+            by = UsedBy.ROWS
+        else:
+            continue
+        yield VersionInUse(
+            policy=record.policy,
+            incarnation=record.incarnation,
+            number=record.number,
+            manifest_digest=record.manifest_digest,
+            by=by,
+        )
+
+
+def retained_checkpoints(tables: Tables) -> dict[PolicyName, Sequence[tuple[int, int]]]:
+    """(number, seq) of those that each trainer has named."""
+    return {
+        record.policy: msgspec.json.decode(record.retained, type=list[tuple[int, int]])
+        for record in tables.read(CheckpointRecord)
+    }
+
+
+def recorded_in_use(
+    recorded: Recorded, max_staleness: Mapping[PolicyName, int]
+) -> Iterator[VersionInUse]:
+    """Of a run that nobody serves now: no node has anything."""
+    retained = retained_checkpoints(recorded.home)
+    for policy, bound in max_staleness.items():
+        lineage = Lineage(policy)
+        restore_lineage(lineage, recorded.home)
+        checkpoints = retained.get(policy, NO_CHECKPOINT)
+        yield from versions_in_use(lineage, live=(), retained=checkpoints, max_staleness=bound)

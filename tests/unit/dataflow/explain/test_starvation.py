@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that never get a batch say so and why: planted causes, on the real service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+from benchmarks.local import MAX_SLOTS, LocalNode, LocalTrainer, Reward, run_config
+
+from penstock.dataflow.core.leasing import Grant, LiveVersion
+from penstock.dataflow.explain.starvation import MIN_GROUPS, NUM_BATCHES
+from penstock.dataflow.ledger.recorded import open_recorded
+from penstock.dataflow.records import FateRecord
+from penstock.dataflow.service.build import build
+from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.operators.status import status
+from penstock.types import DropReason, Outcome, OutcomeKind, PolicyName, Task, Trajectory
+
+POLICY = PolicyName("policy")
+GROUP_SIZE, GROUPS_PER_BATCH = 2, 4
+TOLD = "a policy lacks groups"
+SPREAD = ({"admit": "reward-spread"},)
+SELDOM = 12
+COMPLETED = Outcome(kind=OutcomeKind.COMPLETED)
+TRACE = 'File "reward.py", line 3\n' * 20 + "RuntimeError: judge unreachable"
+
+
+class PlantedNode(LocalNode):
+    """Every attempt of it ends so."""
+
+    outcome: Outcome = COMPLETED
+    seldom: str = ""
+    """A policy that acts in one task of `every` alone; in none of 0."""
+    every: int = SELDOM
+
+    def _attempt(self, task: Task, grant: Grant) -> Trajectory:
+        made = super()._attempt(task, grant)
+        if not self.every or task.seed % self.every:
+            turns = tuple(turn for turn in made.turns if turn.policy != self.seldom)
+            made = replace(made, turns=turns)
+        reward = made.reward if self.outcome.has_reward else None
+        return replace(made, outcome=self.outcome, reward=reward)
+
+    async def _deliver(self, made: Sequence[Trajectory]) -> None:
+        """One member that failed for good ends its group: another one would be late."""
+        holds = self.service.partition.holds
+        for slot in range(GROUP_SIZE):
+            own = [m for m in made if m.slot == slot]
+            held = [m for m in own if holds(self.node_id, m.group_id, slot, m.epoch)]
+            await super()._deliver(held)
+
+
+def same(task: Task, grant: Grant, live: Sequence[LiveVersion]) -> float:
+    return 0.0
+
+
+def told_apart(task: Task, grant: Grant, live: Sequence[LiveVersion]) -> float:
+    return float(grant.slot % 2)
+
+
+def seldom_apart(task: Task, grant: Grant, live: Sequence[LiveVersion]) -> float:
+    """Dynamic sampling keeps one group of seven."""
+    return float(grant.slot % 2) if task.seed % 7 == 0 else 0.0
+
+
+class Planted:
+    """A run of the real service whose node has a fault."""
+
+    max_slots = MAX_SLOTS
+
+    def __init__(
+        self,
+        folder: Path,
+        reward: Reward,
+        outcome: Outcome = COMPLETED,
+        rules: Sequence[Mapping[str, Any]] = SPREAD,
+        policies: Sequence[str] = (POLICY,),
+        groups_per_batch: int = GROUPS_PER_BATCH,
+        limit: int | None = None,
+    ) -> None:
+        config = run_config(
+            policies=policies,
+            rules=rules,
+            group_size=GROUP_SIZE,
+            groups_per_batch=groups_per_batch,
+            max_staleness=1,
+        )
+        [source] = config.sources
+        sources = (source.model_copy(update={"limit": limit}),)
+        self.service: Dataflow = build(config.model_copy(update={"sources": sources}), folder)
+        self.trainers = [LocalTrainer(self.service, PolicyName(policy)) for policy in policies]
+        self.trainer = self.trainers[-1]
+        self.node = PlantedNode(self.service, reward)
+        self.node.outcome = outcome
+
+    async def start(self) -> None:
+        for trainer in self.trainers:
+            await trainer.take_over()
+        await self.node.join()
+
+    async def work(self, num_rounds: int) -> None:
+        for _ in range(num_rounds):
+            await self.node.work(self.max_slots)
+            for trainer in self.trainers:
+                if await trainer.batch() is not None:
+                    await trainer.commit()
+            await self.service.tick()
+
+    async def quiet_until(self, number: int) -> None:
+        """Train so many batches; nobody may be told of anything meanwhile."""
+        self.max_slots = GROUP_SIZE  # a look after every group
+        while self.trainer.number < number:
+            with structlog.testing.capture_logs() as logs:
+                await self.work(1)
+            told = [line["why"] for line in logs if line["event"] == TOLD]
+            assert (told, self.alarms) == ([], ())
+
+    @property
+    def alarms(self) -> tuple[str, ...]:
+        return status(self.service, "run").alarms
+
+
+async def alarm(planted: Planted) -> str:
+    """What is told in the end; the log tells the same, at each doubling."""
+    await planted.start()
+    assert planted.alarms == ()
+    found = planted.service.home.consumers[POLICY].fruitless
+    told: list[str] = []
+    while len(told) < 2:
+        with structlog.testing.capture_logs() as logs:
+            await planted.work(1)
+        told += [line["why"] for line in logs if line["event"] == TOLD]
+        assert bool(told) == bool(planted.alarms) == (found.num_groups >= MIN_GROUPS)
+    [text] = planted.alarms
+    assert found.num_groups >= 2 * max(NUM_BATCHES * GROUPS_PER_BATCH, MIN_GROUPS)
+    assert told[1] == text and text.startswith(f"policy {POLICY} gets no batch: ")
+    planted.service.close()
+    return text
+
+
+async def test_equal_rewards(tmp_path: Path) -> None:
+    text = await alarm(Planted(tmp_path, same))
+    assert "uniform_reward), 0 of 4 are ready" in text
+    assert "all answers earned the same (0): check the reward" in text
+    assert "penstock explain RUN p0-" in text
+
+
+async def test_equal_rewards_because_every_answer_is_cut(tmp_path: Path) -> None:
+    cut = Outcome(kind=OutcomeKind.TRUNCATED, reason="length")
+    text = await alarm(Planted(tmp_path, same, cut))
+    assert "cut at their limit: no answer is finished: raise sampling.max_tokens" in text
+
+
+async def test_answers_that_a_rule_refuses_for_their_length(tmp_path: Path) -> None:
+    cut = Outcome(kind=OutcomeKind.TRUNCATED, reason="length")
+    text = await alarm(Planted(tmp_path, told_apart, cut, rules=({"admit": "overlong"},)))
+    assert "overlong), 0 of 4" in text and "raise sampling.max_tokens" in text
+
+
+async def test_rewards_that_always_fail(tmp_path: Path) -> None:
+    failed = Outcome(kind=OutcomeKind.FAILED, reason="reward", detail=TRACE)
+    text = await alarm(Planted(tmp_path, told_apart, failed))
+    assert "failed_slots), 0 of 4" in text
+    assert "the last: failed: reward: RuntimeError: judge unreachable: mend that first" in text
+
+
+async def test_a_healthy_run_says_nothing_and_a_batch_ends_the_alarm(tmp_path: Path) -> None:
+    planted = Planted(tmp_path, told_apart)
+    await planted.start()
+    while planted.trainer.number <= 2 * MIN_GROUPS // GROUPS_PER_BATCH:
+        await planted.work(1)
+        assert planted.alarms == ()
+    planted.node.reward = same
+    while not planted.alarms:
+        await planted.work(1)
+    planted.node.reward = told_apart
+    number = planted.trainer.number
+    while planted.trainer.number == number:
+        await planted.work(1)
+    assert planted.alarms == ()
+    planted.service.close()
+
+
+async def test_healthy_dynamic_sampling_says_nothing_and_its_end_is_told(tmp_path: Path) -> None:
+    planted = Planted(tmp_path, seldom_apart, groups_per_batch=8)
+    await planted.start()
+    await planted.quiet_until(8)
+    planted.node.reward = same
+    while not planted.alarms:
+        await planted.work(1)
+    found = planted.service.home.consumers[POLICY].fruitless
+    assert 7 * MIN_GROUPS / 2 < found.num_groups <= 7 * MIN_GROUPS * 2
+    planted.service.close()
+
+
+async def test_a_run_that_breaks_is_told_after_a_few_batches_worth(tmp_path: Path) -> None:
+    planted = Planted(tmp_path, told_apart)
+    await planted.start()
+    await planted.quiet_until(3)
+    planted.node.reward = same
+    while not planted.alarms:
+        await planted.work(1)
+    assert planted.service.home.consumers[POLICY].fruitless.num_groups <= 2 * MIN_GROUPS
+    planted.service.close()
+
+
+async def test_groups_in_which_only_others_act_are_no_failure(tmp_path: Path) -> None:
+    planted = Planted(tmp_path, told_apart, policies=("a", "b"))
+    planted.node.seldom = "b"
+    await planted.start()
+    await planted.quiet_until(5)
+    planted.service.close()
+    recorded = open_recorded(tmp_path)
+    reasons = {one.reason for one in recorded.home.read(FateRecord) if one.consumer == "b"}
+    recorded.close()
+    assert DropReason.ABSENT in reasons and DropReason.FAILED_SLOTS not in reasons
+
+
+async def test_a_policy_that_never_acts_is_told(tmp_path: Path) -> None:
+    planted = Planted(tmp_path, told_apart)
+    planted.node.seldom, planted.node.every = POLICY, 0
+    await planted.start()
+    while not planted.alarms:
+        await planted.work(1)
+    assert "absent), 0 of 4 are ready; the policy has no turn in it" in planted.alarms[0]
+    planted.service.close()
+
+
+async def test_what_is_served_again_is_not_missing(tmp_path: Path) -> None:
+    again = {"replay": "uniform", "ratio": 0.7, "max_uses": 100, "max_staleness": 1000}
+    planted = Planted(tmp_path, told_apart, rules=(*SPREAD, again), groups_per_batch=8)
+    await planted.start()
+    await planted.quiet_until(6)
+    planted.max_slots = 2 * GROUP_SIZE
+    planted.node.reward = seldom_apart
+    consumer = planted.service.home.consumers[POLICY]
+    while consumer.num_admitted < consumer.num_wanted:
+        await planted.node.work(planted.max_slots)
+    while consumer.fruitless.num_groups < 100 * MIN_GROUPS and await planted.node.work(GROUP_SIZE):
+        pass
+    assert consumer.num_wanted <= consumer.num_admitted < 8
+    assert planted.alarms == ()
+    assert await planted.trainer.batch() is not None
+    planted.service.close()
+
+
+async def test_a_run_out_of_tasks_has_ended_and_lacks_nothing(tmp_path: Path) -> None:
+    planted = Planted(tmp_path, same, limit=60)
+    await planted.start()
+    while not status(planted.service, "run").finished:
+        await planted.work(1)
+    assert planted.service.home.consumers[POLICY].fruitless.num_groups == 60
+    assert planted.alarms == ()
+    planted.service.close()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.dataflow.ledger.bounds import Bounds, Level, Reserve, Usage
+from penstock.errors import Busy, StorageFull
+
+MB = 1 << 20
+BOUNDS = Bounds(
+    max_queued_bytes=100 * MB,
+    mark_queued_bytes=50 * MB,
+    min_free_bytes=64 * MB,
+    mark_free_bytes=500 * MB,
+)
+
+
+def usage(*, queued: int = 0, free: int = 10_000) -> Usage:
+    return Usage(queued_bytes=queued * MB, free_bytes=free * MB)
+
+
+@pytest.mark.parametrize(
+    ("now", "level"),
+    [
+        (usage(), Level.OPEN),
+        (usage(queued=49), Level.OPEN),
+        (usage(queued=50), Level.NO_LEASES),
+        (usage(queued=100), Level.NO_LEASES),
+        (usage(queued=101), Level.REFUSE),
+        (usage(free=500), Level.OPEN),
+        (usage(free=499), Level.NO_LEASES),
+        (usage(free=64), Level.NO_LEASES),
+        (usage(free=63), Level.REFUSE),
+        (usage(queued=10, free=73), Level.REFUSE),
+    ],
+)
+def test_leases_stop_at_the_mark_and_deliveries_at_the_cap(now: Usage, level: Level) -> None:
+    assert BOUNDS.level(now) is level
+    assert BOUNDS.may_lease(now) is (level is Level.OPEN)
+
+
+def test_a_refusal_says_when_to_come_back() -> None:
+    with pytest.raises(StorageFull, match="64 MB") as disk:
+        BOUNDS.check_delivery(usage(free=65), 2 * MB)
+    with pytest.raises(Busy, match="100 MB") as memory:
+        BOUNDS.check_delivery(usage(queued=99), 2 * MB)
+    assert (disk.value.status, memory.value.status) == (507, 429)
+    assert disk.value.retry_after_s and memory.value.retry_after_s
+    BOUNDS.check_delivery(usage(free=66), 2 * MB)
+    BOUNDS.check_delivery(usage(queued=98), 2 * MB)
+
+
+def test_a_call_larger_than_the_cap_is_let_in_alone() -> None:
+    BOUNDS.check_delivery(usage(), 200 * MB)
+    with pytest.raises(Busy):
+        BOUNDS.check_delivery(usage(queued=1), 200 * MB)
+
+
+@given(queued=st.integers(0, 300), free=st.integers(-100, 1000), more=st.integers(0, 300))
+def test_fuller_never_allows_more(queued: int, free: int, more: int) -> None:
+    order = [Level.OPEN, Level.NO_LEASES, Level.REFUSE]
+    before = order.index(BOUNDS.level(usage(queued=queued, free=free)))
+    assert order.index(BOUNDS.level(usage(queued=queued + more, free=free))) >= before
+    assert order.index(BOUNDS.level(usage(queued=queued, free=free - more))) >= before
+
+
+def test_marks_that_contradict_are_refused() -> None:
+    with pytest.raises(ValueError, match="memory mark"):
+        Bounds(max_queued_bytes=1, mark_queued_bytes=2)
+    with pytest.raises(ValueError, match="disk mark"):
+        Bounds(min_free_bytes=2, mark_free_bytes=1)
+
+
+def test_the_reserve_is_real_space(tmp_path: Path) -> None:
+    reserve = Reserve(tmp_path, 3 * MB)
+    reserve.take()
+    found = (tmp_path / "reserve").stat()
+    assert reserve.is_held and found.st_blocks * 512 >= 3 * MB
+    assert reserve.release() and not reserve.release()
+    assert not (tmp_path / "reserve").exists() and reserve.missing_bytes == 3 * MB
+    reserve.take()
+    assert reserve.is_held and reserve.missing_bytes == 0
+
+
+def test_a_reserve_never_takes_the_last_space(tmp_path: Path) -> None:
+    free = Reserve(tmp_path, 0).free_bytes()
+    reserve = Reserve(tmp_path, free - MB)
+    reserve.take()
+    assert not reserve.is_held and not (tmp_path / "reserve").exists()
