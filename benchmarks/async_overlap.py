@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.harness import result, say, scratch
-from benchmarks.local import quiet
+from benchmarks.local_run import quiet
 from benchmarks.overlap_real import Reality, on_the_clock
 from benchmarks.overlap_virtual import Flowed, flow
-from benchmarks.overlap_world import Workload, barrier_s, one_step_off_s, synchronous_s
+from benchmarks.overlap_workload import Workload, barrier_s, one_step_off_s, synchronous_s
 
 SEED_SPEEDUP = 2.7
 """AstraFlow's figure: a full synchronous cycle of another system over a step of its own."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.bandit import Learner, TaskSet
 from benchmarks.harness import result, say, scratch
-from benchmarks.local import LocalNode, LocalTrainer, quiet, run_config, write_tasks
+from benchmarks.local_run import LocalNode, LocalTrainer, quiet, run_config, write_tasks
 from benchmarks.plot import Bar, bars
 from benchmarks.staleness import POLICY, Workload, observe
 from penstock.dataflow.core.leasing import Grant, LiveVersion

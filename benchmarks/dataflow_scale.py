@@ -17,7 +17,7 @@ from statistics import median
 from benchmarks.client import Service, Tokens, check_stored, make_tokens
 from benchmarks.harness import result, say, scratch
 from benchmarks.scale_bounds import CAP_MB, lag, memory
-from benchmarks.scale_world import GROUP_SIZE, World, scale_config, world
+from benchmarks.scale_run import GROUP_SIZE, World, scale_config, world
 from penstock.dataflow.core.leasing import Grant, NodeState, Register
 from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,

@@ -20,8 +20,8 @@ from statistics import median
 import httpx2
 
 from benchmarks.baselines.group_fsync import append_and_read
-from benchmarks.doomed_reader import COLUMN, NAME, SPACE, TTL_S
 from benchmarks.harness import CONNECTIONS, MIN_PAIRS, ROOT, Server, process, result, say, scratch
+from benchmarks.killed_reader import COLUMN, NAME, SPACE, TTL_S
 from benchmarks.service import RUN
 from benchmarks.transferqueue import TransferQueue, environment, transferqueue
 from penstock.dataflow.client.rows import RowsClient
@@ -177,7 +177,7 @@ async def _round(sides: Sides, rounds: Rounds, number: int) -> None:
 
 def _take_and_die(url: str, token: str) -> int:
     """How many rows a consumer had in hand when it was killed."""
-    command = [sys.executable, "-m", "benchmarks.doomed_reader", url, token, str(HELD_ROWS)]
+    command = [sys.executable, "-m", "benchmarks.killed_reader", url, token, str(HELD_ROWS)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as doomed:
         assert doomed.stdout is not None
         held = int(doomed.stdout.readline())

@@ -4,7 +4,7 @@
 """Processes of `trainer_dataplane`: a partition that serves rows, and ranks that train on them by
 either design, step after step, on the same rows.
 
-Ours: each rank draws its own rows (`penstock.trainer.gang.drawing`). The other: the first rank
+Ours: each rank draws its own rows (`penstock.trainer.ranks.row_fetch`). The other: the first rank
 draws all rows and hands every rank its share. Both then take one and the same step.
 """
 
@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.dataflow.service.trainers.messages import RowsAnswer
-from penstock.trainer.gang.drawing import draw_rows, rows_of_parts
-from penstock.trainer.gang.places import Parallel
-from penstock.trainer.gang.ranks import LOOPBACK, Membership
-from penstock.trainer.gang.team import Gang, form, join
+from penstock.trainer.ranks.group import Gang, form, join
+from penstock.trainer.ranks.row_fetch import draw_rows, rows_of_parts
+from penstock.trainer.ranks.supervisor import LOOPBACK, Membership
+from penstock.trainer.ranks.topology import Parallel
 from penstock.types import (
     GroupId,
     Manifest,

@@ -23,11 +23,11 @@ from benchmarks.cache import set_up_engine, smollm2
 from benchmarks.gateway_load import Request, Window, load
 from benchmarks.gateway_service import POLICY
 from benchmarks.harness import MIN_PAIRS, Server, process, result, say
-from benchmarks.local import quiet
+from benchmarks.local_run import quiet
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.engines.snapshot import read_snapshot
 from penstock.rollout.engines.vllm import ChildServer, default_environment
-from penstock.rollout.engines.vllm.answers import body_of
+from penstock.rollout.engines.vllm.generate_api import body_of
 from penstock.types import SamplingSpec
 
 RATE_PER_S = 550.0

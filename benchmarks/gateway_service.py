@@ -17,14 +17,14 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.local import quiet
+from benchmarks.local_run import quiet
 from benchmarks.service import Slowed
 from penstock.gateway.gateway import Gateway, Session
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.server import build_app
 from penstock.rollout.engines.vllm import RemoteServer, VllmEngine
 from penstock.types import PolicyName, SamplingSpec, Version
-from penstock.wire.listening import calm_collector, server
+from penstock.wire.serving import calm_collector, server
 
 POLICY = PolicyName("policy")
 MAX_SESSIONS = 256

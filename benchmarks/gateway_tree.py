@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from benchmarks.harness import result, say
-from benchmarks.local import quiet
+from benchmarks.local_run import quiet
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generate import Completion, Listen
+from penstock.gateway.generation import Completion, Listen
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.session import Session
 from penstock.trainer.samples import cut

@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import Split
 
 from benchmarks.client import POLICY, Service
 from benchmarks.harness import Server, process
-from benchmarks.overlap_world import Spell, Window, Workload
+from benchmarks.overlap_workload import Spell, Window, Workload
 from benchmarks.service import RUN
 from penstock.dataflow.client.partitioned import SpreadClient
 from penstock.dataflow.service.messages import Done
@@ -30,11 +30,11 @@ from penstock.dataflow.service.trainers.messages import (
     BatchRequest,
     PublishRequest,
 )
-from penstock.gateway.generate import Completion, Listen
+from penstock.gateway.generation import Completion, Listen
 from penstock.rollout.context import Context
+from penstock.rollout.delivery_queue import Acknowledgements
 from penstock.rollout.engines.simulated import Load, SimulatedEngine
 from penstock.rollout.node import Outside, build
-from penstock.rollout.outbox import Acknowledgements
 from penstock.types import NodeId, PolicyName, PublishedVersion, SamplingSpec, Task, view_ids
 from penstock.wire.auth import Audience, Role, Signer
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.overlap_world import Spell, Window, Workload, bound_s
+from benchmarks.overlap_workload import Spell, Window, Workload, bound_s
 from benchmarks.staleness import POLICY, rules
-from benchmarks.virtual import TOKEN_S, Answer, VirtualRun
+from benchmarks.virtual_run import TOKEN_S, Answer, VirtualRun
 from penstock.dataflow.core.consumers import PolicyTerms
 from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
 from penstock.dataflow.core.home import IssueTerms

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import result, say, scratch
-from benchmarks.local import LocalNode, LocalTrainer, quiet, run_config
+from benchmarks.local_run import LocalNode, LocalTrainer, quiet, run_config
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import Dataflow
 from penstock.types import DropReason, PolicyName

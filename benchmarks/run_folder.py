@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.harness import Server
 from penstock.config import RunConfig
-from penstock.fleet.folder import RunFolder
+from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Audience, Role, Signer
 
 TOKEN_TTL_S = 3600.0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.client import Service, Tokens, check_stored, make_tokens
 from benchmarks.harness import ROOT, say
-from benchmarks.scale_world import World, scale_config, world
+from benchmarks.scale_run import World, scale_config, world
 from penstock.dataflow.client.blobs import put_blob
 from penstock.dataflow.core.leasing import NodeState
 from penstock.dataflow.service.nodes.messages import (

@@ -18,7 +18,7 @@ from penstock.config import RunConfig, demo
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.server import build_server, surface
 from penstock.wire.auth import Audience, Signer
-from penstock.wire.listening import calm_collector, server
+from penstock.wire.serving import calm_collector, server
 
 RUN = "benchmark"
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from benchmarks.harness import result, say
-from benchmarks.virtual import TOKEN_S, Answer, VirtualRun
+from benchmarks.virtual_run import TOKEN_S, Answer, VirtualRun
 from penstock.dataflow.core.consumers import Consumer, PolicyTerms
 from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
 from penstock.dataflow.core.home import IssueTerms

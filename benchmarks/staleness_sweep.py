@@ -21,20 +21,20 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import result, say, scratch
+from benchmarks.lagged_training import Sampler, Trainee, train
 from benchmarks.plot import Curve, Point, curves
-from benchmarks.virtual_lag import Sampler, Trainee, train
 from penstock.trainer.actor import Actor
 from penstock.trainer.advantages.gae import ValueLoss
 from penstock.trainer.critic import Critic
-from penstock.trainer.gang.team import Alone
+from penstock.trainer.forward_pass import Passes, Scorer
 from penstock.trainer.learner import Learner, Optimizer
 from penstock.trainer.losses.divergence import WithEntropy
 from penstock.trainer.losses.m2po import M2po
 from penstock.trainer.losses.objectives import Clipped, Decoupled, Wrapped
 from penstock.trainer.losses.tokens import Budgeted, Objective
-from penstock.trainer.models import TINY_QWEN3, init_model, load_model
+from penstock.trainer.model_folders import TINY_QWEN3, init_model, load_model
+from penstock.trainer.ranks.group import Alone
 from penstock.trainer.schedules import Schedule
-from penstock.trainer.scoring import Passes, Scorer
 from penstock.trainer.updates import Cut
 
 HELD = 0.8

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.harness import result, say, scratch
-from penstock.trainer.gang.balance import imbalance, row_costs
+from penstock.trainer.ranks.balance import imbalance, row_costs
 
 if TYPE_CHECKING:
     from benchmarks.dataplane_ranks import World
@@ -120,7 +120,7 @@ def _largest_batch(world: World, folder: Path, design: str) -> int:
 
 def _balance(num_ranks: int, num_batches: int) -> tuple[float, float]:
     """Median load imbalance as rows are served, and as ranks share them; lengths are log-normal."""
-    from penstock.trainer.gang.drawing import share_rows
+    from penstock.trainer.ranks.row_fetch import share_rows
 
     draw = np.random.default_rng(0)
     before: list[float] = []

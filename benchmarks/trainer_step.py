@@ -23,14 +23,14 @@ from benchmarks.harness import MIN_PAIRS, result, say
 from penstock.trainer.actor import Actor
 from penstock.trainer.attention import lay_out
 from penstock.trainer.batches import Batch, Roles
-from penstock.trainer.gang.team import Alone
+from penstock.trainer.forward_pass import Passes
 from penstock.trainer.inputs import make_inputs, split
 from penstock.trainer.learner import Learner, Optimizer
 from penstock.trainer.losses.objectives import Clipped
-from penstock.trainer.models import load_model
+from penstock.trainer.model_folders import load_model
+from penstock.trainer.ranks.group import Alone
 from penstock.trainer.samples import Samples
 from penstock.trainer.schedules import Schedule
-from penstock.trainer.scoring import Passes
 from penstock.trainer.updates import Cut, plan_updates
 
 Ints = npt.NDArray[np.int64]

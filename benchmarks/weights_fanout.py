@@ -30,18 +30,18 @@ import msgspec
 import numpy as np
 
 from benchmarks.harness import ROOT, result, say, scratch
-from benchmarks.wan import Link, Side
+from benchmarks.wan_link import Link, Side
 from penstock.observe import logs
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.client import Puller
-from penstock.weights.fronts.origin import Origin
-from penstock.weights.fronts.server import build
 from penstock.weights.manifest import parse_manifest
 from penstock.weights.publish import put_snapshot
+from penstock.weights.serving.origin import Origin
+from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncCaller
-from penstock.wire.listening import server
+from penstock.wire.serving import server
 
 RUN = "fanout"
 POLICY = PolicyName("policy")

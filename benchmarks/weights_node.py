@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.weights_words import Arrival, Order, log_to_stderr
+from benchmarks.weights_messages import Arrival, Order, log_to_stderr
 from penstock.rollout.engines import HfEngine
 from penstock.types import PublishedVersion, SamplingSpec, Version
 from penstock.weights.client import Puller

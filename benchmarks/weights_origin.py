@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.weights.fronts.origin import Origin
-from penstock.weights.fronts.server import build
+from penstock.weights.serving.origin import Origin
+from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Signer
-from penstock.wire.listening import Tls, serve
+from penstock.wire.serving import Tls, serve
 
 RUN = "wan"
 

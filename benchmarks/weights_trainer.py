@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scripts.make_trace import read_versions
 from torch import Tensor
 
-from benchmarks.weights_words import Burst, Published, log_to_stderr
+from benchmarks.weights_messages import Burst, Published, log_to_stderr
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.snapshots import Snapshots
 from penstock.types import PolicyName

@@ -23,9 +23,9 @@ import msgspec
 
 from benchmarks.cache import CACHE, set_up_engine
 from benchmarks.harness import ROOT, result, say, scratch
-from benchmarks.wan import Link, Side
+from benchmarks.wan_link import Link, Side
+from benchmarks.weights_messages import Arrival, Burst, Order, Published
 from benchmarks.weights_origin import RUN, write_certificate
-from benchmarks.weights_words import Arrival, Burst, Order, Published
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.client import NUM_RANGES
 from penstock.weights.manifest import FileEntry, parse_manifest

@@ -10,8 +10,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.history import History, Promises
-from tests.chaos.table import Figures
+from tests.chaos.ack_log import History, Promises
+from tests.chaos.results_table import Figures
 
 from penstock.audit import audit
 from penstock.audit.payloads import Segments

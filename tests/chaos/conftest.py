@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.chaos.table import CAMPAIGNS, lines
+from tests.chaos.results_table import CAMPAIGNS, lines
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -21,7 +21,7 @@ from typing import Self
 import httpx2
 
 from penstock.config import RunConfig, demo
-from penstock.fleet.folder import RunFolder
+from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Signer
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ class Services:
         self._logs = logs
         self._pids: dict[str, int] = {}
         self._warm = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.warm"],
+            [sys.executable, "-m", "tests.chaos.fork_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

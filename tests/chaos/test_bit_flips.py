@@ -14,9 +14,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.chaos.checker import databases
-from tests.chaos.disk import scratch
-from tests.chaos.flips import (
+from tests.chaos.ack_log import History
+from tests.chaos.bit_flips import (
     Records,
     Verdict,
     draw,
@@ -29,14 +28,15 @@ from tests.chaos.flips import (
     turn,
     without_last_commit,
 )
-from tests.chaos.history import History
-from tests.chaos.load import Load
+from tests.chaos.checker import databases
+from tests.chaos.filesystems import scratch
+from tests.chaos.load_generator import Load
 from tests.chaos.processes import Services, commands, make_run
-from tests.chaos.table import Figures, begin
+from tests.chaos.results_table import Figures, begin
 
 from penstock.dataflow.ledger.tables import open_tables
 from penstock.dataflow.records import RowRecord
-from penstock.fleet.folder import RunFolder
+from penstock.fleet.run_folder import RunFolder
 
 FLIPS = int(os.environ.get("PENSTOCK_FLIPS", "500"))
 SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**9)

@@ -10,12 +10,12 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.chaos.ack_log import History
 from tests.chaos.checker import check
-from tests.chaos.disk import memory_disk, needs_root
-from tests.chaos.history import History
-from tests.chaos.load import Load, Probe
+from tests.chaos.filesystems import memory_disk, needs_root
+from tests.chaos.load_generator import Load, Probe
 from tests.chaos.processes import GROUPS_PER_BATCH, Services, commands, make_run
-from tests.chaos.table import begin
+from tests.chaos.results_table import begin
 
 FILLS = int(os.environ.get("PENSTOCK_FILLS", "3"))
 SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**9)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from tests.chaos.table import begin
-from tests.contract.online_world import Agent, World, session_config, world
-from tests.contract.running import POLICY
+from tests.chaos.results_table import begin
+from tests.contract.dataflow_server import POLICY
+from tests.contract.online_gateway import Agent, World, session_config, world
 
 from penstock.dataflow.service.trainers.messages import CommitRequest
 

@@ -16,12 +16,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from tests.chaos.ack_log import History, Promises
 from tests.chaos.checker import check, check_disk, databases
-from tests.chaos.disk import NO_LUCK, LoopDisk, make_image, mounted, needs_root, scratch
-from tests.chaos.history import History, Promises
-from tests.chaos.load import Load
+from tests.chaos.filesystems import NO_LUCK, LoopDisk, make_image, mounted, needs_root, scratch
+from tests.chaos.load_generator import Load
 from tests.chaos.processes import Services, commands, make_run
-from tests.chaos.table import Figures, begin
+from tests.chaos.results_table import Figures, begin
 
 from penstock.dataflow.ledger.tables import open_tables
 

@@ -12,11 +12,11 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.chaos.ack_log import History, Promises
 from tests.chaos.checker import check, missing
-from tests.chaos.history import History, Promises
-from tests.chaos.load import Load
+from tests.chaos.load_generator import Load
 from tests.chaos.processes import Services, commands, make_run
-from tests.chaos.table import begin
+from tests.chaos.results_table import begin
 
 KILLS = int(os.environ.get("PENSTOCK_SERVICE_KILLS", "30"))
 SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**9)

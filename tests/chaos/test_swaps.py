@@ -13,15 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.chaos.swaps_world import HF, VLLM, Folders, Kind, World, world
-from tests.chaos.table import Figures, begin
+from tests.chaos.results_table import Figures, begin
+from tests.chaos.swap_harness import HF, VLLM, Folders, Kind, World, world
 from tests.unit.rollout.fake_dataflow import POLICY, wanted
-from tests.unit.rollout.mortal import Paused
+from tests.unit.rollout.killable_engine import Paused
 
-from penstock.rollout import loader as loader_module
+from penstock.rollout import weight_loader as loader_module
+from penstock.rollout.engine_pool import Pool
 from penstock.rollout.engines.vllm import default_environment
-from penstock.rollout.loader import version_of
-from penstock.rollout.pool import Pool
+from penstock.rollout.weight_loader import version_of
 from penstock.types import SamplingSpec, view_ids
 
 SWAPS = int(os.environ.get("PENSTOCK_SWAPS", "10"))

@@ -12,11 +12,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.chaos.ack_log import History
 from tests.chaos.checker import check
-from tests.chaos.history import History
-from tests.chaos.load import Load
+from tests.chaos.load_generator import Load
 from tests.chaos.processes import Services, commands, make_run
-from tests.chaos.table import begin
+from tests.chaos.results_table import begin
 
 FAULTS = int(os.environ.get("PENSTOCK_SYNC_FAULTS", "6"))
 SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**9)

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.chaos.chains import File, Tensor, Version, chains, tensors_of, write_version
-from tests.chaos.disk import scratch
-from tests.chaos.table import begin
-from tests.unit.weights.changes import COMPILED, NUMPY, raw
-from tests.unit.weights.folders import contents
-from tests.unit.weights.serving import POLICY, listening
+from tests.chaos.filesystems import scratch
+from tests.chaos.results_table import begin
+from tests.chaos.version_chains import File, Tensor, Version, chains, tensors_of, write_version
+from tests.unit.weights.snapshot_folders import contents
+from tests.unit.weights.tensor_pairs import COMPILED, NUMPY, raw
+from tests.unit.weights.weight_servers import POLICY, listening
 
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
@@ -33,9 +33,7 @@ from penstock.weights.deltas import codec, delta, sparse
 from penstock.weights.deltas.codec import apply_run
 from penstock.weights.deltas.delta import read_delta, write_delta
 from penstock.weights.deltas.file_delta import apply_delta, has_one_layout, make_delta
-from penstock.weights.deltas.symbols import Loops
-from penstock.weights.fronts.origin import Origin
-from penstock.weights.fronts.server import build
+from penstock.weights.deltas.numpy_kernels import Loops
 from penstock.weights.manifest import (
     FileEntry,
     SnapshotManifest,
@@ -44,6 +42,8 @@ from penstock.weights.manifest import (
     parse_manifest,
 )
 from penstock.weights.publish import put_snapshot
+from penstock.weights.serving.origin import Origin
+from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncCaller, connect

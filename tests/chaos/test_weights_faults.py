@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.chaos.table import begin
-from tests.chaos.weights_parties import POINTS
-from tests.chaos.weights_world import World, world
+from tests.chaos.results_table import begin
+from tests.chaos.weights_harness import World, world
+from tests.chaos.weights_processes import POINTS
 
 FAULTS = int(os.environ.get("PENSTOCK_WEIGHTS_FAULTS", "50"))
 SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**9)

@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Generator
 
 import pytest
-from tests.contract.object_store import running_s3
-from tests.contract.postgres import running_postgres
+from tests.contract.postgres_server import running_postgres
+from tests.contract.s3_server import running_s3
 
 
 @pytest.fixture(scope="session")

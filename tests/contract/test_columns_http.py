@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from blake3 import blake3
-from tests.contract.shelf_running import RunningShelf, SmallHost, free_port, shelf
+from tests.contract.row_service import RunningShelf, SmallHost, free_port, shelf
 
 from penstock.dataflow.client.row_stream import RowReader
 from penstock.dataflow.client.rows import RowsClient

@@ -22,12 +22,12 @@ from penstock.conformance import (
     examine_rollout,
     examine_trainer,
 )
-from penstock.conformance.double import Invitation, open_double
-from penstock.conformance.findings import Finding, Verdict
+from penstock.conformance.dataflow_double import Invitation, open_double
 from penstock.conformance.rollout import RULES as ROLLOUT_RULES
 from penstock.conformance.rollout import RolloutWatch
-from penstock.conformance.stand_in import StandInNode, StandInTrainer
+from penstock.conformance.simulated_peers import StandInNode, StandInTrainer
 from penstock.conformance.trainer import RULES as TRAINER_RULES
+from penstock.conformance.verdicts import Finding, Verdict
 from penstock.wire.auth import Role
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from tests.contract.running import (
+from tests.contract.dataflow_server import (
     POLICY,
     Running,
     SmallTrainer,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from tests.contract.running import POLICY, small_config, trajectory
+from tests.contract.dataflow_server import POLICY, small_config, trajectory
 
 from penstock.config.dataflow import RuleConfig
 from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, NodeState, Register

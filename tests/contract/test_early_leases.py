@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.contract.running import POLICY, serving, small_config, trajectory
+from tests.contract.dataflow_server import POLICY, serving, small_config, trajectory
 
 from penstock.config import RunConfig
 from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, EngineError, Refused
-from penstock.gateway.generate import Completion, Piece
+from penstock.gateway.generation import Completion, Piece
+from penstock.rollout.engine_pool import Pool
 from penstock.rollout.engines import (
     Engine,
     HfEngine,
@@ -21,7 +22,6 @@ from penstock.rollout.engines import (
     make_engine,
 )
 from penstock.rollout.engines.simulated import Load
-from penstock.rollout.pool import Pool
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -59,7 +59,7 @@ def version(number: int) -> Version:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    from tests.unit.rollout.engines.tiny import VOCAB_SIZE, write_snapshot
+    from tests.unit.rollout.engines.tiny_qwen3 import VOCAB_SIZE, write_snapshot
 
     root = tmp_path_factory.mktemp("snapshots")
     return [write_snapshot(root / str(seed), seed=seed, end_id=VOCAB_SIZE) for seed in (0, 1)]
@@ -191,7 +191,7 @@ async def test_versions_that_are_adapters_are_versions_like_any_other(
     engine: Engine, folders: list[Path], tmp_path: Path
 ) -> None:
     """A base with an adapter on it; engines without a model have nothing to put it on."""
-    from tests.unit.rollout.engines.composite import write_version
+    from tests.unit.rollout.engines.lora_snapshots import write_version
 
     adapted = [write_version(folders[0], tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     await engine.load(adapted[0], version(0))

@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.contract.running import serving
-from tests.contract.sglang_double import SglangDouble, token
+from tests.contract.dataflow_server import serving
+from tests.contract.fake_sglang_server import SglangDouble, token
+from tests.contract.fake_vllm_server import weights_of
 from tests.contract.test_engines_vllm import LONG, POLICY, PROMPT, numbers, version, write_folder
 from tests.contract.test_engines_vllm_lora import write_base
 from tests.contract.test_engines_vllm_lora import write_version as write_adapter_version
-from tests.contract.vllm_double import weights_of
 
 from penstock.errors import EngineError, Refused
-from penstock.gateway.generate import Completion, Piece
+from penstock.gateway.generation import Completion, Piece
 from penstock.rollout.engines import sglang
 from penstock.rollout.engines.sglang import SglangEngine
 from penstock.types import SamplingSpec, view_ids

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.contract.running import serving
-from tests.contract.vllm_double import VOCAB, VllmDouble, token, weights_of
+from tests.contract.dataflow_server import serving
+from tests.contract.fake_vllm_server import VOCAB, VllmDouble, token, weights_of
 
 from penstock.errors import EngineError, Refused
-from penstock.gateway.generate import Completion, Piece
+from penstock.gateway.generation import Completion, Piece
 from penstock.rollout.engines.vllm import ChildServer, RemoteServer, VllmEngine
 from penstock.types import (
     FinishReason,
@@ -349,7 +349,7 @@ sys.path[:0] = {path!r}
 from pathlib import Path
 from typing import Any
 import uvicorn
-from tests.contract.vllm_double import VllmDouble
+from tests.contract.fake_vllm_server import VllmDouble
 words = sys.argv[1:]
 assert words[0] == "serve" and words[words.index("--host") + 1] == "127.0.0.1", words
 assert words[-2:] == ["--dtype", "float32"] and "--enforce-eager" in words

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.contract.running import serving
+from tests.contract.dataflow_server import serving
+from tests.contract.fake_vllm_server import VOCAB, VllmDouble, token, weights_of
 from tests.contract.test_engines_vllm import until
-from tests.contract.vllm_double import VOCAB, VllmDouble, token, weights_of
 
 from penstock.errors import EngineError, Refused
-from penstock.gateway.generate import Completion, Piece
+from penstock.gateway.generation import Completion, Piece
 from penstock.rollout.engines.vllm import AdapterRoom, ChildServer, RemoteServer, VllmEngine
 from penstock.types import PolicyName, SamplingSpec, Version, view_ids
 

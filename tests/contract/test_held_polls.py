@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.contract.running import POLICY, small_config
+from tests.contract.dataflow_server import POLICY, small_config
 
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
 from penstock.dataflow.service.build import build

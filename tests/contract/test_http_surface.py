@@ -15,12 +15,12 @@ import httpx2
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route as StarletteRoute
-from tests.contract.running import serving, small_config
+from tests.contract.dataflow_server import serving, small_config
 
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.server import build_server, surface
-from penstock.weights.fronts.origin import Origin
-from penstock.weights.fronts.server import build as build_front
+from penstock.weights.serving.origin import Origin
+from penstock.weights.serving.server import build as build_front
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 

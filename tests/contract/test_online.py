@@ -9,10 +9,18 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tests.contract.online_world import TASKS, Agent, World, bearer, gateway, session_config, world
-from tests.contract.running import POLICY, SmallTrainer, dataflow, partition, trajectory
+from tests.contract.dataflow_server import POLICY, SmallTrainer, dataflow, partition, trajectory
+from tests.contract.online_gateway import (
+    TASKS,
+    Agent,
+    World,
+    bearer,
+    gateway,
+    session_config,
+    world,
+)
 from tests.contract.test_dataflow_http import SmallNode
-from tests.unit.rollout.waiting import eventually
+from tests.unit.rollout.polling import eventually
 
 from penstock.dataflow.service.nodes.messages import DeliveryRequest
 from penstock.types import OutcomeKind

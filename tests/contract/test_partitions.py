@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.contract.running import (
+from tests.contract.dataflow_server import (
     POLICY,
     Running,
     SmallTrainer,
@@ -43,9 +43,9 @@ from penstock.dataflow.service.partitions.messages import (
     PartitionLife,
 )
 from penstock.errors import BadRequest, Fenced, Unreachable
+from penstock.rollout.delivery_queue import Acknowledgements, Outbox
 from penstock.rollout.membership import Membership
 from penstock.rollout.orders import StandingOrders
-from penstock.rollout.outbox import Acknowledgements, Outbox
 from penstock.types import NodeId, Trajectory
 from penstock.wire.auth import Role
 from penstock.wire.client import Caller

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.contract.running import (
+from tests.contract.dataflow_server import (
     POLICY,
     Running,
     SmallTrainer,

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import jsonschema
 import msgspec
 import pytest
-from tests.contract.running import POLICY, small_config
+from tests.contract.dataflow_server import POLICY, small_config
 
 from penstock.config import RuleConfig
 from penstock.config.report import ReportConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.contract.running import Running, dataflow
+from tests.contract.dataflow_server import Running, dataflow
 
 from penstock.audit import audit
 from penstock.config import RunConfig, dump
@@ -175,7 +175,7 @@ def computed(batch: Batch) -> dict[int, int]:
         ("{route: by-role, roles: {student: [solve]}}", {SOLVED}),
         ("{route: shared, turns_of: {student: [student, teacher]}}", {SOLVED, CHATTED, TAUGHT}),
         ("{route: shared, turns_of: {student: [teacher]}}", {TAUGHT}),
-        ("{route: 'tests.unit.dataflow.rules.own_rules:BlindRoute'}", {SOLVED, CHATTED}),
+        ("{route: 'tests.unit.dataflow.rules.user_rules:BlindRoute'}", {SOLVED, CHATTED}),
     ],
 )
 def test_each_trainer_sees_what_its_rule_lets_it(tmp_path: Path, rule: str, seen: set[int]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from tests.contract.running import POLICY, Running, SmallTrainer, dataflow, small_config
+from tests.contract.dataflow_server import POLICY, Running, SmallTrainer, dataflow, small_config
 from tests.contract.test_stages import roll_out
 from tests.unit.trainer.stage_makers import OWN, of, stage
 
@@ -25,7 +25,7 @@ from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.credits import group_advantage
 from penstock.trainer.pipeline.layout import Layout
 from penstock.trainer.pipeline.run import bind
-from penstock.trainer.pipeline.service import serve
+from penstock.trainer.pipeline.stage_worker import serve
 from penstock.wire.auth import Role
 
 PLACED = {"type": "infer", "place": ("score",)}

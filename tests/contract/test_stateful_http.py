@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dataflow service over HTTP against the dictionary of `tests/sim/oracle.py`, with restarts."""
+"""A dataflow service over HTTP against the dictionary of `tests/sim/model.py`, with restarts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import rule
-from tests.contract.running import POLICY, Running, dataflow, small_config
-from tests.sim.oracle import CAPACITY, MAX_STALENESS, NUM_SLOTS, FlowMachine, reward_of
+from tests.contract.dataflow_server import POLICY, Running, dataflow, small_config
+from tests.sim.model import CAPACITY, MAX_STALENESS, NUM_SLOTS, FlowMachine, reward_of
 
 from penstock.dataflow.client.dataflow import NodeClient, TrainerClient
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register

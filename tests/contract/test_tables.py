@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from sqlalchemy.exc import DBAPIError, ResourceClosedError
 
-from penstock.config.passwords import PASSWORD_ENV, password_in, without_password
+from penstock.config.store_password import PASSWORD_ENV, password_in, without_password
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
 from penstock.dataflow.ledger.tables import (
     METADATA,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.contract.running import SmallTrainer, dataflow, small_config, trajectory
+from tests.contract.dataflow_server import SmallTrainer, dataflow, small_config, trajectory
 from tests.contract.test_dataflow_http import SmallNode
 
 from penstock.dataflow.core.leasing import Grant

@@ -17,7 +17,7 @@ import pytest_asyncio
 from scripts.setup_engine import CACHE, ENGINE, MARKER
 
 from penstock.errors import EngineError
-from penstock.gateway.generate import Completion, Piece
+from penstock.gateway.generation import Completion, Piece
 from penstock.rollout.engines.vllm import AdapterRoom, ChildServer, VllmEngine
 from penstock.types import PolicyName, SamplingSpec, Version, view_ids, view_log_probs
 
@@ -43,7 +43,7 @@ def version(number: int, policy: PolicyName = SOLVER) -> Version:
 
 @cache
 def model_of(folder: Path) -> Any:
-    from tests.unit.rollout.engines.composite import merged
+    from tests.unit.rollout.engines.lora_snapshots import merged
 
     return merged(folder)
 
@@ -54,7 +54,7 @@ class Bench:
 
     def __init__(self, root: Path) -> None:
         from tests.unit.rollout.engines.byte_qwen3 import write_snapshot
-        from tests.unit.rollout.engines.composite import write_version
+        from tests.unit.rollout.engines.lora_snapshots import write_version
 
         self.root = root
         self.base = write_snapshot(root / "base", seed=0)
@@ -77,7 +77,7 @@ class Bench:
         return await engine(PROMPT, spec, policy=policy, session="s", listen=listen)
 
     def worst(self, answer: Completion, folder: Path) -> float:
-        from tests.unit.rollout.engines.composite import logprobs_under
+        from tests.unit.rollout.engines.lora_snapshots import logprobs_under
 
         sampled = list(view_ids(answer.sampled_ids))
         right = logprobs_under(model_of(folder), PROMPT, sampled)
@@ -137,7 +137,7 @@ async def test_a_new_version_interrupts_nobody_and_answers_keep_theirs(bench: Be
 
 async def test_what_does_not_fit_is_refused_and_the_old_version_serves(bench: Bench) -> None:
     from tests.unit.rollout.engines.byte_qwen3 import write_snapshot
-    from tests.unit.rollout.engines.composite import write_version
+    from tests.unit.rollout.engines.lora_snapshots import write_version
 
     stranger = write_snapshot(bench.root / "stranger", seed=5)
     folder = write_version(stranger, bench.root / "versions" / "stranger", seed=0)

@@ -25,7 +25,7 @@ from jsonschema import validate
 from scripts.setup_engine import CACHE, ENGINE, MARKER
 
 from penstock.errors import EngineError
-from penstock.gateway.generate import Completion, Piece
+from penstock.gateway.generation import Completion, Piece
 from penstock.rollout.engines.vllm import ChildServer, VllmEngine
 from penstock.rollout.engines.vllm.control import Control
 from penstock.rollout.engines.vllm.http import HttpClient
@@ -94,7 +94,7 @@ class Bench:
 
 @cache
 def model_of(folder: Path) -> Any:
-    from penstock.trainer.models import load_model
+    from penstock.trainer.model_folders import load_model
 
     return load_model(folder).eval()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from starlette.requests import Request
-from tests.unit.weights.folders import contents
-from tests.unit.weights.serving import meddling, put, real_front
+from tests.unit.weights.snapshot_folders import contents
+from tests.unit.weights.weight_servers import meddling, put, real_front
 
 from penstock.weights.client import Puller
 from penstock.weights.pulling import partial as module

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from starlette.requests import Request
-from tests.unit.weights.folders import contents
-from tests.unit.weights.serving import POLICY, meddling, put, real_front
+from tests.unit.weights.snapshot_folders import contents
+from tests.unit.weights.weight_servers import POLICY, meddling, put, real_front
 
 from penstock.errors import Unauthorized, WeightsError
 from penstock.types import PublishedVersion

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from starlette.requests import Request
-from tests.unit.weights.folders import contents, weights_bytes
-from tests.unit.weights.serving import meddling, put_folder, real_front
+from tests.unit.weights.snapshot_folders import contents, weights_bytes
+from tests.unit.weights.weight_servers import meddling, put_folder, real_front
 
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.unit.weights.folders import contents, safetensors_bytes, write_folder
-from tests.unit.weights.serving import POLICY, listening
+from tests.unit.weights.snapshot_folders import contents, safetensors_bytes, write_folder
+from tests.unit.weights.weight_servers import POLICY, listening
 
 from penstock.errors import WeightsError
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.client import Puller
-from penstock.weights.fronts.origin import Origin
-from penstock.weights.fronts.server import build
 from penstock.weights.manifest import SnapshotManifest, parse_manifest
 from penstock.weights.publish import StoredVersion, put_snapshot
+from penstock.weights.serving.origin import Origin
+from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import connect

@@ -15,19 +15,19 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from tests.contract.test_weights_objects import files, names
-from tests.unit.weights.histories import WEIGHTS, History
-from tests.unit.weights.serving import POLICY
+from tests.contract.test_weights_object_store import files, names
+from tests.unit.weights.version_history import WEIGHTS, History
+from tests.unit.weights.weight_servers import POLICY
 
 from penstock.config import demo
 from penstock.errors import Unreachable
-from penstock.fleet.folder import RunFolder, free_port
+from penstock.fleet.run_folder import RunFolder, free_port
 from penstock.types import PublishedVersion
 from penstock.weights import retention
 from penstock.weights.client import Puller
-from penstock.weights.fronts.mirror import ObjectMirror
-from penstock.weights.fronts.mirroring import Mirroring
 from penstock.weights.publish import let_go
+from penstock.weights.serving.mirror import ObjectMirror
+from penstock.weights.serving.mirror_sync import Mirroring
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Role, Signer
 from penstock.wire.client import connect

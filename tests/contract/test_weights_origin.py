@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from tests.unit.weights.histories import History
-from tests.unit.weights.serving import real_front
+from tests.unit.weights.version_history import History
+from tests.unit.weights.weight_servers import real_front
 
 from penstock.errors import NotFound, Unreachable
 from penstock.weights import retention
 from penstock.weights import store as store_module
 from penstock.weights.deltas.chain import Way
-from penstock.weights.fronts import origin as module
-from penstock.weights.fronts.origin import Origin
 from penstock.weights.retention import carry_out, plan
+from penstock.weights.serving import origin as module
+from penstock.weights.serving.origin import Origin
 from penstock.weights.store import DirectoryStore
 from penstock.wire.client import AsyncCaller
 

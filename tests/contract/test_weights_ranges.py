@@ -21,9 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from tests.contract.test_weights_deltas import WEIGHTS, versions, weights_file, write_version
-from tests.unit.rollout.waiting import eventually
-from tests.unit.weights.folders import contents
-from tests.unit.weights.serving import listening, meddling, put_folder
+from tests.unit.rollout.polling import eventually
+from tests.unit.weights.snapshot_folders import contents
+from tests.unit.weights.weight_servers import listening, meddling, put_folder
 
 from penstock.types import PublishedVersion
 from penstock.weights import client

@@ -20,20 +20,20 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from tests.contract.running import dataflow, free_port, serving, small_config
-from tests.unit.weights.folders import contents, weights_bytes, write_folder
-from tests.unit.weights.relays import CHUNK, Meddler, flip, origin, put_blob
-from tests.unit.weights.serving import listening, put, put_folder
+from tests.contract.dataflow_server import dataflow, free_port, serving, small_config
+from tests.unit.weights.relay_doubles import CHUNK, Meddler, flip, origin, put_blob
+from tests.unit.weights.snapshot_folders import contents, weights_bytes, write_folder
+from tests.unit.weights.weight_servers import listening, put, put_folder
 
 from penstock.errors import WeightsError
-from penstock.fleet.folder import RunFolder
-from penstock.rollout.loader import FrontFetch
-from penstock.rollout.neighbour import Sharing, SharingFetch
+from penstock.fleet.run_folder import RunFolder
+from penstock.rollout.peer_relay import Sharing, SharingFetch
+from penstock.rollout.weight_loader import FrontFetch
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
-from penstock.weights.fronts.pieces import PIECE_BYTES
-from penstock.weights.fronts.relay import Relay
-from penstock.weights.fronts.server import build
+from penstock.weights.serving.piece_cache import PIECE_BYTES
+from penstock.weights.serving.relay import Relay
+from penstock.weights.serving.server import build
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncCaller, connect
 

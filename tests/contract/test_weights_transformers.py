@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from tests.unit.weights.serving import listening
+from tests.unit.weights.weight_servers import listening
 
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.client import Puller
-from penstock.weights.fronts.origin import Origin
-from penstock.weights.fronts.server import build
 from penstock.weights.manifest import parse_manifest
 from penstock.weights.publish import put_snapshot
+from penstock.weights.serving.origin import Origin
+from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import connect

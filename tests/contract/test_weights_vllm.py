@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scripts.setup_engine import CACHE, ENGINE, MARKER, MODEL
-from tests.unit.weights.serving import put_folder, real_front
+from tests.unit.weights.weight_servers import put_folder, real_front
 
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller

@@ -19,7 +19,7 @@ import psutil
 from penstock.dataflow.client.dataflow import ReaderClient
 from penstock.dataflow.service.operators.messages import Status
 from penstock.errors import WireError
-from penstock.fleet.folder import RunFolder
+from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Role
 
 PENSTOCK = (sys.executable, "-m", "penstock.cli.main")

@@ -23,7 +23,7 @@ import yaml
 from recipes.agents.make_model import make_model
 from tests.e2e.system import PENSTOCK, penstock
 from tests.e2e.test_openai_agent import recomputed, snapshots, trained_trajectories
-from tests.unit.gateway.actor import Stage, on_stage
+from tests.unit.gateway.gateway_harness import Stage, on_stage
 
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.programs import inherited_env, run_program

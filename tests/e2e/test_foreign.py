@@ -24,13 +24,13 @@ from penstock.config import (
     TrainingConfig,
 )
 from penstock.conformance import examine_trainer
-from penstock.conformance.double import Invitation, run_config
-from penstock.conformance.findings import Verdict
-from penstock.conformance.snapshot import write_snapshot
+from penstock.conformance.dataflow_double import Invitation, run_config
+from penstock.conformance.tiny_snapshot import write_snapshot
+from penstock.conformance.verdicts import Verdict
 from penstock.dataflow.client.dataflow import ReaderClient
 from penstock.dataflow.service.operators.messages import Status
-from penstock.fleet.folder import Endpoints, RunFolder
-from penstock.trainer.models import TINY_QWEN3, init_model
+from penstock.fleet.run_folder import Endpoints, RunFolder
+from penstock.trainer.model_folders import TINY_QWEN3, init_model
 from penstock.wire.auth import Role, Signer
 from penstock.wire.codec import encode_json
 

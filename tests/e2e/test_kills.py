@@ -14,7 +14,7 @@ import psutil
 import pytest
 from tests.e2e.system import PENSTOCK, SMALL, System, assert_complete, penstock, until
 
-from penstock.fleet.folder import RunFolder
+from penstock.fleet.run_folder import RunFolder
 
 EPISODES = """
 name: episodes

@@ -22,14 +22,14 @@ import yaml
 from tests.e2e.system import PENSTOCK, penstock
 
 from penstock.dataflow.ledger.segments import Location, read
-from penstock.fleet.folder import RunFolder
+from penstock.fleet.run_folder import RunFolder
 from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, Roles
 from penstock.trainer.inputs import make_inputs
-from penstock.trainer.models import init_model, load_model
+from penstock.trainer.model_folders import init_model, load_model
 from penstock.trainer.samples import cut
 from penstock.types import PolicyName, Trajectory
-from penstock.weights.remake import make_whole
+from penstock.weights.rebuild import make_whole
 from penstock.weights.store import DirectoryStore
 from penstock.wire.codec import decode
 

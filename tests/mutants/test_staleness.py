@@ -8,9 +8,9 @@ import random
 from contextlib import suppress
 from pathlib import Path
 
-from tests.chaos.history import History
-from tests.chaos.load import BadNode
-from tests.contract.running import POLICY, SmallTrainer, dataflow, small_config
+from tests.chaos.ack_log import History
+from tests.chaos.load_generator import BadNode
+from tests.contract.dataflow_server import POLICY, SmallTrainer, dataflow, small_config
 
 from penstock.dataflow.client.partitioned import SpreadClient
 from penstock.dataflow.service.trainers.messages import IncarnationRequest

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import sqlalchemy as sa
-from tests.sim.engine import Engine
+from tests.sim.events import Engine
 
 from penstock.dataflow.ledger.tables import METADATA, Tables
 from penstock.dataflow.records import Erasure, Record

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
-from tests.sim.engine import Actor, Call, Command, Engine, Network, Sleep, Task
-from tests.sim.laws import Laws
-from tests.sim.machines import Machine, PartitionMachine
+from tests.sim.events import Actor, Call, Command, Engine, Network, Sleep, Task
+from tests.sim.invariants import Laws
 from tests.sim.plans import Plan
+from tests.sim.processes import Machine, PartitionMachine
 
 from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
 from penstock.dataflow.records import RowRecord, row_id

@@ -11,15 +11,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from tests.sim import memory
-from tests.sim.blows import Blows
+from tests.sim import state_checks as memory
 from tests.sim.disk import Disk
-from tests.sim.engine import Actor, Call, Command, Engine, Network, Sleep, Task
-from tests.sim.laws import Laws
-from tests.sim.machines import HomeMachine, Machine, PartitionMachine
+from tests.sim.events import Actor, Call, Command, Engine, Network, Sleep, Task
+from tests.sim.faults import Blows
+from tests.sim.invariants import Laws
 from tests.sim.nodes import Node
 from tests.sim.plans import Plan, draw_plan
-from tests.sim.slot_laws import require
+from tests.sim.processes import HomeMachine, Machine, PartitionMachine
+from tests.sim.slot_invariants import require
 from tests.sim.stages import Stages
 from tests.sim.trainers import Trainer
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.sim.engine import Command, Engine
-from tests.sim.machines import Machine
+from tests.sim.events import Command, Engine
 from tests.sim.plans import Plan
+from tests.sim.processes import Machine
 
 from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.records import CompletionRecord, RowRecord

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
-from tests.sim.oracle import (
+from tests.sim.model import (
     CAPACITY,
     MAX_STALENESS,
     NODES,

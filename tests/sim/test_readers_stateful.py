@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.sim.shelf_world import ShelfWorld, memory_tables, no_blobs
+from tests.sim.reader_world import ShelfWorld, memory_tables, no_blobs
 
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord, TakeRecord
 from penstock.dataflow.columns import row_window as shelf

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from tests.sim.engine import Command
-from tests.sim.machines import Machine
+from tests.sim.events import Command
 from tests.sim.plans import CLOSINGS, Faults, Plan
+from tests.sim.processes import Machine
 from tests.sim.simulation import Simulation
 from tests.sim.world import Settings, World
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from tests.sim.engine import Actor, Call, Command, Engine, Network, Sleep, Task
-from tests.sim.laws import Laws
-from tests.sim.machines import HomeMachine
+from tests.sim.events import Actor, Call, Command, Engine, Network, Sleep, Task
+from tests.sim.invariants import Laws
 from tests.sim.plans import Plan
+from tests.sim.processes import HomeMachine
 
 from penstock.errors import Conflict, Fenced
 from penstock.types import PolicyName

@@ -16,7 +16,7 @@ CORE = (
     "penstock.dataflow.client.dataflow",
     "penstock.dataflow.service.server",
     "penstock.weights.client",
-    "penstock.weights.fronts.server",
+    "penstock.weights.serving.server",
     "penstock.fleet.launchers.local",
     "penstock.audit",
     "penstock.conformance",

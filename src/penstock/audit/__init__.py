@@ -11,14 +11,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.audit.batches import check_batches, check_staleness
-from penstock.audit.commits import check_trained_twice, check_versions, summarise
 from penstock.audit.evidence import read
-from penstock.audit.flow import check_groups, check_slots
-from penstock.audit.freed import check_freed
+from penstock.audit.freed_groups import check_freed
+from penstock.audit.groups import check_groups, check_slots
 from penstock.audit.lineage import read_lineages
-from penstock.audit.links import check_messages, check_partitions
+from penstock.audit.partition_links import check_messages, check_partitions
 from penstock.audit.report import AuditReport, Check, Summary
 from penstock.audit.rows import check_lost, check_rows, check_sampled
+from penstock.audit.training import check_trained_twice, check_versions, summarise
 
 __all__ = ["AuditReport", "Check", "Summary", "audit", "summary"]
 

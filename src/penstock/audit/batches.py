@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
 
+from penstock.audit.config import REWARD
 from penstock.audit.evidence import Evidence
 from penstock.audit.lineage import Lineage, effective
 from penstock.audit.records import (
@@ -22,7 +23,6 @@ from penstock.audit.records import (
     decode_map,
 )
 from penstock.audit.report import Check, Findings
-from penstock.audit.run_file import REWARD
 
 SAME = 1e-9
 """Means of the same numbers, summed in another order, differ by less."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from penstock.audit.config import REWARD, RunFile, read_run_file
 from penstock.audit.ledger import Books, Facts, Work, opened
 from penstock.audit.payloads import Content, Segments
 from penstock.audit.records import (
@@ -33,7 +34,6 @@ from penstock.audit.records import (
     Version,
     decode_manifest,
 )
-from penstock.audit.run_file import REWARD, RunFile, read_run_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.cli.probe import Findings
-    from penstock.cli.target import Target
+    from penstock.runs.probe_process import Findings
+    from penstock.runs.target import Target
 
 
 def check(target: Path, /, *overrides: str, json: bool = False) -> int:
@@ -25,9 +25,9 @@ def check(target: Path, /, *overrides: str, json: bool = False) -> int:
         Print one JSON object as the last line.
     """
     from penstock.cli.output import counted, print_json
-    from penstock.cli.preflight import problems
-    from penstock.cli.target import read_target
-    from penstock.cli.trial import ask_probe
+    from penstock.runs.preflight import problems
+    from penstock.runs.probe import ask_probe
+    from penstock.runs.target import read_target
 
     meant = read_target(target, overrides)
     findings = ask_probe(meant)
@@ -47,9 +47,9 @@ def check(target: Path, /, *overrides: str, json: bool = False) -> int:
 def refuse_problems(target: Target) -> dict[str, str]:
     """What `run` asks before it starts anything; the built-in tasks need no trying. Digests of the
     tasks of each source that was tried."""
-    from penstock.cli.preflight import problems
-    from penstock.cli.trial import ask_probe, own_stages, own_workflow
     from penstock.errors import ConfigError
+    from penstock.runs.preflight import problems
+    from penstock.runs.probe import ask_probe, own_stages, own_workflow
 
     config = target.config
     workflow = own_workflow(config.workflow)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
-    from penstock.fleet.folder import Endpoints, RunFolder
-    from penstock.wire.listening import Tls
+    from penstock.fleet.run_folder import Endpoints, RunFolder
+    from penstock.wire.serving import Tls
 
     Entered: TypeAlias = tuple[RunFolder, RunConfig, Endpoints]
 
@@ -52,7 +52,7 @@ def dataflow(
         listens.
     """
     gc.disable()  # what a start makes stays; the service turns the collector on when it is there
-    from penstock.cli.service import enter, make_tls
+    from penstock.cli.service_process import enter, make_tls
 
     tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory
     entered = enter(run_dir, f"partition-{partition}" if partition else "dataflow")
@@ -66,7 +66,7 @@ def dataflow(
 def _serve_home(entered: Entered, host: str | None, port: int | None, tls: Tls | None) -> None:
     import uvloop
 
-    from penstock.cli.service import address
+    from penstock.cli.service_process import address
     from penstock.dataflow.service.server import serve_dataflow
     from penstock.wire.auth import Audience, Verifier
 
@@ -96,9 +96,9 @@ def _serve_partition(
 ) -> None:
     import uvloop
 
-    from penstock.cli.service import address, token_for
+    from penstock.cli.service_process import address, token_for
     from penstock.dataflow.service.server import serve_partition
-    from penstock.fleet.folder import free_port
+    from penstock.fleet.run_folder import free_port
     from penstock.wire.auth import Audience, Role, Verifier
 
     folder, config, endpoints = entered

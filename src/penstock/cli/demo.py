@@ -32,12 +32,12 @@ def demo(
         Print one JSON object as the last line.
     """
     from penstock.cli.check import refuse_problems
-    from penstock.cli.launch import launch, report
     from penstock.cli.output import note
-    from penstock.cli.target import Target
     from penstock.config import load
-    from penstock.fleet.folder import RunFolder
     from penstock.fleet.processes import cpu_s
+    from penstock.fleet.run_folder import RunFolder
+    from penstock.runs.launch import launch, report
+    from penstock.runs.target import Target
 
     began_at = time.monotonic()
     folder = RunFolder(dir or Path(tempfile.mkdtemp(prefix="penstock-demo-")))

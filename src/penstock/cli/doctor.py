@@ -43,7 +43,7 @@ def doctor(*, environment: Path | None = None, json: bool = False) -> int:
         Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
-    from penstock.rollout.engines.vllm.child import default_environment
+    from penstock.rollout.engines.vllm.server import default_environment
 
     folder = environment or default_environment()
     found = [

@@ -24,9 +24,9 @@ def explain(run: Path, id: str, /, *, json: bool = False) -> int:
         Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
-    from penstock.cli.target import find_folder
     from penstock.dataflow.explain.explain import explain as read
     from penstock.dataflow.ledger.recorded import open_recorded
+    from penstock.runs.target import find_folder
 
     recorded = open_recorded(find_folder(run).path / "ledger")
     try:

@@ -28,8 +28,8 @@ def forget(run: Path, session: str, /, *, json: bool = False) -> int:
         Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
-    from penstock.cli.target import find_folder
     from penstock.dataflow.service.operators.messages import ForgetAnswer
+    from penstock.runs.target import find_folder
     from penstock.wire.auth import Role
     from penstock.wire.client import Caller
 

@@ -37,9 +37,9 @@ def fork(
     json
         Print one JSON object as the last line.
     """
-    from penstock.cli.forking import make_fork
     from penstock.cli.output import note, print_json
-    from penstock.cli.target import find_folder
+    from penstock.runs.fork import make_fork
+    from penstock.runs.target import find_folder
 
     parent = find_folder(run)
     made, weights_only = make_fork(parent, overrides, at, name)

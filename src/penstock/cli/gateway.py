@@ -65,10 +65,10 @@ def gateway(
 
     from penstock.cli.join import host_name, state_dir_of
     from penstock.cli.output import note
-    from penstock.cli.service import address, leave, make_tls
+    from penstock.cli.service_process import address, leave, make_tls
     from penstock.observe import logs
     from penstock.types import NodeId
-    from penstock.wire.listening import check_bind
+    from penstock.wire.serving import check_bind
 
     tls = make_tls(tls_cert, tls_key)
     check_bind(host, tls)
@@ -104,7 +104,7 @@ def gateway(
 def _by_url(
     url: str, token: str | None, public_key: str | None
 ) -> tuple[str, str, Callable[[str], Credential]]:
-    from penstock.cli.sharing import read_public_key
+    from penstock.cli.relay_options import read_public_key
     from penstock.errors import ConfigError
     from penstock.wire.auth import Audience, Verifier
 
@@ -121,9 +121,9 @@ def _by_url(
 def _by_folder(
     run: Path, node: str, policy: str | None
 ) -> tuple[str, str, Callable[[str], Credential], dict[str, Any]]:
-    from penstock.cli.service import only_policy
-    from penstock.cli.target import find_folder
-    from penstock.fleet.plan import TOKEN_TTL_S
+    from penstock.cli.service_process import only_policy
+    from penstock.fleet.services import TOKEN_TTL_S
+    from penstock.runs.target import find_folder
     from penstock.wire.auth import Audience, Role, Verifier
 
     folder = find_folder(run)

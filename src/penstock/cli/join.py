@@ -58,8 +58,13 @@ def join(
     """
     import uvloop
 
-    from penstock.cli.service import import_from, leave, make_tls
-    from penstock.cli.sharing import check_url, given_relay_token, make_sharing, read_public_key
+    from penstock.cli.relay_options import (
+        check_url,
+        given_relay_token,
+        make_sharing,
+        read_public_key,
+    )
+    from penstock.cli.service_process import import_from, leave, make_tls
     from penstock.errors import ConfigError
     from penstock.observe import logs
     from penstock.types import NodeId

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.config.pipeline import PipelineStageConfig
-    from penstock.trainer.pipeline.memory import Memory
+    from penstock.trainer.pipeline.memory_estimate import Memory
     from penstock.trainer.pipeline.plan import Chain, Plan, Service
 
 
@@ -29,10 +29,10 @@ def plan(target: Path, /, *overrides: str, svg: Path | None = None, json: bool =
         Print one JSON object as the last line.
     """
     from penstock.cli.output import note, print_json
-    from penstock.cli.target import read_target
     from penstock.errors import ConfigError
+    from penstock.runs.target import read_target
     from penstock.trainer.pipeline.builtin import plan_of
-    from penstock.trainer.pipeline.draw import to_svg
+    from penstock.trainer.pipeline.svg import to_svg
 
     config = read_target(target, overrides).config
     found = plan_of(config)
@@ -85,7 +85,7 @@ def _on(placed: Chain | Service) -> str:
 
 
 def _memory(memory: Memory, uncounted: tuple[str, ...]) -> str:
-    from penstock.trainer.pipeline.memory import size_text
+    from penstock.trainer.pipeline.memory_estimate import size_text
 
     parts = {
         "weights": memory.weights_bytes,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.weights.fronts.sources import Source
+    from penstock.weights.serving.sources import Source
     from penstock.wire.client import AsyncCaller
 
 KNOCK_S = 5.0
@@ -61,13 +61,13 @@ def relay(
     """
     import uvloop
 
-    from penstock.cli.service import address, make_tls
-    from penstock.cli.sharing import check_url, num_bytes, read_public_key, relay_note
-    from penstock.config.checks import OBJECT_STORES, is_url
+    from penstock.cli.relay_options import check_url, num_bytes, read_public_key, relay_note
+    from penstock.cli.service_process import address, make_tls
+    from penstock.config.base import OBJECT_STORES, is_url
     from penstock.errors import ConfigError
     from penstock.observe import logs
     from penstock.wire.auth import Audience, Verifier
-    from penstock.wire.listening import check_bind
+    from penstock.wire.serving import check_bind
 
     own = token or os.environ.pop("PENSTOCK_TOKEN", "")
     if not own:
@@ -92,8 +92,8 @@ def relay(
     relay_note(*where, tls)
 
     async def serve() -> None:
-        from penstock.weights.fronts.server import build
-        from penstock.wire.listening import serve as serve_app
+        from penstock.weights.serving.server import build
+        from penstock.wire.serving import serve as serve_app
 
         async with source as opened:
             await serve_app(build(opened, verifier), *where, tls)
@@ -108,7 +108,7 @@ async def _cached(
 ) -> AsyncGenerator[Source]:
     from contextlib import AsyncExitStack
 
-    from penstock.weights.fronts.relay import Relay
+    from penstock.weights.serving.relay import Relay
     from penstock.wire.client import connect
 
     async with AsyncExitStack() as callers:
@@ -121,7 +121,7 @@ async def _cached(
 async def _mirror(url: str) -> AsyncGenerator[Source]:
     from penstock.cli.output import note
     from penstock.errors import NotFound, Unreachable
-    from penstock.weights.fronts.objects import ObjectSource
+    from penstock.weights.serving.object_store import ObjectSource
 
     source = ObjectSource(url)
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.cli.recomputing import Comparison
+    from penstock.runs.replay import Comparison
 
 MAX_SHOWN = 10
 """Differences that people are told; --json has all."""
@@ -35,11 +35,11 @@ def replay(run: Path, step: int, /, *, policy: str | None = None, json: bool = F
     json
         Print one JSON object as the last line.
     """
-    from penstock.cli.recomputing import compute_again, ranks_of
-    from penstock.cli.service import leave
-    from penstock.cli.target import find_folder
+    from penstock.cli.service_process import leave
     from penstock.fleet.processes import die_with_parent
-    from penstock.trainer.gang.ranks import membership
+    from penstock.runs.replay import compute_again, ranks_of
+    from penstock.runs.target import find_folder
+    from penstock.trainer.ranks.supervisor import membership
 
     folder = find_folder(run)
     member = membership(os.environ)
@@ -55,7 +55,7 @@ def replay(run: Path, step: int, /, *, policy: str | None = None, json: bool = F
 def _start_ranks(num_ranks: int) -> int:
     """This command once per rank; the first of them tells what it found."""
     from penstock.observe import logs
-    from penstock.trainer.gang.ranks import run_ranks
+    from penstock.trainer.ranks.supervisor import run_ranks
 
     logs.configure("replay")  # on stderr; the last line of stdout is for programs
     again = [sys.executable, "-m", "penstock.cli.main", *sys.argv[1:]]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.dataflow.report.shape import BalanceReport
-    from penstock.fleet.folder import RunFolder
+    from penstock.fleet.run_folder import RunFolder
 
 
 def report(run: Path, /, *, json: bool = False) -> int:
@@ -23,8 +23,8 @@ def report(run: Path, /, *, json: bool = False) -> int:
         documentation.
     """
     from penstock.cli.output import print_json
-    from penstock.cli.target import find_folder
     from penstock.errors import WireError
+    from penstock.runs.target import find_folder
 
     folder = find_folder(run)
     pid = folder.holder()

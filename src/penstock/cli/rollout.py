@@ -43,9 +43,9 @@ def rollout(
     """
     import uvloop
 
-    from penstock.cli.service import enter, leave, make_tls, only_policy, token_for
-    from penstock.cli.sharing import check_url, given_relay_token, make_sharing
-    from penstock.fleet.plan import TOKEN_TTL_S
+    from penstock.cli.relay_options import check_url, given_relay_token, make_sharing
+    from penstock.cli.service_process import enter, leave, make_tls, only_policy, token_for
+    from penstock.fleet.services import TOKEN_TTL_S
     from penstock.types import NodeId
     from penstock.wire.auth import Role
 

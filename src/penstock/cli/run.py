@@ -30,9 +30,9 @@ def run(
         Resume although config or data set differ from those the run was started with.
     """
     from penstock.cli.check import refuse_problems
-    from penstock.cli.launch import launch, report
     from penstock.cli.output import print_json
-    from penstock.cli.target import read_target
+    from penstock.runs.launch import launch, report
+    from penstock.runs.target import read_target
 
     meant = read_target(target, overrides)
     sources = refuse_problems(meant)

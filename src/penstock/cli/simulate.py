@@ -30,13 +30,13 @@ def simulate(
         Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
-    from penstock.cli.target import find_folder
     from penstock.dataflow.ledger.recorded import open_recorded
     from penstock.dataflow.service.build import core_terms
     from penstock.dataflow.simulate.figures import count_figures, recorded_figures
     from penstock.dataflow.simulate.run import Share
     from penstock.dataflow.simulate.run import simulate as replay
     from penstock.dataflow.simulate.text import lines
+    from penstock.runs.target import find_folder
 
     folder = find_folder(run)
     config = with_rules(folder.read_config(), rules)
@@ -64,7 +64,7 @@ def with_rules(config: RunConfig, path: Path) -> RunConfig:
     from pydantic import ValidationError
 
     from penstock.config import RunConfig
-    from penstock.config.explain import path_text, problems_of
+    from penstock.config.error_messages import path_text, problems_of
     from penstock.errors import ConfigError
 
     try:

@@ -32,12 +32,12 @@ def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> i
     import uvloop
 
     from penstock.cli.output import note
-    from penstock.cli.service import import_from
-    from penstock.cli.target import find_folder, read_target
-    from penstock.fleet.plan import TOKEN, TOKEN_TTL_S
+    from penstock.cli.service_process import import_from
     from penstock.fleet.processes import die_with_parent
+    from penstock.fleet.services import TOKEN, TOKEN_TTL_S
     from penstock.observe import logs
-    from penstock.trainer.pipeline.service import serve
+    from penstock.runs.target import find_folder, read_target
+    from penstock.trainer.pipeline.stage_worker import serve
     from penstock.wire.auth import Role
 
     die_with_parent()
@@ -57,7 +57,7 @@ def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> i
 
 def placed_stage(config: RunConfig, id: str) -> tuple[PipelineStageConfig, StageConfig]:
     """The stage of the pipeline, and its terms in the ledger."""
-    from penstock.config.checks import did_you_mean
+    from penstock.config.base import did_you_mean
     from penstock.errors import ConfigError
 
     services = {stage.id: stage for _, stage in config.pipeline.services} if config.pipeline else {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.dataflow.service.operators.messages import Status
-    from penstock.fleet.folder import RunFolder
+    from penstock.fleet.run_folder import RunFolder
 
 
 def status(run: Path, /, *, json: bool = False) -> int:
@@ -22,7 +22,7 @@ def status(run: Path, /, *, json: bool = False) -> int:
         Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
-    from penstock.cli.target import find_folder
+    from penstock.runs.target import find_folder
 
     folder = find_folder(run)
     pid = folder.holder()
@@ -70,8 +70,8 @@ def _ask(folder: RunFolder) -> tuple[Status | None, str]:
 def _draw(folder: RunFolder, now: Status, *, hint: str) -> None:
     from rich.console import Console
 
-    from penstock.cli.panel import draw
-    from penstock.cli.view import View
+    from penstock.cli.live_panel import draw
+    from penstock.runs.monitor import View
 
     curves = {
         str(p.policy): [p.reward_mean] if p.reward_mean is not None else [] for p in now.policies

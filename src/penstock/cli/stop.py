@@ -24,7 +24,7 @@ def stop(run: Path, /, *, timeout_s: float = 60.0, json: bool = False) -> int:
         Print one JSON object as the last line.
     """
     from penstock.cli.output import note, print_json
-    from penstock.cli.target import find_folder
+    from penstock.runs.target import find_folder
 
     folder = find_folder(run)
     pid = folder.holder()

@@ -36,8 +36,8 @@ def token(
         Print one JSON object with the token and the URL to join; a relay's with the public key.
     """
     from penstock.cli.output import note, print_json
-    from penstock.cli.target import find_folder
     from penstock.errors import ConfigError
+    from penstock.runs.target import find_folder
     from penstock.wire.auth import Role
 
     if ttl_h <= 0:

@@ -25,13 +25,13 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
     accept_changes
         Go on from a checkpoint although the config differs from the one it was saved under.
     """
-    from penstock.cli.service import enter, leave, only_policy, token_for
+    from penstock.cli.service_process import enter, leave, only_policy, token_for
     from penstock.config import identity
     from penstock.errors import ForkRefused
     from penstock.fleet.launchers.local import EXIT_FENCED, EXIT_REFUSED
-    from penstock.fleet.plan import TOKEN
-    from penstock.trainer.gang.ranks import membership, run_ranks
+    from penstock.fleet.services import TOKEN
     from penstock.trainer.pipeline.builtin import chain_of
+    from penstock.trainer.ranks.supervisor import membership, run_ranks
     from penstock.wire.auth import Role
 
     folder, config, endpoints = enter(run_dir, "trainer" if policy is None else f"trainer-{policy}")

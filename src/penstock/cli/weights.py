@@ -41,12 +41,12 @@ def serve(
     """
     import uvloop
 
-    from penstock.cli.service import address, enter, make_tls
-    from penstock.weights.fronts.origin import Origin
-    from penstock.weights.fronts.server import build
+    from penstock.cli.service_process import address, enter, make_tls
+    from penstock.weights.serving.origin import Origin
+    from penstock.weights.serving.server import build
     from penstock.weights.store import DirectoryStore
     from penstock.wire.auth import Audience, Verifier
-    from penstock.wire.listening import serve as serve_app
+    from penstock.wire.serving import serve as serve_app
 
     tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory
     folder, config, endpoints = enter(run_dir, "weights")
@@ -62,8 +62,8 @@ def serve(
 def _mirroring(store: DirectoryStore, url: str) -> AbstractContextManager[None]:
     if not url:
         return nullcontext()
-    from penstock.weights.fronts.mirror import ObjectMirror
-    from penstock.weights.fronts.mirroring import Mirroring
+    from penstock.weights.serving.mirror import ObjectMirror
+    from penstock.weights.serving.mirror_sync import Mirroring
 
     return Mirroring(store, ObjectMirror(url)).running()
 
@@ -79,7 +79,7 @@ def ls(run: Path, /, *, json: bool = False) -> int:
         Print one JSON object as the last line.
     """
     from penstock.cli.output import note, print_json
-    from penstock.cli.weights_text import list_lines, listed
+    from penstock.cli.weights_format import list_lines, listed
 
     _, store, catalog = _open(run)
     blobs = [num_bytes for _, num_bytes in store.blobs()]
@@ -106,7 +106,7 @@ def show(run: Path, version: str, /, *, json: bool = False) -> int:
         Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
-    from penstock.cli.weights_text import show_lines, shown
+    from penstock.cli.weights_format import show_lines, shown
     from penstock.weights.catalog import find_version
 
     _, store, catalog = _open(run)
@@ -131,7 +131,7 @@ def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> i
         Print one JSON object as the last line.
     """
     from penstock.cli.output import counted, note, print_json, size
-    from penstock.cli.weights_text import damage_lines
+    from penstock.cli.weights_format import damage_lines
     from penstock.weights.catalog import find_version
     from penstock.weights.verify import Verifier, damaged_manifest
 
@@ -179,7 +179,7 @@ def diff(run: Path, old: str, new: str, /, *, json: bool = False) -> int:
         Print one JSON object as the last line, with every tensor.
     """
     from penstock.cli.output import print_json
-    from penstock.cli.weights_text import diff_lines, differences
+    from penstock.cli.weights_format import diff_lines, differences
     from penstock.weights.catalog import find_version
     from penstock.weights.compare import compare
 
@@ -195,8 +195,8 @@ def diff(run: Path, old: str, new: str, /, *, json: bool = False) -> int:
 
 
 def _open(run: Path) -> tuple[Path, DirectoryStore, Catalog]:
-    from penstock.cli.target import find_folder
     from penstock.errors import WeightsError
+    from penstock.runs.target import find_folder
     from penstock.weights.catalog import read_catalog
     from penstock.weights.store import DirectoryStore
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.config import RunConfig
     from penstock.dataflow.service.trainers.messages import VersionInUse
-    from penstock.fleet.folder import RunFolder
+    from penstock.fleet.run_folder import RunFolder
 
 
 def gc(run: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
@@ -26,9 +26,9 @@ def gc(run: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
         Print one JSON object as the last line.
     """
     from penstock.cli.output import counted, print_json, size
-    from penstock.cli.target import find_folder
     from penstock.dataflow.service.trainers.messages import UsedBy
     from penstock.errors import WeightsError
+    from penstock.runs.target import find_folder
     from penstock.weights.retention import carry_out, plan
     from penstock.weights.store import DirectoryStore
 

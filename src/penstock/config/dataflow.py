@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from penstock.config.checks import (
+from penstock.config.base import (
     FUNCTION,
     NAME,
     OBJECT_STORES,

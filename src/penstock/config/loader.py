@@ -16,10 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from penstock.config.checks import KeyPath, did_you_mean
-from penstock.config.explain import Problem, path_text, problems_of
-from penstock.config.positions import Positions, scan
+from penstock.config.base import KeyPath, did_you_mean
+from penstock.config.error_messages import Problem, path_text, problems_of
 from penstock.config.run import RunConfig
+from penstock.config.yaml_positions import Positions, scan
 from penstock.errors import ConfigError
 
 _OVERRIDE_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+|\[[0-9]+\])*", re.ASCII)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, Field, PositiveInt
 
-from penstock.config.checks import Contradiction, KeyPath, Section, filled, matching
+from penstock.config.base import Contradiction, KeyPath, Section, filled, matching
 
 if TYPE_CHECKING:
     from penstock.config.run import RunConfig

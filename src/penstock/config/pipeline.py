@@ -17,17 +17,9 @@ from pydantic import (
     model_validator,
 )
 
-from penstock.config.checks import (
-    FUNCTION,
-    NAME,
-    Section,
-    filled,
-    matching,
-    one_of,
-    refuse,
-)
+from penstock.config.base import FUNCTION, NAME, Section, filled, matching, one_of, refuse
+from penstock.config.builtin_stages import require_options, shipped_for
 from penstock.config.pipeline_checks import pipeline_contradictions
-from penstock.config.shipped import require_options, shipped_for
 from penstock.config.stages import Column, Columns, StageConfig
 
 StageName = Annotated[

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.config.checks import Contradiction, KeyPath, did_you_mean, shown
-from penstock.config.edges import Edge, circle, edges, picture
-from penstock.config.shipped import SHIPPED, shipped_for
+from penstock.config.base import Contradiction, KeyPath, did_you_mean, shown
+from penstock.config.builtin_stages import SHIPPED, shipped_for
+from penstock.config.stage_graph import Edge, circle, edges, picture
 from penstock.config.stages import BORN
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from penstock.config.checks import Contradiction, Section, refuse
+from penstock.config.base import Contradiction, Section, refuse
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 

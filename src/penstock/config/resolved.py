@@ -13,10 +13,10 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from penstock.config.checks import KeyPath
-from penstock.config.explain import path_text
-from penstock.config.passwords import without_password
+from penstock.config.base import KeyPath
+from penstock.config.error_messages import path_text
 from penstock.config.run import RunConfig
+from penstock.config.store_password import without_password
 
 _CONSTANT = '"constant"'
 _INTERPOLATION = re.compile(r"(\\*)\$\{")

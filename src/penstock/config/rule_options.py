@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from penstock.config.checks import Contradiction, Section, filled, one_of, refuse
+from penstock.config.base import Contradiction, Section, filled, one_of, refuse
 
 
 class Hook(StrEnum):

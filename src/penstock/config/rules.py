@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import ConfigDict, Field, ValidationError, model_serializer, model_validator
 
-from penstock.config.checks import (
+from penstock.config.base import (
     FUNCTION,
     Contradiction,
     Section,

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from penstock.config.algorithms import PRESETS, with_minibatches
-from penstock.config.checks import (
+from penstock.config.base import (
     FUNCTION,
     MODULE,
     NAME,
@@ -34,11 +34,11 @@ from penstock.config.checks import (
     refuse,
     shown,
 )
-from penstock.config.crossings import crossings
+from penstock.config.cross_checks import crossings
 from penstock.config.dataflow import DataflowConfig, PolicyDataflowConfig
 from penstock.config.lora import LoraConfig
 from penstock.config.pipeline import PipelineConfig
-from penstock.config.pipeline_crossings import ledger_stages
+from penstock.config.pipeline_cross_checks import ledger_stages
 from penstock.config.rules import RuleConfig, layered
 from penstock.config.trainer import AlgorithmConfig, SamplingConfig, TrainingConfig
 from penstock.config.weights import WeightsConfig

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt
 
-from penstock.config.checks import (
+from penstock.config.base import (
     COLUMN,
     NAME,
     Contradiction,

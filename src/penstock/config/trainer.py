@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from penstock.config.algorithms import PRESETS, with_preset
-from penstock.config.checks import Contradiction, Section, one_of, refuse, shown
+from penstock.config.base import Contradiction, Section, one_of, refuse, shown
 from penstock.config.pipeline import ParallelConfig
 
 MODES: Mapping[str, int] = {"sync": 0, "one_step": 1, "async": 8}

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from penstock.config.checks import OBJECT_STORES, Section, is_url, one_of, shown
+from penstock.config.base import OBJECT_STORES, Section, is_url, one_of, shown
 
 
 def _read_mirror(value: object) -> object:

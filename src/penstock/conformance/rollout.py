@@ -12,11 +12,11 @@ import asyncio
 import time
 from dataclasses import replace
 
-from penstock.conformance.double import HEARTBEAT_S, POLICY, CutOff, Double, Handler
-from penstock.conformance.fetches import Fetches
-from penstock.conformance.findings import Findings, Rule
-from penstock.conformance.rows import Lease, judge_row, read_row
-from penstock.conformance.stand_in import row_id_of
+from penstock.conformance.dataflow_double import HEARTBEAT_S, POLICY, CutOff, Double, Handler
+from penstock.conformance.row_rules import Lease, judge_row, read_row
+from penstock.conformance.simulated_peers import row_id_of
+from penstock.conformance.verdicts import Findings, Rule
+from penstock.conformance.weight_fetches import Fetches
 from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
 from penstock.dataflow.service.nodes.messages import (
     DeliveryAnswer,

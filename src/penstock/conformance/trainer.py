@@ -12,9 +12,9 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from penstock.conformance.double import POLICY, Double, Handler
-from penstock.conformance.findings import Findings, Rule
-from penstock.conformance.versions import (
+from penstock.conformance.dataflow_double import POLICY, Double, Handler
+from penstock.conformance.verdicts import Findings, Rule
+from penstock.conformance.version_rules import (
     damaged_files,
     missing_blobs,
     read_manifest,

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.fleet import guard
+from penstock.fleet import orphan_reaper as guard
 
 PARENT = "PENSTOCK_PARENT_PID"
 """Set by a launcher for its children: the process they must not outlive."""

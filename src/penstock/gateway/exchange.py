@@ -16,9 +16,9 @@ from functools import partial
 import structlog
 from starlette.types import Message
 
-from penstock.gateway.calls import Answer, Call, Delta
 from penstock.gateway.dialects.dialect import INTERNAL, Ask, Problem, Reply, Writer, problem_of
 from penstock.gateway.gateway import Session
+from penstock.gateway.model_calls import Answer, Call, Delta
 
 log = structlog.get_logger(__name__)
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import structlog
 
 from penstock.errors import EngineError, Unauthorized
-from penstock.gateway.generate import Generate
-from penstock.gateway.probe import Verdict, probe
+from penstock.gateway.generation import Generate
 from penstock.gateway.renderer import Renderer
-from penstock.gateway.salvaged import Salvaged
+from penstock.gateway.salvaged_answers import Salvaged
 from penstock.gateway.session import CLOSED, KEY_PREFIX, Record, Session
+from penstock.gateway.template_probe import Verdict, probe
 from penstock.types import PolicyName, SamplingSpec, Turn
 
 log = structlog.get_logger(__name__)

@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from penstock.errors import BadRequest, Busy, Conflict, Forbidden, NotFound, Unauthorized
 from penstock.gateway.gateway import NO_KEY, Gateway
-from penstock.gateway.generate import Completion, Generate, Listen
+from penstock.gateway.generation import Completion, Generate, Listen
 from penstock.gateway.session import Session
 from penstock.types import PolicyName, RowId, SamplingSpec, Turn, is_data
 from penstock.wire.auth import PREFIX, Credential, Role

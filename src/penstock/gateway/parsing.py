@@ -15,7 +15,7 @@ from enum import StrEnum
 
 import msgspec
 
-from penstock.gateway.calls import ToolCall
+from penstock.gateway.model_calls import ToolCall
 
 THINK, END_THINK = "<think>", "</think>"
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"

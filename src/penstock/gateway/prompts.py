@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import BadRequest
-from penstock.gateway.calls import Call
-from penstock.gateway.marks import escape
+from penstock.gateway.answer_history import Recall
+from penstock.gateway.control_tokens import escape
+from penstock.gateway.model_calls import Call
 from penstock.gateway.parsing import PLAIN, THINK, Form
-from penstock.gateway.recall import Recall
 from penstock.gateway.renderer import Renderer
-from penstock.gateway.tree import ROOT, TurnTree
+from penstock.gateway.turn_tree import ROOT, TurnTree
 from penstock.types import PolicyName, TokenIds, token_ids, view_ids
 
 MAX_MESSAGES = 2_048

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from penstock.errors import Busy
-from penstock.gateway.calls import Answer
 from penstock.gateway.gateway import Session
+from penstock.gateway.model_calls import Answer
 
 MAX_CONCURRENT_CALLS = 256
 TOKENS_PER_MINUTE = 100_000_000

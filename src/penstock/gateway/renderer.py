@@ -22,10 +22,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from penstock.errors import BadRequest, WeightsError
+from penstock.gateway.control_tokens import MARK, Marks, split
 from penstock.gateway.detokenize import decoder_of
-from penstock.gateway.marks import MARK, Marks, split
 from penstock.gateway.parsing import END_THINK, STRUCTURE, tool_format
-from penstock.gateway.snapshot import (
+from penstock.gateway.tokenizer_files import (
     read_object,
     read_special_tokens,
     read_stop_ids,

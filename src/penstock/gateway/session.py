@@ -14,18 +14,18 @@ from dataclasses import replace
 from typing import Protocol
 
 from penstock.errors import ContextOverflow, EngineError, NotFound, Unauthorized
-from penstock.gateway.calls import Answer, Call, Delta, Usage
-from penstock.gateway.generate import Completion, Generate
-from penstock.gateway.growing import Growing
+from penstock.gateway.answer_history import Recall
+from penstock.gateway.generation import Completion, Generate
+from penstock.gateway.model_calls import Answer, Call, Delta, Usage
 from penstock.gateway.parsing import cut, read
-from penstock.gateway.probe import Verdict
 from penstock.gateway.prompts import Prompt, Prompts
-from penstock.gateway.recall import Recall
 from penstock.gateway.renderer import Renderer, Texts
-from penstock.gateway.salvaged import Salvaged
+from penstock.gateway.salvaged_answers import Salvaged
 from penstock.gateway.sampling import Overrides, override, read_overrides
 from penstock.gateway.seeds import derive
-from penstock.gateway.tree import TurnTree
+from penstock.gateway.stream_decoder import Growing
+from penstock.gateway.template_probe import Verdict
+from penstock.gateway.turn_tree import TurnTree
 from penstock.types import (
     FinishReason,
     JsonObject,

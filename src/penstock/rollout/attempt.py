@@ -31,9 +31,9 @@ from penstock.errors import EngineError, WorkflowError
 from penstock.gateway.gateway import Gateway, Session
 from penstock.rollout.context import Context
 from penstock.rollout.endpoint import Endpoint
-from penstock.rollout.functions import shorten, user_traceback
 from penstock.rollout.recorder import Recorder
 from penstock.rollout.rewards.scorer import Failed, Scored
+from penstock.rollout.user_errors import shorten, user_traceback
 from penstock.rollout.workflows import Workflow, find_workflow
 from penstock.types import (
     FailureKind,

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.gateway.calls import Answer
 from penstock.gateway.gateway import Session
+from penstock.gateway.model_calls import Answer
 from penstock.gateway.sampling import read_overrides
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.programs import inherited_env, run_program

@@ -8,7 +8,7 @@ import socket
 
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.server import build_app
-from penstock.wire.listening import serve_on
+from penstock.wire.serving import serve_on
 
 BACKLOG = 1024
 

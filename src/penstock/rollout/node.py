@@ -26,19 +26,19 @@ from penstock.dataflow.client.partitioned import SpreadClient
 from penstock.dataflow.service.nodes.messages import RunFacts
 from penstock.gateway.gateway import Gateway
 from penstock.rollout.attempt import Attempts
+from penstock.rollout.delivery_queue import Acknowledgements, Deliveries, Outbox
 from penstock.rollout.endpoint import Endpoint
+from penstock.rollout.engine_pool import MAX_PAUSED
+from penstock.rollout.engine_pools import Engines
 from penstock.rollout.engines import EnginePlace, make_engine
 from penstock.rollout.engines.base import Engine
-from penstock.rollout.loader import Fetch, FrontFetch, Loader
 from penstock.rollout.membership import Members, Membership
-from penstock.rollout.neighbour import Sharing, SharingFetch
 from penstock.rollout.orders import StandingOrders
-from penstock.rollout.outbox import Acknowledgements, Deliveries, Outbox
-from penstock.rollout.pool import MAX_PAUSED
+from penstock.rollout.peer_relay import Sharing, SharingFetch
 from penstock.rollout.recorder import Recorder, Turns
 from penstock.rollout.rewards.scorer import Scorer
-from penstock.rollout.serving import Engines
 from penstock.rollout.slots import Leases, Slots
+from penstock.rollout.weight_loader import Fetch, FrontFetch, Loader
 from penstock.types import NodeId
 
 CAPACITY = 256

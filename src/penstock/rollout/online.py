@@ -32,16 +32,16 @@ from penstock.errors import ConfigError
 from penstock.gateway.online import Ended, Online, Terms
 from penstock.gateway.online_routes import build_online_app
 from penstock.rollout.attempt import COMPLETED, failed, judge, row_id_of
-from penstock.rollout.loader import FrontFetch, Loader
+from penstock.rollout.delivery_queue import Acknowledgements, Outbox
+from penstock.rollout.engine_pool import MAX_PAUSED
 from penstock.rollout.membership import Membership
 from penstock.rollout.node import FLUSH_S, Outside, engine_maker, told_by_signals
 from penstock.rollout.orders import StandingOrders
-from penstock.rollout.outbox import Acknowledgements, Outbox
-from penstock.rollout.pool import MAX_PAUSED
 from penstock.rollout.slots import PAUSE_S, WAIT_S, Leases
+from penstock.rollout.weight_loader import FrontFetch, Loader
 from penstock.types import SESSION_TAG, FailureKind, NodeId, RowId, Trajectory
 from penstock.wire.auth import Credential
-from penstock.wire.listening import Tls, serve_on
+from penstock.wire.serving import Tls, serve_on
 
 CAPACITY = 1024
 """Sessions recorded at once."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from penstock.errors import WorkflowError
-from penstock.rollout.functions import shorten
+from penstock.rollout.user_errors import shorten
 
 TETHER = str(Path(__file__).with_name("tether.py"))
 MAX_OUTPUT_BYTES = 1 << 20

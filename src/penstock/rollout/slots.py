@@ -13,9 +13,9 @@ from typing import Protocol
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import LeaseAnswer, LeaseRequest
 from penstock.rollout.attempt import row_id_of
+from penstock.rollout.delivery_queue import Outbox
 from penstock.rollout.membership import Membership
 from penstock.rollout.orders import StandingOrders
-from penstock.rollout.outbox import Outbox
 from penstock.types import RowId, Task, Trajectory
 
 WAIT_S = 10.0

@@ -19,8 +19,8 @@ import structlog
 from blake3 import blake3
 
 from penstock.errors import StoreError
-from penstock.trainer.gang.balance import costs_of
-from penstock.trainer.gang.team import Alone, Sums
+from penstock.trainer.ranks.balance import costs_of
+from penstock.trainer.ranks.group import Alone, Sums
 from penstock.trainer.samples import TOKEN_COLUMNS, Samples, cut, is_seen
 from penstock.types import (
     FinishReason,

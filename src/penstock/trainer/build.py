@@ -19,29 +19,29 @@ from penstock.errors import ConfigError
 from penstock.trainer.actor import Actor
 from penstock.trainer.advantages.gae import ValueLoss
 from penstock.trainer.batches import Batch
-from penstock.trainer.crew import Crew
+from penstock.trainer.build_objective import NO_BOUNDS, bounds_of, objective_of, token_weights
 from penstock.trainer.critic import Critic
 from penstock.trainer.device import CPU
-from penstock.trainer.gang.moving import move
-from penstock.trainer.gang.places import Parallel
-from penstock.trainer.gang.reading import fill, load_outline
-from penstock.trainer.gang.sharding import shard
-from penstock.trainer.gang.team import Alone, Company, Team
+from penstock.trainer.forward_pass import Passes
 from penstock.trainer.learner import Learner, Optimizer, Stats
 from penstock.trainer.lora import adapter_off, put_on
 from penstock.trainer.losses.mismatch import correction_of
 from penstock.trainer.losses.tokens import Budgeted, Objective
-from penstock.trainer.models import initial_folder, is_adapted, load_model
-from penstock.trainer.objective import NO_BOUNDS, bounds_of, objective_of, token_weights
-from penstock.trainer.packable import require_packable
+from penstock.trainer.model_folders import initial_folder, is_adapted, load_model
+from penstock.trainer.models import Crew
+from penstock.trainer.packing_check import require_packable
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.functions import find_function
 from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, Stage, bind, stay
+from penstock.trainer.ranks.batch_repartition import move
+from penstock.trainer.ranks.group import Alone, Company, Team
+from penstock.trainer.ranks.sharding import shard
+from penstock.trainer.ranks.topology import Parallel
+from penstock.trainer.ranks.weight_loading import fill, load_outline
 from penstock.trainer.schedules import Schedule, Shape
-from penstock.trainer.scoring import Passes
 from penstock.trainer.signals.alarms import EXCLUDED
 from penstock.trainer.updates import Cut
-from penstock.trainer.vocabularies import other_vocabularies
+from penstock.trainer.vocabulary_check import other_vocabularies
 
 CRITIC = "critic"
 CRITIC_RATE = 5.0

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from penstock.config import changed
 from penstock.errors import ConfigError, Fenced, StoreError
-from penstock.trainer.described import (
+from penstock.trainer.checkpoint_manifest import (
     Checkpoint,
     Cursor,
     TrainerState,
@@ -37,7 +37,7 @@ from penstock.trainer.described import (
     weights_name,
     write_described,
 )
-from penstock.trainer.durable import (
+from penstock.trainer.durable_files import (
     bring_back,
     clear_leftovers,
     digest,
@@ -48,9 +48,9 @@ from penstock.trainer.durable import (
     set_aside,
     sync,
 )
-from penstock.trainer.gang.boxes import Box
-from penstock.trainer.models import link_or_copy
-from penstock.trainer.shares import (
+from penstock.trainer.model_folders import link_or_copy
+from penstock.trainer.ranks.regions import Box
+from penstock.trainer.state_shards import (
     OPTIMIZER,
     Shares,
     await_shares,

@@ -28,16 +28,16 @@ from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch
-from penstock.trainer.gang.sharding import clip
-from penstock.trainer.gang.team import Sums
+from penstock.trainer.forward_pass import Passes, Scorer
 from penstock.trainer.inputs import Inputs, advantages_of
 from penstock.trainer.losses.logprobs import behaviour_kl, log_ratio
 from penstock.trainer.losses.tokens import Budgeted, Objective, TokenLoss, Tokens
+from penstock.trainer.ranks.group import Sums
+from penstock.trainer.ranks.sharding import clip
 from penstock.trainer.schedules import Schedule
-from penstock.trainer.scoring import Passes, Scorer
-from penstock.trainer.shares import take
-from penstock.trainer.signals.first_look import FirstLook, first_look
-from penstock.trainer.signals.gaps import Gap
+from penstock.trainer.signals.first_update import FirstLook, first_look
+from penstock.trainer.signals.mismatch import Gap
+from penstock.trainer.state_shards import take
 from penstock.trainer.updates import Cut, Update, plan_updates
 
 Floats = npt.NDArray[np.float64]

@@ -33,17 +33,17 @@ from penstock.errors import Conflict, Fenced, ForkRefused, NeverCommitted
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.checkpoint import Checkpoints
-from penstock.trainer.crew import Crew
-from penstock.trainer.durable import new_token
-from penstock.trainer.gang.drawing import draw_rows
-from penstock.trainer.gang.following import Order, Served, num_ranks, say
-from penstock.trainer.gang.team import Alone, Team
+from penstock.trainer.checkpoint_saver import Saver
+from penstock.trainer.durable_files import new_token
 from penstock.trainer.learner import Stats
+from penstock.trainer.models import Crew
 from penstock.trainer.publisher import Publisher
-from penstock.trainer.saving import Saver
-from penstock.trainer.signals.gaps import Drifting
-from penstock.trainer.signals.memory import from_json, to_json
-from penstock.trainer.signals.watch import Watch
+from penstock.trainer.ranks.group import Alone, Team
+from penstock.trainer.ranks.row_fetch import draw_rows
+from penstock.trainer.ranks.worker_loop import Order, Served, num_ranks, say
+from penstock.trainer.signals.mismatch import Drifting
+from penstock.trainer.signals.monitor import Watch
+from penstock.trainer.signals.monitor_state import from_json, to_json
 from penstock.trainer.snapshots import Snapshots
 from penstock.types import NodeId, PolicyName
 from penstock.weights.publish import StoredVersion

@@ -15,7 +15,7 @@ import structlog
 from torch import Tensor
 
 from penstock.errors import WeightsError, WireError
-from penstock.trainer.beside import Beside
+from penstock.trainer.background_worker import Beside
 from penstock.trainer.snapshots import Snapshots
 from penstock.weights.publish import StoredVersion
 

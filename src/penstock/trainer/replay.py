@@ -16,8 +16,8 @@ from typing import Protocol
 from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.errors import ConfigError, PenstockError, StoreError
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor, listed
-from penstock.trainer.gang.team import Team
 from penstock.trainer.learner import Stats
+from penstock.trainer.ranks.group import Team
 from penstock.types import Manifest, PolicyName, RowPayload
 from penstock.weights.publish import StoredVersion
 

@@ -19,18 +19,18 @@ from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import assemble
 from penstock.trainer.build import build_crew, load_policy, spread_of
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
-from penstock.trainer.crew import Crew
+from penstock.trainer.config_upgrade import as_written_now
 from penstock.trainer.device import CPU, own_device
-from penstock.trainer.gang.drawing import draw_rows
-from penstock.trainer.gang.following import follow, num_ranks
-from penstock.trainer.gang.ranks import Membership
-from penstock.trainer.gang.team import Alone, Team, form_all, join
 from penstock.trainer.learner import SkipReason, Stats, first_state
 from penstock.trainer.loop import Trainer
 from penstock.trainer.lora import adapter_tensors, begin_adapter
-from penstock.trainer.models import init_model, name_precision
-from penstock.trainer.older import as_written_now
+from penstock.trainer.model_folders import init_model, name_precision
+from penstock.trainer.models import Crew
 from penstock.trainer.pipeline.builtin import chain_of
+from penstock.trainer.ranks.group import Alone, Team, form_all, join
+from penstock.trainer.ranks.row_fetch import draw_rows
+from penstock.trainer.ranks.supervisor import Membership
+from penstock.trainer.ranks.worker_loop import follow, num_ranks
 from penstock.trainer.replay import (
     Record,
     RecordedRows,

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from penstock.trainer.models import (
+from penstock.trainer.model_folders import (
     WEIGHTS,
     is_adapted,
     link_or_copy,

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 
 from penstock.trainer.batches import Batch
-from penstock.trainer.gang.team import Sums
 from penstock.trainer.inputs import PROXIMAL, advantages_of, tokens_of, trained_tokens
 from penstock.trainer.losses.aggregation import Counts, Weights, count
 from penstock.trainer.losses.mismatch import Correction
+from penstock.trainer.ranks.group import Sums
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

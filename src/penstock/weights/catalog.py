@@ -18,7 +18,7 @@ from penstock.errors import WeightsError
 from penstock.types import PolicyName
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import FileEntry, SnapshotManifest, parse_manifest
-from penstock.weights.remake import follow, way_from_whole
+from penstock.weights.rebuild import follow, way_from_whole
 from penstock.weights.store import DirectoryStore
 
 SHORT = 12

@@ -19,7 +19,7 @@ import structlog
 from penstock.errors import WeightsError
 from penstock.weights.deltas.chain import DeltaEntry, cheapest
 from penstock.weights.manifest import FileEntry, SnapshotManifest, parse_manifest
-from penstock.weights.remake import ANY_SIZE
+from penstock.weights.rebuild import ANY_SIZE
 from penstock.weights.store import DirectoryStore
 
 log = structlog.get_logger(__name__)

@@ -14,7 +14,7 @@ from penstock.errors import WeightsError
 from penstock.weights.catalog import SHORT, KeptFile, KeptVersion, undisturbed, whole_file
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import SnapshotManifest, parse_manifest
-from penstock.weights.remake import way_from_whole
+from penstock.weights.rebuild import way_from_whole
 from penstock.weights.store import DirectoryStore, open_regular
 from penstock.weights.tensors import Scan, TensorEntry, scan
 

@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tests.unit.audit.corrupt_freed import free_batch
 from tests.unit.audit.ledgers import Run, always_completed, eventful_run, small_config
-from tests.unit.audit.run_files import (
+from tests.unit.audit.tampering import (
     RUNS,
     UNSEALED,
     Record,
@@ -25,7 +26,6 @@ from tests.unit.audit.run_files import (
     store,
     whole,
 )
-from tests.unit.audit.spoil_freed import free_batch
 
 from penstock.audit import audit, summary
 from penstock.audit.evidence import read_contents

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from tests.unit.audit import spoil_partitions as spoil
-from tests.unit.audit.far_ledgers import FarRun, cut_run, quiet_run
+from tests.unit.audit import corrupt_partitions as spoil
 from tests.unit.audit.ledgers import small_config
-from tests.unit.audit.run_files import change, far, one
+from tests.unit.audit.partitioned_ledgers import FarRun, cut_run, quiet_run
+from tests.unit.audit.tampering import change, far, one
 
 from penstock.audit import AuditReport, audit, evidence
 from penstock.audit.ledger import Moment, opened

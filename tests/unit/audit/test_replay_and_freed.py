@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.unit.audit.ledgers import Run, always_completed, small_config
-from tests.unit.audit.run_files import one
+from tests.unit.audit.tampering import one
 
 from penstock.audit import AuditReport, audit
 from penstock.config import RunConfig, dump

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import yaml
 from blake3 import blake3
-from tests.unit.audit.run_files import (
+from tests.unit.audit.tampering import (
     UNSEALED,
     Record,
     change,

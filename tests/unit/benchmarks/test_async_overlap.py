@@ -12,7 +12,7 @@ import pytest
 from benchmarks.async_overlap import equal_machines, per_slot, point
 from benchmarks.overlap_real import on_the_clock
 from benchmarks.overlap_virtual import flow
-from benchmarks.overlap_world import (
+from benchmarks.overlap_workload import (
     Spell,
     Window,
     Workload,

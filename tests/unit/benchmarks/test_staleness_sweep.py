@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import staleness_sweep
+from benchmarks.lagged_training import NUM_GENERATIONS, Sampler, Trainee, train
 from benchmarks.plot import Curve, Point, curves
 from benchmarks.staleness_sweep import (
     POINTS,
@@ -21,11 +22,10 @@ from benchmarks.staleness_sweep import (
     run,
     sweep,
 )
-from benchmarks.virtual_lag import NUM_GENERATIONS, Sampler, Trainee, train
 
 from penstock.trainer.batches import Batch
 from penstock.trainer.learner import Learner
-from penstock.trainer.models import TINY_QWEN3, init_model, load_model
+from penstock.trainer.model_folders import TINY_QWEN3, init_model, load_model
 
 TINY = Setting(steps=3, num_groups=2, minibatches=1, learning_rate=1e-2, seeds=1)
 

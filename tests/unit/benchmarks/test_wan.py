@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from benchmarks.harness import ROOT
-from benchmarks.wan import SIDES, Link, Side
+from benchmarks.wan_link import SIDES, Link, Side
 
 pytestmark = [
     pytest.mark.root,
@@ -58,7 +58,7 @@ for _ in range(int(sys.argv[2])): s.sendto(bytes(972), (sys.argv[1], 7002))
 """
 OWNER = """
 import subprocess, sys
-from benchmarks.wan import Link
+from benchmarks.wan_link import Link
 with Link() as link:
     inside = "import subprocess; subprocess.Popen(['sleep', '99']); print(1, flush=True); input()"
     child = link.popen('b', [sys.executable, '-c', inside], stdin=-1, stdout=subprocess.PIPE)

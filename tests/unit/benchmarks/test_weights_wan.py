@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks import weights_wan
+from benchmarks.weights_messages import Arrival
 from benchmarks.weights_wan import Measured, missing_bytes, percentile_ms, settings
-from benchmarks.weights_words import Arrival
 from blake3 import blake3
 
 from penstock.weights.manifest import FileEntry

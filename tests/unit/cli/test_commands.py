@@ -18,8 +18,8 @@ from penstock.cli import main as command_line
 from penstock.cli.main import COMMANDS, build, main
 from penstock.config import demo, load
 from penstock.errors import Forbidden
-from penstock.fleet.folder import Finish, RunFolder
 from penstock.fleet.processes import cpu_s
+from penstock.fleet.run_folder import Finish, RunFolder
 from penstock.wire.auth import Audience, Role, Signer
 
 ALL = [name for name, _, _ in COMMANDS] + [
@@ -251,7 +251,7 @@ def test_check_catches_a_reward_that_gives_no_number(
 def test_check_does_not_hang_with_the_users_code(
     capsys: pytest.CaptureFixture[str], my_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.cli.trial.DEADLINE_S", 1.5)
+    monkeypatch.setattr("penstock.runs.probe.DEADLINE_S", 1.5)
     (my_run.parent / "task.py").write_text("import time\ntime.sleep(60)")
     code, _, err = run_main(capsys, "check", str(my_run))
     assert code == 1
@@ -418,7 +418,7 @@ def test_missing_packages_are_named_with_the_command(
     capsys: pytest.CaptureFixture[str], my_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "penstock.cli.preflight.EXTRAS", {"train": ("no_such_torch",), "tokens": ("json",)}
+        "penstock.runs.preflight.EXTRAS", {"train": ("no_such_torch",), "tokens": ("json",)}
     )
     code, _, err = run_main(capsys, "run", str(my_run))
     assert code == 1

@@ -13,8 +13,8 @@ from tests.unit.cli.test_commands import run_main
 from penstock.cli.stage import placed_stage
 from penstock.config import load
 from penstock.errors import ConfigError
-from penstock.fleet.folder import RunFolder
-from penstock.fleet.plan import TOKEN, Kind, local_services
+from penstock.fleet.run_folder import RunFolder
+from penstock.fleet.services import TOKEN, Kind, local_services
 from penstock.wire.auth import Audience, Role, Signer
 
 RUN = """\

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.config import demo
-from penstock.fleet.folder import RunFolder
+from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Audience, Role, Signer, Verifier
 
 RUN = "reverse"

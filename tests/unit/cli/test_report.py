@@ -10,15 +10,15 @@ from typing import Any
 
 import jsonschema
 import pytest
-from tests.contract.running import serving
-from tests.unit.dataflow.report.made_up import figures
+from tests.contract.dataflow_server import serving
+from tests.unit.dataflow.report.report_factories import figures
 
 from penstock.cli.main import main
 from penstock.config import demo
 from penstock.dataflow.report.build import make_report
 from penstock.dataflow.report.figures import Terms
 from penstock.dataflow.report.shape import BalanceReport
-from penstock.fleet.folder import RunFolder
+from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.routes import Call, Route
 from penstock.wire.server import build_app

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from tests.unit.cli.test_commands import run_main
-from tests.unit.weights.histories import WEIGHTS, History
+from tests.unit.weights.version_history import WEIGHTS, History
 
 from penstock.cli.output import size, table
-from penstock.cli.weights_text import percent, shorten
+from penstock.cli.weights_format import percent, shorten
 from penstock.config import demo
-from penstock.fleet.folder import RunFolder
+from penstock.fleet.run_folder import RunFolder
 from penstock.types import PolicyName
 from penstock.weights.manifest import encode_manifest, make_manifest, parse_manifest
 from penstock.weights.publish import put_snapshot

@@ -20,7 +20,7 @@ from penstock.config import (
     run_dir,
 )
 from penstock.config.loader import parse
-from penstock.config.passwords import password_in, without_password
+from penstock.config.store_password import password_in, without_password
 
 LoadText = Callable[..., RunConfig]
 

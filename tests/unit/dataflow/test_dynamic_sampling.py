@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.local import LocalNode, LocalTrainer, run_config, write_tasks
+from benchmarks.local_run import LocalNode, LocalTrainer, run_config, write_tasks
 
 from penstock.config import RunConfig
 from penstock.dataflow.core.leasing import Grant, LiveVersion

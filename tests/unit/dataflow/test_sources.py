@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.unit.dataflow import counted_tasks
+from tests.unit.dataflow import numbered_tasks as counted_tasks
 
 from penstock.dataflow import sources
 from penstock.dataflow.sources import NUM_LOOKED_AT, are_same_tasks, open_source

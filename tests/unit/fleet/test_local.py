@@ -18,7 +18,7 @@ import pytest
 from penstock.errors import LaunchError
 from penstock.fleet.launchers import local
 from penstock.fleet.launchers.local import Death, LocalLauncher, describe_exit
-from penstock.fleet.plan import Kind, Service
+from penstock.fleet.services import Kind, Service
 
 FOREVER = "import time\ntime.sleep(600)"
 FAMILY = """
@@ -262,7 +262,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {here!r})
 from penstock.fleet.launchers.local import LocalLauncher
-from penstock.fleet.plan import Kind, Service
+from penstock.fleet.services import Kind, Service
 import os
 folder = Path({folder!r})
 code = {prologue!r} + {family!r}

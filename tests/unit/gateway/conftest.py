@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.unit.gateway.actor import Stage, on_stage
+from tests.unit.gateway.gateway_harness import Stage, on_stage
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from tests.unit.gateway.actor import END_ID, ON_FIRE, VOCAB, WINDOW, Stage
+from tests.unit.gateway.gateway_harness import END_ID, ON_FIRE, VOCAB, WINDOW, Stage
 
 from penstock.errors import BadRequest
 from penstock.gateway.dialects.completions import COMPLETIONS

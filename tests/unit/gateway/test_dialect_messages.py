@@ -7,7 +7,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from tests.unit.gateway.actor import ON_FIRE, WINDOW, Stage
+from tests.unit.gateway.gateway_harness import ON_FIRE, WINDOW, Stage
 
 from penstock.errors import BadRequest
 from penstock.gateway.dialects.messages import MESSAGES

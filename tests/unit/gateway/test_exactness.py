@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 import pytest
 from tests.unit.gateway.bpe import END, PAD, START, id_of, renderer, split_anyhow
 
-from penstock.gateway.calls import Answer, Call, Delta
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generate import Completion, Listen, Piece
-from penstock.gateway.probe import TOOL
+from penstock.gateway.generation import Completion, Listen, Piece
+from penstock.gateway.model_calls import Answer, Call, Delta
 from penstock.gateway.session import Session
+from penstock.gateway.template_probe import TOOL
 from penstock.trainer.samples import cut
 from penstock.types import (
     FinishReason,

@@ -13,7 +13,7 @@ from tests.unit.gateway.chatml import AB, END_ID, ids_of, write_snapshot
 
 from penstock.errors import BadRequest, EngineError, NotFound, Unauthorized
 from penstock.gateway.gateway import Gateway, Session
-from penstock.gateway.generate import Completion, Listen
+from penstock.gateway.generation import Completion, Listen
 from penstock.gateway.renderer import Renderer
 from penstock.types import (
     FinishReason,

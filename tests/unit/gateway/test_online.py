@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from tests.unit.rollout.fake_dataflow import POLICY
-from tests.unit.rollout.snapshot import write_snapshot
+from tests.unit.rollout.snapshot_files import write_snapshot
 
 from penstock.errors import BadRequest, Conflict, Unauthorized
 from penstock.gateway import online as module
-from penstock.gateway.generate import Completion, Listen
+from penstock.gateway.generation import Completion, Listen
 from penstock.gateway.online import Ended, Held, Online, State, Terms
 from penstock.gateway.renderer import Renderer
 from penstock.types import (

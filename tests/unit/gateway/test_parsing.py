@@ -8,10 +8,10 @@ import random
 import pytest
 from tests.unit.gateway.bpe import END, PAD, id_of, renderer, split_anyhow
 
-from penstock.gateway.calls import Delta
-from penstock.gateway.generate import Piece
-from penstock.gateway.growing import Growing
+from penstock.gateway.generation import Piece
+from penstock.gateway.model_calls import Delta
 from penstock.gateway.parsing import Form, Parts, ToolFormat, cut, read, tool_format
+from penstock.gateway.stream_decoder import Growing
 from penstock.types import PolicyName, Version
 
 VERSION = Version(policy=PolicyName("policy"), incarnation=1, number=0)

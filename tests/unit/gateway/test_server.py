@@ -16,11 +16,11 @@ import anthropic
 import openai
 import pytest
 from starlette.routing import Route
-from tests.unit.gateway.actor import LINE_ENDS, ON_FIRE, POLICY, Stage, on_stage, until
+from tests.unit.gateway.gateway_harness import LINE_ENDS, ON_FIRE, POLICY, Stage, on_stage, until
 
 from penstock.errors import Busy, EngineError
-from penstock.gateway.calls import Answer, Usage
-from penstock.gateway.generate import Completion, Listen
+from penstock.gateway.generation import Completion, Listen
+from penstock.gateway.model_calls import Answer, Usage
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.server import DIALECTS, MAX_BODY_BYTES
 from penstock.types import FinishReason, PolicyName, SamplingSpec

@@ -10,14 +10,14 @@ import pytest
 from tests.unit.gateway.bpe import END, PAD, START, id_of, renderer, split_anyhow, tokenizer
 
 from penstock.errors import BadRequest, ContextOverflow
-from penstock.gateway.calls import Answer, Call, Delta
+from penstock.gateway.control_tokens import MARK
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generate import Completion, Listen, Piece
-from penstock.gateway.marks import MARK
-from penstock.gateway.probe import TOOL
+from penstock.gateway.generation import Completion, Listen, Piece
+from penstock.gateway.model_calls import Answer, Call, Delta
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.sampling import Overrides
 from penstock.gateway.session import Session
+from penstock.gateway.template_probe import TOOL
 from penstock.types import (
     FinishReason,
     JsonObject,

@@ -4,7 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.unit.rollout.snapshot import write_snapshot
+from tests.unit.rollout.snapshot_files import write_snapshot
 
 
 @pytest.fixture

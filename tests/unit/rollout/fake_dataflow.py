@@ -39,9 +39,9 @@ from penstock.types import (
 )
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import decode
-from penstock.wire.listening import serve_on
 from penstock.wire.routes import Call, Route
 from penstock.wire.server import build_app
+from penstock.wire.serving import serve_on
 
 POLICY = PolicyName("policy")
 RUN = "test-run"

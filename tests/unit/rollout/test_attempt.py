@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from tests.unit.rollout.fake_dataflow import POLICY, facts, task
-from tests.unit.rollout.snapshot import ALPHABET, write_snapshot
+from tests.unit.rollout.snapshot_files import ALPHABET, write_snapshot
 
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RecordRequest
 from penstock.errors import ConfigError, EngineError
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generate import Generate
+from penstock.gateway.generation import Generate
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.attempt import Attempts
 from penstock.rollout.endpoint import Endpoint

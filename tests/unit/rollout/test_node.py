@@ -13,15 +13,15 @@ import pytest
 import structlog
 from tests.unit.rollout import user_workflows
 from tests.unit.rollout.fake_dataflow import POLICY, FakeDataflow, facts, wanted
-from tests.unit.rollout.waiting import eventually
+from tests.unit.rollout.polling import eventually
 
 from penstock.dataflow.client.dataflow import NodeClient
 from penstock.dataflow.core.leasing import NodeState
 from penstock.dataflow.service.nodes.messages import Orders, RunFacts
 from penstock.errors import Fenced, RewardError, WeightsError
+from penstock.rollout.delivery_queue import Acknowledgements
 from penstock.rollout.engines import Engine, ScriptedEngine
 from penstock.rollout.node import Node, Outside, build
-from penstock.rollout.outbox import Acknowledgements
 from penstock.types import (
     FailureKind,
     NodeId,
@@ -247,7 +247,7 @@ async def test_a_node_whose_place_was_taken_stops_with_an_error(
 async def test_a_damaged_version_leaves_the_old_one_live_until_it_is_mended(
     tmp_path: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.rollout.loader.RETRY_S", 0.1)
+    monkeypatch.setattr("penstock.rollout.weight_loader.RETRY_S", 0.1)
     async with bench(tmp_path, snapshot, num_slots=4) as desk:
         await asyncio.wait_for(desk.dataflow.until_stored(4), 60)
         desk.fetch.damaged.add(1)

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import psutil
 from tests.unit.rollout.fake_dataflow import POLICY, FakeDataflow, facts
-from tests.unit.rollout.waiting import SOURCE, eventually
-from tests.unit.weights.folders import TENSORS, weights_bytes
+from tests.unit.rollout.polling import SOURCE, eventually
+from tests.unit.weights.snapshot_folders import TENSORS, weights_bytes
 
 from penstock.dataflow.core.leasing import NodeState
 from penstock.dataflow.service.nodes.messages import Orders, RunFacts
 from penstock.types import PublishedVersion
-from penstock.weights.fronts.origin import Origin
-from penstock.weights.fronts.server import build
 from penstock.weights.publish import put_snapshot
+from penstock.weights.serving.origin import Origin
+from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience
-from penstock.wire.listening import serve_on
+from penstock.wire.serving import serve_on
 
 PROGRAM = """
 import asyncio, sys

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from tests.unit.rollout.fake_dataflow import task
+from tests.unit.rollout.polling import eventually_dead, kill, pid_in, start_python
 from tests.unit.rollout.test_attempt import DirectScorer, attempt
-from tests.unit.rollout.waiting import eventually_dead, kill, pid_in, start_python
 
 from penstock.errors import WorkflowError
 from penstock.rollout.programs import run_program

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from tests.unit.rollout.fake_dataflow import POLICY, facts, task
+from tests.unit.rollout.polling import eventually
 from tests.unit.rollout.test_attempt import GRANT
-from tests.unit.rollout.waiting import eventually
 
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RecordRequest
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generate import Completion, Listen
+from penstock.gateway.generation import Completion, Listen
 from penstock.gateway.renderer import Renderer
 from penstock.rollout import recorder as module
 from penstock.rollout.attempt import Attempts

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.unit.rollout.fake_dataflow import task
-from tests.unit.rollout.waiting import eventually_dead, kill, pid_in, start_python
+from tests.unit.rollout.polling import eventually_dead, kill, pid_in, start_python
 
 from penstock.errors import RewardError
 from penstock.rollout.rewards.scorer import Failed, Scored, Scorer

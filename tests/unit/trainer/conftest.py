@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from penstock.trainer.models import TINY_QWEN3, init_model, load_model
+from penstock.trainer.model_folders import TINY_QWEN3, init_model, load_model
 
 
 @pytest.fixture(scope="session", autouse=True)

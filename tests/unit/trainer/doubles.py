@@ -33,15 +33,15 @@ from penstock.dataflow.service.trainers.messages import (
 from penstock.errors import Conflict, Fenced, NeverCommitted
 from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.gang.team import Alone, Sums
+from penstock.trainer.forward_pass import Passes
 from penstock.trainer.learner import Learner, Optimizer
 from penstock.trainer.losses.divergence import WithEntropy
 from penstock.trainer.losses.objectives import Clipped
 from penstock.trainer.losses.tokens import Budgeted, Objective
 from penstock.trainer.pipeline.credits import group_advantage
 from penstock.trainer.pipeline.layout import Layout
+from penstock.trainer.ranks.group import Alone, Sums
 from penstock.trainer.schedules import Schedule
-from penstock.trainer.scoring import Passes
 from penstock.trainer.updates import Cut
 from penstock.types import (
     FinishReason,

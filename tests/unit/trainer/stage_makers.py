@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.config import AlgorithmConfig, PipelineStageConfig
-from penstock.trainer.models import TINY_QWEN3
+from penstock.trainer.model_folders import TINY_QWEN3
 from penstock.trainer.pipeline.builtin import builtin
 
 OWN = "tests.unit.trainer.own_stages"

@@ -20,7 +20,7 @@ from tests.unit.trainer.doubles import (
     seal,
     settings,
 )
-from tests.unit.trainer.test_packable import make_tiny
+from tests.unit.trainer.test_packing_check import make_tiny
 
 from penstock.config.algorithms import PRESETS
 from penstock.config.pipeline import PipelineConfig
@@ -28,13 +28,13 @@ from penstock.errors import ConfigError
 from penstock.trainer.advantages.gae import ValueLoss
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.build import build_crew
-from penstock.trainer.crew import Crew
+from penstock.trainer.build_objective import objective_of
 from penstock.trainer.learner import SkipReason
 from penstock.trainer.losses.aggregation import Aggregation
 from penstock.trainer.losses.objectives import Clipped
 from penstock.trainer.losses.tokens import TokenLoss, Tokens
-from penstock.trainer.models import load_model
-from penstock.trainer.objective import objective_of
+from penstock.trainer.model_folders import load_model
+from penstock.trainer.models import Crew
 from penstock.trainer.pipeline.builtin import pipeline_of
 from penstock.trainer.signals.alarms import EXCLUDED
 from penstock.trainer.snapshots import weights_of

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.build import build_crew
-from penstock.trainer.crew import Crew
+from penstock.trainer.models import Crew
 
 
 def batch(seq: int) -> Batch:

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from penstock.errors import ConfigError, Fenced, StoreError
 from penstock.trainer import checkpoint
 from penstock.trainer.checkpoint import NUM_KEPT, Checkpoint, Checkpoints, Cursor
-from penstock.trainer.described import STATE, Unusable, read_described, write_described
+from penstock.trainer.checkpoint_manifest import STATE, Unusable, read_described, write_described
 from penstock.trainer.learner import Learner
-from penstock.trainer.models import WEIGHTS, load_model, static_files
+from penstock.trainer.model_folders import WEIGHTS, load_model, static_files
 from penstock.trainer.signals.alarms import Apart, Cause, Idle
-from penstock.trainer.signals.gaps import Gap, Gaps
-from penstock.trainer.signals.memory import Memory, from_json, to_json
+from penstock.trainer.signals.mismatch import Gap, Gaps
+from penstock.trainer.signals.monitor_state import Memory, from_json, to_json
 from penstock.trainer.snapshots import weights_of
 
 NewModel = Callable[[], PreTrainedModel]

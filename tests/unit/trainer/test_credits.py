@@ -28,11 +28,11 @@ from tests.unit.trainer.stage_makers import of, stage
 from penstock.dataflow.service.nodes.validate import Digested, digest
 from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.gang.team import Alone
 from penstock.trainer.pipeline import credits
 from penstock.trainer.pipeline.functions import find_function
 from penstock.trainer.pipeline.layout import Floats, Layout, Sum
 from penstock.trainer.pipeline.run import bind
+from penstock.trainer.ranks.group import Alone
 from penstock.types import (
     FinishReason,
     GroupId,

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from penstock.errors import ConfigError
 from penstock.trainer import service
 from penstock.trainer.device import CPU, own_device
-from penstock.trainer.gang.places import Parallel
-from penstock.trainer.gang.ranks import Membership
-from penstock.trainer.gang.sharding import shard
-from penstock.trainer.gang.team import Alone, Team
+from penstock.trainer.ranks.group import Alone, Team
+from penstock.trainer.ranks.sharding import shard
+from penstock.trainer.ranks.supervisor import Membership
+from penstock.trainer.ranks.topology import Parallel
 
 
 @pytest.fixture

@@ -28,16 +28,16 @@ from penstock.trainer import actor as actor_module
 from penstock.trainer.actor import Actor
 from penstock.trainer.attention import lay_out
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.gang.sharding import clip
-from penstock.trainer.gang.team import Alone
+from penstock.trainer.forward_pass import Passes
 from penstock.trainer.inputs import PROXIMAL, make_inputs, split
 from penstock.trainer.learner import Learner, Optimizer, SkipReason, Stats, weigh
 from penstock.trainer.losses.mismatch import Corrected, Correction, SequenceRatio, Weighting
 from penstock.trainer.losses.tokens import TokenLoss
+from penstock.trainer.ranks.group import Alone
+from penstock.trainer.ranks.sharding import clip
 from penstock.trainer.schedules import Schedule
-from penstock.trainer.scoring import Passes
 from penstock.trainer.signals.alarms import PATIENCE
-from penstock.trainer.signals.watch import Watch
+from penstock.trainer.signals.monitor import Watch
 from penstock.trainer.updates import Cut, plan_updates
 from penstock.types import SamplingSpec, log_probs
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from penstock.tasks import reverse
 from penstock.trainer.attention import PACKED
-from penstock.trainer.models import TINY_QWEN3, init_model, load_model
+from penstock.trainer.model_folders import TINY_QWEN3, init_model, load_model
 from penstock.types import Turn
 
 NUM_GENERATIONS = 16

@@ -30,15 +30,15 @@ from penstock.observe.metrics import MetricsFile
 from penstock.trainer.actor import Actor
 from penstock.trainer.batches import assemble
 from penstock.trainer.checkpoint import Cursor
-from penstock.trainer.gang.team import Alone
+from penstock.trainer.checkpoint_saver import Saver
 from penstock.trainer.inputs import make_inputs
 from penstock.trainer.loop import Trainer
-from penstock.trainer.models import WEIGHTS
+from penstock.trainer.model_folders import WEIGHTS
 from penstock.trainer.publisher import Publisher
-from penstock.trainer.saving import Saver
+from penstock.trainer.ranks.group import Alone
 from penstock.trainer.service import make_checkpoints, make_crew
-from penstock.trainer.shares import OPTIMIZER
 from penstock.trainer.snapshots import Snapshots, weights_of
+from penstock.trainer.state_shards import OPTIMIZER
 from penstock.types import Trajectory, Turn, log_probs
 from penstock.weights.manifest import parse_manifest
 from penstock.weights.store import DirectoryStore

@@ -26,8 +26,7 @@ from penstock.trainer import build
 from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.build import build_crew
-from penstock.trainer.crew import Crew
-from penstock.trainer.gang.team import Alone
+from penstock.trainer.forward_pass import Passes
 from penstock.trainer.lora import (
     Adapter,
     LoraLinear,
@@ -36,8 +35,9 @@ from penstock.trainer.lora import (
     begin_adapter,
     put_on,
 )
-from penstock.trainer.models import load_model
-from penstock.trainer.scoring import Passes
+from penstock.trainer.model_folders import load_model
+from penstock.trainer.models import Crew
+from penstock.trainer.ranks.group import Alone
 
 LORA = {"rank": 2, "alpha": 8}
 FILE = "adapter_model.safetensors"

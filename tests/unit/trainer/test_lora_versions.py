@@ -21,26 +21,26 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tests.unit.trainer.doubles import POLICY, MemoryDataflow, random_batch, settings
 from tests.unit.trainer.test_replay import MemoryRecord
-from tests.unit.weights.serving import listening
+from tests.unit.weights.weight_servers import listening
 from torch import Tensor
 
 from penstock.config import LoraConfig, RunConfig
 from penstock.dataflow.service.trainers.messages import PublishRequest
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.checkpoint import Checkpoints, Cursor
-from penstock.trainer.gang.team import Alone
 from penstock.trainer.loop import Trainer
 from penstock.trainer.lora import begin_adapter, put_on
-from penstock.trainer.models import load_model, weight_files
+from penstock.trainer.model_folders import load_model, weight_files
+from penstock.trainer.ranks.group import Alone
 from penstock.trainer.replay import Committed
 from penstock.trainer.service import make_checkpoints, make_crew, replay_step
 from penstock.trainer.snapshots import Snapshots, constant_files
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
-from penstock.weights.fronts.origin import Origin
-from penstock.weights.fronts.server import build
 from penstock.weights.manifest import SnapshotManifest, parse_manifest
 from penstock.weights.publish import put_snapshot
+from penstock.weights.serving.origin import Origin
+from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import connect

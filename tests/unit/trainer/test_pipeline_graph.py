@@ -19,20 +19,20 @@ from tests.unit.trainer.stage_makers import OWN, of, stage, train
 
 from penstock.config import HostConfig, LoraConfig, PipelineConfig, PipelineStageConfig
 from penstock.config.algorithms import PRESETS
+from penstock.config.builtin_stages import CREDITS
+from penstock.config.builtin_stages import FUNCTIONS as SHIPPED_FUNCTIONS
 from penstock.config.pipeline import ParallelConfig
 from penstock.config.pipeline_checks import IN_BATCH
-from penstock.config.shipped import CREDITS
-from penstock.config.shipped import FUNCTIONS as SHIPPED_FUNCTIONS
 from penstock.errors import ConfigError
 from penstock.trainer.advantages.credit import Combine
 from penstock.trainer.advantages.overlong import Overlong
-from penstock.trainer.models import TINY_QWEN3, init_model
+from penstock.trainer.model_folders import TINY_QWEN3, init_model
 from penstock.trainer.pipeline import credits
-from penstock.trainer.pipeline.draw import to_svg
 from penstock.trainer.pipeline.functions import FUNCTIONS, find_function, misfits
 from penstock.trainer.pipeline.graph import depths, ordered
-from penstock.trainer.pipeline.memory import count_adapter, count_parameters, estimate
+from penstock.trainer.pipeline.memory_estimate import count_adapter, count_parameters, estimate
 from penstock.trainer.pipeline.plan import Plan, Trained, make_plan
+from penstock.trainer.pipeline.svg import to_svg
 
 BUILTINS = tuple(PRESETS)
 
@@ -396,7 +396,7 @@ def test_planning_and_drawing_need_no_torch() -> None:
     program = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('torch', 'transformers')))\n"
-        "import penstock.trainer.pipeline.draw, penstock.trainer.pipeline.builtin\n"
+        "import penstock.trainer.pipeline.svg, penstock.trainer.pipeline.builtin\n"
         "import penstock.trainer.pipeline.functions, penstock.trainer.pipeline.credits\n"
         "print('[]')"
     )

@@ -15,8 +15,8 @@ import pytest
 from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, random_batch
 from tests.unit.trainer.stage_makers import OWN, of, stage, train
 
+from penstock.config.builtin_stages import FUNCTIONS
 from penstock.config.pipeline_checks import IN_BATCH
-from penstock.config.shipped import FUNCTIONS
 from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.learner import SkipReason, Stats

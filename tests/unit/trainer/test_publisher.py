@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.errors import Fenced, WeightsError
 from penstock.trainer import publisher as module
-from penstock.trainer.models import WEIGHTS
+from penstock.trainer.model_folders import WEIGHTS
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.snapshots import Snapshots
 from penstock.weights import retention

@@ -16,7 +16,7 @@ from penstock.config import RunConfig, identity
 from penstock.config.pipeline import ParallelConfig
 from penstock.errors import ConfigError, StoreError
 from penstock.trainer.checkpoint import Checkpoints, Cursor
-from penstock.trainer.gang.team import Alone
+from penstock.trainer.ranks.group import Alone
 from penstock.trainer.replay import Committed, Replayed, agree_on_beginning
 from penstock.trainer.service import make_checkpoints, replay_step
 from penstock.types import Manifest, RowPayload

@@ -27,9 +27,9 @@ from penstock.dataflow.service.trainers.messages import (
 from penstock.fleet.launchers import local
 from penstock.trainer.service import EXIT_FENCED, EXIT_STOPPED, run_trainer
 from penstock.wire.auth import Audience, Role, Signer
-from penstock.wire.listening import serve_on
 from penstock.wire.routes import Call, Route
 from penstock.wire.server import build_app
+from penstock.wire.serving import serve_on
 
 
 class Surface:

@@ -15,13 +15,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.unit.weights.changes import COMPILED, NUMPY, Pair, encode, raw, trained
+from tests.unit.weights.tensor_pairs import COMPILED, NUMPY, Pair, encode, raw, trained
 
 from penstock.errors import WeightsError
 from penstock.weights.deltas.codec import apply_run, apply_tensor
 from penstock.weights.deltas.delta import MAGIC, read_delta, write_delta
+from penstock.weights.deltas.numpy_kernels import Loops
 from penstock.weights.deltas.payload import Kind, Payload, Role, Stream, pack, unpack
-from penstock.weights.deltas.symbols import Loops
 
 FENCE = 4096
 SMALL = trained(3000, 0.05, seed=1)

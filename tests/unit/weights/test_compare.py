@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from tests.unit.weights.folders import safetensors_bytes
+from tests.unit.weights.snapshot_folders import safetensors_bytes
 
 from penstock.types import PolicyName
 from penstock.weights import compare as module

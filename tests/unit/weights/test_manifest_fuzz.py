@@ -23,7 +23,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.weights.folders import safetensors_bytes, weights_bytes
+from tests.unit.weights.snapshot_folders import safetensors_bytes, weights_bytes
 
 from penstock.errors import WeightsError
 from penstock.types import PolicyName

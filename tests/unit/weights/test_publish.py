@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
-from tests.unit.weights.folders import weights_bytes
-from tests.unit.weights.histories import History
+from tests.unit.weights.snapshot_folders import weights_bytes
+from tests.unit.weights.version_history import History
 
 from penstock.types import PolicyName
 from penstock.weights import publish

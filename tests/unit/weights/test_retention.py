@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.unit.weights.histories import History
+from tests.unit.weights.version_history import History
 
 from penstock.errors import WeightsError
 from penstock.weights import retention
-from penstock.weights.remake import make_whole, merge
+from penstock.weights.rebuild import make_whole, merge
 from penstock.weights.retention import GRACE_S, Plan, carry_out, plan
 from penstock.weights.store import DirectoryStore
 

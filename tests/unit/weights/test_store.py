@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.unit.weights.folders import contents, write_folder
+from tests.unit.weights.snapshot_folders import contents, write_folder
 
 import penstock
 from penstock.errors import WeightsError

@@ -8,7 +8,7 @@ import pytest
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.weights.folders import TENSORS, safetensors_bytes, weights_bytes
+from tests.unit.weights.snapshot_folders import TENSORS, safetensors_bytes, weights_bytes
 
 from penstock.errors import WeightsError
 from penstock.weights import tensors

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError, Forbidden, Unauthorized
 from penstock.wire.auth import Audience, Role, Signer, Verifier
-from penstock.wire.listening import Tls, check_bind
+from penstock.wire.serving import Tls, check_bind
 
 
 def test_a_token_says_who_calls_and_only_where_it_may(tmp_path: Path) -> None:

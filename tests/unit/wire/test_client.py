@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.contract.running import serving
+from tests.contract.dataflow_server import serving
 
 from penstock.errors import Busy, Fenced, Unreachable, WireError
 from penstock.wire.auth import Audience, Role, Signer

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError
 
-from penstock.config.passwords import PASSWORD_ENV, password_in
+from penstock.config.store_password import PASSWORD_ENV, password_in
 from penstock.errors import ConfigError, StoreError
 
 MAX_NAME = 63

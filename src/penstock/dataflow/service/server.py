@@ -39,9 +39,9 @@ from penstock.dataflow.service.trainers.messages import VersionsInUse
 from penstock.dataflow.service.trainers.routes import READERS, TrainerRoutes
 from penstock.errors import StoreError
 from penstock.wire.auth import Verifier
-from penstock.wire.listening import Tls, calm_collector, server
 from penstock.wire.routes import EVERYBODY, Call, Raw, Route
 from penstock.wire.server import build_app
+from penstock.wire.serving import Tls, calm_collector, server
 
 log = structlog.get_logger(__name__)
 

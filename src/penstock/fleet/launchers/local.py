@@ -20,7 +20,7 @@ from typing import Protocol
 
 from penstock.errors import LaunchError
 from penstock.fleet import processes
-from penstock.fleet.plan import Kind, Service
+from penstock.fleet.services import Kind, Service
 
 FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 10.0

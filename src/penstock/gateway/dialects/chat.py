@@ -13,9 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 from penstock.errors import BadRequest
-from penstock.gateway.calls import Call, Delta, ToolCall
 from penstock.gateway.dialects.dialect import Ask, Dialect, Problem, Progress, Reply
-from penstock.gateway.dialects.events import event
 from penstock.gateway.dialects.fields import (
     SamplingFields,
     convert,
@@ -28,13 +26,15 @@ from penstock.gateway.dialects.fields import (
     tool_call,
 )
 from penstock.gateway.dialects.limits import check_choices
-from penstock.gateway.dialects.openai_shapes import (
+from penstock.gateway.dialects.openai_common import (
     DONE,
     error_body,
     finish_reason,
     tokens_of,
     usage_body,
 )
+from penstock.gateway.dialects.sse import event
+from penstock.gateway.model_calls import Call, Delta, ToolCall
 from penstock.types import JsonObject, PolicyName
 
 ROLES = {"developer": "system"}

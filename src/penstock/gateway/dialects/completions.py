@@ -11,10 +11,8 @@ from functools import partial
 from typing import cast
 
 from penstock.errors import BadRequest
-from penstock.gateway.calls import Delta
 from penstock.gateway.dialects.chat import StreamOptions
 from penstock.gateway.dialects.dialect import Ask, Dialect, Problem, Progress, Prompt, Reply
-from penstock.gateway.dialects.events import event
 from penstock.gateway.dialects.fields import (
     REFUSED,
     SamplingFields,
@@ -23,7 +21,9 @@ from penstock.gateway.dialects.fields import (
     refuse,
 )
 from penstock.gateway.dialects.limits import check_choices
-from penstock.gateway.dialects.openai_shapes import DONE, error_body, tokens_of, usage_body
+from penstock.gateway.dialects.openai_common import DONE, error_body, tokens_of, usage_body
+from penstock.gateway.dialects.sse import event
+from penstock.gateway.model_calls import Delta
 from penstock.types import JsonObject, PolicyName
 
 ALSO_REFUSED = {**REFUSED, "echo": (False,), "suffix": ("",), "logprobs": (0,)}

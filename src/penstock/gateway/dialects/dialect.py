@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.errors import ContextOverflow, EngineError, Refused, WireError
-from penstock.gateway.calls import Answer, Call, Delta
+from penstock.gateway.model_calls import Answer, Call, Delta
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.sampling import Overrides
 from penstock.types import JsonObject, PolicyName, Turn

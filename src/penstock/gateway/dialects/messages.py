@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, cast
 
 from penstock.errors import BadRequest
-from penstock.gateway.calls import Call
 from penstock.gateway.dialects.dialect import Ask, Dialect, Problem, Reply
 from penstock.gateway.dialects.fields import (
     SamplingFields,
@@ -27,6 +26,7 @@ from penstock.gateway.dialects.fields import (
     tool_call,
 )
 from penstock.gateway.dialects.messages_stream import MessageWriter, blocks_of, end_of, usage_of
+from penstock.gateway.model_calls import Call
 from penstock.types import JsonObject, PolicyName
 
 REFUSED: dict[str, tuple[object, ...]] = {

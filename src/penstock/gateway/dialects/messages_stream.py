@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from penstock.gateway.calls import Answer, Delta, ToolCall
 from penstock.gateway.dialects.dialect import Problem, Progress, Reply
-from penstock.gateway.dialects.events import event
+from penstock.gateway.dialects.sse import event
+from penstock.gateway.model_calls import Answer, Delta, ToolCall
 from penstock.types import FinishReason, JsonObject, view_ids
 from penstock.wire.codec import encode_json
 

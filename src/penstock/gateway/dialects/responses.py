@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from penstock.errors import BadRequest
-from penstock.gateway.calls import Call
 from penstock.gateway.dialects.chat import ROLES
 from penstock.gateway.dialects.dialect import Ask, Dialect, Reply
 from penstock.gateway.dialects.fields import (
@@ -29,8 +28,9 @@ from penstock.gateway.dialects.fields import (
     text_of,
     tool_call,
 )
-from penstock.gateway.dialects.openai_shapes import error_body
+from penstock.gateway.dialects.openai_common import error_body
 from penstock.gateway.dialects.responses_stream import ResponseWriter, finished, items_of
+from penstock.gateway.model_calls import Call
 from penstock.types import JsonObject, PolicyName
 
 ALSO_REFUSED: dict[str, tuple[object, ...]] = {

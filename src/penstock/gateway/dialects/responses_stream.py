@@ -6,9 +6,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from penstock.gateway.calls import Answer, Delta, ToolCall
 from penstock.gateway.dialects.dialect import Problem, Progress, Reply
-from penstock.gateway.dialects.events import event
+from penstock.gateway.dialects.sse import event
+from penstock.gateway.model_calls import Answer, Delta, ToolCall
 from penstock.types import FinishReason, JsonObject
 
 TEXT, REASONING = "message", "reasoning"

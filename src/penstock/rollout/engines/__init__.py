@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 from penstock.rollout.engines.base import Engine, Loadable
 from penstock.rollout.engines.batch import Decoder
 from penstock.rollout.engines.continuous import MAX_ROWS, ContinuousEngine
-from penstock.rollout.engines.decoding import DecodingThread
+from penstock.rollout.engines.decoding_thread import DecodingThread
 from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.engines.simulated import SimulatedEngine
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from penstock.errors import EngineError, Refused
-from penstock.gateway.generate import Generate
+from penstock.gateway.generation import Generate
 from penstock.types import PolicyName, Version, VersionSpan
 
 CLOSED = "the engine is closed; its node is shutting down, so another will take the work"

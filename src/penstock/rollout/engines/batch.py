@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from penstock.errors import EngineError, Refused
-from penstock.gateway.generate import Completion, Listen
+from penstock.gateway.generation import Completion, Listen
 from penstock.rollout.engines.base import SpanLog
 from penstock.rollout.engines.sampling import SpecColumns, sample
 from penstock.rollout.engines.snapshot import Snapshot

@@ -17,10 +17,10 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from penstock.errors import EngineError, boundary
-from penstock.gateway.generate import Completion, Listen
+from penstock.gateway.generation import Completion, Listen
 from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
 from penstock.rollout.engines.batch import Decoder, Row, Staged
-from penstock.rollout.engines.decoding import (
+from penstock.rollout.engines.decoding_thread import (
     OPENING,
     DecodingThread,
     Lane,

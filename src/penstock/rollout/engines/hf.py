@@ -27,11 +27,7 @@ from torch.nn.functional import linear, pad
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from penstock.errors import EngineError
-from penstock.rollout.engines.adapter import (
-    AdapterFacts,
-    BaseFiles,
-    check_same_layers,
-)
+from penstock.rollout.engines.adapter_info import AdapterFacts, BaseFiles, check_same_layers
 from penstock.rollout.engines.snapshot import Snapshot, read_snapshot, tensor_files
 from penstock.weights.lora import A, B
 from penstock.weights.manifest import ADAPTER_PREFIX, ADAPTER_WEIGHTS

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.errors import EngineError
-from penstock.gateway.generate import Completion, Listen, Piece
+from penstock.gateway.generation import Completion, Listen, Piece
 from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
 from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
 from penstock.types import (

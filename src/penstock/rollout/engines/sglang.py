@@ -25,7 +25,7 @@ import msgspec
 import structlog
 
 from penstock.errors import EngineError, Refused
-from penstock.gateway.generate import Completion, Listen, Piece
+from penstock.gateway.generation import Completion, Listen, Piece
 from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
 from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
 from penstock.rollout.engines.vllm.http import HttpClient

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from penstock.errors import EngineError
-from penstock.gateway.generate import Completion, Listen, Piece
+from penstock.gateway.generation import Completion, Listen, Piece
 from penstock.gateway.seeds import derive
 from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
 from penstock.rollout.engines.snapshot import Snapshot, read_snapshot

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.errors import EngineError
-from penstock.rollout.engines.adapter import AdapterFacts, adapter_facts, is_base
+from penstock.rollout.engines.adapter_info import AdapterFacts, adapter_facts, is_base
 from penstock.types import JsonObject
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 

@@ -14,9 +14,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from penstock.errors import RewardError
-from penstock.rollout.functions import shorten
 from penstock.rollout.rewards.frames import ScoreAnswer, ScoreRequest
 from penstock.rollout.rewards.process import WorkerProcess
+from penstock.rollout.user_errors import shorten
 from penstock.types import FailureKind, Task
 
 MAX_BATCH = 256

@@ -20,8 +20,8 @@ from functools import cache
 from typing import Any, BinaryIO, cast
 
 from penstock.errors import ConfigError
-from penstock.loading import load_function
-from penstock.rollout.functions import user_traceback
+from penstock.plugins import load_function
+from penstock.rollout.die_with_parent import die_with
 from penstock.rollout.rewards.frames import (
     PREFIX_BYTES,
     ScoreAnswer,
@@ -30,7 +30,7 @@ from penstock.rollout.rewards.frames import (
     pack,
     unpack_request,
 )
-from penstock.rollout.tether import die_with
+from penstock.rollout.user_errors import user_traceback
 from penstock.types import JsonObject
 
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from penstock.errors import ConfigError
-from penstock.loading import load_function
+from penstock.plugins import load_function
 from penstock.rollout.context import Context
 from penstock.rollout.workflows import single_turn
 from penstock.rollout.workflows.command import command

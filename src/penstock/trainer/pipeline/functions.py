@@ -16,10 +16,10 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_origin
 
+from penstock.config.builtin_stages import CREDITS
 from penstock.config.pipeline import PipelineStageConfig
-from penstock.config.shipped import CREDITS
 from penstock.errors import ConfigError
-from penstock.loading import load_function
+from penstock.plugins import load_function
 
 FUNCTIONS: Mapping[tuple[str, str], str] = {
     ("compute", "advantage"): f"{CREDITS}:group_advantage",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
-from penstock.config.edges import Edge, Vertex, arrow, circle, edges, picture
+from penstock.config.stage_graph import Edge, Vertex, arrow, circle, edges, picture
 from penstock.errors import ConfigError
 
 V = TypeVar("V", bound=Vertex)

@@ -15,7 +15,7 @@ from penstock.config.pipeline import HostConfig, PipelineStageConfig
 from penstock.config.pipeline_checks import IN_BATCH
 from penstock.errors import ConfigError
 from penstock.trainer.pipeline.graph import ordered
-from penstock.trainer.pipeline.memory import (
+from penstock.trainer.pipeline.memory_estimate import (
     Memory,
     count_adapter,
     count_parameters,

@@ -24,6 +24,14 @@ from functools import cache
 import numpy as np
 
 from penstock.errors import WeightsError
+from penstock.weights.deltas.numpy_kernels import (
+    BITS,
+    BLOCK_BYTES,
+    Bits,
+    Changes,
+    Loops,
+    NumpyLoops,
+)
 from penstock.weights.deltas.payload import (
     Kind,
     Payload,
@@ -41,14 +49,6 @@ from penstock.weights.deltas.sparse import (
     pack_values,
     unpack_changes,
     unpack_places,
-)
-from penstock.weights.deltas.symbols import (
-    BITS,
-    BLOCK_BYTES,
-    Bits,
-    Changes,
-    Loops,
-    NumpyLoops,
 )
 
 NUM_THREADS = 2
@@ -280,6 +280,6 @@ def best_loops() -> Loops:
         importlib.import_module("numba")
     except ImportError:
         return NumpyLoops()
-    from penstock.weights.deltas.fast import CompiledLoops
+    from penstock.weights.deltas.numba_kernels import CompiledLoops
 
     return CompiledLoops()

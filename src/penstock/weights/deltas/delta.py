@@ -34,8 +34,8 @@ from penstock.weights.deltas.codec import (
     encode_tensor,
     find_tensor,
 )
+from penstock.weights.deltas.numpy_kernels import BITS
 from penstock.weights.deltas.payload import Kind, Payload, Role, Stream, compress, decompress
-from penstock.weights.deltas.symbols import BITS
 from penstock.weights.manifest import is_digest
 
 MAGIC = b"penstock-delta\r\n"

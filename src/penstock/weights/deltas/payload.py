@@ -15,7 +15,7 @@ import numpy as np
 import zstandard
 
 from penstock.errors import WeightsError
-from penstock.weights.deltas.symbols import WINDOW_BYTES, Bits, Bytes, split_planes
+from penstock.weights.deltas.numpy_kernels import WINDOW_BYTES, Bits, Bytes, split_planes
 
 ZSTD_LEVEL = 1
 WHOLE_STEP_BYTES = 1 << 20

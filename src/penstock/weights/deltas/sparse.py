@@ -16,16 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.errors import WeightsError
-from penstock.weights.deltas.payload import (
-    Payload,
-    Role,
-    Stream,
-    pack,
-    pack_pieces,
-    pack_planes,
-    unpack,
-)
-from penstock.weights.deltas.symbols import (
+from penstock.weights.deltas.numpy_kernels import (
     ESCAPE_CODE,
     ESCAPE_GAP,
     Bits,
@@ -46,6 +37,15 @@ from penstock.weights.deltas.symbols import (
     sum_pairs,
     to_planes,
     unpack_pairs,
+)
+from penstock.weights.deltas.payload import (
+    Payload,
+    Role,
+    Stream,
+    pack,
+    pack_pieces,
+    pack_planes,
+    unpack,
 )
 
 STEP = 1 << 14

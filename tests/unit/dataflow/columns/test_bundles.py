@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.sim.shelf_world import no_blobs
+from tests.sim.reader_world import no_blobs
 
 from penstock.dataflow.columns.bundles import (
     BUNDLE_BYTES,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.sim.shelf_world import ShelfWorld, memory_tables
+from tests.sim.reader_world import ShelfWorld, memory_tables
 
 from penstock.dataflow.columns.cells import (
     MAX_INLINE_BYTES,

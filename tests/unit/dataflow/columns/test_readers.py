@@ -7,7 +7,7 @@ import tracemalloc
 import uuid
 
 import pytest
-from tests.sim.shelf_world import ShelfWorld
+from tests.sim.reader_world import ShelfWorld
 
 from penstock.dataflow.column_records import ColumnRecord, ReaderRecord
 from penstock.dataflow.columns.cells import number_cell

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from tests.sim.shelf_world import ShelfWorld, no_blobs
+from tests.sim.reader_world import ShelfWorld, no_blobs
 
 from penstock.dataflow.column_records import ItemRecord
 from penstock.dataflow.columns.bundles import Values, drafts

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.local import LocalNode, LocalTrainer
+from benchmarks.local_run import LocalNode, LocalTrainer
 from tests.unit.audit.ledgers import eventful_run
-from tests.unit.dataflow.simulate.made_runs import PICKY, POLICY, config, record, reward
+from tests.unit.dataflow.simulate.recorded_runs import PICKY, POLICY, config, record, reward
 
 from penstock.dataflow.explain.explain import Explanation, explain
 from penstock.dataflow.ledger.recorded import Recorded, open_recorded

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from benchmarks.local import MAX_SLOTS, LocalNode, LocalTrainer, Reward, run_config
+from benchmarks.local_run import MAX_SLOTS, LocalNode, LocalTrainer, Reward, run_config
 
 from penstock.dataflow.core.leasing import Grant, LiveVersion
 from penstock.dataflow.explain.starvation import MIN_GROUPS, NUM_BATCHES

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from tests.sim.shelf_world import no_blobs
+from tests.sim.reader_world import no_blobs
 
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
 from penstock.dataflow.columns.bundles import INLINE_BYTES, drafts, record_of

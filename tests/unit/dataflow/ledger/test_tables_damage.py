@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.contract.running import small_config
+from tests.contract.dataflow_server import small_config
 
 from penstock.dataflow.ledger.tables import open_tables
 from penstock.dataflow.records import SourceRecord

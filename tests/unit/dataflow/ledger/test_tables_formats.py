@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from tests.contract.running import POLICY, small_config
+from tests.contract.dataflow_server import POLICY, small_config
 
 from penstock.dataflow.core.retention import pinned_batches
 from penstock.dataflow.ledger.store import Ledger

@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from tests.unit.dataflow.report.made_up import (
+from tests.unit.dataflow.report.report_factories import (
     counts,
     figures,
     flow,

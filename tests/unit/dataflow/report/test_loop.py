@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
-from tests.unit.dataflow.report.made_up import figures, flow, node_figures, policy_figures
+from tests.unit.dataflow.report.report_factories import figures, flow, node_figures, policy_figures
 
 from penstock.dataflow.report.build import make_report, remember
 from penstock.dataflow.report.figures import (

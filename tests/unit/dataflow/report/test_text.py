@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
-from tests.unit.dataflow.report.made_up import counts, figures, flow, node_figures, policy_figures
+from tests.unit.dataflow.report.report_factories import (
+    counts,
+    figures,
+    flow,
+    node_figures,
+    policy_figures,
+)
 
 from penstock.dataflow.report.build import make_report
 from penstock.dataflow.report.figures import Figures, NodeActivity, Terms, Window

@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from tests.unit.dataflow.rules.values import POLICY, Assigned, judged, row
+from tests.unit.dataflow.rules.rule_inputs import POLICY, Assigned, judged, row
 
 from penstock.dataflow.rules import make_rule
 from penstock.dataflow.rules.dedup import Dedup

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from tests.unit.dataflow.rules.values import Assigned, draws, judged, no_draw, scripted, task
+from tests.unit.dataflow.rules.rule_inputs import Assigned, draws, judged, no_draw, scripted, task
 
 from penstock.dataflow.rules.greso import MAX_REJECTIONS, Greso
 from penstock.dataflow.rules.solved_filter import SolvedFilter

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.dataflow.rules.values import Assigned, draws, judged, no_draw
+from tests.unit.dataflow.rules.rule_inputs import Assigned, draws, judged, no_draw
 
 from penstock.dataflow.rules import Mix, make_rule
 from penstock.types import SourceShare

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.unit.dataflow.rules.own_rules import AnyOptions, OnlyLong
-from tests.unit.dataflow.rules.values import Assigned, judged
+from tests.unit.dataflow.rules.rule_inputs import Assigned, judged
+from tests.unit.dataflow.rules.user_rules import AnyOptions, OnlyLong
 
 from penstock.config.rule_options import RULE_OPTIONS
 from penstock.dataflow.rules import RULES, Learns, make_rule
@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.types import DropReason
 
 SHIPPED = [(hook, name) for hook, rules in RULES.items() for name in rules]
-OWN = "tests.unit.dataflow.rules.own_rules"
+OWN = "tests.unit.dataflow.rules.user_rules"
 NEEDED: dict[str, dict[str, Any]] = {
     "by-role": {"roles": {"a": ["r"]}},
     "shared": {"turns_of": {"a": ["b"]}},

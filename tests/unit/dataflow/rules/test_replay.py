@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from tests.unit.dataflow.rules.values import Assigned, candidate, draws, no_draw
+from tests.unit.dataflow.rules.rule_inputs import Assigned, candidate, draws, no_draw
 
 from penstock.dataflow.rules import RULES, Replay, make_rule
 from penstock.types import Candidate

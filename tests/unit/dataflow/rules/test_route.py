@@ -3,7 +3,7 @@
 
 from itertools import product
 
-from tests.unit.dataflow.rules.values import Assigned
+from tests.unit.dataflow.rules.rule_inputs import Assigned
 
 from penstock.dataflow.rules import Route, make_rule
 from penstock.types import PolicyName

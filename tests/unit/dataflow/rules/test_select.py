@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.dataflow.rules.values import Assigned, candidate
+from tests.unit.dataflow.rules.rule_inputs import Assigned, candidate
 
 from penstock.dataflow.rules import RULES, Select, make_rule
 from penstock.types import Candidate

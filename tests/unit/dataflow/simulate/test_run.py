@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.dataflow.simulate.made_runs import PICKY, VANILLA, Rules, config, record
+from tests.unit.dataflow.simulate.recorded_runs import PICKY, VANILLA, Rules, config, record
 
 from penstock.dataflow.ledger.recorded import Recorded, open_recorded
 from penstock.dataflow.ledger.tables import Tables

@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.unit.rollout.engines.tiny import END_ID, LETTERS, VOCAB_SIZE, WINDOW, write_snapshot
+from tests.unit.rollout.engines.tiny_qwen3 import (
+    END_ID,
+    LETTERS,
+    VOCAB_SIZE,
+    WINDOW,
+    write_snapshot,
+)
 from transformers import (
     AutoModelForCausalLM,
     TemperatureLogitsWarper,
@@ -22,7 +28,7 @@ from transformers import (
 )
 
 from penstock.errors import EngineError
-from penstock.gateway.generate import Completion
+from penstock.gateway.generation import Completion
 from penstock.rollout.engines import HfEngine
 from penstock.rollout.engines.base import SpanLog
 from penstock.rollout.engines.batch import Batch, Row

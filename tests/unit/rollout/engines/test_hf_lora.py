@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests.unit.rollout.engines.composite import (
+from tests.unit.rollout.engines.lora_snapshots import (
     CONFIG,
     TARGETS,
     WEIGHTS,
@@ -24,16 +24,16 @@ from tests.unit.rollout.engines.composite import (
     merged,
     write_version,
 )
-from tests.unit.rollout.engines.tiny import VOCAB_SIZE, write_snapshot
+from tests.unit.rollout.engines.tiny_qwen3 import VOCAB_SIZE, write_snapshot
 
 from penstock.config import LoraConfig
 from penstock.errors import EngineError
-from penstock.gateway.generate import Completion
+from penstock.gateway.generation import Completion
+from penstock.rollout.engine_pools import Engines
 from penstock.rollout.engines import Engine, HfEngine, hf
 from penstock.rollout.engines.base import Shareable
-from penstock.rollout.serving import Engines
 from penstock.trainer.lora import begin_adapter, put_on
-from penstock.trainer.models import init_model, load_model
+from penstock.trainer.model_folders import init_model, load_model
 from penstock.types import PolicyName, SamplingSpec, Version, view_ids, view_log_probs
 
 SOLVER, JUDGE = PolicyName("solver"), PolicyName("judge")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import EngineError
-from penstock.rollout.engines import adapter
+from penstock.rollout.engines import adapter_info as adapter
 from penstock.rollout.engines.snapshot import read_snapshot
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.rollout.engines.vllm.child import INSIDE
+from penstock.rollout.engines.vllm.server import INSIDE
 
 WAITING = "vllm.distributed.device_communicators.shm_broadcast"
 

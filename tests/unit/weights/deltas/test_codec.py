@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.weights.changes import (
+from tests.unit.weights.tensor_pairs import (
     COMPILED,
     NUMPY,
     ODD_BITS,
@@ -24,7 +24,8 @@ from tests.unit.weights.changes import (
     weights,
 )
 
-from penstock.weights.deltas import codec, sparse, symbols
+from penstock.weights.deltas import codec, sparse
+from penstock.weights.deltas import numpy_kernels as symbols
 from penstock.weights.deltas.codec import (
     apply_run,
     apply_tensor,
@@ -34,9 +35,9 @@ from penstock.weights.deltas.codec import (
     find_tensor,
 )
 from penstock.weights.deltas.delta import write_delta
-from penstock.weights.deltas.fast import CompiledLoops
+from penstock.weights.deltas.numba_kernels import CompiledLoops
+from penstock.weights.deltas.numpy_kernels import Changes, Loops, NumpyLoops, join_gaps, unchanged
 from penstock.weights.deltas.payload import Kind, Payload, Role, pack, pack_pieces, unpack
-from penstock.weights.deltas.symbols import Changes, Loops, NumpyLoops, join_gaps, unchanged
 
 BOTH = pytest.mark.parametrize("loops", [NUMPY, COMPILED], ids=["numpy", "compiled"])
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.unit.weights.changes import Pair, pairs, raw, trained, weights
+from tests.unit.weights.tensor_pairs import Pair, pairs, raw, trained, weights
 
 from penstock.errors import WeightsError
 from penstock.weights.deltas import delta

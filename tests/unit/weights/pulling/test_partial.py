@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from tests.unit.weights.folders import weights_bytes
+from tests.unit.weights.snapshot_folders import weights_bytes
 
 from penstock.weights.manifest import FileEntry
 from penstock.weights.pulling import partial as module

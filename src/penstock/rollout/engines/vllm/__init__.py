@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM as an engine, in its own environment: nothing here imports it."""
 
-from penstock.rollout.engines.vllm.child import (
+from penstock.rollout.engines.vllm.engine import VllmEngine
+from penstock.rollout.engines.vllm.server import (
     AdapterRoom,
     ChildServer,
     RemoteServer,
     Server,
     default_environment,
 )
-from penstock.rollout.engines.vllm.engine import VllmEngine
 
 __all__ = [
     "AdapterRoom",

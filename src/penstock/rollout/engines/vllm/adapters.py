@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import structlog
 
 from penstock.errors import EngineError
-from penstock.gateway.generate import Completion, Listen
-from penstock.rollout.engines.adapter import BaseFiles, check_same_layers
+from penstock.gateway.generation import Completion, Listen
+from penstock.rollout.engines.adapter_info import BaseFiles, check_same_layers
 from penstock.rollout.engines.snapshot import Snapshot
-from penstock.rollout.engines.vllm.answers import Hearing, body_of
-from penstock.rollout.engines.vllm.child import MOST_ADAPTERS, Server
-from penstock.rollout.engines.vllm.keeper import Keeper
-from penstock.rollout.engines.vllm.whole import Loaded, salt_of
+from penstock.rollout.engines.vllm.full_model import Loaded, salt_of
+from penstock.rollout.engines.vllm.generate_api import Hearing, body_of
+from penstock.rollout.engines.vllm.server import MOST_ADAPTERS, Server
+from penstock.rollout.engines.vllm.supervisor import Keeper
 from penstock.types import PolicyName, SamplingSpec, Version
 
 BASE = "base"

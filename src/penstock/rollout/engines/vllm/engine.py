@@ -16,13 +16,13 @@ from pathlib import Path
 import structlog
 
 from penstock.errors import EngineError
-from penstock.gateway.generate import Completion, Listen
+from penstock.gateway.generation import Completion, Listen
 from penstock.rollout.engines.base import CLOSED, live_for
 from penstock.rollout.engines.snapshot import read_snapshot
 from penstock.rollout.engines.vllm.adapters import AdapterShelf
-from penstock.rollout.engines.vllm.answers import check_fit
-from penstock.rollout.engines.vllm.child import Server
-from penstock.rollout.engines.vllm.whole import Loaded, WholeModel
+from penstock.rollout.engines.vllm.full_model import Loaded, WholeModel
+from penstock.rollout.engines.vllm.generate_api import check_fit
+from penstock.rollout.engines.vllm.server import Server
 from penstock.types import PolicyName, SamplingSpec, Version
 
 STALL_S = 120.0

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of the flow of work: slots, leases, groups and what became of them. Nothing appears,
+vanishes or happens twice.
+
+Times are not compared: the wall clock of a machine may step back between two lives of a service.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Set
+from itertools import groupby
+
+from penstock.audit.evidence import Evidence
+from penstock.audit.partition_links import issues_under_way, reports_under_way
+from penstock.audit.records import SCORED, Fate, Group, Issued, Lease
+from penstock.audit.report import Check, Findings
+
+COST_AN_ATTEMPT = ("failed", "rejected", "expired")
+ENDS = frozenset({*COST_AN_ATTEMPT, "", "delivered", "released", "cancelled", "truncated"})
+STATES = frozenset({"open", "closed", "dropped"})
+
+
+def check_slots(evidence: Evidence) -> Check:
+    """Each lease ends once, each slot is held by one at a time, each ended group is at rest."""
+    findings = Findings("slots")
+    scored: Counter[tuple[str, int]] = Counter()
+    answered: set[tuple[str, int, int]] = set()
+    for row in evidence.rows.values():
+        answered.add((row.group_id, row.slot, row.epoch))
+        if row.outcome in SCORED:
+            scored[row.group_id, row.slot] += 1
+    last: dict[tuple[str, int], Lease] = {}
+    for (group_id, slot), found in groupby(evidence.leases, key=lambda x: (x.group_id, x.slot)):
+        leases = list(found)
+        last[group_id, slot] = leases[-1]
+        for why in _lease_faults(leases, answered):
+            findings.add(f"{group_id}.{slot}", why)
+        group = evidence.groups.get(group_id)
+        if group is None or not 0 <= slot < group.num_slots:
+            findings.add(f"{group_id}.{slot}", "leased, and belongs to no group")
+    for (group_id, slot), num_rows in scored.items():
+        if num_rows > 1:
+            findings.add(f"{group_id}.{slot}", f"{num_rows} good rows for one slot")
+    for group in evidence.groups.values():
+        ends = [last.get((group.group_id, slot)) for slot in range(group.num_slots)]
+        for why in _group_faults(group, ends, evidence.run_file.min_survivors):
+            findings.add(group.group_id, why)
+    return findings.result(len(last))
+
+
+def _lease_faults(leases: list[Lease], answered: set[tuple[str, int, int]]) -> Iterable[str]:
+    num_spent = 0
+    for index, lease in enumerate(leases):
+        if lease.epoch != index + 1:
+            yield f"epoch {lease.epoch} where {index + 1} is due"
+            return
+        if lease.ended not in ENDS:
+            yield f"lease {lease.epoch} ended as {lease.ended!r}, which is no end"
+        if lease.attempt != num_spent + 1:
+            yield f"lease {lease.epoch} is attempt {lease.attempt} after {num_spent} spent ones"
+        if lease.ended in COST_AN_ATTEMPT:
+            num_spent += 1
+        if lease.ended in ("", "delivered") and index + 1 < len(leases):
+            yield f"leased again after lease {lease.epoch} {lease.ended or 'that still runs'}"
+        has_row = (lease.group_id, lease.slot, lease.epoch) in answered
+        if lease.ended in ("delivered", "failed") and not has_row:
+            yield f"lease {lease.epoch} {lease.ended}, and no row stands for it"
+
+
+def _group_faults(
+    group: Group, ends: list[Lease | None], min_survivors: int | None
+) -> Iterable[str]:
+    ended = [None if lease is None else lease.ended for lease in ends]
+    delivered = ended.count("delivered")
+    if group.state == "open":
+        if delivered == group.num_slots:
+            yield "still open, although every slot is delivered"
+        return
+    if "" in ended:
+        yield f"{group.state}, and slot {ended.index('')} still has a running lease"
+    if group.state != "closed":
+        return
+    if min_survivors is not None and delivered < min_survivors:
+        yield f"closed with {delivered} members; at least {min_survivors}"
+    for slot, end in enumerate(ended):
+        # Where survivors suffice, a slot may be given up or cut at any point before its result.
+        is_wrong = end == "cancelled" if min_survivors is not None else end != "delivered"
+        if is_wrong and end != "":
+            yield f"closed, and slot {slot} came to no end ({end or 'never leased'})"
+
+
+def check_groups(evidence: Evidence) -> Check:
+    """Every issue of a task is a group in its partition, or on its way there; every ended group has
+    one fate per consumer, or is on its way to get it."""
+    findings = Findings("groups")
+    _check_issues(evidence, findings)
+    _check_arrivals(evidence, findings)
+    batches = {(batch.consumer, batch.seq) for batch in evidence.batches}
+    for fate in evidence.fates:
+        group = evidence.groups.get(fate.group_id)
+        why = _fate_fault(fate, batches)
+        if not evidence.is_excused(fate.group_id):
+            why = _fate_of_group_fault(fate, group) or why
+        if why:
+            findings.add(fate.group_id, f"for {fate.consumer}: {why}")
+    _check_judged(evidence, findings)
+    return findings.result(len(evidence.issued))
+
+
+def _check_issues(evidence: Evidence, findings: Findings) -> None:
+    ordinals: defaultdict[str, list[int]] = defaultdict(list)
+    for due, issued in enumerate(evidence.issued.values(), start=1):
+        if issued.issue != due:
+            findings.add(issued.group_id, f"issue {issued.issue} where {due} is due")
+            break  # one gap shifts all that follow
+    for issued in evidence.issued.values():
+        ordinals[issued.source].append(issued.ordinal)
+        if issued.group_id != f"p{issued.partition}-{issued.issue}":
+            where = f"issue {issued.issue} of partition {issued.partition}"
+            findings.add(issued.group_id, f"is {where}")
+    sources = {source.name: source for source in evidence.sources}
+    for name in sources.keys() | ordinals.keys():
+        found = set(ordinals[name])
+        due, skipped = 0, 0
+        if (source := sources.get(name)) is not None:
+            due, skipped = source.next_ordinal, source.skipped
+        is_whole = found <= set(range(due)) and len(found) == due - skipped
+        if not is_whole or len(found) != len(ordinals[name]):
+            told = f"issued {due - skipped} of {due} tasks" if skipped else f"issued {due} tasks"
+            findings.add(name, f"{told}; the groups hold {len(found)} of them")
+
+
+def _check_arrivals(evidence: Evidence, findings: Findings) -> None:
+    """Groups as home issued them and as their partitions hold them."""
+    under_way = issues_under_way(evidence)
+    for group_id in evidence.issued:
+        if group_id in evidence.groups or group_id in under_way:
+            continue
+        if not evidence.is_excused(group_id):
+            findings.add(group_id, "issued, and its partition has no such group")
+    for group in evidence.groups.values():
+        issued = evidence.later.issued.get(group.group_id)
+        if issued is None:
+            findings.add(group.group_id, "is a group, and was never issued")
+        elif _task(issued) != _task(group):
+            findings.add(group.group_id, f"holds {_task(group)}; issued as {_task(issued)}")
+        if group.state not in STATES or group.num_slots < 1:
+            findings.add(group.group_id, f"{group.num_slots} slots in state {group.state!r}")
+
+
+def _task(one: Issued | Group) -> tuple[int, int, str, int, str]:
+    return one.partition, one.issue, one.source, one.ordinal, one.task_key
+
+
+def _check_judged(evidence: Evidence, findings: Findings) -> None:
+    """Held against home as it was after the partitions were read: what had ended by then is judged,
+    or its report is under way, or it still lacks columns."""
+    reports = reports_under_way(evidence)
+    judged: defaultdict[str, set[str]] = defaultdict(set)
+    for fate in evidence.later.fates:
+        judged[fate.group_id].add(fate.consumer)
+    for group_id, issued in evidence.later.issued.items():
+        group = evidence.groups.get(group_id)
+        lacks = evidence.run_file.models.keys() - judged[group_id]
+        if not lacks and not issued.judged:
+            findings.add(group_id, "has all its fates, and still counts as open")
+        if evidence.is_excused(group_id):
+            state = "its partition is away"
+        elif group is None or (group.state == "open" and not issued.judged):
+            continue
+        else:
+            state = group.state
+            lacks -= _waiting(evidence, group_id, reports)
+        for consumer in sorted(lacks):
+            findings.add(group_id, f"{state}, and nobody judged it for {consumer}")
+
+
+def _waiting(evidence: Evidence, group_id: str, reports: dict[str, set[str]]) -> Set[str]:
+    """Consumers that cannot have judged this ended group yet."""
+    by_columns = {p for p in evidence.run_file.models if (group_id, p) in evidence.judging}
+    return by_columns | reports.get(group_id, set())
+
+
+def _fate_of_group_fault(fate: Fate, group: Group | None) -> str:
+    if group is None:
+        return "a fate without a group"
+    if group.state == "open":
+        return f"{fate.state}, and the group is still open"
+    if group.state == "dropped" and fate.state != "dropped":
+        return f"{fate.state}, and the group was dropped"
+    return ""
+
+
+def _fate_fault(fate: Fate, batches: set[tuple[str, int]]) -> str:
+    if fate.state == "sealed":
+        known = (fate.consumer, fate.seq) in batches
+        return "" if known else f"sealed into batch {fate.seq}, which does not exist"
+    if fate.state not in ("admitted", "dropped"):
+        return f"{fate.state!r} is no fate"
+    if fate.seq or (fate.state == "dropped") != bool(fate.reason):
+        return f"{fate.state} for {fate.reason or 'no reason'}, in batch {fate.seq}"
+    return ""

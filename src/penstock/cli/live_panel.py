@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live panel of `penstock run` on a terminal: one look tells whether a run is well.
+
+Draws a View; knows nothing of processes. Every number comes from the dataflow's status.
+"""
+
+from __future__ import annotations
+
+import sys
+import termios
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel as Box
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.output import clock, span
+from penstock.dataflow.service.operators.messages import PolicyStatus, Status
+from penstock.runs.monitor import View
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+AWAY_S = 3.0
+STALL_S = 10.0
+"""Waits this long are shown as a warning."""
+MAX_NODES = 8
+LIVE_HINT = "Ctrl-C stops, a later run resumes"
+
+
+class Panel:
+    """A panel that redraws itself in place."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._live = Live(console=self._console, auto_refresh=False, transient=False)
+        self._terminal = _hide_control_characters()
+        self._live.start()
+
+    def update(self, view: View) -> None:
+        self._live.update(draw(view, self._console.width), refresh=True)
+
+    def tell(self, text: str) -> None:
+        self._live.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        self._live.stop()
+        if self._terminal is not None:
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, self._terminal)
+
+
+def _hide_control_characters() -> list[Any] | None:
+    """Keep `^C` from being echoed into the panel; the terminal's settings before."""
+    try:
+        before = termios.tcgetattr(sys.stdin)
+    except (termios.error, ValueError):
+        return None
+    quiet = [*before]
+    quiet[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    return before
+
+
+def draw(view: View, width: int, hint: str = LIVE_HINT) -> RenderableType:
+    """`hint` says how to end the run from where this is shown."""
+    parts: list[RenderableType] = []
+    status = view.status
+    if status is None:
+        parts.append(Text("starting: services import and connect …", style="dim"))
+    else:
+        for policy in status.policies:
+            parts.append(_policy(policy, view.curves.get(policy.policy, []), width))
+        parts += [_flow(status), Text(""), _nodes(status)]
+        parts += [Text(f"\n{alarm}", style="yellow") for alarm in status.alarms]
+    if view.status is not None and view.away_s > AWAY_S:
+        parts.append(Text(f"the dataflow has not answered for {span(view.away_s)}", style="yellow"))
+    if view.note:
+        parts += [Text(""), Text(view.note, style="yellow", overflow="ellipsis", no_wrap=True)]
+    return Box(
+        Group(*parts),
+        title=Text.assemble(("penstock", "bold cyan"), (f" · {view.name}", "bold")),
+        title_align="left",
+        subtitle=_times(view, hint),
+        subtitle_align="right",
+        border_style="cyan",
+        padding=(0, 1),
+        width=min(width, 110),
+    )
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The whole curve in `width` signs; each sign is the mean of its share of the steps."""
+    if not values or width < 1:
+        return ""
+    num_signs = min(width, len(values))
+    edges = [round(i * len(values) / num_signs) for i in range(num_signs + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges) if b > a]
+    low, high = min(means), max(means)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+def _policy(policy: PolicyStatus, rewards: list[float], width: int) -> RenderableType:
+    grid = _grid()
+    wide = max(10, min(width, 110) - 40)
+    grid.add_row(
+        _label("step"),
+        Group(
+            _pair(
+                Text(f"{policy.number}/{policy.steps}", style="bold"),
+                ProgressBar(total=policy.steps, completed=policy.number, width=wide),
+            )
+        ),
+    )
+    if policy.reward_mean is not None:
+        shown = Text(f"{policy.reward_mean:.3f}", style="bold green")
+        curve = sparkline(rewards, wide) if len(rewards) > 1 else ""
+        grid.add_row(_label("reward"), _pair(shown, Text(curve, style="green")))
+    if policy.staleness_mean is not None:
+        text = f"{policy.staleness_mean:.2f} mean · {policy.staleness_max} max"
+        grid.add_row(
+            _label("staleness"),
+            Text.assemble(
+                text,
+                ("   ready ", "dim"),
+                f"{policy.ready} groups",
+                ("   in flight ", "dim"),
+                f"{policy.issued}",
+                ("   room ", "dim"),
+                f"{policy.room}",
+            ),
+        )
+    return grid
+
+
+def _flow(status: Status) -> RenderableType:
+    wasted = sum(status.wasted_tokens.values())
+    share = wasted / status.sampled_tokens if status.sampled_tokens else 0.0
+    reasons = ", ".join(f"{why} {num:,}" for why, num in status.wasted_tokens.items() if num)
+    grid = _grid()
+    grid.add_row(
+        _label("flow"),
+        Text.assemble(
+            (f"{status.trajectories:,}", "bold"),
+            (" trajectories   ", "dim"),
+            (f"{status.tokens_per_s:,.0f}", "bold"),
+            (" tokens/s", "dim"),
+        ),
+    )
+    grid.add_row(
+        _label("waste"),
+        Text.assemble(
+            (f"{share:.1%}", "bold" if share < 0.1 else "bold yellow"),
+            (f" of tokens never trained{f'  ({reasons})' if reasons else ''}", "dim"),
+        )
+        if status.sampled_tokens
+        else Text("–", style="dim"),
+    )
+    grid.add_row(_label("waits"), _waiting(status))
+    return grid
+
+
+def _nodes(status: Status) -> RenderableType:
+    nodes = status.nodes
+    table = Table.grid(padding=(0, 2))
+    if not nodes:
+        had_some = status.trajectories > 0
+        return Text("no node is there" if had_some else "no node has joined yet", style="dim")
+    for node in sorted(nodes, key=lambda node: node.node_id)[:MAX_NODES]:
+        live = ", ".join(f"v{version.number}" for version in node.live) or "–"
+        style = {"live": "green", "starting": "dim", "draining": "yellow"}.get(node.state, "red")
+        silent = f"silent for {span(node.silent_s)}" if node.silent_s > STALL_S else ""
+        table.add_row(
+            Text(node.node_id, style="bold"),
+            Text(node.state, style=style),
+            Text(live),
+            Text(f"{node.num_leases}/{node.capacity} slots"),
+            Text(f"{node.delivered:,} delivered", style="dim"),
+            Text(silent, style="yellow"),
+        )
+    if len(nodes) > MAX_NODES:
+        table.add_row(Text(f"… and {len(nodes) - MAX_NODES} more", style="dim"))
+    return table
+
+
+def _waiting(status: Status) -> Text:
+    """Always one line, so that the panel keeps its height: who, for whom, how long."""
+    if status.finished or not status.waiting:
+        return Text("nobody", style="dim")
+    longest = max(status.waiting, key=lambda waiting: waiting.since_s)
+    who = ", ".join(waiting.who for waiting in status.waiting if waiting.on == longest.on)
+    style = "yellow" if longest.since_s >= STALL_S else "dim"
+    text = f"{who} for {longest.on}, {span(longest.since_s)}"
+    return Text(text, style=style, overflow="ellipsis", no_wrap=True)
+
+
+def _times(view: View, hint: str) -> Text:
+    if view.status is not None and view.status.finished:
+        return Text(f"finished in {clock(view.elapsed_s)}", style="bold green")
+    left = f" · about {clock(view.eta_s)} left" if view.eta_s is not None else ""
+    return Text(f"{clock(view.elapsed_s)}{left} · {hint}", style="dim")
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=10)
+    grid.add_column()
+    return grid
+
+
+def _label(text: str) -> Text:
+    return Text(text, style="dim")
+
+
+def _pair(first: RenderableType, second: RenderableType) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=9)
+    grid.add_row(first, second)
+    return grid

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain progress lines on stderr, for logs, pipes and `--headless`."""
+
+from __future__ import annotations
+
+from penstock.cli.output import clock, note, span
+from penstock.dataflow.service.operators.messages import PolicyStatus
+from penstock.runs.monitor import View
+
+CHANGED_S = 2.0
+SAME_S = 15.0
+"""How often a line is written when something but the step changed, and when nothing did."""
+
+
+class Lines:
+    """One line per step, or every two seconds while something else moves; trouble at once."""
+
+    def __init__(self) -> None:
+        self._steps: tuple[int, ...] = ()
+        self._text: str = ""
+        self._written_s = -SAME_S
+        self._note: str = ""
+
+    def update(self, view: View) -> None:
+        status = view.status
+        steps = tuple(policy.number for policy in status.policies) if status else ()
+        text = line(view)
+        waited_s = view.elapsed_s - self._written_s
+        is_due = steps != self._steps or waited_s >= SAME_S
+        if is_due or (text != self._text and waited_s >= CHANGED_S):
+            self._steps, self._text, self._written_s = steps, text, view.elapsed_s
+            note(f"{clock(view.elapsed_s):>7}  {text}")
+        if view.note and view.note != self._note:
+            self._note = view.note
+            note(f"{clock(view.elapsed_s):>7}  {view.note}")
+
+    def tell(self, text: str) -> None:
+        self._note = text  # the next view brings it again
+        note(text)
+
+    def close(self) -> None:
+        return
+
+
+def line(view: View) -> str:
+    """The run in one line, without the time."""
+    status = view.status
+    if status is None:
+        return "starting: services import and connect"
+    if view.away_s > 5.0:
+        return f"the dataflow has not answered for {span(round(view.away_s))}"
+    parts = [_policy(policy, many=len(status.policies) > 1) for policy in status.policies]
+    parts.append(f"{status.trajectories:,} trajectories")
+    parts.append(f"{status.tokens_per_s:,.0f} tokens/s")
+    if status.finished:
+        return " · ".join([*parts, "finished"])
+    live = sum(node.state == "live" for node in status.nodes)
+    parts.append(f"{live} node{'s' if live != 1 else ''} live")
+    if status.waiting:
+        longest = max(status.waiting, key=lambda waiting: waiting.since_s)
+        if longest.since_s >= 2.0:
+            parts.append(f"{longest.who} waits for {longest.on}")
+    return " · ".join(parts)
+
+
+def _policy(policy: PolicyStatus, *, many: bool) -> str:
+    words = [f"{policy.policy} " if many else "", f"step {policy.number}/{policy.steps}"]
+    if policy.reward_mean is not None:
+        words.append(f" · reward {policy.reward_mean:.3f}")
+    if policy.staleness_mean is not None:
+        words.append(f" · staleness {policy.staleness_mean:.2f} (max {policy.staleness_max})")
+    return "".join(words)

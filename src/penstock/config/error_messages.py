@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a value, in words, and the nearest right thing.
+
+Owns the translation of pydantic's errors into (key path, text with its cure). Knows nothing of
+files and lines; the loader adds those."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType
+from typing import Any, cast, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from penstock.config.base import Contradiction, KeyPath, did_you_mean, shown
+from penstock.config.run import RunConfig
+
+_OTHER_NAMES: Mapping[str, str] = {
+    "lr": "training.learning_rate",
+    "num_iterations": "training.epochs",
+    "ppo_epochs": "training.epochs",
+    "max_steps": "training.steps",
+    "max_completion_length": "sampling.max_tokens",
+    "max_new_tokens": "sampling.max_tokens",
+    "group_size": "algorithm.num_generations",
+    "kl_coef": "algorithm.beta",
+    "clip_range": "algorithm.epsilon",
+    "model": "models",
+    "dataset": "sources",
+}
+"""Words of other frameworks that no spelling distance would find."""
+
+_TYPES: Mapping[str, str] = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "string_type": "must be text",
+    "bool_type": "must be true or false",
+    "tuple_type": "must be a list",
+    "model_type": "must be a mapping of keys",
+    "mapping_type": "must be a mapping of keys",
+    "none_required": "must be null",
+    "finite_number": "must be a finite number",
+}
+
+_BOUNDS: Mapping[str, tuple[str, str]] = {
+    "greater_than": ("greater than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing wrong with the values, whatever they were read from."""
+
+    keys: tuple[KeyPath, ...]
+    """The keys involved, the likeliest culprit first; never empty."""
+    text: str
+    """What is wrong and the cure."""
+    is_missing: bool = False
+    """The key itself is not there, so the place to point at is its parent."""
+    meant: KeyPath | None = None
+    """The key of the same section that an unknown one was probably meant to be."""
+
+
+def problems_of(error: ValidationError) -> list[Problem]:
+    """Every problem pydantic found, in our words; a mistyped key is not also called missing."""
+    found = [problem for details in error.errors() for problem in _problems(details)]
+    meant = {problem.meant for problem in found}
+    return [problem for problem in found if not (problem.is_missing and problem.keys[0] in meant)]
+
+
+def path_text(path: KeyPath) -> str:
+    """A path as overrides write it: `sources[0].task`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.removeprefix(".")
+
+
+def _problems(details: ErrorDetails) -> Iterator[Problem]:
+    path = tuple(part for part in details["loc"] if not _is_marker(part))
+    kind, value, context = details["type"], cast(object, details["input"]), details.get("ctx", {})
+    if kind == "contradictions":
+        for found in cast(Sequence[Contradiction], context["problems"]):
+            yield Problem(keys=tuple((*path, *key) for key in found.keys), text=found.text)
+    elif kind == "nested":
+        for inner in cast(ValidationError, context["error"]).errors():
+            yield from _problems({**inner, "loc": (*path, *inner["loc"])})
+    elif kind == "missing":
+        yield Problem(keys=(path,), text=_missing(path), is_missing=True)
+    elif kind == "extra_forbidden":
+        yield _unknown(path)
+    else:
+        yield Problem(keys=(path,), text=_wrong(kind, value, context, details["msg"]))
+
+
+def _is_marker(part: str | int) -> bool:
+    """Parts of a location that name a branch of the schema, not a key of the file."""
+    return isinstance(part, str) and part in ("[key]", "<word>", "<mapping>")
+
+
+def _wrong(kind: str, value: object, context: Mapping[str, Any], message: str) -> str:
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in _BOUNDS:
+        words, key = _BOUNDS[kind]
+        return f"{shown(value)} is out of range; must be {words} {context[key]}"
+    if kind in _TYPES:
+        wanted = _TYPES[kind]
+        return f"{shown(value)} is {_kind_of(value)}; {wanted}{_type_cure(kind, value)}"
+    return f"{shown(value)}: {message[:1].lower()}{message[1:]}"
+
+
+def _type_cure(kind: str, value: object) -> str:
+    """How to write what was probably meant."""
+    if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
+        if value.replace(".", "", 1).isdigit() or value in ("true", "false"):
+            return ", so remove the quotes"
+    elif kind == "tuple_type":
+        return f", so write [{value}]" if isinstance(value, str) else ", like [a, b]"
+    elif kind == "string_type" and isinstance(value, bool | int | float):
+        return ", so put quotes around it"
+    return ""
+
+
+def _kind_of(value: object) -> str:
+    kinds: Sequence[tuple[type, str]] = (
+        (NoneType, "null"),
+        (bool, "a truth value"),
+        (int, "a whole number"),
+        (float, "a number"),
+        (str, "text"),
+        (list, "a list"),
+        (dict, "a mapping"),
+    )
+    return next((words for kind, words in kinds if isinstance(value, kind)), "of another kind")
+
+
+def _missing(path: KeyPath) -> str:
+    field = next((fields[path[-1]] for fields in _fields_at(path[:-1]) if path[-1] in fields), None)
+    meaning = f" ({field.description.rstrip('.')})" if field and field.description else ""
+    return f'missing required key "{path[-1]}"{meaning}; add it here'
+
+
+def _unknown(path: KeyPath) -> Problem:
+    word = str(path[-1])
+    here = [name for fields in _fields_at(path[:-1]) for name in fields]
+    elsewhere = _elsewhere()
+    meant: KeyPath | None = None
+    if word in _OTHER_NAMES:
+        cure = f'did you mean "{_OTHER_NAMES[word]}"?'
+    elif near := did_you_mean(word, here):
+        cure, meant = f'did you mean "{near}"?', (*path[:-1], near)
+    elif near := did_you_mean(word, tuple(elsewhere)):
+        cure = f'did you mean "{elsewhere[near]}"?'
+    else:
+        cure = f"known here: {', '.join(here)}"
+    return Problem(keys=(path,), text=f"unknown key; {cure}", meant=meant)
+
+
+def _fields_at(path: KeyPath) -> list[dict[str, FieldInfo]]:
+    """Fields of the section (or of each alternative section) at a path of the schema."""
+    types: list[Any] = [RunConfig]
+    for part in path:
+        types = [below for above in types for below in _below(above, part)]
+    return [kind.model_fields for kind in types if _is_section(kind)]
+
+
+def _below(kind: Any, part: str | int) -> list[Any]:
+    if _is_section(kind):
+        field = kind.model_fields.get(part)
+        return _sections(field.annotation) if field else []
+    return _sections(get_args(kind)[-1 if isinstance(part, str) else 0])
+
+
+def _sections(kind: Any) -> list[Any]:
+    """The sections, mappings and lists of sections inside an annotation."""
+    if _is_section(kind):
+        return [kind]
+    inner = [found for argument in get_args(kind) for found in _sections(argument)]
+    is_container = getattr(kind, "__origin__", None) in (tuple, Mapping)
+    return [kind] if inner and is_container else inner
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+@cache
+def _elsewhere() -> Mapping[str, str]:
+    """Each key of a section of its own, and where it belongs."""
+    found: dict[str, str] = {}
+    for name, field in RunConfig.model_fields.items():
+        found[name] = name
+        if _is_section(field.annotation):
+            section = cast(type[BaseModel], field.annotation)
+            found |= {key: f"{name}.{key}" for key in section.model_fields if key not in found}
+    return found

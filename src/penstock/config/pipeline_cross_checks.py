@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pipeline and the rest of the run file say of each other.
+
+Owns which stages the ledger has in all: those of the dataflow, and those of the pipeline that are
+placed elsewhere; and which settings mean nothing beside own stages. Holds no default and changes no
+value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from penstock.config.algorithms import PRESETS
+from penstock.config.base import Contradiction, KeyPath, did_you_mean, shown
+from penstock.config.builtin_stages import shipped_for
+from penstock.config.pipeline_checks import CREDIT, CRITIC_READS, IN_BATCH, unread
+from penstock.config.stage_graph import Edge, picture
+from penstock.config.stages import StageConfig, stage_contradictions
+
+if TYPE_CHECKING:
+    from penstock.config.pipeline import PipelineStageConfig
+    from penstock.config.run import PolicyConfig, RunConfig
+    from penstock.config.trainer import AlgorithmConfig, TrainingConfig
+
+OF_BUILTIN_GRAPH = ("gamma", "lam")
+"""Keys of `algorithm` that are options of a stage, where the stages are written out."""
+
+OF_SHIPPED_LOSS = (
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "beta",
+    "tau",
+    "ratio_against",
+    "correction",
+)
+"""Keys of `algorithm` that a loss of one's own takes no notice of. Not `entropy_coef`: above 0 it
+makes the entropy carry a gradient for any loss."""
+
+
+def ledger_stages(config: RunConfig) -> list[tuple[KeyPath, StageConfig]]:
+    """Every stage that works on rows, and where the file says so."""
+    found: list[tuple[KeyPath, StageConfig]] = [
+        (("dataflow", "stages", index), stage) for index, stage in enumerate(config.dataflow.stages)
+    ]
+    declared = {stage.name for stage in config.dataflow.stages}
+    services = config.pipeline.services if config.pipeline else ()
+    return found + [
+        (("pipeline", "stages", index), stage.as_ledger_stage())
+        for index, stage in services
+        if stage.id not in declared
+    ]
+
+
+def compared_by(config: RunConfig, policy: str) -> str | None:
+    """Who compares the members of this policy's groups: its algorithm or, where the stages are
+    written out, the one that makes the advantages. None where nobody does, or a function of the
+    user's, of which nothing is known."""
+    stages = config.pipeline.of_policy(policy) if config.pipeline else ()
+    if not stages:
+        algorithm = config.for_policy(policy).algorithm
+        return algorithm.name if algorithm.compares_in_group else None
+    for stage in stages:
+        shipped = shipped_for(stage.type, stage.role, stage.fn)
+        if shipped and shipped.compares_in_group and CREDIT in stage.writes:
+            return f"stage {stage.id}"
+    return None
+
+
+def pipeline_crossings(config: RunConfig) -> Iterator[Contradiction]:
+    """Everything that the pipeline cannot say beside the other sections."""
+    if config.pipeline is None:
+        return
+    yield from _ledger(config)
+    yield from _declared_otherwise(config)
+    stages = config.pipeline.stages
+    for index, stage in enumerate(stages):
+        at: KeyPath = ("pipeline", "stages", index)
+        if stage.policy is not None and stage.policy not in config.models:
+            near = did_you_mean(stage.policy, tuple(config.models))
+            cure = f'did you mean "{near}"?' if near else f"use {' | '.join(config.models)}"
+            text = f"stage {stage.id}: there is no policy {shown(stage.policy)}; {cure}"
+            yield Contradiction(text=text, keys=((*at, "policy"), at))
+        if not stage.is_service:
+            yield from _missing_columns(config, at, stage)
+    if stages:
+        yield from _untrained(config)
+        yield from _nobodys_critic(config)
+        yield from _spread_twice(config)
+        yield from dict.fromkeys((*_unread(config), *_other_teacher(config)))
+        yield from dict.fromkeys(_without_effect(config))
+
+
+def _ledger(config: RunConfig) -> Iterator[Contradiction]:
+    """What holds for stages of the ledger holds for services, wherever they are written."""
+    places, stages = zip(*found, strict=True) if (found := ledger_stages(config)) else ((), ())
+    for problem in stage_contradictions(stages):
+        keys = tuple((*places[int(key[1])], *key[2:]) for key in problem.keys)
+        if any(key[0] == "pipeline" for key in keys):  # the dataflow has judged its own
+            name = stages[int(problem.keys[0][1])].name
+            yield replace(problem, text=f"stage {name}: {problem.text}", keys=keys)
+
+
+def _declared_otherwise(config: RunConfig) -> Iterator[Contradiction]:
+    """An entry under dataflow.stages may give a service its deadlines, not other columns."""
+    declared = {stage.name: (i, stage) for i, stage in enumerate(config.dataflow.stages)}
+    for index, stage in config.pipeline.services if config.pipeline else ():
+        if stage.id not in declared:
+            continue
+        position, other = declared[stage.id]
+        for key in ("reads", "writes", "on"):
+            if getattr(stage, key) != getattr(other, key):
+                yield Contradiction(
+                    text=f"stage {stage.id} stands under dataflow.stages too, with other {key}; "
+                    "write the same in both, or take it out there",
+                    keys=(("pipeline", "stages", index, key), ("dataflow", "stages", position)),
+                )
+
+
+def _missing_columns(
+    config: RunConfig, at: KeyPath, stage: PipelineStageConfig
+) -> Iterator[Contradiction]:
+    """Columns that nobody writes for one of the policies that run this stage."""
+    assert config.pipeline is not None, "the stage is one of its stages"
+    writer = {column: other for _, other in ledger_stages(config) for column in other.writes}
+    sent = {column for column, other in writer.items() if other.required}
+    for policy in (stage.policy,) if stage.policy else config.models:
+        mates = [mate for mate in config.pipeline.of_policy(policy) if not mate.is_service]
+        known = {*IN_BATCH, *sent, *(column for mate in mates for column in mate.writes)}
+        missing = [(i, column) for i, column in enumerate(stage.reads) if column not in known]
+        for position, column in missing:
+            yield Contradiction(
+                text=f"stage {stage.id} reads {column}, which "
+                f"{_why_missing(column, stage.id, writer.get(column), sorted(known))}",
+                keys=((*at, "reads", position), (*at, "reads"), at),
+            )
+        if missing:
+            return
+
+
+def _why_missing(column: str, reader: str, writer: StageConfig | None, known: list[str]) -> str:
+    """What is wrong with the column, and the cure."""
+    drawn = picture(
+        (Edge(source=writer.name if writer else "?", target=reader, columns=(column,)),)
+    )
+    if writer is not None:
+        return (
+            f"stage {writer.name} of the dataflow writes with required: false, so that trainers "
+            f"are not sent it: {drawn}; set required: true there"
+        )
+    near = did_you_mean(column, known)
+    cure = f'did you mean "{near}"?' if near else "add a stage that writes it"
+    return f"no stage writes and no batch has: {drawn}; {cure}"
+
+
+def _spread_twice(config: RunConfig) -> Iterator[Contradiction]:
+    """Own stages say how they are spread; what stands beside them would be without effect."""
+    places: list[tuple[KeyPath, TrainingConfig]] = [(("training", "parallel"), config.training)]
+    for name, model in config.models.items():
+        if model.training is not None:
+            places.append((("models", name, "training", "parallel"), model.training))
+    for at, training in places:
+        if training.parallel.num_ranks > 1:
+            yield Contradiction(
+                text="the pipeline has stages of its own, and each says its own parallel; write "
+                "it at the stages that have a model, and take it out here",
+                keys=(at, ("training", "parallel")),
+            )
+            return
+
+
+def _stages_run(
+    config: RunConfig,
+) -> Iterator[tuple[KeyPath, PipelineStageConfig, PolicyConfig]]:
+    """Each stage with every policy whose trainer runs it."""
+    assert config.pipeline is not None, "asked of pipelines only"
+    for index, stage in enumerate(config.pipeline.stages):
+        for policy in (stage.policy,) if stage.policy else config.models:
+            if policy in config.models:
+                yield ("pipeline", "stages", index), stage, config.for_policy(policy)
+
+
+def _unread(config: RunConfig) -> Iterator[Contradiction]:
+    """Columns that the algorithm's own loss cannot do without."""
+    for at, stage, policy in _stages_run(config):
+        if (stage.type, stage.role, stage.fn) != ("train", "actor", None):
+            continue
+        algorithm, needed = policy.algorithm, dict[str, str]()
+        if algorithm.name == "opd":
+            needed["teacher_logprobs"] = "opd learns from"
+        if algorithm.beta > 0:
+            needed["reference_logprobs"] = f"beta {algorithm.beta:g} weighs the distance to"
+        if algorithm.needs_proximal:
+            needed["proximal_logprobs"] = f"the loss of {algorithm.name}, as set, compares with"
+        for column, why in needed.items():
+            if column not in stage.reads:
+                cure = ", or set algorithm.beta: 0.0" if why.startswith("beta") else ""
+                yield Contradiction(
+                    text=f"stage {stage.id}: {unread(why, column)}{cure}",
+                    keys=((*at, "reads"), at),
+                )
+
+
+def _other_teacher(config: RunConfig) -> Iterator[Contradiction]:
+    """The stage asks the model that stands beside it; `algorithm.teacher` is for the built-in
+    graph, and must not say otherwise."""
+    for at, stage, policy in _stages_run(config):
+        teacher = policy.algorithm.teacher
+        is_asked = (stage.type, stage.role, stage.fn) == ("infer", "teacher", None)
+        if teacher is None or not is_asked or stage.model == teacher:
+            continue
+        asked = f"asks {stage.model}" if stage.model else "has no model and asks the policy's own"
+        yield Contradiction(
+            text=f"stage {stage.id} {asked}, so that algorithm.teacher would be without effect; "
+            f"write model: {teacher} at the stage",
+            keys=((*at, "model"), at),
+        )
+
+
+def _without_effect(config: RunConfig) -> Iterator[Contradiction]:
+    """Numbers of the algorithm that nothing reads. What its name stands for is not written."""
+    assert config.pipeline is not None, "asked of pipelines only"
+    for name, model in config.models.items():
+        algorithm = config.for_policy(name).algorithm
+        at: KeyPath = ("models", name, "algorithm") if model.algorithm else ("algorithm",)
+        for key, why in _unheard(algorithm, config.pipeline.of_policy(name)):
+            yield Contradiction(
+                text=f"{why}, and {key} would be without effect here; write options: "
+                f"{{{key}: {getattr(algorithm, key)}}} at that stage, if its function takes it, "
+                "and take it out here",
+                keys=((*at, key), ("algorithm", key)),
+            )
+
+
+def _unheard(
+    algorithm: AlgorithmConfig, stages: Sequence[PipelineStageConfig]
+) -> Iterator[tuple[str, str]]:
+    for key in _written(algorithm, OF_BUILTIN_GRAPH):
+        yield key, "the pipeline has a stage of its own that makes the advantages"
+    for stage in stages:
+        if (stage.type, stage.role) == ("train", "actor") and stage.fn is not None:
+            for key in _written(algorithm, OF_SHIPPED_LOSS):
+                yield key, f"stage {stage.id} has a loss of its own"
+
+
+def _written(algorithm: AlgorithmConfig, keys: Sequence[str]) -> Iterator[str]:
+    """Keys with another value than they have by themselves; a resolved file writes all of them."""
+    preset = PRESETS[algorithm.name].algorithm
+    for key in keys:
+        default = type(algorithm).model_fields[key].default
+        if getattr(algorithm, key) not in (default, preset.get(key, default)):
+            yield key
+
+
+def _untrained(config: RunConfig) -> Iterator[Contradiction]:
+    assert config.pipeline is not None, "asked of pipelines only"
+    for name in config.models:
+        mates = config.pipeline.of_policy(name)
+        if not any(stage.type == "train" and stage.role == "actor" for stage in mates):
+            yield Contradiction(
+                text=f"no stage trains policy {name}; add one with type: train and role: actor",
+                keys=(("pipeline", "stages"), ("pipeline",)),
+            )
+
+
+def _nobodys_critic(config: RunConfig) -> Iterator[Contradiction]:
+    """Only training gives a critic the head that says values."""
+    asking = [
+        (at, stage, policy.name)
+        for at, stage, policy in _stages_run(config)
+        if (stage.type, stage.role, stage.fn) == ("infer", "critic", None)
+    ]
+    assert config.pipeline is not None, "asked of pipelines only"
+    for at, stage, name in asking:
+        mates = config.pipeline.of_policy(name)
+        if not any((mate.type, mate.role) == ("train", "critic") for mate in mates):
+            yield Contradiction(
+                text=f"stage {stage.id} asks the critic for {', '.join(stage.writes)}, and no "
+                f"stage trains that of policy {name}; add one with type: train, role: critic and "
+                f"reads: [turns, {', '.join(CRITIC_READS)}], or give fn",
+                keys=((*at, "role"), at),
+            )

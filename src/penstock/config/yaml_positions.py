@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines of a YAML text: where each key stands, and what the text may not contain.
+
+Owns the refusal of duplicate keys, explicit tags, self-references and texts too deep or too large
+to be a config. Knows no schema; it never constructs a value from the text."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+import yaml
+
+from penstock.config.base import KeyPath, shown
+
+MAX_DEPTH = 32
+"""Deepest nesting; the schema needs seven levels."""
+MAX_NODES = 100_000
+"""Most nodes once aliases are written out, so that a short text cannot stand for a huge one."""
+
+_STR = "tag:yaml.org,2002:str"
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YamlProblem:
+    """Something that no schema needs to be asked about."""
+
+    line: int
+    """Line in the text, from 1."""
+    path: KeyPath
+    """The key concerned; empty when the text as a whole is."""
+    text: str
+    """What is wrong and the cure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Positions:
+    """Where each key of a text stands."""
+
+    lines: Mapping[KeyPath, int]
+    """Line of each key and list item, from 1; the empty path is the text's first."""
+    problems: tuple[YamlProblem, ...]
+    """Why the text cannot be read, in order of lines."""
+    is_mapping: bool
+    """Whether the text is one mapping at its top."""
+    is_empty: bool
+    """Whether there is nothing but comments."""
+
+    def line_of(self, path: KeyPath) -> int:
+        """Line of a key, or of the nearest thing above it that is written."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 1)
+
+
+def scan(text: str) -> Positions:
+    """Find the line of every key, and everything that makes the text unreadable."""
+    problems: list[YamlProblem] = []
+    root: yaml.Node | None = None
+    try:
+        problems += _suspicious_events(text)
+        if not problems:
+            root = _compose(text)
+    except yaml.YAMLError as error:
+        problems.append(_syntax(error))
+    walk = _Walk()
+    if root is not None:
+        walk.lines[()] = root.start_mark.line + 1
+        walk.visit(root, (), ())
+    return Positions(
+        lines=walk.lines,
+        problems=tuple(problems + walk.problems),
+        is_mapping=isinstance(root, yaml.MappingNode),
+        is_empty=root is None and not problems,
+    )
+
+
+def _compose(text: str) -> yaml.Node | None:
+    compose = yaml.compose  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return cast(yaml.Node | None, compose(text, Loader=yaml.SafeLoader))
+
+
+def _events(text: str) -> Iterator[yaml.Event]:
+    parse = yaml.parse  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return cast(Iterator[yaml.Event], parse(text, Loader=yaml.SafeLoader))
+
+
+def _suspicious_events(text: str) -> list[YamlProblem]:
+    """Tags and nesting, seen in the flat stream of events before anything recurses over it."""
+    depth = 0
+    for count, event in enumerate(_events(text)):
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH or count > 2 * MAX_NODES:
+            return [YamlProblem(line=line, path=(), text="too deep or too large for a run file")]
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            return [YamlProblem(line=line, path=(), text=f"tag {tag} is not allowed; delete it")]
+    return []
+
+
+def _syntax(error: yaml.YAMLError) -> YamlProblem:
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        what = " ".join(filter(None, (error.context, error.problem)))
+        return YamlProblem(
+            line=mark.line + 1 if mark else 1,
+            path=(),
+            text=f"not YAML: {what}; check indentation, quotes and brackets around this line",
+        )
+    return YamlProblem(line=1, path=(), text=f"not YAML: {str(error).splitlines()[0]}")
+
+
+def _is_text(key: yaml.ScalarNode) -> bool:
+    """Text as a key; `on` is a key of stages, although YAML takes it for a truth value."""
+    return key.tag == _STR or key.value == "on"
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One pass over the nodes, aliases written out."""
+
+    lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
+    problems: list[YamlProblem] = field(default_factory=list[YamlProblem])
+    num_nodes: int = 0
+
+    def visit(self, node: yaml.Node, path: KeyPath, above: tuple[yaml.Node, ...]) -> None:
+        self.num_nodes += 1
+        if node in above:
+            self._refuse(node, path, "refers to itself; write the value out")
+        elif len(above) > MAX_DEPTH or self.num_nodes == MAX_NODES:
+            self._refuse(node, path, "too deep or too large for a run file")
+        elif self.num_nodes > MAX_NODES:
+            return
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self.lines[*path, index] = item.start_mark.line + 1
+                self.visit(item, (*path, index), (*above, node))
+        elif isinstance(node, yaml.MappingNode):
+            self._visit_mapping(node, path, above)
+
+    def _visit_mapping(
+        self, node: yaml.MappingNode, path: KeyPath, above: tuple[yaml.Node, ...]
+    ) -> None:
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.tag == _MERGE:
+                self.visit(value, (*path, "<<"), (*above, node))
+            elif not isinstance(key, yaml.ScalarNode) or not _is_text(key):
+                written = key.value if isinstance(key, yaml.ScalarNode) else "this key"
+                self._refuse(key, path, f"{written} is not text; put quotes around the key")
+            elif (place := (*path, key.value)) in self.lines:
+                first = self.lines[place]
+                text = f"duplicate key {shown(key.value)}, first on line {first}; keep one of them"
+                self.problems.append(YamlProblem(line=line, path=place, text=text))
+            else:
+                self.lines[place] = line
+                self.visit(value, place, (*above, node))
+
+    def _refuse(self, node: yaml.Node, path: KeyPath, text: str) -> None:
+        line = node.start_mark.line + 1
+        self.problems.append(YamlProblem(line=line, path=path, text=text))

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dataflow and a weights front in one server, real but for a watcher before every handler.
+
+Owns the temporary folder, the listener and the answers that get lost. What to watch for, and what
+to do to the party under test, belongs to its caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.config import (
+    AlgorithmConfig,
+    DataflowConfig,
+    LeaseConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    SourceConfig,
+    TrainingConfig,
+)
+from penstock.dataflow.service.build import build
+from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.server import surface
+from penstock.errors import ConfigError
+from penstock.observe.prometheus import new_registry
+from penstock.types import PolicyName
+from penstock.weights.serving.origin import Origin
+from penstock.weights.serving.server import READERS, Front
+from penstock.weights.store import DirectoryStore
+from penstock.wire.auth import Audience, Role, Signer
+from penstock.wire.routes import Call, Route
+from penstock.wire.server import build_app
+from penstock.wire.serving import check_bind, serve_on
+
+RUN = "conformance"
+POLICY = PolicyName("policy")
+TTL_S = 8.0
+HEARTBEAT_S = TTL_S / 4
+TOKEN_TTL_S = 3600.0
+
+Handler = Callable[[Call], Awaitable[object]]
+Watch = Callable[[str, Call, Handler], Awaitable[object]]
+"""(`METHOD /path`, the call, the real handler) to the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """All that the party under test is given."""
+
+    url: str
+    token: str
+    store: Path
+    """Where a trainer puts its versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Double:
+    service: Dataflow
+    store: Path
+    listener: socket.socket
+    url: str
+    signer: Signer
+
+    def invitation(self, role: Role) -> Invitation:
+        audiences = (Audience.DATAFLOW, Audience.WEIGHTS)
+        token = self.signer.mint(role, audiences, ttl_s=TOKEN_TTL_S)
+        return Invitation(url=self.url, token=token, store=self.store)
+
+    @asynccontextmanager
+    async def serve(self, watch: Watch) -> AsyncGenerator[None]:
+        """Answer calls, each through `watch`, until the block ends."""
+        routes = [watched(route, watch) for route in self._routes()]
+        verifier = self.signer.verifier(Audience.DATAFLOW)
+        app = build_app(routes, verifier, title="penstock double", lifespan=self._lifespan)
+        # An answer that is cut off on purpose is no news.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        serving = asyncio.create_task(serve_on(app, self.listener), name="double")
+        try:
+            yield
+        finally:
+            serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+
+    def _routes(self) -> list[Route]:
+        calls = surface(self.service, run_config(), self.url).routes()
+        front = Front(Origin(DirectoryStore(self.store)), new_registry("weights", RUN))
+        # One address serves both, and a node fetches weights: their blobs come first.
+        return [
+            _read("/v1/manifests/{digest}", front.manifest, "A manifest."),
+            _read("/v1/deltas/{digest}", front.deltas, "Deltas that lead to a blob."),
+            _read("/v1/blobs/{digest}", front.blob, "A blob."),
+            *(call for call in calls if (call.method, call.path) != ("GET", "/v1/blobs/{digest}")),
+        ]
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncGenerator[None]:
+        timers = asyncio.create_task(self.service.run_timers(), name="timers")
+        try:
+            yield
+        finally:
+            timers.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await timers
+
+
+def _read(path: str, handler: Handler, summary: str) -> Route:
+    return Route(method="GET", path=path, handler=handler, roles=READERS, summary=summary)
+
+
+def watched(route: Route, watch: Watch) -> Route:
+    name = f"{route.method} {route.path}"
+
+    async def handler(call: Call) -> object:
+        return await watch(name, call, route.handler)
+
+    return replace(route, handler=handler)
+
+
+@asynccontextmanager
+async def open_double(host: str, port: int) -> AsyncGenerator[Double]:
+    """A fresh run in a temporary folder, listening (but not yet answering) when this enters."""
+    check_bind(host, None)
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-conformance-") as folder,
+        _listen(host, port) as listener,
+    ):
+        root = Path(folder)
+        DirectoryStore(root / "store").prepare()
+        service = build(run_config(), root / "ledger")
+        try:
+            yield Double(
+                service=service,
+                store=root / "store",
+                listener=listener,
+                url=f"http://{host}:{listener.getsockname()[1]}",
+                signer=Signer.create(root / "keys", RUN),
+            )
+        finally:
+            service.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port}: ports are 0 to 65535")
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            why = f"port {port} is taken; choose another with --port, or 0 for a free one"
+        else:
+            why = f"cannot listen on {host} port {port}: {error.strerror}"
+        raise ConfigError(why) from None
+
+
+def run_config() -> RunConfig:
+    """Small, and longer than any examination: two members to a group, two groups to a batch. It
+    allows more staleness than it has steps, so no node is ever too old for the work it asks for."""
+    return RunConfig(
+        name=RUN,
+        models={POLICY: ModelConfig(init="builtin:tiny-qwen3", engine="scripted")},
+        sources=(SourceConfig(name="train", task="penstock.tasks.reverse"),),
+        reward="penstock.tasks.reverse:reward",
+        dataflow=DataflowConfig(lease=LeaseConfig(ttl_s=TTL_S)),
+        sampling=SamplingConfig(max_tokens=3),
+        algorithm=AlgorithmConfig(num_generations=2),
+        training=TrainingConfig(steps=20, groups_per_batch=2, max_staleness=40),
+    )
+
+
+class CutOff(Response):
+    """An answer lost on the way: the connection ends in the middle of its body."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"application/msgpack"), (b"content-length", b"64")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"\x83", "more_body": True})

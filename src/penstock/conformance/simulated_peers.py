@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other side of the run, without HTTP: a node that feeds batches, a trainer with versions.
+
+Both act through the service's own commands, so the party under test meets a run that really moves.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.conformance.dataflow_double import POLICY
+from penstock.conformance.tiny_snapshot import write_snapshot
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.nodes.messages import (
+    Delivery,
+    DeliveryRequest,
+    Heartbeat,
+    LeaseRequest,
+)
+from penstock.dataflow.service.trainers.messages import (
+    BatchRequest,
+    CommitRequest,
+    IncarnationRequest,
+    PublishRequest,
+)
+from penstock.types import (
+    FinishReason,
+    NodeId,
+    Outcome,
+    OutcomeKind,
+    RowId,
+    SamplingSpec,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    log_probs,
+    token_ids,
+)
+from penstock.weights.manifest import encode_manifest, make_manifest, parse_manifest
+from penstock.weights.publish import StoredVersion, put_snapshot
+from penstock.weights.store import DirectoryStore
+from penstock.wire.codec import encode
+
+NODE = NodeId("stand-in")
+NUM_SLOTS = 8
+SPEC = SamplingSpec(max_tokens=1)
+
+
+def row_id_of(grant: Grant) -> RowId:
+    return RowId(f"{grant.group_id}.{grant.slot}.{grant.epoch}")
+
+
+class StandInNode:
+    """Answers slots at once, with whatever version is the newest."""
+
+    def __init__(self, service: Dataflow) -> None:
+        self._service = service
+        self._session = secrets.token_hex(8)
+        self._has_joined = False
+
+    async def feed(self) -> None:
+        """Lease a few slots and deliver them; nothing happens before a version is published."""
+        newest = self._service.home.consumer(POLICY).lineage.newest
+        if newest is None:
+            return
+        live = LiveVersion(policy=POLICY, incarnation=newest.incarnation, number=newest.number)
+        if not self._has_joined:
+            self._has_joined = True
+            await self._service.nodes.register(
+                Register(node_id=NODE, session=self._session, capacity=NUM_SLOTS, policies=())
+            )
+        await self._service.nodes.heartbeat(
+            NODE, Heartbeat(session=self._session, state=NodeState.LIVE, live=(live,))
+        )
+        answer = await self._service.nodes.lease(
+            LeaseRequest(
+                request_id=secrets.token_hex(8),
+                node_id=NODE,
+                session=self._session,
+                max_slots=NUM_SLOTS,
+                wait_s=0.0,
+                live=(live,),
+            )
+        )
+        deliveries = tuple(_row(grant, live) for grant in answer.grants)
+        await self._service.nodes.deliver(
+            DeliveryRequest(node_id=NODE, session=self._session, deliveries=deliveries)
+        )
+
+
+def _row(grant: Grant, live: LiveVersion) -> Delivery:
+    span = VersionSpan(start=0, end=1, incarnation=live.incarnation, number=live.number)
+    turn = Turn(
+        policy=POLICY,
+        parent=-1,
+        prompt_ids=token_ids([4, 5, 6, 3]),
+        sampled_ids=token_ids([6]),
+        logprobs=log_probs([-0.5]),
+        spans=(span,),
+        sampling=SPEC,
+        finish=FinishReason.LENGTH,
+    )
+    trajectory = Trajectory(
+        row_id=row_id_of(grant),
+        group_id=grant.group_id,
+        slot=grant.slot,
+        epoch=grant.epoch,
+        attempt=grant.attempt,
+        node_id=NODE,
+        turns=(turn,),
+        reward=float(grant.slot % 2),
+        outcome=Outcome(kind=OutcomeKind.TRUNCATED, reason="length"),
+    )
+    return Delivery(row_id=trajectory.row_id, payload=memoryview(encode(trajectory)))
+
+
+class StandInTrainer:
+    """Commits what arrives and publishes what it is told to."""
+
+    def __init__(self, service: Dataflow, store: Path, node: StandInNode) -> None:
+        self._service = service
+        self._store = store
+        self._node = node
+        self._draw = random.Random(secrets.token_bytes(16))
+
+    @property
+    def number(self) -> int:
+        return self._service.trainers.policy_state(POLICY).number
+
+    async def take_over(self) -> int:
+        """Become the one trainer where the last one stood."""
+        state = self._service.trainers.policy_state(POLICY)
+        answer = await self._service.trainers.incarnate(
+            POLICY,
+            IncarnationRequest(
+                request_id=secrets.token_hex(8),
+                expected=state.incarnation,
+                number=state.number,
+                seq=state.seq,
+            ),
+        )
+        return answer.incarnation
+
+    async def train(self) -> None:
+        """The next number, with rows of the stand-in where the party's do not suffice."""
+        while not await self._commit(skipped=""):
+            await self._node.feed()
+
+    async def skip_ready(self) -> None:
+        """Make room for new work without a new number."""
+        while await self._commit(skipped="conformance"):
+            pass
+
+    async def _commit(self, *, skipped: str) -> bool:
+        state = self._service.trainers.policy_state(POLICY)
+        seq = state.seq + 1
+        request = BatchRequest(consumer=POLICY, seq=seq, incarnation=state.incarnation, wait_s=0.0)
+        if (await self._service.trainers.batch(request)).manifest is None:
+            return False
+        number = state.number if skipped else state.number + 1
+        commit = CommitRequest(incarnation=state.incarnation, number=number, skipped=skipped)
+        await self._service.trainers.commit(POLICY, seq, commit)
+        return True
+
+    def put(self, *, with_wrong_tensor: bool = False) -> StoredVersion:
+        """New weights under the committed number, in the store and not yet published."""
+        with tempfile.TemporaryDirectory(prefix="penstock-snapshot-") as parent:
+            folder = Path(parent) / "snapshot"
+            write_snapshot(folder, self._draw)
+            stored = put_snapshot(self._store, folder, policy=POLICY, number=self.number)
+        return self._with_wrong_tensor(stored) if with_wrong_tensor else stored
+
+    def _with_wrong_tensor(self, stored: StoredVersion) -> StoredVersion:
+        """The same files under a manifest that promises another tensor, and is sound in itself."""
+        store = DirectoryStore(self._store)
+        good = parse_manifest(store.read_manifest(stored.manifest_digest))
+        first = replace(good.tensors[0], digest=good.tensors[1].digest)
+        bad = make_manifest(good.policy, good.number, good.files, (first, *good.tensors[1:]))
+        digest = store.put_manifest(encode_manifest(bad))
+        return StoredVersion(manifest_digest=digest, weights_digest=bad.weights_digest)
+
+    async def publish(self, stored: StoredVersion) -> None:
+        state = self._service.trainers.policy_state(POLICY)
+        await self._service.trainers.publish(
+            POLICY,
+            PublishRequest(
+                incarnation=state.incarnation,
+                number=state.number,
+                manifest_digest=stored.manifest_digest,
+                weights_digest=stored.weights_digest,
+            ),
+        )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of the weights was served to the party under test, and one blob that is served damaged.
+
+Owns byte ranges and the damage. Does not know which version is live, nor who may be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.responses import Response
+
+from penstock.conformance.dataflow_double import Handler
+from penstock.weights.manifest import SnapshotManifest, is_digest, parse_manifest
+from penstock.weights.serving.server import RANGE, parse_range
+from penstock.wire.routes import Call
+
+DAMAGED_BYTE = -1
+"""The last byte of the file: inside a tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    blob: str
+    start: int
+    end: int
+    is_damaged: bool
+
+
+class Fetches:
+    def __init__(self, store: Path) -> None:
+        self._store = store
+        self._manifests: set[str] = set()
+        self._served: list[Served] = []
+        self._to_damage = ""
+
+    def damage(self, manifest_digest: str) -> None:
+        """From now on the weights of this version are served damaged, once."""
+        self._to_damage = self._weights(manifest_digest)[0][0]
+
+    def has_manifest(self, digest: str) -> bool:
+        return digest in self._manifests
+
+    def has_all(self, manifest_digest: str, *, undamaged: bool = False) -> bool:
+        """Was every byte of this version's weights served?"""
+        return self.has_manifest(manifest_digest) and all(
+            self._covers(blob, num_bytes, undamaged)
+            for blob, num_bytes in self._weights(manifest_digest)
+        )
+
+    async def manifest(self, call: Call, handler: Handler) -> object:
+        answer = await handler(call)
+        self._manifests.add(call.path["digest"])
+        return answer
+
+    async def blob(self, call: Call, handler: Handler) -> object:
+        digest = call.path["digest"]
+        path = self._store / "blobs" / digest
+        if not is_digest(digest) or not path.is_file():
+            return await handler(call)
+        data = path.read_bytes()
+        asked = call.headers.get("range", "")
+        span = parse_range(asked, len(data))
+        if span is None:
+            return await handler(call)
+        is_damaged = digest == self._to_damage and span[1] == len(data)
+        self._served.append(Served(blob=digest, start=span[0], end=span[1], is_damaged=is_damaged))
+        if not is_damaged:
+            return await handler(call)
+        self._to_damage = ""
+        damaged = bytearray(data)
+        damaged[DAMAGED_BYTE] ^= 1
+        headers = {"content-range": f"bytes {span[0]}-{span[1] - 1}/{len(data)}"}
+        is_part = bool(RANGE.fullmatch(asked))
+        return Response(
+            bytes(damaged[span[0] : span[1]]),
+            status_code=206 if is_part else 200,
+            headers=headers if is_part else {},
+            media_type="application/octet-stream",
+        )
+
+    def _covers(self, blob: str, num_bytes: int, undamaged: bool) -> bool:
+        """A party may mend what came damaged, byte by byte, or fetch all of it again."""
+        position = 0
+        served = [part for part in self._served if part.blob == blob]
+        for part in sorted(served, key=lambda part: part.start):
+            if part.start <= position:
+                position = max(position, part.end - (undamaged and part.is_damaged))
+        return position >= num_bytes
+
+    def _weights(self, manifest_digest: str) -> list[tuple[str, int]]:
+        """Only tensor files: a party may hold the others from before, under the same digest."""
+        data = (self._store / "manifests" / f"{manifest_digest}.json").read_bytes()
+        manifest: SnapshotManifest = parse_manifest(data)
+        return [(f.blob, f.bytes) for f in manifest.files if f.name.endswith(".safetensors")]

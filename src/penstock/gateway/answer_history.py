@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which messages of a request are answers that this session gave.
+
+An agent sends an answer back in parts (text, reasoning, tool calls), and a template writes the
+parts in its own spacing. Owns the memory of answers whose parts are not their text, so that the
+text as it was sampled can be put in their place. Only an answer that comes back whole is
+recognised: left out reasoning or a changed argument is a rewritten history.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from penstock.gateway.model_calls import Answer
+from penstock.gateway.turn_tree import ROOT
+from penstock.types import JsonObject, PolicyName
+
+_Key = tuple[PolicyName, str, str, tuple[tuple[str, str], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    turn: int
+    parent: int
+    call_ids: tuple[str, ...]
+    own_text: str | None
+
+
+class Recall:
+    def __init__(self) -> None:
+        self._given: dict[_Key, list[_Given]] = {}
+        self._has_own_texts = False
+
+    def remember(
+        self, policy: PolicyName, parent: int, answer: Answer, own_text: str | None
+    ) -> None:
+        """`own_text` is the answer as sampled, marked, without the token that ended it; None where
+        that is what the agent was told."""
+        calls = tuple((call.name, _canonical(call.arguments)) for call in answer.tool_calls)
+        key = (policy, answer.text, answer.reasoning, calls)
+        ids = tuple(call.id for call in answer.tool_calls)
+        self._given.setdefault(key, []).append(_Given(answer.turn, parent, ids, own_text))
+        self._has_own_texts |= own_text is not None
+
+    def find(self, policy: PolicyName, messages: Sequence[JsonObject]) -> dict[int, str]:
+        """By the index of a message: the own text of the answer that it repeats.
+
+        Equal answers are told apart by the ids of their tool calls, then by what came before them;
+        else the newest is meant. A wrong guess costs a branch, never a wrong token."""
+        found: dict[int, str] = {}
+        before = ROOT
+        for at, message in enumerate(messages if self._has_own_texts else ()):
+            if message.get("role") != "assistant":
+                continue
+            key, ids = _read(policy, message)
+            given = self._given.get(key, ()) if key is not None else ()
+            best = max(given, key=partial(_likeness, ids, before), default=None)
+            if best is not None:
+                before = best.turn
+                if best.own_text is not None:
+                    found[at] = best.own_text
+        return found
+
+
+def _likeness(ids: tuple[Any, ...], before: int, given: _Given) -> tuple[bool, bool, int]:
+    return given.call_ids == ids, given.parent == before, given.turn
+
+
+def _read(policy: PolicyName, message: JsonObject) -> tuple[_Key | None, tuple[Any, ...]]:
+    content = message.get("content") or ""
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    calls = cast(list[JsonObject], message.get("tool_calls") or [])
+    if not isinstance(content, str) or not isinstance(reasoning, str):
+        return None, ()
+    try:
+        named = tuple(
+            (call["function"]["name"], _canonical(call["function"]["arguments"])) for call in calls
+        )
+        key = (policy, content, reasoning, named)
+        hash(key)
+        return key, tuple(call.get("id") for call in calls)
+    except (KeyError, TypeError, AttributeError):
+        return None, ()
+
+
+def _canonical(arguments: str | JsonObject) -> str:
+    """Equal for equal values, however they are written."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return json.dumps(value, sort_keys=True)
+    except (ValueError, RecursionError):
+        return str(arguments)

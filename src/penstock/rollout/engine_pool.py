@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of one policy as one engine: requests outlive the engine that answers them, and
+weights change under them a few engines at a time.
+
+Owns who is asked and what becomes of an answer whose engine is lost; the order of swaps is that of
+`swaps`. Does not start or restart engines: an engine that cannot answer says so (`live` is None),
+and the loader brings it up to date when it is back. The rules:
+
+- A lost answer continues elsewhere (see `continuing`). What the request itself is to blame for
+  (`Refused`) is not tried again, and neither is what failed MAX_FAILURES times without a token.
+- With no engine left a request is held for `hold_s`, then it fails.
+- `live` is the oldest version that an engine serves: the least a new answer is sampled from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from penstock.errors import EngineError, Refused, boundary
+from penstock.gateway.generation import Completion, Listen
+from penstock.rollout.engines.base import CLOSED, Engine, live_for
+from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
+from penstock.rollout.partial_completion import Hearing, Unfinished
+from penstock.rollout.rolling_swap import Prove, Seat, Swaps
+from penstock.rollout.routing import choose
+from penstock.types import FinishReason, PolicyName, SamplingSpec, Version
+
+MAX_PAUSED = 0.25
+HOLD_S = 120.0
+MAX_FAILURES = 5
+"""Of one request in a row, without a token between them."""
+COOL_S = 0.25
+"""How long a request avoids an engine that failed it, at first; twice as long each time."""
+LOOK_S = 0.05
+"""An engine that comes back by itself tells nobody, so held requests look."""
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolFacts:
+    """What happened in a pool so far."""
+
+    num_engines: int
+    num_serving: int
+    in_flight: tuple[int, ...]
+    """Requests of each engine."""
+    num_swaps: int
+    """Of engines that were serving; the first load of an engine interrupts nobody."""
+    most_paused: int
+    """Most engines that were ever out of routing at once for a swap."""
+    swap_s: tuple[float, ...]
+    """How long each of the newest swaps kept its engine out of routing, from the first look at the
+    weights to the proof; the engine is silent for a part of it."""
+    num_continued: int
+    """Answers that went on from their own tokens on another engine."""
+    num_again: int
+    """Answers that were begun again."""
+    num_tokens_kept: int
+    """Sampled by engines that were lost, and not sampled again."""
+    num_failed: int
+    """Requests that ended in an error the request was not to blame for."""
+
+
+class Pool:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        max_paused: float = MAX_PAUSED,
+        hold_s: float = HOLD_S,
+    ) -> None:
+        assert engines, "a pool has at least one engine"
+        self._seats = [Seat(engine) for engine in engines]
+        self._swaps = Swaps(
+            self._seats,
+            most_paused=max(1, int(max_paused * len(engines))),
+            changed=self._tell_news,
+        )
+        self._hold_s = hold_s
+        self._model: Snapshot | None = None
+        self._is_closed = False
+        self._news = asyncio.Event()
+        self._num_continued = 0
+        self._num_again = 0
+        self._num_tokens_kept = 0
+        self._num_failed = 0
+
+    @property
+    def live(self) -> Version | None:
+        served = [version for seat in self._seats if (version := seat.serves) is not None]
+        return min(served, key=lambda version: (version.incarnation, version.number), default=None)
+
+    @property
+    def facts(self) -> PoolFacts:
+        return PoolFacts(
+            num_engines=len(self._seats),
+            num_serving=sum(seat.serves is not None for seat in self._seats),
+            in_flight=tuple(seat.num_in_flight for seat in self._seats),
+            num_swaps=self._swaps.num_swaps,
+            most_paused=self._swaps.peak_paused,
+            swap_s=tuple(self._swaps.swap_s),
+            num_continued=self._num_continued,
+            num_again=self._num_again,
+            num_tokens_kept=self._num_tokens_kept,
+            num_failed=self._num_failed,
+        )
+
+    async def close(self) -> None:
+        self._is_closed = True
+        self._tell_news()
+        await self._swaps.close()
+        for seat in self._seats:
+            await seat.engine.close()
+
+    # --- answers --------------------------------------------------------------------------------
+
+    async def __call__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSpec,
+        *,
+        policy: PolicyName,
+        session: str,
+        listen: Listen | None = None,
+    ) -> Completion:
+        if self._model is None and not self._is_closed:
+            live_for(policy, None)
+        answer = Unfinished(prompt_ids, sampling, policy, listen)
+        try:
+            return await self._answer(answer, policy, session)
+        except Refused:
+            raise
+        except EngineError:
+            self._num_failed += 1
+            raise
+
+    async def _answer(self, answer: Unfinished, policy: PolicyName, session: str) -> Completion:
+        avoided: dict[Seat, float] = {}
+        num_failures = 0
+        why = EngineError("none was ever asked")
+        while True:
+            seat = await self._choose(session, avoided, why)
+            before = answer.num_sampled
+            try:
+                completion = await _ask(seat, answer, policy, session)
+                if completion.finish is not FinishReason.ABORT:
+                    return answer.join(completion)
+                answer.take(completion)
+                why = EngineError(f"the engine gave up after {answer.num_sampled} tokens")
+            except Refused:
+                raise
+            except EngineError as error:
+                why = error
+            assert self._model is not None
+            if (finish := answer.ended(self._model)) is not None:
+                return answer.complete(finish)
+            num_new = answer.num_sampled - before if answer.is_stateless else 0
+            num_failures = 1 if num_new else num_failures + 1
+            if num_failures == MAX_FAILURES or self._is_closed:
+                raise why
+            avoided[seat] = time.monotonic() + COOL_S * 2 ** (num_failures - 1)
+            self._go_on(answer, num_new)
+            self._report(answer, why)
+
+    def _go_on(self, answer: Unfinished, num_new: int) -> None:
+        if answer.num_sampled and answer.is_stateless:
+            self._num_continued += 1
+            self._num_tokens_kept += num_new
+        else:
+            answer.forget()
+            self._num_again += 1
+
+    def _report(self, answer: Unfinished, why: EngineError) -> None:
+        num_lost = self._num_continued + self._num_again
+        if num_lost & (num_lost - 1) == 0:  # 1, 2, 4, 8, …: a storm stays readable
+            kept = answer.num_sampled
+            log.warning("engine lost an answer", kept=kept, num_lost=num_lost, error=str(why))
+
+    async def _choose(self, session: str, avoided: dict[Seat, float], why: EngineError) -> Seat:
+        """An engine that serves and has not just failed this request; waits for one."""
+        give_up_at = time.monotonic() + self._hold_s
+        while not self._is_closed:
+            news, now = self._news, time.monotonic()
+            able = {
+                index: seat
+                for index, seat in enumerate(self._seats)
+                if seat.serves is not None and avoided.get(seat, now) <= now
+            }
+            if able:
+                # A swap empties an engine's cache, so there is nothing to wait for on that one.
+                steady = {i: seat for i, seat in able.items() if not seat.is_swapping} or able
+                loads = {index: seat.num_in_flight for index, seat in steady.items()}
+                return self._seats[choose(session, loads)]
+            if now >= give_up_at:
+                raise EngineError(
+                    f"none of {len(self._seats)} engines came back within {self._hold_s:g} s; "
+                    f"the last one failed with: {why}"
+                )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await news.wait()
+        raise EngineError(CLOSED)
+
+    def _tell_news(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # --- weights --------------------------------------------------------------------------------
+
+    def is_behind(self, version: Version) -> bool:
+        """Some engine does not serve this version, and is not on its way."""
+        return any(seat.serves != version and seat.starting is None for seat in self._seats)
+
+    async def load(self, folder: Path, version: Version, *, prove: Prove | None = None) -> None:
+        """Raises EngineError unless all engines that serve have the version; what is up to date is
+        left alone by the next try."""
+        with boundary(EngineError, f"snapshot of {version} in {folder}"):
+            self._model = await asyncio.to_thread(read_snapshot, folder)
+        errors = await self._swaps.load(folder, version, prove)
+        if self.live != version:
+            reasons = "; ".join(map(str, errors)) or "no engine is alive"
+            raise EngineError(f"{len(errors)} of {len(self._seats)} engines not loaded: {reasons}")
+
+
+async def _ask(seat: Seat, answer: Unfinished, policy: PolicyName, session: str) -> Completion:
+    prompt_ids, sampling = answer.begin()
+    hearing = Hearing(answer.hear)
+    seat.num_in_flight += 1
+    try:
+        with boundary(EngineError, "generate"):
+            return await seat.engine(
+                prompt_ids, sampling, policy=policy, session=session, listen=hearing
+            )
+    finally:
+        hearing.is_over = True
+        seat.num_in_flight -= 1

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of this node, a pool per policy, as the gateway sees them: a single `Generate`.
+
+Policies that are adapters of one model share their engines: the pool of each has views of the same
+processes, with live versions of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from penstock.dataflow.core.leasing import LiveVersion
+from penstock.errors import EngineError, boundary
+from penstock.gateway.generation import Completion, Listen
+from penstock.rollout.engine_pool import MAX_PAUSED, Pool, PoolFacts, Prove
+from penstock.rollout.engines.base import Engine, Shareable
+from penstock.types import PolicyName, SamplingSpec, Version
+
+
+class Engines:
+    """Nothing is live until the first `load()`, which also waits for an engine's slow imports."""
+
+    def __init__(
+        self,
+        policies: Sequence[PolicyName],
+        make: Callable[[], Engine],
+        *,
+        num_engines: int = 1,
+        max_paused: float = MAX_PAUSED,
+        sharing: Sequence[Sequence[PolicyName]] = (),
+    ) -> None:
+        """`sharing` are sets of policies with one base; each other policy has its own engines."""
+        alone = set(policies).difference(*sharing)
+        self._by_policy: dict[PolicyName, Pool] = {}
+        for together in (*sharing, *((policy,) for policy in policies if policy in alone)):
+            seats = [_seats(make, len(together)) for _ in range(num_engines)]
+            for policy, engines in zip(together, zip(*seats, strict=True), strict=True):
+                self._by_policy[policy] = Pool(engines, max_paused=max_paused)
+
+    @property
+    def policies(self) -> frozenset[PolicyName]:
+        return frozenset(self._by_policy)
+
+    async def __call__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSpec,
+        *,
+        policy: PolicyName,
+        session: str,
+        listen: Listen | None = None,
+    ) -> Completion:
+        pool = self._by_policy[policy]
+        with boundary(EngineError, f"engine of policy {policy}, generate"):
+            return await pool(prompt_ids, sampling, policy=policy, session=session, listen=listen)
+
+    async def load(self, folder: Path, version: Version, *, prove: Prove | None = None) -> None:
+        """As `Pool.load`."""
+        with boundary(EngineError, f"engine of policy {version.policy}, load of {version}"):
+            await self._by_policy[version.policy].load(folder, version, prove=prove)
+
+    def is_behind(self, version: Version) -> bool:
+        return self._by_policy[version.policy].is_behind(version)
+
+    def live(self) -> tuple[LiveVersion, ...]:
+        """Of each policy the oldest version that one of its engines serves."""
+        served = (pool.live for pool in self._by_policy.values())
+        return tuple(
+            LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number)
+            for v in served
+            if v is not None
+        )
+
+    def facts(self) -> dict[PolicyName, PoolFacts]:
+        return {policy: pool.facts for policy, pool in self._by_policy.items()}
+
+    async def close(self) -> None:
+        for pool in self._by_policy.values():
+            await pool.close()
+
+
+def _seats(make: Callable[[], Engine], num_policies: int) -> list[Engine]:
+    """One engine, seen by each policy on it. A kind that holds no weights has nothing to share."""
+    first = make()
+    others = range(num_policies - 1)
+    if isinstance(first, Shareable):
+        return [first, *(first.beside() for _ in others)]
+    return [first, *(make() for _ in others)]

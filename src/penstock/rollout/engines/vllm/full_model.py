@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM server that holds one policy's model, whose weights are swapped under running answers.
+
+vLLM names no version in the pieces before the last, so a piece takes the version whose label was
+set last when its bytes are read. That is exact: while vLLM is paused it samples nothing and sends
+all it had sampled, and the label changes only then, at least three round trips after the pause. A
+completion whose spans differ from the pieces told is reported.
+
+A swap: check the folder → pause (keep) → load in the workers → drop the prefix cache → label →
+resume. Requests carry the version as cache salt besides. What fails before the load leaves the old
+version serving; what fails later puts the old weights back; when that fails too, nothing is live
+and the server is brought up anew with the last folder that was loaded whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from penstock.errors import EngineError
+from penstock.gateway.generation import Completion, Listen
+from penstock.rollout.engines.adapter_info import check_same_layers
+from penstock.rollout.engines.snapshot import Snapshot
+from penstock.rollout.engines.vllm.control import Control
+from penstock.rollout.engines.vllm.generate_api import Hearing, body_of
+from penstock.rollout.engines.vllm.server import Server
+from penstock.rollout.engines.vllm.supervisor import Keeper
+from penstock.types import PolicyName, SamplingSpec, Version
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    folder: Path
+    version: Version
+    snapshot: Snapshot
+
+
+class WholeModel:
+    def __init__(self, server: Server, *, stall_s: float) -> None:
+        self.keeper = Keeper(server, self, stall_s=stall_s)
+        self.paused_s = 0.0
+        self._live: Version | None = None
+        self._loaded: Loaded | None = None
+        """The last that was loaded whole; not live while the server is down."""
+        self._versions: dict[str, Version] = {}
+
+    def live(self, policy: PolicyName) -> Version | None:
+        return self._live if self.keeper.is_running else None
+
+    def snapshot(self, version: Version) -> Snapshot:
+        assert self._loaded is not None
+        return self._loaded.snapshot
+
+    async def answer(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSpec,
+        version: Version,
+        listen: Listen | None,
+    ) -> tuple[Completion, bool]:
+        """And whether its pieces were told with the right versions."""
+        is_streamed = listen is not None
+        body = body_of(
+            prompt_ids,
+            sampling,
+            self.snapshot(version),
+            salt=salt_of(version),
+            is_streamed=is_streamed,
+        )
+        hearing = Hearing(self._serving, listen)
+        await self.keeper.ask(body, hearing, is_streamed=is_streamed)
+        return hearing.completion(self._versions), hearing.was_told_right
+
+    async def load(self, wanted: Loaded) -> None:
+        if self._live is not None and wanted == self._loaded:
+            return  # brought back with it by the keeper
+        _check_same_model(self._loaded, wanted)
+        if self._live is None:
+            await self._bring_up(wanted)
+        else:
+            await self._swap(wanted)
+
+    def leave(self, policy: PolicyName | None) -> None:
+        """There is no other engine that could stay."""
+
+    def lost(self) -> None:
+        self._live = None
+
+    async def revive(self) -> bool:
+        if self._loaded is None:
+            return False
+        await self._bring_up(self._loaded)
+        return True
+
+    async def tidy(self) -> None:
+        pass
+
+    def _serving(self) -> Version:
+        """What tokens that arrive now were sampled by."""
+        assert self._loaded is not None
+        return self._loaded.version
+
+    async def _bring_up(self, wanted: Loaded) -> None:
+        """A server that serves this, from whatever state it was in."""
+        has_weights = await self.keeper.start(wanted.folder)
+        control = self.keeper.control
+        if not has_weights:
+            await control.check(wanted.folder)
+            await control.pause()
+            await control.load(wanted.folder)
+        await self._name(control, wanted)
+        await control.resume()
+        await control.examine()
+        self._loaded, self._live = wanted, wanted.version
+        self.keeper.is_up()
+
+    async def _swap(self, wanted: Loaded) -> None:
+        assert self._loaded is not None
+        before, control = self._loaded, self.keeper.control
+        await control.check(wanted.folder)
+        began = time.monotonic()
+        try:
+            await control.pause()
+            await control.load(wanted.folder)
+            await self._name(control, wanted)
+            self._loaded = wanted
+            await control.resume()
+        except BaseException as error:
+            self._loaded = before
+            if not await self._put_back(control, before):
+                self.keeper.lose(f"swap to {wanted.version} failed half-way: {error}")
+            raise
+        self._live = wanted.version
+        self.keeper.is_up()
+        self.paused_s = time.monotonic() - began
+
+    async def _put_back(self, control: Control, before: Loaded) -> bool:
+        try:
+            await control.pause()
+            await control.load(before.folder)
+            await self._name(control, before)
+            await control.resume()
+        except EngineError as error:
+            log.error("the old weights do not go back", version=str(before.version), why=str(error))
+            return False
+        return True
+
+    async def _name(self, control: Control, wanted: Loaded) -> None:
+        """The weights are in; from here on tokens are theirs, and nothing older is reused."""
+        self._versions[str(wanted.version)] = wanted.version
+        await control.forget_prefixes()
+        await control.label(str(wanted.version))
+
+
+def salt_of(version: Version) -> str:
+    """vLLM takes no @ there."""
+    return f"{version.policy}.{version.incarnation}.{version.number}"
+
+
+def _check_same_model(before: Loaded | None, wanted: Loaded) -> None:
+    """A swap with a tensor less would leave the old one in place under the new name."""
+    if wanted.snapshot.adapter is not None:
+        check_same_layers(None, wanted.snapshot.adapter, wanted.folder)
+    if before is None:
+        return
+    old, new = set(before.snapshot.tensors), set(wanted.snapshot.tensors)
+    if old != new:
+        missing, unknown = sorted(old - new), sorted(new - old)
+        raise EngineError(
+            f"{wanted.folder} holds another model: {len(missing)} tensors missing {missing[:3]}, "
+            f"{len(unknown)} unknown {unknown[:3]}; a policy keeps its architecture for the run"
+        )

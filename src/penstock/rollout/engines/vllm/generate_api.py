@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The body of a call to vLLM's token route, and what comes back, whole or as events.
+
+Pure: no connection, no clock. vLLM names the versions of an answer only with its last token, so a
+piece told before takes the version the engine serves when the piece is read; the completion has
+vLLM's own spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.errors import EngineError, Refused
+from penstock.gateway.generation import Completion, Listen, Piece
+from penstock.rollout.engines.base import SpanLog
+from penstock.rollout.engines.snapshot import Snapshot
+from penstock.types import (
+    FinishReason,
+    SamplingSpec,
+    Version,
+    VersionSpan,
+    log_probs,
+    token_ids,
+)
+
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+"""vLLM raises what is below to this, silently, and refuses what is above."""
+NO_LOGPROB = -9999.0
+"""What vLLM writes for a log-prob that is NaN or infinite."""
+FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+class _LogProb(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class _LogProbs(msgspec.Struct, gc=False):
+    content: list[_LogProb]
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct, gc=False):
+    token_ids: list[int] | None = None
+    logprobs: _LogProbs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+_DECODER = msgspec.json.Decoder(_Chunk)
+
+
+def check_fit(prompt_ids: Sequence[int], sampling: SamplingSpec, snapshot: Snapshot) -> None:
+    """Refused: what vLLM would refuse, or do otherwise than asked."""
+    if not 0 < len(prompt_ids) < snapshot.window:
+        raise Refused(
+            f"prompt of {len(prompt_ids)} tokens; the model takes 1 to {snapshot.window - 1}, so "
+            "that its answer has room: shorten the context"
+        )
+    if min(prompt_ids) < 0 or max(prompt_ids) >= snapshot.vocab_size:
+        raise Refused(
+            f"prompt holds ids outside the model's vocabulary of {snapshot.vocab_size}; "
+            "tokenizer and model of this snapshot do not belong together"
+        )
+    temperature = sampling.temperature
+    if temperature and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
+        raise Refused(
+            f"temperature {temperature:g}: vLLM samples at 0, or from {LEAST_TEMPERATURE:g} to "
+            f"{MOST_TEMPERATURE:g}; set one of these"
+        )
+
+
+def body_of(
+    prompt_ids: Sequence[int],
+    sampling: SamplingSpec,
+    snapshot: Snapshot,
+    *,
+    salt: str,
+    is_streamed: bool,
+    model: str = "",
+) -> bytes:
+    """`salt` keeps the prefix caches of versions apart; `model` names an adapter. Every stop rule
+    is ours: the snapshot's end ids and the spec's strings, whose tokens all stay in the answer."""
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": sampling.seed,
+        "max_tokens": min(sampling.max_tokens, snapshot.window - len(prompt_ids)),
+        "stop_token_ids": sorted(snapshot.stop_ids),
+        "logprobs": 0,
+        "ignore_eos": not sampling.json_schema,
+        "detokenize": bool(sampling.stop),
+    }
+    if sampling.stop:
+        params |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
+        params |= {"skip_special_tokens": False}
+    if sampling.json_schema:
+        params["structured_outputs"] = {"json": sampling.json_schema}
+    call: dict[str, Any] = {
+        "token_ids": list(prompt_ids),
+        "sampling_params": params,
+        "cache_salt": salt,
+        "stream": is_streamed,
+    }
+    if model:
+        call["model"] = model
+    return msgspec.json.encode(call)
+
+
+class Hearing:
+    """One answer, put together from what the server sends."""
+
+    def __init__(self, serving: Callable[[], Version], listen: Listen | None) -> None:
+        """`serving` is asked for the version of each piece, when the piece is read."""
+        self._serving = serving
+        self._listen = listen
+        self._rest = b""
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._finish: str | None = None
+        self._spans: list[_Span] | None = None
+        self._told = SpanLog(serving())
+
+    def feed(self, data: bytes) -> None:
+        """Some bytes of an event stream."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                self.take(line[6:])
+
+    def take(self, text: bytes) -> None:
+        """One event, or the body of a whole answer."""
+        try:
+            chunk = _DECODER.decode(text)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"vLLM's answer cannot be read: {error}; use vLLM 0.32") from None
+        if bytes(chunk.error) not in (b"", b"null"):
+            raise EngineError(f"vLLM gave up an answer: {bytes(chunk.error).decode()[:500]}")
+        for choice in chunk.choices:
+            self._take(choice)
+
+    def _take(self, choice: _Choice) -> None:
+        ids = choice.token_ids or []
+        entries = choice.logprobs.content if choice.logprobs is not None else []
+        logprobs = [entry.logprob for entry in entries]
+        if max(logprobs, default=0.0) > 0.0:
+            logprobs = [min(logprob, 0.0) for logprob in logprobs]
+        if [entry.token_id for entry in entries] != ids or min(logprobs, default=0) <= NO_LOGPROB:
+            raise EngineError(
+                "vLLM's log-probs are no numbers for its tokens, so the snapshot is broken; "
+                "look at the trainer's loss before this version"
+            )
+        if choice.finish_reason is not None:
+            self._finish, self._spans = choice.finish_reason, choice.weight_versions
+        if ids and self._listen is not None:
+            version = self._serving()
+            self._told.switch(len(self._ids), version)
+            self._listen(Piece(sampled_ids=ids, logprobs=logprobs, version=version))
+        self._ids += ids
+        self._logprobs += logprobs
+
+    @property
+    def was_told_right(self) -> bool:
+        """Whether the pieces had the versions of the completion."""
+        told = [(span.start, span.end) for span in self._told.spans(len(self._ids))]
+        return self._listen is None or told == [(s.start, s.end) for s in self._spans or ()]
+
+    def completion(self, versions: Mapping[str, Version]) -> Completion:
+        """`versions` are all that the server was ever told to serve, by label."""
+        finish = FINISHES.get(self._finish or "")
+        if finish is None:
+            raise EngineError(f"vLLM ended an answer with {self._finish or 'nothing'!r}")
+        spans = [_span(span, versions) for span in self._spans or ()]
+        starts = [0, *(span.end for span in spans)]
+        if [*(span.start for span in spans), len(self._ids)] != starts:
+            raise EngineError(
+                f"vLLM's versions {spans} do not cover an answer of {len(self._ids)} tokens; "
+                "use vLLM 0.32 or later"
+            )
+        return Completion(
+            sampled_ids=token_ids(self._ids),
+            logprobs=log_probs(self._logprobs),
+            spans=tuple(spans),
+            finish=finish,
+        )
+
+
+def _span(span: _Span, versions: Mapping[str, Version]) -> VersionSpan:
+    version = versions.get(span.version)
+    if version is None:
+        raise EngineError(
+            f"vLLM sampled tokens with weights called {span.version!r}, which this node never "
+            "loaded; give each node an engine of its own"
+        )
+    return VersionSpan(
+        start=span.start, end=span.end, incarnation=version.incarnation, number=version.number
+    )

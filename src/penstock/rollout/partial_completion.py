@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One answer in the making, whichever engines make it: what was sampled so far, and how another
+engine goes on from there.
+
+Under a stateless spec each token depends on the tokens before it and on nothing else, so another
+engine continues from prompt and heard tokens; it draws with a seed of its own, because the one that
+died may already have used the next numbers of the old one. Stop strings may lie across the seam,
+and a grammar is in some state there: such an answer is made again from its start, unless its agent
+has heard a part of it, which must not be contradicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from penstock.errors import EngineError
+from penstock.gateway.generation import Completion, Listen, Piece
+from penstock.gateway.seeds import derive
+from penstock.rollout.engines.base import SpanLog
+from penstock.rollout.engines.snapshot import Snapshot
+from penstock.types import (
+    FinishReason,
+    PolicyName,
+    SamplingSpec,
+    Version,
+    VersionSpan,
+    log_probs,
+    token_ids,
+    view_ids,
+    view_log_probs,
+)
+
+
+class Unfinished:
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSpec,
+        policy: PolicyName,
+        listen: Listen | None,
+    ) -> None:
+        self._prompt_ids = prompt_ids
+        self._sampling = sampling
+        self._policy = policy
+        self._listen = listen
+        self._sampled: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans: SpanLog | None = None
+        self._begun_at = 0
+        """Index of the first token of the engine at work."""
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self._sampled)
+
+    @property
+    def is_stateless(self) -> bool:
+        return not self._sampling.stop and not self._sampling.json_schema
+
+    def begin(self) -> tuple[Sequence[int], SamplingSpec]:
+        """What to ask the next engine for."""
+        self._begun_at = len(self._sampled)
+        if not self._sampled:
+            return self._prompt_ids, self._sampling
+        rest = replace(
+            self._sampling,
+            max_tokens=self._sampling.max_tokens - len(self._sampled),
+            seed=derive(self._sampling.seed, len(self._sampled)),
+        )
+        return [*self._prompt_ids, *self._sampled], rest
+
+    def hear(self, piece: Piece) -> None:
+        if not piece.sampled_ids:
+            return
+        if self._spans is None:
+            self._spans = SpanLog(piece.version)
+        self._spans.switch(len(self._sampled), piece.version)
+        self._sampled.extend(piece.sampled_ids)
+        self._logprobs.extend(piece.logprobs)
+        if self._listen is not None:
+            self._listen(piece)
+
+    def take(self, aborted: Completion) -> None:
+        """The tokens of an answer that its engine gave up: those that were not told, too."""
+        ids = view_ids(aborted.sampled_ids).tolist()
+        logprobs = view_log_probs(aborted.logprobs).tolist()
+        for span in aborted.spans:
+            start = max(span.start, len(self._sampled) - self._begun_at)
+            version = Version(policy=self._policy, incarnation=span.incarnation, number=span.number)
+            part = slice(start, max(start, span.end))
+            self.hear(Piece(sampled_ids=ids[part], logprobs=logprobs[part], version=version))
+
+    def forget(self) -> None:
+        """Back to the start. Raises EngineError when its agent has heard some of it."""
+        if self._sampled and self._listen is not None:
+            raise EngineError(
+                f"the engine was lost after {len(self._sampled)} streamed tokens of an answer with "
+                "stop strings or a schema, which no other engine can continue; ask again"
+            )
+        self._sampled.clear()
+        self._logprobs.clear()
+        self._spans = None
+
+    def ended(self, model: Snapshot) -> FinishReason | None:
+        """Why nothing is left to sample, if so: the engine may die between its last token and its
+        last word."""
+        if self._sampled and self._sampled[-1] in model.stop_ids:
+            return FinishReason.STOP
+        room = model.window - len(self._prompt_ids)
+        is_full = len(self._sampled) >= min(self._sampling.max_tokens, room)
+        return FinishReason.LENGTH if self._sampled and is_full else None
+
+    def complete(self, finish: FinishReason) -> Completion:
+        """Of all that was heard."""
+        return Completion(
+            sampled_ids=token_ids(self._sampled),
+            logprobs=log_probs(self._logprobs),
+            spans=self._spans_until(len(self._sampled)),
+            finish=finish,
+        )
+
+    def join(self, last: Completion) -> Completion:
+        """The whole answer, of which `last` is what the engine at work made."""
+        if not self._begun_at:
+            return last
+        at = self._begun_at
+        spans = list(self._spans_until(at))
+        for span in last.spans:
+            moved = replace(span, start=span.start + at, end=span.end + at)
+            spans[-1:] = _merged(spans[-1], moved)
+        return Completion(
+            sampled_ids=token_ids([*self._sampled[:at], *view_ids(last.sampled_ids)]),
+            logprobs=log_probs([*self._logprobs[:at], *view_log_probs(last.logprobs)]),
+            spans=tuple(spans),
+            finish=last.finish,
+        )
+
+    def _spans_until(self, num_tokens: int) -> tuple[VersionSpan, ...]:
+        spans = () if self._spans is None else self._spans.spans(len(self._sampled))
+        return tuple(
+            replace(span, end=min(span.end, num_tokens))
+            for span in spans
+            if span.start < num_tokens
+        )
+
+
+class Hearing:
+    """What one engine tells of an answer; deaf once that engine is given up."""
+
+    __slots__ = ("_hear", "is_over")
+
+    def __init__(self, hear: Callable[[Piece], None]) -> None:
+        self._hear = hear
+        self.is_over = False
+
+    def __call__(self, piece: Piece) -> None:
+        if not self.is_over:
+            self._hear(piece)
+
+
+def _merged(one: VersionSpan, two: VersionSpan) -> tuple[VersionSpan, ...]:
+    if (one.incarnation, one.number) == (two.incarnation, two.number):
+        return (replace(one, end=two.end),)
+    return one, two

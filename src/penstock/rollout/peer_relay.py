@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights for the neighbours: a relay inside the node, through which the node itself pulls, so that
+all of them together cost the origin one copy.
+
+Owns the relay, its two listeners and its folder. Neighbours verify what they get, and show a token
+that is worth nothing elsewhere; when this node is gone they go on with the origin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import WeightsError
+from penstock.rollout.weight_loader import FrontFetch
+from penstock.types import PublishedVersion
+from penstock.weights.client import Transfer
+from penstock.weights.serving.relay import Relay
+from penstock.weights.serving.server import build
+from penstock.wire.auth import Audience, Verifier
+from penstock.wire.client import AsyncCaller
+from penstock.wire.serving import Tls, serve_on
+
+BACKLOG = 1024
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """How a node serves its neighbours."""
+
+    host: str
+    port: int
+    tls: Tls | None
+    public_key: str
+    """The run's, to tell its nodes from strangers."""
+    max_bytes: int
+    """Of blobs kept for them, beside the node's own."""
+
+
+class SharingFetch:
+    """Fetches through the node's own relay; serves from the first version on."""
+
+    def __init__(
+        self,
+        token: str,
+        state_dir: Path,
+        sharing: Sharing,
+        *,
+        relay: tuple[str, str] | None = None,
+        transfer: Transfer = "auto",
+    ) -> None:
+        self._token = token
+        self._sharing = sharing
+        self._relay = relay
+        self._transfer: Transfer = transfer
+        self._relayed = state_dir / "relayed"
+        self._cache = state_dir / "weights"
+        self._origin = ""
+        self._callers: list[AsyncCaller] = []
+        self._serving: list[asyncio.Task[None]] = []
+        self._fetch: FrontFetch | None = None
+
+    async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
+        if self._fetch is None or weights_url != self._origin:
+            await self.close()
+            self._fetch = self._open(weights_url)
+        for task in self._serving:
+            if task.done():
+                raise WeightsError("the relay inside this node ended") from task.exception()
+        return await self._fetch(weights_url, wanted)
+
+    def require_unchanged(self, folder: Path) -> None:
+        if self._fetch is not None:
+            self._fetch.require_unchanged(folder)
+
+    def forget_but(self, keep: Collection[str]) -> None:
+        if self._fetch is not None:
+            self._fetch.forget_but(keep)
+
+    async def close(self) -> None:
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        self._serving.clear()
+        if self._fetch is not None:
+            await self._fetch.close()
+        self._fetch = None
+        for caller in self._callers:
+            await caller.close()
+        self._callers.clear()
+
+    def _open(self, weights_url: str) -> FrontFetch:
+        sharing = self._sharing
+        self._origin = weights_url
+        if self._relay is not None:
+            self._callers.append(AsyncCaller(*self._relay))
+        self._callers.append(AsyncCaller(weights_url, self._token))
+        relay = Relay(self._callers, self._relayed, max_bytes=sharing.max_bytes)
+        own = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
+        family = socket.AF_INET6 if ":" in sharing.host else socket.AF_INET
+        where = (sharing.host, sharing.port)
+        beyond = socket.create_server(where, family=family, backlog=BACKLOG)
+        for audience, listener, tls in (
+            (Audience.WEIGHTS, own, None),
+            (Audience.RELAY, beyond, sharing.tls),
+        ):
+            verifier = Verifier.beside(self._token, sharing.public_key, audience=audience)
+            app = build(relay, verifier)
+            self._serving.append(asyncio.create_task(serve_on(app, listener, tls)))
+        url = f"http://{LOOPBACK}:{own.getsockname()[1]}"
+        relay_of_ours = (url, self._token)
+        return FrontFetch(self._token, self._cache, relay=relay_of_ours, transfer=self._transfer)

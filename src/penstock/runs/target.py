@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user points at: a config file, or the folder of a run that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config import RunConfig, load, run_dir
+from penstock.fleet.run_folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    config: RunConfig
+    folder: RunFolder
+    python_path: tuple[str, ...]
+    """Where the user's own modules stand."""
+
+
+def read_target(path: Path, overrides: Sequence[str] = ()) -> Target:
+    """The config with overrides, its run folder, and the folder its modules are found in."""
+    if path.is_dir():
+        folder = RunFolder.existing(path)
+        config = load(folder.config_file, overrides)
+        return Target(config=config, folder=folder, python_path=folder.python_path())
+    config = load(path, overrides)
+    folder = RunFolder(run_dir(config))
+    return Target(config=config, folder=folder, python_path=(str(path.absolute().parent),))
+
+
+def find_folder(path: Path) -> RunFolder:
+    """The run folder meant by a folder, or by a config file."""
+    return RunFolder.existing(path if path.is_dir() or not path.is_file() else run_dir(load(path)))

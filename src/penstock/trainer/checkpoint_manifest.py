@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint says of itself: `trainer.json`, with the cursor and a digest per file.
+
+It begins with a digest of its own: the BLAKE3 of all its bytes but the digest's. So not one bit of
+it changes unnoticed, whatever later versions put into it.
+
+Owns that file's form and its versions. Folders and what else lies in them are not its business.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from penstock.errors import BadRequest, StoreError
+from penstock.trainer.durable_files import write_durably
+from penstock.trainer.model_folders import WEIGHTS
+from penstock.trainer.state_shards import Stored, open_state, state_names
+from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from penstock.wire.codec import JSON, decode, encode_json
+
+STATE = "trainer.json"
+FORMAT = 3
+"""What this version writes, and the highest that it reads."""
+FIRST_WITH_DIGEST = 3
+"""Those before it say nothing of themselves, and are believed."""
+_DIGEST = re.compile(rb'\{\s*"digest": "([0-9a-f]{64})"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """Where in its data a trainer stands."""
+
+    number: int
+    """Version number: batches that changed the weights."""
+    seq: int
+    """The last batch inside, trained or skipped."""
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """`trainer.json`."""
+
+    policy: str
+    cursor: Cursor
+    files: dict[str, str]
+    """BLAKE3 of each other file, by name."""
+    config: dict[str, str] = field(default_factory=dict[str, str])
+    """What may not change between this and the next step, by key; empty: nobody wrote it down."""
+    num_ranks: int = 1
+    """So many shares make up the learner's other state."""
+    format: int = FORMAT
+    memory: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of the batches up to the cursor, for alarms and quarantine; the loop knows its form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Format:
+    """What every `trainer.json`, also a later one, says first."""
+
+    format: int
+
+
+class Unusable(Exception):
+    """Why a folder cannot be restored from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete one, its digests checked when it was found or written."""
+
+    folder: Path
+    state: TrainerState
+
+    @property
+    def cursor(self) -> Cursor:
+        return self.state.cursor
+
+    def read_state(self) -> Stored:
+        """The learner's other state, for any number of ranks; each tensor is read when it is
+        asked for."""
+        return open_state([self.folder / name for name in state_names(self.state.num_ranks)])
+
+
+def weights_name(beside: Iterable[str]) -> str:
+    """Of the file that changes from step to step, by the names of others."""
+    return ADAPTER_WEIGHTS if ADAPTER_CONFIG in beside else WEIGHTS
+
+
+def read_described(folder: Path) -> TrainerState:
+    try:
+        content = (folder / STATE).read_bytes()
+        has_digest = _check(content)
+        written = decode(content, _Format, media_type=JSON).format
+        if written > FORMAT:
+            raise StoreError(
+                f"{folder} was written by a newer penstock: its format is {written}, this one "
+                f"reads up to {FORMAT}. Go on with that version; nothing was changed"
+            )
+        found = decode(content, TrainerState, media_type=JSON)
+    except (OSError, BadRequest) as error:
+        raise Unusable(str(error)) from error
+    if not has_digest and written >= FIRST_WITH_DIGEST:
+        raise Unusable(f"{STATE} is damaged: it does not begin with its digest")
+    if found.num_ranks < 1:
+        raise Unusable(f"{STATE} names {found.num_ranks} ranks")
+    return found
+
+
+def move_cursor(known: Checkpoint, cursor: Cursor, memory: Mapping[str, Any]) -> Checkpoint:
+    """Batches skipped since change nothing but the cursor, and what is remembered of them."""
+    if known.cursor == cursor:
+        return known
+    state = replace(known.state, cursor=cursor, memory=dict(memory), format=FORMAT)
+    write_described(known.folder, state)
+    return Checkpoint(folder=known.folder, state=state)
+
+
+def write_described(folder: Path, state: TrainerState) -> None:
+    rest = json.dumps({"digest": "", **json.loads(encode_json(state))}, indent=2) + "\n"
+    own = blake3(rest.encode()).hexdigest()
+    write_durably(folder / STATE, rest.replace('"digest": ""', f'"digest": "{own}"', 1))
+
+
+def _check(content: bytes) -> bool:
+    """Whether it begins with a digest, which is then the right one."""
+    found = _DIGEST.match(content)
+    if found is None:
+        return False
+    rest = content[: found.start(1)] + content[found.end(1) :]
+    if blake3(rest).hexdigest().encode() != found[1]:
+        raise Unusable(f"{STATE} is damaged: its digest is of other bytes")
+    return True

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model run over a batch in micro-batches: what learning and mere looking have in common.
+
+Owns how a batch is cut for one forward pass after another, and that every rank runs as many: the
+ranks of a gang meet in each of them.
+
+K = trained tokens, T = tokens of all samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from penstock.trainer.batches import Batch
+from penstock.trainer.inputs import Inputs, make_inputs, split
+from penstock.trainer.losses.tokens import Tokens
+from penstock.trainer.ranks.group import Sums
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class Scorer(Protocol):
+    """A model with what it says of each trained token."""
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    @property
+    def gives_logprobs(self) -> bool:
+        """Whether its tokens can be held against those of the engine that sampled them."""
+        ...
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+
+    def __call__(self, inputs: Inputs) -> Tokens: ...
+
+    def scores(self, tokens: Tokens) -> Tensor:
+        """The one number per token that an infer stage writes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How forward passes are made."""
+
+    ranks: Sums
+    micro_batch_tokens: int = 4096
+    """Most tokens in one; a longer sample goes alone."""
+    precision: torch.dtype = torch.float32
+    """Of activations; weights and optimizer stay in float32."""
+
+    def over(
+        self, scorer: Scorer, batch: Batch, samples: Ints, weights_T: Floats | None = None
+    ) -> Iterator[tuple[Inputs, Tokens]]:
+        """Each micro-batch of these samples, and what the model says of it."""
+        device = scorer.model.device
+        parts = split(samples, batch.samples, self.micro_batch_tokens)
+        for index in range(self.ranks.most_over_ranks(len(parts))):
+            chosen = parts[index] if index < len(parts) else samples[:0]
+            inputs = make_inputs(batch, chosen, weights_T).to(device)
+            is_mixed = self.precision is not torch.float32
+            with torch.autocast(device.type, self.precision, enabled=is_mixed):
+                tokens = scorer(inputs)
+            yield inputs, tokens
+
+    @torch.no_grad()
+    def look(self, scorer: Scorer, batch: Batch) -> Floats:
+        """What the model says of each trained token now; 0 elsewhere."""
+        scores_T = np.zeros(batch.samples.ids_T.shape)
+        for inputs, tokens in self.over(scorer, batch, np.arange(batch.samples.starts_S.size)):
+            scores_T[inputs.token_K.cpu()] = scorer.scores(tokens).double().cpu()
+        return scores_T

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model folders: the initial one of a policy, and a module from any of them.
+
+Owns what `builtin:` models are made of. A folder is an ordinary Hugging Face one; the tokenizer in
+it is for gateways and engines: the trainer writes its text and never imports one. torch and
+transformers load inside `load_model`, not when this module does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import ConfigError, WeightsError
+from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TINY_QWEN3 = "builtin:tiny-qwen3"
+WEIGHTS = "model.safetensors"
+"""The one file of weights in every folder that the trainer writes; under an adapter, as it came."""
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
+
+_SPECIAL = ("<pad>", "<eos>", "<unk>")
+_RESERVED = ("<reserved_0>", "<reserved_1>")
+_VOCABULARY = (*_SPECIAL, ">", *"abcdefghij", *_RESERVED)
+_PAD, _EOS = 0, 1
+_LAYERS, _HIDDEN, _INTERMEDIATE = 2, 64, 128
+_HEADS, _KEY_VALUE_HEADS, _HEAD_DIM = 4, 2, 32  # vLLM on a CPU has no smaller heads
+_INIT_STD = 0.02
+"""Narrower learns sooner and then, on data one version old, is thrown back by single batches."""
+_ROPE_THETA = 100.0
+"""Low, because positions are few: more of the 8 frequencies tell neighbours apart."""
+
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def init_model(init: str, folder: Path, seed: int) -> None:
+    """Write the initial model named by `models.<policy>.init` into a new folder."""
+    if init == TINY_QWEN3:
+        folder.mkdir(parents=True)
+        _write_tiny_qwen3(folder, seed)
+        return
+    shutil.copytree(_source(init), folder)  # follows links, so a hub cache becomes plain files
+
+
+@contextmanager
+def initial_folder(init: str, seed: int) -> Generator[Path]:
+    """The initial model to read from: where it lies, without a copy, or made for now."""
+    if init != TINY_QWEN3:
+        yield _source(init)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        init_model(init, Path(temporary) / "model", seed)
+        yield Path(temporary) / "model"
+
+
+def _source(init: str) -> Path:
+    source = Path(init).expanduser()
+    if not (source / "config.json").is_file() or not any(source.glob("*.safetensors")):
+        raise ConfigError(
+            f"init {init}: no Hugging Face folder with config.json and *.safetensors there; "
+            f"name a local folder (`hf download MODEL --local-dir DIR` makes one) or {TINY_QWEN3}"
+        )
+    return source
+
+
+def name_precision(folder: Path, name: str) -> None:
+    """Say in config.json in which precision this model's versions are written and served.
+
+    It is the one that the trainer computes in: an engine with weights rounded further would sample
+    from another policy than the one that learns, and small steps would never reach it."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
+    path.write_text(json.dumps(config, indent=2))
+
+
+def static_files(folder: Path) -> list[Path]:
+    """What travels unchanged from the initial model into every snapshot: config, tokenizer, …"""
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file()
+        and not path.name.startswith(".")
+        and not path.name.endswith(_WEIGHT_SUFFIXES)
+    )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The model's own weights as transformers finds them: one file, or an index and its parts."""
+    index = folder / f"{WEIGHTS}.index.json"
+    if (folder / WEIGHTS).is_file() or not index.is_file():
+        return [folder / WEIGHTS]
+    parts = {Path(part).name for part in json.loads(index.read_text())["weight_map"].values()}
+    return [index, *(folder / part for part in sorted(parts))]
+
+
+def is_adapted(folder: Path) -> bool:
+    """Whether an adapter lies beside the model, and the model's own weights never change."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copyfile(source, target)
+
+
+@contextmanager
+def _without_adapter(folder: Path) -> Generator[Path]:
+    """Where PEFT is installed, transformers would put the adapter on by itself."""
+    if not is_adapted(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        for path in folder.iterdir():
+            if path.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+                (Path(temporary) / path.name).symlink_to(path.resolve())
+        yield Path(temporary)
+
+
+def load_model(folder: Path) -> PreTrainedModel:
+    """The model in float32, every weight taken from the folder; an adapter there is left alone."""
+    with _without_adapter(folder) as plain:
+        return _load(plain)
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    model, report = loaded
+    wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    if wrong:
+        raise WeightsError(
+            f"{folder}: {len(wrong)} tensors are missing or not of the shape config.json says, "
+            f"first {wrong[0]}; a part drawn at random must not be trained: repair the folder"
+        )
+    return model
+
+
+def _write_tiny_qwen3(folder: Path, seed: int) -> None:
+    from safetensors.numpy import save_file
+
+    texts: dict[str, object] = {
+        "config.json": _tiny_config(),
+        "generation_config.json": {"do_sample": True, "eos_token_id": _EOS, "pad_token_id": _PAD},
+        "tokenizer.json": _tiny_tokenizer(),
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 512,
+            "pad_token": "<pad>",
+            "eos_token": "<eos>",
+            "unk_token": "<unk>",
+        },
+    }
+    for name, value in texts.items():
+        (folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
+    save_file(_tiny_weights(seed), folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def tiny_shapes() -> dict[str, tuple[int, ...]]:
+    """Of the built-in model's tensors."""
+    return {name: weight.shape for name, weight in _tiny_weights(0).items()}
+
+
+def _tiny_weights(seed: int) -> dict[str, npt.NDArray[np.float32]]:
+    draw = np.random.Generator(np.random.PCG64(seed))
+
+    def normal(*shape: int) -> npt.NDArray[np.float32]:
+        return (draw.standard_normal(shape) * _INIT_STD).astype(np.float32)
+
+    def ones(size: int) -> npt.NDArray[np.float32]:
+        return np.ones(size, np.float32)
+
+    weights = {"model.embed_tokens.weight": normal(len(_VOCABULARY), _HIDDEN)}
+    for layer in range(_LAYERS):
+        part = {
+            "input_layernorm": ones(_HIDDEN),
+            "self_attn.q_proj": normal(_HEADS * _HEAD_DIM, _HIDDEN),
+            "self_attn.k_proj": normal(_KEY_VALUE_HEADS * _HEAD_DIM, _HIDDEN),
+            "self_attn.v_proj": normal(_KEY_VALUE_HEADS * _HEAD_DIM, _HIDDEN),
+            "self_attn.o_proj": normal(_HIDDEN, _HEADS * _HEAD_DIM),
+            "self_attn.q_norm": ones(_HEAD_DIM),
+            "self_attn.k_norm": ones(_HEAD_DIM),
+            "post_attention_layernorm": ones(_HIDDEN),
+            "mlp.gate_proj": normal(_INTERMEDIATE, _HIDDEN),
+            "mlp.up_proj": normal(_INTERMEDIATE, _HIDDEN),
+            "mlp.down_proj": normal(_HIDDEN, _INTERMEDIATE),
+        }
+        weights |= {f"model.layers.{layer}.{name}.weight": value for name, value in part.items()}
+    weights["model.norm.weight"] = ones(_HIDDEN)
+    weights["lm_head.weight"] = normal(len(_VOCABULARY), _HIDDEN)
+    return weights
+
+
+def _tiny_config() -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "float32",
+        "vocab_size": len(_VOCABULARY),
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INTERMEDIATE,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _KEY_VALUE_HEADS,
+        "head_dim": _HEAD_DIM,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_THETA},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": _INIT_STD,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": _EOS,
+        "pad_token_id": _PAD,
+    }
+
+
+def _tiny_tokenizer() -> dict[str, Any]:
+    """One token per character; anything but the letters and `>` is `<unk>`."""
+    special = [
+        {
+            "id": _VOCABULARY.index(token),
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for token in (*_SPECIAL, *_RESERVED)
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "[\\s\\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {token: index for index, token in enumerate(_VOCABULARY)},
+            "unk_token": "<unk>",
+        },
+    }

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory a stage's model takes: parameters times bytes.
+
+Owns the estimate and the counting of parameters from a model folder's headers. Activations are not
+in it: micro-batches are bounded by tokens, and what they take is reported by the learner.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config import LoraConfig
+from penstock.trainer.model_folders import TINY_QWEN3, tiny_shapes
+
+WEIGHT_BYTES = 4
+"""float32 is what the optimizer updates, whatever precision a forward pass computes in."""
+FROZEN_BYTES = 4
+"""float32 too: a reference must agree with the policy it was copied from."""
+ADAMW_BYTES = 8
+"""Two moments in float32."""
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of one model, or of one rank's share of it."""
+
+    weights_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    def over(self, num_ranks: int) -> Memory:
+        """One rank's share, rounded up."""
+        return Memory(
+            weights_bytes=-(-self.weights_bytes // num_ranks),
+            gradients_bytes=-(-self.gradients_bytes // num_ranks),
+            optimizer_bytes=-(-self.optimizer_bytes // num_ranks),
+        )
+
+    def __add__(self, other: Memory) -> Memory:
+        return Memory(
+            weights_bytes=self.weights_bytes + other.weights_bytes,
+            gradients_bytes=self.gradients_bytes + other.gradients_bytes,
+            optimizer_bytes=self.optimizer_bytes + other.optimizer_bytes,
+        )
+
+
+def estimate(num_parameters: int, *, is_trained: bool) -> Memory:
+    """Of a whole model: its weights, and for one that learns its gradients and AdamW's state."""
+    if not is_trained:
+        return Memory(weights_bytes=FROZEN_BYTES * num_parameters)
+    return Memory(
+        weights_bytes=WEIGHT_BYTES * num_parameters,
+        gradients_bytes=WEIGHT_BYTES * num_parameters,
+        optimizer_bytes=ADAMW_BYTES * num_parameters,
+    )
+
+
+def estimate_adapted(num_parameters: int, num_adapter: int) -> Memory:
+    """Of a whole model that stays, and an adapter on it that learns."""
+    return estimate(num_parameters, is_trained=False) + estimate(num_adapter, is_trained=True)
+
+
+def count_parameters(init: str) -> int | None:
+    """Of a model as `init` names it; None where there is no such folder on this machine."""
+    shapes = _shapes_of(init)
+    return None if shapes is None else sum(map(math.prod, shapes.values()))
+
+
+def count_adapter(init: str, lora: LoraConfig) -> int | None:
+    """Parameters of an adapter on such a model: rank × (in + out) for each matrix it stands beside.
+    Without targets these are all matrices of the numbered layers."""
+    if (shapes := _shapes_of(init)) is None:
+        return None
+    return sum(
+        lora.rank * sum(shape)
+        for name, shape in shapes.items()
+        if len(shape) == 2 and _LAYER.search(name)
+        if lora.targets is None or name.split(".")[-2] in lora.targets
+    )
+
+
+_LAYER = re.compile(r"\.\d+\..*\.weight$")
+
+
+def _shapes_of(init: str) -> dict[str, tuple[int, ...]] | None:
+    if init == TINY_QWEN3:
+        return tiny_shapes()
+    files = sorted(Path(init).expanduser().glob("*.safetensors"))
+    try:
+        found = [_shapes(file) for file in files if not file.name.startswith("adapter_")]
+    except (OSError, ValueError):
+        return None
+    return {name: shape for one in found for name, shape in one.items()} if found else None
+
+
+def size_text(num_bytes: int) -> str:
+    """`1.61 MB`, `80 GB`: three digits, powers of ten."""
+    value, units = float(num_bytes), ("bytes", "kB", "MB", "GB", "TB")
+    for unit in units[:-1]:
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:,.3g} {units[-1]}"
+
+
+def _shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
+    """From the header alone: eight bytes of its length, then JSON with every tensor's shape."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"{path} is no safetensors file")
+        header = json.loads(file.read(length))
+    return {name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"}

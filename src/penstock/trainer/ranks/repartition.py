@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows on their way from the ranks of one stage to those of the next, rank to rank.
+
+Owns who sends what to whom, and the exchange: lengths first, then bytes, all to all. What a rank
+already has is not sent; where nobody lacks anything, nobody says a word. No row passes through a
+rank that neither had nor wants it. A row is bytes here; what is in them is the stages' business.
+
+R = rows of a batch, in manifest order, W = ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.trainer.ranks.topology import Parallel
+
+Ints = npt.NDArray[np.int64]
+Rows = dict[int, bytes]
+"""By index in the manifest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """Which rows the ranks of a stage hold."""
+
+    parallel: Parallel
+    parts_R: Ints
+    """The part each row belongs to."""
+
+    def rows_of(self, rank: int) -> list[int]:
+        part = self.parallel.part_of(rank)
+        return [] if part is None else np.flatnonzero(self.parts_R == part).tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    row: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What an exchange cost this rank, in bytes of rows."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+def plan_moves(before: Holding, after: Holding) -> list[Move]:
+    """One move for each row that a rank of the next stage lacks, by target and row.
+
+    Of several ranks that hold a row, the one with the fewest to send so far sends it.
+    """
+    if before.parts_R.size != after.parts_R.size:
+        raise ValueError(
+            f"{before.parts_R.size} rows cannot become {after.parts_R.size}: both stages must "
+            "speak of the same batch"
+        )
+    num_sent = [0] * before.parallel.num_ranks
+    moves: list[Move] = []
+    for target in range(after.parallel.num_ranks):
+        held = set(before.rows_of(target))
+        for row in after.rows_of(target):
+            if row in held:
+                continue
+            holders = before.parallel.ranks_of(int(before.parts_R[row]))
+            source = min(holders, key=num_sent.__getitem__)
+            num_sent[source] += 1
+            moves.append(Move(row=row, source=source, target=target))
+    return moves
+
+
+def repartition(
+    rows: Mapping[int, bytes],
+    before: Holding,
+    after: Holding,
+    *,
+    rank: int,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Rows, Moved]:
+    """This rank's rows of the next stage. Every rank of the group calls it with the same plan."""
+    moves = plan_moves(before, after)
+    wanted = after.rows_of(rank)
+    kept = {row: rows[row] for row in wanted if row in rows}
+    if not moves:
+        return kept, Moved()
+    outgoing = [move for move in moves if move.source == rank]
+    incoming = [move for move in moves if move.target == rank]
+    received = _exchange(rows, outgoing, incoming, group)
+    moved = Moved(
+        sent_bytes=sum(len(rows[move.row]) for move in outgoing),
+        received_bytes=sum(map(len, received.values())),
+    )
+    found = kept | received
+    return {row: found[row] for row in wanted}, moved
+
+
+def _exchange(
+    rows: Mapping[int, bytes],
+    outgoing: Sequence[Move],
+    incoming: Sequence[Move],
+    group: dist.ProcessGroup | None,
+) -> Rows:
+    num_ranks = dist.get_world_size(group)
+    outgoing = sorted(outgoing, key=lambda move: (move.target, move.row))
+    incoming = sorted(incoming, key=lambda move: (move.source, move.row))
+    targets_W = _counts([move.target for move in outgoing], num_ranks)
+    sources_W = _counts([move.source for move in incoming], num_ranks)
+    lengths = torch.tensor([len(rows[move.row]) for move in outgoing], dtype=torch.int64)
+    coming = torch.empty(len(incoming), dtype=torch.int64)
+    dist.all_to_all_single(coming, lengths, sources_W, targets_W, group=group)
+    sent = _as_bytes(b"".join(rows[move.row] for move in outgoing))
+    received = torch.empty(int(coming.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(
+        received, sent, _sums(coming, sources_W), _sums(lengths, targets_W), group=group
+    )
+    payload = received.numpy()
+    ends = coming.cumsum(0)
+    starts = ends - coming
+    return {
+        move.row: payload[start:end].tobytes()
+        for move, start, end in zip(incoming, starts.tolist(), ends.tolist(), strict=True)
+    }
+
+
+def _as_bytes(payload: bytes) -> Tensor:
+    if not payload:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+
+
+def _counts(ranks: Sequence[int], num_ranks: int) -> list[int]:
+    return np.bincount(np.array(ranks, np.int64), minlength=num_ranks).tolist()
+
+
+def _sums(lengths: Tensor, counts: Sequence[int]) -> list[int]:
+    return [int(part.sum()) for part in lengths.split(list(counts))]

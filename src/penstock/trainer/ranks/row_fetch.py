@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rank draws its own rows of a sealed batch, straight from the partitions that hold them.
+
+Owns who computes which rows (equal work in each part, update by update) and who fetches them: the
+first rank of each data-parallel part, for its neighbours too. No row passes through a rank that
+does not compute it; what all ranks need of all rows is in the manifest.
+
+R = rows of a batch, in manifest order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.dataflow.service.trainers.messages import RowsAnswer
+from penstock.errors import StoreError
+from penstock.trainer.ranks.balance import costs_of, share_out
+from penstock.trainer.ranks.group import Word
+from penstock.trainer.ranks.topology import Place
+from penstock.trainer.updates import updates_of
+from penstock.types import Manifest, PolicyName, RowPayload
+from penstock.wire.codec import decode, encode
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class Rows(Protocol):
+    def rows(
+        self, policy: PolicyName, seq: int, indexes: Sequence[int] | None = None
+    ) -> RowsAnswer: ...
+
+
+class Drawing(Word, Protocol):
+    """What drawing asks of a gang."""
+
+    @property
+    def place(self) -> Place: ...
+
+
+def draw_rows(
+    dataflow: Rows, manifest: Manifest, gang: Drawing, *, minibatches: int = 1
+) -> list[RowPayload]:
+    """One entry for each row of the manifest; those of other parts stand there without payload,
+    as a row does that is gone."""
+    place, policy = gang.place, PolicyName(manifest.consumer)
+    if place.is_sitting_out:
+        return _in_place(manifest, (), ())
+    own = rows_of_parts(manifest, place.parallel.dp, minibatches)[place.part]
+    encoded = b""
+    if place.is_fetching:
+        answer = dataflow.rows(policy, manifest.seq, own)
+        if place.parallel.tp == 1:
+            return _in_place(manifest, answer.rows, own)
+        encoded = encode(answer)
+    answer = decode(gang.to_neighbours(encoded), RowsAnswer)
+    return _in_place(manifest, answer.rows, own)
+
+
+def rows_of_parts(manifest: Manifest, num_parts: int, minibatches: int) -> list[list[int]]:
+    """The rows of each part, ascending: in every update all parts have about as much to compute,
+    prompts and context included, so no rank waits long for another. Every rank comes to the same
+    answer by itself."""
+    sizes = np.array([len(group.rows) for group in manifest.groups], np.int64)
+    groups_R = np.repeat(np.arange(sizes.size), sizes)
+    return share_rows(costs_of(manifest), groups_R, num_parts, minibatches)
+
+
+def share_rows(
+    costs_R: Floats, groups_R: Ints, num_parts: int, minibatches: int
+) -> list[list[int]]:
+    """The same of rows that cost so much, in these groups."""
+    num_groups = int(groups_R[-1]) + 1 if groups_R.size else 0
+    updates_R = updates_of(num_groups, minibatches)[groups_R]
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for update in range(minibatches):
+        rows = np.flatnonzero(updates_R == update)
+        for part, chosen in zip(parts, share_out(costs_R[rows], num_parts), strict=True):
+            part += rows[chosen].tolist()
+    return parts
+
+
+def _in_place(
+    manifest: Manifest, drawn: Sequence[RowPayload], own: Sequence[int]
+) -> list[RowPayload]:
+    rows = [RowPayload(row_id=row.row_id, payload=None) for row in manifest.rows]
+    if len(own) != len(drawn):
+        raise StoreError(
+            f"batch {manifest.consumer}.{manifest.seq}: {len(drawn)} rows were served, "
+            f"{len(own)} were asked for"
+        )
+    for index, row in zip(own, drawn, strict=True):
+        rows[index] = row
+    return rows

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model spread over the ranks of a gang: FSDP2 by decoder layer, tensor parallel inside a part.
+
+Owns how parameters lie on ranks and how they come back whole. Gradients are *summed* over parts,
+not averaged: the learner's weights already divide by what all ranks train. One path for gloo and
+NCCL; for a process alone every function here does what plain torch does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import PreTrainedModel
+
+from penstock.errors import ConfigError
+from penstock.trainer.device import CPU
+from penstock.trainer.ranks.group import Gang, Team
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+_HEAD_DIM = 2
+"""Of batch × tokens × heads × width: where a part's ranks cut the heads."""
+
+
+def shard(whole: M, model: PreTrainedModel, gang: Team, device: torch.device = CPU) -> M:
+    """Keep this rank's share of every parameter, on its device; the modules themselves are changed.
+
+    `whole` is what is called in a forward pass: the model, or a module around it. In a gang layer
+    after layer goes to the device and is cut there, so it never holds the whole. Nothing passes
+    between ranks: each cuts what it has."""
+    if not isinstance(gang, Gang):
+        return whole.to(device)
+    if gang.place.parallel.tp > 1:
+        styles = _styles(model, gang.place.parallel.tp)
+        parallelize_module(model, gang.mesh["tp"], styles, src_data_rank=None)
+    over_parts = gang.mesh["dp"]
+    for layer in _decoder_layers(model):
+        fully_shard(layer, mesh=over_parts)
+    fully_shard(whole, mesh=over_parts)
+    for module in whole.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return whole
+
+
+def gather(tensors: Mapping[str, Tensor], gang: Team) -> dict[str, Tensor]:
+    """All tensors whole, in the first rank's memory; the others help, and are left with none.
+
+    One after another: no rank ever has more than one whole tensor on its device. One that stands
+    under several names stays one; of a model, give `state_dict(keep_vars=True)`.
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    kept: dict[str, Tensor] = {}
+    for shared in names.values():
+        whole = _whole(tensors[shared[0]].detach())
+        if gang.place.is_first:
+            kept |= dict.fromkeys(shared, whole.cpu())
+        del whole
+    return {name: kept[name] for name in tensors if name in kept}
+
+
+def spread(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's share of a whole tensor that every rank has, laid out as another is."""
+    if not isinstance(like, DTensor):
+        return whole.to(like.device)
+    return distribute_tensor(
+        whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    )
+
+
+def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
+    """Scale the gradient down to the norm allowed, over all shards; returns the norm it had."""
+    by_mesh: dict[DeviceMesh | None, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+    norms = [
+        _whole(get_total_norm([cast(Tensor, parameter.grad) for parameter in group]))
+        for group in by_mesh.values()
+    ]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.tensor(norms))
+    for group in by_mesh.values():  # torch scales tensors of one mesh at a time
+        clip_grads_with_norm_(group, max_norm, norm)
+    return float(norm)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Modules that the architecture says are never cut: its decoder layers."""
+    names = set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _styles(model: PreTrainedModel, tp: int) -> dict[str, ParallelStyle]:
+    """How each module is cut inside a part, as its architecture plans it."""
+    plan = model.tp_plan
+    if not plan:
+        raise ConfigError(
+            f"{type(model).__name__} has no plan for tensor parallelism; set tp to 1 and raise dp"
+        )
+    _check_heads(model, tp)
+    is_tied = bool(model.config.tie_word_embeddings)
+    styles: dict[str, ParallelStyle] = {}
+    for name, _ in model.named_modules():
+        kind = next((kind for pattern, kind in plan.items() if _fits(pattern, name)), None)
+        if kind is None or kind == "embedding_rowwise" or (is_tied and name == "lm_head"):
+            continue  # embeddings are cut over the parts alone: a share of them is small enough
+        styles[name] = _style(kind, name)
+    return styles
+
+
+def _style(kind: str, name: str) -> ParallelStyle:
+    match kind:
+        case "colwise":
+            return ColwiseParallel()
+        case "rowwise":
+            return RowwiseParallel()
+        case "colwise_gather_output":
+            return ColwiseParallel(output_layouts=Replicate())
+        case "replicated_with_grad_allreduce":
+            return SequenceParallel(sequence_dim=_HEAD_DIM, use_local_output=True)
+        case _:
+            raise ConfigError(
+                f"{name} asks for tensor parallelism of the kind {kind!r}, which this trainer does "
+                "not have; set tp to 1 and raise dp"
+            )
+
+
+def _check_heads(model: PreTrainedModel, tp: int) -> None:
+    config: Any = model.config
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    if heads % tp:
+        raise ConfigError(
+            f"tp {tp} cannot cut {heads} key-value heads evenly; set tp to a divisor of {heads}"
+        )
+
+
+def _fits(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None

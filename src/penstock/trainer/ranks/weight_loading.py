@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of which each rank reads no more than its share.
+
+The first rank of a trainer reads a model whole, because it tries it. The others begin with an
+outline, a model whose tensors have shapes and no content; they cut it as the first one cuts its
+own, and then read their slices of the same files. What a model computes for itself, such as the
+tables of its position encoding, they are told by the first.
+
+Owns which file of a folder holds which tensor.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from penstock.trainer.device import CPU
+from penstock.trainer.model_folders import load_model, weight_files
+from penstock.trainer.ranks.group import Gang, Team
+from penstock.trainer.ranks.regions import Box, box_of, local
+
+
+def load_outline(folder: Path) -> PreTrainedModel:
+    """The model of a folder without its content; whole where its files name tensors otherwise."""
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    maker: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        outline: PreTrainedModel = maker.from_config(config, dtype=torch.float32)
+    stored = {name: file.get_slice(name).get_shape() for name, file in _files(folder).items()}
+    is_known = all(stored.get(name) == [*p.shape] for name, p in outline.named_parameters())
+    return outline if is_known else load_model(folder)
+
+
+def fill(
+    whole: nn.Module, model: PreTrainedModel, folder: Path, gang: Team, device: torch.device = CPU
+) -> None:
+    """Give an outline that was cut its content; every rank calls it, the first for the others.
+
+    `whole` is what was cut: the model, or a module around it."""
+    if not isinstance(gang, Gang):
+        return
+    if any(parameter.is_meta for parameter in whole.parameters()):
+        _read(whole, model, folder, device)
+    for buffer in whole.buffers():
+        gang.first_gives(buffer)
+
+
+@torch.no_grad()
+def _read(whole: nn.Module, model: PreTrainedModel, folder: Path, device: torch.device) -> None:
+    """What stands beside the model already, an adapter or a head, stays."""
+    empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    beside = {n: local(p).clone() for n, p in whole.named_parameters() if not p.is_meta}
+    whole.to_empty(device=device)
+    for name, parameter in whole.named_parameters():
+        if name in beside:
+            local(parameter).copy_(beside[name])
+    files = _files(folder)
+    for name, parameter in model.named_parameters():
+        if name in empty:
+            _take(files[name], name, parameter)
+
+
+def _take(file: Any, name: str, parameter: Tensor) -> None:
+    share = local(parameter)
+    if share.numel():
+        box = box_of(parameter) or Box.all_of(parameter.shape)
+        share.copy_(file.get_slice(name)[box.slices_in(Box.all_of(box.whole))])
+
+
+def _files(folder: Path) -> dict[str, Any]:
+    """The open file of each tensor of a folder, by its name; nothing but headers is read yet."""
+    found: dict[str, Any] = {}
+    for path in weight_files(folder):
+        if path.suffix == ".safetensors":
+            file: Any = safe_open(path, framework="pt")
+            found |= dict.fromkeys(cast(list[str], file.keys()), file)
+    return found

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the first update of a batch shows, before the weights move: its signal, and the gap between
+trainer and engines by node. Over all ranks. Judges nothing: that is the watch's business.
+
+T = tokens of all samples, K = those of the first update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from penstock.trainer.batches import Batch
+from penstock.trainer.ranks.group import Sums
+from penstock.trainer.signals.mismatch import Gap, from_numbers, gaps_by_node, pool_gap, to_numbers
+from penstock.trainer.signals.ratio_stats import (
+    Floats,
+    Ratios,
+    informative_share,
+    measure_ratios,
+    teaching_tokens,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstLook:
+    figures: Mapping[str, float]
+    gaps: Mapping[str, Gap] = field(default_factory=dict[str, Gap])
+
+
+def first_look(
+    batch: Batch, logprobs_T: Floats, bounds: tuple[float, float], ranks: Sums
+) -> FirstLook:
+    """`logprobs_T` are those of the first update, and NaN elsewhere."""
+    samples, rows_T = batch.samples, batch.rows_T
+    advantages_T = np.where(samples.mask_T, batch.columns["advantage"], 0.0)
+    teaching_G = teaching_tokens(advantages_T, batch.groups_R[rows_T], batch.num_groups)
+    figures = {"signal/informative_groups": informative_share(ranks.sum_over_ranks(teaching_G))}
+    token_K = np.flatnonzero(~np.isnan(logprobs_T))
+    sampling_K = samples.logprobs_T[token_K].astype(np.float64)
+    low, high = bounds
+    ratios = measure_ratios(
+        logprobs_T[token_K], sampling_K, advantages_T[token_K], low=low, high=high
+    )
+    figures |= Ratios.of(ranks.sum_over_ranks(ratios.numbers)).figures()
+    lags_K = batch.trains_from - samples.numbers_T[token_K].astype(np.int64)
+    lag = -ranks.most_over_ranks(-int(lags_K.min(initial=np.iinfo(np.int32).max)))
+    own = gaps_by_node(
+        logprobs_T[token_K], sampling_K, lags_K, rows_T[token_K], batch.nodes, lag=lag
+    )
+    gaps = from_numbers(ranks.gather_pressures(torch.from_numpy(to_numbers(own))).numpy())
+    pool = pool_gap(gaps)
+    figures |= {"gap/mean": pool.mean_abs, "gap/k3": pool.k3, "gap/max": pool.max_abs}
+    figures["gap/lag"] = float(lag if pool.num_tokens else 0)
+    return FirstLook(figures=figures, gaps=gaps)

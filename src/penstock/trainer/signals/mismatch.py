@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far each node's engine is from the trainer on the same weights, and which node drifts away.
+
+Owns the gap of a batch by node, its moving average, and the judgement that a node is no longer like
+its pool. The averages are plain numbers and go into the checkpoint. What happens to a drifting node
+is the dataflow's business.
+
+A node here is one life of it, NODE/SESSION: what it did before a restart is no word against it, and
+rows of that life may come long after.
+
+Fresh tokens are those with the smallest lag of their batch: at lag 0 the gap is the engine's alone,
+at a larger one the change of the policy is in it too, for all nodes alike.
+
+K = trained tokens of this rank, N = nodes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from penstock.trainer.signals.ratio_stats import Floats, Ints, log_ratios
+from penstock.types import NodeId
+
+DRIFT = 10.0
+"""A node drifts when its k3 is this many times its pool's median."""
+HARMLESS_K3 = 1e-4
+"""Median that is assumed at least: engines that agree to the last bit must not make ordinary
+rounding look like drift."""
+HALF_LIFE_TOKENS = 4096.0
+"""Fresh tokens of a node after which what came before counts half."""
+MIN_EVIDENCE = 0.1
+"""Weight that an average needs before anybody is judged by it: some 600 tokens."""
+MIN_POOL = 3
+"""Nodes that make a pool, whatever their lives; of two, nobody knows which one is wrong."""
+FORGET_AFTER = 200
+"""Batches after which a node that sends nothing is no part of the pool any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Between one node's engine and the trainer, over fresh tokens of one batch."""
+
+    num_tokens: int
+    sum_abs: float
+    sum_k3: float
+    max_abs: float
+
+    @property
+    def mean_abs(self) -> float:
+        return self.sum_abs / max(self.num_tokens, 1)
+
+    @property
+    def k3(self) -> float:
+        """Mean of rho - 1 - log rho: 0 when both agree, never below."""
+        return self.sum_k3 / max(self.num_tokens, 1)
+
+    def __add__(self, other: Gap) -> Gap:
+        return Gap(
+            num_tokens=self.num_tokens + other.num_tokens,
+            sum_abs=self.sum_abs + other.sum_abs,
+            sum_k3=self.sum_k3 + other.sum_k3,
+            max_abs=max(self.max_abs, other.max_abs),
+        )
+
+
+NO_GAP = Gap(num_tokens=0, sum_abs=0.0, sum_k3=0.0, max_abs=0.0)
+
+
+def gaps_by_node(
+    logprobs_K: Floats,
+    sampling_K: Floats,
+    lags_K: Ints,
+    rows_K: Ints,
+    nodes: Mapping[int, str],
+    *,
+    lag: int,
+) -> dict[str, Gap]:
+    """Over tokens of this lag; `nodes` says which node made a row of the manifest."""
+    is_fresh_K = lags_K == lag
+    log_K, fresh_rows_K = log_ratios(logprobs_K, sampling_K)[is_fresh_K], rows_K[is_fresh_K]
+    rows, row_K = np.unique(fresh_rows_K, return_inverse=True)
+    names, node_R = np.unique([nodes[int(row)] for row in rows], return_inverse=True)
+    node_K, size_K = node_R[row_K], np.abs(log_K)
+    most_N = np.zeros(names.size)
+    np.maximum.at(most_N, node_K, size_K)
+    nums_N = np.bincount(node_K, minlength=names.size)
+    abs_N = np.bincount(node_K, size_K, minlength=names.size)
+    k3_N = np.bincount(node_K, np.expm1(log_K) - log_K, minlength=names.size)
+    return {
+        str(name): Gap(
+            num_tokens=int(nums_N[n]),
+            sum_abs=float(abs_N[n]),
+            sum_k3=float(k3_N[n]),
+            max_abs=float(most_N[n]),
+        )
+        for n, name in enumerate(names)
+    }
+
+
+def pool_gap(gaps: Mapping[str, Gap]) -> Gap:
+    """Of all nodes together."""
+    return sum(gaps.values(), start=NO_GAP)
+
+
+def to_numbers(gaps: Mapping[str, Gap]) -> Floats:
+    """As numbers, because ranks send each other nothing else; see `from_numbers`."""
+    numbers: list[float] = []
+    for node, gap in gaps.items():
+        name = node.encode()
+        numbers += [len(name), *name, gap.num_tokens, gap.sum_abs, gap.sum_k3, gap.max_abs]
+    return np.array(numbers, np.float64)
+
+
+def from_numbers(numbers: Floats) -> dict[str, Gap]:
+    """The gaps of all ranks, one after another; a node that several saw is added up."""
+    found: dict[str, Gap] = {}
+    at = 0
+    while at < numbers.size:
+        end = at + 1 + int(numbers[at])
+        node = bytes(int(byte) for byte in numbers[at + 1 : end]).decode()
+        num_tokens, sum_abs, sum_k3, max_abs = (float(one) for one in numbers[end : end + 4])
+        gap = Gap(num_tokens=int(num_tokens), sum_abs=sum_abs, sum_k3=sum_k3, max_abs=max_abs)
+        found[node] = found.get(node, NO_GAP) + gap
+        at = end + 4
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Average:
+    """Of one node over its past batches, recent tokens counting more."""
+
+    sum_k3: float
+    sum_abs: float
+    weight: float
+    """0 without any token, 1 after many."""
+    last_seq: int
+    """The batch it was last seen in."""
+
+    @property
+    def k3(self) -> float:
+        return self.sum_k3 / self.weight if self.weight else 0.0
+
+    @property
+    def mean_abs(self) -> float:
+        return self.sum_abs / self.weight if self.weight else 0.0
+
+    def after(self, gap: Gap, seq: int) -> Average:
+        keep = 0.5 ** (gap.num_tokens / HALF_LIFE_TOKENS)
+        return Average(
+            sum_k3=keep * self.sum_k3 + (1 - keep) * gap.k3,
+            sum_abs=keep * self.sum_abs + (1 - keep) * gap.mean_abs,
+            weight=keep * self.weight + (1 - keep),
+            last_seq=seq,
+        )
+
+
+_NEW = Average(sum_k3=0.0, sum_abs=0.0, weight=0.0, last_seq=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drifting:
+    """A node that is no longer like its pool."""
+
+    life: str
+    """NODE/SESSION."""
+    k3: float
+    mean_abs: float
+    median_k3: float
+
+    @property
+    def node_id(self) -> NodeId:
+        return _node(self.life)
+
+    @property
+    def session(self) -> str:
+        """Empty where its rows do not say."""
+        return self.life.partition("/")[2]
+
+    def __str__(self) -> str:
+        return (
+            f"node {self.node_id} disagrees with the trainer on the same weights: k3 "
+            f"{self.k3:.2g}, more than {DRIFT:g} times the pool's median {self.median_k3:.2g} "
+            f"(mean |log ratio| {self.mean_abs:.2g}); it gets no more work; look at "
+            "its engine build, precision and loaded weights, then restart it"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaps:
+    """What a trainer remembers of each node; part of its checkpoint."""
+
+    nodes: Mapping[str, Average] = field(default_factory=dict[str, Average])
+    told: frozenset[str] = frozenset()
+    """Drifting ones that were told; their rows that still come are of no interest."""
+
+    def after(self, observed: Mapping[str, Gap], seq: int) -> Gaps:
+        """With the gaps of batch `seq`; who was not seen for long is forgotten."""
+        known = {n: a for n, a in self.nodes.items() if seq - a.last_seq <= FORGET_AFTER}
+        for node, gap in observed.items():
+            if node not in self.told:
+                known[node] = known.get(node, _NEW).after(gap, seq)
+        return replace(self, nodes=known)
+
+    def without(self, drifting: Sequence[Drifting]) -> Gaps:
+        """A quarantined node is judged anew when it comes back: under a new session, or at once
+        where its rows do not say which."""
+        gone = {node.life for node in drifting}
+        return Gaps(
+            nodes={n: a for n, a in self.nodes.items() if n not in gone},
+            told=self.told | {node.life for node in drifting if node.session},
+        )
+
+    def drifting(self) -> tuple[Drifting, ...]:
+        """Nodes to be quarantined, by name."""
+        judged = {n: a for n, a in self.nodes.items() if a.weight >= MIN_EVIDENCE}
+        pool = _newest_lives(judged)
+        if len(pool) < MIN_POOL:
+            return ()
+        median_k3 = statistics.median(average.k3 for average in pool.values())
+        limit = DRIFT * max(median_k3, HARMLESS_K3)
+        return tuple(
+            Drifting(life=n, k3=a.k3, mean_abs=a.mean_abs, median_k3=median_k3)
+            for n, a in sorted(judged.items())
+            if a.k3 > limit
+        )
+
+
+def _newest_lives(averages: Mapping[str, Average]) -> dict[NodeId, Average]:
+    """One for each node: the many lives of one that restarts often would outvote the others."""
+    by_age = sorted(averages.items(), key=lambda one: (one[1].last_seq, one[1].weight, one[0]))
+    return {_node(life): average for life, average in by_age}
+
+
+def _node(life: str) -> NodeId:
+    return NodeId(life.partition("/")[0])

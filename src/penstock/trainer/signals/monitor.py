@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer makes of its own figures: nodes that drift are reported, idle training is told,
+and engines that are far away.
+
+Owns the memory over batches (average gap by node, bad batches in a row), with which a trainer that
+restarts goes on. Measures nothing itself: the learner does, before the weights move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from penstock.trainer.learner import SkipReason, Stats
+from penstock.trainer.signals.alarms import EXCLUDED, cause_of
+from penstock.trainer.signals.mismatch import Drifting, pool_gap
+from penstock.trainer.signals.monitor_state import Memory
+
+_log = structlog.get_logger(__name__)
+
+
+class Watch:
+    def __init__(
+        self, quarantine: Callable[[Drifting], None], memory: Memory | None = None
+    ) -> None:
+        memory = memory or Memory()
+        self._quarantine = quarantine
+        self._gaps = memory.gaps
+        self._idle = memory.idle
+        self._apart = memory.apart
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(gaps=self._gaps, idle=self._idle, apart=self._apart)
+
+    def see(self, seq: int, stats: Stats) -> str | None:
+        """Heed what batch `seq` showed; what to tell people now, if anything."""
+        self._gaps = self._gaps.after(stats.gaps, seq)
+        drifting = self._gaps.drifting()
+        for node in drifting:
+            _log.warning(
+                "node is quarantined", node=node.node_id, session=node.session, why=str(node)
+            )
+            self._quarantine(node)
+        self._gaps = self._gaps.without(drifting)
+        values = stats.values
+        cause = cause_of(
+            num_tokens=values.get("tokens/trained", 0.0),
+            informative=values.get("signal/informative_groups", 1.0),
+            clipped=values.get("signal/clipped", 0.0),
+            gap=pool_gap(stats.gaps).mean_abs,
+            is_skipped=stats.skipped is not None,
+            is_rejected=stats.skipped is SkipReason.REJECTED,
+            num_excluded=values.get(EXCLUDED, 0.0),
+        )
+        self._idle = self._idle.after(cause)
+        self._apart = self._apart.after(values.get("gap/k3", 0.0), values.get("gap/lag", 0.0))
+        alarm = self._idle.alarm or self._apart.alarm
+        if alarm is not None:
+            _log.error("this run may learn nothing", why=alarm)
+        return alarm

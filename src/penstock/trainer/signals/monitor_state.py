@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer remembers of the batches before, and its form in the checkpoint.
+
+Owns that form: plain JSON, in which a trainer of another version finds what it understands or
+nothing. A checkpoint is not worth less because an alarm cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import structlog
+
+from penstock.errors import BadRequest
+from penstock.trainer.signals.alarms import Apart, Idle
+from penstock.trainer.signals.mismatch import Average, Gaps
+from penstock.wire.codec import JSON, decode, encode_json
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    gaps: Gaps = field(default_factory=Gaps)
+    idle: Idle = field(default_factory=Idle)
+    apart: Apart = field(default_factory=Apart)
+
+
+def to_json(memory: Memory) -> dict[str, Any]:
+    """Without numbers that JSON does not know: a node with such an average begins anew."""
+    nodes = {name: known for name, known in memory.gaps.nodes.items() if _is_finite(known)}
+    k3 = memory.apart.k3 if math.isfinite(memory.apart.k3) else 0.0
+    finite = replace(
+        memory, gaps=replace(memory.gaps, nodes=nodes), apart=replace(memory.apart, k3=k3)
+    )
+    return json.loads(encode_json(finite))
+
+
+def from_json(found: Mapping[str, Any]) -> Memory:
+    try:
+        return decode(encode_json(found), Memory, media_type=JSON)
+    except BadRequest as error:
+        _log.warning("what the checkpoint remembers of batches is forgotten", why=str(error))
+        return Memory()
+
+
+def _is_finite(average: Average) -> bool:
+    return math.isfinite(average.sum_k3) and math.isfinite(average.sum_abs)

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a trainer in files: every rank writes its own share, and reads no more than that.
+
+A share is a plain safetensors file; its header says which box of each tensor it holds. The rank
+that wrote one says so by a receipt with its digest, put beside it once it is on disk, and the first
+rank waits for these alone: no tensor goes through it. Whoever restores reads the slices that it
+holds, from as many files as there are, so the number of ranks may change.
+
+Owns the names, headers and receipts of these files; when they become a checkpoint is not decided
+here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from penstock.errors import BadRequest, StoreError
+from penstock.trainer.durable_files import digest, sync, write_durably
+from penstock.trainer.ranks.regions import Box, box_of, is_kept_here, lay_out, local
+from penstock.trainer.ranks.sharding import spread
+from penstock.wire.codec import JSON, decode, encode_json
+
+OPTIMIZER = "optimizer.safetensors"
+"""All of it, where one rank has all of it."""
+LOOK_S = 0.02
+_BOXES = "boxes"
+_RECEIPT = ".written-by-rank-"
+
+
+def state_names(num_ranks: int) -> list[str]:
+    """The files that make up the state, by rank."""
+    if num_ranks == 1:
+        return [OPTIMIZER]
+    stem, suffix = OPTIMIZER.split(".")
+    return [f"{stem}-rank-{rank}-of-{num_ranks}.{suffix}" for rank in range(num_ranks)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What one rank keeps of the state; no later step changes it."""
+
+    tensors: Mapping[str, Tensor]
+    boxes: Mapping[str, Box]
+    """Where a tensor lies in the whole; those not named here are whole, and every rank's own."""
+
+
+def copy_shares(state: Mapping[str, Tensor]) -> Shares:
+    """This rank's part of each tensor, in host memory. What a lower rank has too is left to it."""
+    kept = {name: tensor.detach() for name, tensor in state.items() if is_kept_here(tensor)}
+    boxes = {name: box_of(tensor) for name, tensor in kept.items()}
+    return Shares(
+        tensors={
+            name: local(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, tensor in kept.items()
+        },
+        boxes={name: box for name, box in boxes.items() if box is not None},
+    )
+
+
+def write_state(path: Path, shares: Shares) -> None:
+    header = {_BOXES: encode_json(shares.boxes).decode()} if shares.boxes else None
+    save_file(dict(shares.tensors), path, metadata=header)
+
+
+# --- several ranks, one checkpoint ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Receipt:
+    name: str
+    digest: str
+
+
+def put_share(folder: Path, rank: int, num_ranks: int, shares: Shares) -> None:
+    """Write one rank's file; the receipt comes last, when it is durable."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / state_names(num_ranks)[rank]
+    write_state(path, shares)
+    sync(path)
+    receipt = _Receipt(name=path.name, digest=digest(path))
+    write_durably(folder / f"{_RECEIPT}{rank}", encode_json(receipt).decode())
+
+
+def await_shares(folder: Path, num_ranks: int) -> dict[str, str]:
+    """The digest of every rank's file, by name, once all of them are durable.
+
+    waits for: receipts · ends: when all are there. A rank that dies is noticed elsewhere, and ends
+    whoever waits here. The first rank's own receipt is there from the beginning."""
+    while True:
+        receipts = [_read_receipt(folder, rank) for rank in range(num_ranks)]
+        if receipts[0] is None:
+            raise StoreError(
+                f"{folder} vanished while a checkpoint was written into it: another trainer, or "
+                "somebody by hand, has cleared it away. Let one trainer at a time save here"
+            )
+        found = [receipt for receipt in receipts if receipt is not None]
+        if len(found) == num_ranks:
+            return {receipt.name: receipt.digest for receipt in found}
+        time.sleep(LOOK_S)
+
+
+def remove_receipts(folder: Path) -> None:
+    for path in folder.glob(f"{_RECEIPT}*"):
+        path.unlink()
+
+
+def _read_receipt(folder: Path, rank: int) -> _Receipt | None:
+    try:
+        content = (folder / f"{_RECEIPT}{rank}").read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return decode(content, _Receipt, media_type=JSON)
+    except BadRequest as error:
+        raise StoreError(f"the receipt of rank {rank} in {folder} is damaged: {error}") from error
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """One tensor of one file."""
+
+    file: Any
+    path: Path
+    rank: int
+    """Which rank wrote it."""
+    name: str
+    box: Box | None = None
+
+    def read(self, box: Box) -> Tensor:
+        """The part of it that lies in this box, which touches it."""
+        if not box.shape:
+            return self.file.get_tensor(self.name)
+        own = self.box or Box.all_of(box.whole)
+        return self.file.get_slice(self.name)[box.slices_in(own)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored(Mapping[str, Tensor]):
+    """The state in the files of all ranks: whole tensors by name, each read when it is asked for,
+    or any part of one."""
+
+    pieces: Mapping[str, Sequence[_Piece]]
+    rank: int = 0
+    """Whose own tensors are read, where every rank has its own."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        pieces = self.pieces[name]
+        if pieces[0].box is None:
+            own = self._own(pieces)
+            return own.file.get_tensor(own.name)
+        return self.part(name, Box.all_of(pieces[0].box.whole))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.pieces
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.pieces)
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def part(self, name: str, wanted: Box) -> Tensor:
+        """One box of a tensor, from all files that hold some of it."""
+        pieces = self.pieces[name]
+        if pieces[0].box is None:
+            return self._own(pieces).read(wanted)
+        made: Tensor | None = None
+        num_read = 0
+        for piece in pieces:
+            assert piece.box is not None, "every rank writes its box, or every rank the whole"
+            common = piece.box.common(wanted)
+            if common is None:
+                continue
+            found = piece.read(common)
+            made = torch.empty(wanted.shape, dtype=found.dtype) if made is None else made
+            made[common.slices_in(wanted)] = found
+            num_read += found.numel()
+        if num_read != math.prod(wanted.shape):
+            raise StoreError(
+                f"{name} is not whole in {pieces[0].path.parent}: the shares there hold {num_read} "
+                f"of {math.prod(wanted.shape)} elements; restore another checkpoint"
+            )
+        return torch.empty(wanted.shape) if made is None else made
+
+    def seen_by(self, rank: int) -> Stored:
+        return Stored(pieces=self.pieces, rank=rank)
+
+    def _own(self, pieces: Sequence[_Piece]) -> _Piece:
+        return next((piece for piece in pieces if piece.rank == self.rank), pieces[0])
+
+
+def open_state(paths: Sequence[Path]) -> Stored:
+    """Files of which the digests were checked, by rank; nothing but headers is read yet."""
+    pieces: dict[str, list[_Piece]] = {}
+    for rank, path in enumerate(paths):
+        file: Any = safe_open(path, framework="pt")
+        boxes = _boxes(path, file.metadata() or {})
+        for name in cast(list[str], file.keys()):
+            piece = _Piece(file=file, path=path, rank=rank, name=name, box=boxes.get(name))
+            known = pieces.setdefault(name, [])
+            if piece.box is None or all(piece.box != other.box for other in known):
+                known.append(piece)  # ranks inside one part may have written the same box
+    return Stored(pieces=pieces)
+
+
+def _boxes(path: Path, header: Mapping[str, str]) -> dict[str, Box]:
+    try:
+        return decode(header.get(_BOXES, "{}").encode(), dict[str, Box], media_type=JSON)
+    except BadRequest as error:
+        raise StoreError(f"the header of {path} does not say where its tensors lie") from error
+
+
+def under(state: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
+    """Those whose names begin so, by the rest of their names."""
+    if isinstance(state, Stored):
+        return Stored(pieces=_cut_off(state.pieces, prefix), rank=state.rank)
+    return _cut_off(state, prefix)
+
+
+def _cut_off(named: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {
+        name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)
+    }
+
+
+def take(state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+    """This rank's share of a tensor, laid out as another is; of files only that much is read."""
+    box = box_of(like)
+    if box is None or not isinstance(state, Stored):
+        return spread(state[name], like)
+    return lay_out(state.part(name, box), like)

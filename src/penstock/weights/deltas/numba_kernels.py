@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loops of `symbols`, compiled with numba (extra `fast`); same results to the last bit.
+
+Each loop is compiled at its first use for an item size, which takes under a second, and not cached
+on disk: numba would put its cache beside the sources, into an installed package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from threading import Lock, local
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.weights.deltas.numpy_kernels import (
+    BLOCK_BYTES,
+    ESCAPE_CODE,
+    ESCAPE_GAP,
+    Bits,
+    Bytes,
+    Changes,
+    Far,
+    NumpyLoops,
+    Positions,
+    unchanged,
+)
+
+Array = NDArray[Any]
+Counts = tuple[Any, Any, Any, Any, Any]
+"""Changes, far gaps, big differences; first and last place."""
+_numba: Any = importlib.import_module("numba")
+
+
+class CompiledLoops:
+    """Unaligned tensors, which are rare, go the slow way."""
+
+    chunk_bytes = 4 * BLOCK_BYTES
+    """Other threads may run for so long: nothing here holds the interpreter's lock."""
+
+    def __init__(self) -> None:
+        self._plain = NumpyLoops()
+        self._scratches = local()
+
+    def find(self, base: Bits, new: Bits) -> Changes:
+        num_paired = new.nbytes // 8 * 8 // new.itemsize
+        base_words, new_words = base[:num_paired].view("<u8"), new[:num_paired].view("<u8")
+        if not (base_words.flags.aligned and new_words.flags.aligned):
+            return self._plain.find(base, new)
+        out = self._scratch(len(new), new.dtype)
+        count, num_far, num_big, first, last = _compiled(_find, new.itemsize)(
+            base_words, new_words, base, new,
+            out.words, out.places, out.gaps, out.far, out.codes, out.big,
+        )  # fmt: skip
+        if not count:
+            return unchanged(new)
+        return Changes(
+            num_elements=len(new),
+            num_changed=count,
+            lead=first,
+            trail=len(new) - 1 - last,
+            gaps=out.gaps[1:count].copy(),
+            far=out.far[:num_far].copy(),
+            codes=out.codes[: -(-count // 4)].copy(),
+            big=out.big[:num_big].copy(),
+        )
+
+    def _scratch(self, num_elements: int, dtype: np.dtype[Any]) -> _Scratch:
+        """Of this thread: fresh memory for each chunk would cost more than the search."""
+        found = getattr(self._scratches, f"items{dtype.itemsize}", None)
+        if found is None or len(found.gaps) < num_elements:
+            found = _Scratch.for_elements(
+                max(num_elements, self.chunk_bytes // dtype.itemsize), dtype
+            )
+            setattr(self._scratches, f"items{dtype.itemsize}", found)
+        return found
+
+    def walk(self, gaps: Bytes, far: Far, digits: Bytes, shift: int, last: int) -> Positions:
+        positions = np.empty(len(gaps), np.int64)
+        _compiled(_walk, 1)(gaps, far, digits, shift, last, positions)
+        return positions
+
+    def zigzags(self, codes: Bytes, big: Bits) -> Bits:
+        zigzags = np.empty(len(codes), big.dtype)
+        _compiled(_join, big.itemsize)(codes, big, zigzags)
+        return zigzags
+
+    def apply(self, target: Bits, positions: Positions, zigzags: Bits) -> None:
+        if not target.flags.aligned:
+            return self._plain.apply(target, positions, zigzags)
+        return _compiled(_apply, target.itemsize)(target, positions, zigzags)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scratch:
+    words: NDArray[np.int32]
+    places: NDArray[np.int32]
+    gaps: Bytes
+    far: Far
+    codes: Bytes
+    big: Bits
+
+    @classmethod
+    def for_elements(cls, num: int, dtype: np.dtype[Any]) -> _Scratch:
+        """Room for the worst: every candidate is written, kept or not."""
+        return cls(
+            words=np.empty(BLOCK_BYTES // 8 + 1, np.int32),
+            places=np.empty(BLOCK_BYTES // dtype.itemsize + 8, np.int32),
+            gaps=np.empty(num, np.uint8),
+            far=np.empty(num // (ESCAPE_GAP + 1) + 2, np.int64),
+            codes=np.empty(num // 4 + 1, np.uint8),
+            big=np.empty(num + 1, dtype),
+        )
+
+
+_compiling = Lock()
+
+
+def _compiled(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
+    with _compiling:  # threads that start together would all compile it
+        return _compile(loop, item_bytes)
+
+
+@cache
+def _compile(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
+    """Arrays a loop only reads may be read-only, as those of mapped files are."""
+    numba = _numba
+    bits = {1: numba.uint8, 2: numba.uint16, 4: numba.uint32}[item_bytes]
+
+    def source(item: Any) -> Any:
+        return numba.types.Array(item, 1, "C", readonly=True)
+
+    read, read_words = source(bits), source(numba.uint64)
+    read_bytes, read_places = source(numba.uint8), source(numba.int64)
+    out, out_bytes, out_places = bits[::1], numba.uint8[::1], numba.int64[::1]
+    numbers = numba.int32[::1]
+    found = (numbers, numbers, out_bytes, out_places, out_bytes, out)
+    arguments = {
+        _find: (read_words, read_words, read, read, *found),
+        _walk: (read_bytes, read_places, read_bytes, numba.int64, numba.int64, out_places),
+        _join: (read_bytes, read, out),
+        _apply: (out, read_places, read),
+    }[loop]
+    return cast("Callable[..., Any]", numba.njit(arguments, nogil=True)(loop))
+
+
+# Written for the compiler: no branch on the data (a candidate is written, and kept by counting on),
+# and 64-bit integers throughout, for what wraps in NumPy does not here and is masked instead.
+
+
+def _find(
+    base_words: Array, new_words: Array, base: Bits, new: Bits, words: Array, places: Array,
+    gaps: Bytes, far: Far, codes: Bytes, big: Bits,
+) -> Counts:  # fmt: skip
+    """All that differs, block by block. The first gap means nothing."""
+    size = len(words) - 1
+    per_word = 8 // new.itemsize
+    counts: Counts = (0, 0, 0, -1, -1)
+    for begin in range(0, max(len(new_words), 1), size):
+        end = min(begin + size, len(new_words))
+        num_words = 0
+        for word in range(begin, end):
+            words[num_words] = word
+            num_words += base_words[word] != new_words[word]
+        num = 0
+        for number in range(num_words):
+            start = words[number] * per_word
+            for place in range(start, start + per_word):
+                places[num] = place
+                num += base[place] != new[place]
+        if end == len(new_words):
+            for place in range(end * per_word, len(new)):
+                places[num] = place
+                num += base[place] != new[place]
+        if num:
+            counts = _describe(base, new, places[:num], counts, gaps, far, codes, big)
+    return counts
+
+
+def _describe(
+    base: Bits, new: Bits, places: Array, counts: Counts,
+    gaps: Bytes, far: Far, codes: Bytes, big: Bits,
+) -> Counts:  # fmt: skip
+    """Gaps and differences of the changes at `places`, after those that were counted."""
+    sign_bit = 8 * new.itemsize - 1
+    magnitude = (1 << sign_bit) - 1
+    mask = (1 << 8 * new.itemsize) - 1
+    count, num_far, num_big, first, last = counts
+    if not count:
+        first, last = np.int64(places[0]), np.int64(places[0]) - 1
+    for number in range(len(places)):
+        place = np.int64(places[number])
+        old = np.int64(base[place])
+        now = np.int64(new[place])
+        old ^= -(old >> sign_bit) & magnitude
+        now ^= -(now >> sign_bit) & magnitude
+        difference = (now - old) & mask
+        code = (((difference << 1) ^ -(difference >> sign_bit)) & mask) - 1
+        shift = 2 * (count & 3)
+        kept = codes[count >> 2] & ((1 << shift) - 1)
+        codes[count >> 2] = kept | min(code, ESCAPE_CODE) << shift
+        big[num_big] = code - ESCAPE_CODE
+        num_big += code >= ESCAPE_CODE
+        gap = place - last - 1
+        gaps[count] = min(gap, ESCAPE_GAP)
+        far[num_far] = gap - ESCAPE_GAP
+        num_far += gap >= ESCAPE_GAP
+        last = place
+        count += 1
+    return count, num_far, num_big, first, last
+
+
+_numba.extending.register_jitable(_describe)
+
+
+def _walk(
+    gaps: Bytes, far: Far, digits: Bytes, shift: int, last: int, positions: Positions
+) -> None:
+    num_far = 0
+    position = np.int64(last)
+    for number in range(len(gaps)):
+        gap = np.int64(gaps[number])
+        if gap == ESCAPE_GAP:
+            gap += far[num_far]
+            num_far += 1
+        if shift:
+            gap = (gap << shift) + np.int64(digits[number])
+        position += gap + 1
+        positions[number] = position
+
+
+def _join(codes: Bytes, big: Bits, zigzags: Bits) -> None:
+    num_big = 0
+    for number in range(len(codes)):
+        zigzag = np.int64(codes[number]) + 1
+        if zigzag > ESCAPE_CODE:
+            zigzag += np.int64(big[num_big])
+            num_big += 1
+        zigzags[number] = zigzag
+
+
+def _apply(target: Bits, positions: Positions, zigzags: Bits) -> None:
+    sign_bit = 8 * target.itemsize - 1
+    magnitude = (1 << sign_bit) - 1
+    mask = (1 << 8 * target.itemsize) - 1
+    for number in range(len(positions)):
+        place = positions[number]
+        zigzag = np.int64(zigzags[number])
+        bits = np.int64(target[place])
+        bits ^= -(bits >> sign_bit) & magnitude
+        bits = (bits + ((zigzag >> 1) ^ -(zigzag & 1))) & mask
+        bits ^= -(bits >> sign_bit) & magnitude
+        target[place] = bits

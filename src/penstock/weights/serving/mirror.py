@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket that holds what a directory store holds, for readers far from it and for ever.
+
+Owns uploading, listing and deletion. Objects are created where nothing lies, and a manifest last,
+so a version is visible only when all of it is there. What is uploaded is digested on the way: a
+file that went bad on disk never gets its name in the bucket. Blocks; which versions are uploaded
+and what is deleted others decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import BinaryIO
+
+import msgspec
+from blake3 import blake3
+
+from penstock.errors import WeightsError, boundary
+from penstock.weights.deltas.chain import DeltaEntry
+from penstock.weights.manifest import digest_of, is_digest, parse_manifest
+from penstock.weights.rebuild import make_whole
+from penstock.weights.serving.object_store import (
+    blob_name,
+    deltas_to,
+    entry_name,
+    is_sound,
+    manifest_name,
+    open_objects,
+)
+from penstock.weights.store import DirectoryStore, open_regular
+
+NUM_FILES = 2
+"""Files uploaded at once."""
+NUM_PARTS = 2
+"""Parts of one file uploaded at once."""
+PART_BYTES = 8 << 20
+"""Four parts in flight take 13 s on 20 Mbit/s; a request is given up after 30 (`AWS_TIMEOUT`)."""
+MAX_PARTS = 9_000
+"""Object stores take 10,000."""
+UPLOAD_S = 180.0
+"""How long a failing request is repeated."""
+
+
+class ObjectMirror:
+    """Everything of a directory store, kept in a bucket too."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._objects = open_objects(url, patience_s=UPLOAD_S)
+        self._has_stopped = False
+
+    def stop(self) -> None:
+        """No further part is sent: an upload that runs fails, and leaves nothing under a name."""
+        self._has_stopped = True
+
+    def upload(self, store: DirectoryStore, manifest_digest: str) -> int:
+        """Bring a version's blobs, the deltas that lead to them and, last, its manifest; how many
+        bytes had to travel. May be called again after a failure: what is there is kept."""
+        what = f"uploading version {manifest_digest} to {self._url}"
+        with boundary(WeightsError, what), store.writing():
+            data = store.read_manifest(manifest_digest)
+            sizes = {file.blob: file.bytes for file in parse_manifest(data).files}
+            deltas = [step for blob in sizes for step in store.deltas_to(blob) if is_sound(step)]
+            sizes |= {step.blob: step.bytes for step in deltas}
+            sent = self._each(partial(self._put_blob, store), sizes.items())
+            sent += self._each(self._put_entry, ((step,) for step in deltas))
+            return sent + self._create(manifest_name(manifest_digest), data)
+
+    # --- all there is, and its deletion: as of a directory --------------------------------------
+
+    def manifests(self) -> Iterator[str]:
+        names = (path.removesuffix(".json") for path, _ in self._listed("manifests"))
+        yield from filter(is_digest, names)
+
+    def blobs(self) -> Iterator[tuple[str, int]]:
+        """Digests and bytes."""
+        yield from ((name, size) for name, size in self._listed("blobs") if is_digest(name))
+
+    def deltas(self) -> Iterator[DeltaEntry]:
+        targets = {path.partition("/")[0] for path, _ in self._listed("deltas")}
+        for target in sorted(targets):
+            yield from deltas_to(self._objects, target, {})
+
+    def blobs_of(self, manifest_digest: str) -> set[str]:
+        """What a version in the bucket consists of; nothing when its manifest is damaged."""
+        import obstore
+
+        name = manifest_name(manifest_digest)
+        with boundary(WeightsError, f"reading {self._url}/{name}"):
+            data = bytes(obstore.get(self._objects, name).bytes())
+        if digest_of(data) != manifest_digest:
+            return set()
+        return {file.blob for file in parse_manifest(data).files}
+
+    def delete_manifest(self, digest: str) -> None:
+        self._delete(manifest_name(digest))
+
+    def delete_blob(self, digest: str) -> None:
+        self._delete(blob_name(digest))
+
+    def delete_delta(self, entry: DeltaEntry) -> None:
+        """The entry alone; its bytes are a blob."""
+        self._delete(entry_name(entry))
+
+    def _listed(self, folder: str) -> Iterator[tuple[str, int]]:
+        import obstore
+
+        with boundary(WeightsError, f"listing {self._url}/{folder}"):
+            pages = obstore.list(self._objects, folder)  # pyright: ignore[reportUnknownMemberType]
+            for meta in (meta for page in pages for meta in page):
+                yield meta["path"].removeprefix(f"{folder}/"), meta["size"]
+
+    def _delete(self, name: str) -> None:
+        import obstore
+
+        with boundary(WeightsError, f"deleting {self._url}/{name}"), suppress(FileNotFoundError):
+            obstore.delete(self._objects, name)
+
+    # --- uploading ------------------------------------------------------------------------------
+
+    def _each(self, put: Callable[..., int], arguments: Iterable[tuple[object, ...]]) -> int:
+        with ThreadPoolExecutor(NUM_FILES) as pool:
+            running = [pool.submit(put, *each) for each in arguments]
+            try:
+                return sum(future.result() for future in running)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _put_blob(self, store: DirectoryStore, digest: str, num_bytes: int) -> int:
+        import obstore
+
+        name = blob_name(digest)
+        if self._has(name, num_bytes):
+            return 0
+        with open_regular(make_whole(store, digest)) as file:
+            if num_bytes <= PART_BYTES:
+                return self._create(name, b"".join(_verified(file, digest, num_bytes, PART_BYTES)))
+            # No store creates in parts only where nothing lies: two uploads at once write the same
+            # verified bytes twice.
+            size = max(PART_BYTES, -(-num_bytes // MAX_PARTS))
+            pieces = self._until_stopped(_verified(file, digest, num_bytes, size))
+            obstore.put(
+                self._objects,
+                name,
+                pieces,
+                use_multipart=True,
+                chunk_size=size,
+                max_concurrency=NUM_PARTS,
+            )
+        if not self._has(name, num_bytes):
+            raise WeightsError(f"{self._url}/{name} was uploaded and is not there; upload it again")
+        return num_bytes
+
+    def _until_stopped(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        for piece in pieces:
+            if self._has_stopped:
+                raise WeightsError(f"the upload to {self._url} was stopped")
+            yield piece
+
+    def _put_entry(self, step: DeltaEntry) -> int:
+        return self._create(entry_name(step), msgspec.json.encode(step, order="sorted"))
+
+    def _create(self, name: str, data: bytes) -> int:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            obstore.put(self._objects, name, data, mode="create")
+        except AlreadyExistsError:
+            # The answer to a put that arrived may be lost, and its repetition meets itself.
+            self._has(name, len(data))
+            return 0
+        return len(data)
+
+    def _has(self, name: str, num_bytes: int) -> bool:
+        import obstore
+
+        try:
+            found = obstore.head(self._objects, name)["size"]
+        except FileNotFoundError:
+            return False
+        if found != num_bytes:
+            raise WeightsError(
+                f"{self._url}/{name} is damaged: {found} bytes where its digest belongs to "
+                f"{num_bytes}; delete it and upload again"
+            )
+        return True
+
+
+def _verified(file: BinaryIO, digest: str, num_bytes: int, piece_bytes: int) -> Iterator[bytes]:
+    """The file in pieces, the last of them only if they are what the digest says: an upload that
+    is broken off leaves nothing under its name."""
+    hashed = blake3()
+    last = b""
+    while piece := file.read(piece_bytes):
+        if last:
+            yield last
+        hashed.update(piece)
+        num_bytes -= len(piece)
+        last = piece
+    if num_bytes or hashed.hexdigest() != digest:
+        raise WeightsError(
+            f"blob {digest} is damaged on disk and was not uploaded; delete it and publish again"
+        )
+    yield last

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read-only HTTP front of a source of weights: manifests, blobs with Range, ways along deltas,
+metrics.
+
+Owns ranges and streaming; never holds more than one piece of a blob per request. Accepts nothing:
+versions enter the store beside it, and what a reader gets it verifies itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter
+from starlette.applications import Starlette
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from penstock.errors import BadRequest, WireError
+from penstock.observe.prometheus import MEDIA_TYPE, exposition, new_registry
+from penstock.weights.deltas.chain import Way
+from penstock.weights.manifest import is_digest
+from penstock.weights.serving.sources import Blob, Source
+from penstock.wire.auth import Role, Verifier
+from penstock.wire.codec import JSON
+from penstock.wire.routes import Call, Raw, Route
+from penstock.wire.server import build_app, error_response
+
+log = structlog.get_logger(__name__)
+
+READERS = frozenset(Role) - {Role.SESSION}
+PIECE_BYTES = 1 << 20
+OCTETS = "application/octet-stream"
+RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{0,18})|-(\d{1,18}))")
+
+
+MAX_BASES = 64
+MAX_DIGITS = 18
+
+
+def build(source: Source, verifier: Verifier) -> Starlette:
+    front = Front(source, new_registry("weights", verifier.run))
+    routes = [
+        Route(
+            method="GET",
+            path="/v1/manifests/{digest}",
+            handler=front.manifest,
+            roles=READERS,
+            summary="The manifest with this BLAKE3, as JSON, byte for byte.",
+        ),
+        Route(
+            method="GET",
+            path="/v1/blobs/{digest}",
+            handler=front.blob,
+            roles=READERS,
+            summary="The blob with this BLAKE3; a Range of bytes may be asked for.",
+        ),
+        Route(
+            method="GET",
+            path="/v1/deltas/{digest}",
+            handler=front.deltas,
+            roles=READERS,
+            response=Way,
+            query=("from", "bytes"),
+            summary="Deltas that lead to the blob with this BLAKE3, of `bytes` bytes, from one of "
+            "the blobs `from=DIGEST,DIGEST,…`; none when they would not be smaller.",
+        ),
+        Route(
+            method="GET",
+            path="/metrics",
+            handler=front.metrics,
+            roles=READERS,
+            summary="Prometheus text.",
+        ),
+    ]
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
+        yield
+        await source.close()
+
+    return build_app(routes, verifier, title="penstock weights", lifespan=lifespan)
+
+
+class Front:
+    def __init__(self, source: Source, registry: CollectorRegistry) -> None:
+        self._source = source
+        self._registry = registry
+        self._requests = Counter(
+            "penstock_weights_requests",
+            "Answered reads, by kind and role.",
+            ["kind", "role"],
+            registry=registry,
+        )
+        self._sent_bytes = Counter(
+            "penstock_weights_sent_bytes", "Bytes of blobs sent.", registry=registry
+        )
+
+    async def manifest(self, call: Call) -> object:
+        data = await self._source.manifest(_digest(call))
+        self._requests.labels("manifest", call.credential.role).inc()
+        return Raw(data, JSON)
+
+    async def blob(self, call: Call) -> object:
+        blob = await self._source.blob(_digest(call))
+        asked = call.headers.get("range", "")
+        span = parse_range(asked, blob.num_bytes)
+        if span is None:
+            await blob.close()
+            return _unsatisfiable(asked, blob.num_bytes)
+        try:
+            first = await blob.read(span[0], min(PIECE_BYTES, span[1] - span[0]))
+        except BaseException:
+            await blob.close()
+            raise
+        self._requests.labels("blob", call.credential.role).inc()
+        is_part = bool(RANGE.fullmatch(asked))
+        return BlobResponse(blob, span, first, self._sent_bytes, is_part=is_part)
+
+    async def deltas(self, call: Call) -> Way:
+        have = call.query.get("from", "").split(",")
+        target, num_bytes = _digest(call), call.query.get("bytes", "")
+        if not all(map(is_digest, have)) or len(have) > MAX_BASES:
+            raise BadRequest(f"give 1 to {MAX_BASES} digests in 64 lower-case hex digits each")
+        if not (num_bytes.isascii() and num_bytes.isdecimal()) or len(num_bytes) > MAX_DIGITS:
+            raise BadRequest(f"bytes is {num_bytes[:20]!r}; give the size of the wanted blob")
+        way = await self._source.way(target, int(num_bytes), have)
+        self._requests.labels("deltas", call.credential.role).inc()
+        return Way(steps=way)
+
+    async def metrics(self, call: Call) -> object:
+        return Raw(exposition(self._registry), MEDIA_TYPE)
+
+
+def parse_range(header: str, size: int) -> tuple[int, int] | None:
+    """First byte and the one after the last; None when no byte of the file is asked for.
+
+    A header of another form, several ranges included, means the whole file, as RFC 9110 allows.
+    """
+    match = RANGE.fullmatch(header)
+    if match is None:
+        return 0, size
+    first, last, tail = match.groups()
+    if tail is not None:
+        start, end = max(0, size - int(tail)), size
+    else:
+        start, end = int(first), min(size, int(last) + 1) if last else size
+    return (start, end) if start < end else None
+
+
+class BlobResponse(StreamingResponse):
+    """Bytes `span` of an open blob, piece by piece; it is closed whatever happens.
+
+    The first piece is read before the answer begins, so that a source that has nothing can say so.
+    """
+
+    def __init__(
+        self, blob: Blob, span: tuple[int, int], first: bytes, sent: Counter, *, is_part: bool
+    ) -> None:
+        start, end = span
+        headers = {"accept-ranges": "bytes", "content-length": str(end - start)}
+        if is_part:
+            headers["content-range"] = f"bytes {start}-{end - 1}/{blob.num_bytes}"
+        super().__init__(
+            self._pieces(start, end, first),
+            status_code=HTTPStatus.PARTIAL_CONTENT if is_part else HTTPStatus.OK,
+            headers=headers,
+            media_type=OCTETS,
+        )
+        self._blob = blob
+        self._sent = sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except WireError as error:  # too late for a status; the cut connection tells the reader
+            log.warning("a blob was cut off", why=str(error))
+        finally:
+            await self._blob.close()
+
+    async def _pieces(self, start: int, end: int, piece: bytes) -> AsyncIterator[bytes]:
+        while start < end:
+            if not piece:
+                raise OSError(f"blob was cut off at byte {start} while it was being sent")
+            self._sent.inc(len(piece))
+            start += len(piece)
+            yield piece
+            if start < end:
+                piece = await self._blob.read(start, min(PIECE_BYTES, end - start))
+
+
+def _digest(call: Call) -> str:
+    digest = call.path["digest"]
+    if not is_digest(digest):
+        raise BadRequest(f"{digest[:80]!r} is no BLAKE3 digest in 64 lower-case hex digits")
+    return digest
+
+
+def _unsatisfiable(asked: str, size: int) -> Response:
+    response = error_response(BadRequest(f"range {asked!r} lies outside this blob of {size} bytes"))
+    response.status_code = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+    response.headers["content-range"] = f"bytes */{size}"
+    return response

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows, readers, spaces and blobs over HTTP on loopback, with a ledger of their own and nothing
+else: for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncGenerator, Generator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from blake3 import blake3
+from starlette.applications import Starlette
+from tests.sim.reader_world import rollout_row
+
+from penstock.dataflow.client.rows import RowsClient
+from penstock.dataflow.ledger.blobs import BlobStore
+from penstock.dataflow.ledger.store import Ledger
+from penstock.dataflow.records import Outbox
+from penstock.dataflow.service.process import Process
+from penstock.dataflow.service.rows.handlers import RowService
+from penstock.dataflow.service.rows.routes import RowSurface
+from penstock.types import RowId
+from penstock.wire.auth import Audience, Role, Signer
+from penstock.wire.server import build_app
+from penstock.wire.serving import server
+
+TICK_S = 0.1
+
+
+class SmallHost:
+    """What the dataflow service is to its rows: outbox, ledger and timer."""
+
+    def __init__(self, folder: Path, now: float = 1000.0) -> None:
+        self.now = now
+        self.ledger = Ledger(folder)
+        self.process = Process(self.ledger, Outbox(), lambda: self.now)
+        self.process.drive = lambda now: self.rows.shelf.drain().clear()
+        self.rows = RowService(self.process, BlobStore(folder / "blobs"))
+        self.rows.restore()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.now += TICK_S
+            await self.rows.tick()
+
+    async def deliver(self, row_id: str, payload: bytes, reward: float | None) -> None:
+        """A rollout row, as the partition makes it arrive."""
+        location = self.ledger.place(payload)
+        arrival = self.rows.shelf.next_arrival()
+        row = rollout_row(RowId(row_id), arrival, self.now, reward, location)
+        row = replace(row, digest=blake3(payload).hexdigest())
+        self.process.journal(row)
+        born = {"turns"} if reward is None else {"turns", "reward"}
+        self.rows.shelf.arrived("train", row.row_id, arrival, born, self.now)
+        await self.process.settle()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningShelf:
+    host: SmallHost
+    url: str
+    signer: Signer
+
+    def client(self, role: Role = Role.ADMIN, patience_s: float = 20.0) -> RowsClient:
+        return RowsClient(self.url, self.token(role), patience_s=patience_s)
+
+    def token(self, role: Role) -> str:
+        return self.signer.mint(role, [Audience.DATAFLOW], ttl_s=600.0)
+
+    def deliver(self, row_id: str, payload: bytes = b"turns", reward: float | None = None) -> None:
+        assert self.host.loop is not None
+        work = self.host.deliver(row_id, payload, reward)
+        asyncio.run_coroutine_threadsafe(work, self.host.loop).result(timeout=60)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def shelf(folder: Path, port: int = 0, now: float = 1000.0) -> Generator[RunningShelf]:
+    folder.mkdir(exist_ok=True)
+    signer = Signer.create(folder / "keys", "test")
+    host = SmallHost(folder / "ledger", now)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        host.loop = asyncio.get_running_loop()
+        timer = asyncio.create_task(host.run())
+        yield
+        timer.cancel()
+        await asyncio.wait([timer])
+        host.ledger.close()
+
+    routes = RowSurface(service=host.rows).routes()
+    app = build_app(routes, signer.verifier(Audience.DATAFLOW), title="rows", lifespan=lifespan)
+    port = port or free_port()
+    listener = server(app, "127.0.0.1", port)
+    listener.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    thread = threading.Thread(target=lambda: asyncio.run(listener.serve()), daemon=True)
+    thread.start()
+    while not listener.started:
+        assert thread.is_alive(), "the server ended before it started"
+    try:
+        yield RunningShelf(host=host, url=f"http://127.0.0.1:{port}", signer=signer)
+    finally:
+        listener.should_exit = True
+        thread.join(timeout=60)
+        assert not thread.is_alive()

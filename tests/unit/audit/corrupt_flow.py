@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Violations of slots, leases and groups. Each returns what the audit must name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.unit.audit.tampering import (
+    RUNS,
+    UNSEALED,
+    Record,
+    change,
+    forget_acknowledgement,
+    insert,
+    one,
+    payload,
+    running_lease,
+    store,
+    whole,
+)
+
+SEALED = "SELECT group_id FROM fates WHERE state = 'sealed' AND seq = 1"
+
+# --- slots ----------------------------------------------------------------------------------------
+
+
+def next_lease(run_dir: Path, group_id: str, ended: str) -> Record:
+    """One more lease for slot 0 of a closed group."""
+    lease = whole(run_dir, "leases", "group_id = ? AND slot = 0 ORDER BY epoch DESC", group_id)
+    lease |= {"epoch": lease["epoch"] + 1, "ended": ended}
+    insert(run_dir, "leases", lease)
+    return lease
+
+
+def deliver_slot_twice(run_dir: Path) -> str:
+    (group_id,) = one(run_dir, "SELECT group_id FROM fates WHERE reason = 'stale'")
+    lease = next_lease(run_dir, group_id, "delivered")
+    row = whole(run_dir, "rows", "group_id = ? AND slot = 0 ORDER BY epoch DESC", group_id)
+    row_id = f"{group_id}.0.{lease['epoch']}"
+    body = payload(run_dir, row) | {"row_id": row_id, "epoch": lease["epoch"]}
+    insert(run_dir, "rows", store(run_dir, row | {"row_id": row_id, "epoch": body["epoch"]}, body))
+    return f"{group_id}.0"
+
+
+def end_slot_twice(run_dir: Path) -> str:
+    (group_id,) = one(run_dir, SEALED)
+    next_lease(run_dir, group_id, "delivered")
+    return f"{group_id}.0"
+
+
+def leave_lease_running(run_dir: Path) -> str:
+    """A dropped group with a slot that somebody still holds."""
+    (group_id,) = one(run_dir, "SELECT group_id FROM groups WHERE state = 'dropped'")
+    change(run_dir, "DELETE FROM leases WHERE group_id = ? AND slot = 3", group_id)
+    change(run_dir, "DELETE FROM rows WHERE group_id = ? AND slot = 3", group_id)
+    forget_acknowledgement(run_dir, f"{group_id}.3.1")
+    return group_id
+
+
+def lose_an_epoch(run_dir: Path) -> str:
+    lease = whole(run_dir, "leases", "ended = 'expired'")
+    key = (lease["group_id"], lease["slot"], lease["epoch"])
+    change(run_dir, "DELETE FROM leases WHERE group_id = ? AND slot = ? AND epoch = ?", *key)
+    return f"{lease['group_id']}.{lease['slot']}"
+
+
+def run_two_leases(run_dir: Path) -> str:
+    lease = running_lease(run_dir)
+    insert(run_dir, "grants", lease | {"epoch": lease["epoch"] + 1})
+    return f"{lease['group_id']}.{lease['slot']}"
+
+
+def grant_a_lease_twice(run_dir: Path) -> str:
+    """The same epoch of a slot was granted twice."""
+    grant = whole(run_dir, "grants", f"{RUNS} AND num_slots > 1")
+    again = {"slot": grant["slot"] + 1, "num_slots": 1}
+    insert(run_dir, "grants", grant | again)
+    return f"{grant['group_id']}.{again['slot']}"
+
+
+def close_without_a_slot(run_dir: Path) -> str:
+    """A group closed over a slot that expired, although its run demands every member."""
+    (group_id,) = one(run_dir, UNSEALED)
+    lease = whole(run_dir, "leases", "group_id = ? AND ended = 'delivered'", group_id)
+    row_id = f"{group_id}.{lease['slot']}.{lease['epoch']}"
+    change(
+        run_dir,
+        "UPDATE leases SET ended = 'expired' WHERE group_id = ? AND slot = ? AND epoch = ?",
+        *(lease[name] for name in ("group_id", "slot", "epoch")),
+    )
+    change(run_dir, "DELETE FROM rows WHERE row_id = ?", row_id)
+    forget_acknowledgement(run_dir, row_id)
+    return group_id
+
+
+def miscount_attempts(run_dir: Path) -> str:
+    lease = whole(run_dir, "leases", "attempt = 2")
+    key = (lease["group_id"], lease["slot"], lease["epoch"])
+    where = "group_id = ? AND slot = ? AND epoch = ?"
+    change(run_dir, f"UPDATE leases SET attempt = 1 WHERE {where}", *key)
+    return f"{lease['group_id']}.{lease['slot']}"
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+def lose_group(run_dir: Path) -> str:
+    (group_id,) = one(
+        run_dir,
+        "SELECT group_id FROM groups WHERE state = 'open' "
+        "AND group_id NOT IN (SELECT group_id FROM grants) ORDER BY issue DESC",
+    )
+    change(run_dir, "DELETE FROM groups WHERE group_id = ?", group_id)
+    return group_id
+
+
+def lose_fate(run_dir: Path) -> str:
+    (group_id,) = one(run_dir, UNSEALED)
+    change(run_dir, "DELETE FROM fates WHERE group_id = ?", group_id)
+    return group_id
+
+
+def seal_into_nothing(run_dir: Path) -> str:
+    (group_id,) = one(run_dir, UNSEALED)
+    change(run_dir, "UPDATE fates SET state = 'sealed', seq = 99 WHERE group_id = ?", group_id)
+    return group_id
+
+
+def admit_dropped_group(run_dir: Path) -> str:
+    (group_id,) = one(run_dir, "SELECT group_id FROM groups WHERE state = 'dropped'")
+    statement = "UPDATE fates SET state = 'admitted', reason = '' WHERE group_id = ?"
+    change(run_dir, statement, group_id)
+    change(run_dir, "DELETE FROM freed WHERE group_id = ?", group_id)
+    return group_id
+
+
+def issue_task_twice(run_dir: Path) -> str:
+    for table in ("groups", "issued"):
+        change(run_dir, f"UPDATE {table} SET ordinal = 0 WHERE issue = 5")
+    return "train"
+
+
+def issue_another_task(run_dir: Path) -> str:
+    """The partition runs something else than home chose."""
+    group = whole(run_dir, "groups", "state = 'open'")
+    change(run_dir, "UPDATE groups SET ordinal = 999 WHERE group_id = ?", group["group_id"])
+    return group["group_id"]
+
+
+def skip_an_issue(run_dir: Path) -> str:
+    """A task that rules skipped, and that was issued all the same."""
+    change(run_dir, "UPDATE sources SET skipped = 1")
+    return "train"
+
+
+def judge_without_saying_so(run_dir: Path) -> str:
+    (group_id,) = one(run_dir, UNSEALED)
+    change(run_dir, "UPDATE issued SET judged = 0 WHERE group_id = ?", group_id)
+    return group_id

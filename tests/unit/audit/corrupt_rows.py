@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Violations of single trajectories. Each returns what the audit must name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.unit.audit.tampering import (
+    UNSEALED,
+    change,
+    forget_acknowledgement,
+    last_turn,
+    one,
+    payload,
+    rewrite_payload,
+    row_in_batch,
+    segment,
+    store,
+    whole,
+)
+
+# --- lost -----------------------------------------------------------------------------------------
+
+
+def acknowledge_unknown(run_dir: Path) -> str:
+    with (run_dir / "acks" / "node-0.txt").open("a") as log:
+        log.write("p0-1.0.7\n")
+    return "p0-1.0.7"
+
+
+def flip_payload_byte(run_dir: Path) -> str:
+    row_id = row_in_batch(run_dir, 1)
+    row = whole(run_dir, "rows", "row_id = ?", row_id)
+    with segment(run_dir, row["segment"]).open("r+b") as file:
+        file.seek(row["offset"] + 12 + row["length"] // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    return row_id
+
+
+def cut_segment(run_dir: Path) -> str:
+    row = whole(run_dir, "rows", "1 ORDER BY segment DESC, offset DESC")
+    path = segment(run_dir, row["segment"])
+    path.write_bytes(path.read_bytes()[:-1])
+    return row["row_id"]
+
+
+def delete_segment(run_dir: Path) -> str:
+    segment(run_dir, 1).unlink()
+    return ""
+
+
+def change_row_digest(run_dir: Path) -> str:
+    row_id = row_in_batch(run_dir, 2)
+    change(run_dir, "UPDATE rows SET digest = ? WHERE row_id = ?", "ab" * 32, row_id)
+    return row_id
+
+
+def rewrite_behind_digest(run_dir: Path) -> str:
+    """A record with a fitting checksum that is not what was delivered."""
+    row_id = row_in_batch(run_dir, 1)
+    row = whole(run_dir, "rows", "row_id = ?", row_id)
+    new = store(run_dir, row, {**payload(run_dir, row), "attempt": 9})
+    change(
+        run_dir,
+        "UPDATE rows SET segment = ?, offset = ?, length = ? WHERE row_id = ?",
+        *(new[name] for name in ("segment", "offset", "length", "row_id")),
+    )
+    return row_id
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def damage_unacknowledged(run_dir: Path) -> str:
+    row_id = flip_payload_byte(run_dir)
+    forget_acknowledgement(run_dir, row_id)
+    return row_id
+
+
+def expire_lease_of_failed_row(run_dir: Path) -> str:
+    """Two ends for one lease: it expired, and its result was stored."""
+    row = whole(run_dir, "rows", "outcome = 'failed'")
+    where = "group_id = ? AND slot = ? AND epoch = ?"
+    key = (row["group_id"], row["slot"], row["epoch"])
+    change(run_dir, f"UPDATE leases SET ended = 'expired' WHERE {where}", *key)
+    return row["row_id"]
+
+
+def change_row_reward(run_dir: Path) -> str:
+    (group_id,) = one(run_dir, UNSEALED)
+    change(run_dir, "UPDATE rows SET reward = 1.0 WHERE group_id = ?", group_id)
+    return group_id
+
+
+def deliver_for_another_node(run_dir: Path) -> str:
+    (group_id,) = one(run_dir, UNSEALED)
+    row = whole(run_dir, "rows", "group_id = ?", group_id)
+    other = "node-1" if row["node_id"] == "node-0" else "node-0"
+    change(run_dir, "UPDATE rows SET node_id = ? WHERE row_id = ?", other, row["row_id"])
+    rewrite_payload(run_dir, row["row_id"], lambda body: body.update(node_id=other))
+    return row["row_id"]
+
+
+# --- sampled by policy ----------------------------------------------------------------------------
+
+
+def sample_by_another_policy(run_dir: Path) -> str:
+    row_id = row_in_batch(run_dir, 1)
+    rewrite_payload(run_dir, row_id, last_turn(lambda turn: turn.update(policy="judge")))
+    return row_id
+
+
+def sample_under_unpublished_version(run_dir: Path) -> str:
+    row_id = row_in_batch(run_dir, 2, 5)
+    spoil = last_turn(lambda turn: turn["spans"][-1].update(number=77))
+    rewrite_payload(run_dir, row_id, spoil)
+    return row_id
+
+
+def leave_a_token_without_version(run_dir: Path) -> str:
+    row_id = row_in_batch(run_dir, 1)
+    rewrite_payload(run_dir, row_id, last_turn(lambda turn: turn["spans"].pop()))
+    return row_id
+
+
+def sample_with_odd_log_prob(value: bytes) -> Callable[[Path], str]:
+    def plant(run_dir: Path) -> str:
+        row_id = row_in_batch(run_dir, 1)
+        spoil = last_turn(lambda turn: turn.update(logprobs=turn["logprobs"][:8] + value))
+        rewrite_payload(run_dir, row_id, spoil)
+        return row_id
+
+    return plant
+
+
+def train_what_was_aborted(run_dir: Path) -> str:
+    """Slot 0 has an aborted turn beside its good one; it must not count."""
+    (row_id,) = one(run_dir, "SELECT row_id FROM rows WHERE slot = 0 AND reward IS NOT NULL")
+    rewrite_payload(run_dir, row_id, lambda body: body["turns"][0].update(finish="stop"))
+    return row_id

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people see of a run: the panel, the plain lines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from tests.unit.cli.sample_statuses import policy_status, status, view
+
+from penstock.cli.live_panel import LIVE_HINT, draw, sparkline
+from penstock.cli.output import clock, counted, span
+from penstock.cli.progress_lines import Lines, line
+from penstock.runs.monitor import View
+
+
+def drawn(seen: View, width: int = 100, hint: str = LIVE_HINT) -> str:
+    console = Console(width=width, record=True, file=None, quiet=True)
+    with console.capture() as capture:
+        console.quiet = False
+        console.print(draw(seen, width, hint))
+    return capture.get()
+
+
+def test_the_panel_tells_what_the_status_says() -> None:
+    text = drawn(view(status()))
+    for expected in (
+        "penstock · reverse",
+        "3/10",
+        "0.500",
+        "▁▃▆█",
+        "0.60 mean · 1 max",
+        "in flight 4",
+        "3,072 trajectories",
+        "2,145 tokens/s",
+        "5.0% of tokens never trained",
+        "stale 450",
+        "node-0",
+        "v3",
+        "100/256 slots",
+        "trainer policy for 4 groups on node-0, 12 s",
+        "0:42 · about 1:01 left",
+    ):
+        assert expected in text
+
+
+def test_the_panel_says_how_to_stop_where_it_is_shown() -> None:
+    assert "Ctrl-C stops" in drawn(view(status()))
+    shown = drawn(view(status()), hint="`penstock stop RUN` stops it")
+    assert "`penstock stop RUN` stops it" in shown
+    assert "Ctrl-C" not in shown
+
+
+def test_the_panel_before_the_first_token_and_after_the_last_node() -> None:
+    fresh = replace(status(), nodes=(), trajectories=0, sampled_tokens=0, wasted_tokens={})
+    assert "no node has joined yet" in drawn(view(fresh))
+    assert "never trained" not in drawn(view(fresh))
+    assert "no node is there" in drawn(view(replace(status(), nodes=())))
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_panel_fits_the_terminal(width: int) -> None:
+    text = drawn(view(status(), note="node-0: " + "x" * 300), width)
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_an_alarm_is_told_whole() -> None:
+    why = f"policy policy gets no batch: {'word ' * 60}the last word"
+    text = drawn(view(replace(status(), alarms=(why,))))
+    assert "policy policy gets no batch" in text and "the last word" in text
+
+
+def test_the_panel_keeps_its_height_while_nobody_waits() -> None:
+    busy = status()
+    calm = status(since_s=0.0)
+    assert len(drawn(view(busy)).splitlines()) == len(drawn(view(calm)).splitlines())
+
+
+def test_the_panel_says_when_the_dataflow_is_away_and_what_went_wrong() -> None:
+    assert "starting" in drawn(view(None))
+    text = drawn(view(status(), away_s=7.0, note="node-1 was killed by SIGKILL"))
+    assert "has not answered for 7.0 s" in text
+    assert "node-1 was killed by SIGKILL" in text
+    assert "finished in 0:42" in drawn(view(status(finished=True)))
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "text"),
+    [
+        ([], 5, ""),
+        ([0.5], 5, "▁"),
+        ([0.0, 1.0], 5, "▁█"),
+        ([0.0, 0.0, 1.0, 1.0], 2, "▁█"),
+        ([0.3, 0.3, 0.3], 3, "▁▁▁"),
+    ],
+)
+def test_sparkline(values: list[float], width: int, text: str) -> None:
+    assert sparkline(values, width) == text
+
+
+def test_a_long_curve_is_squeezed_into_the_width() -> None:
+    assert len(sparkline([float(i) for i in range(1000)], 37)) == 37
+
+
+def test_a_line_is_written_per_step_and_when_something_else_moves(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = Lines()
+    lines.update(view(status(policy_status(number=1)), elapsed_s=10.0))
+    lines.update(view(status(policy_status(number=1)), elapsed_s=10.5))  # nothing new
+    lines.update(view(status(policy_status(number=2)), elapsed_s=11.0))  # a step
+    lines.update(view(status(policy_status(number=2), since_s=0), elapsed_s=12.0))  # too soon
+    lines.update(view(status(policy_status(number=2), since_s=0), elapsed_s=13.5))
+    lines.update(view(status(policy_status(number=2), since_s=0), elapsed_s=20.0))  # nothing new
+    lines.update(view(status(policy_status(number=2), since_s=0), elapsed_s=30.0))  # still alive
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert [text.split()[0] for text in captured.err.splitlines()] == [
+        "0:10",
+        "0:11",
+        "0:14",
+        "0:30",
+    ]
+
+
+def test_lines_write_a_note_once_when_it_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines()
+    now = status(policy_status(number=1))
+    lines.tell("node-1 was killed")
+    for elapsed_s, text in ((10.0, "node-1 was killed"), (10.1, "boom"), (10.2, "boom")):
+        lines.update(view(now, elapsed_s=elapsed_s, note=text))
+    written = [text.split(maxsplit=1) for text in capsys.readouterr().err.splitlines()]
+    assert written[0] == ["node-1", "was killed"]
+    assert [words[0] for words in written[1:]] == ["0:10", "0:10"]
+    assert written[2][1] == "boom"
+
+
+def test_the_line_says_who_waits_for_whom() -> None:
+    assert line(view(status())) == (
+        "step 3/10 · reward 0.500 · staleness 0.60 (max 1) · 3,072 trajectories · 2,145 tokens/s · "
+        "1 node live · trainer policy waits for 4 groups on node-0"
+    )
+    assert line(view(None)).startswith("starting")
+    assert line(view(status(finished=True))).endswith("2,145 tokens/s · finished")
+    assert line(view(status(), away_s=8.2)) == "the dataflow has not answered for 8.0 s"
+    assert "reward" not in line(view(status(policy_status(number=0, reward=None))))
+
+
+def test_times_and_counts_as_people_read_them() -> None:
+    assert (clock(42.4), clock(3723)) == ("0:42", "1:02:03")
+    assert (span(0.42), span(42.2), span(600)) == ("0.4 s", "42 s", "10 min")
+    assert (counted(1, "node"), counted(2048, "node")) == ("1 node", "2,048 nodes")

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run folder: lock, addresses, attempts, tokens."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from penstock.config import demo
+from penstock.errors import ConfigError, Forbidden, LaunchError
+from penstock.fleet.run_folder import (
+    LOOPBACK,
+    Endpoints,
+    Finish,
+    RunFolder,
+    free_port,
+    is_free,
+    wait_free,
+)
+from penstock.wire.auth import Audience, Role, Signer
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from penstock.fleet.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).locked():
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_second_launcher_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    assert folder.holder() is None
+    with folder.locked():
+        assert folder.holder() == os.getpid()
+        with (
+            pytest.raises(LaunchError, match=rf"pid {os.getpid()}\).*penstock stop"),
+            RunFolder(tmp_path / "r").locked(),
+        ):
+            pass
+    assert folder.holder() is None
+
+
+def test_the_lock_ends_with_its_process_however_that_dies(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        assert RunFolder(tmp_path).holder() == first.pid
+        first.kill()
+    with RunFolder(tmp_path).locked():
+        pass
+
+
+def test_to_ask_who_holds_a_run_keeps_nobody_from_holding_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with folder.locked():
+        pass
+    with (tmp_path / "run" / "lock").open() as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        answered = threading.Timer(0.1, fcntl.flock, (asking, fcntl.LOCK_UN))
+        answered.start()
+        with folder.locked():
+            assert folder.holder() == os.getpid()
+        answered.join()
+
+
+def test_two_who_ask_do_not_take_each_other_for_the_holder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with folder.locked():
+        pass
+    with (tmp_path / "run" / "lock").open() as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        assert folder.holder() is None
+
+
+def test_a_pid_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with RunFolder(tmp_path).locked(), pytest.raises(LaunchError), RunFolder(tmp_path).locked():
+        pass
+
+
+def test_endpoints_are_chosen_once(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    with pytest.raises(ConfigError, match="never started"):
+        folder.endpoints()
+    first = folder.choose_endpoints(tmp_path, ("a",))
+    assert first.dataflow != first.weights
+    assert RunFolder(tmp_path / "r").choose_endpoints(tmp_path / "other", ("b",)) == first
+    assert folder.endpoints() == first
+
+
+def test_a_taken_port_is_named_with_the_cure(tmp_path: Path) -> None:
+    port = free_port()
+    with socket.socket() as stranger:
+        stranger.bind((LOOPBACK, port))
+        stranger.listen()
+        assert not is_free(port)
+        with pytest.raises(LaunchError, match=rf"port {port}.*delete run/endpoints.json"):
+            wait_free(f"http://{LOOPBACK}:{port}", timeout_s=0.1, what="dataflow")
+    wait_free(f"http://{LOOPBACK}:{port}", timeout_s=0.1, what="dataflow")
+
+
+def test_each_start_has_logs_of_its_own(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.new_attempt() == (1, tmp_path / "logs" / "attempt_1")
+    assert folder.new_attempt() == (2, tmp_path / "logs" / "attempt_2")
+    assert (tmp_path / "logs" / "latest").resolve() == tmp_path / "logs" / "attempt_2"
+
+
+def test_config_and_finish_are_kept(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    with pytest.raises(ConfigError, match="no run folder"):
+        RunFolder.existing(tmp_path / "r")
+    config = demo(3)
+    folder.write_config(config)
+    assert RunFolder.existing(tmp_path / "r").read_config() == config
+    assert folder.finish() is None
+    finish = Finish(finished_at=1.0, steps=2, trajectories=3)
+    folder.write_finish(finish)
+    assert folder.finish() == finish
+    folder.forget_finish()
+    assert folder.finish() is None
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "endpoints.json").write_text('{"dataflow": 3}')
+    with pytest.raises(ConfigError, match=r"endpoints.json is damaged.*delete it"):
+        RunFolder(tmp_path).endpoints()
+
+
+def test_a_rollout_token_opens_dataflow_and_weights_and_a_reader_only_the_dataflow(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path)
+    signer = Signer.create(folder.keys, "reverse")
+    node = folder.token("reverse", Role.ROLLOUT, ttl_s=60)
+    for audience in (Audience.DATAFLOW, Audience.WEIGHTS):
+        assert signer.verifier(audience).verify(node).role is Role.ROLLOUT
+    reader = folder.token("reverse", Role.READER, ttl_s=60)
+    with pytest.raises(Forbidden):
+        signer.verifier(Audience.WEIGHTS).verify(reader)
+
+
+def test_endpoints_record_where_the_user_was(tmp_path: Path) -> None:
+    chosen = RunFolder(tmp_path).choose_endpoints(tmp_path / "work", ("x",))
+    assert isinstance(chosen, Endpoints)
+    assert (chosen.work_dir, chosen.python_path) == (str(tmp_path / "work"), ("x",))

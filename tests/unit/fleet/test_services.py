@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which processes a run has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.config import RunConfig, demo
+from penstock.config.store_password import PASSWORD_ENV
+from penstock.fleet.run_folder import RunFolder
+from penstock.fleet.services import TOKEN, Kind, local_services
+from penstock.wire.auth import Audience, Role, Signer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path)
+    Signer.create(folder.keys, "reverse")
+    return folder
+
+
+def test_the_demo_has_two_servers_a_trainer_and_two_nodes(folder: RunFolder) -> None:
+    services = local_services(demo(0), folder)
+    assert [(service.name, service.kind) for service in services] == [
+        ("dataflow", Kind.SERVER),
+        ("weights", Kind.SERVER),
+        ("trainer-policy", Kind.TRAINER),
+        ("node-0", Kind.NODE),
+        ("node-1", Kind.NODE),
+    ]
+
+
+def test_every_policy_has_a_trainer_and_nodes_of_its_own(folder: RunFolder) -> None:
+    config = demo(0)
+    model = config.models["policy"]
+    two = RunConfig.model_validate(
+        {**config.model_dump(), "models": {"a": model.model_dump(), "b": model.model_dump()}}
+    )
+    names = [service.name for service in local_services(two, folder)]
+    assert names[2:] == ["trainer-a", "a-node-0", "a-node-1", "trainer-b", "b-node-0", "b-node-1"]
+
+
+def test_tokens_are_in_environments_and_never_in_commands(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN, "the user's own")
+    verifier = Signer.read(folder.keys, "reverse").verifier(Audience.DATAFLOW)
+    roles: dict[str, Role | None] = {}
+    for service in local_services(demo(0), folder):
+        env = service.make_env()
+        assert not any("penstock1." in word for word in service.command)
+        assert env["OMP_NUM_THREADS"] == "1"
+        roles[service.name] = verifier.verify(env[TOKEN]).role if TOKEN in env else None
+    assert roles == {
+        "dataflow": None,
+        "weights": None,
+        "trainer-policy": Role.TRAINER,
+        "node-0": Role.ROLLOUT,
+        "node-1": Role.ROLLOUT,
+    }
+
+
+def test_only_services_with_a_ledger_get_the_password_of_the_store(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PASSWORD_ENV, raising=False)
+    config = demo(0)
+    flow = config.dataflow.model_copy(
+        update={"store": "postgresql://me:secret@127.0.0.1/runs", "partitions": 2}
+    )
+    config = config.model_copy(update={"dataflow": flow})
+    folder.write_config(config)
+    assert "secret" not in folder.config_file.read_text()
+    services = local_services(folder.read_config(), folder), local_services(config, folder)
+    told = [
+        {service.name for service in found if service.make_env().get(PASSWORD_ENV) == "secret"}
+        for found in services
+    ]
+    assert told == [set(), {"dataflow", "partition-1"}]
+    assert not any("secret" in word for found in services for s in found for word in s.command)

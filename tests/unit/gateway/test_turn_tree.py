@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a session's tree costs and finds."""
+
+from __future__ import annotations
+
+from penstock.gateway.turn_tree import ROOT, TurnTree
+from penstock.types import (
+    FinishReason,
+    PolicyName,
+    SamplingSpec,
+    TokenIds,
+    Turn,
+    VersionSpan,
+    log_probs,
+    token_ids,
+)
+
+POLICY, OTHER = PolicyName("policy"), PolicyName("other")
+
+
+def turn(prompt: list[int], sampled: list[int], parent: int = ROOT) -> Turn:
+    return Turn(
+        policy=POLICY,
+        parent=parent,
+        prompt_ids=token_ids(prompt),
+        sampled_ids=token_ids(sampled),
+        logprobs=log_probs([0.0] * len(sampled)),
+        spans=(VersionSpan(start=0, end=len(sampled), incarnation=1, number=0),),
+        sampling=SamplingSpec(),
+        finish=FinishReason.STOP,
+    )
+
+
+def test_ids_are_matched_as_ids() -> None:
+    tree = TurnTree()
+    first = tree.add(turn([1, 2], [3]), "q", "a")
+    second = tree.add(turn([4], [5, 6], first), "r", "b")
+    assert tree.match_ids(POLICY, token_ids([1, 2, 3, 4, 5, 6, 7])) == (second, 24)
+    assert tree.match_ids(POLICY, token_ids([1, 2, 3, 4, 5])) == (first, 12)
+    assert tree.match_ids(POLICY, token_ids([2, 2, 3])) == (ROOT, 0)
+    assert tree.match_ids(OTHER, token_ids([1, 2, 3])) == (ROOT, 0)
+    assert tree.context_ids(second) == [1, 2, 3, 4, 5, 6]
+    assert list(tree.path(second)) == [second, first]
+
+
+def test_turns_that_ask_the_same_share_their_question() -> None:
+    tree = TurnTree()
+    for _ in range(3):
+        tree.add(turn([1] * 1000, [2]), "q" * 1000, "a")
+    one, two, three = tree.turns()
+    assert one.prompt_ids is two.prompt_ids is three.prompt_ids
+
+
+def num_bytes(num_turns: int) -> int:
+    tree = TurnTree()
+    parent = ROOT
+    for at in range(num_turns):
+        parent = tree.add(turn([at] * 100, [at] * 50, parent), "q" * 100, "a" * 50)
+    stored: set[TokenIds] = {ids for t in tree.turns() for ids in (t.prompt_ids, t.sampled_ids)}
+    return sum(map(len, stored))
+
+
+def test_a_session_costs_memory_by_distinct_tokens() -> None:
+    assert num_bytes(20) == 20 * 150 * 4
+    assert num_bytes(40) == 2 * num_bytes(20)

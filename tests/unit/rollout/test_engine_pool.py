@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An answer outlives its engine: it continues from its own tokens, or begins again where it must,
+and whoever hears it is never contradicted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.unit.rollout.killable_engine import Mortal
+from tests.unit.rollout.polling import eventually
+
+from penstock.errors import EngineError, Refused
+from penstock.gateway.generation import Completion, Piece
+from penstock.gateway.seeds import derive
+from penstock.rollout import engine_pool as module
+from penstock.rollout.engine_pool import MAX_FAILURES, Pool
+from penstock.types import (
+    FinishReason,
+    PolicyName,
+    SamplingSpec,
+    Version,
+    VersionSpan,
+    view_ids,
+    view_log_probs,
+)
+
+POLICY = PolicyName("policy")
+PROMPT = [5, 6, 7]
+SPEC = SamplingSpec(max_tokens=12, seed=77)
+
+
+def version(number: int) -> Version:
+    return Version(policy=POLICY, incarnation=1, number=number)
+
+
+def span(start: int, end: int, number: int) -> VersionSpan:
+    return VersionSpan(start=start, end=end, incarnation=1, number=number)
+
+
+def ids(answer: Completion) -> list[int]:
+    return view_ids(answer.sampled_ids).tolist()
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COOL_S", 0.001)
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+
+
+async def loaded(
+    snapshot: Path, numbers: tuple[int, ...] = (0, 0), hold_s: float = 5.0
+) -> tuple[Pool, list[Mortal]]:
+    """A pool whose engines serve these numbers, ordered as session "s" likes them."""
+    engines = [Mortal() for _ in numbers]
+    pool = Pool(engines, hold_s=hold_s)
+    await pool.load(snapshot, version(0))
+    await pool(PROMPT, SPEC, policy=POLICY, session="s")
+    engines.sort(key=lambda engine: -len(engine.asked))
+    for engine, number in zip(engines, numbers, strict=True):
+        engine.load_fails = number < max(numbers)
+        engine.asked.clear()
+    if any(numbers):
+        with pytest.raises(EngineError, match="no memory"):
+            await pool.load(snapshot, version(max(numbers)))
+    return pool, engines
+
+
+async def test_an_answer_continues_from_its_own_tokens(snapshot: Path) -> None:
+    pool, (first, second) = await loaded(snapshot, (0, 1))
+    first.dies_after = 5
+    heard: list[Piece] = []
+    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s", listen=heard.append)
+    assert first.asked == [(PROMPT, SPEC)]
+    rest = replace(SPEC, max_tokens=7, seed=derive(77, 5))
+    assert second.asked == [([*PROMPT, 3, 4, 5, 6, 7], rest)]
+    assert ids(answer) == list(range(3, 15))
+    assert list(view_log_probs(answer.logprobs)) == [-token / 8 for token in range(3, 15)]
+    assert answer.spans == (span(0, 5, 0), span(5, 12, 1))
+    assert answer.finish is FinishReason.LENGTH
+    assert [token for piece in heard for token in piece.sampled_ids] == ids(answer)
+    facts = pool.facts
+    assert (facts.num_continued, facts.num_again, facts.num_tokens_kept) == (1, 0, 5)
+    assert (facts.num_failed, facts.num_serving, facts.in_flight) == (0, 1, (0, 0))
+
+
+async def test_an_answer_outlives_all_its_engines(snapshot: Path) -> None:
+    pool, engines = await loaded(snapshot, (0, 0, 0, 0))
+    for engine in engines:
+        engine.dies_after = 3
+    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s")
+    assert ids(answer) == list(range(3, 15))
+    assert answer.spans == (span(0, 12, 0),), "equal neighbours are one span"
+    assert answer.finish is FinishReason.LENGTH
+    asked = sorted((engine.asked[0] for engine in engines), key=lambda asked: len(asked[0]))
+    assert [spec.max_tokens for _, spec in asked] == [12, 9, 6, 3]
+    assert len({spec.seed for _, spec in asked}) == 4
+    assert (pool.facts.num_continued, pool.facts.num_tokens_kept) == (3, 9)
+
+
+@pytest.mark.parametrize("is_tongue_tied", [False, True])
+async def test_what_was_not_heard_is_generated_again(snapshot: Path, is_tongue_tied: bool) -> None:
+    pool, (first, second) = await loaded(snapshot)
+    first.is_tongue_tied = is_tongue_tied
+    first.dies_after = 5 if is_tongue_tied else 0
+    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s")
+    assert second.asked == [(PROMPT, SPEC)]
+    assert ids(answer) == list(range(3, 15))
+    assert (pool.facts.num_continued, pool.facts.num_again) == (0, 1)
+
+
+STATEFUL = [replace(SPEC, stop=("end",)), replace(SPEC, json_schema="{}")]
+
+
+@pytest.mark.parametrize("spec", STATEFUL)
+async def test_a_stateful_answer_begins_again(snapshot: Path, spec: SamplingSpec) -> None:
+    pool, (first, second) = await loaded(snapshot)
+    first.dies_after = 5
+    answer = await pool(PROMPT, spec, policy=POLICY, session="s")
+    assert second.asked == [(PROMPT, spec)]
+    assert ids(answer) == list(range(3, 15))
+    assert answer.spans == (span(0, 12, 0),)
+
+
+@pytest.mark.parametrize("spec", STATEFUL)
+async def test_what_an_agent_has_heard_is_not_contradicted(
+    snapshot: Path, spec: SamplingSpec
+) -> None:
+    pool, (first, second) = await loaded(snapshot)
+    first.dies_after = 5
+    heard: list[Piece] = []
+    with pytest.raises(EngineError, match="5 streamed tokens"):
+        await pool(PROMPT, spec, policy=POLICY, session="s", listen=heard.append)
+    assert (len(heard), second.asked, pool.facts.num_failed) == (5, [], 1)
+    await first.load(snapshot, version(0))
+    first.dies_after = 0
+    await pool(PROMPT, spec, policy=POLICY, session="s", listen=heard.append)
+    assert len(second.asked) == 1, "nothing was told, so nothing is contradicted"
+
+
+async def test_an_engine_may_die_after_its_last_token(snapshot: Path) -> None:
+    config = json.loads((snapshot / "config.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps({**config, "eos_token_id": 6}))
+    pool, (first, second) = await loaded(snapshot)
+    first.dies_after = 4
+    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s")
+    assert (ids(answer), answer.finish) == ([3, 4, 5, 6], FinishReason.STOP)
+    await first.load(snapshot, version(0))
+    first.dies_after = 12
+    long = await pool([1] * 10, SPEC, policy=POLICY, session="s")
+    assert (len(ids(long)), long.finish, second.asked) == (12, FinishReason.LENGTH, [])
+
+
+async def test_the_window_ends_an_answer_too(snapshot: Path) -> None:
+    (snapshot / "config.json").write_text(json.dumps({"max_position_embeddings": 8}))
+    pool, (first, second) = await loaded(snapshot)
+    first.dies_after = 5
+    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s")
+    assert (len(ids(answer)), answer.finish, second.asked) == (5, FinishReason.LENGTH, [])
+
+
+async def test_an_aborted_answer_goes_on_with_all_its_tokens(snapshot: Path) -> None:
+    pool, (first, second) = await loaded(snapshot)
+    first.gives_up_after = 5
+    heard: list[Piece] = []
+    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s", listen=heard.append)
+    assert second.asked[0][0] == [*PROMPT, 3, 4, 5, 6, 7]
+    assert ids(answer) == [token for piece in heard for token in piece.sampled_ids]
+    assert ids(answer) == list(range(3, 15))
+    assert answer.finish is FinishReason.LENGTH
+
+
+async def test_a_given_up_engine_is_not_heard_any_more(snapshot: Path) -> None:
+    pool, (first, _) = await loaded(snapshot)
+    first.dies_after = 5
+    heard: list[int] = []
+
+    def hear(piece: Piece) -> None:
+        heard.extend(piece.sampled_ids)
+        if len(heard) == 8:  # the second engine is at work
+            first.listeners[-1](Piece(sampled_ids=[96], logprobs=[0.0], version=version(0)))
+
+    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s", listen=hear)
+    assert ids(answer) == heard == list(range(3, 15))
+
+
+async def test_a_refusal_is_not_tried_again(snapshot: Path) -> None:
+    pool, (first, second) = await loaded(snapshot)
+    first.fails_with = Refused("prompt too long")
+    with pytest.raises(Refused):
+        await pool(PROMPT, SPEC, policy=POLICY, session="s")
+    assert (len(first.asked), len(second.asked), pool.facts.num_failed) == (1, 0, 0)
+
+
+async def test_a_request_that_every_engine_fails_is_given_up(snapshot: Path) -> None:
+    pool, engines = await loaded(snapshot)
+    for engine in engines:
+        engine.fails_with = EngineError("decoding failed")
+    with pytest.raises(EngineError, match="decoding failed"):
+        await pool(PROMPT, SPEC, policy=POLICY, session="s")
+    assert sum(len(engine.asked) for engine in engines) == MAX_FAILURES
+    assert min(len(engine.asked) for engine in engines) >= 2, "it avoids who has just failed it"
+
+
+async def test_a_dead_pool_holds_and_then_fails(snapshot: Path) -> None:
+    pool, (only,) = await loaded(snapshot, (0,), hold_s=0.2)
+    only.dies_after = 5
+    loop = asyncio.get_running_loop()
+    began_at = loop.time()
+    with pytest.raises(EngineError, match=r"none of 1 engines came back within 0\.2 s.*reset"):
+        await pool(PROMPT, SPEC, policy=POLICY, session="s")
+    assert loop.time() - began_at >= 0.2
+    assert pool.live is None
+
+
+async def test_a_held_answer_goes_on_when_an_engine_is_back(snapshot: Path) -> None:
+    pool, (only,) = await loaded(snapshot, (0,), hold_s=30.0)
+    only.dies_after = 5
+    call = asyncio.create_task(pool(PROMPT, SPEC, policy=POLICY, session="s"))
+    await eventually(lambda: only.live is None)
+    await asyncio.sleep(0.02)
+    assert not call.done()
+    await pool.load(snapshot, version(4))
+    answer = await call
+    assert answer.spans == (span(0, 5, 0), span(5, 12, 4))
+    assert ids(answer) == list(range(3, 15))
+
+
+async def test_closing_ends_those_who_are_held(snapshot: Path) -> None:
+    pool, (only,) = await loaded(snapshot, (0,), hold_s=30.0)
+    only.dies_after = 5
+    call = asyncio.create_task(pool(PROMPT, SPEC, policy=POLICY, session="s"))
+    await eventually(lambda: only.live is None)
+    await pool.close()
+    with pytest.raises(EngineError):
+        async with asyncio.timeout(60):
+            await call
+
+
+async def test_cancelling_passes_through(snapshot: Path) -> None:
+    pool, (first, second) = await loaded(snapshot)
+    long = replace(SPEC, max_tokens=10**6)
+    call = asyncio.create_task(pool(PROMPT, long, policy=POLICY, session="s"))
+    await eventually(lambda: first.asked)
+    assert pool.facts.in_flight.count(1) == 1
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (first.num_cancelled, second.asked, pool.facts.in_flight) == (1, [], (0, 0))
+
+
+async def test_nobody_sees_an_error_while_another_engine_lives(snapshot: Path) -> None:
+    """Forty sessions, engines lost and brought back in turn: every answer whole and right."""
+    engines = [Mortal(token_s=0.002) for _ in range(3)]
+    pool = Pool(engines)
+    await pool.load(snapshot, version(0))
+    calls = [
+        asyncio.create_task(
+            pool([1] * (1 + n), replace(SPEC, max_tokens=60), policy=POLICY, session=f"s{n}")
+        )
+        for n in range(40)
+    ]
+    num_kills = 0
+    while not all(call.done() for call in calls):
+        await asyncio.sleep(0.01)
+        lost = engines[num_kills % 3]
+        lost.live = None
+        await asyncio.sleep(0.003)
+        await pool.load(snapshot, version(0))
+        await eventually(lambda lost=lost: lost.live is not None)
+        num_kills += 1
+    for n, answer in enumerate(await asyncio.gather(*calls)):
+        assert ids(answer) == [at % 97 for at in range(1 + n, 61 + n)]
+        assert answer.spans == (span(0, 60, 0),)
+    assert pool.facts.num_failed == 0
+    assert pool.facts.num_continued > 10
+    assert num_kills > 2

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kill or a full disk leaves of a launch. The services are stand-ins, or never start."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from penstock.config import RunConfig, demo
+from penstock.errors import ConfigError
+from penstock.fleet.run_folder import Finish, Launcher, RunFolder
+from penstock.fleet.services import Kind, Service
+from penstock.runs.launch import Ended, launch
+from penstock.wire.auth import Signer
+
+
+class Started(Exception):
+    """The launch got past the question whether anything is left to do."""
+
+
+def start(folder: RunFolder, config: RunConfig, *, accept_changes: bool = False) -> Ended:
+    return launch(config, folder, python_path=(), headless=True, accept_changes=accept_changes)
+
+
+@pytest.mark.parametrize("moment", ["forget_finish", "write_config"])
+def test_a_kill_while_changes_are_accepted_does_not_make_them_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    folder = RunFolder(tmp_path / "r")
+    folder.write_config(demo(0))
+    folder.write_finish(Finish(finished_at=1.0, steps=2, trajectories=3))
+    assert start(folder, demo(0)).was_finished
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def started(*_: object) -> None:
+        raise Started
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunFolder, moment, die)
+        start(folder, demo(1), accept_changes=True)
+    monkeypatch.setattr(Signer, "create", started)
+    with pytest.raises(ConfigError, match="another config"):
+        start(folder, demo(1))
+    with pytest.raises(Started):
+        start(folder, demo(1), accept_changes=True)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise Started
+
+    monkeypatch.setattr(Signer, "create", stop)
+
+
+def with_changes(config: RunConfig, **training: object) -> RunConfig:
+    return config.model_copy(update={"training": config.training.model_copy(update=training)})
+
+
+@pytest.mark.usefixtures("started")
+def test_what_a_run_may_change_freely_is_not_asked_about(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    folder.write_config(demo(0))
+    folder.write_finish(Finish(finished_at=1.0, steps=2, trajectories=3))
+    longer = with_changes(demo(0), steps=999, checkpoint_every=3)
+    with pytest.raises(Started):
+        start(folder, longer)  # not finished any more
+    assert folder.read_config() == longer == folder.adopted()
+    with pytest.raises(ConfigError, match=r"training\.epochs: 1 -> 2\n") as refused:
+        start(folder, with_changes(longer, epochs=2, steps=5))
+    assert "steps" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("started")
+def test_a_config_edited_by_hand_in_the_run_folder_is_noticed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    with pytest.raises(Started):
+        start(folder, demo(0))
+    edited = with_changes(demo(0), learning_rate=0.5)
+    folder.write_config(edited)
+    with pytest.raises(ConfigError, match=r"training\.learning_rate: 0\.002 -> 0\.5"):
+        start(folder, edited)
+    with pytest.raises(Started):
+        start(folder, edited, accept_changes=True)
+    with pytest.raises(Started):
+        start(folder, edited)
+
+
+@pytest.mark.usefixtures("started")
+def test_a_changed_data_set_is_refused_until_it_is_accepted(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+
+    def begin(digest: str, *, accept_changes: bool = False) -> None:
+        with pytest.raises(Started):
+            launch(
+                demo(0),
+                folder,
+                python_path=(),
+                headless=True,
+                sources={"train": digest},
+                accept_changes=accept_changes,
+            )
+
+    begin("a")
+    begin("a")
+    with pytest.raises(ConfigError, match="source train: its tasks are not those"):
+        begin("b")
+    begin("b", accept_changes=True)
+    begin("b")
+    begin("b/200:c")  # looked at further than before
+    begin("b")  # had no time to look as far
+    with pytest.raises(ConfigError, match="source train: its tasks are not those"):
+        begin("b/200:d")
+    begin("b/300:e")  # another limit, from now on compared by that
+    with pytest.raises(ConfigError, match="source train: its tasks are not those"):
+        begin("b/300:f")
+    begin("x", accept_changes=True)
+    assert folder.sources() == {"train": "x"}
+
+
+def test_pids_that_cannot_be_recorded_do_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask_to_stop = f"import os, time; os.kill({os.getpid()}, {signal.SIGTERM:d}); time.sleep(600)"
+    service = Service(
+        name="dataflow",
+        kind=Kind.SERVER,
+        command=(sys.executable, "-S", "-c", ask_to_stop),
+        make_env=lambda: dict(os.environ),
+    )
+
+    def services(config: RunConfig, folder: RunFolder) -> Sequence[Service]:
+        return [service]
+
+    def full(folder: RunFolder, launcher: Launcher) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("penstock.runs.launch.local_services", services)
+    monkeypatch.setattr(RunFolder, "write_launcher", full)
+    ended = start(RunFolder(tmp_path / "r"), demo(0))
+    assert ended.signal == signal.SIGTERM
+    assert "cannot record the pids" in capsys.readouterr().err

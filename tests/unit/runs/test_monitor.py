@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watching a run: the thread that asks, the curve, the newest error."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import uvicorn
+from rich.console import Console
+from tests.unit.cli.sample_statuses import policy_status, status, view
+
+from penstock.cli.live_panel import draw
+from penstock.dataflow.client.dataflow import ReaderClient
+from penstock.dataflow.service.operators.messages import Status
+from penstock.fleet.run_folder import LOOPBACK, free_port
+from penstock.runs import monitor as watching
+from penstock.runs.monitor import Curve, ErrorTail, Watch
+from penstock.trainer.signals.alarms import PATIENCE, Cause, Idle
+from penstock.wire.auth import Audience, Role, Signer
+from penstock.wire.routes import Call, Route
+from penstock.wire.server import build_app
+from penstock.wire.serving import server
+
+
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at, "did not happen in time"
+        time.sleep(0.02)
+
+
+class FakeDataflow:
+    """Answers `/v1/status` over HTTP with what the test put there."""
+
+    def __init__(self, signer: Signer, port: int) -> None:
+        self.status = status(policy_status(number=0, reward=None))
+        route = Route(
+            method="GET",
+            path="/v1/status",
+            handler=self.answer,
+            roles=frozenset({Role.READER}),
+            summary="Status.",
+            response=Status,
+        )
+        app = build_app([route], signer.verifier(Audience.DATAFLOW), title="fake")
+        self.server: uvicorn.Server = server(app, LOOPBACK, port)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        until(lambda: self.server.started)
+
+    async def answer(self, call: Call) -> Status:
+        return self.status
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(timeout=10.0)
+
+
+@pytest.fixture
+def signer(tmp_path: Path) -> Signer:
+    return Signer.create(tmp_path / "keys", "reverse")
+
+
+def test_the_watch_follows_the_dataflow_over_its_death(
+    signer: Signer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "PERIOD_S", 0.05)
+    port = free_port()
+
+    def make_reader() -> ReaderClient:
+        token = signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=60.0)
+        return ReaderClient(f"http://{LOOPBACK}:{port}", token, patience_s=0.1)
+
+    with Watch("reverse", make_reader) as watch:
+        assert watch.view().status is None
+        assert watch.progress() == 0
+        first = FakeDataflow(signer, port)
+        until(lambda: watch.view().status is not None)
+        before = watch.progress()
+        first.stop()
+        until(lambda: watch.view().away_s > 0.5)
+        second = FakeDataflow(signer, port)
+        second.status = status(policy_status(number=5, reward=0.7), finished=True)
+        until(watch.is_finished)
+        assert watch.progress() == before + 5
+        assert watch.view().curves == {"policy": [0.7]}
+        until(lambda: watch.view().away_s < 0.5)
+        second.stop()
+
+
+def test_the_curve_is_in_order_of_steps_and_knows_the_time_left() -> None:
+    curve = Curve()
+    assert curve.eta_s(10, now=0.0) is None
+    for number in range(5):
+        curve.add(policy_status(number=number, reward=number / 10), now=10.0 + 2.0 * number)
+    assert curve.rewards == {0: 0.0, 1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}
+    assert curve.eta_s(10, now=18.0) == pytest.approx(12.0)
+    assert curve.eta_s(10, now=19.0) == pytest.approx(11.0)
+
+
+def test_a_trainer_that_went_back_starts_the_clock_again() -> None:
+    curve = Curve()
+    curve.add(policy_status(number=30), now=0.0)
+    curve.add(policy_status(number=31), now=1.0)
+    curve.add(policy_status(number=20), now=5.0)
+    assert curve.eta_s(40, now=5.0) is None
+    curve.add(policy_status(number=21), now=6.0)
+    assert curve.eta_s(40, now=6.0) == pytest.approx(19.0)
+
+
+def test_a_failed_rollout_is_told_with_the_last_line_of_its_detail(tmp_path: Path) -> None:
+    log = tmp_path / "node-0.log"
+    failure = {"reason": "reward", "detail": "Traceback …\nKeyError: 'boom'", "num_failed": 1}
+    lines = [
+        {**failure, "level": "warning", "msg": "rollout failed"},
+        {"level": "warning", "msg": "slow", "detail": "no news"},
+    ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert (
+        ErrorTail({"node-0": log}).newest() == "node-0: rollout failed (reward): KeyError: 'boom'"
+    )
+
+
+def test_an_alarm_is_told_with_its_cause_within_the_width(tmp_path: Path) -> None:
+    log = tmp_path / "trainer-policy.log"
+    idle = Idle(counts={Cause.EQUAL_REWARDS: PATIENCE})
+    line = {"level": "error", "msg": "this run may learn nothing", "why": idle.alarm}
+    log.write_text(json.dumps(line) + "\n")
+    note = ErrorTail({"trainer-policy": log}).newest()
+    begins = (
+        "trainer-policy: this run may learn nothing: 3 batches in a row taught nothing (3 equal_r"
+    )
+    assert note is not None and note.startswith(begins)
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(draw(view(status(), note=note), 100))
+    assert begins in console.export_text()
+
+
+def test_the_newest_error_of_all_logs_is_told_once(tmp_path: Path) -> None:
+    log = tmp_path / "node-0.log"
+    tail = ErrorTail({"node-0": log, "node-1": tmp_path / "absent.log"})
+    assert tail.newest() is None
+    log.write_text(json.dumps({"msg": "fine", "level": "info"}) + "\n")
+    assert tail.newest() is None
+    trace = "Traceback …\nValueError: no such file"
+    with log.open("a") as out:
+        out.write(json.dumps({"msg": "load failed", "level": "error", "exception": trace}) + "\n")
+        out.write('{"msg": "half a li')
+    assert tail.newest() == "node-0: load failed: ValueError: no such file"
+    assert tail.newest() is None
+    with log.open("a") as out:
+        out.write('ne", "level": "error"}\n')
+    assert tail.newest() == "node-0: half a line"

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of `test_shares.py` do: `python -m … JOB FOLDER NUM_RANKS`.
+
+Real ranks with gloo between them run the trainer's own loop and its followers, with a dataflow in
+memory that serves all of them the same batches. The runs of one process are the same functions with
+a team that is alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from tests.unit.trainer import rank_jobs as gang_work
+from tests.unit.trainer.doubles import (
+    POLICY,
+    MemoryDataflow,
+    make_turn,
+    random_batch,
+    seal,
+    settings,
+)
+from tests.unit.trainer.test_replay import MemoryRecord
+
+from penstock.dataflow.service.trainers.messages import CommitRequest
+from penstock.observe.metrics import MetricsFile
+from penstock.trainer import state_shards as shares
+from penstock.trainer.checkpoint import Checkpoints
+from penstock.trainer.loop import Trainer
+from penstock.trainer.models import Crew
+from penstock.trainer.ranks.group import Alone, Gang, Team, form
+from penstock.trainer.ranks.topology import Parallel
+from penstock.trainer.ranks.worker_loop import follow
+from penstock.trainer.replay import Committed
+from penstock.trainer.service import make_checkpoints, make_crew, replay_step
+from penstock.trainer.snapshots import Snapshots
+from penstock.wire.codec import JSON, decode, encode_json
+
+NUM_STEPS = 4
+EVERY = 2
+BATCHES = [random_batch(5, seq=seq, num_groups=3, size=3) for seq in range(1, NUM_STEPS + 1)]
+_SAME = [(make_turn([3, 4], [token]), 0.5) for token in (5, 6, 7)]
+BATCHES.append(seal([_SAME, _SAME], seq=NUM_STEPS + 1, trains_from=NUM_STEPS))
+"""The last one makes no version; only the critic learns from it."""
+
+
+def configured(folder: Path, team: Team) -> Any:
+    dp = team.place.parallel.dp
+    return settings(
+        folder / "model", "ppo", checkpoint_every=EVERY, minibatches=2, parallel={"dp": dp}
+    )
+
+
+def opened(folder: Path, name: str, team: Team | None = None) -> Checkpoints:
+    chosen = configured(folder, team or Alone())
+    return make_checkpoints(chosen, POLICY, folder / name, accepts_changes=True)
+
+
+def lead(
+    dataflow: MemoryDataflow, crew: Crew, checkpoints: Checkpoints, team: Team, run_dir: Path
+) -> None:
+    """The life of a first rank."""
+    snapshots = Snapshots(run_dir / "weights", POLICY, checkpoints.last.folder)
+    metrics = MetricsFile(run_dir / "metrics.jsonl")
+    trainer = Trainer(
+        policy=POLICY,
+        crew=crew,
+        team=team,
+        dataflow=dataflow,
+        snapshots=snapshots,
+        checkpoints=checkpoints,
+        metrics=metrics,
+    )
+    try:
+        assert trainer.run()
+    finally:
+        metrics.close()
+        snapshots.close()
+
+
+def lived(folder: Path, name: str, team: Team) -> list[list[float]]:
+    """One life of a trainer with a critic, from the newest checkpoint on; the loss and the critic's
+    loss of each step, in the first rank."""
+    checkpoints = opened(folder, name, team)
+    crew, checkpoint = make_crew(configured(folder, team), POLICY, checkpoints, team)
+    cursor = checkpoint.cursor
+    dataflow = MemoryDataflow(batches=BATCHES, number=cursor.number, seq=cursor.seq)
+    if not team.place.is_first:
+        dataflow.incarnation = 1
+        follow(POLICY, crew, dataflow, team, checkpoints.root)
+        return []
+    lead(dataflow, crew, checkpoints, team, folder / name)
+    (folder / name / "commits.json").write_bytes(encode_json(dataflow.commits))
+    (folder / name / "published.json").write_bytes(encode_json(dataflow.published))
+    return [
+        [body.stats.get("loss", 0.0), body.stats["critic/loss"]] for _, body in dataflow.commits
+    ]
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+def pair(folder: Path) -> dict[str, Any]:
+    """Two ranks: a straight life, one that goes on in the middle of it, and one that goes on from
+    what a single process saved. Last, a life in which the second rank dies."""
+    parts, inside = form(Parallel(dp=2)), form(Parallel(tp=2))
+    assert parts is not None and inside is not None
+    result = {
+        "straight": lived(folder, "straight", parts),
+        "state": _state_of(folder, parts),
+        "resumed": _in_the_middle(folder, "straight", "resumed", parts),
+        "replayed": _replayed(folder, "straight", parts),
+        "widened": _in_the_middle(folder, "alone", "widened", parts),
+        "inside": _put_together(folder / "inside", folder / "model", inside),
+    }
+    (folder / f"pair.{dist.get_rank()}.json").write_text(json.dumps(result))
+    _die_between(folder, parts)
+    return result
+
+
+def _in_the_middle(folder: Path, before: str, after: str, team: Team) -> list[list[float]]:
+    """Go on from the older checkpoint of another life."""
+    if team.place.is_first:
+        between = Path("checkpoints", f"step_{EVERY}")
+        shutil.copytree(folder / before / between, folder / after / between)
+    team.barrier()
+    return lived(folder, after, team)
+
+
+def _replayed(folder: Path, name: str, team: Team) -> dict[str, Any]:
+    """The last version of another life, computed again by the same ranks."""
+    run_dir = folder / name
+    commits = decode(
+        (run_dir / "commits.json").read_bytes(),
+        list[tuple[int, CommitRequest]],
+        media_type=JSON,
+    )
+    record = MemoryRecord(
+        batches=BATCHES,
+        commits={
+            seq: Committed(number=body.number, skipped=body.skipped, stats=body.stats)
+            for seq, body in commits
+        },
+    )
+    done = replay_step(
+        configured(folder, team),
+        POLICY,
+        record,
+        number=NUM_STEPS,
+        run_dir=run_dir,
+        scratch=folder / "scratch",
+        team=team,
+    )
+    if done is None:
+        return {}
+    published = json.loads((run_dir / "published.json").read_bytes())
+    return {
+        "begun_at": done.begun_at.number,
+        "differences": [str(found) for found in done.differences],
+        "is_equal": done.stored.weights_digest == published[-1]["weights_digest"],
+    }
+
+
+def _state_of(folder: Path, gang: Gang) -> dict[str, Any]:
+    """Bytes that pass between ranks while they keep their state and while they restore it."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    crew, checkpoint = make_crew(
+        configured(folder, gang), POLICY, opened(folder, "straight", gang), gang
+    )
+    with CommDebugMode() as saving:
+        kept = shares.copy_shares(crew.state_tensors())
+    with CommDebugMode() as restoring:
+        crew.restore(checkpoint.read_state())
+    with CommDebugMode() as publishing:
+        crew.weights()
+    return {
+        "saving": saving.get_total_counts(),
+        "restoring": restoring.get_total_counts(),
+        "publishing": publishing.get_total_counts(),
+        "kept": sum(tensor.nbytes for name, tensor in kept.tensors.items() if name in kept.boxes),
+    }
+
+
+def square(folder: Path) -> dict[str, Any]:
+    """Four ranks, a model cut both ways."""
+    gang = form(Parallel(dp=2, tp=2))
+    assert gang is not None
+    return _put_together(folder / "square", folder / "model", gang)
+
+
+def _put_together(where: Path, model: Path, gang: Gang) -> dict[str, Any]:
+    """A model cut inside its matrices: what its ranks wrote, put together, is what is gathered, and
+    each gets back what it had."""
+    from penstock.trainer.build import build_crew
+    from penstock.trainer.ranks.sharding import gather
+
+    crew = build_crew(settings(model, "grpo"), POLICY, model, gang)
+    _step(crew, gang)
+    rank, num_ranks = gang.place.rank, gang.place.parallel.num_ranks
+    before = shares.copy_shares(crew.state_tensors())
+    shares.put_share(where, rank, num_ranks, before)
+    gang.barrier()
+    found = shares.open_state([where / name for name in shares.state_names(num_ranks)])
+    whole = gather(crew.state_tensors(), gang)
+    crew.restore(found)
+    after = shares.copy_shares(crew.state_tensors())
+    return {
+        "is_equal": all(found[name].equal(whole[name]) for name in whole),
+        "is_given_back": after.boxes == before.boxes
+        and all(after.tensors[name].equal(value) for name, value in before.tensors.items()),
+        "names": len(whole),
+        "parts": len(before.boxes),
+    }
+
+
+def _step(crew: Crew, team: Team) -> None:
+    from penstock.trainer.batches import assemble
+
+    sealed, place = BATCHES[0], team.place
+    rows = [
+        row if index % place.parallel.dp == place.part else replace(row, payload=None)
+        for index, row in enumerate(sealed.rows)
+    ]
+    crew.step(assemble(sealed.manifest, rows, POLICY, gang_work.VOCAB, ranks=team))
+
+
+def _die_between(folder: Path, gang: Gang) -> None:
+    """The second rank is killed when its share of the second checkpoint is on disk, and before it
+    could say so; the first one must not wait for ever."""
+    receipts = shares.write_durably
+
+    def deadly(path: Path, text: str) -> None:
+        if list(opened(folder, "killed").root.glob(f"step_{EVERY}")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        receipts(path, text)
+
+    if gang.place.rank == 1:
+        shares.write_durably = deadly
+    try:
+        lived(folder, "killed", gang)
+    except RuntimeError as error:
+        if gang.place.is_first:
+            (folder / "survived").write_text(str(error))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    gang_work.JOBS.update(pair=pair, square=square)
+    gang_work.main()

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A relay as a source, behind real fronts: one copy from upstream, right bytes in the end, bounded
+room."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+from tests.unit.weights.relay_doubles import (
+    CHUNK,
+    MB,
+    Meddler,
+    cached,
+    flip,
+    origin,
+    put_blob,
+    read_all,
+    relay,
+)
+from tests.unit.weights.snapshot_folders import write_folder
+from tests.unit.weights.weight_servers import put, put_folder
+
+from penstock.errors import ConfigError, NotFound, Unreachable
+from penstock.weights.deltas.chain import DeltaEntry
+from penstock.weights.manifest import digest_of, parse_manifest
+from penstock.weights.serving import relay as module
+from penstock.weights.serving.piece_cache import PIECE_BYTES
+from penstock.weights.serving.sources import Blob
+from penstock.weights.store import DirectoryStore
+
+SIZE = 3 * PIECE_BYTES + 12_345
+
+
+async def until_settled(tmp_path: Path) -> None:
+    """The digest of a complete blob is taken behind its readers' backs."""
+    for _ in range(2000):
+        if not list((tmp_path / "relay" / "incoming").iterdir()):
+            return
+        await asyncio.sleep(0.005)
+    raise TimeoutError("the relay never took the digest")
+
+
+# --- one copy ---------------------------------------------------------------------------------
+
+
+async def test_many_readers_cost_one_copy(tmp_path: Path) -> None:
+    digest, data = put_blob(tmp_path / "store", SIZE)
+    front = origin(tmp_path / "store")
+    async with relay(tmp_path, front) as passed:
+        found = await asyncio.gather(*(read_all(passed, digest, 50_000) for _ in range(32)))
+        assert all(each == data for each in found)
+        assert front.num_bytes == len(data)
+        assert len(set(front.reads)) == len(front.reads)
+        await until_settled(tmp_path)
+        assert await read_all(passed, digest) == data
+        assert front.num_bytes == len(data)
+
+
+async def test_a_read_waits_only_for_what_it_touches(tmp_path: Path) -> None:
+    digest, data = put_blob(tmp_path / "store", SIZE)
+    opened = asyncio.Event()
+
+    async def stall(_: str, start: int, chunk: bytes) -> bytes:
+        if PIECE_BYTES + 3 * CHUNK <= start < 2 * PIECE_BYTES:
+            await opened.wait()
+        return chunk
+
+    async with relay(tmp_path, origin(tmp_path / "store", stall)) as passed:
+        blob = await passed.blob(digest)
+        async with asyncio.timeout(60):
+            for at in (0, PIECE_BYTES, PIECE_BYTES + 2 * CHUNK, 2 * PIECE_BYTES, SIZE - 1):
+                piece = await blob.read(at, 1000)
+                assert piece and piece == data[at : at + len(piece)]
+        late = asyncio.create_task(blob.read(PIECE_BYTES + 3 * CHUNK, 1000))
+        await asyncio.sleep(0.1)
+        assert not late.done(), "it was there before upstream sent it"
+        opened.set()
+        assert data.startswith(await late, PIECE_BYTES + 3 * CHUNK)
+        await blob.close()
+
+
+async def test_a_reader_who_hangs_up_ends_nothing_for_the_others(tmp_path: Path) -> None:
+    digest, data = put_blob(tmp_path / "store", SIZE)
+    opened = asyncio.Event()
+
+    async def wait(_: str, start: int, chunk: bytes) -> bytes:
+        if start > CHUNK:
+            await opened.wait()
+        return chunk
+
+    front = origin(tmp_path / "store", wait)
+    async with relay(tmp_path, front) as passed:
+        readers = [asyncio.create_task(read_all(passed, digest)) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        readers[0].cancel()
+        readers[3].cancel()
+        await asyncio.sleep(0.05)
+        opened.set()
+        found = await asyncio.gather(*readers, return_exceptions=True)
+        assert [isinstance(each, asyncio.CancelledError) for each in found] == [1, 0, 0, 1]
+        assert found[1] == found[2] == data
+        assert front.num_bytes == len(data)
+
+
+async def test_what_a_failed_upstream_sent_is_not_asked_for_again(tmp_path: Path) -> None:
+    digest, data = put_blob(tmp_path / "store", SIZE)
+
+    async def fail(_: str, start: int, chunk: bytes) -> bytes:
+        if start >= PIECE_BYTES + 4 * CHUNK:
+            await asyncio.sleep(0.1)  # the server sends what it has in hand
+            raise RuntimeError("this front falls over")
+        return chunk
+
+    near, far = origin(tmp_path / "store", fail), origin(tmp_path / "store")
+    async with relay(tmp_path, near, far) as passed:
+        assert await read_all(passed, digest) == data
+        assert near.num_bytes > 0
+        assert near.num_bytes + far.num_bytes == len(data)
+
+
+async def test_an_empty_blob_is_a_blob(tmp_path: Path) -> None:
+    async with relay(tmp_path, origin(tmp_path / "store")) as passed:
+        assert await read_all(passed, digest_of(b"")) == b""
+
+
+# --- wrong bytes ------------------------------------------------------------------------------
+
+
+async def test_a_blob_with_a_wrong_digest_is_dropped_and_fetched_from_the_next(
+    tmp_path: Path,
+) -> None:
+    digest, data = put_blob(tmp_path / "store", SIZE)
+    bad, good = origin(tmp_path / "store", flip), origin(tmp_path / "store")
+    async with relay(tmp_path, bad, good) as passed:
+        assert await read_all(passed, digest) != data
+        await until_settled(tmp_path)
+        assert cached(tmp_path) == {}
+        assert not good.reads
+        assert await read_all(passed, digest) == data
+        assert bad.num_bytes == len(data), "who sent wrong bytes was asked first again"
+
+
+async def test_the_only_upstream_is_asked_again(tmp_path: Path) -> None:
+    digest, data = put_blob(tmp_path / "store", SIZE)
+    is_bad = True
+
+    async def at_first(name: str, start: int, chunk: bytes) -> bytes:
+        return await flip(name, start, chunk) if is_bad else chunk
+
+    async with relay(tmp_path, origin(tmp_path / "store", at_first)) as passed:
+        assert await read_all(passed, digest) != data
+        await until_settled(tmp_path)
+        is_bad = False
+        assert await read_all(passed, digest) == data
+
+
+async def test_a_short_blob_is_verified_before_it_is_passed_on(tmp_path: Path) -> None:
+    digest, data = put_blob(tmp_path / "store", 100_000)
+    bad = origin(tmp_path / "store", flip)
+    async with relay(tmp_path, bad, origin(tmp_path / "store")) as passed:
+        assert await read_all(passed, digest) == data
+    async with relay(tmp_path, bad, cache="other") as passed:
+        with pytest.raises(Unreachable, match="every upstream sends other bytes"):
+            await passed.blob(digest)
+
+
+async def test_a_manifest_is_verified_then_cached(tmp_path: Path) -> None:
+    digest = put(tmp_path).manifest_digest
+    right = DirectoryStore(tmp_path / "store").read_manifest(digest)
+    bad, good = origin(tmp_path / "store", flip), origin(tmp_path / "store")
+    async with relay(tmp_path, bad, good) as passed:
+        found = await asyncio.gather(*(passed.manifest(digest) for _ in range(8)))
+        assert set(found) == {right}
+    async with relay(tmp_path, bad) as passed:
+        assert await passed.manifest(digest) == right
+        path = tmp_path / "relay" / "whole" / f"{digest}.json"
+        path.write_bytes(right.replace(b"policy", b"polizy"))
+        with pytest.raises(Unreachable, match="another manifest"):
+            await passed.manifest(digest)
+
+
+async def test_sizes_that_disagree_lead_to_a_new_start(tmp_path: Path) -> None:
+    digest, data = put_blob(tmp_path / "store", SIZE)
+    longer = tmp_path / "longer" / "blobs"
+    longer.mkdir(parents=True)
+    (longer / digest).write_bytes(data + b"more")
+    is_away = False
+
+    async def leave(_: str, start: int, chunk: bytes) -> bytes:
+        if is_away:
+            raise RuntimeError("gone")
+        return chunk
+
+    liar, front = origin(tmp_path / "longer", leave), origin(tmp_path / "store")
+    async with relay(tmp_path, liar, front) as passed:
+        blob = await passed.blob(digest)
+        is_away = True
+        with pytest.raises(Unreachable, match="where another said"):
+            await blob.read(2 * PIECE_BYTES, 10)
+        await blob.close()
+        assert await read_all(passed, digest) == data
+
+
+# --- room -------------------------------------------------------------------------------------
+
+
+async def test_the_cache_keeps_within_its_bound_and_what_is_used(tmp_path: Path) -> None:
+    blobs = [put_blob(tmp_path / "store", MB, seed) for seed in range(8)]
+    front = origin(tmp_path / "store")
+    async with relay(tmp_path, front, max_bytes=3 * MB + 10) as passed:
+        for digest, data in blobs:
+            assert await read_all(passed, digest) == data
+            await read_all(passed, blobs[0][0])
+            await until_settled(tmp_path)
+            assert sum(cached(tmp_path).values()) <= 3 * MB + 10
+        assert set(cached(tmp_path)) == {blobs[each][0] for each in (0, 6, 7)}
+        assert front.num_bytes == 8 * MB
+
+
+async def test_what_is_being_read_stays(tmp_path: Path) -> None:
+    blobs = [put_blob(tmp_path / "store", MB, seed) for seed in range(3)]
+    async with relay(tmp_path, origin(tmp_path / "store"), max_bytes=2 * MB) as passed:
+        first, second = [await passed.blob(digest) for digest, _ in blobs[:2]]
+        with pytest.raises(Unreachable, match="no room") as refused:
+            await passed.blob(blobs[2][0])
+        assert refused.value.retry_after_s, "room comes with time"
+        await second.close()
+        assert await read_all(passed, blobs[2][0]) == blobs[2][1]
+        assert await first.read(MB - 10, 10) == blobs[0][1][-10:]
+        await first.close()
+
+
+async def test_what_never_fits_is_said_so(tmp_path: Path) -> None:
+    digest, _ = put_blob(tmp_path / "store", SIZE)
+    async with relay(tmp_path, origin(tmp_path / "store"), max_bytes=MB) as passed:
+        with pytest.raises(NotFound, match="take this blob from the origin"):
+            await passed.blob(digest)
+
+
+async def test_a_cache_that_cannot_be_written_is_no_fault_of_upstream(tmp_path: Path) -> None:
+    digest, data = put_blob(tmp_path / "store", SIZE)
+    manifest = put(tmp_path).manifest_digest
+    async with relay(tmp_path, origin(tmp_path / "store")) as passed:
+        shutil.rmtree(tmp_path / "relay" / "incoming")
+        with pytest.raises(Unreachable, match="cannot write its cache"):
+            await passed.blob(digest)
+        assert await passed.manifest(manifest)
+        (tmp_path / "relay" / "incoming").mkdir()
+        assert await read_all(passed, digest) == data
+
+
+# --- over restarts and outages ----------------------------------------------------------------
+
+
+async def test_a_restarted_relay_has_what_it_verified(tmp_path: Path) -> None:
+    digest, data = put_blob(tmp_path / "store", SIZE)
+    unfinished, _ = put_blob(tmp_path / "store", SIZE, seed=1)
+    front = origin(tmp_path / "store")
+    async with relay(tmp_path, front) as passed:
+        await read_all(passed, digest)
+        await until_settled(tmp_path)
+        await (await passed.blob(unfinished)).close()
+        assert len(cached(tmp_path)) == 2
+    front.reads.clear()
+    async with relay(tmp_path, front) as passed:
+        assert set(cached(tmp_path)) == {digest}
+        assert await read_all(passed, digest) == data
+        assert not front.reads
+
+
+async def test_what_was_damaged_between_two_lives_is_fetched_anew(tmp_path: Path) -> None:
+    digest, data = put_blob(tmp_path / "store", SIZE)
+    async with relay(tmp_path, origin(tmp_path / "store")) as passed:
+        await read_all(passed, digest)
+        await until_settled(tmp_path)
+    path = tmp_path / "relay" / "whole" / digest
+    path.write_bytes(data[:100] + b"?" + data[101:])
+    async with relay(tmp_path, origin(tmp_path / "store")) as passed:
+        assert await read_all(passed, digest) == data
+
+
+async def test_a_smaller_bound_holds_from_the_start(tmp_path: Path) -> None:
+    async with relay(tmp_path, origin(tmp_path / "store")) as passed:
+        for seed in range(3):
+            await read_all(passed, put_blob(tmp_path / "store", MB, seed)[0])
+        await until_settled(tmp_path)
+    async with relay(tmp_path, origin(tmp_path / "store"), max_bytes=MB):
+        assert sum(cached(tmp_path).values()) == MB
+
+
+async def test_two_relays_do_not_share_a_folder(tmp_path: Path) -> None:
+    async with relay(tmp_path, origin(tmp_path / "store")):
+        with pytest.raises(ConfigError, match="another relay that runs"):
+            async with relay(tmp_path, origin(tmp_path / "store")):
+                pass
+
+
+async def test_without_upstream_it_gives_what_it_has_and_no_hope_for_the_rest(
+    tmp_path: Path,
+) -> None:
+    digest, data = put_blob(tmp_path / "store", SIZE)
+    other, _ = put_blob(tmp_path / "store", SIZE, seed=1)
+    is_away = False
+
+    async def leave(_: str, start: int, chunk: bytes) -> bytes:
+        if is_away:
+            raise RuntimeError("gone")
+        return chunk
+
+    async with relay(tmp_path, origin(tmp_path / "store", leave)) as passed:
+        await read_all(passed, digest)
+        begun = await passed.blob(other)
+        is_away = True
+        assert await read_all(passed, digest) == data
+        assert await begun.read(0, 10)
+        for ask in (begun.read(PIECE_BYTES, 10), passed.manifest("a" * 64)):
+            with pytest.raises((Unreachable, NotFound)) as refused:
+                await ask
+            assert refused.value.retry_after_s is None, "who waits for it does not ask the origin"
+        await begun.close()
+
+
+async def test_what_upstream_will_have_soon_is_told_on(tmp_path: Path) -> None:
+    class Making(Meddler):
+        async def blob(self, digest: str) -> Blob:
+            raise Unreachable("it is being made", retry_after_s=0.25)
+
+    digest, data = put_blob(tmp_path / "store", SIZE)
+    making, front = Making(origin(tmp_path / "store")), origin(tmp_path / "store")
+    async with relay(tmp_path, making) as passed:
+        with pytest.raises(Unreachable, match="being made") as refused:
+            await passed.blob(digest)
+        assert refused.value.retry_after_s == 0.25
+    async with relay(tmp_path, making, front) as passed:
+        assert await read_all(passed, digest) == data
+
+
+async def test_nobody_has_it(tmp_path: Path) -> None:
+    put_blob(tmp_path / "store", 10)
+    async with relay(tmp_path, origin(tmp_path / "store"), origin(tmp_path / "store")) as passed:
+        with pytest.raises(NotFound):
+            await passed.blob("a" * 64)
+        with pytest.raises(NotFound):
+            await passed.manifest("a" * 64)
+
+
+# --- ways -------------------------------------------------------------------------------------
+
+
+async def test_equal_questions_about_deltas_share_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = put(tmp_path)
+    second = put_folder(tmp_path, write_folder(tmp_path / "hf-1", 1), 1, after=first)
+    store = DirectoryStore(tmp_path / "store")
+    old, new = [
+        parse_manifest(store.read_manifest(each.manifest_digest)).files[3]
+        for each in (first, second)
+    ]
+    step = DeltaEntry(base=old.blob, target=new.blob, blob="d" * 64, bytes=9)
+
+    class Knowing(Meddler):
+        async def way(
+            self, target: str, num_bytes: int, have: Collection[str]
+        ) -> tuple[DeltaEntry, ...]:
+            self.num_ways += 1
+            await asyncio.sleep(0.05)
+            return (step,)
+
+    front = Knowing(origin(tmp_path / "store"))
+    async with relay(tmp_path, front) as passed:
+        for _ in range(2):
+            ask = (passed.way(new.blob, new.bytes, [old.blob, "e" * 64]) for _ in range(8))
+            assert set(await asyncio.gather(*ask)) == {(step,)}
+        await passed.way(new.blob, new.bytes, ["e" * 64, old.blob])
+        assert front.num_ways == 1
+        await passed.way(new.blob, new.bytes, [old.blob])
+        assert front.num_ways == 2
+        monkeypatch.setattr(module, "WAY_S", 0.0)
+        await passed.way(new.blob, new.bytes + 1, [old.blob])
+        await passed.way(new.blob, new.bytes + 1, [old.blob])
+        assert front.num_ways == 4

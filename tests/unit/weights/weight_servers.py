@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights fronts on loopback: the real one, and one that nobody should trust."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as StarletteRoute
+from tests.unit.weights.snapshot_folders import write_folder
+
+from penstock.types import PolicyName, PublishedVersion
+from penstock.weights.deltas.chain import Way
+from penstock.weights.publish import StoredVersion, put_snapshot
+from penstock.weights.serving.origin import Origin
+from penstock.weights.serving.server import build
+from penstock.weights.store import DirectoryStore
+from penstock.wire.auth import Audience, Role, Signer
+from penstock.wire.client import AsyncCaller, connect
+from penstock.wire.codec import MSGPACK, encode
+from penstock.wire.serving import server
+
+POLICY = PolicyName("policy")
+Touch = Callable[[Request, bytes], Awaitable[bytes]]
+
+
+@asynccontextmanager
+async def listening(app: Starlette) -> AsyncGenerator[str]:
+    front = server(app, "127.0.0.1", 0)
+    task = asyncio.create_task(front.serve())
+    while not front.started:
+        assert not task.done(), "the server ended before it listened"
+        await asyncio.sleep(0.005)
+    host, port = front.servers[0].sockets[0].getsockname()
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        front.should_exit = True
+        await task
+
+
+@asynccontextmanager
+async def real_front(tmp_path: Path) -> AsyncGenerator[AsyncCaller]:
+    """A caller with a rollout token for a front over `tmp_path / "store"`."""
+    signer = Signer.create(tmp_path / "keys", "run")
+    token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=60)
+    app = build(Origin(DirectoryStore(tmp_path / "store")), signer.verifier(Audience.WEIGHTS))
+    async with listening(app) as url, connect(url, token) as caller:
+        yield caller
+
+
+def put(tmp_path: Path, seed: int = 0, number: int = 0) -> PublishedVersion:
+    return put_folder(tmp_path, write_folder(tmp_path / f"hf-{seed}", seed), number)
+
+
+def put_folder(
+    tmp_path: Path, folder: Path, number: int, after: PublishedVersion | None = None
+) -> PublishedVersion:
+    """`after`: there will be deltas from it."""
+    last = None
+    if after is not None:
+        last = StoredVersion(manifest_digest=after.manifest_digest, weights_digest="")
+    stored = put_snapshot(tmp_path / "store", folder, policy=POLICY, number=number, after=last)
+    return PublishedVersion(
+        policy=POLICY, incarnation=1, number=number, manifest_digest=stored.manifest_digest
+    )
+
+
+@asynccontextmanager
+async def meddling(store: Path, touch: Touch) -> AsyncGenerator[AsyncCaller]:
+    """A relay nobody should trust: passes what the store holds through `touch`."""
+
+    async def answer(request: Request) -> Response:
+        if request.path_params["kind"] == "deltas":
+            have = request.query_params["from"].split(",")
+            size, target = int(request.query_params["bytes"]), request.path_params["digest"]
+            way = Way(steps=DirectoryStore(store).way_to(target, size, have))
+            return Response(await touch(request, encode(way)), media_type=MSGPACK)
+        path = store / request.url.path.removeprefix("/v1/")
+        if path.parent.name == "manifests":
+            path = path.with_suffix(".json")
+        data = path.read_bytes()
+        asked = request.headers.get("range", "")
+        if asked:
+            first, last = asked.removeprefix("bytes=").split("-")
+            data = data[int(first) : int(last) + 1]
+        return Response(await touch(request, data), status_code=206 if asked else 200)
+
+    app = Starlette(routes=[StarletteRoute("/v1/{kind}/{digest}", answer)])
+    async with listening(app) as url, connect(url, "none") as caller:
+        yield caller
