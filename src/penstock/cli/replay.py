@@ -36,7 +36,7 @@ def replay(run: Path, step: int, /, *, policy: str | None = None, json: bool = F
         Print one JSON object as the last line.
     """
     from penstock.cli.service_process import leave
-    from penstock.fleet.processes import die_with_parent
+    from penstock.fleet.processes import exit_with_parent
     from penstock.runs.replay import compute_again, ranks_of
     from penstock.runs.target import find_folder
     from penstock.trainer.ranks.supervisor import membership

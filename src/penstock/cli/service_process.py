@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
-from penstock.fleet.processes import die_with_parent
+from penstock.fleet.processes import exit_with_parent
 from penstock.fleet.run_folder import Endpoints, RunFolder
 from penstock.fleet.services import TOKEN, TOKEN_TTL_S
 from penstock.wire.auth import Role

@@ -33,7 +33,7 @@ def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> i
 
     from penstock.cli.output import note
     from penstock.cli.service_process import import_from
-    from penstock.fleet.processes import die_with_parent
+    from penstock.fleet.processes import exit_with_parent
     from penstock.fleet.services import TOKEN, TOKEN_TTL_S
     from penstock.observe import logs
     from penstock.runs.target import find_folder, read_target

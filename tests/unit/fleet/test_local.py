@@ -277,7 +277,7 @@ while True:
     launcher.poll()
     time.sleep(0.05)
 """
-POLITE = "from penstock.fleet.processes import die_with_parent\ndie_with_parent()\n"
+POLITE = "from penstock.fleet.processes import exit_with_parent\ndie_with_parent()\n"
 
 
 @pytest.mark.parametrize("prologue", [POLITE, ""], ids=["dies with parent", "does not care"])

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.dataflow.service.trainers.messages import RowsAnswer
-from penstock.fleet.processes import die_with_parent
+from penstock.fleet.processes import exit_with_parent
 from penstock.trainer.ranks.group import Gang, Team, form, join
 from penstock.trainer.ranks.repartition import Holding, repartition
 from penstock.trainer.ranks.row_fetch import draw_rows

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 
 from penstock.errors import ConfigError
 from penstock.plugins import load_function
-from penstock.rollout.die_with_parent import die_with
+from penstock.rollout.exit_with_parent import die_with
 from penstock.rollout.rewards.frames import (
     PREFIX_BYTES,
     ScoreAnswer,

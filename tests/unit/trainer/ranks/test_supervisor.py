@@ -20,7 +20,7 @@ from penstock.trainer.ranks.supervisor import Membership, membership, run_ranks
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from penstock.fleet.processes import die_with_parent
+from penstock.fleet.processes import exit_with_parent
 
 die_with_parent()
 stopped = []
