@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.harness import result, say, scratch
+from benchmarks.harness import log_line, result, scratch
 from benchmarks.local_run import quiet
-from benchmarks.overlap_real import Reality, on_the_clock
-from benchmarks.overlap_virtual import Flowed, flow
+from benchmarks.overlap_real import WallClockResult, run_on_wall_clock
+from benchmarks.overlap_virtual import OverlapResult, flow
 from benchmarks.overlap_workload import Workload, barrier_s, one_step_off_s, synchronous_s
 
 SEED_SPEEDUP = 2.7
@@ -39,11 +39,11 @@ class Point:
 
     synchronous_s: float
     one_step_off_s: float
-    flowed: Flowed
+    overlapped: OverlapResult
 
     @property
     def speedup(self) -> float:
-        return self.synchronous_s / self.flowed.seconds
+        return self.synchronous_s / self.overlapped.seconds
 
     @property
     def overlap_gain(self) -> float:
@@ -51,7 +51,7 @@ class Point:
 
     @property
     def tail_gain(self) -> float:
-        return self.one_step_off_s / self.flowed.seconds
+        return self.one_step_off_s / self.overlapped.seconds
 
 
 def point(workload: Workload, *, call_s: float = 0.0) -> Point:
@@ -59,7 +59,7 @@ def point(workload: Workload, *, call_s: float = 0.0) -> Point:
     return Point(
         synchronous_s=synchronous_s(generations_s, workload.train_s),
         one_step_off_s=one_step_off_s(generations_s, workload.train_s),
-        flowed=flow(workload, call_s=call_s),
+        overlapped=flow(workload, call_s=call_s),
     )
 
 
@@ -69,11 +69,11 @@ def equal_machines(balanced: Point, ratio: float) -> float:
 
     Penstock's slots and trainer then take equally long, as in `balanced`; the other has
     (1 + ratio) / ratio times the slots and trains 1 + ratio times as fast."""
-    workload = balanced.flowed.workload
+    workload = balanced.overlapped.workload
     num_slots = round(workload.num_slots * (1 + ratio) / ratio)
     generations_s = [barrier_s(answers, num_slots) for answers in workload.batches()]
     train_s = workload.train_s / (1 + ratio)
-    return synchronous_s(generations_s, train_s) / balanced.flowed.seconds
+    return synchronous_s(generations_s, train_s) / balanced.overlapped.seconds
 
 
 def per_slot(workload: Workload, answers_per_slot: int) -> Workload:
@@ -98,12 +98,13 @@ def measure_curve(workload: Workload, sigmas: Sequence[float], call_s: float) ->
         for name, ratio in RATIOS.items():
             here = replace(workload, sigma=sigma, rollout_to_train=ratio)
             found = curve[sigma, name] = point(here, call_s=call_s)
-            flowed = found.flowed
-            say(
+            overlapped = found.overlapped
+            log_line(
                 f"sigma {sigma:g}, rollout:train {name}: {found.speedup:.2f} x synchronous = "
                 f"overlap {found.overlap_gain:.2f} x tail {found.tail_gain:.2f}; "
-                f"{flowed.fraction:.4f} of the bound, {flowed.whole_fraction:.4f} with filling and "
-                f"draining; slots idle {flowed.idle:.1%}, lost {abs(flowed.lost):.1%}"
+                f"{overlapped.fraction:.4f} of the bound, {overlapped.whole_fraction:.4f} with "
+                "filling and "
+                f"draining; slots idle {overlapped.idle:.1%}, lost {abs(overlapped.lost):.1%}"
             )
     return curve
 
@@ -112,9 +113,9 @@ def curve_figures(curve: Curve) -> dict[str, float | str]:
     """One key of each kind per point, the worst fractions and the best speed-up."""
     best = max(curve, key=lambda at: curve[at].speedup)
     figures: dict[str, float | str] = {
-        "bound_fraction": min(found.flowed.fraction for found in curve.values()),
-        "bound_fraction_whole": min(found.flowed.whole_fraction for found in curve.values()),
-        "lost": max(found.flowed.lost for found in curve.values()),
+        "bound_fraction": min(found.overlapped.fraction for found in curve.values()),
+        "bound_fraction_whole": min(found.overlapped.whole_fraction for found in curve.values()),
+        "lost": max(found.overlapped.lost for found in curve.values()),
         "speedup_over_sync": curve[HEADLINE].speedup,
         "overlap_gain": curve[HEADLINE].overlap_gain,
         "tail_gain": curve[HEADLINE].tail_gain,
@@ -137,22 +138,24 @@ def batch_sizes(workload: Workload) -> dict[str, float]:
     for answers_per_slot in ANSWERS_PER_SLOT:
         here = per_slot(workload, answers_per_slot)
         found = point(here)
-        say(
+        log_line(
             f"{answers_per_slot} answers per slot and batch, max_staleness {here.max_staleness}: "
-            f"{found.speedup:.2f} x synchronous, {found.flowed.fraction:.4f} of the bound"
+            f"{found.speedup:.2f} x synchronous, {found.overlapped.fraction:.4f} of the bound"
         )
         figures[f"speedup_{answers_per_slot}_per_slot"] = found.speedup
-        figures[f"bound_fraction_{answers_per_slot}_per_slot"] = found.flowed.fraction
+        figures[f"bound_fraction_{answers_per_slot}_per_slot"] = found.overlapped.fraction
     return figures
 
 
-def clocked(workload: Workload, folder: Path | None, *, is_quick: bool) -> Reality:
+def wall_clock_headline(
+    workload: Workload, folder: Path | None, *, is_quick: bool
+) -> WallClockResult:
     """The headline on the clock, with answers of 3 s in the mean, or 8 s."""
     token_s, steps = (0.03, 5) if is_quick else (0.08, 6)
     here = replace(workload, mean_tokens=100, max_tokens=1000, steps=steps)
     with scratch(folder) as own:
-        found = on_the_clock(own, here, token_s=token_s)
-    say(
+        found = run_on_wall_clock(own, here, token_s=token_s)
+    log_line(
         f"on the clock, answers of {here.expected_tokens * token_s:.1f} s: {found.fraction:.4f} "
         f"of the bound; a slot is idle for {found.gap_ms:.0f} ms per answer"
     )
@@ -173,7 +176,7 @@ def main() -> None:
     if not options.quick:
         figures |= batch_sizes(workload)
     if not options.virtual:
-        reality = clocked(workload, options.folder, is_quick=options.quick)
+        reality = wall_clock_headline(workload, options.folder, is_quick=options.quick)
         figures |= {"bound_fraction_real": reality.fraction, "gap_ms_real": reality.gap_ms}
     result(**figures, steps=workload.steps, slots=workload.num_slots)
 

@@ -61,7 +61,7 @@ def _facts(num_groups: int, group_size: int, incarnation: int) -> list[Record]:
         SourceRecord(name=SOURCE, next_ordinal=num_groups),
         NodeRecord(
             node_id=NODE,
-            session=SESSION,
+            boot_id=SESSION,
             capacity=1024,
             policies="[]",
             tags="[]",
@@ -153,7 +153,7 @@ def _grant(group_id: GroupId, num_slots: int) -> GrantRecord:
         num_slots=num_slots,
         attempt=1,
         node_id=NODE,
-        session=SESSION,
+        boot_id=SESSION,
         request_id="0" * 32,
         granted_at=AT,
     )

@@ -13,8 +13,14 @@ from uuid import uuid4
 import aiohttp
 
 from benchmarks.harness import Server
-from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
-from penstock.dataflow.service.messages import Done
+from penstock.dataflow.core.leasing import (
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+    RegisterRequest,
+)
+from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryAnswer,
@@ -23,7 +29,7 @@ from penstock.dataflow.service.nodes.messages import (
     HeartbeatAnswer,
     LeaseAnswer,
     LeaseRequest,
-    Registered,
+    RegisterAnswer,
 )
 from penstock.dataflow.service.trainers.messages import (
     BatchAnswer,
@@ -88,7 +94,7 @@ class Service:
     server: Server
     token: str
     node_id: NodeId = NODE
-    session: str = field(default_factory=lambda: uuid4().hex)
+    boot_id: str = field(default_factory=lambda: uuid4().hex)
     incarnation: int = 0
     seq: int = 0
 
@@ -121,7 +127,7 @@ class Service:
         publish = PublishRequest(
             incarnation=self.incarnation, number=0, manifest_digest="0" * 64, weights_digest="0"
         )
-        await self.call("POST", f"/v1/policies/{POLICY}/versions", publish, Done)
+        await self.call("POST", f"/v1/policies/{POLICY}/versions", publish, Ack)
 
     async def seal(self) -> int:
         """The next batch; returns how many rows it has."""
@@ -139,7 +145,7 @@ class Service:
 
     async def commit(self, *, number: int, skipped: str = "") -> None:
         request = CommitRequest(incarnation=self.incarnation, number=number, skipped=skipped)
-        await self.call("POST", f"/v1/batches/{POLICY}.{self.seq}/commit", request, Done)
+        await self.call("POST", f"/v1/batches/{POLICY}.{self.seq}/commit", request, Ack)
 
     # --- a node -------------------------------------------------------------------------------
 
@@ -148,9 +154,9 @@ class Service:
         return (LiveVersion(policy=POLICY, incarnation=self.incarnation, number=0),)
 
     async def register(self, node_id: NodeId) -> None:
-        body = Register(node_id=node_id, session=self.session, capacity=100_000, policies=())
-        await self.call("POST", "/v1/nodes", body, Registered)
-        beat = Heartbeat(session=self.session, state=NodeState.LIVE, live=self.live)
+        body = RegisterRequest(node_id=node_id, boot_id=self.boot_id, capacity=100_000, policies=())
+        await self.call("POST", "/v1/nodes", body, RegisterAnswer)
+        beat = Heartbeat(boot_id=self.boot_id, state=NodeState.LIVE, live=self.live)
         await self.call("PUT", f"/v1/nodes/{node_id}", beat, HeartbeatAnswer)
 
     def lease_body(self, node_id: NodeId, max_slots: int, wait_s: float = 20.0) -> bytes:
@@ -158,7 +164,7 @@ class Service:
             LeaseRequest(
                 request_id=uuid4().hex,
                 node_id=node_id,
-                session=self.session,
+                boot_id=self.boot_id,
                 max_slots=max_slots,
                 wait_s=wait_s,
                 live=self.live,
@@ -217,7 +223,7 @@ class Service:
             encode(
                 DeliveryRequest(
                     node_id=self.node_id,
-                    session=self.session,
+                    boot_id=self.boot_id,
                     deliveries=tuple(made[start : start + per_call]),
                 )
             )

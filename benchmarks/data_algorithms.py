@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bandit import Learner, TaskSet
-from benchmarks.harness import result, say, scratch
+from benchmarks.harness import log_line, result, scratch
 from benchmarks.local_run import LocalNode, LocalTrainer, quiet, run_config, write_tasks
 from benchmarks.plot import Bar, bars
 from benchmarks.staleness import POLICY, Workload, observe
 from penstock.dataflow.core.leasing import Grant, LiveVersion
 from penstock.dataflow.service.build import build
-from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.sources import derive_seed
 from penstock.types import Task
 
@@ -78,7 +78,7 @@ class Reached:
     """Share of rollouts in groups that rules refused."""
 
 
-def open_service(setting: Setting, rules: Rules, seed: int, folder: Path) -> Dataflow:
+def open_service(setting: Setting, rules: Rules, seed: int, folder: Path) -> DataflowService:
     """The service over one prompt stream, the same for every variant of a seed."""
     order = np.random.default_rng([seed, 1]).permutation(setting.num_tasks)
     config = run_config(
@@ -115,12 +115,12 @@ async def train(setting: Setting, rules: Rules, seed: int, folder: Path) -> Reac
                 continue
             learner.train(batch, [task_of[group.task_key] for group in batch.groups])
             await trainer.commit()
-        wasted = sum(service.home.wasted_tokens.values())
+        wasted = sum(service.coordinator.wasted_tokens.values())
         return Reached(
             rollouts=node.num_rollouts,
             steps=trainer.number,
             accuracy=learner.accuracy,
-            skipped=service.home.supply.num_skipped,
+            skipped=service.coordinator.supply.num_skipped,
             wasted=wasted / node.num_rollouts,
         )
     finally:
@@ -149,7 +149,7 @@ def compare(
             with scratch(parent) as folder:
                 found[name].append(asyncio.run(train(setting, rules, seed, folder)))
         last = ", ".join(f"{name} {runs[-1].rollouts:,}" for name, runs in found.items())
-        say(f"seed {seed}: rollouts to accuracy {setting.target}: {last}")
+        log_line(f"seed {seed}: rollouts to accuracy {setting.target}: {last}")
     return found
 
 
@@ -191,7 +191,7 @@ def main() -> None:
     rollouts = {name: Summary.of([run.rollouts for run in runs]) for name, runs in found.items()}
     for name, runs in found.items():
         missed = sum(run.accuracy < setting.target for run in runs)
-        say(
+        log_line(
             f"{name:>18}: {rollouts[name].mean:8,.0f} ± {rollouts[name].half_width:5,.0f} "
             f"rollouts, {fmean(run.steps for run in runs):5.0f} steps, "
             f"{fmean(run.wasted for run in runs):4.0%} refused, "
@@ -203,7 +203,7 @@ def main() -> None:
         for name in ("edf", "fifo")
     }
     for name, order in orders.items():
-        say(
+        log_line(
             f"{name}: {order.expired_share:.2%} of answers expired, {order.mean_expired:,.0f} "
             f"tokens long on average, {order.mean_consumed:,.0f} those trained"
         )

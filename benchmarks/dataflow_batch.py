@@ -15,7 +15,7 @@ from statistics import median
 import aiohttp
 
 from benchmarks.client import POLICY, Service, Tokens, check_stored, make_tokens
-from benchmarks.harness import MIN_PAIRS, Server, process, result, say, scratch
+from benchmarks.harness import MIN_PAIRS, Server, log_line, process, result, scratch
 from benchmarks.service import RUN
 from penstock.dataflow.service.trainers.messages import BatchRowsRequest, RowsAnswer
 from penstock.wire.auth import Audience, Role, Signer
@@ -102,7 +102,7 @@ async def _pair(
     _check_rows(parts, payloads)
     assert num_bytes == sum(map(len, payloads)), "the bare side answers the same bytes"
     ours_s = seal_s + fetch_s + commit_s
-    say(
+    log_line(
         f"sealed {1e3 * seal_s:5.1f} ms, fetched {1e3 * fetch_s:5.1f} ms, committed "
         f"{1e3 * commit_s:5.1f} ms | bare {1e3 * bare_s:5.1f} ms"
     )

@@ -19,9 +19,9 @@ from benchmarks.harness import (
     Round,
     Server,
     load,
+    log_line,
     process,
     result,
-    say,
     scratch,
 )
 from benchmarks.service import RUN
@@ -107,7 +107,7 @@ async def _pair(
     await service.seal()
     await service.commit(number=0, skipped="benchmark")
     ours, theirs = pairs.ours[-1], pairs.bare[-1]
-    say(
+    log_line(
         f"{pairs.per_call} per call: {ours.calls_per_s * pairs.per_call:6.0f}/s, "
         f"p99 {ours.percentile_ms(0.99):5.1f} ms | bare "
         f"{theirs.calls_per_s * pairs.per_call:6.0f}/s, p99 {theirs.percentile_ms(0.99):5.1f} ms"

@@ -12,7 +12,16 @@ from statistics import median
 import aiohttp
 
 from benchmarks.client import Service
-from benchmarks.harness import CONNECTIONS, MIN_PAIRS, Round, load, process, result, say, scratch
+from benchmarks.harness import (
+    CONNECTIONS,
+    MIN_PAIRS,
+    Round,
+    load,
+    log_line,
+    process,
+    result,
+    scratch,
+)
 from benchmarks.service import RUN
 from penstock.dataflow.service.nodes.messages import LeaseAnswer
 from penstock.dataflow.service.operators.messages import Status
@@ -35,7 +44,7 @@ async def _wait_for_table(service: Service, groups: int) -> None:
         if time.monotonic() > began_at + 300:
             raise RuntimeError(f"only {status.policies[0].issued} of {groups} groups were issued")
         await asyncio.sleep(0.5)
-    say(f"{groups * GROUP_SIZE:,} rows wait after {time.monotonic() - began_at:.1f} s")
+    log_line(f"{groups * GROUP_SIZE:,} rows wait after {time.monotonic() - began_at:.1f} s")
 
 
 async def _round(service: Service, calls: int) -> Round:
@@ -55,7 +64,7 @@ async def _round(service: Service, calls: int) -> Round:
     granted = sum(len(decode(answer, LeaseAnswer).grants) for answer in answers)
     if granted != calls * PER_CALL:
         raise RuntimeError(f"{granted} leases granted, {calls * PER_CALL} asked for")
-    say(
+    log_line(
         f"{PER_CALL * timed.calls_per_s:8.0f} leases/s, p99 {timed.percentile_ms(0.99):5.1f} ms, "
         f"{1e6 * timed.cpu_s / timed.calls / PER_CALL:.1f} µs of processor time each"
     )

@@ -18,7 +18,7 @@ import aiohttp
 
 from benchmarks import big_ledger, run_folder
 from benchmarks.client import POLICY, Service
-from benchmarks.harness import result, say, scratch
+from benchmarks.harness import log_line, result, scratch
 from benchmarks.service import config
 from penstock.dataflow.service.nodes.messages import LeaseAnswer
 from penstock.dataflow.service.operators.messages import Status
@@ -51,34 +51,38 @@ class Start:
     """Of an interpreter that only imports what the service imports, just before."""
 
 
-async def _until_up(life: run_folder.Life, service: Service, method: str, path: str) -> None:
+async def _wait_listening(
+    process: run_folder.ServiceProcess, service: Service, method: str, path: str
+) -> None:
     """Ask until somebody listens: as every client does while a service is away."""
     while True:
         try:
             await service.raw(method, path)
             return
         except aiohttp.ClientConnectionError:
-            life.check()
-            if time.perf_counter() > life.began_at + GIVE_UP_S:
+            process.check()
+            if time.perf_counter() > process.began_at + GIVE_UP_S:
                 raise
             await asyncio.sleep(0.005)
 
 
-async def _lease_early(life: run_folder.Life, service: Service, num: int) -> float:
+async def _wait_first_lease(
+    process: run_folder.ServiceProcess, service: Service, num: int
+) -> float:
     """Seconds until a node that was there before has new leases."""
     body = service.lease_body(service.node_id, num)
     while True:
         try:
             answer = decode(await service.raw("POST", "/v1/leases", body), LeaseAnswer)
         except aiohttp.ClientConnectionError:
-            life.check()
-            if time.perf_counter() > life.began_at + GIVE_UP_S:
+            process.check()
+            if time.perf_counter() > process.began_at + GIVE_UP_S:
                 raise
             await asyncio.sleep(0.005)
             continue
         if not answer.grants:
             raise RuntimeError("the first lease request was answered without a lease")
-        return time.perf_counter() - life.began_at
+        return time.perf_counter() - process.began_at
 
 
 def _python_s(folder: run_folder.RunFolder) -> float:
@@ -88,10 +92,12 @@ def _python_s(folder: run_folder.RunFolder) -> float:
     return time.perf_counter() - began_at
 
 
-async def _first_life(folder: run_folder.RunFolder, service: Service, num_groups: int) -> None:
+async def _run_until_killed(
+    folder: run_folder.RunFolder, service: Service, num_groups: int
+) -> None:
     """Work is open and leased when it is killed."""
-    with run_folder.running(folder) as life:
-        await _until_up(life, service, "GET", "/v1/status")
+    with run_folder.running(folder) as process:
+        await _wait_listening(process, service, "GET", "/v1/status")
         request = IncarnationRequest(request_id="first", expected=0, number=0, seq=0)
         path = f"/v1/policies/{POLICY}/incarnations"
         answer = await service.call("POST", path, request, IncarnationAnswer)
@@ -104,21 +110,21 @@ async def _first_life(folder: run_folder.RunFolder, service: Service, num_groups
             raise RuntimeError(f"{found} groups came back, {num_groups} were admitted")
 
 
-async def _next_life(folder: run_folder.RunFolder, service: Service) -> Start:
+async def _restart(folder: run_folder.RunFolder, service: Service) -> Start:
     python_s = await asyncio.to_thread(_python_s, folder)
-    with run_folder.running(folder) as life:
-        first_lease_s = await _lease_early(life, service, GROUP_SIZE)
+    with run_folder.running(folder) as process:
+        first_lease_s = await _wait_first_lease(process, service, GROUP_SIZE)
         if await service.seal() != GROUPS_PER_BATCH * GROUP_SIZE:
             raise RuntimeError("the first batch is not whole")
-        ready_s = time.perf_counter() - life.began_at
+        ready_s = time.perf_counter() - process.began_at
         start = Start(
             first_lease_s=first_lease_s,
             ready_s=ready_s,
-            cpu_s=life.server.cpu_s(),
-            rss_mb=life.rss_mb(),
+            cpu_s=process.server.cpu_s(),
+            rss_mb=process.rss_mb(),
             python_s=python_s,
         )
-    say(
+    log_line(
         f"lease after {start.first_lease_s:5.2f} s, batch after {start.ready_s:5.2f} s, "
         f"{start.cpu_s:5.2f} s of processor, {start.rss_mb:4.0f} MB | imports alone "
         f"{start.python_s:4.2f} s"
@@ -137,14 +143,14 @@ async def measure(folder: Path, *, rows: int, starts: int) -> list[Start]:
     )
     began_at = time.perf_counter()
     big_ledger.fill(run.path / "ledger", num_groups=num_groups, group_size=GROUP_SIZE)
-    say(f"{rows:,} rows written in {time.perf_counter() - began_at:.1f} s")
+    log_line(f"{rows:,} rows written in {time.perf_counter() - began_at:.1f} s")
     timeout = aiohttp.ClientTimeout(total=GIVE_UP_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
-        home = run_folder.Server(url=run.endpoints().dataflow, pid=0)
-        service = Service(http=http, server=home, token=run_folder.token(run))
-        service.session = uuid4().hex
-        await _first_life(run, service, num_groups)
-        return [await _next_life(run, service) for _ in range(starts)]
+        coordinator = run_folder.Server(url=run.endpoints().dataflow, pid=0)
+        service = Service(http=http, server=coordinator, token=run_folder.token(run))
+        service.boot_id = uuid4().hex
+        await _run_until_killed(run, service, num_groups)
+        return [await _restart(run, service) for _ in range(starts)]
 
 
 def main() -> None:

@@ -15,16 +15,16 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.client import Service, Tokens, check_stored, make_tokens
-from benchmarks.harness import result, say, scratch
+from benchmarks.harness import log_line, result, scratch
 from benchmarks.scale_bounds import CAP_MB, lag, memory
 from benchmarks.scale_run import GROUP_SIZE, World, scale_config, world
-from penstock.dataflow.core.leasing import Grant, NodeState, Register
+from penstock.dataflow.core.leasing import Grant, NodeState, RegisterRequest
 from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,
     Heartbeat,
     HeartbeatAnswer,
     LeaseAnswer,
-    Registered,
+    RegisterAnswer,
 )
 from penstock.types import NodeId
 from penstock.wire.codec import decode, encode
@@ -58,9 +58,9 @@ async def _partition_round(here: World, groups: int, tokens: Sequence[Tokens]) -
     leased_s = here.cpu_s() - leased_from_s
     bodies = [s.bodies(g, tokens, PER_CALL) for s, g in zip(here.services, grants, strict=True)]
     await asyncio.gather(*(_deliver(s, b, 4) for s, b in zip(here.services, bodies, strict=True)))
-    if await here.home.seal() != num * len(here.services):
+    if await here.coordinator.seal() != num * len(here.services):
         raise RuntimeError("the batch is not whole")
-    await here.home.commit(number=0, skipped="benchmark")
+    await here.coordinator.commit(number=0, skipped="benchmark")
     total = num * len(here.services)
     spent_s = here.cpu_s() - begin_s - leased_s
     return Cost(lease_s=leased_s / total, trajectory_s=spent_s / total)
@@ -100,7 +100,7 @@ async def partitions(folder: Path, *, most: int, groups: int, rounds: int) -> tu
         for index in range(rounds + 1):
             for here in (one, many) if index % 2 else (many, one):
                 cost = await _partition_round(here, groups, tokens)
-                _say_cost(f"{len(here.services)} partitions", cost)
+                _log_cost(f"{len(here.services)} partitions", cost)
                 if index:  # the first warms up
                     costs[here is many].append(cost)
     pairs = [*zip(*costs, strict=True)]
@@ -110,8 +110,8 @@ async def partitions(folder: Path, *, most: int, groups: int, rounds: int) -> tu
     )
 
 
-def _say_cost(what: str, cost: Cost) -> None:
-    say(
+def _log_cost(what: str, cost: Cost) -> None:
+    log_line(
         f"{what:>16}: {1e6 * cost.trajectory_s:6.0f} us per trajectory, "
         f"{1e6 * cost.lease_s:5.0f} us per lease"
     )
@@ -133,13 +133,15 @@ class Fleet:
             await asyncio.gather(*map(self._join, self.nodes[start : start + 100]))
 
     async def _join(self, node_id: NodeId) -> None:
-        body = Register(node_id=node_id, session=self.service.session, capacity=64, policies=())
-        await self.service.call("POST", "/v1/nodes", body, Registered)
+        body = RegisterRequest(
+            node_id=node_id, boot_id=self.service.boot_id, capacity=64, policies=()
+        )
+        await self.service.call("POST", "/v1/nodes", body, RegisterAnswer)
         await self._beat(node_id)
 
     async def _beat(self, node_id: NodeId) -> None:
         service = self.service
-        beat = Heartbeat(session=service.session, state=NodeState.LIVE, live=service.live)
+        beat = Heartbeat(boot_id=service.boot_id, state=NodeState.LIVE, live=service.live)
         await service.call("PUT", f"/v1/nodes/{node_id}", beat, HeartbeatAnswer)
 
     async def work(self, turns: int, tokens: Sequence[Tokens]) -> None:
@@ -159,7 +161,7 @@ class Fleet:
                 left -= len(answer.grants)
                 self.num_leases += len(answer.grants)
                 made = tuple(service.delivery(grant, tokens) for grant in answer.grants)
-                request = DeliveryRequest(node_id=node_id, session=service.session, deliveries=made)
+                request = DeliveryRequest(node_id=node_id, boot_id=service.boot_id, deliveries=made)
                 stored = await service.raw("POST", "/v1/trajectories", encode(request))
                 check_stored([stored], len(made))
 
@@ -176,7 +178,7 @@ async def _node_round(here: World, fleet: Fleet, turns: int, tokens: Sequence[To
     begin_s = here.cpu_s()
     num = turns * len(fleet.nodes) * PER_CALL
     batches = num // (NODE_GROUPS * GROUP_SIZE)
-    await asyncio.gather(fleet.work(turns, tokens), _train(here.home, batches))
+    await asyncio.gather(fleet.work(turns, tokens), _train(here.coordinator, batches))
     return (here.cpu_s() - begin_s) / num
 
 
@@ -191,13 +193,13 @@ async def nodes(folder: Path, *, few: int, many: int, rounds: int) -> float:
     ):
         fleets: list[tuple[World, Fleet]] = []
         for here, num in ((small, few), (large, many)):
-            fleet = Fleet(here.home, [NodeId(f"node-{index}") for index in range(num)])
+            fleet = Fleet(here.coordinator, [NodeId(f"node-{index}") for index in range(num)])
             await fleet.join()
             fleets.append((here, fleet))
         for index in range(rounds + 1):
             for here, fleet in fleets if index % 2 else reversed(fleets):
                 cost_s = await _node_round(here, fleet, many // len(fleet.nodes), tokens)
-                say(f"{len(fleet.nodes):>10} nodes: {1e6 * cost_s:6.0f} us per trajectory")
+                log_line(f"{len(fleet.nodes):>10} nodes: {1e6 * cost_s:6.0f} us per trajectory")
                 if index:
                     costs[here is large].append(cost_s)
     return median(b / a for a, b in zip(*costs, strict=True)) - 1

@@ -20,7 +20,16 @@ from statistics import median
 import httpx2
 
 from benchmarks.baselines.group_fsync import append_and_read
-from benchmarks.harness import CONNECTIONS, MIN_PAIRS, ROOT, Server, process, result, say, scratch
+from benchmarks.harness import (
+    CONNECTIONS,
+    MIN_PAIRS,
+    ROOT,
+    Server,
+    log_line,
+    process,
+    result,
+    scratch,
+)
 from benchmarks.killed_reader import COLUMN, NAME, SPACE, TTL_S
 from benchmarks.service import RUN
 from benchmarks.transferqueue import TransferQueue, environment, transferqueue
@@ -175,7 +184,7 @@ async def _round(sides: Sides, rounds: Rounds, number: int) -> None:
 # --- a consumer is killed ---------------------------------------------------------------------
 
 
-def _take_and_die(url: str, token: str) -> int:
+def _lease_then_kill(url: str, token: str) -> int:
     """How many rows a consumer had in hand when it was killed."""
     command = [sys.executable, "-m", "benchmarks.killed_reader", url, token, str(HELD_ROWS)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as doomed:
@@ -188,7 +197,7 @@ def _take_and_die(url: str, token: str) -> int:
 async def _lost_ours(client: RowsClient, url: str, token: str) -> int:
     """Rows that no living consumer ever gets, after one that held rows was killed."""
     await client.put(SPACE, {f"row-{n}": {COLUMN: b"tokens"} for n in range(KILLED_ROWS)})
-    held = await asyncio.to_thread(_take_and_die, url, token)
+    held = await asyncio.to_thread(_lease_then_kill, url, token)
     assert held == HELD_ROWS, "it held rows when it was killed"
     used: set[str] = set()
     reader = await client.reader(NAME, reads=[COLUMN], space=SPACE, ttl_s=TTL_S)
@@ -240,10 +249,10 @@ async def measure(folder: Path, cells: Sequence[Cell], *, num_pairs: int) -> Out
                 await _round(sides, Rounds(cell=rounds.cell), -1)  # all sides are warm then
                 for number in range(num_pairs):
                     await _round(sides, rounds, number)
-                say(str(rounds))
+                log_line(str(rounds))
             lost_ours = await _lost_ours(client, server.url, token)
             lost_theirs = await asyncio.to_thread(_lost_theirs, theirs, python, folder)
-    say(f"killed with {HELD_ROWS} rows in hand: ours lost {lost_ours}, theirs {lost_theirs}")
+    log_line(f"killed with {HELD_ROWS} rows in hand: ours lost {lost_ours}, theirs {lost_theirs}")
     return Outcome(rounds=kept, lost_ours=lost_ours, lost_theirs=lost_theirs)
 
 

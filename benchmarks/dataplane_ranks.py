@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.dataflow.service.trainers.messages import RowsAnswer
-from penstock.trainer.ranks.group import Gang, form, join
-from penstock.trainer.ranks.row_fetch import draw_rows, rows_of_parts
-from penstock.trainer.ranks.supervisor import LOOPBACK, Membership
+from penstock.trainer.ranks.group import RankGroup, join, make_rank_group
+from penstock.trainer.ranks.row_fetch import fetch_rows, split_rows
+from penstock.trainer.ranks.supervisor import LOOPBACK, RankEnv
 from penstock.trainer.ranks.topology import Parallel
 from penstock.types import (
     GroupId,
@@ -145,8 +145,8 @@ def _manifest(world: World, seq: int) -> Manifest:
 
 
 class Ours:
-    def __init__(self, world: World, gang: Gang) -> None:
-        self._world, self._gang = world, gang
+    def __init__(self, world: World, ranks: RankGroup) -> None:
+        self._world, self._ranks = world, ranks
         self._partitions = Partitions(world)
 
     @property
@@ -154,13 +154,13 @@ class Ours:
         return self._partitions.num_bytes
 
     def rows(self, seq: int) -> list[bytes]:
-        drawn = draw_rows(self._partitions, _manifest(self._world, seq), self._gang)
+        drawn = fetch_rows(self._partitions, _manifest(self._world, seq), self._ranks)
         return [row.payload for row in drawn if row.payload is not None]
 
 
 class SingleController:
-    def __init__(self, world: World, gang: Gang) -> None:
-        self._world, self._gang = world, gang
+    def __init__(self, world: World, ranks: RankGroup) -> None:
+        self._world, self._ranks = world, ranks
         self._partitions = Partitions(world)
         self._passed_bytes = 0
 
@@ -169,7 +169,7 @@ class SingleController:
         return self._partitions.num_bytes + self._passed_bytes
 
     def rows(self, seq: int) -> list[bytes]:
-        if not self._gang.place.is_first:
+        if not self._ranks.position.is_rank0:
             return self._receive()
         answer = self._partitions.rows(PolicyName("policy"), seq)
         rows = [row.payload or b"" for row in answer.rows]
@@ -181,11 +181,11 @@ class SingleController:
 
     def _share(self, rank: int) -> list[int]:
         """As our design shares them: the losses of both are compared bit for bit."""
-        return rows_of_parts(_manifest(self._world, 0), self._world.num_ranks, 1)[rank]
+        return split_rows(_manifest(self._world, 0), self._world.num_ranks, 1)[rank]
 
     def _receive(self) -> list[bytes]:
         size = self._world.row_bytes
-        num_rows = len(self._share(self._gang.place.rank))
+        num_rows = len(self._share(self._ranks.position.rank))
         content = torch.empty(num_rows * size, dtype=torch.uint8)
         dist.recv(content, src=0)
         self._passed_bytes += content.numel()
@@ -195,9 +195,9 @@ class SingleController:
 class TinyLearner:
     """Just enough of a step that wrong rows, or rows on the wrong rank, change the loss."""
 
-    def __init__(self, gang: Gang) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         torch.manual_seed(0)
-        self._gang = gang
+        self._ranks = ranks
         self._weights = torch.randn(_BUCKETS, _WIDTH, requires_grad=True)
 
     def step(self, rows: Sequence[bytes]) -> float:
@@ -209,7 +209,7 @@ class TinyLearner:
         with torch.no_grad():  # torch.optim loads the compiler, in every rank anew
             self._weights -= 0.1 * grad
         self._weights.grad = None
-        total, num_rows = self._gang.sum_over_ranks(np.array([loss.item(), len(rows)]))
+        total, num_rows = self._ranks.sum_over_ranks(np.array([loss.item(), len(rows)]))
         return float(total / num_rows)
 
     def _loss(self, row: bytes) -> Tensor:
@@ -229,7 +229,7 @@ def run(world: World, folder: Path) -> list[dict[str, dict[str, list[float]]]] |
     listener = socket.create_server((LOOPBACK, 0), backlog=4 * world.num_ranks)
     children: list[int] = []
     for rank in range(world.num_ranks):
-        member = Membership(
+        rank_env = RankEnv(
             rank=rank,
             num_ranks=world.num_ranks,
             local_rank=rank,
@@ -239,7 +239,7 @@ def run(world: World, folder: Path) -> list[dict[str, dict[str, list[float]]]] |
         )
         child = os.fork()
         if child == 0:
-            _be_rank(world, member, folder)
+            _run_rank(world, rank_env, folder)
         children.append(child)
     listener.close()
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
@@ -250,23 +250,23 @@ def run(world: World, folder: Path) -> list[dict[str, dict[str, list[float]]]] |
     return [json.loads((folder / f"rank.{rank}").read_text()) for rank in range(world.num_ranks)]
 
 
-def _be_rank(world: World, member: Membership, folder: Path) -> None:
+def _run_rank(world: World, rank_env: RankEnv, folder: Path) -> None:
     code = 1
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
-        join(member, timeout_s=120.0)
-        gang = form(Parallel(dp=world.num_ranks))
-        assert gang is not None
+        join(rank_env, timeout_s=120.0)
+        ranks = make_rank_group(Parallel(dp=world.num_ranks))
+        assert ranks is not None
         if world.cap_bytes:
             _cap_memory(world.cap_bytes)
-        (folder / f"rank.{member.rank}").write_text(json.dumps(_measure(world, gang)))
+        (folder / f"rank.{rank_env.rank}").write_text(json.dumps(_measure(world, ranks)))
         code = 0
     except (MemoryError, RuntimeError) as error:
         is_memory = isinstance(error, MemoryError) or "allocate memory" in str(error)
         code = OUT_OF_MEMORY if world.cap_bytes and (is_memory or "peer" in str(error)) else 1
         if code == 1:
-            print(f"rank {member.rank}: {error!r}", flush=True)
+            print(f"rank {rank_env.rank}: {error!r}", flush=True)
     finally:
         os._exit(code)
 
@@ -278,19 +278,19 @@ def _cap_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _measure(world: World, gang: Gang) -> dict[str, dict[str, list[float]]]:
+def _measure(world: World, ranks: RankGroup) -> dict[str, dict[str, list[float]]]:
     makers = {"ours": Ours, "single": SingleController}
-    sides = {name: (makers[name](world, gang), TinyLearner(gang)) for name in world.designs}
+    sides = {name: (makers[name](world, ranks), TinyLearner(ranks)) for name in world.designs}
     found: dict[str, dict[str, list[float]]] = {
         name: {"stall_s": [], "losses": [], "through_bytes": []} for name in sides
     }
     for seq in range(world.steps):
         order = list(sides.items())
         for name, (design, learner) in order if seq % 2 else reversed(order):
-            gang.barrier()
+            ranks.barrier()
             began_at = time.perf_counter()
             rows = design.rows(seq)
-            gang.barrier()
+            ranks.barrier()
             found[name]["stall_s"].append(time.perf_counter() - began_at)
             found[name]["losses"].append(learner.step(rows))
             found[name]["through_bytes"] = [float(design.through_bytes)]

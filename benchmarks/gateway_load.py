@@ -39,7 +39,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class TimedAnswer:
     first_s: float
     """Until the first byte of the body, less the engine's own delay; the whole answer likewise."""
     whole_s: float
@@ -59,7 +59,7 @@ class Window:
     seconds: float
     cpu_s: float
     """Of the server."""
-    calls: Sequence[Heard] = field(repr=False)
+    calls: Sequence[TimedAnswer] = field(repr=False)
 
     @property
     def calls_per_s(self) -> float:
@@ -97,7 +97,7 @@ class Connection(asyncio.Protocol):
         _, connection = await loop.create_connection(cls, parts.hostname, parts.port)
         return connection
 
-    async def ask(self, request: Request) -> Heard:
+    async def ask(self, request: Request) -> TimedAnswer:
         assert self._transport is not None
         self._ended = asyncio.get_running_loop().create_future()
         self._pieces = []
@@ -108,7 +108,7 @@ class Connection(asyncio.Protocol):
         if self._parser.get_status_code() != 200:
             raise RuntimeError(f"{self._parser.get_status_code()}: {body[:500]!r}")
         own_s = began_at + request.delay_s
-        return Heard(self._first_at - own_s, ended_at - own_s, body)
+        return TimedAnswer(self._first_at - own_s, ended_at - own_s, body)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -140,7 +140,7 @@ async def load(
     """Each client thinks, so long on average, before it takes the next request."""
     connections = [await Connection.open(server.url) for _ in range(num_clients)]
     waiting = iter(requests)
-    calls: list[Heard] = []
+    calls: list[TimedAnswer] = []
 
     async def client(connection: Connection, draw: random.Random) -> None:
         while True:

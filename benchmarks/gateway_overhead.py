@@ -22,12 +22,12 @@ import uvloop
 from benchmarks.cache import set_up_engine, smollm2
 from benchmarks.gateway_load import Request, Window, load
 from benchmarks.gateway_service import POLICY
-from benchmarks.harness import MIN_PAIRS, Server, process, result, say
+from benchmarks.harness import MIN_PAIRS, Server, log_line, process, result
 from benchmarks.local_run import quiet
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.engines.snapshot import read_snapshot
 from penstock.rollout.engines.vllm import ChildServer, default_environment
-from penstock.rollout.engines.vllm.generate_api import body_of
+from penstock.rollout.engines.vllm.generate_api import request_body
 from penstock.types import SamplingSpec
 
 RATE_PER_S = 550.0
@@ -51,7 +51,7 @@ Figures = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ParsedRequest:
     """A call as both sides make it."""
 
     text: str
@@ -71,13 +71,13 @@ class Load:
     delay_ms: tuple[int, int] = (0, 0)
     is_streamed: bool = False
 
-    def asks(self, window: int) -> Iterator[Ask]:
+    def asks(self, window: int) -> Iterator[ParsedRequest]:
         """Every question is another one."""
         draw = random.Random(window)
         for number in range(self.num_calls):
             a, b = draw.randrange(10**6), draw.randrange(10**6)
             client, call = number % self.num_clients, number // self.num_clients
-            yield Ask(
+            yield ParsedRequest(
                 text=f"Question {window}.{number}: what is the sum of {a} and {b}, what is the "
                 "difference, and which of the two is larger? Explain every step at length.",
                 session=f"{window}.{client}.{call // CALLS_PER_SESSION}",
@@ -90,20 +90,20 @@ class Load:
 # --- both sides -------------------------------------------------------------------------------
 
 
-def engine_calls(folder: Path) -> Callable[[Ask], Request]:
+def engine_calls(folder: Path) -> Callable[[ParsedRequest], Request]:
     """What the gateway sends to its engine."""
     renderer, snapshot = Renderer.load(folder), read_snapshot(folder)
 
-    def make(ask: Ask) -> Request:
+    def make(ask: ParsedRequest) -> Request:
         ids = renderer.encode(renderer.render([{"role": "user", "content": ask.text}]))
         sampling = SamplingSpec(max_tokens=ask.num_tokens, seed=ask.seed)
-        body = body_of(ids, sampling, snapshot, salt="direct", is_streamed=ask.is_streamed)
+        body = request_body(ids, sampling, snapshot, salt="direct", is_streamed=ask.is_streamed)
         return Request.make("/inference/v1/generate", "", body, delay_s=ask.seed % 256 / 1e3)
 
     return make
 
 
-def agent_call(ask: Ask) -> Request:
+def agent_call(ask: ParsedRequest) -> Request:
     fields = {
         "model": POLICY,
         "messages": [{"role": "user", "content": ask.text}],
@@ -148,11 +148,13 @@ async def simulated(pairs: Pairs, *, num_pairs: int, seconds: float) -> Figures:
     await pairs.run(1, closed)
     loops = checked(await pairs.run(num_pairs, closed), closed)
     most_per_s = median(direct.calls_per_s for direct, _ in loops)
-    say(f"closed loop: {most_per_s:.0f}/s, through {median(w.calls_per_s for _, w in loops):.0f}/s")
+    log_line(
+        f"closed loop: {most_per_s:.0f}/s, through {median(w.calls_per_s for _, w in loops):.0f}/s"
+    )
     paced = paced_load(min(RATE_PER_S, SHARE * most_per_s), seconds)
     calm = checked(await pairs.run(num_pairs, paced), paced)
     for direct, ours in calm:
-        say(
+        log_line(
             f"{ours.calls_per_s:5.0f}/s p50 {direct.whole_ms(0.5):5.1f} → {ours.whole_ms(0.5):5.1f}"
             f" ms, p99 {direct.whole_ms(0.99):5.1f} → {ours.whole_ms(0.99):5.1f} ms,"
             f" {1e3 * ours.cpu_s / len(ours.calls):.2f} ms of processor time per call"
@@ -160,7 +162,7 @@ async def simulated(pairs: Pairs, *, num_pairs: int, seconds: float) -> Figures:
     streamed = stream_load(seconds)
     streams = checked(await pairs.run(num_pairs, streamed), streamed)
     for direct, ours in streams:
-        say(f"first token {direct.first_ms(0.5):5.1f} → {ours.first_ms(0.5):5.1f} ms")
+        log_line(f"first token {direct.first_ms(0.5):5.1f} → {ours.first_ms(0.5):5.1f} ms")
     return {
         "added_p50_ms": median(ours.whole_ms(0.5) - direct.whole_ms(0.5) for direct, ours in calm),
         "added_p99_ms": median(
@@ -229,7 +231,7 @@ async def with_bare_server(
 
 async def with_vllm(folder: Path, *, num_pairs: int, calls_each: int, slow_ms: float) -> Figures:
     child = ChildServer(default_environment(), VLLM_OPTIONS)
-    say("vLLM starts: half a minute, more on a slow machine")
+    log_line("vLLM starts: half a minute, more on a slow machine")
     url, _ = await child.start(folder)
     try:
         engine = Server(url=url, pid=child.group or 0)
@@ -249,7 +251,7 @@ async def _throughput(pairs: Pairs, num: int, num_pairs: int, calls_each: int) -
     await pairs.run(1, of)
     found = await pairs.run(num_pairs, of)
     for direct, ours in found:
-        say(f"{num} agents: {direct.tokens_per_s:.0f} → {ours.tokens_per_s:.0f} tokens/s")
+        log_line(f"{num} agents: {direct.tokens_per_s:.0f} → {ours.tokens_per_s:.0f} tokens/s")
     return {
         f"ratio_{num}": median(ours.tokens_per_s / direct.tokens_per_s for direct, ours in found),
         f"tokens_per_s_{num}": median(ours.tokens_per_s for _, ours in found),

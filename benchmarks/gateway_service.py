@@ -18,19 +18,19 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.local_run import quiet
-from benchmarks.service import Slowed
+from benchmarks.service import DelayedApp
 from penstock.gateway.gateway import Gateway, Session
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.server import build_app
 from penstock.rollout.engines.vllm import RemoteServer, VllmEngine
 from penstock.types import PolicyName, SamplingSpec, Version
-from penstock.wire.serving import calm_collector, server
+from penstock.wire.serving import server, tune_memory
 
 POLICY = PolicyName("policy")
 MAX_SESSIONS = 256
 
 
-class _Opening(Gateway):
+class _AutoOpenSessions(Gateway):
     """Opens a session for whoever asks."""
 
     def __init__(self, engine: VllmEngine) -> None:
@@ -53,15 +53,15 @@ class _Opening(Gateway):
 async def serve(url: str, folder: Path, slow_s: float) -> None:
     engine = VllmEngine(RemoteServer(url))
     await engine.load(folder, Version(policy=POLICY, incarnation=1, number=0))
-    gateway = _Opening(engine)
+    gateway = _AutoOpenSessions(engine)
     gateway.set_renderer(POLICY, Renderer.load(folder))
     app = build_app(gateway)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     port: int = listener.getsockname()[1]
     host = server(app, "127.0.0.1", port)
     if slow_s:
-        host.config.app = Slowed(app, slow_s)
-    calm_collector()
+        host.config.app = DelayedApp(app, slow_s)
+    tune_memory()
     print(f"http://127.0.0.1:{port}", flush=True)
     await host.serve(sockets=[listener])
     await engine.close()

@@ -19,13 +19,13 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from benchmarks.harness import result, say
+from benchmarks.harness import log_line, result
 from benchmarks.local_run import quiet
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import Completion, Listen
+from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.session import Session
-from penstock.trainer.samples import cut
+from penstock.trainer.samples import make_samples
 from penstock.types import (
     FinishReason,
     GroupId,
@@ -67,7 +67,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class TreeCost:
     bytes_tree: int
     bytes_full: int
     tokens_tree: int
@@ -94,7 +94,7 @@ class Letters:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         began_at = time.perf_counter()
         draw = random.Random(sampling.seed)
@@ -150,7 +150,7 @@ class _Agent:
         return {"role": "user", "content": "".join(self._draw.choices("abcdefgh ", k=size))}
 
 
-async def measure(setting: Setting, *, seed: int = 0) -> Found:
+async def measure(setting: Setting, *, seed: int = 0) -> TreeCost:
     renderer = _renderer()
     engine = Letters(setting, min(renderer.stop_ids))
     gateway = Gateway(engine)
@@ -164,9 +164,9 @@ async def measure(setting: Setting, *, seed: int = 0) -> Found:
         rows.append(gateway.close(session))
     trees = [_trajectory(turns) for turns in rows]
     fulls = [_trajectory(_in_full(turns)) for turns in rows]
-    tree, full = cut(enumerate(trees), POLICY), cut(enumerate(fulls), POLICY)
+    tree, full = make_samples(enumerate(trees), POLICY), make_samples(enumerate(fulls), POLICY)
     assert tree.num_trained == full.num_trained, "both train every sampled token once"
-    return Found(
+    return TreeCost(
         bytes_tree=sum(len(encode(row)) for row in trees),
         bytes_full=sum(len(encode(row)) for row in fulls),
         tokens_tree=len(tree.ids_T),
@@ -211,7 +211,7 @@ def main() -> None:
     quiet()
     setting = Setting(num_sessions=8) if options.quick else Setting()
     found = asyncio.run(measure(setting))
-    say(
+    log_line(
         f"{found.num_calls} calls, {found.num_branches} branches: {found.bytes_tree:,} bytes "
         f"against {found.bytes_full:,}, {found.tokens_tree:,} tokens against {found.tokens_full:,}"
     )

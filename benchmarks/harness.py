@@ -129,7 +129,7 @@ async def load(
     )
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

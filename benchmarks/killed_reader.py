@@ -13,12 +13,12 @@ NAME, SPACE, COLUMN = "trainer", "eval", "tokens"
 TTL_S = 1.0
 
 
-async def take(url: str, token: str, num: int) -> int:
+async def lease_rows(url: str, token: str, num: int) -> int:
     async with RowsClient(url, token) as client:
         reader = await client.reader(NAME, reads=[COLUMN], space=SPACE, ttl_s=TTL_S)
         return len(await reader.lease(num))
 
 
 if __name__ == "__main__":
-    print(asyncio.run(take(sys.argv[1], sys.argv[2], int(sys.argv[3]))), flush=True)
+    print(asyncio.run(lease_rows(sys.argv[1], sys.argv[2], int(sys.argv[3]))), flush=True)
     time.sleep(3600)

@@ -147,7 +147,7 @@ def _samples(prompts_RP: Ints, answers: Answers, number: int) -> Samples:
         ids_T=ids_RL[is_there_RL].astype(np.int32),
         mask_T=place_T >= 0,
         logprobs_T=logprobs_RL[is_there_RL],
-        numbers_T=np.where(place_T >= 0, number, -1).astype(np.int32),
+        versions_T=np.where(place_T >= 0, number, -1).astype(np.int32),
         turns_T=np.zeros(shape, np.int32),
         roles_T=np.zeros(shape, np.int32),
         sampled_T=np.maximum(place_T, 0),
@@ -158,7 +158,7 @@ def _samples(prompts_RP: Ints, answers: Answers, number: int) -> Samples:
     )
 
 
-class Trainee:
+class ActorCritic:
     """An actor, and its critic where it has one."""
 
     def __init__(
@@ -169,20 +169,20 @@ class Trainee:
         self._needs_proximal = needs_proximal
 
     def step(self, batch: Batch) -> None:
-        batch = self._criticised(batch) if self._critic else _compared(batch)
+        batch = self._with_critic_advantages(batch) if self._critic else _compared(batch)
         if self._needs_proximal:
-            batch = batch.with_columns({PROXIMAL: self.actor.look(batch)})
+            batch = batch.with_columns({PROXIMAL: self.actor.infer(batch)})
         self.actor.step(batch)
 
-    def _criticised(self, batch: Batch) -> Batch:
+    def _with_critic_advantages(self, batch: Batch) -> Batch:
         """Advantages from the critic's values; then the critic learns from the returns."""
         assert self._critic is not None
-        samples, values_T = batch.samples, self._critic.look(batch)
+        samples, values_T = batch.samples, self._critic.infer(batch)
         mask_T, ends_S = samples.mask_T, samples.ends_S
         rewards_T = final_rewards(
             batch.columns["reward"], mask_T, samples.starts_S, ends_S, samples.rows_S
         )
-        found = Gae(trace=0.95)(rewards_T, values_T, mask_T, ends_S)
+        found = Gae(lam=0.95)(rewards_T, values_T, mask_T, ends_S)
         scale = moments(found.advantages_T, mask_T)
         batch = batch.with_columns(
             {
@@ -201,10 +201,16 @@ def _compared(batch: Batch) -> Batch:
 
 
 def train(
-    trainee: Trainee, sampler: Sampler, *, lag: int, steps: int, num_groups: int, judged: int = 1
+    trainee: ActorCritic,
+    sampler: Sampler,
+    *,
+    lag: int,
+    steps: int,
+    num_groups: int,
+    num_evaluated: int = 1,
 ) -> float:
-    """Mean reward of the answers of the last `judged` versions themselves: not of what they train
-    on, which is older.
+    """Mean reward of the answers of the last `num_evaluated` versions themselves: not of what they
+    train on, which is older.
 
     The first `lag` versions train on answers of version 0, as a run does that has just begun.
     """
@@ -216,7 +222,7 @@ def train(
         batch = sampler.batch(num_groups, number=oldest, trains_from=step)
         trainee.step(batch)
         states.append(_copy(trainee.actor))
-        if step >= steps - judged:
+        if step >= steps - num_evaluated:
             sampler.load(states[-1])
             rewards.append(sampler.reward(num_groups))
     return statistics.fmean(rewards)

@@ -14,9 +14,15 @@ from typing import Any
 import structlog
 
 from penstock.config import RunConfig, demo
-from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.core.leasing import (
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+    RegisterRequest,
+)
 from penstock.dataflow.records import row_id
-from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
@@ -100,7 +106,7 @@ def write_tasks(path: Path, payloads: Iterable[Mapping[str, Any]]) -> str:
 class LocalNode:
     """Serves the newest version of every policy; each answer is one token of each."""
 
-    service: Dataflow
+    service: DataflowService
     reward: Reward
     node_id: NodeId = NODE
     num_rollouts: int = 0
@@ -108,8 +114,8 @@ class LocalNode:
     _live: tuple[LiveVersion, ...] = ()
 
     async def join(self) -> None:
-        body = Register(
-            node_id=self.node_id, session="first", capacity=MAX_SLOTS, policies=(), tags=()
+        body = RegisterRequest(
+            node_id=self.node_id, boot_id="first", capacity=MAX_SLOTS, policies=(), tags=()
         )
         await self.service.nodes.register(body)
 
@@ -121,7 +127,7 @@ class LocalNode:
             LeaseRequest(
                 request_id=f"{self.node_id}-{self._num_asked}",
                 node_id=self.node_id,
-                session="first",
+                boot_id="first",
                 max_slots=max_slots,
                 wait_s=wait_s,
                 live=self._live,
@@ -138,7 +144,7 @@ class LocalNode:
             for v in self.service.host.gate.wanted
         )
         state = NodeState.LIVE if self._live else NodeState.STARTING
-        body = Heartbeat(session="first", state=state, live=self._live)
+        body = Heartbeat(boot_id="first", state=state, live=self._live)
         await self.service.nodes.heartbeat(self.node_id, body)
 
     async def _deliver(self, made: Sequence[Trajectory]) -> None:
@@ -146,7 +152,7 @@ class LocalNode:
             Delivery(row_id=one.row_id, payload=memoryview(encode(one))) for one in made
         )
         answer = await self.service.nodes.deliver(
-            DeliveryRequest(node_id=self.node_id, session="first", deliveries=deliveries)
+            DeliveryRequest(node_id=self.node_id, boot_id="first", deliveries=deliveries)
         )
         refused = [r for r in answer.results if r.status is not DeliveryStatus.STORED]
         assert not refused, f"a sound delivery was refused: {refused[0]}"
@@ -184,7 +190,7 @@ def _turn(version: LiveVersion) -> Turn:
 class LocalTrainer:
     """Draws batches of one policy, commits them and publishes a version for each."""
 
-    service: Dataflow
+    service: DataflowService
     policy: PolicyName
     number: int = 0
     seq: int = 0

@@ -21,20 +21,20 @@ from tokenizers.pre_tokenizers import Split
 
 from benchmarks.client import POLICY, Service
 from benchmarks.harness import Server, process
-from benchmarks.overlap_workload import Spell, Window, Workload
+from benchmarks.overlap_workload import BusyInterval, Window, Workload
 from benchmarks.service import RUN
-from penstock.dataflow.client.partitioned import SpreadClient
-from penstock.dataflow.service.messages import Done
+from penstock.dataflow.client.partitioned import PartitionedNodeClient
+from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.trainers.messages import (
     BatchAnswer,
     BatchRequest,
     PublishRequest,
 )
-from penstock.gateway.generation import Completion, Listen
+from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.rollout.context import Context
-from penstock.rollout.delivery_queue import Acknowledgements
-from penstock.rollout.engines.simulated import Load, SimulatedEngine
-from penstock.rollout.node import Outside, build
+from penstock.rollout.delivery_queue import AckLog
+from penstock.rollout.engines.simulated import LoadProfile, SimulatedEngine
+from penstock.rollout.node import NodeDeps, build
 from penstock.types import NodeId, PolicyName, PublishedVersion, SamplingSpec, Task, view_ids
 from penstock.wire.auth import Audience, Role, Signer
 
@@ -52,10 +52,10 @@ async def answer(task: Task, ctx: Context) -> float:
 class _Timed(SimulatedEngine):
     """Notes what it works on; sleeping longer than an answer takes is not work."""
 
-    def __init__(self, load: Load, spells: list[Spell]) -> None:
+    def __init__(self, load: LoadProfile, busy_intervals: list[BusyInterval]) -> None:
         super().__init__(load)
         self._token_s = load.token_s
-        self._spells = spells
+        self._spells = busy_intervals
 
     async def __call__(
         self,
@@ -64,18 +64,18 @@ class _Timed(SimulatedEngine):
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         began_at = time.monotonic()
         seconds = math.inf
         try:
             completion = await super().__call__(
-                prompt_ids, sampling, policy=policy, session=session, listen=listen
+                prompt_ids, sampling, policy=policy, session=session, on_chunk=on_chunk
             )
             seconds = (len(view_ids(completion.sampled_ids)) - 1) * self._token_s
             return completion
         finally:  # one that the end of the run stopped was at work until then
-            self._spells.append(Spell(began_at=began_at, seconds=seconds))
+            self._spells.append(BusyInterval(began_at=began_at, seconds=seconds))
 
 
 class _Folder:
@@ -90,7 +90,7 @@ class _Folder:
     def require_unchanged(self, folder: Path) -> None:
         return None
 
-    def forget_but(self, keep: Collection[str]) -> None:
+    def prune_except(self, keep: Collection[str]) -> None:
         return None
 
     async def close(self) -> None:
@@ -113,17 +113,15 @@ def write_snapshot(folder: Path) -> Path:
 async def _node(
     url: str, token: str, folder: Path, name: str, capacity: int, engine: SimulatedEngine
 ) -> AsyncGenerator[None]:
-    client = SpreadClient(url, token)
-    acknowledgements = Acknowledgements(folder / f"{name}.txt")
-    outside = Outside(
+    client = PartitionedNodeClient(url, token)
+    ack_log = AckLog(folder / f"{name}.txt")
+    deps = NodeDeps(
         dataflow=client,
-        make_fetch=lambda facts: _Folder(folder / "snapshot"),
+        make_fetcher=lambda facts: _Folder(folder / "snapshot"),
         make_engine=lambda facts: engine,
     )
     try:
-        async with build(
-            outside, acknowledgements, node_id=NodeId(name), capacity=capacity
-        ) as node:
+        async with build(deps, ack_log, node_id=NodeId(name), capacity=capacity) as node:
             running = asyncio.create_task(node.run())
             try:
                 yield
@@ -132,7 +130,7 @@ async def _node(
                 await asyncio.gather(running, return_exceptions=True)
     finally:
         await client.close()
-        acknowledgements.close()
+        ack_log.close()
 
 
 async def _sealed(trainer: Service, seq: int) -> None:
@@ -156,37 +154,39 @@ async def _train(trainer: Service, steps: int, train_s: float) -> list[float]:
             manifest_digest=f"{number:064}",
             weights_digest=str(number),
         )
-        await trainer.call("POST", f"/v1/policies/{POLICY}/versions", publish, Done)
+        await trainer.call("POST", f"/v1/policies/{POLICY}/versions", publish, Ack)
         commits_at.append(time.monotonic())
     return commits_at
 
 
 async def _run(
     server: Server, token: str, folder: Path, workload: Workload, token_s: float
-) -> tuple[list[float], list[Spell]]:
-    spells: list[Spell] = []
-    load = Load(token_s=token_s, median_tokens=workload.median_tokens, spread=workload.sigma)
+) -> tuple[list[float], list[BusyInterval]]:
+    busy_intervals: list[BusyInterval] = []
+    load = LoadProfile(token_s=token_s, median_tokens=workload.median_tokens, spread=workload.sigma)
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         trainer = Service(http=http, server=server, token=token)
         await trainer.incarnate()
         for index in range(workload.num_nodes):
             capacity = len(range(index, workload.num_slots, workload.num_nodes))
-            node = _node(server.url, token, folder, f"node-{index}", capacity, _Timed(load, spells))
+            node = _node(
+                server.url, token, folder, f"node-{index}", capacity, _Timed(load, busy_intervals)
+            )
             await stack.enter_async_context(node)
         commits_at = await _train(trainer, workload.steps, workload.train_s_at(token_s))
-    return commits_at, spells
+    return commits_at, busy_intervals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reality:
+class WallClockResult:
     fraction: float
     """Of the bound max(W / S, N T), from the end of the warm-up to the last commit."""
     gap_ms: float
     """Slot time beside its tokens, per answer."""
 
 
-def on_the_clock(folder: Path, workload: Workload, *, token_s: float) -> Reality:
+def run_on_wall_clock(folder: Path, workload: Workload, *, token_s: float) -> WallClockResult:
     write_snapshot(folder / "snapshot")
     token = Signer.create(folder / "keys", RUN).mint(Role.ADMIN, [Audience.DATAFLOW], ttl_s=3600)
     arguments = {
@@ -198,16 +198,16 @@ def on_the_clock(folder: Path, workload: Workload, *, token_s: float) -> Reality
     }
     words = [f"--{name}={value}" for name, value in arguments.items()]
     with process("benchmarks.service", str(folder), *words) as server:
-        commits_at, spells = asyncio.run(_run(server, token, folder, workload, token_s))
+        commits_at, busy_intervals = asyncio.run(_run(server, token, folder, workload, token_s))
     window = Window(
         begin=commits_at[WARM_UP - 1],
         end=commits_at[-1],
         num_batches=len(commits_at) - WARM_UP,
     )
     slot_s = workload.num_slots * window.seconds
-    busy_s = sum(spell.within(window.begin, window.end) for spell in spells)
+    busy_s = sum(spell.within(window.begin, window.end) for spell in busy_intervals)
     num_answers = busy_s / (workload.expected_tokens * token_s)
     fraction = window.fraction(
-        spells, num_slots=workload.num_slots, train_s=workload.train_s_at(token_s)
+        busy_intervals, num_slots=workload.num_slots, train_s=workload.train_s_at(token_s)
     )
-    return Reality(fraction=fraction, gap_ms=1e3 * (slot_s - busy_s) / num_answers)
+    return WallClockResult(fraction=fraction, gap_ms=1e3 * (slot_s - busy_s) / num_answers)

@@ -7,26 +7,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.overlap_workload import Spell, Window, Workload, bound_s
+from benchmarks.overlap_workload import BusyInterval, Window, Workload, bound_s
 from benchmarks.staleness import POLICY, rules
 from benchmarks.virtual_run import TOKEN_S, Answer, VirtualRun
-from penstock.dataflow.core.consumers import PolicyTerms
-from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
-from penstock.dataflow.core.home import IssueTerms
+from penstock.dataflow.core.consumers import PolicySpec
+from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
+from penstock.dataflow.core.home import IssueSpec
 from penstock.dataflow.core.leasing import Grant
-from penstock.dataflow.ledger.assemble import CoreTerms
+from penstock.dataflow.ledger.assemble import CoreSpec
 from penstock.dataflow.sources import Source
 from penstock.types import GroupId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flowed:
+class OverlapResult:
     """One run, from the first lease to the last commit."""
 
     workload: Workload
     seconds: float
     commits_at: Sequence[float]
-    spells: Sequence[Spell]
+    busy_intervals: Sequence[BusyInterval]
     """Of every answer that was trained."""
     generated_s: float
     """Slots at work, for what was trained or not."""
@@ -35,7 +35,7 @@ class Flowed:
 
     @property
     def trained_s(self) -> float:
-        return sum(spell.seconds for spell in self.spells)
+        return sum(spell.seconds for spell in self.busy_intervals)
 
     @property
     def lost(self) -> float:
@@ -52,7 +52,7 @@ class Flowed:
         """Of the bound of the whole run, with its filling and its draining."""
         workload = self.workload
         bound = bound_s(
-            [spell.seconds for spell in self.spells],
+            [spell.seconds for spell in self.busy_intervals],
             num_batches=workload.steps,
             num_slots=workload.num_slots,
             train_s=workload.train_s,
@@ -67,27 +67,29 @@ class Flowed:
         edge = workload.max_staleness + 1
         first, last = self.commits_at[edge - 1], self.commits_at[-1 - edge]
         window = Window(begin=first, end=last, num_batches=workload.steps - 2 * edge)
-        return window.fraction(self.spells, num_slots=workload.num_slots, train_s=workload.train_s)
+        return window.fraction(
+            self.busy_intervals, num_slots=workload.num_slots, train_s=workload.train_s
+        )
 
 
 class _Trainer:
     """Asks for a batch as soon as it is free, and trains it for a fixed time."""
 
     def __init__(self, run: VirtualRun, train_s: float) -> None:
-        self.consumer = run.home.consumers[POLICY]
+        self.consumer = run.coordinator.consumers[POLICY]
         self.wait_s = 0.0
         self.commits_at: list[float] = []
         self._run = run
         self._train_s = train_s
         self._free_since: float | None = run.now
 
-    def look(self) -> None:
+    def poll(self) -> None:
         run = self._run
         if self._free_since is None:
             return
         if run.sealing.seal(self.consumer, self.consumer.last_sealed + 1, run.now) is None:
             return
-        run.board.run(run.now)
+        run.router.run(run.now)
         self.wait_s += run.now - self._free_since
         self._free_since = None
         run.at(run.now + self._train_s + run.call_s, self._trained)
@@ -115,7 +117,7 @@ class _Answers:
         return Answer(tokens=tokens, reward=float(grant.slot))
 
 
-def flow(workload: Workload, *, call_s: float = 0.0) -> Flowed:
+def flow(workload: Workload, *, call_s: float = 0.0) -> OverlapResult:
     """Each rollout and each batch costs `call_s` more than its work."""
     source = Source(name="train", weight=1.0, make=lambda n, seed: {"n": n}, limit=None)
     answers = _Answers(workload)
@@ -125,25 +127,27 @@ def flow(workload: Workload, *, call_s: float = 0.0) -> Flowed:
     run.take_over(POLICY)
     for index in range(workload.num_nodes):
         run.join(f"node-{index}", len(range(index, workload.num_slots, workload.num_nodes)))
-    run.after_settle.append(trainer.look)
+    run.after_settle.append(trainer.poll)
     run.run(lambda: trainer.consumer.lineage.number >= workload.steps)
     trained = {group for (_, group), fate in run.tally.fates.items() if fate.state == "sealed"}
-    return Flowed(
+    return OverlapResult(
         workload=workload,
         seconds=run.now - started_at,
         commits_at=trainer.commits_at,
-        spells=[
-            Spell(began_at=at, seconds=s) for group, at, s in answers.began if group in trained
+        busy_intervals=[
+            BusyInterval(began_at=at, seconds=s)
+            for group, at, s in answers.began
+            if group in trained
         ],
         generated_s=run.generated * TOKEN_S,
         wait_s=trainer.wait_s,
     )
 
 
-def _terms(workload: Workload) -> CoreTerms:
-    return CoreTerms(
+def _terms(workload: Workload) -> CoreSpec:
+    return CoreSpec(
         policies=(
-            PolicyTerms(
+            PolicySpec(
                 policy=POLICY,
                 groups_per_batch=workload.groups_per_batch,
                 max_staleness=workload.max_staleness,
@@ -151,9 +155,9 @@ def _terms(workload: Workload) -> CoreTerms:
             ),
         ),
         rules=tuple(rules("edf")),
-        issue=IssueTerms(num_slots=workload.group_size),
-        closing=Closing(kind=ClosingKind.COMPLETE),
-        lease=LeaseTerms(ttl_s=60.0, start_to_close_s=1e9, max_attempts=3),
+        issue=IssueSpec(num_slots=workload.group_size),
+        closing=ClosingPolicy(kind=ClosingKind.COMPLETE),
+        lease=LeaseSpec(ttl_s=60.0, start_to_close_s=1e9, max_attempts=3),
         workflow="single_turn",
         seed=0,
     )

@@ -121,7 +121,7 @@ def bound_s(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spell:
+class BusyInterval:
     """A slot at work on one answer that was trained."""
 
     began_at: float
@@ -143,8 +143,10 @@ class Window:
     def seconds(self) -> float:
         return self.end - self.begin
 
-    def fraction(self, spells: Sequence[Spell], *, num_slots: int, train_s: float) -> float:
+    def fraction(
+        self, busy_intervals: Sequence[BusyInterval], *, num_slots: int, train_s: float
+    ) -> float:
         """Of the bound max(W / S, N T): how busy the scarcer of slots and trainer was with what
         was trained. Never above 1."""
-        generated_s = sum(spell.within(self.begin, self.end) for spell in spells)
+        generated_s = sum(spell.within(self.begin, self.end) for spell in busy_intervals)
         return max(generated_s / num_slots, self.num_batches * train_s) / self.seconds

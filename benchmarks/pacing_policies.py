@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import result, say, scratch
+from benchmarks.harness import log_line, result, scratch
 from benchmarks.local_run import LocalNode, LocalTrainer, quiet, run_config
 from penstock.dataflow.service.build import build
-from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.coordinator import DataflowService
 from penstock.types import DropReason, PolicyName
 
 STOPS, GOES_ON = PolicyName("stops"), PolicyName("goes-on")
@@ -91,7 +91,7 @@ async def _train(trainer: LocalTrainer, setting: Setting) -> None:
             await trainer.commit()
 
 
-async def _rate(service: Dataflow, setting: Setting) -> float:
+async def _rate(service: DataflowService, setting: Setting) -> float:
     """From commit to commit of the policy that goes on, so that no window cuts a burst in two."""
     clock = service.process.clock
     await _next_commit(service, setting)
@@ -101,24 +101,24 @@ async def _rate(service: Dataflow, setting: Setting) -> float:
     return (_num_issued(service) - num_before) / (clock() - began_at)
 
 
-async def _next_commit(service: Dataflow, setting: Setting) -> None:
-    lineage = service.home.consumers[GOES_ON].lineage
+async def _next_commit(service: DataflowService, setting: Setting) -> None:
+    lineage = service.coordinator.consumers[GOES_ON].lineage
     number, give_up_at = lineage.number, service.process.clock() + 20 * setting.train_s
     while lineage.number == number and service.process.clock() < give_up_at:
         await service.process.wait_for(service.process.changed, give_up_at)
 
 
-def _num_issued(service: Dataflow) -> int:
+def _num_issued(service: DataflowService) -> int:
     return int(service.process.ledger.tables.scalar("SELECT max(issue) FROM issued"))
 
 
-async def _until_exhausted(service: Dataflow, setting: Setting) -> None:
+async def _until_exhausted(service: DataflowService, setting: Setting) -> None:
     """The stopped policy holds all that its bound has room for, and has declined a batch more."""
-    home = service.home
+    coordinator = service.coordinator
     budget = (setting.max_staleness + 1) * setting.groups_per_batch
     give_up_at = service.process.clock() + 50 * setting.train_s
     while service.process.clock() < give_up_at:
-        levels = home.consumers[STOPS].levels()
+        levels = coordinator.consumers[STOPS].levels()
         if levels.admitted + levels.sealed >= budget:
             break
         await asyncio.sleep(setting.train_s / 10)
@@ -137,7 +137,7 @@ def main() -> None:
         with scratch(options.folder) as folder:
             rates = asyncio.run(measure(setting, folder))
         rounds.append(rates)
-        say(
+        log_line(
             f"round {number + 1}: {rates.before:.1f} groups/s before, {rates.after:.1f} after, "
             f"{rates.num_outpaced} declined by the policy that stopped"
         )

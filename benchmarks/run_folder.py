@@ -29,7 +29,7 @@ def make(path: Path, config: RunConfig, *, num_partitions: int = 1) -> RunFolder
     flow = config.dataflow.model_copy(update={"partitions": num_partitions})
     folder.write_config(config.model_copy(update={"dataflow": flow}))
     Signer.create(folder.keys, config.name)
-    folder.choose_endpoints(folder.path, (), num_partitions=num_partitions)
+    folder.allocate_endpoints(folder.path, (), num_partitions=num_partitions)
     folder.logs.mkdir()
     return folder
 
@@ -47,7 +47,7 @@ def environment(folder: RunFolder) -> dict[str, str]:
     return {**inherited, "PYTHONPYCACHEPREFIX": bytecode, "OPENBLAS_NUM_THREADS": "1"}
 
 
-class Life:
+class ServiceProcess:
     """One process of `penstock dataflow`, from its start on."""
 
     def __init__(self, folder: RunFolder, partition: int = 0) -> None:
@@ -80,9 +80,9 @@ class Life:
 
 
 @contextlib.contextmanager
-def running(folder: RunFolder, partition: int = 0) -> Generator[Life]:
-    life = Life(folder, partition)
+def running(folder: RunFolder, partition: int = 0) -> Generator[ServiceProcess]:
+    process = ServiceProcess(folder, partition)
     try:
-        yield life
+        yield process
     finally:
-        life.kill()
+        process.kill()

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Generator, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.client import Service, Tokens, check_stored, make_tokens
-from benchmarks.harness import ROOT, say
+from benchmarks.harness import ROOT, log_line
 from benchmarks.scale_run import World, scale_config, world
 from penstock.dataflow.client.blobs import put_blob
 from penstock.dataflow.core.leasing import NodeState
@@ -25,7 +25,7 @@ from penstock.dataflow.service.nodes.messages import (
     LeaseAnswer,
 )
 from penstock.types import NodeId
-from penstock.wire.client import AsyncCaller
+from penstock.wire.client import AsyncServiceClient
 from penstock.wire.codec import decode, encode, encode_json
 
 CAP_MB = 512
@@ -50,8 +50,8 @@ async def memory(folder: Path, *, seconds: float) -> float:
         for service in here.services:
             await service.register(service.node_id)
         floods = [_flood(service, tokens) for service in here.services]
-        await _for(seconds, _train(here.home), _watch(here, seen_mb), *floods)
-    say(f"slow trainer for {seconds:g} s: at most {max(seen_mb):.0f} MB of {CAP_MB} MB")
+        await _for(seconds, _train(here.coordinator), _watch(here, seen_mb), *floods)
+    log_line(f"slow trainer for {seconds:g} s: at most {max(seen_mb):.0f} MB of {CAP_MB} MB")
     return max(seen_mb)
 
 
@@ -90,7 +90,7 @@ async def _flood(service: Service, tokens: Sequence[Tokens]) -> None:
 async def _watch(here: World, seen_mb: list[float]) -> None:
     while True:
         here.check()
-        seen_mb.append(max(life.rss_mb() for life in here.lives))
+        seen_mb.append(max(process.rss_mb() for process in here.processes))
         await asyncio.sleep(SAMPLE_S)
 
 
@@ -101,7 +101,7 @@ class Probe:
     """Heartbeats from another process; `stop` says how long each took, in seconds."""
 
     def __init__(self, service: Service) -> None:
-        beat = Heartbeat(session=service.session, state=NodeState.LIVE, live=service.live)
+        beat = Heartbeat(boot_id=service.boot_id, state=NodeState.LIVE, live=service.live)
         words = (service.server.url, f"/v1/nodes/{PROBE}", service.token)
         self._child = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.heartbeat_probe", *words, encode_json(beat)],
@@ -131,7 +131,7 @@ async def lag(folder: Path, *, num: int) -> tuple[float, float]:
     num -= num % 8
     run = scale_config(groups_per_batch=num // 8)
     async with world(folder, run, 1) as here:
-        service = here.home
+        service = here.coordinator
         await service.register(PROBE)
         await service.register(service.node_id)
         tokens = make_tokens(LARGE_BYTES, variants=4)
@@ -141,25 +141,27 @@ async def lag(folder: Path, *, num: int) -> tuple[float, float]:
         with _probe(service) as busy_s:
             began_at = time.perf_counter()
             deliveries = iter([service.delivery(grant, tokens) for grant in grants])
-            caller = AsyncCaller(service.server.url, service.token)
+            caller = AsyncServiceClient(service.server.url, service.token)
             await asyncio.gather(*(_upload(service, caller, deliveries) for _ in range(UPLOADS)))
             seconds = time.perf_counter() - began_at
             await caller.close()
     idle_ms, busy_ms = _p99_ms(idle_s), _p99_ms(busy_s)
-    say(
+    log_line(
         f"{num} of 2 MB in {seconds:.1f} s: beats p99 {busy_ms:.1f} ms over {len(busy_s)}, "
         f"{idle_ms:.1f} ms when idle"
     )
     return idle_ms, busy_ms
 
 
-async def _upload(service: Service, caller: AsyncCaller, deliveries: Iterator[Delivery]) -> None:
+async def _upload(
+    service: Service, caller: AsyncServiceClient, deliveries: Iterator[Delivery]
+) -> None:
     """As a node does with what is too large for a call: the bytes go ahead as a blob."""
     for delivery in deliveries:
         ref = await put_blob(caller, delivery.payload, deadline_s=60.0)
         small = Delivery(row_id=delivery.row_id, payload=memoryview(b""), blob=ref.digest)
         request = DeliveryRequest(
-            node_id=service.node_id, session=service.session, deliveries=(small,)
+            node_id=service.node_id, boot_id=service.boot_id, deliveries=(small,)
         )
         check_stored([await service.raw("POST", "/v1/trajectories", encode(request))], 1)
 

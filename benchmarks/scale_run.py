@@ -15,7 +15,7 @@ import aiohttp
 
 from benchmarks import run_folder
 from benchmarks.client import Service
-from benchmarks.run_folder import Life
+from benchmarks.run_folder import ServiceProcess
 from benchmarks.service import config
 from penstock.config import RunConfig
 from penstock.dataflow.service.operators.messages import Status
@@ -29,24 +29,24 @@ UP_S = 90.0
 class World:
     """A run under load: its processes, and one client per partition, home's first."""
 
-    lives: list[Life]
+    processes: list[ServiceProcess]
     services: list[Service]
 
     @property
-    def home(self) -> Service:
+    def coordinator(self) -> Service:
         return self.services[0]
 
     def cpu_s(self) -> float:
         """To the nanosecond: the clock of the usual figures ticks every 10 ms."""
         return 1e-9 * sum(
             int(path.read_text().split()[0])
-            for life in self.lives
-            for path in Path(f"/proc/{life.server.pid}/task").glob("*/schedstat")
+            for process in self.processes
+            for path in Path(f"/proc/{process.server.pid}/task").glob("*/schedstat")
         )
 
     def check(self) -> None:
-        for life in self.lives:
-            life.check()
+        for process in self.processes:
+            process.check()
 
 
 def scale_config(
@@ -59,13 +59,13 @@ def scale_config(
     return base.model_copy(update={"dataflow": base.dataflow.model_copy(update={"bounds": bounds})})
 
 
-async def _until(life: Life, service: Service, path: str) -> bytes:
+async def _until(process: ServiceProcess, service: Service, path: str) -> bytes:
     while True:
         try:
             return await service.raw("GET", path)
         except aiohttp.ClientConnectionError:
-            life.check()
-            if time.perf_counter() > life.began_at + UP_S:
+            process.check()
+            if time.perf_counter() > process.began_at + UP_S:
                 raise
             await asyncio.sleep(0.05)
 
@@ -78,17 +78,17 @@ async def world(path: Path, run: RunConfig, num_partitions: int) -> AsyncGenerat
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
         with contextlib.ExitStack() as stack:
-            lives = [stack.enter_context(run_folder.running(folder, 0))]
-            services = [Service(http=http, server=lives[0].server, token=token)]
-            await _until(lives[0], services[0], "/v1/status")
+            processes = [stack.enter_context(run_folder.running(folder, 0))]
+            services = [Service(http=http, server=processes[0].server, token=token)]
+            await _until(processes[0], services[0], "/v1/status")
             for index in range(1, num_partitions):
-                lives.append(stack.enter_context(run_folder.running(folder, index)))
-                services.append(Service(http=http, server=lives[index].server, token=token))
-            here = World(lives=lives, services=services)
+                processes.append(stack.enter_context(run_folder.running(folder, index)))
+                services.append(Service(http=http, server=processes[index].server, token=token))
+            here = World(processes=processes, services=services)
             await _joined(here, num_partitions)
-            await here.home.incarnate()
+            await here.coordinator.incarnate()
             for service in services:
-                service.incarnation = here.home.incarnation
+                service.incarnation = here.coordinator.incarnation
             yield here
 
 
@@ -96,7 +96,7 @@ async def _joined(here: World, num_partitions: int) -> None:
     give_up_at = time.perf_counter() + UP_S
     while True:
         here.check()
-        status = decode(await here.home.raw("GET", "/v1/status"), Status)
+        status = decode(await here.coordinator.raw("GET", "/v1/status"), Status)
         if len(status.partitions) == num_partitions - 1:
             return
         if time.perf_counter() > give_up_at:

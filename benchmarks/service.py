@@ -18,7 +18,7 @@ from penstock.config import RunConfig, demo
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.server import build_server, surface
 from penstock.wire.auth import Audience, Signer
-from penstock.wire.serving import calm_collector, server
+from penstock.wire.serving import server, tune_memory
 
 RUN = "benchmark"
 
@@ -56,7 +56,7 @@ def config(
     return base.model_copy(update=updates)
 
 
-class Slowed:
+class DelayedApp:
     """The app, asleep for a while before each request."""
 
     def __init__(self, app: ASGIApp, seconds: float) -> None:
@@ -94,8 +94,8 @@ def main() -> None:
     print(f"http://127.0.0.1:{port}", flush=True)
     host = server(app, "127.0.0.1", port)
     if options.slow_ms:
-        host.config.app = Slowed(app, options.slow_ms / 1e3)
-    calm_collector()
+        host.config.app = DelayedApp(app, options.slow_ms / 1e3)
+    tune_memory()
     host.run(sockets=[listener])
 
 

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from benchmarks.harness import result, say
+from benchmarks.harness import log_line, result
 from benchmarks.virtual_run import TOKEN_S, Answer, VirtualRun
-from penstock.dataflow.core.consumers import Consumer, PolicyTerms
-from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
-from penstock.dataflow.core.home import IssueTerms
+from penstock.dataflow.core.consumers import Consumer, PolicySpec
+from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
+from penstock.dataflow.core.home import IssueSpec
 from penstock.dataflow.core.leasing import Grant
-from penstock.dataflow.core.rulebook import RuleTerms
-from penstock.dataflow.ledger.assemble import CoreTerms
+from penstock.dataflow.core.rulebook import RuleSpec
+from penstock.dataflow.ledger.assemble import CoreSpec
 from penstock.dataflow.sources import Source
 from penstock.types import DropReason, PolicyName
 
@@ -97,10 +97,10 @@ class Observed:
     """Share of lane time without work."""
 
 
-def terms(workload: Workload, max_staleness: int) -> CoreTerms:
-    return CoreTerms(
+def terms(workload: Workload, max_staleness: int) -> CoreSpec:
+    return CoreSpec(
         policies=(
-            PolicyTerms(
+            PolicySpec(
                 policy=POLICY,
                 groups_per_batch=workload.groups_per_batch,
                 max_staleness=max_staleness,
@@ -108,22 +108,22 @@ def terms(workload: Workload, max_staleness: int) -> CoreTerms:
             ),
         ),
         rules=tuple(rules(workload.select)),
-        issue=IssueTerms(num_slots=workload.group_size),
-        closing=Closing(kind=ClosingKind.COMPLETE),
-        lease=LeaseTerms(ttl_s=60.0, start_to_close_s=1e9, max_attempts=3),
+        issue=IssueSpec(num_slots=workload.group_size),
+        closing=ClosingPolicy(kind=ClosingKind.COMPLETE),
+        lease=LeaseSpec(ttl_s=60.0, start_to_close_s=1e9, max_attempts=3),
         workflow="single_turn",
         seed=0,
     )
 
 
-def rules(select: str) -> Iterator[RuleTerms]:
+def rules(select: str) -> Iterator[RuleSpec]:
     for policy, hook, name in (
         (None, "mix", "weights"),
         (None, "curate", "all"),
         (POLICY, "admit", "all"),
         (POLICY, "select", select),
     ):
-        yield RuleTerms(hook=hook, name=name, options={}, policy=policy, position=0)
+        yield RuleSpec(hook=hook, name=name, options={}, policy=policy, position=0)
 
 
 class Trainer:
@@ -139,9 +139,9 @@ class Trainer:
 
     @property
     def consumer(self) -> Consumer:
-        return self._run.home.consumers[POLICY]
+        return self._run.coordinator.consumers[POLICY]
 
-    def look(self) -> None:
+    def poll(self) -> None:
         if self._is_busy:
             return
         run, consumer = self._run, self.consumer
@@ -149,7 +149,7 @@ class Trainer:
             self._drop_stale()
         if run.sealing.seal(consumer, consumer.last_sealed + 1, run.now) is None:
             return
-        run.board.run(run.now)
+        run.router.run(run.now)
         self._is_busy = True
         if consumer.lineage.number >= WARM_UP:
             self.wait_s += run.now - self._free_since
@@ -163,9 +163,9 @@ class Trainer:
     def _drop_stale(self) -> None:
         ready = self.consumer.ready
         for group in [*ready.values()]:
-            if self.consumer.age(group) > self._workload.max_staleness:
+            if self.consumer.staleness(group) > self._workload.max_staleness:
                 del ready[group.group_id]
-                self._run.home.drop(
+                self._run.coordinator.drop(
                     self.consumer, group, DropReason.STALE, "at consume", self._run.now
                 )
 
@@ -181,7 +181,7 @@ def observe(workload: Workload, seed: int, *, paced: bool) -> Observed:
         lanes = len(range(index, workload.num_lanes, workload.num_nodes))
         if lanes:
             run.join(f"node-{index}", lanes)
-    run.after_settle.append(trainer.look)
+    run.after_settle.append(trainer.poll)
     run.run(lambda: trainer.consumer.lineage.number >= workload.steps)
     lane_s = workload.num_lanes * (run.now - began_at)
     return Observed(
@@ -245,8 +245,8 @@ def main() -> None:
     seeds = range(3 if options.quick else 10)
     others = (8.0, 2.0, 1.0) if options.sweep else ()
     for answers_per_step in others:
-        _tell(replace(workload, answers_per_step=answers_per_step), seeds)
-    found = _tell(workload, seeds)
+        _log_comparison(replace(workload, answers_per_step=answers_per_step), seeds)
+    found = _log_comparison(workload, seeds)
     result(
         waste_pacing=found.waste_pacing,
         waste_drop=found.waste_drop,
@@ -259,9 +259,9 @@ def main() -> None:
     )
 
 
-def _tell(workload: Workload, seeds: Sequence[int]) -> Compared:
+def _log_comparison(workload: Workload, seeds: Sequence[int]) -> Compared:
     found = compare(workload, seeds)
-    say(
+    log_line(
         f"{workload.answers_per_step:g} answers per lane and step: lost to staleness "
         f"{found.waste_pacing:.2%} with pacing, {found.waste_drop:.2%} dropped at consume "
         f"(floor {workload.floor:.2%}); trainer waits {found.wait_pacing:.2%} and "

@@ -20,22 +20,22 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import result, say, scratch
-from benchmarks.lagged_training import Sampler, Trainee, train
+from benchmarks.harness import log_line, result, scratch
+from benchmarks.lagged_training import ActorCritic, Sampler, train
 from benchmarks.plot import Curve, Point, curves
 from penstock.trainer.actor import Actor
 from penstock.trainer.advantages.gae import ValueLoss
 from penstock.trainer.critic import Critic
-from penstock.trainer.forward_pass import Passes, Scorer
+from penstock.trainer.forward_pass import ForwardPass, Scorer
 from penstock.trainer.learner import Learner, Optimizer
-from penstock.trainer.losses.divergence import WithEntropy
-from penstock.trainer.losses.m2po import M2po
-from penstock.trainer.losses.objectives import Clipped, Decoupled, Wrapped
-from penstock.trainer.losses.tokens import Budgeted, Objective
+from penstock.trainer.losses.divergence import EntropyBonus
+from penstock.trainer.losses.m2po import M2poBudget
+from penstock.trainer.losses.objectives import ClippedLoss, DecoupledLoss, WrappedBudget
+from penstock.trainer.losses.tokens import BudgetedObjective, Objective
 from penstock.trainer.model_folders import TINY_QWEN3, init_model, load_model
-from penstock.trainer.ranks.group import Alone
+from penstock.trainer.ranks.group import SingleRank
 from penstock.trainer.schedules import Schedule
-from penstock.trainer.updates import Cut
+from penstock.trainer.updates import UpdateSpec
 
 HELD = 0.8
 ENTROPY = 0.01
@@ -46,7 +46,7 @@ LAGS: Mapping[str, Sequence[int]] = {
     "m2po": (0, 1, 4, 8, 16),
 }
 POINTS = [(name, lag) for name, lags in LAGS.items() for lag in lags]
-Found = dict[str, dict[int, list[float]]]
+Rewards = dict[str, dict[int, list[float]]]
 T_95 = {1: math.inf, 2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Student's t, two-sided 95 %, by number of seeds."""
 
@@ -67,55 +67,57 @@ QUICK = Setting(seeds=1, lags=(0, 4))
 
 def run(name: str, lag: int, seed: int, setting: Setting, folder: Path) -> float:
     """Mean reward of the last versions' own answers."""
-    home = folder / f"{name}-{lag}-{seed}"
-    init_model(TINY_QWEN3, home, seed)
+    coordinator = folder / f"{name}-{lag}-{seed}"
+    init_model(TINY_QWEN3, coordinator, seed)
     return train(
-        _trainee(name, home, setting),
-        Sampler(load_model(home), home / "tokenizer.json", seed),
+        _actor_critic(name, coordinator, setting),
+        Sampler(load_model(coordinator), coordinator / "tokenizer.json", seed),
         lag=lag,
         steps=setting.steps,
         num_groups=setting.num_groups,
-        judged=max(setting.steps // 10, 1),
+        num_evaluated=max(setting.steps // 10, 1),
     )
 
 
-def _trainee(name: str, home: Path, setting: Setting) -> Trainee:
+def _actor_critic(name: str, coordinator: Path, setting: Setting) -> ActorCritic:
     critic = None
     if name == "ppo_critic":
-        critic = _learner(Critic(load_model(home)), ValueLoss(), setting.critic_rate, setting)
-    actor = new_learner(name, home, setting)
-    return Trainee(actor, critic, needs_proximal=name == "decoupled")
+        critic = _learner(
+            Critic(load_model(coordinator)), ValueLoss(), setting.critic_rate, setting
+        )
+    actor = new_learner(name, coordinator, setting)
+    return ActorCritic(actor, critic, needs_proximal=name == "decoupled")
 
 
-def new_learner(name: str, home: Path, setting: Setting) -> Learner:
+def new_learner(name: str, coordinator: Path, setting: Setting) -> Learner:
     """The policy's."""
-    actor = Actor(load_model(home), learns_entropy=True)
+    actor = Actor(load_model(coordinator), learns_entropy=True)
     return _learner(actor, _objective(name), setting.learning_rate, setting)
 
 
 def _learner(
-    scorer: Scorer, objective: Objective | Budgeted, rate: float, setting: Setting
+    scorer: Scorer, objective: Objective | BudgetedObjective, rate: float, setting: Setting
 ) -> Learner:
     is_critic = isinstance(objective, ValueLoss)
     return Learner(
         scorer,
         objective,
         Optimizer(schedule=Schedule(peak=rate), weight_decay=0.0),
-        cut=Cut(minibatches=setting.minibatches, needs_advantage=not is_critic),
-        passes=Passes(ranks=Alone(), micro_batch_tokens=1 << 15),
+        update_spec=UpdateSpec(minibatches=setting.minibatches, needs_advantage=not is_critic),
+        forward_pass=ForwardPass(ranks=SingleRank(), micro_batch_tokens=1 << 15),
     )
 
 
-def _objective(name: str) -> Objective | Budgeted:
+def _objective(name: str) -> Objective | BudgetedObjective:
     def with_entropy(inner: Objective) -> Objective:
-        return WithEntropy(inner=inner, coef=ENTROPY)
+        return EntropyBonus(inner=inner, coef=ENTROPY)
 
     if name == "m2po":
-        return Wrapped(budget=M2po(), wrap=with_entropy)
-    return with_entropy(Decoupled() if name == "decoupled" else Clipped())
+        return WrappedBudget(budget=M2poBudget(), wrap=with_entropy)
+    return with_entropy(DecoupledLoss() if name == "decoupled" else ClippedLoss())
 
 
-def sweep(setting: Setting, folder: Path, runs: Path) -> Found:
+def sweep(setting: Setting, folder: Path, runs: Path) -> Rewards:
     """Each run's line is written as it ends, and those of as many steps are not run again."""
     done = _read(runs, setting.steps)
     for seed in range(setting.seeds):
@@ -124,7 +126,7 @@ def sweep(setting: Setting, folder: Path, runs: Path) -> Found:
                 continue
             began_at = time.perf_counter()
             reward = done[name, lag, seed] = run(name, lag, seed, setting, folder)
-            say(
+            log_line(
                 f"seed {seed}, {name:10} lag {lag:2}: {reward:.3f} "
                 f"in {time.perf_counter() - began_at:.0f} s"
             )
@@ -140,9 +142,9 @@ def _read(runs: Path, steps: int) -> dict[tuple[str, int, int], float]:
     return {(name, lag, seed): reward for name, lag, seed, of, reward in lines if of == steps}
 
 
-def by_lag(done: Mapping[tuple[str, int, int], float]) -> Found:
+def by_lag(done: Mapping[tuple[str, int, int], float]) -> Rewards:
     """By loss and lag, the final reward of each seed."""
-    found: Found = {}
+    found: Rewards = {}
     for name, lag in POINTS:
         rewards = [done[point] for point in sorted(done) if point[:2] == (name, lag)]
         if rewards:
@@ -183,7 +185,7 @@ def draw(found: Mapping[str, Mapping[int, Sequence[float]]], setting: Setting) -
     )
 
 
-def figures(found: Found) -> dict[str, float]:
+def figures(found: Rewards) -> dict[str, float]:
     """`ratio`: what a proximal policy is worth at the largest lag that every loss has."""
     means = {
         f"{name}_{lag}": statistics.fmean(finals)

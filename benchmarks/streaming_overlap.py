@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import MIN_PAIRS, process, result, say, scratch
+from benchmarks.harness import MIN_PAIRS, log_line, process, result, scratch
 from benchmarks.service import RUN
 from penstock.dataflow.client.rows import RowsClient
 from penstock.wire.auth import Audience, Role, Signer
@@ -110,7 +110,7 @@ async def measure(folder: Path, setting: Setting, *, num_pairs: int) -> list[Pai
             for number in range(num_pairs):
                 pair = await _pair(client, setting, number)
                 stages = " + ".join(f"{s:.2f}" for s in pair.stages_s)
-                say(f"barrier {stages} s | stream {pair.streamed_s:.2f} s: {pair.overlap:.2f}")
+                log_line(f"barrier {stages} s | stream {pair.streamed_s:.2f} s: {pair.overlap:.2f}")
                 pairs.append(pair)
     return pairs
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.harness import result, say, scratch
+from benchmarks.harness import log_line, result, scratch
 from penstock.trainer.ranks.balance import imbalance, row_costs
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _point(world: World, folder: Path) -> Point:
         single_s=stall_s("single"),
         is_bit_equal=losses["ours"] == losses["single"] and len(losses["ours"]) == 1,
     )
-    say(
+    log_line(
         f"{point.num_ranks} ranks, rows of {point.row_bytes // KB:5d} KB: busiest process "
         f"{point.ours_bytes / MB:7.1f} MB | single controller {point.single_bytes / MB:7.1f} MB; "
         f"wait {1e3 * point.ours_s:7.1f} ms | {1e3 * point.single_s:7.1f} ms; "
@@ -114,13 +114,13 @@ def _largest_batch(world: World, folder: Path, design: str) -> int:
         if run(trial, folder) is None:
             break
         fits, num_rows = num_rows, 2 * num_rows
-    say(f"under a cap of {CAP_BYTES // MB} MB a rank, {design}: a batch of {fits} rows fits")
+    log_line(f"under a cap of {CAP_BYTES // MB} MB a rank, {design}: a batch of {fits} rows fits")
     return fits
 
 
 def _balance(num_ranks: int, num_batches: int) -> tuple[float, float]:
     """Median load imbalance as rows are served, and as ranks share them; lengths are log-normal."""
-    from penstock.trainer.ranks.row_fetch import share_rows
+    from penstock.trainer.ranks.row_fetch import assign_rows
 
     draw = np.random.default_rng(0)
     before: list[float] = []
@@ -129,7 +129,7 @@ def _balance(num_ranks: int, num_batches: int) -> tuple[float, float]:
         lengths_R = np.clip(draw.lognormal(8.0, 1.0, 256), 16, 65536)
         costs_R = row_costs(lengths_R, lengths_R**2)
         served = [np.arange(rank, 256, num_ranks) for rank in range(num_ranks)]
-        shared = share_rows(costs_R, np.arange(256) // 8, num_ranks, 1)
+        shared = assign_rows(costs_R, np.arange(256) // 8, num_ranks, 1)
         before.append(imbalance(costs_R, served))
         after.append(imbalance(costs_R, [np.array(rows) for rows in shared]))
     return median(before), median(after)
@@ -162,7 +162,7 @@ def main() -> None:
         ours_rows = _largest_batch(capped, folder, "ours")
         single_rows = _largest_batch(capped, folder, "single")
     before, after = _balance(8, 20 if options.quick else 200)
-    say(f"load imbalance over 8 ranks: {before:.3f} as served, {after:.4f} balanced")
+    log_line(f"load imbalance over 8 ranks: {before:.3f} as served, {after:.4f} balanced")
     last = points[-1]
     result(
         busiest_over_share=max(p.ours_bytes / p.share_bytes for p in points),

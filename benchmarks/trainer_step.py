@@ -19,19 +19,19 @@ import torch
 
 from benchmarks.baselines.train_loop import Packed, TrainLoop
 from benchmarks.cache import smollm2
-from benchmarks.harness import MIN_PAIRS, result, say
+from benchmarks.harness import MIN_PAIRS, log_line, result
 from penstock.trainer.actor import Actor
-from penstock.trainer.attention import lay_out
+from penstock.trainer.attention import make_attention_layout
 from penstock.trainer.batches import Batch, Roles
-from penstock.trainer.forward_pass import Passes
+from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.inputs import make_inputs, split
 from penstock.trainer.learner import Learner, Optimizer
-from penstock.trainer.losses.objectives import Clipped
+from penstock.trainer.losses.objectives import ClippedLoss
 from penstock.trainer.model_folders import load_model
-from penstock.trainer.ranks.group import Alone
+from penstock.trainer.ranks.group import SingleRank
 from penstock.trainer.samples import Samples
 from penstock.trainer.schedules import Schedule
-from penstock.trainer.updates import Cut, plan_updates
+from penstock.trainer.updates import UpdateSpec, plan_updates
 
 Ints = npt.NDArray[np.int64]
 
@@ -60,7 +60,7 @@ def make_batch(lengths: Ints, vocab_size: int, draw: np.random.Generator) -> Bat
         ids_T=draw.integers(0, vocab_size, num_tokens).astype(np.int32),
         mask_T=position >= PROMPT,
         logprobs_T=draw.normal(-10.8, 0.1, num_tokens).astype(np.float32),
-        numbers_T=np.zeros(num_tokens, np.int32),
+        versions_T=np.zeros(num_tokens, np.int32),
         turns_T=np.zeros(num_tokens, np.int32),
         roles_T=np.zeros(num_tokens, np.int32),
         sampled_T=np.maximum(position - PROMPT, 0),
@@ -88,12 +88,12 @@ def make_batch(lengths: Ints, vocab_size: int, draw: np.random.Generator) -> Bat
 
 def packed(batch: Batch) -> list[Packed]:
     """The very micro-batches that our side makes, as plain tensors."""
-    [update] = plan_updates(batch, Cut(), Alone())
+    [update] = plan_updates(batch, UpdateSpec(), SingleRank())
     parts: list[Packed] = []
     for chosen in split(update.samples, batch.samples, MICRO_BATCH_TOKENS):
         one = make_inputs(batch, chosen, update.weights_T)
         streams = (one.sampling_K, one.advantages_K, one.weights_K)
-        tensors = (one.ids_P, one.positions_P, one.picked_K, one.targets_K)
+        tensors = (one.ids_P, one.positions_P, one.predictor_K, one.targets_K)
         parts.append(Packed(*tensors, *(stream.float() for stream in streams)))
     return parts
 
@@ -101,10 +101,12 @@ def packed(batch: Batch) -> list[Packed]:
 def our_side(folder: Path, precision: torch.dtype) -> Learner:
     return Learner(
         Actor(load_model(folder)),
-        Clipped(),
+        ClippedLoss(),
         Optimizer(schedule=Schedule(peak=RATE)),
-        cut=Cut(),
-        passes=Passes(ranks=Alone(), micro_batch_tokens=MICRO_BATCH_TOKENS, precision=precision),
+        update_spec=UpdateSpec(),
+        forward_pass=ForwardPass(
+            ranks=SingleRank(), micro_batch_tokens=MICRO_BATCH_TOKENS, precision=precision
+        ),
     )
 
 
@@ -125,8 +127,8 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 def padding(draw: np.random.Generator) -> tuple[float, float]:
     """Share of computed places that hold no token: in the line, and in attention's rows."""
     lengths = long_tailed(512, 256, draw) + PROMPT
-    cells = sum(run.numel() for run in lay_out(lengths).runs)
-    line = lay_out(lengths).back_P.numel()
+    cells = sum(run.numel() for run in make_attention_layout(lengths).buckets)
+    line = make_attention_layout(lengths).unbucket_P.numel()
     return 1 - int(lengths.sum()) / line, 1 - int(lengths.sum()) / cells
 
 
@@ -142,14 +144,14 @@ def main() -> None:
     ours, bare = our_side(folder, precision), TrainLoop(folder, RATE)
     batch = make_batch(lengths, ours.vocab_size, draw)
     parts = packed(batch)
-    say(f"{lengths.sum()} trained tokens in {len(parts)} micro-batches of at most 1,024")
+    log_line(f"{lengths.sum()} trained tokens in {len(parts)} micro-batches of at most 1,024")
     norm_ratio = ours.step(batch).values["grad_norm"] / bare.step(parts, precision)
     ratios: list[float] = []
     for pair in range(pairs):
         ours_s = seconds(partial(ours.step, batch))
         bare_s = seconds(partial(bare.step, parts, precision))
         ratios.append(bare_s / ours_s)
-        say(f"pair {pair + 1} of {pairs}: ours {ours_s:.2f} s, bare {bare_s:.2f} s")
+        log_line(f"pair {pair + 1} of {pairs}: ours {ours_s:.2f} s, bare {bare_s:.2f} s")
     low, high = interval(ratios)
     line, attention = padding(draw)
     result(

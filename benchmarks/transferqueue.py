@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cache import CACHE
-from benchmarks.harness import ROOT, say
+from benchmarks.harness import ROOT, log_line
 
 VERSION = "0.1.11"
 TORCH = "torch==2.13.0"
@@ -30,7 +30,7 @@ def environment() -> Path:
     done = folder / f"installed-{VERSION}"
     python = folder / "bin" / "python"
     if not done.exists():
-        say(f"installing TransferQueue {VERSION} into {folder}; once, some minutes")
+        log_line(f"installing TransferQueue {VERSION} into {folder}; once, some minutes")
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         for what in (TORCH, f"TransferQueue=={VERSION}"):
             subprocess.run([str(python), "-m", "pip", "install", "--quiet", what], check=True)

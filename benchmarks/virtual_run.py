@@ -16,11 +16,11 @@ import msgspec
 import sqlalchemy as sa
 
 from penstock.dataflow.core.consumers import Consumer
-from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
-from penstock.dataflow.core.messages import Committed, Incarnated, Published
-from penstock.dataflow.ledger.assemble import CoreTerms, home_core
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
+from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
+from penstock.dataflow.ledger.assemble import CoreSpec, build_coordinator_core
 from penstock.dataflow.ledger.tables import Tables
-from penstock.dataflow.records import Erasure, FateRecord, LeaseRecord, Record, RowRecord, row_id
+from penstock.dataflow.records import Deletion, FateRecord, LeaseRecord, Record, RowRecord, row_id
 from penstock.dataflow.sources import Source
 from penstock.types import GroupId, NodeId, Outcome, OutcomeKind, PolicyName
 
@@ -49,7 +49,7 @@ class Tally:
         self.ended: list[LeaseRecord] = []
         """Leases that the core ended by itself since it was last asked."""
 
-    def __call__(self, record: Record | Erasure) -> None:
+    def __call__(self, record: Record | Deletion) -> None:
         if isinstance(record, FateRecord):
             self.fates[record.consumer, record.group_id] = record
         elif isinstance(record, LeaseRecord) and record.ended in ("truncated", "cancelled"):
@@ -61,7 +61,7 @@ class VirtualRun:
 
     def __init__(
         self,
-        terms: CoreTerms,
+        terms: CoreSpec,
         sources: Sequence[Source],
         answer: Callable[[Grant], Answer],
         *,
@@ -74,9 +74,9 @@ class VirtualRun:
         self.generated = 0
         """Tokens, of answers delivered or stopped."""
         tables = Tables(sa.create_engine("sqlite://", poolclass=sa.StaticPool))
-        core = home_core(terms, sources, tables, self.tally, self.now)
+        core = build_coordinator_core(terms, sources, tables, self.tally, self.now)
         assert core.host is not None, "home and its partition share this process"
-        self.home, self.sealing, self.board = core.home, core.sealing, core.board
+        self.coordinator, self.sealing, self.router = core.coordinator, core.sealing, core.router
         self.partition, self.gate = core.host.partition, core.host.gate
         self._answer = answer
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -108,17 +108,17 @@ class VirtualRun:
         self.at(self.now + TICK_S, self._tick)
 
     def settle(self) -> None:
-        self.board.run(self.now)
-        if not self.home.is_finished:
-            self.home.issue(self.now)
-        self.board.run(self.now)
-        self._take_back()
+        self.router.run(self.now)
+        if not self.coordinator.is_finished:
+            self.coordinator.issue(self.now)
+        self.router.run(self.now)
+        self._cancel_stopped()
         for node_id in self._idle:
             self._lease(node_id)
         for act in self.after_settle:
             act()
 
-    def _take_back(self) -> None:
+    def _cancel_stopped(self) -> None:
         """The core stopped these: their lanes are free, and what they had generated is lost."""
         for lease in self.tally.ended:
             tokens = int((self.now - lease.granted_at) / TOKEN_S)
@@ -132,7 +132,7 @@ class VirtualRun:
 
     def join(self, name: str, capacity: int) -> None:
         node_id = NodeId(name)
-        body = Register(node_id=node_id, session=name, capacity=capacity, policies=())
+        body = RegisterRequest(node_id=node_id, boot_id=name, capacity=capacity, policies=())
         self.partition.register(body, self.now)
         self._idle[node_id] = capacity
         self._heartbeat(node_id)
@@ -189,14 +189,14 @@ class VirtualRun:
     # --- trainers -----------------------------------------------------------------------------
 
     def take_over(self, policy: PolicyName) -> None:
-        lineage = self.home.consumers[policy].lineage
+        lineage = self.coordinator.consumers[policy].lineage
         record = lineage.incarnate(expected=0, number=0, seq=0, request_id="first", now=self.now)
         lineage.apply_incarnation(record)
-        self.home.tell_all(Incarnated(record=record))
+        self.coordinator.broadcast(IncarnationStarted(record=record))
         self.publish(policy)
 
     def publish(self, policy: PolicyName) -> None:
-        lineage = self.home.consumers[policy].lineage
+        lineage = self.coordinator.consumers[policy].lineage
         record = lineage.publish(
             incarnation=lineage.incarnation,
             number=lineage.number,
@@ -205,7 +205,7 @@ class VirtualRun:
             now=self.now,
         )
         lineage.apply_version(record)
-        self.home.tell_all(Published(record=record))
+        self.coordinator.broadcast(Published(record=record))
 
     def commit(self, consumer: Consumer) -> None:
         lineage = consumer.lineage
@@ -218,8 +218,8 @@ class VirtualRun:
             now=self.now,
         )
         lineage.apply_commit(record)
-        self.home.tell_all(Committed(record=record))
-        self.home.moved(consumer, consumer.sealed, self.now)
+        self.coordinator.broadcast(Committed(record=record))
+        self.coordinator.cursor_moved(consumer, consumer.sealed, self.now)
 
     # --- accounts -----------------------------------------------------------------------------
 

@@ -163,7 +163,7 @@ class Link:
         self._shape = replace(self._shape, is_cut=True)
         self._ask()
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         self._shape = replace(self._shape, is_cut=False)
         self._ask()
 
@@ -186,7 +186,7 @@ class Link:
 # ------------------------------------------------------------------------------------- the carrier
 
 
-class Way:
+class LinkDirection:
     """One direction: when does a packet that comes now leave, if ever."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Way:
         """When the last packet that came is on the wire."""
         self._random = random.Random(0)
 
-    def take(self, packet: bytes, now: float, shape: Shape) -> None:
+    def enqueue(self, packet: bytes, now: float, shape: Shape) -> None:
         self.counts["packets"] += 1
         self.counts["bytes"] += len(packet)
         bytes_per_s = shape.rate_mbit * 125_000
@@ -225,16 +225,18 @@ class Way:
         self._free_at = 0.0
 
 
-def carry(control: socket.socket, devices: Mapping[Side, int]) -> None:
+def forward_packets(control: socket.socket, devices: Mapping[Side, int]) -> None:
     """Carry packets until the owner is gone; each message of its is a shape, answered by counts."""
     shape = Shape()
-    ways = {"ab": Way(), "ba": Way()}
+    directions = {"ab": LinkDirection(), "ba": LinkDirection()}
     routes = [
-        (devices["a"], devices["b"], ways["ab"]),
-        (devices["b"], devices["a"], ways["ba"]),
+        (devices["a"], devices["b"], directions["ab"]),
+        (devices["b"], devices["a"], directions["ba"]),
     ]
     while True:
-        due = [way.under_way[0][0] for way in ways.values() if way.under_way]
+        due = [
+            direction.under_way[0][0] for direction in directions.values() if direction.under_way
+        ]
         wait_s = max(0.0, min(due) - time.monotonic()) if due else None
         ready, _, _ = select.select([control, *devices.values()], [], [], wait_s)
         if control in ready:
@@ -242,13 +244,17 @@ def carry(control: socket.socket, devices: Mapping[Side, int]) -> None:
             if not message:
                 return
             shape = Shape(**json.loads(message))
-            for way in ways.values() if shape.is_cut else ():
-                way.cut()
-            control.send(json.dumps({name: way.counts for name, way in ways.items()}).encode())
-        for source, target, way in routes:
+            for direction in directions.values() if shape.is_cut else ():
+                direction.cut()
+            control.send(
+                json.dumps(
+                    {name: direction.counts for name, direction in directions.items()}
+                ).encode()
+            )
+        for source, target, direction in routes:
             for packet in packets(source) if source in ready else ():
-                way.take(packet, time.monotonic(), shape)
-            way.deliver(target, time.monotonic())
+                direction.enqueue(packet, time.monotonic(), shape)
+            direction.deliver(target, time.monotonic())
 
 
 def packets(device: int) -> list[bytes]:
@@ -293,7 +299,7 @@ def open_device(name: str, address: str, peer: str) -> int:
     return device
 
 
-def kill_inside(namespaces: Sequence[int]) -> None:
+def kill_in_namespaces(namespaces: Sequence[int]) -> None:
     """Kill whatever runs in these namespaces, until nothing does."""
     inside = {os.fstat(namespace).st_ino for namespace in namespaces}
     while True:
@@ -311,7 +317,7 @@ def kill_inside(namespaces: Sequence[int]) -> None:
 def main(control: socket.socket, setup: Mapping[str, Any]) -> None:
     os.nice(-10)  # a packet that waits for a busy processor is a slower link
     spaces = Namespaces()
-    home = os.open("/proc/self/ns/net", os.O_RDONLY)
+    coordinator = os.open("/proc/self/ns/net", os.O_RDONLY)
     namespaces: dict[Side, int] = {}
     devices: dict[Side, int] = {}
     addresses = setup["addresses"]
@@ -325,13 +331,13 @@ def main(control: socket.socket, setup: Mapping[str, Any]) -> None:
             # Else a connection would begin with what the one before it learned.
             (IPV4 / "tcp_no_metrics_save").write_text("1")
         devices[side] = open_device(setup["device"], addresses[side], addresses[other])
-    spaces.enter(home)
+    spaces.enter(coordinator)
     paths = {side: f"/proc/{os.getpid()}/fd/{number}" for side, number in namespaces.items()}
     try:
         control.send(json.dumps(paths).encode())
-        carry(control, devices)
+        forward_packets(control, devices)
     finally:
-        kill_inside(
+        kill_in_namespaces(
             [number for side, number in namespaces.items() if side == "b" or not setup["beside"]]
         )
 

@@ -26,8 +26,8 @@ from scripts.make_trace import read_versions
 
 from benchmarks.baselines import deltas
 from benchmarks.cache import CACHE
-from benchmarks.harness import MIN_PAIRS, ROOT, result, say
-from penstock.weights.deltas.codec import apply_run
+from benchmarks.harness import MIN_PAIRS, ROOT, log_line, result
+from penstock.weights.deltas.codec import apply_payload
 from penstock.weights.deltas.delta import Tensor, read_delta, write_delta
 
 Version = Mapping[str, NDArray[np.uint16]]
@@ -68,7 +68,7 @@ def apply(delta: bytes, target: Version, slow_s: float = 0.0) -> None:
     _, frames = read_delta(io.BytesIO(delta), sizes)
     for frame in frames:
         views = [_bytes(target[name]) for name in frame.names]
-        apply_run(frame.payload, views, frame.item_bytes)
+        apply_payload(frame.payload, views, frame.item_bytes)
     time.sleep(slow_s)
 
 
@@ -111,13 +111,13 @@ def sizes_of(base: Version, new: Version) -> Sizes:
     )
 
 
-def say_sizes(rate: str, found: list[Sizes]) -> None:
-    say(f"lr {rate}: bytes per changed element")
-    say(" step  density     ours  entropy  index+value  xor+zstd     full")
+def log_sizes(rate: str, found: list[Sizes]) -> None:
+    log_line(f"lr {rate}: bytes per changed element")
+    log_line(" step  density     ours  entropy  index+value  xor+zstd     full")
     for number, one in enumerate(found, 1):
         each = (one.ours, one.entropy, one.index_and_value, one.xor_zstd, one.full)
         a, b, c, d, e = (value / one.changed for value in each)
-        say(f"{number:5} {one.density:8.3%} {a:8.3f} {b:8.3f} {c:12.3f} {d:9.3f} {e:8.1f}")
+        log_line(f"{number:5} {one.density:8.3%} {a:8.3f} {b:8.3f} {c:12.3f} {d:9.3f} {e:8.1f}")
 
 
 # --- speed ------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def main() -> None:
     by_rate: dict[str, dict[str, float]] = {}
     for rate in RATES:
         found = [sizes_of(base, new) for base, new in steps(rate, 3 if options.quick else 10)]
-        say_sizes(rate, found)
+        log_sizes(rate, found)
         by_rate[rate] = figures(found)
     [(base, new)] = steps(HEADLINE, 1)
     fast = speeds(base, new, pairs, options.slow_ms / 1e3)

@@ -29,7 +29,7 @@ from typing import IO, Any, Protocol
 import msgspec
 import numpy as np
 
-from benchmarks.harness import ROOT, result, say, scratch
+from benchmarks.harness import ROOT, log_line, result, scratch
 from benchmarks.wan_link import Link, Side
 from penstock.observe import logs
 from penstock.types import PolicyName, PublishedVersion
@@ -40,7 +40,7 @@ from penstock.weights.serving.origin import Origin
 from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
-from penstock.wire.client import AsyncCaller
+from penstock.wire.client import AsyncServiceClient
 from penstock.wire.serving import server
 
 RUN = "fanout"
@@ -54,7 +54,7 @@ SENT = re.compile(r"^penstock_weights_sent_bytes_total (\S+)$", re.M)
 TTL_S = 24 * 3600.0
 
 
-class Place(Protocol):
+class Network(Protocol):
     """Where both ends are: on a link, or not."""
 
     @property
@@ -105,9 +105,9 @@ def serve_origin(host: str, folder: Path) -> None:
 
 
 async def run_nodes(order: Order) -> Arrival:
-    origins = [AsyncCaller(order.origin, order.token) for _ in range(order.num_nodes)]
+    origins = [AsyncServiceClient(order.origin, order.token) for _ in range(order.num_nodes)]
     relays = [
-        [AsyncCaller(order.relays[i % len(order.relays)], order.relay_token)]
+        [AsyncServiceClient(order.relays[i % len(order.relays)], order.relay_token)]
         if order.relays
         else []
         for i in range(order.num_nodes)
@@ -131,7 +131,7 @@ async def run_nodes(order: Order) -> Arrival:
     return Arrival(seconds=seconds, egress_bytes=egress_bytes)
 
 
-async def _sent(origin: AsyncCaller) -> float:
+async def _sent(origin: AsyncServiceClient) -> float:
     text = (await origin.request("GET", "/metrics")).text
     match = SENT.search(text)
     assert match is not None, "the origin counts no bytes"
@@ -157,7 +157,7 @@ def make_model(folder: Path, num_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    place: Place
+    network: Network
     folder: Path
     signer: Signer
     wanted: PublishedVersion
@@ -165,13 +165,13 @@ class World:
 
     @property
     def origin(self) -> str:
-        return f"http://{self.place.addresses['a']}:{ORIGIN_PORT}"
+        return f"http://{self.network.addresses['a']}:{ORIGIN_PORT}"
 
     @contextlib.contextmanager
     def process(self, side: Side, *words: str, env: Mapping[str, str] = {}) -> Generator[IO[str]]:
         """Python inside, until the block ends; yields its stdout."""
         path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-        child = self.place.popen(
+        child = self.network.popen(
             side,
             [sys.executable, *words],
             stdout=subprocess.PIPE,
@@ -217,7 +217,7 @@ class World:
 
     def bare_bytes_per_s(self, seconds: float) -> float:
         """Over one connection that carries nothing else."""
-        host = self.place.addresses["a"]
+        host = self.network.addresses["a"]
         bulk = ("-m", "benchmarks.baselines.bulk")
         with self.process("a", *bulk, "serve", host, str(BARE_PORT)) as said:
             said.readline()
@@ -226,7 +226,7 @@ class World:
 
 
 @contextlib.contextmanager
-def world(place: Place, folder: Path, model_bytes: int) -> Generator[World]:
+def world(network: Network, folder: Path, model_bytes: int) -> Generator[World]:
     make_model(folder / "model", model_bytes)
     stored = put_snapshot(folder / "store", folder / "model", policy=POLICY, number=0)
     wanted = PublishedVersion(
@@ -234,13 +234,13 @@ def world(place: Place, folder: Path, model_bytes: int) -> Generator[World]:
     )
     manifest = DirectoryStore(folder / "store").read_manifest(stored.manifest_digest)
     made = World(
-        place=place,
+        network=network,
         folder=folder,
         signer=Signer.create(folder / "keys", RUN),
         wanted=wanted,
         model_bytes=sum(file.bytes for file in parse_manifest(manifest).files),
     )
-    words = ("-m", "benchmarks.weights_fanout", "--origin", str(folder), place.addresses["a"])
+    words = ("-m", "benchmarks.weights_fanout", "--origin", str(folder), network.addresses["a"])
     with made.process("a", *words) as said:
         said.readline()
         yield made
@@ -303,7 +303,7 @@ def measure(made: World, name: str, num_nodes: int, bare_s: float) -> Cell:
         near_s=again.seconds,
         link_s=made.model_bytes / rate,
     )
-    say(
+    log_line(
         f"{name:6} {num_nodes:3} nodes: {cell.copies:6.3f} copies from the origin, all there after "
         f"{cell.seconds:5.1f} s; the bare link takes {cell.link_s:5.1f} s for one, and without "
         f"it nodes and relays {cell.near_s:5.1f} s"
@@ -341,13 +341,13 @@ def main() -> None:
     model_bytes, rounds, bare_s = (8 << 20, 1, 3.0) if options.quick else (20 << 20, 3, 6.0)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(scratch(options.folder))
-        place: Place = Loopback()
+        network: Network = Loopback()
         if os.geteuid() == 0:
             link = Link(delay_ms=DELAY_MS, rate_mbit=options.rate_mbit)
-            place = stack.enter_context(link)
+            network = stack.enter_context(link)
         else:
-            say("without root there is no link: times mean little, copies are what they are")
-        made = stack.enter_context(world(place, folder, model_bytes))
+            log_line("without root there is no link: times mean little, copies are what they are")
+        made = stack.enter_context(world(network, folder, model_bytes))
         found: dict[tuple[str, int], list[Cell]] = {}
         for _ in range(rounds):
             for name in ("relay", "tree"):

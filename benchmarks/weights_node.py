@@ -24,14 +24,14 @@ from benchmarks.weights_messages import Arrival, Order, log_to_stderr
 from penstock.rollout.engines import HfEngine
 from penstock.types import PublishedVersion, SamplingSpec, Version
 from penstock.weights.client import Puller
-from penstock.wire.client import AsyncCaller
+from penstock.wire.client import AsyncServiceClient
 
 PROMPT = [1, 2, 3, 4]
 WATCH_S = 2.0
 """Answers are watched so long before and after a load."""
 
 
-class CountingCaller(AsyncCaller):
+class CountingCaller(AsyncServiceClient):
     num_bytes = 0
 
     async def request(self, method: str, path: str, *words: Any, **options: Any) -> Any:
@@ -42,7 +42,7 @@ class CountingCaller(AsyncCaller):
 
 
 @asynccontextmanager
-async def asking(engine: HfEngine, version: Version) -> AsyncGenerator[list[float]]:
+async def record_answer_times(engine: HfEngine, version: Version) -> AsyncGenerator[list[float]]:
     """Times at which answers came."""
     came_at: list[float] = []
 
@@ -67,7 +67,7 @@ class Node:
         self._pullers: dict[tuple[str, int], Puller] = {}
         self._engine: HfEngine | None = None
 
-    async def follow(self, order: Order) -> Arrival:
+    async def execute(self, order: Order) -> Arrival:
         kind = order.transfer, order.num_ranges
         puller = self._pullers.setdefault(
             kind, Puller(self._cache, transfer=order.transfer, num_ranges=order.num_ranges)
@@ -93,7 +93,7 @@ class Node:
         if self._engine is None:  # imports, and no rollouts to hold up; the next load counts
             self._engine = HfEngine()
             await self._engine.load(folder, version)
-        async with asking(self._engine, version) as came_at:
+        async with record_answer_times(self._engine, version) as came_at:
             await asyncio.sleep(WATCH_S)
             began_at = time.monotonic()
             await self._engine.load(folder, version)
@@ -108,7 +108,7 @@ async def main(url: str, cache: Path) -> None:
     node = Node(caller, cache)
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        arrival = await node.follow(msgspec.json.decode(line, type=Order))
+        arrival = await node.execute(msgspec.json.decode(line, type=Order))
         print(msgspec.json.encode(arrival).decode(), flush=True)
     await caller.close()
 

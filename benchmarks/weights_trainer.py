@@ -68,9 +68,9 @@ class Trainer:
 
     def publish(self, weights: Mapping[str, Tensor], number: int) -> Published:
         began_at = time.perf_counter()
-        self._publisher.hand_over(weights, number)
+        self._publisher.submit(weights, number)
         wait_s = time.perf_counter() - began_at
-        self._publisher.finish()
+        self._publisher.flush()
         return Published(
             manifest_digest=self._stored[number].manifest_digest,
             wait_s=wait_s,
@@ -82,7 +82,7 @@ class Trainer:
         found = Burst(copy_s=[], block_s=[])
         for number in range(num):
             began_at = time.perf_counter()
-            publisher.hand_over(versions[number % len(versions)], number)
+            publisher.submit(versions[number % len(versions)], number)
             took_s = time.perf_counter() - began_at
             found.copy_s.append(snapshots.copy_s)
             found.block_s.append(took_s - snapshots.copy_s)
@@ -116,7 +116,7 @@ def write_model(folder: Path, num_mb: int) -> Path:
     return folder
 
 
-def made_versions(folder: Path) -> Iterator[dict[str, NDArray[np.uint16]]]:
+def synthetic_versions(folder: Path) -> Iterator[dict[str, NDArray[np.uint16]]]:
     """The model, then each time a share of its elements moved by one unit in the last place."""
     draw = np.random.default_rng(0)
     version = next(read_versions(folder.parent))
@@ -135,7 +135,7 @@ def as_tensors(version: Mapping[str, NDArray[np.uint16]]) -> dict[str, Tensor]:
 def main(folder: Path, source: str) -> None:
     if source.isdecimal():
         model = write_model(folder / "made" / "0", int(source))
-        versions = map(as_tensors, made_versions(model))
+        versions = map(as_tensors, synthetic_versions(model))
     else:
         model = Path(source) / "0"
         versions = map(as_tensors, read_versions(Path(source)))

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from benchmarks.cache import CACHE, set_up_engine
-from benchmarks.harness import ROOT, result, say, scratch
+from benchmarks.harness import ROOT, log_line, result, scratch
 from benchmarks.wan_link import Link, Side
 from benchmarks.weights_messages import Arrival, Burst, Order, Published
 from benchmarks.weights_origin import RUN, write_certificate
@@ -99,12 +99,12 @@ class Child:
     def __init__(self, process: subprocess.Popen[Any]) -> None:
         self.process = process
 
-    def tell(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
-    def hear(self, kind: type[T]) -> T:
+    def read_reply(self, kind: type[T]) -> T:
         return msgspec.json.decode(self.line(), type=kind)
 
     def line(self) -> str:
@@ -130,7 +130,7 @@ def python(module: str, *words: object) -> list[str]:
     return [sys.executable, "-m", module, *map(str, words)]
 
 
-def alone(argv: list[str]) -> list[str]:
+def prioritised(argv: list[str]) -> list[str]:
     """As if on a machine of its own: what else runs on this one must not make a link slower."""
     return ["nice", "-n", "-10", *argv]
 
@@ -145,7 +145,9 @@ class World:
         self._token = token
         addresses = [link.addresses["a"] for link in links]
         self._certificate = str(write_certificate(folder, addresses))
-        self._start(0, "a", alone(python("benchmarks.weights_origin", "0.0.0.0", PORT, folder)))
+        self._start(
+            0, "a", prioritised(python("benchmarks.weights_origin", "0.0.0.0", PORT, folder))
+        )
         self._wait_for_origin()
 
     def _start(self, number: int, side: Side, argv: list[str], **more: str) -> Child:
@@ -168,7 +170,7 @@ class World:
 
     def node(self, number: int, cache: Path) -> Child:
         url = f"https://{self._links[number].addresses['a']}:{PORT}"
-        argv = alone(python("benchmarks.weights_node", url, cache))
+        argv = prioritised(python("benchmarks.weights_node", url, cache))
         child = self._start(
             number, "b", argv, WEIGHTS_TOKEN=self._token, SSL_CERT_FILE=self._certificate
         )
@@ -208,12 +210,12 @@ class Versions:
     def __init__(self, folder: Path, source: str) -> None:
         argv = python("benchmarks.weights_trainer", folder, source)
         self._child = Child(subprocess.Popen(argv, **options()))
-        self.model_bytes = self._child.hear(dict[str, int])["model_bytes"]
+        self.model_bytes = self._child.read_reply(dict[str, int])["model_bytes"]
         self.published: list[Published] = []
 
     def publish(self) -> PublishedVersion:
-        self._child.tell(f"publish {len(self.published)}")
-        self.published.append(self._child.hear(Published))
+        self._child.send_line(f"publish {len(self.published)}")
+        self.published.append(self._child.read_reply(Published))
         return self[len(self.published) - 1]
 
     def __getitem__(self, number: int) -> PublishedVersion:
@@ -221,8 +223,8 @@ class Versions:
         return PublishedVersion(policy=POLICY, incarnation=1, number=number, manifest_digest=digest)
 
     def burst(self, num: int) -> Burst:
-        self._child.tell(f"burst {num}")
-        return self._child.hear(Burst)
+        self._child.send_line(f"burst {num}")
+        return self._child.read_reply(Burst)
 
     def close(self) -> None:
         with self._child.process as process:
@@ -235,8 +237,8 @@ class Versions:
 def send(nodes: Sequence[Child], order: Order) -> list[Arrival]:
     """To all nodes at once."""
     for node in nodes:
-        node.tell(msgspec.json.encode(order).decode())
-    return [node.hear(Arrival) for node in nodes]
+        node.send_line(msgspec.json.encode(order).decode())
+    return [node.read_reply(Arrival) for node in nodes]
 
 
 def measure(here: World, versions: Versions, num_deltas: int, baseline_s: float) -> Measured:
@@ -249,16 +251,16 @@ def measure(here: World, versions: Versions, num_deltas: int, baseline_s: float)
         return Order(wanted=versions[number], transfer=transfer, num_ranges=num_ranges)
 
     found.full = send(nodes, order(0, "full"))
-    say_arrivals(here.setting, "full", 0, found.full)
+    log_arrivals(here.setting, "full", 0, found.full)
     for number in range(1, 1 + num_deltas):
         if number == len(versions.published):
             versions.publish()
         arrived = send(nodes, order(number, "delta"))
-        say_arrivals(here.setting, "delta", number, arrived)
+        log_arrivals(here.setting, "delta", number, arrived)
         found.delta += arrived
     for node in nodes:
         node.process.kill()
-    say(
+    log_line(
         f"{here.setting.name}: utilisation {found.utilisation:.2f}, one bare connection "
         f"{found.baseline_bytes_per_s / RATE_MBIT / 125_000:.2f}, "
         f"delta {found.delta_speedup:.1f} times as fast"
@@ -266,9 +268,9 @@ def measure(here: World, versions: Versions, num_deltas: int, baseline_s: float)
     return found
 
 
-def say_arrivals(setting: Setting, kind: str, number: int, arrived: list[Arrival]) -> None:
+def log_arrivals(setting: Setting, kind: str, number: int, arrived: list[Arrival]) -> None:
     for node, arrival in enumerate(arrived):
-        say(
+        log_line(
             f"{setting.name}: version {number} {kind} to node {node}: "
             f"{arrival.fetched_bytes / 1e6:.2f} MB in {arrival.pull_s:.1f} s, "
             f"load {arrival.load_s:.1f} s, downtime {arrival.downtime_s:.2f} s"
@@ -283,7 +285,7 @@ def refetched_bytes(here: World, wanted: PublishedVersion, store: Path) -> int:
         wanted=wanted, transfer="full", num_ranges=here.setting.num_ranges, is_loaded=False
     )
     node = here.node(0, cache)
-    node.tell(msgspec.json.encode(order).decode())
+    node.send_line(msgspec.json.encode(order).decode())
     files = parse_manifest(DirectoryStore(store).read_manifest(wanted.manifest_digest)).files
     while missing_bytes(cache, files) > sum(file.bytes for file in files) / 2:
         time.sleep(0.1)
@@ -291,7 +293,9 @@ def refetched_bytes(here: World, wanted: PublishedVersion, store: Path) -> int:
     node.process.wait()
     left = missing_bytes(cache, files)
     [arrival] = send([here.node(0, cache)], order)
-    say(f"killed half-way with {left / 1e6:.1f} MB to come: {arrival.fetched_bytes / 1e6:.1f} came")
+    log_line(
+        f"killed half-way with {left / 1e6:.1f} MB to come: {arrival.fetched_bytes / 1e6:.1f} came"
+    )
     return arrival.fetched_bytes - left
 
 

@@ -87,7 +87,7 @@ def allows_pickle(call: ast.Call) -> bool:
     return any(not (isinstance(v, ast.Constant) and v.value is False) for v in given)
 
 
-def judge(node: ast.AST, bound: dict[str, str]) -> Iterator[str]:
+def check_node(node: ast.AST, bound: dict[str, str]) -> Iterator[str]:
     """The complaints about one node of the tree."""
     for module in imported(node, bound):
         if module.split(".")[0] in MODULES:
@@ -113,7 +113,7 @@ def find_forbidden(source: str, path: str) -> list[Finding]:
     return sorted(
         Finding(path=path, line=getattr(node, "lineno", 1), message=message)
         for node in ast.walk(tree)
-        for message in judge(node, bound)
+        for message in check_node(node, bound)
     )
 
 

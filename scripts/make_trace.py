@@ -70,7 +70,7 @@ def _read_bits(path: Path) -> dict[str, Bits]:
     }
 
 
-def documented(folder: Path) -> Iterator[tuple[str, str]]:
+def stdlib_docs(folder: Path) -> Iterator[tuple[str, str]]:
     """(name, documentation) of the functions and classes of the standard library."""
     for path in sorted(folder.glob("*.py")):
         tree = ast.parse(path.read_bytes())
@@ -86,7 +86,7 @@ class Examples:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._texts = list(documented(Path(sysconfig.get_path("stdlib"))))
+        self._texts = list(stdlib_docs(Path(sysconfig.get_path("stdlib"))))
         random.Random(SEED).shuffle(self._texts)
 
     def batch(self, step: int) -> tuple[Any, Any]:
@@ -121,12 +121,12 @@ class Training:
         torch.manual_seed(SEED)
         self.version = torch.__version__
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._leave_the_grid()
+        self._undo_quantisation()
         self._adam = torch.optim.AdamW(self._model.parameters(), lr=rate, **OPTIMIZER)
         self._examples = Examples(AutoTokenizer.from_pretrained(folder))
         self._num_steps = 0
 
-    def _leave_the_grid(self) -> None:
+    def _undo_quantisation(self) -> None:
         import torch
 
         for name, weight in self._model.named_parameters():
@@ -174,7 +174,7 @@ def make(model: Path, out: Path, rate: float) -> None:
     shutil.copytree(model, out / "0", ignore=shutil.ignore_patterns("*.safetensors", ".*"))
     training = Training(model, rate)
     for step in range(WARM_UP_STEPS):
-        say(f"warming up, step {step}: loss {training.step():.3f}")
+        log_line(f"warming up, step {step}: loss {training.step():.3f}")
     training.save(out / "0")
     before = training.bits()
     densities: list[float] = []
@@ -186,7 +186,7 @@ def make(model: Path, out: Path, rate: float) -> None:
         np.savez_compressed(out / f"{step:04}.npz", allow_pickle=False, **changed)
         num_changed = sum(np.count_nonzero(bits) for bits in changed.values())
         densities.append(num_changed / num_weights)
-        say(f"step {step}: loss {loss:.3f}, {densities[-1]:.3%} of the weights changed")
+        log_line(f"step {step}: loss {loss:.3f}, {densities[-1]:.3%} of the weights changed")
         before = after
     last = deque(read_versions(out), maxlen=1).pop()
     assert all(np.array_equal(last[name], bits) for name, bits in before.items())
@@ -206,7 +206,7 @@ def make(model: Path, out: Path, rate: float) -> None:
     (out / "trace.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     print(f"make_trace: {text}", file=sys.stderr, flush=True)
 
 

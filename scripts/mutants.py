@@ -90,7 +90,7 @@ def run_tests(tests: tuple[str, ...], source: Path, *, is_baseline: bool = False
     return done.returncode
 
 
-def examine(mutant: Mutant) -> Result:
+def run_mutant(mutant: Mutant) -> Result:
     began_at = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="penstock-mutant-") as name:
         source = Path(name) / "src"
@@ -112,7 +112,7 @@ def main() -> int:
         return 1
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         results: list[Result] = []
-        for result in pool.map(examine, mutants):
+        for result in pool.map(run_mutant, mutants):
             print(result.line, flush=True)
             results.append(result)
     num_caught = sum(result.verdict == "caught" for result in results)

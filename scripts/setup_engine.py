@@ -39,21 +39,21 @@ ENGINE = CACHE / "vllm"
 PYTHON = ENGINE / "bin" / "python"
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     print(f"setup-engine: {text}", file=sys.stderr, flush=True)
 
 
-def run(*words: str | Path, cure: str) -> None:
+def run(*words: str | Path, fix: str) -> None:
     """A command that must succeed; what it says goes to stderr."""
     code = subprocess.run(words, stdout=sys.stderr, env={**os.environ, **QUIET}).returncode
     if code:
         command = " ".join(map(str, words))
-        sys.exit(f"setup-engine: `{command}` ended with {code}: {cure}, then run it again")
+        sys.exit(f"setup-engine: `{command}` ended with {code}: {fix}, then run it again")
 
 
 def pip(*words: str) -> None:
-    cure = f"pip must find these packages (see above), and {CACHE} needs 8 GB of free space"
-    run(PYTHON, "-m", "pip", "--disable-pip-version-check", *words, cure=cure)
+    fix = f"pip must find these packages (see above), and {CACHE} needs 8 GB of free space"
+    run(PYTHON, "-m", "pip", "--disable-pip-version-check", *words, fix=fix)
 
 
 def install_vllm(folder: Path) -> None:
@@ -62,8 +62,8 @@ def install_vllm(folder: Path) -> None:
     pip("uninstall", "--quiet", "--yes", *CUDA_ONLY)
     write_metadata(folder)
     probe = "import sys, torch, transformers; sys.exit(torch.version.cuda is not None)"
-    run(PYTHON, "-c", probe, cure="point pip at a CPU build of torch, this one wants CUDA")
-    run(folder / "bin" / "vllm", "--version", cure="mend what it says above")
+    run(PYTHON, "-c", probe, fix="point pip at a CPU build of torch, this one wants CUDA")
+    run(folder / "bin" / "vllm", "--version", fix="mend what it says above")
 
 
 def write_metadata(folder: Path) -> None:
@@ -76,7 +76,7 @@ def write_metadata(folder: Path) -> None:
 
 
 def make_model(folder: Path) -> None:
-    run(PYTHON, SCRIPTS / "make_smollm2.py", folder, cure="mend what it says above")
+    run(PYTHON, SCRIPTS / "make_smollm2.py", folder, fix="mend what it says above")
 
 
 def make_trace(rate: str, folder: Path) -> None:
@@ -88,7 +88,7 @@ def make_trace(rate: str, folder: Path) -> None:
         folder,
         "--rate",
         rate,
-        cure="mend what it says above",
+        fix="mend what it says above",
     )
 
 
@@ -96,15 +96,15 @@ def ensure(folder: Path, made_of: str, make: Callable[[Path], None]) -> None:
     """The folder, whole and made of just this."""
     marker = folder / MARKER
     if marker.exists() and marker.read_text() == made_of:
-        say(f"{folder} is there")
+        log_line(f"{folder} is there")
         return
-    say(f"making {folder}: {made_of}")
+    log_line(f"making {folder}: {made_of}")
     began = time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     make(folder)
     marker.write_text(made_of)
-    say(f"made {folder} in {time.monotonic() - began:.0f} s")
+    log_line(f"made {folder} in {time.monotonic() - began:.0f} s")
 
 
 def main() -> None:

@@ -109,7 +109,7 @@ def score(completion: str, task: Record) -> float:
     return sum(a == b for a, b in zip(completion, answer, strict=False)) / max(1, len(answer))
 
 
-def age(version: Record) -> tuple[int, int]:
+def version_order(version: Record) -> tuple[int, int]:
     return version["incarnation"], version["number"]
 
 
@@ -120,7 +120,7 @@ def row_id_of(grant: Record) -> str:
 class Node:
     def __init__(self, url: str, token: str, node_id: str) -> None:
         self.dataflow, self.token, self.weights_url = Service(url, token), token, ""
-        self.node_id, self.session = node_id, secrets.token_hex(8)  # new for each process
+        self.node_id, self.boot_id = node_id, secrets.token_hex(8)  # new for each process
         self.stopping = threading.Event()
         self.awake = threading.Event()  # there is something to tell in a heartbeat
         self.wanted: Record | None = None
@@ -139,29 +139,29 @@ class Node:
             self.stopping.wait(0.02)
         self.awake.set()
         beating.join()
-        self.dataflow.send("DELETE", f"/v1/nodes/{self.node_id}?session={self.session}")
+        self.dataflow.send("DELETE", f"/v1/nodes/{self.node_id}?boot_id={self.boot_id}")
 
     def register(self) -> None:
-        body = {"node_id": self.node_id, "session": self.session, "capacity": CAPACITY}
+        body = {"node_id": self.node_id, "boot_id": self.boot_id, "capacity": CAPACITY}
         answer = self.dataflow.call("POST", "/v1/nodes", {**body, "policies": [], "tags": []})
         self.heartbeat_s, self.sampling = answer["heartbeat_s"], answer["facts"]["sampling"]
-        self.follow(answer)
+        self.apply_wanted(answer)
 
-    def known(self, method: str, path: str, body: Record) -> Record:
+    def call_registered(self, method: str, path: str, body: Record) -> Record:
         """A call as a member; a service that does not know us is told again who we are."""
         while True:
             try:
-                return self.dataflow.call(method, path, {**body, "session": self.session})
+                return self.dataflow.call(method, path, {**body, "boot_id": self.boot_id})
             except HTTPError as refused:
                 if refused.code != 404:
                     raise
             self.register()
 
-    def follow(self, answer: Record) -> None:
+    def apply_wanted(self, answer: Record) -> None:
         """Answers may overtake each other, so versions only ever move forward."""
         self.weights_url = answer.get("weights_url", self.weights_url)
         for wanted in answer["orders"]["wanted"]:
-            if self.wanted is None or age(wanted) > age(self.wanted):
+            if self.wanted is None or version_order(wanted) > version_order(self.wanted):
                 self.wanted, self.not_before = wanted, 0.0
         if answer["orders"]["drain"]:
             self.stopping.set()
@@ -172,14 +172,14 @@ class Node:
             while not self.stopping.is_set():
                 self.awake.clear()
                 body = {"state": "live" if self.live else "starting", "live": self.live}
-                self.follow(self.known("PUT", f"/v1/nodes/{self.node_id}", body))
+                self.apply_wanted(self.call_registered("PUT", f"/v1/nodes/{self.node_id}", body))
                 self.awake.wait(self.heartbeat_s)
         except HTTPError:  # fenced: another took our place, as the answer to DELETE says again
             self.stopping.set()
 
     def load_wanted(self) -> None:
         wanted = self.wanted
-        is_loaded = wanted and self.live and age(self.live[0]) == age(wanted)
+        is_loaded = wanted and self.live and version_order(self.live[0]) == version_order(wanted)
         if wanted is None or is_loaded or time.monotonic() < self.not_before:
             return
         try:
@@ -195,8 +195,8 @@ class Node:
     def work(self, table: Table) -> None:
         request = {"node_id": self.node_id, "max_slots": CAPACITY, "wait_s": 2.0, "live": self.live}
         request["request_id"] = secrets.token_hex(8)  # repeated, it gets the same grants
-        answer = self.known("POST", "/v1/leases", request)
-        self.follow(answer)
+        answer = self.call_registered("POST", "/v1/leases", request)
+        self.apply_wanted(answer)
         grants, rows = answer["grants"], []
         while grants and not self.stopping.is_set():
             grant = grants.pop()
@@ -205,7 +205,7 @@ class Node:
             self.deliver(rows, [row_id_of(grant) for grant in grants])  # the rest is handed back
 
     def attempt(self, table: Table, grant: Record, task: Record) -> Record:
-        spec, (incarnation, number) = self.sampling, age(self.live[0])
+        spec, (incarnation, number) = self.sampling, version_order(self.live[0])
         text, logprobs = table.sample(spec["max_tokens"], spec["temperature"], grant["seed"])
         span = {"start": 0, "end": len(text), "incarnation": incarnation, "number": number}
         turn = {
@@ -230,7 +230,7 @@ class Node:
     def deliver(self, rows: list[Record], released: list[str]) -> None:
         deliveries = [{"row_id": row["row_id"], "payload": msgpack.packb(row)} for row in rows]
         body = {"node_id": self.node_id, "deliveries": deliveries, "released": released}
-        for result in self.known("POST", "/v1/trajectories", body)["results"]:
+        for result in self.call_registered("POST", "/v1/trajectories", body)["results"]:
             if result["status"] in ("conflict", "invalid"):  # our bug; `fenced` just came too late
                 print(f"refused: {result}")
 

@@ -75,7 +75,7 @@ def reinforce(
         mean = sum(row.score for row in group.rows) / len(group.rows)
         advantages += [row.score - mean for row in group.rows]
     present = ((i, decode(row.payload, Trajectory)) for i, row in enumerate(rows) if row.payload)
-    samples = cut(present, policy, manifest.sees)
+    samples = cut(present, policy, manifest.visible_roles)
     terms: list[Any] = [0.0 * next(model.parameters()).sum()]  # there may be no token at all
     places = (samples.starts_S.tolist(), samples.ends_S.tolist(), samples.rows_S.tolist())
     for start, end, row in zip(*places, strict=True):

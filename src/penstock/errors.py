@@ -81,8 +81,8 @@ class Fenced(Conflict):
     code = "fenced"
 
 
-class NeverCommitted(Conflict):
-    code = "never_committed"
+class UnknownCommit(Conflict):
+    code = "unknown_commit"
 
 
 class TooLarge(WireError):
@@ -105,7 +105,7 @@ class EngineError(PenstockError):
     pass
 
 
-class Refused(EngineError):
+class RequestRejected(EngineError):
     pass
 
 
@@ -125,7 +125,7 @@ class StoreError(PenstockError):
     pass
 
 
-class ForkRefused(StoreError):
+class ResumeRejected(StoreError):
     pass
 
 
@@ -142,7 +142,7 @@ WIRE_ERRORS: dict[str, type[WireError]] = {
         NotFound,
         Conflict,
         Fenced,
-        NeverCommitted,
+        UnknownCommit,
         TooLarge,
         Busy,
         StorageFull,
@@ -153,7 +153,7 @@ WIRE_ERRORS: dict[str, type[WireError]] = {
 
 
 @contextmanager
-def boundary(kind: type[PenstockError], what: str) -> Generator[None]:
+def wrap_errors(kind: type[PenstockError], what: str) -> Generator[None]:
     """Name the boundary a foreign exception crossed; penstock's own pass unchanged."""
     try:
         yield

@@ -146,7 +146,7 @@ class SamplingSpec:
     the distribution, which no trainer can compute again: such an answer is never trained."""
 
 
-MAX_ROLE = 64
+MAX_ROLE_CHARS = 64
 """Characters of a role: it is a name, and the ledger keeps it with the row."""
 
 
@@ -185,7 +185,7 @@ class Turn:
     MAX_ROLE characters."""
 
 
-def is_data(turn: Turn) -> bool:
+def is_usable(turn: Turn) -> bool:
     """Whether anybody may learn from its answer: it was finished, it reached its agent, and its
     log-probs can be computed again."""
     return (
@@ -198,7 +198,7 @@ def is_data(turn: Turn) -> bool:
 def is_trainable(turn: Turn) -> bool:
     """Whether a trainer that sees it has a gradient to take: a greedy choice has none under its own
     spec."""
-    return is_data(turn) and turn.sampling.temperature > 0 and bool(turn.sampled_ids)
+    return is_usable(turn) and turn.sampling.temperature > 0 and bool(turn.sampled_ids)
 
 
 class OutcomeKind(StrEnum):
@@ -253,7 +253,7 @@ class Trajectory:
     outcome: Outcome
     started_at: float = 0.0
     ended_at: float = 0.0
-    session: str = ""
+    boot_id: str = ""
     """Which life of the node made it; empty where the node does not say."""
 
 
@@ -318,7 +318,7 @@ class RowSummary:
         default_factory=dict[PolicyName, Mapping[str, int]]
     )
     """Of policies that acted in named roles, the same tokens by role."""
-    computed: Mapping[PolicyName, tuple[int, int]] = field(
+    compute_cost: Mapping[PolicyName, tuple[int, int]] = field(
         default_factory=dict[PolicyName, tuple[int, int]]
     )
     """What a trainer of the policy computes of the row, prompts and context included: tokens of the
@@ -333,26 +333,26 @@ class RowSummary:
                 yield (policy, role), part
 
     def tokens_for(
-        self, policy: PolicyName, sees: Collection[tuple[PolicyName, str]] | None
+        self, policy: PolicyName, visible_roles: Collection[tuple[PolicyName, str]] | None
     ) -> int:
         """Tokens that this policy's trainer sees: those of these pairs, or None for its own."""
-        if sees is None:
+        if visible_roles is None:
             return self.sampled.get(policy, 0)
-        return sum(tokens for pair, tokens in self.parts if pair in sees)
+        return sum(tokens for pair, tokens in self.parts if pair in visible_roles)
 
-    def computed_for(
-        self, policy: PolicyName, sees: Collection[tuple[PolicyName, str]] | None
+    def compute_cost_for(
+        self, policy: PolicyName, visible_roles: Collection[tuple[PolicyName, str]] | None
     ) -> tuple[int, int]:
-        """As `computed`, for a trainer that sees this. Each policy that it sees counts as if seen
-        alone and in all its roles: where it sees only some, or contexts are shared, it is too
+        """As `compute_cost`, for a trainer that sees this. Each policy that it sees counts as if
+        seen alone and in all its roles: where it sees only some, or contexts are shared, it is too
         much. Of a row that does not say, its sampled tokens."""
-        if not self.computed:
-            tokens = self.tokens_for(policy, sees)
+        if not self.compute_cost:
+            tokens = self.tokens_for(policy, visible_roles)
             return tokens, tokens**2
         seen = {policy}
-        if sees is not None:
-            seen = {pair[0] for pair, _ in self.parts if pair in sees}
-        parts = [self.computed[one] for one in seen if one in self.computed]
+        if visible_roles is not None:
+            seen = {pair[0] for pair, _ in self.parts if pair in visible_roles}
+        parts = [self.compute_cost[one] for one in seen if one in self.compute_cost]
         return sum(tokens for tokens, _ in parts), sum(squares for _, squares in parts)
 
     @property
@@ -379,7 +379,7 @@ class Manifest:
     trains_from: int
     """Number of the version this batch trains from, as judged at sealing."""
     groups: tuple[SealedGroup, ...]
-    sees: tuple[tuple[PolicyName, str], ...] | None = None
+    visible_roles: tuple[tuple[PolicyName, str], ...] | None = None
     """The (policy, role) pairs whose turns its consumer trains; None: all turns of its own
     policy."""
 
@@ -389,17 +389,17 @@ class Manifest:
 
     def tokens(self, row: RowSummary) -> int:
         """Tokens of this row that the consumer trains."""
-        return row.tokens_for(PolicyName(self.consumer), self.sees)
+        return row.tokens_for(PolicyName(self.consumer), self.visible_roles)
 
-    def computed(self, row: RowSummary) -> tuple[int, int]:
+    def compute_cost(self, row: RowSummary) -> tuple[int, int]:
         """What the consumer computes of this row: tokens, and squared lengths of its samples."""
-        return row.computed_for(PolicyName(self.consumer), self.sees)
+        return row.compute_cost_for(PolicyName(self.consumer), self.visible_roles)
 
 
 # --- what rules see ---------------------------------------------------------------------------
 
 
-class Draw(Protocol):
+class RandomDraw(Protocol):
     """Randomness as an argument: the next number in [0, 1). Derived from the run's seed and
     recorded, so a decision can be replayed."""
 

@@ -12,7 +12,7 @@ from typing import Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promises:
+class Acknowledged:
     """All that was acknowledged up to one moment."""
 
     rows: dict[str, str] = field(default_factory=dict[str, str])
@@ -26,16 +26,16 @@ class Promises:
     def num(self) -> int:
         return len(self.rows) + len(self.batches) + len(self.commits)
 
-    def copy(self) -> Promises:
-        return Promises(
+    def copy(self) -> Acknowledged:
+        return Acknowledged(
             rows=dict(self.rows), batches=dict(self.batches), commits=dict(self.commits)
         )
 
 
-class History:
+class AckLog:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8", buffering=1)
-        self.promises = Promises()
+        self.promises = Acknowledged()
         self.lost: list[str] = []
         self.duplicated: list[str] = []
         self.trained_twice: list[str] = []

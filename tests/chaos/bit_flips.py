@@ -21,9 +21,9 @@ from typing import Any, TypeVar, cast
 import msgspec
 import sqlalchemy.exc
 from blake3 import blake3
-from tests.chaos.ack_log import Promises
-from tests.chaos.load_generator import POLICY, Far, read_batch
-from tests.chaos.processes import EndedAtStart, Services
+from tests.chaos.ack_log import Acknowledged
+from tests.chaos.load_generator import POLICY, PartitionCallers, read_batch
+from tests.chaos.processes import FailedToStart, Services
 
 from penstock.dataflow.ledger import segments
 from penstock.dataflow.ledger.segments import Location
@@ -37,7 +37,7 @@ from penstock.dataflow.service.trainers.messages import (
 from penstock.errors import StoreError, WireError
 from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Role
-from penstock.wire.client import AsyncCaller
+from penstock.wire.client import AsyncServiceClient
 from penstock.wire.codec import encode
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def draw(files: list[Path], rng: random.Random) -> Flip:
     return Flip(file=file, offset=rng.randrange(file.stat().st_size), bit=rng.randrange(8))
 
 
-def turn(flip: Flip) -> None:
+def flip_bit(flip: Flip) -> None:
     with flip.file.open("r+b") as file:
         file.seek(flip.offset)
         byte = file.read(1)[0]
@@ -95,11 +95,11 @@ def turn(flip: Flip) -> None:
 @contextmanager
 def flipped(flip: Flip) -> Generator[None]:
     """For as long as it takes to look; nothing that only reads changes the file."""
-    turn(flip)
+    flip_bit(flip)
     try:
         yield
     finally:
-        turn(flip)
+        flip_bit(flip)
 
 
 # --- payload ------------------------------------------------------------------------------------
@@ -208,20 +208,20 @@ def without_last_commit(log: bytes) -> bytes:
 
 
 async def judge_service(
-    services: Services, folder: RunFolder, promised: Promises
+    services: Services, folder: RunFolder, acked: Acknowledged
 ) -> tuple[Verdict, str]:
     """Start on the damaged ledger and ask for all that was promised, as a trainer does."""
     for name in services.names:
         services.start(name)
     try:
         for name in services.names:
-            await services.until_ready(name)
+            await services.wait_ready(name)
         reader = Reader(folder)
         try:
-            return await reader.judge(promised)
+            return await reader.judge(acked)
         finally:
             await reader.close()
-    except EndedAtStart as error:
+    except FailedToStart as error:
         return Verdict.REFUSED, str(error)[-80:]
     finally:
         for name in services.names:
@@ -233,8 +233,8 @@ class Reader:
 
     def __init__(self, folder: RunFolder) -> None:
         token = folder.token(folder.read_config().name, Role.TRAINER, ttl_s=3600.0)
-        self._caller = AsyncCaller(folder.endpoints().dataflow, token)
-        self._far = Far(token)
+        self._caller = AsyncServiceClient(folder.endpoints().dataflow, token)
+        self._far = PartitionCallers(token)
 
     async def close(self) -> None:
         await self._caller.close()
@@ -243,15 +243,15 @@ class Reader:
     async def _call(self, method: str, path: str, body: object, kind: type[T]) -> T:
         return await self._caller.call(method, path, body, kind, deadline_s=0.0)
 
-    async def judge(self, promised: Promises) -> tuple[Verdict, str]:
+    async def judge(self, acked: Acknowledged) -> tuple[Verdict, str]:
         gone = 0
         try:
             state = await self._call("GET", f"/v1/policies/{POLICY}", None, PolicyState)
-            committed = [key for key in promised.commits if key[1] == state.incarnation]
+            committed = [key for key in acked.commits if key[1] == state.incarnation]
             last = max((seq for seq, _ in committed), default=0)
             if state.seq < last:
                 return Verdict.SILENT, f"at batch {state.seq} after a commit of {last}"
-            for seq, digest in promised.batches.items():
+            for seq, digest in acked.batches.items():
                 body = BatchRequest(
                     consumer=POLICY, seq=seq, incarnation=state.incarnation, wait_s=0.0
                 )

@@ -10,11 +10,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.ack_log import History, Promises
+from tests.chaos.ack_log import AckLog, Acknowledged
 from tests.chaos.results_table import Figures
 
 from penstock.audit import audit
-from penstock.audit.payloads import Segments
+from penstock.audit.payloads import SegmentReader
 from penstock.errors import StoreError
 
 PLACES = "row_id, digest, segment, offset, length"
@@ -31,16 +31,16 @@ def databases(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "ledger").glob("**/ledger.db"))
 
 
-def missing(run_dir: Path, promised: Promises) -> list[str]:
+def missing(run_dir: Path, acked: Acknowledged) -> list[str]:
     """Promises that are not kept: rows, manifests and commits that are gone or are others."""
     try:
-        return _missing(run_dir, promised)
+        return _missing(run_dir, acked)
     except sqlite3.DatabaseError as error:
-        return [f"all {promised.num} promises: {error}"]
+        return [f"all {acked.num} promises: {error}"]
 
 
-def _missing(run_dir: Path, promised: Promises) -> list[str]:
-    damage = dict(_damage(run_dir, promised.rows))
+def _missing(run_dir: Path, acked: Acknowledged) -> list[str]:
+    damage = dict(_damage(run_dir, acked.rows))
     batches = dict(_read(run_dir, "SELECT seq, digest FROM batches"))
     commits = {
         (seq, incarnation): number
@@ -51,11 +51,11 @@ def _missing(run_dir: Path, promised: Promises) -> list[str]:
     freed = _freed(run_dir)
     lost = [
         f"{row_id}: {why}"
-        for row_id in promised.rows
+        for row_id in acked.rows
         if (why := damage.get(row_id, "gone")) and row_id.partition(".")[0] not in freed
     ]
-    lost += _differ("batch", promised.batches, batches)
-    return lost + _differ("commit", promised.commits, commits)
+    lost += _differ("batch", acked.batches, batches)
+    return lost + _differ("commit", acked.commits, commits)
 
 
 def _freed(run_dir: Path) -> set[str]:
@@ -66,9 +66,9 @@ def _freed(run_dir: Path) -> set[str]:
     )
 
 
-def _differ(what: str, promised: Mapping[Any, object], found: Mapping[Any, object]) -> list[str]:
-    wrong = [key for key, value in promised.items() if found.get(key) != value]
-    return [f"{what} {key}: {promised[key]} promised, {found.get(key)} found" for key in wrong]
+def _differ(what: str, acked: Mapping[Any, object], found: Mapping[Any, object]) -> list[str]:
+    wrong = [key for key, value in acked.items() if found.get(key) != value]
+    return [f"{what} {key}: {acked[key]} promised, {found.get(key)} found" for key in wrong]
 
 
 def _read(run_dir: Path, query: str) -> Iterator[tuple[Any, ...]]:
@@ -77,23 +77,23 @@ def _read(run_dir: Path, query: str) -> Iterator[tuple[Any, ...]]:
             yield from ledger.execute(query).fetchall()
 
 
-def _damage(run_dir: Path, promised: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _damage(run_dir: Path, acked: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Of each of these rows that is there, what is wrong with it; empty when nothing is."""
-    ids = list(promised)
+    ids = list(acked)
     for database in databases(run_dir):
         ledger = closing(sqlite3.connect(database, timeout=20.0))
-        with ledger as connection, Segments(database.parent / "segments") as segments:
+        with ledger as connection, SegmentReader(database.parent / "segments") as segments:
             for start in range(0, len(ids), FEW):
                 part = ids[start : start + FEW]
                 marks = ", ".join("?" * len(part))
                 query = f"SELECT {PLACES} FROM rows WHERE row_id IN ({marks})"
                 for row_id, digest, segment, offset, length in connection.execute(query, part):
-                    content = segments.content(segment, offset, length, promised[row_id])
-                    is_other = digest != promised[row_id]
+                    content = segments.content(segment, offset, length, acked[row_id])
+                    is_other = digest != acked[row_id]
                     yield row_id, "another digest" if is_other else content.damage
 
 
-def check(figures: Figures, run_dir: Path, history: History, twice: list[str]) -> None:
+def check(figures: Figures, run_dir: Path, history: AckLog, twice: list[str]) -> None:
     """The end of a campaign: every promise, then the audit's laws over the whole ledger."""
     figures.acknowledged += history.promises.num
     figures.lost += history.lost
@@ -102,21 +102,21 @@ def check(figures: Figures, run_dir: Path, history: History, twice: list[str]) -
     check_disk(figures, run_dir, history.promises)
 
 
-def check_disk(figures: Figures, run_dir: Path, promised: Promises) -> None:
-    if lost := missing(run_dir, promised):
+def check_disk(figures: Figures, run_dir: Path, acked: Acknowledged) -> None:
+    if lost := missing(run_dir, acked):
         figures.lost += lost
         return
     figures.duplicated += [
         f"{group} slot {slot}: {n} results" for group, slot, n in _read(run_dir, TWICE)
     ]
     if len(databases(run_dir)) == 1:  # the audit reads one ledger
-        _check_laws(figures, run_dir, promised)
+        _check_laws(figures, run_dir, acked)
 
 
-def _check_laws(figures: Figures, run_dir: Path, promised: Promises) -> None:
+def _check_laws(figures: Figures, run_dir: Path, acked: Acknowledged) -> None:
     acks = run_dir / "acks"
     acks.mkdir(exist_ok=True)
-    (acks / "clients.txt").write_text("".join(f"{row_id}\n" for row_id in promised.rows))
+    (acks / "clients.txt").write_text("".join(f"{row_id}\n" for row_id in acked.rows))
     try:
         laws = audit(run_dir).checks
     except StoreError as error:

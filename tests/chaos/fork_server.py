@@ -13,24 +13,24 @@ import signal
 import sys
 
 from penstock.cli.main import main as penstock_main
-from penstock.fleet.processes import PARENT
+from penstock.fleet.processes import PARENT_PID_ENV
 
 
 def main() -> None:
     for name in ("penstock.cli.dataflow", "penstock.dataflow.service.server", "uvloop"):
         importlib.import_module(name)
-    os.environ[PARENT] = str(os.getpid())
+    os.environ[PARENT_PID_ENV] = str(os.getpid())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children vanish by themselves
     for line in sys.stdin:
         words, log = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            _become_a_service(log)
+            _run_service(log)
             penstock_main(words)
         print(pid, flush=True)
 
 
-def _become_a_service(log: str) -> None:
+def _run_service(log: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

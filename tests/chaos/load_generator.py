@@ -19,12 +19,18 @@ from contextlib import asynccontextmanager, suppress
 from typing import Self
 
 from blake3 import blake3
-from tests.chaos.ack_log import History
+from tests.chaos.ack_log import AckLog
 from tests.chaos.processes import Services
 
-from penstock.dataflow.client.partitioned import SpreadClient
-from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
-from penstock.dataflow.service.messages import Done
+from penstock.dataflow.client.partitioned import PartitionedNodeClient
+from penstock.dataflow.core.leasing import (
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+    RegisterRequest,
+)
+from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryAnswer,
@@ -66,7 +72,7 @@ from penstock.types import (
     token_ids,
 )
 from penstock.wire.auth import Role
-from penstock.wire.client import AsyncCaller
+from penstock.wire.client import AsyncServiceClient
 from penstock.wire.codec import encode
 
 POLICY = PolicyName("policy")
@@ -110,17 +116,17 @@ def trajectory(
     return Delivery(row_id=row_id, payload=memoryview(encode(record)))
 
 
-class BadNode:
+class FaultyNode:
     """lease → deliver, and all that goes wrong on the way."""
 
     def __init__(
-        self, name: str, client: SpreadClient, history: History, rng: random.Random
+        self, name: str, client: PartitionedNodeClient, history: AckLog, rng: random.Random
     ) -> None:
         self.node_id = NodeId(name)
         self.client = client
         self._history = history
         self._rng = rng
-        self._session = ""
+        self._boot_id = ""
         self._live: LiveVersion | None = None
         self._old: list[Delivery] = []
         """Acknowledged lately; sent again now and then."""
@@ -133,15 +139,17 @@ class BadNode:
             while self._rng.random() > 0.01:
                 held = await self.work()
                 await self.deliver(held)
-                await self._disturb()
+                await self._inject_fault()
                 await asyncio.sleep(self._rng.uniform(0.0, 0.02))
             held = await self.work()  # dies with work in its hands …
             await self.register()
-            await self._must_be(held, {DeliveryStatus.FENCED}, "a late result")  # … and is too late
+            await self._expect(held, {DeliveryStatus.FENCED}, "a late result")  # … and is too late
 
     async def register(self) -> None:
-        self._session = uuid.uuid4().hex
-        body = Register(node_id=self.node_id, session=self._session, capacity=CAPACITY, policies=())
+        self._boot_id = uuid.uuid4().hex
+        body = RegisterRequest(
+            node_id=self.node_id, boot_id=self._boot_id, capacity=CAPACITY, policies=()
+        )
         await self._follow((await self.client.register(body)).orders.wanted, is_new=True)
 
     async def _follow(self, wanted: tuple[PublishedVersion, ...], *, is_new: bool = False) -> None:
@@ -154,7 +162,7 @@ class BadNode:
             await self._beat(live)
 
     async def _beat(self, live: LiveVersion) -> None:
-        body = Heartbeat(session=self._session, state=NodeState.LIVE, live=(live,))
+        body = Heartbeat(boot_id=self._boot_id, state=NodeState.LIVE, live=(live,))
         await self.client.heartbeat(self.node_id, body)
 
     async def beats(self) -> None:
@@ -171,7 +179,7 @@ class BadNode:
         body = LeaseRequest(
             request_id=uuid.uuid4().hex,
             node_id=self.node_id,
-            session=self._session,
+            boot_id=self._boot_id,
             max_slots=max_slots or self._rng.randrange(1, CAPACITY),
             wait_s=1.0,
             live=() if live is None else (live,),
@@ -188,7 +196,7 @@ class BadNode:
 
     def request(self, deliveries: list[Delivery]) -> DeliveryRequest:
         return DeliveryRequest(
-            node_id=self.node_id, session=self._session, deliveries=tuple(deliveries)
+            node_id=self.node_id, boot_id=self._boot_id, deliveries=tuple(deliveries)
         )
 
     async def _send(self, deliveries: list[Delivery]) -> list[tuple[Delivery, DeliveryStatus, str]]:
@@ -209,16 +217,16 @@ class BadNode:
                     self._history.duplicated.append(said)
         del self._old[:-8]
 
-    async def _disturb(self) -> None:
+    async def _inject_fault(self) -> None:
         if self._old and self._rng.random() < 0.1:
             again = [self._rng.choice(self._old)]
-            await self._must_be(again, {DeliveryStatus.DUPLICATE}, "the same bytes again")
+            await self._expect(again, {DeliveryStatus.DUPLICATE}, "the same bytes again")
             other = Delivery(
                 row_id=again[0].row_id, payload=memoryview(bytes(again[0].payload) + b"\0")
             )
-            await self._must_be([other], {DeliveryStatus.CONFLICT}, "other bytes")
+            await self._expect([other], {DeliveryStatus.CONFLICT}, "other bytes")
 
-    async def _must_be(
+    async def _expect(
         self, deliveries: list[Delivery], allowed: set[DeliveryStatus], what: str
     ) -> None:
         if not deliveries:
@@ -231,16 +239,16 @@ class BadNode:
 class Probe:
     """A node that holds one result back, to see what becomes of a delivery just now."""
 
-    def __init__(self, folder: RunFolder, history: History) -> None:
+    def __init__(self, folder: RunFolder, history: AckLog) -> None:
         run, self._url = folder.read_config().name, folder.endpoints().dataflow
         self._token = folder.token(run, Role.ROLLOUT, ttl_s=TOKEN_S)
-        self._node = BadNode(
-            "probe", SpreadClient(self._url, self._token), history, random.Random(0)
+        self._node = FaultyNode(
+            "probe", PartitionedNodeClient(self._url, self._token), history, random.Random(0)
         )
         self._held: list[Delivery] = []
 
     async def __aenter__(self) -> Self:
-        self._caller = AsyncCaller(self._url, self._token)
+        self._caller = AsyncServiceClient(self._url, self._token)
         self._beats = asyncio.create_task(self._node.beats())
         return self
 
@@ -278,27 +286,29 @@ class Probe:
         self._held = []
 
 
-async def read_batch(caller: AsyncCaller, far: Far, seq: int) -> list[RowPayload]:
+async def read_batch(
+    caller: AsyncServiceClient, partition_callers: PartitionCallers, seq: int
+) -> list[RowPayload]:
     """Rows of a batch: home's own, and the others directly from their partitions."""
     path = f"/v1/batches/{POLICY}.{seq}/rows"
     answer = await caller.call("POST", path, BatchRowsRequest(), RowsAnswer)
     rows = [row for row in answer.rows if not row.at]
     for url in sorted({row.at for row in answer.rows if row.at}):
         body = RowsRequest(row_ids=tuple(row.row_id for row in answer.rows if row.at == url))
-        rows += (await far(url).call("POST", "/v1/rows", body, RowsAnswer)).rows
+        rows += (await partition_callers(url).call("POST", "/v1/rows", body, RowsAnswer)).rows
     return rows
 
 
-class Far:
+class PartitionCallers:
     """Callers of the partitions, made as they are needed."""
 
     def __init__(self, token: str) -> None:
         self._token = token
-        self._callers: dict[str, AsyncCaller] = {}
+        self._callers: dict[str, AsyncServiceClient] = {}
 
-    def __call__(self, url: str) -> AsyncCaller:
+    def __call__(self, url: str) -> AsyncServiceClient:
         if url not in self._callers:
-            self._callers[url] = AsyncCaller(url, self._token)
+            self._callers[url] = AsyncServiceClient(url, self._token)
         return self._callers[url]
 
     async def close(self) -> None:
@@ -306,12 +316,18 @@ class Far:
             await caller.close()
 
 
-class ForgetfulTrainer:
+class RewindingTrainer:
     """batch → rows → commit → publish; its weights are the list of rows it was trained on."""
 
-    def __init__(self, caller: AsyncCaller, far: Far, history: History, rng: random.Random) -> None:
+    def __init__(
+        self,
+        caller: AsyncServiceClient,
+        partition_callers: PartitionCallers,
+        history: AckLog,
+        rng: random.Random,
+    ) -> None:
         self._caller = caller
-        self._far = far
+        self._far = partition_callers
         self._history = history
         self._rng = rng
         self.incarnation = 0
@@ -326,7 +342,7 @@ class ForgetfulTrainer:
         """consumes: sealed batches · produces: commits in the history · waits for: a batch"""
         while True:
             async with self.gate:
-                await self._live_again()
+                await self._restart_from_checkpoint()
             while self._rng.random() > 0.03:
                 async with self.gate:
                     await self.step()
@@ -334,7 +350,7 @@ class ForgetfulTrainer:
     async def state(self) -> PolicyState:
         return await self._caller.call("GET", f"/v1/policies/{POLICY}", None, PolicyState)
 
-    async def until_ready(self, num_groups: int) -> None:
+    async def wait_ready(self, num_groups: int) -> None:
         """So many groups wait to be sealed. Batches that a rewind brought back are trained first:
         they count against what may start."""
         async with asyncio.timeout(PROGRESS_S):
@@ -347,7 +363,7 @@ class ForgetfulTrainer:
                 else:
                     await asyncio.sleep(0.05)
 
-    async def _live_again(self) -> None:
+    async def _restart_from_checkpoint(self) -> None:
         """Restore a checkpoint; what was trained after it is forgotten, and served again."""
         state, old = await self.state(), self.incarnation
         self.require(state)
@@ -367,16 +383,16 @@ class ForgetfulTrainer:
         await self._publish()
         await self._retain()
         if old:
-            await self._old_life_wakes_up(old)
+            await self._fenced_trainer_returns(old)
 
     def require(self, state: PolicyState) -> None:
         """The ledger stands exactly where it last told this trainer it stands."""
         found = (state.incarnation, state.number, state.seq)
         if found != (self.incarnation, self.number, self.seq):
-            promised = (self.incarnation, self.number, self.seq)
-            self._history.lost.append(f"trainer promised {promised}, the ledger is at {found}")
+            acked = (self.incarnation, self.number, self.seq)
+            self._history.lost.append(f"trainer promised {acked}, the ledger is at {found}")
 
-    async def _old_life_wakes_up(self, old: int) -> None:
+    async def _fenced_trainer_returns(self, old: int) -> None:
         body = CommitRequest(incarnation=old, number=self.number + 1)
         try:
             await self._commit(self.seq + 1, body)
@@ -404,7 +420,7 @@ class ForgetfulTrainer:
         await self._keep()
 
     async def _commit(self, seq: int, body: CommitRequest) -> None:
-        await self._caller.call("POST", f"/v1/batches/{POLICY}.{seq}/commit", body, Done)
+        await self._caller.call("POST", f"/v1/batches/{POLICY}.{seq}/commit", body, Ack)
 
     async def _read_rows(self, seq: int, due: dict[RowId, str]) -> None:
         served = {row.row_id: row.payload for row in await read_batch(self._caller, self._far, seq)}
@@ -421,7 +437,7 @@ class ForgetfulTrainer:
             weights_digest=blake3(repr(sorted(self.trained.items())).encode()).hexdigest(),
         )
         path = f"/v1/policies/{POLICY}/versions"
-        await self._caller.call("POST", path, body, Done)
+        await self._caller.call("POST", path, body, Ack)
 
     async def _keep(self) -> None:
         """A checkpoint now and then; the last three could be restored."""
@@ -434,7 +450,7 @@ class ForgetfulTrainer:
         """The first one too, which is no file: a service that hears of none lets go of batches."""
         retained = tuple((number, seq) for number, seq, _ in self._checkpoints)
         body = CheckpointsRequest(incarnation=self.incarnation, retained=retained)
-        await self._caller.call("PUT", f"/v1/policies/{POLICY}/checkpoints", body, Done)
+        await self._caller.call("PUT", f"/v1/policies/{POLICY}/checkpoints", body, Ack)
 
     def twice(self) -> list[str]:
         times = Counter(row_id for rows in self.trained.values() for row_id in rows)
@@ -455,20 +471,20 @@ async def dropped_connections() -> AsyncGenerator[None]:
 class Load:
     """All clients of one run, in the background of a campaign."""
 
-    def __init__(self, folder: RunFolder, services: Services, history: History, seed: int) -> None:
+    def __init__(self, folder: RunFolder, services: Services, history: AckLog, seed: int) -> None:
         run, url = folder.read_config().name, folder.endpoints().dataflow
         self.history = history
         self._services = services
         self._clients = [
-            SpreadClient(url, folder.token(run, Role.ROLLOUT, ttl_s=TOKEN_S))
+            PartitionedNodeClient(url, folder.token(run, Role.ROLLOUT, ttl_s=TOKEN_S))
             for _ in range(NUM_NODES)
         ]
         token = folder.token(run, Role.TRAINER, ttl_s=TOKEN_S)
-        self._caller, self._far = AsyncCaller(url, token), Far(token)
+        self._caller, self._far = AsyncServiceClient(url, token), PartitionCallers(token)
         rng = random.Random(f"{seed}/trainer")
-        self.trainer = ForgetfulTrainer(self._caller, self._far, history, rng)
+        self.trainer = RewindingTrainer(self._caller, self._far, history, rng)
         self.nodes = [
-            BadNode(f"n{i}", client, history, random.Random(f"{seed}/{i}"))
+            FaultyNode(f"n{i}", client, history, random.Random(f"{seed}/{i}"))
             for i, client in enumerate(self._clients)
         ]
         self._tasks: list[asyncio.Task[None]] = []

@@ -47,7 +47,7 @@ def make_run(path: Path, *, num_partitions: int = 1) -> RunFolder:
     config = small_config(num_partitions)
     folder.write_config(config)
     Signer.create(folder.keys, config.name)
-    folder.choose_endpoints(folder.path, (), num_partitions=num_partitions)
+    folder.allocate_endpoints(folder.path, (), num_partitions=num_partitions)
     folder.logs.mkdir()
     return folder
 
@@ -78,7 +78,7 @@ def commands(folder: RunFolder) -> list[Command]:
     return [home, *further]
 
 
-class EndedAtStart(AssertionError):
+class FailedToStart(AssertionError):
     """A service refused to start; the message is its last words."""
 
 
@@ -128,7 +128,7 @@ class Services:
         for name in self.names:
             self.start(name)
         for name in self.names:
-            await self.until_ready(name)
+            await self.wait_ready(name)
 
     def is_alive(self, name: str) -> bool:
         pid = self._pids.get(name)
@@ -145,28 +145,28 @@ class Services:
             return
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        self._until_gone(pid, timeout_s=90.0)
+        self._wait_gone(pid, timeout_s=90.0)
 
-    async def until_ended(self, name: str, *, timeout_s: float) -> None:
+    async def wait_ended(self, name: str, *, timeout_s: float) -> None:
         """It ends by itself."""
         pid = self._pids[name]
-        await asyncio.to_thread(self._until_gone, pid, timeout_s=timeout_s)
+        await asyncio.to_thread(self._wait_gone, pid, timeout_s=timeout_s)
         del self._pids[name]
 
     @staticmethod
-    def _until_gone(pid: int, *, timeout_s: float) -> None:
+    def _wait_gone(pid: int, *, timeout_s: float) -> None:
         give_up_at = time.monotonic() + timeout_s
         while Path(f"/proc/{pid}").exists():
             assert time.monotonic() < give_up_at, f"process {pid} lives on after {timeout_s:g} s"
             time.sleep(0.002)
 
-    async def until_ready(self, name: str) -> None:
+    async def wait_ready(self, name: str) -> None:
         url = self._commands[name].url + "/healthz"
         give_up_at = time.monotonic() + READY_S
         async with httpx2.AsyncClient() as http:
             while True:
                 if not self.is_alive(name):
-                    raise EndedAtStart(f"{name} ended at its start:\n{self.log(name)}")
+                    raise FailedToStart(f"{name} ended at its start:\n{self.log(name)}")
                 assert time.monotonic() < give_up_at, f"{name} is not ready after {READY_S:g} s"
                 with suppress(httpx2.TransportError):
                     if (await http.get(url, timeout=20.0)).status_code == 200:
@@ -182,7 +182,7 @@ class Services:
             assert time.monotonic() < give_up_at, f"{name} did not stop"
             time.sleep(0.001)
 
-    def go_on(self, name: str) -> None:
+    def resume(self, name: str) -> None:
         os.kill(self._pids[name], signal.SIGCONT)
 
     def log(self, name: str) -> str:

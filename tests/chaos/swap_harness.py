@@ -19,8 +19,7 @@ from typing import Any, Protocol, cast
 
 import httpx2
 import torch
-from tests.unit.rollout.engines import byte_qwen3
-from tests.unit.rollout.engines import tiny_qwen3 as tiny
+from tests.unit.rollout.engines import byte_qwen3, tiny_qwen3
 from tests.unit.rollout.fake_dataflow import POLICY, wanted
 from tests.unit.rollout.killable_engine import Paused, Restartable
 from tests.unit.rollout.polling import eventually
@@ -28,15 +27,15 @@ from tests.unit.rollout.snapshot_files import TEMPLATE
 from tests.unit.rollout.test_weight_loader import Announced
 from transformers import AutoModelForCausalLM
 
-from penstock.dataflow.service.nodes.messages import Orders
+from penstock.dataflow.service.nodes.messages import NodeDirectives
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.session import Session
 from penstock.rollout.endpoint import Endpoint
-from penstock.rollout.engine_pool import PoolFacts
-from penstock.rollout.engine_pools import Engines
+from penstock.rollout.engine_pool import PoolStats
+from penstock.rollout.engine_pools import EnginePools
 from penstock.rollout.engines import Engine, HfEngine
 from penstock.rollout.membership import Membership
-from penstock.rollout.orders import StandingOrders
+from penstock.rollout.orders import NodeOrders
 from penstock.rollout.weight_loader import Loader
 from penstock.types import (
     FinishReason,
@@ -69,7 +68,7 @@ class Kind:
 
 
 def _write_tiny(folder: Path, seed: int) -> Path:
-    return tiny.write_snapshot(folder, seed=seed, end_id=tiny.VOCAB_SIZE)
+    return tiny_qwen3.write_snapshot(folder, seed=seed, end_id=tiny_qwen3.VOCAB_SIZE)
 
 
 def _write_bytes(folder: Path, seed: int) -> Path:
@@ -83,7 +82,7 @@ def _write_bytes(folder: Path, seed: int) -> Path:
     return folder
 
 
-class KilledVllm(Restartable):
+class KillableVllm(Restartable):
     """vLLM as a child; killed with SIGKILL, all its processes at once. It comes back by itself."""
 
     def __init__(self, paused: Paused) -> None:
@@ -102,7 +101,7 @@ class KilledVllm(Restartable):
 
 
 HF = Kind("hf", _write_tiny, lambda paused: Restartable(HfEngine, paused))
-VLLM = Kind("vllm", _write_bytes, KilledVllm)
+VLLM = Kind("vllm", _write_bytes, KillableVllm)
 
 
 class Folders:
@@ -117,7 +116,7 @@ class Folders:
     def require_unchanged(self, folder: Path) -> None:
         return None
 
-    def forget_but(self, keep: Collection[str]) -> None:
+    def prune_except(self, keep: Collection[str]) -> None:
         return None
 
     async def close(self) -> None:
@@ -125,13 +124,13 @@ class Folders:
 
 
 @dataclass(slots=True)
-class World:
-    engines: Engines
+class SwapHarness:
+    engines: EnginePools
     made: list[Killable]
     paused: Paused
     gateway: Gateway
     endpoint: Endpoint
-    orders: StandingOrders
+    orders: NodeOrders
     announced: Announced
     models: list[Any]
     sessions: list[Session] = field(default_factory=list[Session])
@@ -143,12 +142,12 @@ class World:
     is_over: bool = False
 
     @property
-    def facts(self) -> PoolFacts:
+    def facts(self) -> PoolStats:
         return self.engines.facts()[POLICY]
 
     async def want(self, number: int) -> None:
         """Publish a version, and wait until every engine that is alive serves it."""
-        self.orders.follow(Orders(wanted=(wanted(number),)))
+        self.orders.apply(NodeDirectives(wanted=(wanted(number),)))
         served = {POLICY: number}
         await eventually(lambda: self.announced.live and self.announced.live[-1] == served, START_S)
         self.pauses_s += [engine.paused_s for engine in self.made if engine.paused_s]
@@ -177,7 +176,7 @@ class World:
             at = 0
             while not self.is_over:
                 at += 1
-                content = "".join(tiny.LETTERS[(number * 5 + at * k) % 10] for k in range(6))
+                content = "".join(tiny_qwen3.LETTERS[(number * 5 + at * k) % 10] for k in range(6))
                 body = {
                     "model": POLICY,
                     "messages": [{"role": "user", "content": content}],
@@ -254,7 +253,7 @@ class World:
         num_mixed = sum(len(turn.spans) > 1 for _, turn in self.turns())
         return (
             f"{self.num_answers:,} answers, {num_mixed:,} of several versions; "
-            f"{facts.num_continued} continued, {facts.num_again} begun again; answers held up "
+            f"{facts.num_continued} continued, {facts.num_restarted} begun again; answers held up "
             f"{_ms(self.pauses_s)}; engine out of routing {_ms(facts.swap_s)}; "
             f"longest silence {1000 * self.longest_silence_s:.0f} ms"
         )
@@ -269,7 +268,7 @@ def _ms(times_s: Sequence[float]) -> str:
 @asynccontextmanager
 async def world(
     kind: Kind, root: Path, *, num_engines: int, max_paused: float = 0.25
-) -> AsyncGenerator[World]:
+) -> AsyncGenerator[SwapHarness]:
     """Number 0 is served when it begins."""
     folders = [kind.write(root / str(seed), seed) for seed in range(NUM_MODELS)]
     made: list[Killable] = []
@@ -279,14 +278,14 @@ async def world(
         made.append(kind.make(paused))
         return made[-1]
 
-    engines = Engines([POLICY], make, num_engines=num_engines, max_paused=max_paused)
-    gateway, announced, orders = Gateway(engines), Announced(), StandingOrders()
+    engines = EnginePools([POLICY], make, num_engines=num_engines, max_paused=max_paused)
+    gateway, announced, orders = Gateway(engines), Announced(), NodeOrders()
     membership = cast(Membership, announced)
     endpoint = Endpoint(gateway)
     loader = Loader(orders, membership, engines, gateway, Folders(folders))
     auto: Any = AutoModelForCausalLM
     models = [auto.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders]
-    made_world = World(engines, made, paused, gateway, endpoint, orders, announced, models)
+    made_world = SwapHarness(engines, made, paused, gateway, endpoint, orders, announced, models)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engines.close)
         for loop in (loader.run(), endpoint.run()):

@@ -14,18 +14,18 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.chaos.ack_log import History
+from tests.chaos.ack_log import AckLog
 from tests.chaos.bit_flips import (
     Records,
     Verdict,
     draw,
+    flip_bit,
     flipped,
     judge_payloads,
     judge_service,
     judge_start,
     read_payloads,
     read_records,
-    turn,
     without_last_commit,
 )
 from tests.chaos.checker import databases
@@ -54,12 +54,12 @@ def work(tmp_path: Path):
         yield Path(name)
 
 
-async def killed_run(work: Path) -> tuple[RunFolder, History]:
+async def killed_run(work: Path) -> tuple[RunFolder, AckLog]:
     """A run whose services were killed under load: the log of its ledger holds what the database
     file lacks."""
     folder = make_run(work / "run")
     with (
-        History(work / "history.jsonl") as history,
+        AckLog(work / "history.jsonl") as history,
         Services(commands(folder), folder.logs) as services,
     ):
         await services.start_all()
@@ -127,7 +127,7 @@ async def test_flips_in_the_database(work: Path) -> None:
     whole = database.read_bytes()
     for _ in range(int(FLIPS * SHARES["database"])):
         flip = draw([database], rng)
-        turn(flip)
+        flip_bit(flip)
         verdict, why = judge_start(folder, truth)
         database.write_bytes(whole)
         verdicts[verdict] += 1
@@ -158,7 +158,7 @@ async def test_flips_in_the_log(work: Path) -> None:
     figures.acknowledged = sum(map(len, truth.values()))
     for _ in range(int(FLIPS * SHARES["log"])):
         flip = draw([lay(log) / "ledger.db-wal"], rng)
-        turn(flip)
+        flip_bit(flip)
         verdict, why = judge_start(folder, truth, before_last)
         verdicts[verdict] += 1
         if verdict is Verdict.SILENT:
@@ -180,7 +180,7 @@ async def test_flips_under_a_whole_service(work: Path) -> None:
             shutil.rmtree(ledger)
             shutil.copytree(rng.choice(states), ledger)
             flip = draw(damageable(ledger), rng)
-            turn(flip)
+            flip_bit(flip)
             verdict, why = await judge_service(services, folder, history.promises)
             verdicts[verdict] += 1
             if verdict is Verdict.SILENT:

@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.chaos.ack_log import History
+from tests.chaos.ack_log import AckLog
 from tests.chaos.checker import check
 from tests.chaos.filesystems import memory_disk, needs_root
 from tests.chaos.load_generator import Load, Probe
@@ -31,7 +31,7 @@ async def test_disk_full_and_freed(tmp_path: Path) -> None:
     figures, rng = begin("disk full, then freed"), random.Random(SEED)
     print(f"PENSTOCK_CHAOS_SEED={SEED}")
     with (
-        History(tmp_path / "history.jsonl") as history,
+        AckLog(tmp_path / "history.jsonl") as history,
         memory_disk(tmp_path / "disk", DISK_BYTES) as disk,
     ):
         folder = make_run(disk / "run")
@@ -52,7 +52,7 @@ async def test_disk_full_and_freed(tmp_path: Path) -> None:
 async def one_fill(filler: Path, load: Load, probe: Probe, services: Services) -> None:
     await probe.hold(TRIES)
     async with load.trainer.gate:  # it holds still until the disk is full
-        await load.trainer.until_ready(GROUPS_PER_BATCH)
+        await load.trainer.wait_ready(GROUPS_PER_BATCH)
         fill(filler)
         await refused(probe, services)
         before = len(load.history.promises.commits)

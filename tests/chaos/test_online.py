@@ -18,7 +18,7 @@ import httpx2
 import pytest
 from tests.chaos.results_table import begin
 from tests.contract.dataflow_server import POLICY
-from tests.contract.online_gateway import Agent, World, session_config, world
+from tests.contract.online_gateway import Agent, OnlineHarness, session_config, world
 
 from penstock.dataflow.service.trainers.messages import CommitRequest
 
@@ -45,7 +45,7 @@ class Seen:
     """Of one call."""
 
 
-async def live(made: World, seen: Seen, draw: random.Random, until: float) -> None:
+async def live(made: OnlineHarness, seen: Seen, draw: random.Random, until: float) -> None:
     while time.monotonic() < until:
         try:
             agent = await made.open()
@@ -79,7 +79,7 @@ async def finish(agent: Agent, seen: Seen, draw: random.Random) -> None:
         seen.rewarded[agent.id] = reward
 
 
-async def train(made: World, seen: Seen) -> None:
+async def train(made: OnlineHarness, seen: Seen) -> None:
     """Each batch changes the version that the gateway serves."""
     trainer = made.trainer
     while True:

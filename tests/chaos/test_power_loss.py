@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tests.chaos.ack_log import History, Promises
+from tests.chaos.ack_log import AckLog, Acknowledged
 from tests.chaos.checker import check, check_disk, databases
 from tests.chaos.filesystems import NO_LUCK, LoopDisk, make_image, mounted, needs_root, scratch
 from tests.chaos.load_generator import Load
@@ -47,7 +47,7 @@ async def one_run(figures: Figures, work: Path, count: int, rng: random.Random) 
     image = work / "disk.img"
     make_image(image)
     with (
-        History(work / "history.jsonl") as history,
+        AckLog(work / "history.jsonl") as history,
         mounted(image, work / "live", NO_LUCK) as disk,
     ):
         folder = make_run(disk.point / "run")
@@ -58,29 +58,29 @@ async def one_run(figures: Figures, work: Path, count: int, rng: random.Random) 
                 for _ in range(count):
                     await load.progress(rng.randrange(20, 120))
                     await asyncio.sleep(rng.uniform(0.0, 0.1))
-                    promised = await cut(services, disk, work / "cut.img", history)
-                    await asyncio.to_thread(check_image, figures, work, promised)
+                    acked = await cut(services, disk, work / "cut.img", history)
+                    await asyncio.to_thread(check_image, figures, work, acked)
             check(figures, folder.path, history, load.trainer.twice())
 
 
-async def cut(services: Services, disk: LoopDisk, target: Path, history: History) -> Promises:
+async def cut(services: Services, disk: LoopDisk, target: Path, history: AckLog) -> Acknowledged:
     """Copy the disk as it is at this moment; returns all that was promised before it."""
     for name in services.names:
         services.stop(name)
     try:
         await asyncio.sleep(0.02)  # answers that left before the stop arrive
-        promised = history.promises.copy()
+        acked = history.promises.copy()
         await asyncio.to_thread(disk.copy_image, target)
     finally:
         for name in services.names:
-            services.go_on(name)
-    return promised
+            services.resume(name)
+    return acked
 
 
-def check_image(figures: Figures, work: Path, promised: Promises) -> None:
+def check_image(figures: Figures, work: Path, acked: Acknowledged) -> None:
     with mounted(work / "cut.img", work / "after") as disk:
         for database in databases(disk.point / "run"):
             open_tables(database.parent).close()  # the next life is not refused
-        check_disk(figures, disk.point / "run", promised)
+        check_disk(figures, disk.point / "run", acked)
     figures.trials += 1
-    assert promised.rows, "nothing was promised before the cut, so it proves nothing"
+    assert acked.rows, "nothing was promised before the cut, so it proves nothing"

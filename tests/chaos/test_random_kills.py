@@ -36,7 +36,7 @@ LAUNCHER = "launcher"
 EACH = ("dataflow", "node-0", "trainer-policy", LAUNCHER)
 """What every campaign kills at least once, if it kills so often."""
 ANY = (*EACH, "node-1", "weights")
-MAX_DELAY_S = 0.5
+MAX_BACKOFF_S = 0.5
 STEP_S = 240.0
 """For one step, when every process must first import torch anew on busy cores."""
 
@@ -62,7 +62,7 @@ def make_plan(seed: int, num_kills: int, steps: int) -> list[Kill]:
     targets += rng.choices(ANY, k=num_kills - len(targets))
     moments = sorted(rng.choices(range(1, steps // 2), k=num_kills))
     return [
-        Kill(target=target, at_step=step, delay_s=rng.uniform(0.0, MAX_DELAY_S))
+        Kill(target=target, at_step=step, delay_s=rng.uniform(0.0, MAX_BACKOFF_S))
         for target, step in zip(targets, moments, strict=True)
     ]
 
@@ -84,13 +84,13 @@ def kill_now(system: System, target: str) -> int:
         system.start()  # at once: its children may still be dying
         return pid
 
-    def lives() -> bool:
+    def incarnations() -> bool:
         assert system.launcher is not None
         assert system.launcher.poll() is None, f"the run ended too early:\n{system.output()}"
         pid = system.pids().get(target)
         return pid is not None and not is_gone(pid)
 
-    until(lives, timeout_s=60.0, what=f"{target} runs")
+    until(incarnations, timeout_s=60.0, what=f"{target} runs")
     pid = system.pids()[target]
     os.kill(pid, signal.SIGKILL)
     return pid

@@ -12,7 +12,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.chaos.ack_log import History, Promises
+from tests.chaos.ack_log import AckLog, Acknowledged
 from tests.chaos.checker import check, missing
 from tests.chaos.load_generator import Load
 from tests.chaos.processes import Services, commands, make_run
@@ -35,7 +35,7 @@ async def test_kills_of_the_services(
     print(f"PENSTOCK_CHAOS_SEED={SEED}")
     folder = make_run(tmp_path / "run", num_partitions=num_partitions)
     with (
-        History(tmp_path / "history.jsonl") as history,
+        AckLog(tmp_path / "history.jsonl") as history,
         Services(commands(folder), folder.logs) as services,
     ):
         await services.start_all()
@@ -46,8 +46,8 @@ async def test_kills_of_the_services(
                 await asyncio.sleep(rng.uniform(0.0, 0.1))
                 name = rng.choice(services.names)
                 figures.trials += 1 + await kill(services, name, rng)
-                await services.until_ready(name)
-                recent = Promises(rows=dict(list(history.promises.rows.items())[before:]))
+                await services.wait_ready(name)
+                recent = Acknowledged(rows=dict(list(history.promises.rows.items())[before:]))
                 figures.lost += await asyncio.to_thread(missing, folder.path, recent)
             await load.progress(100)
         check(figures, folder.path, history, load.trainer.twice())

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from tests.chaos.results_table import Figures, begin
-from tests.chaos.swap_harness import HF, VLLM, Folders, Kind, World, world
+from tests.chaos.swap_harness import HF, VLLM, Folders, Kind, SwapHarness, world
 from tests.unit.rollout.fake_dataflow import POLICY, wanted
 from tests.unit.rollout.killable_engine import Paused
 
 from penstock.rollout import weight_loader as loader_module
-from penstock.rollout.engine_pool import Pool
+from penstock.rollout.engine_pool import EnginePool
 from penstock.rollout.engines.vllm import default_environment
 from penstock.rollout.weight_loader import version_of
 from penstock.types import SamplingSpec, view_ids
@@ -51,7 +51,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def judge(figures: Figures, made: World) -> None:
+def judge(figures: Figures, made: SwapHarness) -> None:
     figures.acknowledged = made.num_answers
     figures.lost += made.errors
     figures.lost += made.wrong()
@@ -73,7 +73,7 @@ async def test_swaps_that_nobody_notices(kind: Kind, tmp_path: Path) -> None:
                 figures.trials += 1
         judge(figures, made)
         assert any(len(turn.spans) > 1 for _, turn in made.turns())
-        assert made.paused.most == made.facts.most_paused == 1
+        assert made.paused.most == made.facts.peak_paused == 1
 
 
 @kinds
@@ -99,8 +99,8 @@ async def test_four_engines_take_versions_in_turn(kind: Kind, tmp_path: Path) ->
     paused = Paused()
     engines = [kind.make(paused) for _ in range(4)]
     pools = {
-        "in turn": Pool(engines, max_paused=MAX_PAUSED),
-        "at once": Pool(engines, max_paused=1),
+        "in turn": EnginePool(engines, max_paused=MAX_PAUSED),
+        "at once": EnginePool(engines, max_paused=1),
     }
     most, tokens, spent_s = (
         dict.fromkeys(pools, 0),
@@ -128,17 +128,17 @@ async def test_four_engines_take_versions_in_turn(kind: Kind, tmp_path: Path) ->
         f"(ratio {rates['in turn'] / rates['at once']:.2f}); most paused {most}"
     )
     figures.require_clean()
-    assert most["in turn"] == pools["in turn"].facts.most_paused == 1
+    assert most["in turn"] == pools["in turn"].facts.peak_paused == 1
     assert most["at once"] == 4
 
 
-async def _load(pool: Pool, folders: Folders, number: int) -> None:
+async def _load(pool: EnginePool, folders: Folders, number: int) -> None:
     version = version_of(wanted(number))
     await pool.load(await folders("", wanted(number)), version)
 
 
 async def _busy(
-    pool: Pool, folders: Folders, numbers: itertools.count[int], num_versions: int
+    pool: EnginePool, folders: Folders, numbers: itertools.count[int], num_versions: int
 ) -> int:
     """Tokens sampled for a fixed number of sessions while versions come in steadily."""
     num_tokens, is_over = 0, False

@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.chaos.ack_log import History
+from tests.chaos.ack_log import AckLog
 from tests.chaos.checker import check
 from tests.chaos.load_generator import Load
 from tests.chaos.processes import Services, commands, make_run
@@ -46,7 +46,7 @@ async def test_failed_syncs(tmp_path: Path) -> None:
     order, folder = tmp_path / "order", make_run(tmp_path / "run")
     env = {"LD_PRELOAD": str(preload(tmp_path)), "PENSTOCK_SYNC_FAULT": str(order)}
     with (
-        History(tmp_path / "history.jsonl") as history,
+        AckLog(tmp_path / "history.jsonl") as history,
         Services(commands(folder), folder.logs, env) as services,
     ):
         await services.start_all()
@@ -56,10 +56,10 @@ async def test_failed_syncs(tmp_path: Path) -> None:
                 await asyncio.sleep(rng.uniform(0.0, 0.1))
                 order.write_text(FILES[trial % len(FILES)])
                 await asyncio.sleep(IN_FLIGHT_S)
-                promised = len(history.promises.rows)
+                acked = len(history.promises.rows)
                 for name in services.names:
-                    await services.until_ended(name, timeout_s=90.0)
-                if (more := len(history.promises.rows) - promised) > 0:
+                    await services.wait_ended(name, timeout_s=90.0)
+                if (more := len(history.promises.rows) - acked) > 0:
                     figures.lost.append(f"trial {trial}: {more} rows promised after a failed fsync")
                 order.unlink()
                 await services.start_all()

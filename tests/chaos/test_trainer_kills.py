@@ -26,7 +26,7 @@ from tests.chaos.test_random_kills import LAUNCHER, kill_now
 from tests.e2e.system import System, assert_complete, beside_a_straight_one, until
 
 from penstock.audit import audit
-from penstock.dataflow.ledger.recorded import open_recorded
+from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.records import CommitRecord, VersionRecord
 from penstock.trainer.replay import is_compared
 
@@ -147,7 +147,7 @@ class Ranks:
         until(lambda: self.pid(rank) not in (None, killed), timeout_s=STEP_S, what="a new trainer")
 
 
-def is_caught_writing(system: System) -> bool:
+def wait_for_checkpoint_write(system: System) -> bool:
     """Wait until a hidden folder stands among the checkpoints; false when the run ends first."""
     assert system.launcher is not None
     folder = system.folder.checkpoints
@@ -160,11 +160,11 @@ def is_caught_writing(system: System) -> bool:
     return True
 
 
-def carry_out(system: System, kill: Kill, num_ranks: int) -> None:
+def execute_kill(system: System, kill: Kill, num_ranks: int) -> None:
     system.until_step(kill.at_step, timeout_s=STEP_S)
     ranks = Ranks(system=system, num_ranks=num_ranks)
     if kill.target == WRITING:
-        if is_caught_writing(system):
+        if wait_for_checkpoint_write(system):
             ranks.kill(rank=0)
         return
     time.sleep(kill.delay_s)
@@ -175,32 +175,32 @@ def carry_out(system: System, kill: Kill, num_ranks: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class LearnedHistory:
     """What a run's ledger says was learned, over all lives of its trainer."""
 
     weights: dict[int, set[str]]
     """Digests by number."""
     curve: dict[int, set[str]]
     """Stats by batch, without those of the machine."""
-    lives: int
+    incarnations: int
 
 
-def read_told(system: System) -> Told:
+def read_learned_history(system: System) -> LearnedHistory:
     weights: dict[int, set[str]] = defaultdict(set)
     curve: dict[int, set[str]] = defaultdict(set)
-    recorded = open_recorded(system.folder.path / "ledger")
+    recorded = open_recorded_run(system.folder.path / "ledger")
     try:
-        versions = recorded.home.read(VersionRecord)
+        versions = recorded.coordinator.read(VersionRecord)
         for version in versions:
             weights[version.number].add(version.weights_digest)
-        for commit in recorded.home.read(CommitRecord):
+        for commit in recorded.coordinator.read(CommitRecord):
             stats = json.loads(commit.stats)
             kept = {name: stats[name] for name in stats if is_compared(name)}
             curve[commit.seq].add(json.dumps([commit.number, commit.skipped, sorted(kept.items())]))
     finally:
         recorded.close()
-    lives = len({version.incarnation for version in versions})
-    return Told(weights=dict(weights), curve=dict(curve), lives=lives)
+    incarnations = len({version.incarnation for version in versions})
+    return LearnedHistory(weights=dict(weights), curve=dict(curve), incarnations=incarnations)
 
 
 @pytest.mark.parametrize("variant", CHOSEN, ids=str)
@@ -214,15 +214,15 @@ def test_a_killed_run_has_the_bits_of_a_straight_one_on_one_node(
     assert straight.wait(60.0 + 10.0 * STEPS) == 0, straight.output()
     killed.start(*words, f"models.policy.replicas={variant.nodes}")
     for kill in make_plan(SEED, variant, NUM_KILLS):
-        carry_out(killed, kill, variant.ranks)
+        execute_kill(killed, kill, variant.ranks)
         print(f"step {killed.step()}: killed {kill}")
         report = audit(killed.folder.path)
         assert report.ok, "\n".join(report.lines())
     assert killed.wait(STEP_S) == 0, killed.output()
     for system in systems:
         assert_complete(system, steps=STEPS)
-    expected, found = read_told(straight), read_told(killed)
-    assert found.lives > expected.lives == 1
+    expected, found = read_learned_history(straight), read_learned_history(killed)
+    assert found.incarnations > expected.incarnations == 1
     assert all(len(digests) == 1 for digests in found.weights.values()), "a life did not repeat"
     assert found.curve == expected.curve
     assert found.weights == expected.weights

@@ -30,10 +30,10 @@ from tests.unit.weights.weight_servers import POLICY, listening
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
 from penstock.weights.deltas import codec, delta, sparse
-from penstock.weights.deltas.codec import apply_run
+from penstock.weights.deltas.codec import apply_payload
 from penstock.weights.deltas.delta import read_delta, write_delta
-from penstock.weights.deltas.file_delta import apply_delta, has_one_layout, make_delta
-from penstock.weights.deltas.numpy_kernels import Loops
+from penstock.weights.deltas.file_delta import apply_delta, has_same_layout, make_delta
+from penstock.weights.deltas.numpy_kernels import Kernels
 from penstock.weights.manifest import (
     FileEntry,
     SnapshotManifest,
@@ -46,7 +46,7 @@ from penstock.weights.serving.origin import Origin
 from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
-from penstock.wire.client import AsyncCaller, connect
+from penstock.wire.client import AsyncServiceClient, connect
 
 CHAINS = int(os.environ.get("PENSTOCK_CHAINS", "300"))
 HTTP_EVERY = 10
@@ -63,7 +63,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300 + CHAINS)]
 class World:
     """One front and one loop for all chains; each has a fresh store and a fresh cache."""
 
-    def __init__(self, root: Path, runner: asyncio.Runner, caller: AsyncCaller) -> None:
+    def __init__(self, root: Path, runner: asyncio.Runner, caller: AsyncServiceClient) -> None:
         self.root = root
         self.runner = runner
         self.caller = caller
@@ -90,7 +90,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Generator[World]:
         app = build(Origin(store), signer.verifier(Audience.WEIGHTS))
         stack = AsyncExitStack()
 
-        async def start() -> AsyncCaller:
+        async def start() -> AsyncServiceClient:
             url = await stack.enter_async_context(listening(app))
             return await stack.enter_async_context(connect(url, token))
 
@@ -161,14 +161,14 @@ def check_steps(world: World, chain: Sequence[Version], found: Sequence[Snapshot
                 world.seen["file deltas"] += 1
 
 
-def check_leap(world: World, first: SnapshotManifest, last: SnapshotManifest) -> None:
+def check_merged_delta(world: World, first: SnapshotManifest, last: SnapshotManifest) -> None:
     """What an origin merges: all changes since the first version at once."""
     store = DirectoryStore(world.root / "store")
     bases = weights_of(first)
     for name, file in weights_of(last).items():
         base = bases.get(name, file)
         paths = store.blob_path(base.blob), store.blob_path(file.blob)
-        if base.blob != file.blob and has_one_layout(*paths):
+        if base.blob != file.blob and has_same_layout(*paths):
             out = io.BytesIO()
             make_delta(*paths, out, base_blob=base.blob, target_blob=file.blob)
             Node(world.root, store).step(base, file, out.getvalue())
@@ -204,7 +204,7 @@ def check_tensors(old: Version, new: Version) -> None:
         io.BytesIO(out.getvalue()), {name: one.bits.nbytes for name, one in tensors.items()}
     )
     for frame in frames:
-        apply_run(frame.payload, [made[name].data for name in frame.names], frame.item_bytes)
+        apply_payload(frame.payload, [made[name].data for name in frame.names], frame.item_bytes)
     for name, one in tensors.items():
         assert made[name].tobytes() == one.bits.tobytes(), name
 
@@ -228,8 +228,8 @@ def check_pulls(world: World, found: Sequence[SnapshotManifest]) -> None:
 # --- all of them ------------------------------------------------------------------------------
 
 
-def _always(loops: Loops, num_bytes: int) -> Loops:
-    return loops
+def _always(kernels: Kernels, num_bytes: int) -> Kernels:
+    return kernels
 
 
 def test_every_version_comes_back_by_every_way(world: World) -> None:
@@ -237,7 +237,7 @@ def test_every_version_comes_back_by_every_way(world: World) -> None:
 
     @given(
         chain=chains(),
-        loops=st.sampled_from([NUMPY, COMPILED]),
+        kernels=st.sampled_from([NUMPY, COMPILED]),
         is_fine=st.booleans(),
         luck=st.integers(0, HTTP_EVERY - 1),
     )
@@ -247,18 +247,18 @@ def test_every_version_comes_back_by_every_way(world: World) -> None:
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         database=None,
     )
-    def check(chain: list[Version], loops: Loops, is_fine: bool, luck: int) -> None:
+    def check(chain: list[Version], kernels: Kernels, is_fine: bool, luck: int) -> None:
         world.sweep()
         figures.trials += 1
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(codec, "_loops_for", partial(_always, loops))
+            patch.setattr(codec, "_kernels_for", partial(_always, kernels))
             if is_fine:  # so that small tensors have many seams
-                patch.setattr(type(loops), "chunk_bytes", 512)
+                patch.setattr(type(kernels), "chunk_bytes", 512)
                 patch.setattr(sparse, "STEP", 64)
-                patch.setattr(delta, "SHARED_BYTES", 4096)
+                patch.setattr(delta, "SHARED_FRAME_BYTES", 4096)
             found = put_all(world.root, chain)
             check_steps(world, chain, found)
-            check_leap(world, found[0], found[-1])
+            check_merged_delta(world, found[0], found[-1])
             for old, new in [*pairwise(chain), (chain[0], chain[-1])]:
                 check_tensors(old, new)
             if luck == 0:

@@ -44,20 +44,20 @@ async def _kill_at(made: World, draw: random.Random, name: str) -> None:
     point = draw.choice([point for point in POINTS if point.startswith(party)])
     made.kill(name)
     made.start(name, (point, draw.randint(1, 8)))
-    await made.until_ended([name], 3.0)
+    await made.wait_ended([name], 3.0)
     made.kill(name)
     made.start(name)
 
 
 async def kill_relay(made: World, draw: random.Random) -> None:
-    await _kill_for_a_while(made, draw, "relay")
+    await _kill_and_restart(made, draw, "relay")
 
 
-async def kill_front(made: World, draw: random.Random) -> None:
-    await _kill_for_a_while(made, draw, "front")
+async def kill_weight_server(made: World, draw: random.Random) -> None:
+    await _kill_and_restart(made, draw, "weight_server")
 
 
-async def _kill_for_a_while(made: World, draw: random.Random, name: str) -> None:
+async def _kill_and_restart(made: World, draw: random.Random, name: str) -> None:
     made.kill(name)
     await asyncio.sleep(draw.uniform(0.0, 0.5))
     made.start(name)
@@ -74,7 +74,7 @@ async def damage_deltas(made: World, draw: random.Random) -> None:
         _flip(path, draw)
 
 
-async def exchange_deltas(made: World, draw: random.Random) -> None:
+async def swap_deltas(made: World, draw: random.Random) -> None:
     """Each entry names the delta of another base."""
     paths = [path for path in (made.root / "store" / "deltas").glob("*/*.json") if path.exists()]
     with suppress(OSError):
@@ -119,7 +119,7 @@ async def two_trainers(made: World, draw: random.Random) -> None:
     )
     made.signal("trainer", signal.SIGCONT)
     # One that had not taken over yet when it fell asleep is the newer one of the two.
-    assert await made.until_ended(("trainer", "trainer-2"), 20.0), "both trainers go on"
+    assert await made.wait_ended(("trainer", "trainer-2"), 20.0), "both trainers go on"
     made.kill("trainer-2")
     made.kill("trainer")
     made.start("trainer")
@@ -131,10 +131,10 @@ KINDS: tuple[Fault, ...] = (
     kill_node,
     kill_node,
     kill_relay,
-    kill_front,
+    kill_weight_server,
     lose_deltas,
     damage_deltas,
-    exchange_deltas,
+    swap_deltas,
     damage_store,
     damage_relay,
     damage_node,

@@ -144,18 +144,32 @@ class World:
         self.root = root
         self.ledger = ledger
         signer = Signer.create(root / "keys", "run")
-        front, relay = free_port(), free_port()
-        for_front = signer.mint(Role.RELAY, [Audience.WEIGHTS, Audience.RELAY], ttl_s=86_400)
+        weight_server, relay = free_port(), free_port()
+        weight_server_token = signer.mint(
+            Role.RELAY, [Audience.WEIGHTS, Audience.RELAY], ttl_s=86_400
+        )
         for_relay = signer.mint(Role.ROLLOUT, [Audience.RELAY], ttl_s=86_400)
-        front_url, relay_url = (f"http://127.0.0.1:{port}" for port in (front, relay))
-        fronts = [[relay_url, for_relay], [front_url, for_front]]
+        weight_server_url, relay_url = (
+            f"http://127.0.0.1:{port}" for port in (weight_server, relay)
+        )
+        weight_servers = [[relay_url, for_relay], [weight_server_url, weight_server_token]]
         self._orders: dict[str, dict[str, Any]] = {
-            "front": {"party": "front", "port": front},
-            "relay": {"party": "relay", "port": relay, "upstream": front_url, "token": for_front},
-            "trainer": {"party": "trainer", "ledger": ledger_url},
-            "trainer-2": {"party": "trainer", "ledger": ledger_url},
+            "weight_server": {"process": "weight_server", "port": weight_server},
+            "relay": {
+                "process": "relay",
+                "port": relay,
+                "upstream": weight_server_url,
+                "token": weight_server_token,
+            },
+            "trainer": {"process": "trainer", "ledger": ledger_url},
+            "trainer-2": {"process": "trainer", "ledger": ledger_url},
             **{
-                name: {"party": "node", "name": name, "ledger": ledger_url, "fronts": fronts}
+                name: {
+                    "process": "node",
+                    "name": name,
+                    "ledger": ledger_url,
+                    "weight_servers": weight_servers,
+                }
                 for name in ("node-a", "node-b")
             },
         }
@@ -177,10 +191,10 @@ class World:
         self._warm.wait(timeout=90)
         self._warm.stdout.close()
 
-    def start(self, name: str, die_at: tuple[str, int] | None = None) -> None:
+    def start(self, name: str, kill_at: tuple[str, int] | None = None) -> None:
         assert self._warm.stdin is not None and self._warm.stdout is not None
         log = str(self.root / f"{name}.log")
-        order = {**self._orders[name], "root": str(self.root), "log": log, "die_at": die_at}
+        order = {**self._orders[name], "root": str(self.root), "log": log, "kill_at": kill_at}
         self._warm.stdin.write(json.dumps(order) + "\n")
         self._warm.stdin.flush()
         self._pids[name] = int(self._warm.stdout.readline())
@@ -198,7 +212,7 @@ class World:
     def has_ended(self, name: str) -> bool:
         return not Path(f"/proc/{self._pids[name]}").exists()
 
-    async def until_ended(self, names: Sequence[str], within_s: float) -> bool:
+    async def wait_ended(self, names: Sequence[str], within_s: float) -> bool:
         """Whether one of them has by then; a point may lie on a way that is not taken now."""
         for _ in range(int(within_s / 0.02)):
             if any(map(self.has_ended, names)):
@@ -217,7 +231,7 @@ async def world(root: Path) -> AsyncGenerator[World]:
     async with listening(ledger.app()) as url:
         made = World(root, ledger, url)
         try:
-            for name in ("front", "relay", "trainer", "node-a", "node-b"):
+            for name in ("weight_server", "relay", "trainer", "node-a", "node-b"):
                 made.start(name)
             yield made
         finally:

@@ -2,8 +2,8 @@
 """A trainer, a front, a relay and nodes as real processes, forked by one that has imported all they
 need. Each may be told to kill itself at a named point.
 
-A line is `{"party": …, "log": …, "die_at": [point, calls] | null, …}`; the answer is the pid. The
-children die with this process."""
+A line is `{"process": …, "log": …, "kill_at": [point, calls] | null, …}`; the answer is the pid.
+The children die with this process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ import uvloop
 from tests.chaos.weights_content import read_folder, value_of, write_folder
 
 from penstock.errors import PenstockError
-from penstock.fleet.processes import PARENT, die_with_parent
+from penstock.fleet.processes import PARENT_PID_ENV, exit_with_parent
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights import retention
 from penstock.weights.client import Puller
-from penstock.weights.publish import let_go, put_snapshot
+from penstock.weights.publish import delete_unreferenced, put_snapshot
 from penstock.weights.pulling.cache import BlobCache
 from penstock.weights.pulling.partial import Partial
 from penstock.weights.serving.origin import Origin
@@ -34,7 +34,7 @@ from penstock.weights.serving.relay import Relay
 from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Verifier
-from penstock.wire.client import AsyncCaller, connect
+from penstock.wire.client import AsyncServiceClient, connect
 from penstock.wire.serving import serve
 
 POLICY = PolicyName("policy")
@@ -61,7 +61,7 @@ POINTS: dict[str, tuple[Any, str]] = {
 """Each is passed twice: before the call and after it."""
 
 
-def die_at(point: str, num_calls: int) -> None:
+def kill_at(point: str, num_calls: int) -> None:
     """Kill this process at the given one of the passes through this point."""
     owner, name = POINTS[point]
     real = getattr(owner, name)
@@ -105,12 +105,12 @@ def trainer(root: Path, ledger: str) -> None:
             if caller.post("/publish", json=body).status_code == FENCED:
                 return
             used = caller.get("/used").json()
-            let_go(root / "store", used, used[-2:], anchor_every=4)
+            delete_unreferenced(root / "store", used, used[-2:], anchor_every=4)
             time.sleep(PUBLISH_S)
             number += 1
 
 
-async def front(root: Path, port: int) -> None:
+async def weight_server(root: Path, port: int) -> None:
     verifier = Verifier.read(root / "keys", run="run", audience=Audience.WEIGHTS)
     await serve(build(Origin(DirectoryStore(root / "store")), verifier), "127.0.0.1", port, None)
 
@@ -122,10 +122,10 @@ async def relay(root: Path, port: int, upstream: str, token: str) -> None:
         await serve(build(source, verifier), "127.0.0.1", port, None)
 
 
-async def node(root: Path, name: str, ledger: str, fronts: list[list[str]]) -> None:
+async def node(root: Path, name: str, ledger: str, weight_servers: list[list[str]]) -> None:
     """Pull what is wanted, load it, and tell what is served; again and again."""
     puller = Puller(root / name, transfer="delta")
-    callers = [AsyncCaller(url, token) for url, token in fronts]
+    callers = [AsyncServiceClient(url, token) for url, token in weight_servers]
     served: tuple[PublishedVersion, dict[str, bytes]] | None = None
     async with httpx2.AsyncClient(base_url=ledger, timeout=20) as home:
         while True:
@@ -147,35 +147,35 @@ async def node(root: Path, name: str, ledger: str, fronts: list[list[str]]) -> N
             await asyncio.sleep(LOOK_S)
 
 
-PARTIES: dict[str, Callable[..., Any]] = {
+PROCESSES: dict[str, Callable[..., Any]] = {
     "trainer": trainer,
-    "front": front,
+    "weight_server": weight_server,
     "relay": relay,
     "node": node,
 }
 
 
 def main() -> None:
-    os.environ[PARENT] = str(os.getpid())
+    os.environ[PARENT_PID_ENV] = str(os.getpid())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            _become(order)
+            _run_process(order)
         print(pid, flush=True)
 
 
-def _become(order: dict[str, Any]) -> None:
+def _run_process(order: dict[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    die_with_parent()
+    exit_with_parent()
     os.setsid()
     out = os.open(order.pop("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target in (1, 2):
         os.dup2(out, target)
-    if (fault := order.pop("die_at", None)) is not None:
-        die_at(*fault)
-    run = PARTIES[order.pop("party")]
+    if (fault := order.pop("kill_at", None)) is not None:
+        kill_at(*fault)
+    run = PROCESSES[order.pop("process")]
     order["root"] = Path(order["root"])
     try:
         done = run(**order)

@@ -17,12 +17,12 @@ import uvicorn
 from starlette.applications import Starlette
 
 from penstock.config import RunConfig, demo
-from penstock.dataflow.client.dataflow import ReaderClient, TrainerClient
+from penstock.dataflow.client.dataflow import StatusClient, TrainerClient
 from penstock.dataflow.core.leasing import Grant, LiveVersion
 from penstock.dataflow.service.build import build, build_partition
 from penstock.dataflow.service.nodes.messages import Delivery
 from penstock.dataflow.service.partition import PartitionService
-from penstock.dataflow.service.partitions.coordinator_client import HomeClient
+from penstock.dataflow.service.partitions.coordinator_client import CoordinatorClient
 from penstock.dataflow.service.server import (
     build_partition_server,
     build_server,
@@ -99,14 +99,14 @@ def free_port() -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunningDataflow:
     url: str
     signer: Signer
     clients: contextlib.ExitStack
     """Synchronous clients, closed with the service."""
 
-    def reader(self) -> ReaderClient:
-        client = ReaderClient(self.url, self.token(Role.READER))
+    def reader(self) -> StatusClient:
+        client = StatusClient(self.url, self.token(Role.READER))
         self.clients.callback(client.close)
         return client
 
@@ -115,7 +115,7 @@ class Running:
 
 
 @contextlib.contextmanager
-def dataflow(folder: Path, config: RunConfig, port: int = 0) -> Generator[Running]:
+def dataflow(folder: Path, config: RunConfig, port: int = 0) -> Generator[RunningDataflow]:
     """Home on a port, a free one unless told: one that comes back is where it was."""
     signer = Signer.create(folder / "keys", config.name)
     service = build(config, folder / "ledger")
@@ -123,22 +123,22 @@ def dataflow(folder: Path, config: RunConfig, port: int = 0) -> Generator[Runnin
         surface(service, config, "http://127.0.0.1:1"), signer.verifier(Audience.DATAFLOW)
     )
     with serving(app, port) as url, contextlib.ExitStack() as clients:
-        yield Running(url=url, signer=signer, clients=clients)
+        yield RunningDataflow(url=url, signer=signer, clients=clients)
 
 
 @contextlib.contextmanager
 def partition(
     folder: Path,
     config: RunConfig,
-    running: Running,
+    running: RunningDataflow,
     index: int,
-    home_client: type[HomeClient] = HomeClient,
+    home_client: type[CoordinatorClient] = CoordinatorClient,
     port: int = 0,
 ) -> Generator[PartitionService]:
     """A further partition over its own ledger folder, as another process would serve it."""
     port = port or free_port()
-    home = home_client(running.url, running.token(Role.PARTITION))
-    service = build_partition(config, folder, index, home, url=f"http://127.0.0.1:{port}")
+    coordinator = home_client(running.url, running.token(Role.PARTITION))
+    service = build_partition(config, folder, index, coordinator, url=f"http://127.0.0.1:{port}")
     verifier = running.signer.verifier(Audience.DATAFLOW)
     app = build_partition_server(service, config, "http://127.0.0.1:1", verifier)
     with serving(app, port):
@@ -146,7 +146,7 @@ def partition(
 
 
 def trajectory(
-    grant: Grant, node_id: NodeId, live: LiveVersion, reward: float = 0.5, session: str = ""
+    grant: Grant, node_id: NodeId, live: LiveVersion, reward: float = 0.5, boot_id: str = ""
 ) -> Delivery:
     row_id = RowId(f"{grant.group_id}.{grant.slot}.{grant.epoch}")
     record = Trajectory(
@@ -172,15 +172,15 @@ def trajectory(
         ),
         reward=reward,
         outcome=Outcome(kind=OutcomeKind.COMPLETED),
-        session=session,
+        boot_id=boot_id,
     )
     return Delivery(row_id=row_id, payload=memoryview(encode(record)))
 
 
-class SmallTrainer:
+class FakeTrainer:
     """Six calls and nothing learned."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: RunningDataflow) -> None:
         self.client = TrainerClient(running.url, running.token(Role.TRAINER))
         running.clients.callback(self.client.close)
         state = self.client.state(POLICY)

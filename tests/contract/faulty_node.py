@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The foreign rollout node with one planted fault.
 
-`python -m tests.contract.faulty_node FAULT URL TOKEN` runs one.
+`python -m tests.contract.faulty_node FAULT URL TOKEN_ENV` runs one.
 Each fault breaks the contract once and lets the node go on, so that only its own rules may fail.
 """
 
@@ -21,7 +21,7 @@ import msgspec
 from recipes.foreign.rollout import Node, Record, Service, Table, row_id_of
 
 
-class ForgetfulService(Service):
+class ChangesRetries(Service):
     """Asks `change` what to send when a call was not answered well, instead of the same bytes."""
 
     def __init__(self, good: Service, path: str) -> None:
@@ -43,12 +43,12 @@ class ForgetfulService(Service):
         return super().call(method, path, body)
 
 
-class WithNewRequestId(ForgetfulService):
+class WithNewRequestId(ChangesRetries):
     def change(self, body: Record) -> None:
         body["request_id"] = secrets.token_hex(8)
 
 
-class WithOtherRows(ForgetfulService):
+class WithOtherRows(ChangesRetries):
     def change(self, body: Record) -> None:
         for delivery in body["deliveries"]:
             row: Any = msgspec.msgpack.decode(delivery["payload"])
@@ -70,7 +70,7 @@ class OtherBytesOnRetry(Node):
 class BeatsBeforeRegister(Node):
     def register(self) -> None:
         with suppress(HTTPError):
-            body: Record = {"session": self.session, "state": "starting", "live": []}
+            body: Record = {"session": self.boot_id, "state": "starting", "live": []}
             self.dataflow.call("PUT", f"/v1/nodes/{self.node_id}", body)
         super().register()
 
@@ -79,7 +79,7 @@ class LeasesBeforeLive(Node):
     def register(self) -> None:
         super().register()
         if not self.live:
-            request = {"request_id": "early", "node_id": self.node_id, "session": self.session}
+            request = {"request_id": "early", "node_id": self.node_id, "session": self.boot_id}
             more: Record = {"max_slots": 1, "wait_s": 0.0, "live": []}
             self.dataflow.call("POST", "/v1/leases", {**request, **more})
 
@@ -88,16 +88,18 @@ class OneLiveBeat(Node):
     def beat(self) -> None:
         while not self.live and not self.stopping.wait(0.05):
             body: Record = {"state": "starting", "live": self.live}
-            self.follow(self.known("PUT", f"/v1/nodes/{self.node_id}", body))
-        self.known("PUT", f"/v1/nodes/{self.node_id}", {"state": "live", "live": self.live})
+            self.apply_wanted(self.call_registered("PUT", f"/v1/nodes/{self.node_id}", body))
+        self.call_registered(
+            "PUT", f"/v1/nodes/{self.node_id}", {"state": "live", "live": self.live}
+        )
 
 
 class IgnoresUnknown(Node):
-    def known(self, method: str, path: str, body: Record) -> Record:
+    def call_registered(self, method: str, path: str, body: Record) -> Record:
         """Repeats a call that got 404 instead of registering."""
         while True:
             with suppress(HTTPError):
-                return self.dataflow.call(method, path, {**body, "session": self.session})
+                return self.dataflow.call(method, path, {**body, "session": self.boot_id})
 
 
 class Unverified(Node):
@@ -198,8 +200,8 @@ class ResendsFenced(Node):
 
 
 class IgnoresDrain(Node):
-    def follow(self, answer: Record) -> None:
-        super().follow({**answer, "orders": {**answer["orders"], "drain": False}})
+    def apply_wanted(self, answer: Record) -> None:
+        super().apply_wanted({**answer, "orders": {**answer["orders"], "drain": False}})
 
 
 FAULTS: dict[str, tuple[type[Node], set[str]]] = {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The foreign trainer with one planted fault.
 
-`python -m tests.contract.faulty_trainer FAULT URL TOKEN STORE` runs one.
+`python -m tests.contract.faulty_trainer FAULT URL TOKEN_ENV STORE` runs one.
 Each fault breaks the contract and lets the trainer go on, so that only its own rules may fail.
 """
 
@@ -97,7 +97,7 @@ class SkipsBatch(Trainer):
         return super().next_batch()
 
 
-class BlindService(Service):
+class IgnoresRowsService(Service):
     """Never asks for rows."""
 
     def __init__(self, good: Service) -> None:
@@ -112,7 +112,7 @@ class BlindService(Service):
 class CommitsUnread(Trainer):
     def incarnate(self) -> None:
         super().incarnate()
-        self.dataflow = BlindService(self.dataflow)
+        self.dataflow = IgnoresRowsService(self.dataflow)
 
 
 class CommitsTwoNumbers(Trainer):
@@ -124,7 +124,7 @@ class CommitsTwoNumbers(Trainer):
         super().train(batch, payloads)
 
 
-class OtherStatsService(BlindService):
+class OtherStatsService(IgnoresRowsService):
     """Sends other statistics when a commit was answered 503."""
 
     def call(self, method: str, path: str, body: Record | None = None) -> Record:

@@ -14,23 +14,29 @@ from typing import Any
 
 import httpx2
 import msgspec
-from tests.contract.dataflow_server import POLICY, Running, SmallTrainer, dataflow, small_config
+from tests.contract.dataflow_server import (
+    POLICY,
+    FakeTrainer,
+    RunningDataflow,
+    dataflow,
+    small_config,
+)
 from tests.unit.rollout.polling import eventually
 from tests.unit.rollout.snapshot_files import write_snapshot
 from tests.unit.rollout.test_node import FolderFetch
 
 from penstock.config import AlgorithmConfig, RunConfig, SourceConfig
 from penstock.config.run import SessionConfig
-from penstock.dataflow.client.partitioned import SpreadClient
-from penstock.dataflow.service.operators.messages import ForgetAnswer
+from penstock.dataflow.client.partitioned import PartitionedNodeClient
+from penstock.dataflow.service.operators.messages import ForgetSessionAnswer
 from penstock.dataflow.service.trainers.messages import BatchRequest
-from penstock.rollout.delivery_queue import Acknowledgements
+from penstock.rollout.delivery_queue import AckLog
 from penstock.rollout.engines import Engine, ScriptedEngine
-from penstock.rollout.node import Outside
+from penstock.rollout.node import NodeDeps
 from penstock.rollout.online import OnlineNode, build_online
 from penstock.types import Manifest, NodeId, Trajectory
 from penstock.wire.auth import Audience, Role
-from penstock.wire.client import Caller
+from penstock.wire.client import ServiceClient
 
 TASKS = SourceConfig(name="train", task="penstock.tasks.reverse")
 
@@ -100,9 +106,9 @@ def bearer(key: str) -> dict[str, str]:
 
 
 @dataclass(slots=True)
-class World:
-    running: Running
-    trainer: SmallTrainer
+class OnlineHarness:
+    running: RunningDataflow
+    trainer: FakeTrainer
     node: OnlineNode
     http: httpx2.AsyncClient
     token: str
@@ -113,11 +119,11 @@ class World:
         assert answer.status_code == 200, answer.text
         return Agent(self.http, self.token, answer.json())
 
-    async def stocked(self, num: int = 1) -> None:
+    async def wait_for_slots(self, num: int = 1) -> None:
         await eventually(lambda: self.node.stock.num_free >= num)
 
     async def delivered(self) -> None:
-        await eventually(lambda: not len(self.node.outbox))
+        await eventually(lambda: not len(self.node.delivery_queue))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -142,10 +148,10 @@ class World:
 
     async def forget(self, session: str) -> str:
         def call() -> str:
-            caller = Caller(self.running.url, self.running.token(Role.ADMIN))
+            caller = ServiceClient(self.running.url, self.running.token(Role.ADMIN))
             try:
                 path = f"/v1/sessions/{session}"
-                return caller.call("DELETE", path, None, ForgetAnswer, deadline_s=60.0).was
+                return caller.call("DELETE", path, None, ForgetSessionAnswer, deadline_s=60.0).was
             finally:
                 caller.close()
 
@@ -161,7 +167,7 @@ class World:
 
 @asynccontextmanager
 async def gateway(
-    running: Running,
+    running: RunningDataflow,
     folder: Path,
     *,
     name: str = "gateway",
@@ -169,20 +175,20 @@ async def gateway(
     make_engine: Callable[[], Engine] = ScriptedEngine,
 ) -> AsyncGenerator[OnlineNode]:
     """The process, in this event loop; it is stopped in order unless it was cancelled before."""
-    client = SpreadClient(running.url, running.token(Role.GATEWAY))
-    acknowledgements = Acknowledgements(folder / f"{name}.txt")
+    client = PartitionedNodeClient(running.url, running.token(Role.GATEWAY))
+    ack_log = AckLog(folder / f"{name}.txt")
     fetch = FolderFetch(write_snapshot(folder / "snapshot"))
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-    outside = Outside(
+    deps = NodeDeps(
         dataflow=client,
-        make_fetch=lambda facts: fetch,
+        make_fetcher=lambda facts: fetch,
         make_engine=lambda facts: make_engine(),
     )
     verify = running.signer.verifier(Audience.GATEWAY).verify
     try:
         async with build_online(
-            outside,
-            acknowledgements,
+            deps,
+            ack_log,
             verify,
             node_id=NodeId(name),
             listener=listener,
@@ -198,7 +204,7 @@ async def gateway(
                 await asyncio.gather(process, return_exceptions=True)
     finally:
         await client.close()
-        acknowledgements.close()
+        ack_log.close()
         listener.close()
 
 
@@ -209,15 +215,15 @@ async def world(
     *,
     stock: int = 4,
     make_engine: Callable[[], Engine] = ScriptedEngine,
-) -> AsyncGenerator[World]:
+) -> AsyncGenerator[OnlineHarness]:
     with dataflow(folder, config) as running:
-        trainer = await asyncio.to_thread(SmallTrainer, running)
+        trainer = await asyncio.to_thread(FakeTrainer, running)
         async with gateway(running, folder, stock=stock, make_engine=make_engine) as node:
             port = node.listener.getsockname()[1]
             async with httpx2.AsyncClient(
                 base_url=f"http://127.0.0.1:{port}", timeout=30.0
             ) as http:
-                made = World(
+                made = OnlineHarness(
                     running=running,
                     trainer=trainer,
                     node=node,
@@ -225,5 +231,5 @@ async def world(
                     token=running.token(Role.SESSION, Audience.GATEWAY),
                     operator=running.token(Role.GATEWAY, Audience.GATEWAY),
                 )
-                await made.stocked()
+                await made.wait_for_slots()
                 yield made

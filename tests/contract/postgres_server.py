@@ -34,14 +34,14 @@ def running_postgres() -> Generator[str]:
     folder = binaries()
     assert folder is not None, "install postgresql, or run `make setup`"
     user = _unprivileged()
-    home = Path(tempfile.mkdtemp(prefix="penstock-postgres-"))
+    coordinator = Path(tempfile.mkdtemp(prefix="penstock-postgres-"))
     try:
         if user is not None:
-            os.chown(home, user.pw_uid, user.pw_gid)
-        with _server(folder, home, user) as port:
+            os.chown(coordinator, user.pw_uid, user.pw_gid)
+        with _server(folder, coordinator, user) as port:
             yield f"postgresql://penstock:{PASSWORD}@127.0.0.1:{port}/postgres"
     finally:
-        shutil.rmtree(home, ignore_errors=True)
+        shutil.rmtree(coordinator, ignore_errors=True)
 
 
 def _unprivileged() -> pwd.struct_passwd | None:
@@ -52,34 +52,34 @@ def _unprivileged() -> pwd.struct_passwd | None:
 
 
 @contextmanager
-def _server(folder: Path, home: Path, user: pwd.struct_passwd | None) -> Generator[int]:
+def _server(folder: Path, coordinator: Path, user: pwd.struct_passwd | None) -> Generator[int]:
     run_as: dict[str, Any] = {}
     if user is not None:
         run_as = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": ()}
-    secret = home / "password"
+    secret = coordinator / "password"
     secret.write_text(PASSWORD)
     secret.chmod(0o644)
-    data = home / "data"
+    data = coordinator / "data"
     make = f"-D {data} -U penstock --auth=scram-sha-256 --pwfile={secret} -E UTF8 --locale=C"
     subprocess.run(
         [folder / "initdb", "--no-sync", *make.split()],
         check=True,
         stdout=subprocess.DEVNULL,
-        cwd=home,
+        cwd=coordinator,
         **run_as,
     )
     port = _free_port()
     serve = f"-D {data} -p {port} -h 127.0.0.1 -c unix_socket_directories= -c shared_buffers=32MB"
-    with (home / "log").open("wb") as log:
+    with (coordinator / "log").open("wb") as log:
         server: subprocess.Popen[Any] = subprocess.Popen(
             [folder / "postgres", *serve.split()],
             stdout=log,
             stderr=log,
-            cwd=home,
+            cwd=coordinator,
             **run_as,
         )
         try:
-            _wait_for(folder, port, server, home / "log")
+            _wait_for(folder, port, server, coordinator / "log")
             yield port
         finally:
             server.send_signal(signal.SIGQUIT)  # nobody needs its data: end without a checkpoint

@@ -19,10 +19,10 @@ from tests.sim.reader_world import rollout_row
 from penstock.dataflow.client.rows import RowsClient
 from penstock.dataflow.ledger.blobs import BlobStore
 from penstock.dataflow.ledger.store import Ledger
-from penstock.dataflow.records import Outbox
+from penstock.dataflow.records import CommandJournal
 from penstock.dataflow.service.process import Process
 from penstock.dataflow.service.rows.handlers import RowService
-from penstock.dataflow.service.rows.routes import RowSurface
+from penstock.dataflow.service.rows.routes import RowRoutes
 from penstock.types import RowId
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.server import build_app
@@ -31,14 +31,14 @@ from penstock.wire.serving import server
 TICK_S = 0.1
 
 
-class SmallHost:
+class RowServiceHost:
     """What the dataflow service is to its rows: outbox, ledger and timer."""
 
     def __init__(self, folder: Path, now: float = 1000.0) -> None:
         self.now = now
         self.ledger = Ledger(folder)
-        self.process = Process(self.ledger, Outbox(), lambda: self.now)
-        self.process.drive = lambda now: self.rows.shelf.drain().clear()
+        self.process = Process(self.ledger, CommandJournal(), lambda: self.now)
+        self.process.on_command = lambda now: self.rows.row_window.pop_completed().clear()
         self.rows = RowService(self.process, BlobStore(folder / "blobs"))
         self.rows.restore()
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -52,18 +52,18 @@ class SmallHost:
     async def deliver(self, row_id: str, payload: bytes, reward: float | None) -> None:
         """A rollout row, as the partition makes it arrive."""
         location = self.ledger.place(payload)
-        arrival = self.rows.shelf.next_arrival()
+        arrival = self.rows.row_window.next_arrival()
         row = rollout_row(RowId(row_id), arrival, self.now, reward, location)
         row = replace(row, digest=blake3(payload).hexdigest())
         self.process.journal(row)
-        born = {"turns"} if reward is None else {"turns", "reward"}
-        self.rows.shelf.arrived("train", row.row_id, arrival, born, self.now)
+        initial_columns = {"turns"} if reward is None else {"turns", "reward"}
+        self.rows.row_window.add_row("train", row.row_id, arrival, initial_columns, self.now)
         await self.process.settle()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunningShelf:
-    host: SmallHost
+class RunningRowService:
+    host: RowServiceHost
     url: str
     signer: Signer
 
@@ -86,10 +86,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def shelf(folder: Path, port: int = 0, now: float = 1000.0) -> Generator[RunningShelf]:
+def row_window(folder: Path, port: int = 0, now: float = 1000.0) -> Generator[RunningRowService]:
     folder.mkdir(exist_ok=True)
     signer = Signer.create(folder / "keys", "test")
-    host = SmallHost(folder / "ledger", now)
+    host = RowServiceHost(folder / "ledger", now)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -100,7 +100,7 @@ def shelf(folder: Path, port: int = 0, now: float = 1000.0) -> Generator[Running
         await asyncio.wait([timer])
         host.ledger.close()
 
-    routes = RowSurface(service=host.rows).routes()
+    routes = RowRoutes(service=host.rows).routes()
     app = build_app(routes, signer.verifier(Audience.DATAFLOW), title="rows", lifespan=lifespan)
     port = port or free_port()
     listener = server(app, "127.0.0.1", port)
@@ -110,7 +110,7 @@ def shelf(folder: Path, port: int = 0, now: float = 1000.0) -> Generator[Running
     while not listener.started:
         assert thread.is_alive(), "the server ended before it started"
     try:
-        yield RunningShelf(host=host, url=f"http://127.0.0.1:{port}", signer=signer)
+        yield RunningRowService(host=host, url=f"http://127.0.0.1:{port}", signer=signer)
     finally:
         listener.should_exit = True
         thread.join(timeout=60)

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from blake3 import blake3
-from tests.contract.row_service import RunningShelf, SmallHost, free_port, shelf
+from tests.contract.row_service import RowServiceHost, RunningRowService, free_port, row_window
 
 from penstock.dataflow.client.row_stream import RowReader
 from penstock.dataflow.client.rows import RowsClient
@@ -44,7 +44,7 @@ async def judge(client: RowsClient, *, ttl_s: float = 12.0, max_attempts: int = 
 
 
 async def test_rows_by_key(tmp_path: Path) -> None:
-    with shelf(tmp_path) as running:
+    with row_window(tmp_path) as running:
         async with running.client() as client:
             rows = {f"k{n}": {"text": b"t%d" % n, "weight": float(n)} for n in range(600)}
             assert await client.put("eval", rows) == []
@@ -65,7 +65,7 @@ async def test_rows_by_key(tmp_path: Path) -> None:
 
 
 async def test_a_quota_stops_puts_and_says_the_cure(tmp_path: Path) -> None:
-    with shelf(tmp_path) as running:
+    with row_window(tmp_path) as running:
         async with running.client(patience_s=1.5) as client:
             await client.set_quota("eval", 1000)
             await client.put("eval", {"a": {"x": bytes(900)}})
@@ -76,7 +76,7 @@ async def test_a_quota_stops_puts_and_says_the_cure(tmp_path: Path) -> None:
 
 
 async def test_bad_values_are_refused_whole(tmp_path: Path) -> None:
-    with shelf(tmp_path) as running:
+    with row_window(tmp_path) as running:
         async with running.client() as client:
             with pytest.raises(BadRequest, match="finite"):
                 await client.put("eval", {"a": {"x": 1.0}, "b": {"x": float("nan")}})
@@ -90,7 +90,7 @@ async def test_bad_values_are_refused_whole(tmp_path: Path) -> None:
 
 
 async def test_stages_stream_rollout_rows_and_overlap(tmp_path: Path) -> None:
-    with shelf(tmp_path) as running:
+    with row_window(tmp_path) as running:
         async with running.client(Role.STAGE) as client:
             scorer = await client.reader("scorer", reads=["turns"], writes=["reward"])
             refer = await client.reader("refer", reads=["turns", "reward"], writes=["reference"])
@@ -123,7 +123,7 @@ async def test_stages_stream_rollout_rows_and_overlap(tmp_path: Path) -> None:
 
 
 async def test_a_crashed_worker_s_rows_come_again_each_is_done_once(tmp_path: Path) -> None:
-    with shelf(tmp_path) as running:
+    with row_window(tmp_path) as running:
         async with running.client() as client:
             rows = {f"k{n:02}": {"text": b"t"} for n in range(20)}
             await client.put("eval", rows)
@@ -151,13 +151,13 @@ async def test_a_crashed_worker_s_rows_come_again_each_is_done_once(tmp_path: Pa
 
 async def test_readers_go_on_over_a_restart_of_the_service(tmp_path: Path) -> None:
     port = free_port()
-    with shelf(tmp_path, port) as running:
+    with row_window(tmp_path, port) as running:
         client = running.client()
         await client.put("eval", {f"k{n:02}": {"text": b"t"} for n in range(10)})
         reader = await client.reader("export", reads=["text"], space="eval")
         stream = reader.stream(max_rows=4)
         seen = [(await anext(stream)).key for _ in range(3)]
-    with shelf(tmp_path, port, now=2000.0):
+    with row_window(tmp_path, port, now=2000.0):
         async with contextlib.aclosing(stream) as rest:
             while len(seen) < 10:
                 seen.append((await asyncio.wait_for(anext(rest), 60)).key)
@@ -166,7 +166,7 @@ async def test_readers_go_on_over_a_restart_of_the_service(tmp_path: Path) -> No
 
 
 async def test_long_work_keeps_its_row(tmp_path: Path) -> None:
-    with shelf(tmp_path) as running:
+    with row_window(tmp_path) as running:
         async with running.client() as client:
             await client.put("eval", {"a": {"text": b"t"}})
             reader = await judge(client, ttl_s=0.5)
@@ -179,7 +179,7 @@ async def test_long_work_keeps_its_row(tmp_path: Path) -> None:
 
 
 async def test_a_row_that_breaks_its_workers_is_given_up(tmp_path: Path) -> None:
-    with shelf(tmp_path) as running:
+    with row_window(tmp_path) as running:
         async with running.client() as client:
             await client.put("eval", {"a": {"text": b"t"}})
             for _ in range(2):
@@ -193,7 +193,7 @@ async def test_a_row_that_breaks_its_workers_is_given_up(tmp_path: Path) -> None
 
 
 async def test_leaving_a_row_without_its_columns_is_told(tmp_path: Path) -> None:
-    with shelf(tmp_path) as running:
+    with row_window(tmp_path) as running:
         async with running.client() as client:
             await client.put("eval", {"a": {"text": b"t"}, "b": {"text": b"t"}})
             reader = await judge(client)
@@ -204,7 +204,7 @@ async def test_leaving_a_row_without_its_columns_is_told(tmp_path: Path) -> None
 
 async def test_long_values_go_by_claim_check(tmp_path: Path) -> None:
     data = random.Random(0).randbytes(5_000_000)
-    with shelf(tmp_path) as running:
+    with row_window(tmp_path) as running:
         async with running.client() as client:
             await client.put("eval", {"a": {"text": data}})
             assert (await client.get("eval", ["a"]))["a"].columns == {"text": data}
@@ -213,7 +213,7 @@ async def test_long_values_go_by_claim_check(tmp_path: Path) -> None:
     assert segments < 1_000_000, "the payload store never saw it"
 
 
-async def _resume(running: RunningShelf, client: RowsClient, data: bytes) -> None:
+async def _resume(running: RunningRowService, client: RowsClient, data: bytes) -> None:
     digest = blake3(data).hexdigest()
     url = f"{running.url}/v1/blobs/{digest}"
     headers = {"authorization": f"Bearer {running.token(Role.ROLLOUT)}"}
@@ -233,7 +233,7 @@ async def _resume(running: RunningShelf, client: RowsClient, data: bytes) -> Non
 
 
 async def test_roles(tmp_path: Path) -> None:
-    with shelf(tmp_path) as running:
+    with row_window(tmp_path) as running:
         async with running.client(Role.STAGE) as stage, running.client(Role.READER) as reader:
             await stage.put("eval", {"a": {"text": b"t"}})
             stages = await judge(stage)
@@ -254,7 +254,7 @@ async def test_roles(tmp_path: Path) -> None:
 
 async def test_damage_is_contained_to_the_rows_put_together(tmp_path: Path) -> None:
     long = bytes(INLINE_BYTES)
-    with shelf(tmp_path) as running:
+    with row_window(tmp_path) as running:
         async with running.client() as client:
             await client.put("eval", {"a": {"x": long}, "b": {"x": long}})
             await client.put("eval", {"c": {"x": long + b"c"}, "d": {"y": 1.0}})
@@ -275,7 +275,7 @@ async def test_damage_is_contained_to_the_rows_put_together(tmp_path: Path) -> N
 
 
 async def test_what_is_answered_is_on_disk(tmp_path: Path) -> None:
-    host = SmallHost(tmp_path)
+    host = RowServiceHost(tmp_path)
     body = PutRequest(rows=(PutRow(key=RowId("a"), columns={"x": 1.0}),))
     for n in range(20):
         await host.rows.put(f"s{n}", body, "user")
@@ -287,7 +287,7 @@ async def test_what_is_answered_is_on_disk(tmp_path: Path) -> None:
 
 async def test_a_put_after_a_clear_stays(tmp_path: Path) -> None:
     """A commit erases after it has written: both must not meet in one."""
-    host = SmallHost(tmp_path)
+    host = RowServiceHost(tmp_path)
     first = PutRequest(rows=(PutRow(key=RowId("a"), columns={"x": 1.0}),))
     second = PutRequest(rows=(PutRow(key=RowId("a"), columns={"y": 2.0}),))
     for _ in range(10):
@@ -297,7 +297,7 @@ async def test_a_put_after_a_clear_stays(tmp_path: Path) -> None:
         putting = asyncio.create_task(host.rows.put("eval", second, "user"))
         await asyncio.gather(clearing, putting)
         (row,) = (await host.rows.get("eval", GetRequest(keys=(RowId("a"),)))).rows
-        assert row.is_known and row.columns == {"y": 2.0}
+        assert row.exists and row.columns == {"y": 2.0}
         await host.rows.clear("eval")
     host.ledger.close()
 
@@ -310,7 +310,7 @@ async def test_against_a_dictionary_with_restarts(tmp_path: Path, seed: int) -> 
     truth: dict[tuple[str, str], dict[str, float]] = {}
     client: RowsClient | None = None
     for life in range(3):
-        with shelf(tmp_path, port, now=1000.0 * (life + 1)) as running:
+        with row_window(tmp_path, port, now=1000.0 * (life + 1)) as running:
             client = client or running.client()
             for _ in range(25):
                 space, key = rng.choice(["eval", "probe"]), rng.choice("abcd")
@@ -320,8 +320,8 @@ async def test_against_a_dictionary_with_restarts(tmp_path: Path, seed: int) -> 
                         await client.clear(space)
                     truth = {where: row for where, row in truth.items() if where[0] != space}
                 elif rng.random() < 0.5:
-                    standing = truth.setdefault((space, key), {}).setdefault(name, value)
-                    if standing == value:
+                    existing = truth.setdefault((space, key), {}).setdefault(name, value)
+                    if existing == value:
                         await client.put(space, {key: {name: value}})
                     else:
                         with pytest.raises(Conflict):

@@ -22,12 +22,12 @@ from penstock.conformance import (
     examine_rollout,
     examine_trainer,
 )
-from penstock.conformance.dataflow_double import Invitation, open_double
+from penstock.conformance.dataflow_double import JoinInfo, open_double
 from penstock.conformance.rollout import RULES as ROLLOUT_RULES
-from penstock.conformance.rollout import RolloutWatch
-from penstock.conformance.simulated_peers import StandInNode, StandInTrainer
+from penstock.conformance.rollout import RolloutExaminer
+from penstock.conformance.simulated_peers import SimulatedNode, SimulatedTrainer
 from penstock.conformance.trainer import RULES as TRAINER_RULES
-from penstock.conformance.verdicts import Finding, Verdict
+from penstock.conformance.verdicts import RuleVerdict, Verdict
 from penstock.wire.auth import Role
 
 ROOT = Path(__file__).parents[2]
@@ -38,19 +38,19 @@ SLOW = ("ignores-drain", "stays-on-first", "names-first-version", "one-live-beat
 """Faults that leave the double waiting for what never comes."""
 TIMEOUT_S = 60.0
 
-Command = Callable[[Invitation], Sequence[str]]
+Command = Callable[[JoinInfo], Sequence[str]]
 
 
 @dataclass(slots=True)
-class Party:
+class PeerProcess:
     """The process under test; started when the double invites it."""
 
     command: Command
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
 
-    def invite(self, invitation: Invitation) -> None:
-        words = [sys.executable, *self.command(invitation)]
-        env = {**os.environ, "PENSTOCK_TOKEN": invitation.token, "PYTHONPATH": str(ROOT / "src")}
+    def on_ready(self, join_info: JoinInfo) -> None:
+        words = [sys.executable, *self.command(join_info)]
+        env = {**os.environ, "PENSTOCK_TOKEN": join_info.token, "PYTHONPATH": str(ROOT / "src")}
         process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=-3, stderr=-3)
         self.processes.append(process)
 
@@ -74,63 +74,65 @@ def trainer_command(fault: str) -> Command:
     return lambda got: ["-m", module, fault, got.url, got.token, str(got.store)]
 
 
-async def examine(kind: str, party: Party) -> tuple[Finding, ...]:
+async def examine(kind: str, peer: PeerProcess) -> tuple[RuleVerdict, ...]:
     run = examine_rollout if kind == "rollout" else examine_trainer
-    return await run(host="127.0.0.1", port=0, invite=party.invite, timeout_s=TIMEOUT_S)
+    return await run(host="127.0.0.1", port=0, on_ready=peer.on_ready, timeout_s=TIMEOUT_S)
 
 
-def failed(findings: Sequence[Finding]) -> set[str]:
-    return {finding.rule for finding in findings if finding.verdict is Verdict.FAIL}
+def failed(verdicts: Sequence[RuleVerdict]) -> set[str]:
+    return {rule_verdict.rule for rule_verdict in verdicts if rule_verdict.verdict is Verdict.FAIL}
 
 
-def not_kept(findings: Sequence[Finding]) -> list[str]:
-    return [str(finding) for finding in findings if finding.verdict is not Verdict.OK]
+def not_ok(verdicts: Sequence[RuleVerdict]) -> list[str]:
+    return [
+        str(rule_verdict) for rule_verdict in verdicts if rule_verdict.verdict is not Verdict.OK
+    ]
 
 
 # --- honest parties ------------------------------------------------------------------------------
 
 
 async def test_foreign_node_keeps_every_rule() -> None:
-    party = Party(lambda got: [str(FOREIGN / "rollout.py"), got.url])
-    findings = await examine("rollout", party)
-    assert not_kept(findings) == []
-    assert party.end(60.0) == 0
+    peer = PeerProcess(lambda got: [str(FOREIGN / "rollout.py"), got.url])
+    verdicts = await examine("rollout", peer)
+    assert not_ok(verdicts) == []
+    assert peer.end(60.0) == 0
 
 
 async def test_real_node_keeps_every_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    party = Party(lambda got: ["-m", "penstock.cli.main", "join", got.url])
-    findings = await examine("rollout", party)
-    assert not_kept(findings) == []
-    assert party.end(60.0) == 0
+    peer = PeerProcess(lambda got: ["-m", "penstock.cli.main", "join", got.url])
+    verdicts = await examine("rollout", peer)
+    assert not_ok(verdicts) == []
+    assert peer.end(60.0) == 0
 
 
 async def test_foreign_trainer_keeps_every_rule_and_fails_when_fenced() -> None:
-    party = Party(
+    peer = PeerProcess(
         lambda got: [str(FOREIGN / "trainer.py"), got.url, "--store", str(got.store)],
     )
-    findings = await examine("trainer", party)
-    assert not_kept(findings) == []
-    assert party.end(60.0) == 1
+    verdicts = await examine("trainer", peer)
+    assert not_ok(verdicts) == []
+    assert peer.end(60.0) == 1
 
 
 # --- planted faults ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def examined() -> dict[str, tuple[Finding, ...]]:
+def examined() -> dict[str, tuple[RuleVerdict, ...]]:
     """Findings by fault; one examination takes seconds of waiting, so several run at once."""
     slots = asyncio.Semaphore(NUM_AT_ONCE)
 
-    async def one(kind: str, command: Command) -> tuple[Finding, ...]:
+    async def one(kind: str, command: Command) -> tuple[RuleVerdict, ...]:
         async with slots:
-            party = Party(command)
+            peer = PeerProcess(command)
             try:
-                return await examine(kind, party)
+                return await examine(kind, peer)
             finally:
-                await asyncio.to_thread(party.end, 0.5)
+                await asyncio.to_thread(peer.end, 0.5)
 
-    async def all_of_them() -> dict[str, tuple[Finding, ...]]:
+    async def all_of_them() -> dict[str, tuple[RuleVerdict, ...]]:
         slow_first = sorted(faulty_node.FAULTS, key=lambda fault: fault not in SLOW)
         named = {fault: one("rollout", node_command(fault)) for fault in slow_first}
         named |= {f: one("trainer", trainer_command(f)) for f in faulty_trainer.FAULTS}
@@ -141,14 +143,18 @@ def examined() -> dict[str, tuple[Finding, ...]]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", faulty_node.FAULTS)
-def test_faulty_node_fails_by_name(examined: dict[str, tuple[Finding, ...]], fault: str) -> None:
-    assert failed(examined[fault]) == faulty_node.FAULTS[fault][1], not_kept(examined[fault])
+def test_faulty_node_fails_by_name(
+    examined: dict[str, tuple[RuleVerdict, ...]], fault: str
+) -> None:
+    assert failed(examined[fault]) == faulty_node.FAULTS[fault][1], not_ok(examined[fault])
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", faulty_trainer.FAULTS)
-def test_faulty_trainer_fails_by_name(examined: dict[str, tuple[Finding, ...]], fault: str) -> None:
-    assert failed(examined[fault]) == faulty_trainer.FAULTS[fault][1], not_kept(examined[fault])
+def test_faulty_trainer_fails_by_name(
+    examined: dict[str, tuple[RuleVerdict, ...]], fault: str
+) -> None:
+    assert failed(examined[fault]) == faulty_trainer.FAULTS[fault][1], not_ok(examined[fault])
 
 
 def test_every_rule_has_a_fault_that_breaks_it() -> None:
@@ -171,7 +177,7 @@ async def test_nobody_joins_and_nothing_passes() -> None:
     assert lines[1].startswith("token  penstock1.")
     assert [line for line in lines[3:-2] if not line.startswith("none ")] == []
     assert lines[-2] == f"0 ok, 0 failed, {len(ROLLOUT_RULES)} never seen, of 18 rules"
-    assert json.loads(lines[-1])["unseen"] == len(ROLLOUT_RULES)
+    assert json.loads(lines[-1])["untested"] == len(ROLLOUT_RULES)
 
 
 async def test_trainer_is_told_the_store() -> None:
@@ -193,32 +199,32 @@ def test_command_passes_the_foreign_trainer() -> None:
         )
         last = json.loads(command.stdout.read().splitlines()[-1])
     assert (command.returncode, trainer.returncode) == (0, 1)
-    assert (last["party"], last["passed"], last["failed"]) == ("trainer", len(TRAINER_RULES), 0)
+    assert (last["role"], last["passed"], last["failed"]) == ("trainer", len(TRAINER_RULES), 0)
 
 
 # --- the foreign node alone ----------------------------------------------------------------------
 
 
 async def test_foreign_node_hands_back_and_leaves_on_sigterm() -> None:
-    party = Party(lambda got: [str(FOREIGN / "rollout.py"), got.url])
+    peer = PeerProcess(lambda got: [str(FOREIGN / "rollout.py"), got.url])
     async with open_double("127.0.0.1", 0) as double:
-        watch = RolloutWatch(double)
-        trainer = StandInTrainer(double.service, double.store, StandInNode(double.service))
-        async with double.serve(watch):
-            incarnation = await trainer.take_over()
+        examiner = RolloutExaminer(double)
+        trainer = SimulatedTrainer(double.service, double.store, SimulatedNode(double.service))
+        async with double.serve(examiner):
+            incarnation = await trainer.claim_incarnation()
             stored = trainer.put()
-            watch.expect(incarnation, 0, stored)
+            examiner.expect(incarnation, 0, stored)
             await trainer.publish(stored)
-            party.invite(double.invitation(Role.ROLLOUT))
-            await eventually(lambda: watch.num_stored > 0)
-            party.processes[0].send_signal(signal.SIGTERM)
-            await eventually(lambda: watch.left_at > 0)
-            assert await asyncio.to_thread(party.end, 5.0) == 0
-    assert "every-lease-ends" not in failed(watch.findings.all())
+            peer.on_ready(double.join_info(Role.ROLLOUT))
+            await eventually(lambda: examiner.num_stored > 0)
+            peer.processes[0].send_signal(signal.SIGTERM)
+            await eventually(lambda: examiner.left_at > 0)
+            assert await asyncio.to_thread(peer.end, 5.0) == 0
+    assert "every-lease-ends" not in failed(examiner.verdicts.all())
     assert not double.service.partition.nodes
 
 
-async def eventually(is_there: Callable[[], bool]) -> None:
+async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not is_there():  # noqa: ASYNC110 the watch has no event to wait for
+        while not condition():  # noqa: ASYNC110 the watch has no event to wait for
             await asyncio.sleep(0.02)

@@ -10,15 +10,21 @@ from pathlib import Path
 import pytest
 from tests.contract.dataflow_server import (
     POLICY,
-    Running,
-    SmallTrainer,
+    FakeTrainer,
+    RunningDataflow,
     dataflow,
     small_config,
     trajectory,
 )
 
 from penstock.dataflow.client.dataflow import NodeClient
-from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.core.leasing import (
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+    RegisterRequest,
+)
 from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,
     Heartbeat,
@@ -29,24 +35,24 @@ from penstock.dataflow.service.trainers.messages import BatchRequest, CommitRequ
 from penstock.errors import BadRequest, Fenced, Unreachable
 from penstock.types import NodeId, PublishedVersion, RowId
 from penstock.wire.auth import Role
-from penstock.wire.client import AsyncCaller, connect
+from penstock.wire.client import AsyncServiceClient, connect
 from penstock.wire.codec import encode
 
 
 class SmallNode:
-    def __init__(self, running: Running, name: str = "n0") -> None:
+    def __init__(self, running: RunningDataflow, name: str = "n0") -> None:
         self.client = NodeClient(running.url, running.token(Role.ROLLOUT))
         self.node_id = NodeId(name)
-        self.session = uuid.uuid4().hex
+        self.boot_id = uuid.uuid4().hex
         self.live = LiveVersion(policy=POLICY, incarnation=1, number=0)
 
     async def join(self) -> None:
-        body = Register(node_id=self.node_id, session=self.session, capacity=64, policies=())
+        body = RegisterRequest(node_id=self.node_id, boot_id=self.boot_id, capacity=64, policies=())
         self.take((await self.client.register(body)).orders.wanted)
         await self.beat()
 
     async def beat(self) -> None:
-        body = Heartbeat(session=self.session, state=NodeState.LIVE, live=(self.live,))
+        body = Heartbeat(boot_id=self.boot_id, state=NodeState.LIVE, live=(self.live,))
         self.take((await self.client.heartbeat(self.node_id, body)).orders.wanted)
 
     def take(self, wanted: tuple[PublishedVersion, ...]) -> None:
@@ -59,7 +65,7 @@ class SmallNode:
         return LeaseRequest(
             request_id=uuid.uuid4().hex,
             node_id=self.node_id,
-            session=self.session,
+            boot_id=self.boot_id,
             max_slots=num,
             wait_s=wait_s,
             live=(self.live,),
@@ -67,13 +73,13 @@ class SmallNode:
 
     async def deliver(self, *grants: Grant, reward: float = 0.5) -> list[DeliveryStatus]:
         deliveries = tuple(trajectory(g, self.node_id, self.live, reward) for g in grants)
-        body = DeliveryRequest(node_id=self.node_id, session=self.session, deliveries=deliveries)
+        body = DeliveryRequest(node_id=self.node_id, boot_id=self.boot_id, deliveries=deliveries)
         return [result.status for result in (await self.client.deliver(body)).results]
 
 
 async def test_a_whole_small_run(tmp_path: Path) -> None:
     with dataflow(tmp_path, small_config(steps=4)) as running:
-        trainer = await asyncio.to_thread(SmallTrainer, running)
+        trainer = await asyncio.to_thread(FakeTrainer, running)
         node = SmallNode(running)
         await node.join()
 
@@ -101,7 +107,7 @@ async def test_a_whole_small_run(tmp_path: Path) -> None:
 async def test_deliveries_are_idempotent_across_a_restart(tmp_path: Path) -> None:
     config = small_config()
     with dataflow(tmp_path, config) as running:
-        await asyncio.to_thread(SmallTrainer, running)
+        await asyncio.to_thread(FakeTrainer, running)
         node = SmallNode(running)
         await node.join()
         request = node.request(2)
@@ -126,7 +132,7 @@ async def test_deliveries_are_idempotent_across_a_restart(tmp_path: Path) -> Non
 async def test_a_batch_is_sealed_once_and_served_byte_for_byte(tmp_path: Path) -> None:
     config = small_config()
     with dataflow(tmp_path, config) as running:
-        trainer = await asyncio.to_thread(SmallTrainer, running)
+        trainer = await asyncio.to_thread(FakeTrainer, running)
         node = SmallNode(running)
         await node.join()
         await node.deliver(*(await node.client.lease(node.request())).grants)
@@ -141,7 +147,7 @@ async def test_a_batch_is_sealed_once_and_served_byte_for_byte(tmp_path: Path) -
         assert [r for h in halves for r in h.rows] == [*rows.rows[::2], *rows.rows[1::2]]
         await node.client.close()
     with dataflow(tmp_path, config) as running:
-        successor = await asyncio.to_thread(SmallTrainer, running)
+        successor = await asyncio.to_thread(FakeTrainer, running)
         request = BatchRequest(consumer=POLICY, seq=1, incarnation=successor.incarnation)
         again = await asyncio.to_thread(successor.client.batch, request)
         assert encode(again.manifest) == encode(first.manifest) and again.digest == first.digest
@@ -155,7 +161,7 @@ async def test_what_a_trainer_computes_of_a_row_is_known_over_a_restart(tmp_path
     """One row of each group came before it, the other after."""
     config = small_config()
     with dataflow(tmp_path, config) as running:
-        await asyncio.to_thread(SmallTrainer, running)
+        await asyncio.to_thread(FakeTrainer, running)
         node = SmallNode(running)
         await node.join()
         grants = (await node.client.lease(node.request())).grants
@@ -164,19 +170,19 @@ async def test_what_a_trainer_computes_of_a_row_is_known_over_a_restart(tmp_path
     with dataflow(tmp_path, config) as running:
         node.client = NodeClient(running.url, running.token(Role.ROLLOUT))
         assert set(await node.deliver(*grants[1::2])) == {"stored"}
-        trainer = await asyncio.to_thread(SmallTrainer, running)
+        trainer = await asyncio.to_thread(FakeTrainer, running)
         request = BatchRequest(consumer=POLICY, seq=1, incarnation=trainer.incarnation)
         manifest = (await asyncio.to_thread(trainer.client.batch, request)).manifest
         assert manifest is not None
         assert [row.sampled for row in manifest.rows] == [{POLICY: 2}] * 4
-        assert [row.computed for row in manifest.rows] == [{POLICY: (4, 16)}] * 4
+        assert [row.compute_cost for row in manifest.rows] == [{POLICY: (4, 16)}] * 4
         await node.client.close()
 
 
 async def test_a_heartbeat_overtakes_a_held_request(tmp_path: Path) -> None:
     """A node that goes live on a newer version while its request is held gets work at once."""
     with dataflow(tmp_path, small_config()) as running:
-        trainer = await asyncio.to_thread(SmallTrainer, running)
+        trainer = await asyncio.to_thread(FakeTrainer, running)
         node = SmallNode(running)
         await node.join()
         await node.deliver(*(await node.client.lease(node.request())).grants)
@@ -200,7 +206,7 @@ async def test_a_request_nobody_waits_for_is_granted_nothing(tmp_path: Path) -> 
         await asyncio.sleep(0.2)
         new = asyncio.create_task(node.client.lease(node.request(4, wait_s=20)))
         await asyncio.sleep(0.2)
-        await asyncio.to_thread(SmallTrainer, running)
+        await asyncio.to_thread(FakeTrainer, running)
         await node.beat()
         answers = [await asyncio.wait_for(call, 60) for call in (old, new)]
         if not answers[1].grants:  # woken by the new version, not by work
@@ -211,13 +217,13 @@ async def test_a_request_nobody_waits_for_is_granted_nothing(tmp_path: Path) -> 
 
 async def test_a_handed_back_slot_is_leased_again_at_once(tmp_path: Path) -> None:
     with dataflow(tmp_path, small_config()) as running:
-        await asyncio.to_thread(SmallTrainer, running)
+        await asyncio.to_thread(FakeTrainer, running)
         one, two = SmallNode(running, "one"), SmallNode(running, "two")
         await one.join()
         await two.join()
         grants = (await one.client.lease(one.request())).grants
         assert not (await two.client.lease(two.request(wait_s=0))).grants
-        await one.client.leave(one.node_id, one.session)
+        await one.client.leave(one.node_id, one.boot_id)
         taken = (await two.client.lease(two.request())).grants
         assert {(g.group_id, g.slot) for g in taken} == {(g.group_id, g.slot) for g in grants}
         assert all(g.epoch == 2 and g.attempt == 1 for g in taken)
@@ -227,7 +233,7 @@ async def test_a_handed_back_slot_is_leased_again_at_once(tmp_path: Path) -> Non
 
 async def test_a_record_that_breaks_the_contract_frees_its_slot(tmp_path: Path) -> None:
     with dataflow(tmp_path, small_config()) as running:
-        await asyncio.to_thread(SmallTrainer, running)
+        await asyncio.to_thread(FakeTrainer, running)
         node = SmallNode(running)
         await node.join()
         [grant] = (await node.client.lease(node.request(1))).grants
@@ -242,12 +248,12 @@ async def test_nobody_works_for_a_caller_who_hung_up(tmp_path: Path) -> None:
     with dataflow(tmp_path, small_config()) as running:
         node = SmallNode(running)
         await node.join()
-        caller = AsyncCaller(running.url, running.token(Role.ROLLOUT))
+        caller = AsyncServiceClient(running.url, running.token(Role.ROLLOUT))
         body = encode(node.request(4, wait_s=20))
         with pytest.raises(Unreachable):
             await caller.request("POST", "/v1/leases", body, deadline_s=0.3, timeout_s=0.2)
         await caller.close()
-        await asyncio.to_thread(SmallTrainer, running)
+        await asyncio.to_thread(FakeTrainer, running)
         await node.beat()
         await asyncio.sleep(0.5)
         status = await asyncio.to_thread(running.reader().status)
@@ -257,7 +263,7 @@ async def test_nobody_works_for_a_caller_who_hung_up(tmp_path: Path) -> None:
 
 async def test_numbers_that_are_none_are_refused_or_left_out(tmp_path: Path) -> None:
     with dataflow(tmp_path, small_config()) as running:
-        trainer = await asyncio.to_thread(SmallTrainer, running)
+        trainer = await asyncio.to_thread(FakeTrainer, running)
         node = SmallNode(running)
         await node.join()
         async with connect(running.url, running.token(Role.ROLLOUT)) as caller:
@@ -275,7 +281,7 @@ async def test_numbers_that_are_none_are_refused_or_left_out(tmp_path: Path) -> 
         assert status.policies[0].stats == {"reward": 1.0}
         many = DeliveryRequest(
             node_id=node.node_id,
-            session=node.session,
+            boot_id=node.boot_id,
             deliveries=(),
             released=(RowId(""),) * 10_001,
         )

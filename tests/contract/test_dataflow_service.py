@@ -14,10 +14,10 @@ from blake3 import blake3
 from tests.contract.dataflow_server import POLICY, small_config, trajectory
 
 from penstock.config.dataflow import RuleConfig
-from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, NodeState, Register
+from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.records import Record
 from penstock.dataflow.service.build import build
-from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,
     Heartbeat,
@@ -40,19 +40,21 @@ def incarnation(request_id: str) -> IncarnationRequest:
     return IncarnationRequest(request_id=request_id, expected=0, number=0, seq=0)
 
 
-async def start(service: Dataflow) -> None:
+async def start(service: DataflowService) -> None:
     await service.trainers.incarnate(POLICY, incarnation("r"))
     await service.trainers.publish(
         POLICY,
         PublishRequest(incarnation=1, number=0, manifest_digest="m", weights_digest="w"),
     )
-    await service.nodes.register(Register(node_id=NODE, session="s", capacity=64, policies=()))
-    await service.nodes.heartbeat(NODE, Heartbeat(session="s", state=NodeState.LIVE, live=(LIVE,)))
+    await service.nodes.register(
+        RegisterRequest(node_id=NODE, boot_id="s", capacity=64, policies=())
+    )
+    await service.nodes.heartbeat(NODE, Heartbeat(boot_id="s", state=NodeState.LIVE, live=(LIVE,)))
 
 
 def lease(request_id: str) -> LeaseRequest:
     return LeaseRequest(
-        request_id=request_id, node_id=NODE, session="s", max_slots=64, wait_s=0, live=(LIVE,)
+        request_id=request_id, node_id=NODE, boot_id="s", max_slots=64, wait_s=0, live=(LIVE,)
     )
 
 
@@ -80,14 +82,14 @@ async def test_a_source_that_raises_loses_nothing(
         trajectory(grant, NODE, LIVE, reward=0.1 * grant.slot if grant.group_id == first else 0.5)
         for grant in grants
     ]
-    body = DeliveryRequest(node_id=NODE, session="s", deliveries=tuple(payloads))
+    body = DeliveryRequest(node_id=NODE, boot_id="s", deliveries=tuple(payloads))
     answer = await service.nodes.deliver(body)
     assert {result.status for result in answer.results} == {DeliveryStatus.STORED}
     batch = await service.trainers.batch(BatchRequest(consumer=POLICY, seq=1, incarnation=1))
-    assert batch.manifest is not None and "data set is away" in service.source_trouble
+    assert batch.manifest is not None and "data set is away" in service.source_error
     is_broken = False
     await service.tick()
-    assert service.home.open and not service.source_trouble, "it goes on when the source does"
+    assert service.coordinator.open and not service.source_error, "it goes on when the source does"
     rows = await service.trainers.rows(POLICY, 1)
     for row, summary in zip(rows.rows, batch.manifest.rows, strict=True):
         assert row.payload is not None and blake3(row.payload).hexdigest() == summary.digest
@@ -121,7 +123,7 @@ async def test_the_wait_for_a_live_node_counts_from_the_last_one(tmp_path: Path)
     service.process.clock = lambda: began_at + 100.0
     await start(service)
     assert "a live rollout node" not in {wait.on for wait in status(service, "r").waiting}
-    service.partition.nodes[NODE].is_silent = True
+    service.partition.nodes[NODE].is_expired = True
     service.process.clock = lambda: began_at + 107.0
     waits = {wait.on: wait.since_s for wait in status(service, "r").waiting}
     assert waits["a live rollout node"] == pytest.approx(7.0, abs=0.2)

@@ -16,7 +16,13 @@ import pytest
 from tests.contract.dataflow_server import POLICY, serving, small_config, trajectory
 
 from penstock.config import RunConfig
-from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.core.leasing import (
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+    RegisterRequest,
+)
 from penstock.dataflow.service.build import begin, build
 from penstock.dataflow.service.nodes.messages import (
     DeliveryAnswer,
@@ -36,7 +42,7 @@ from penstock.dataflow.service.trainers.messages import (
 from penstock.errors import StoreError
 from penstock.types import GroupId, NodeId
 from penstock.wire.auth import Audience, Role, Signer
-from penstock.wire.client import Caller
+from penstock.wire.client import ServiceClient
 
 NODE = NodeId("n0")
 LIVE = LiveVersion(policy=POLICY, incarnation=1, number=0)
@@ -46,7 +52,7 @@ def lease(request_id: str, max_slots: int) -> LeaseRequest:
     return LeaseRequest(
         request_id=request_id,
         node_id=NODE,
-        session="s",
+        boot_id="s",
         max_slots=max_slots,
         wait_s=0,
         live=(LIVE,),
@@ -55,7 +61,7 @@ def lease(request_id: str, max_slots: int) -> LeaseRequest:
 
 def delivery(grants: tuple[Grant, ...]) -> DeliveryRequest:
     rows = tuple(trajectory(grant, NODE, LIVE, reward=0.1 * grant.slot) for grant in grants)
-    return DeliveryRequest(node_id=NODE, session="s", deliveries=rows)
+    return DeliveryRequest(node_id=NODE, boot_id="s", deliveries=rows)
 
 
 async def first_life(config: RunConfig, folder: Path) -> GroupId:
@@ -65,11 +71,13 @@ async def first_life(config: RunConfig, folder: Path) -> GroupId:
     await service.trainers.incarnate(POLICY, request)
     version = PublishRequest(incarnation=1, number=0, manifest_digest="m", weights_digest="w")
     await service.trainers.publish(POLICY, version)
-    await service.nodes.register(Register(node_id=NODE, session="s", capacity=64, policies=()))
-    await service.nodes.heartbeat(NODE, Heartbeat(session="s", state=NodeState.LIVE, live=(LIVE,)))
+    await service.nodes.register(
+        RegisterRequest(node_id=NODE, boot_id="s", capacity=64, policies=())
+    )
+    await service.nodes.heartbeat(NODE, Heartbeat(boot_id="s", state=NodeState.LIVE, live=(LIVE,)))
     grants = (await service.nodes.lease(lease("first", 2))).grants
     await service.nodes.deliver(delivery(grants))
-    assert len(service.home.consumers[POLICY].ready) == 1
+    assert len(service.coordinator.consumers[POLICY].ready) == 1
     service.close()
     return grants[0].group_id
 
@@ -77,7 +85,7 @@ async def first_life(config: RunConfig, folder: Path) -> GroupId:
 @contextlib.contextmanager
 def next_life(
     config: RunConfig, folder: Path, may_read: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> Generator[Caller]:
+) -> Generator[ServiceClient]:
     """A service whose ledger is slow to give what waits for a batch."""
     signer = Signer.create(folder / "keys", config.name)
     service = begin(config, folder / "ledger")
@@ -91,7 +99,7 @@ def next_life(
     facts = surface(service, config, "http://127.0.0.1:1")
     token = signer.mint(Role.ADMIN, [Audience.DATAFLOW], ttl_s=600)
     with serving(build_server(facts, signer.verifier(Audience.DATAFLOW))) as url:
-        caller = Caller(url, token)
+        caller = ServiceClient(url, token)
         try:
             yield caller
         finally:
@@ -99,7 +107,7 @@ def next_life(
             caller.close()
 
 
-def lease_soon(caller: Caller) -> LeaseAnswer:
+def lease_soon(caller: ServiceClient) -> LeaseAnswer:
     body = lease("second", 2)
     return caller.call("POST", "/v1/leases", body, LeaseAnswer, timeout_s=60.0, deadline_s=60.0)
 
@@ -112,7 +120,7 @@ def test_slots_are_leased_before_the_service_is_whole(
     with next_life(config, tmp_path, may_read, monkeypatch) as caller, ThreadPoolExecutor() as pool:
         grants = lease_soon(caller).grants
         assert len(grants) == 2
-        beat = Heartbeat(session="s", state=NodeState.LIVE, live=(LIVE,))
+        beat = Heartbeat(boot_id="s", state=NodeState.LIVE, live=(LIVE,))
         caller.call("PUT", f"/v1/nodes/{NODE}", beat, dict)
         body, request = delivery(grants), BatchRequest(consumer=POLICY, seq=1, incarnation=1)
         held = [

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError, EngineError, Refused
-from penstock.gateway.generation import Completion, Piece
-from penstock.rollout.engine_pool import Pool
+from penstock.errors import ConfigError, EngineError, RequestRejected
+from penstock.gateway.generation import Completion, TokenChunk
+from penstock.rollout.engine_pool import EnginePool
 from penstock.rollout.engines import (
     Engine,
     HfEngine,
@@ -21,7 +21,7 @@ from penstock.rollout.engines import (
     SimulatedEngine,
     make_engine,
 )
-from penstock.rollout.engines.simulated import Load
+from penstock.rollout.engines.simulated import LoadProfile
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -42,14 +42,14 @@ def long_script(prompt_ids: object, sampling: SamplingSpec) -> list[int]:
 
 
 def simulated() -> SimulatedEngine:
-    return SimulatedEngine(Load(first_token_s=0.001, token_s=0.001), seed=5)
+    return SimulatedEngine(LoadProfile(first_token_s=0.001, token_s=0.001), seed=5)
 
 
 MAKERS: dict[str, Callable[[], Engine]] = {
     "scripted": lambda: ScriptedEngine(long_script),
     "simulated": simulated,
     "hf": HfEngine,
-    "pool of simulated": lambda: Pool([simulated() for _ in range(2)]),
+    "pool of simulated": lambda: EnginePool([simulated() for _ in range(2)]),
 }
 
 
@@ -123,10 +123,10 @@ async def test_an_answer_is_covered_by_the_live_version(
 async def test_pieces_are_the_answer_as_it_is_sampled(engine: Engine, folders: list[Path]) -> None:
     """Also while weights change: every piece is of one version, in order and without gap."""
     await engine.load(folders[0], version(0))
-    heard: list[Piece] = []
+    heard: list[TokenChunk] = []
     spec = SamplingSpec(max_tokens=150, seed=3)
     call = asyncio.create_task(
-        engine(PROMPT, spec, policy=POLICY, session="s", listen=heard.append)
+        engine(PROMPT, spec, policy=POLICY, session="s", on_chunk=heard.append)
     )
     number, num_early = 0, 0
     while not call.done():
@@ -136,12 +136,12 @@ async def test_pieces_are_the_answer_as_it_is_sampled(engine: Engine, folders: l
         await pause(engine)
     completion = await call
     assert 0 < num_early < len(heard), "nothing was told before the end"
-    assert [i for piece in heard for i in piece.sampled_ids] == list(
+    assert [i for chunk in heard for i in chunk.sampled_ids] == list(
         view_ids(completion.sampled_ids)
     )
-    told = [logprob for piece in heard for logprob in piece.logprobs]
+    told = [logprob for chunk in heard for logprob in chunk.logprobs]
     assert told == pytest.approx(list(view_log_probs(completion.logprobs)))
-    by_token = [piece.version.number for piece in heard for _ in piece.sampled_ids]
+    by_token = [chunk.version.number for chunk in heard for _ in chunk.sampled_ids]
     spans = [span.number for span in completion.spans for _ in range(span.start, span.end)]
     assert by_token == spans
     assert len(completion.spans) >= 2
@@ -158,7 +158,7 @@ async def test_nobody_hears_the_pieces_of_another(engine: Engine, folders: list[
             spec,
             policy=POLICY,
             session=str(seed),
-            listen=lambda piece: heard[seed].extend(piece.sampled_ids),
+            on_chunk=lambda chunk: heard[seed].extend(chunk.sampled_ids),
         )
 
     answers = await asyncio.gather(*map(listen_to, heard))
@@ -167,7 +167,7 @@ async def test_nobody_hears_the_pieces_of_another(engine: Engine, folders: list[
 
 async def test_another_policy_is_refused(engine: Engine, folders: list[Path]) -> None:
     await engine.load(folders[0], version(0))
-    with pytest.raises(Refused, match="serves 'policy', not 'judge'"):
+    with pytest.raises(RequestRejected, match="serves 'policy', not 'judge'"):
         await engine(PROMPT, SamplingSpec(), policy=PolicyName("judge"), session="s")
 
 
@@ -316,7 +316,7 @@ async def test_make_engine_knows_every_kind() -> None:
 async def test_simulated_failures_and_lengths_follow_the_declared_load(
     folders: list[Path],
 ) -> None:
-    engine = SimulatedEngine(Load(median_tokens=20, failure_probability=0.25), seed=1)
+    engine = SimulatedEngine(LoadProfile(median_tokens=20, failure_probability=0.25), seed=1)
     await engine.load(folders[0], version(0))
     calls = (ask(engine, seed=n, num_tokens=100) for n in range(800))
     results = await asyncio.gather(*calls, return_exceptions=True)

@@ -15,8 +15,8 @@ from tests.contract.test_engines_vllm import LONG, POLICY, PROMPT, numbers, vers
 from tests.contract.test_engines_vllm_lora import write_base
 from tests.contract.test_engines_vllm_lora import write_version as write_adapter_version
 
-from penstock.errors import EngineError, Refused
-from penstock.gateway.generation import Completion, Piece
+from penstock.errors import EngineError, RequestRejected
+from penstock.gateway.generation import Completion, TokenChunk
 from penstock.rollout.engines import sglang
 from penstock.rollout.engines.sglang import SglangEngine
 from penstock.types import SamplingSpec, view_ids
@@ -41,10 +41,10 @@ async def engine(double: SglangDouble) -> AsyncIterator[SglangEngine]:
 
 
 async def ask(
-    engine: SglangEngine, spec: SamplingSpec, heard: list[Piece] | None = None
+    engine: SglangEngine, spec: SamplingSpec, heard: list[TokenChunk] | None = None
 ) -> Completion:
-    listen = None if heard is None else heard.append
-    return await engine(PROMPT, spec, policy=POLICY, session="s", listen=listen)
+    on_chunk = None if heard is None else heard.append
+    return await engine(PROMPT, spec, policy=POLICY, session="s", on_chunk=on_chunk)
 
 
 def check_tokens(completion: Completion, folders: list[Path]) -> None:
@@ -61,7 +61,7 @@ async def test_answers_go_on_over_swaps_and_every_token_has_its_version(
 ) -> None:
     double.token_s, double.is_incremental = 0.004, is_incremental
     await engine.load(folders[0], version(0))
-    heard: list[list[Piece]] = [[] for _ in range(3)]
+    heard: list[list[TokenChunk]] = [[] for _ in range(3)]
     spec = SamplingSpec(max_tokens=LONG)
     calls = [asyncio.create_task(ask(engine, spec, pieces)) for pieces in heard]
     calls += [asyncio.create_task(ask(engine, spec)) for _ in range(3)]
@@ -74,7 +74,7 @@ async def test_answers_go_on_over_swaps_and_every_token_has_its_version(
         assert len(answer.spans) >= 3
         check_tokens(answer, folders)
     for answer, pieces in zip(answers, heard, strict=False):
-        told = [(piece.version.number, i) for piece in pieces for i in piece.sampled_ids]
+        told = [(chunk.version.number, i) for chunk in pieces for i in chunk.sampled_ids]
         assert told == list(zip(numbers(answer), view_ids(answer.sampled_ids), strict=True))
 
 
@@ -133,7 +133,7 @@ async def test_what_its_log_probs_do_not_know_is_refused(
     double.is_raw = False
     await engine.load(folders[0], version(0))
     for spec in (SamplingSpec(top_p=0.9), SamplingSpec(top_k=5), SamplingSpec(min_p=0.1)):
-        with pytest.raises(Refused, match="serve the policy with vllm"):
+        with pytest.raises(RequestRejected, match="serve the policy with vllm"):
             await ask(engine, spec)
 
 

@@ -22,8 +22,8 @@ import pytest
 from tests.contract.dataflow_server import serving
 from tests.contract.fake_vllm_server import VOCAB, VllmDouble, token, weights_of
 
-from penstock.errors import EngineError, Refused
-from penstock.gateway.generation import Completion, Piece
+from penstock.errors import EngineError, RequestRejected
+from penstock.gateway.generation import Completion, TokenChunk
 from penstock.rollout.engines.vllm import ChildServer, RemoteServer, VllmEngine
 from penstock.types import (
     FinishReason,
@@ -139,10 +139,12 @@ async def test_answers_go_on_over_many_swaps_and_every_token_has_its_version(
     """Whole and streamed; pieces carry the same versions as the completion."""
     double.token_s = 0.004
     await engine.load(folders[0], version(0))
-    heard: list[list[Piece]] = [[] for _ in range(4)]
+    heard: list[list[TokenChunk]] = [[] for _ in range(4)]
     spec = SamplingSpec(max_tokens=LONG)
     calls = [
-        asyncio.create_task(engine(PROMPT, spec, policy=POLICY, session="s", listen=pieces.append))
+        asyncio.create_task(
+            engine(PROMPT, spec, policy=POLICY, session="s", on_chunk=pieces.append)
+        )
         for pieces in heard
     ]
     calls += [asyncio.create_task(ask(engine, LONG)) for _ in range(4)]
@@ -155,7 +157,7 @@ async def test_answers_go_on_over_many_swaps_and_every_token_has_its_version(
         assert len(answer.spans) >= 3
         check_tokens(answer, folders)
     for answer, pieces in zip(answers, heard, strict=False):
-        told = [(piece.version.number, i) for piece in pieces for i in piece.sampled_ids]
+        told = [(chunk.version.number, i) for chunk in pieces for i in chunk.sampled_ids]
         assert told == list(zip(numbers(answer), view_ids(answer.sampled_ids), strict=True))
 
 
@@ -180,14 +182,14 @@ async def test_what_vllm_would_do_otherwise_is_refused(
 ) -> None:
     await engine.load(folders[0], version(0))
     for temperature in (0.001, 2.5):
-        with pytest.raises(Refused, match="temperature"):
+        with pytest.raises(RequestRejected, match="temperature"):
             await ask(engine, temperature=temperature)
-    with pytest.raises(Refused, match="vocabulary"):
+    with pytest.raises(RequestRejected, match="vocabulary"):
         await engine([VOCAB], SamplingSpec(), policy=POLICY, session="s")
-    with pytest.raises(Refused, match="shorten"):
+    with pytest.raises(RequestRejected, match="shorten"):
         await engine([1] * 512, SamplingSpec(), policy=POLICY, session="s")
     double.answers["/inference/v1/generate"] = (400, "bad schema")
-    with pytest.raises(Refused, match="bad schema"):
+    with pytest.raises(RequestRejected, match="bad schema"):
         await ask(engine)
 
 
@@ -289,9 +291,9 @@ async def test_a_broken_stream_is_an_error_at_once_and_the_engine_lives_on(
 ) -> None:
     await engine.load(folders[0], version(0))
     double.is_cutting = True
-    heard: list[Piece] = []
+    heard: list[TokenChunk] = []
     with pytest.raises(EngineError, match="broke off"):
-        await engine(PROMPT, SamplingSpec(), policy=POLICY, session="s", listen=heard.append)
+        await engine(PROMPT, SamplingSpec(), policy=POLICY, session="s", on_chunk=heard.append)
     assert len(heard) == 3
     double.is_cutting = False
     await until(lambda: engine.live == version(0))
@@ -304,10 +306,10 @@ async def test_a_caller_who_goes_away_gives_up_its_place(
 ) -> None:
     double.token_s = 0.01
     await engine.load(folders[0], version(0))
-    heard: list[Piece] = []
-    listen = heard.append if is_streamed else None
+    heard: list[TokenChunk] = []
+    on_chunk = heard.append if is_streamed else None
     spec = SamplingSpec(max_tokens=500)
-    call = asyncio.create_task(engine(PROMPT, spec, policy=POLICY, session="s", listen=listen))
+    call = asyncio.create_task(engine(PROMPT, spec, policy=POLICY, session="s", on_chunk=on_chunk))
     await asyncio.sleep(0.1)
     call.cancel()
     with suppress(asyncio.CancelledError):

@@ -21,9 +21,9 @@ from tests.contract.dataflow_server import serving
 from tests.contract.fake_vllm_server import VOCAB, VllmDouble, token, weights_of
 from tests.contract.test_engines_vllm import until
 
-from penstock.errors import EngineError, Refused
-from penstock.gateway.generation import Completion, Piece
-from penstock.rollout.engines.vllm import AdapterRoom, ChildServer, RemoteServer, VllmEngine
+from penstock.errors import EngineError, RequestRejected
+from penstock.gateway.generation import Completion, TokenChunk
+from penstock.rollout.engines.vllm import ChildServer, LoraCapacity, RemoteServer, VllmEngine
 from penstock.types import PolicyName, SamplingSpec, Version, view_ids
 
 SOLVER, JUDGE = PolicyName("solver"), PolicyName("judge")
@@ -79,7 +79,7 @@ class Site:
         self.is_running = False
         self._stack = AsyncExitStack()
         self.solver = VllmEngine(self, stall_s=0.4)
-        self.judge = self.solver.beside()
+        self.judge = self.solver.share()
 
     @property
     def double(self) -> VllmDouble:
@@ -111,11 +111,11 @@ async def ask(
     engine: VllmEngine,
     policy: PolicyName = SOLVER,
     num_tokens: int = 5,
-    heard: list[Piece] | None = None,
+    heard: list[TokenChunk] | None = None,
 ) -> Completion:
-    listen = None if heard is None else heard.append
+    on_chunk = None if heard is None else heard.append
     spec = SamplingSpec(max_tokens=num_tokens)
-    return await engine(PROMPT, spec, policy=policy, session="s", listen=listen)
+    return await engine(PROMPT, spec, policy=policy, session="s", on_chunk=on_chunk)
 
 
 def check(answer: Completion, folder: Path, number: int) -> None:
@@ -140,7 +140,7 @@ async def test_two_policies_on_one_server_have_versions_of_their_own(site: Site)
     await site.solver.load(site.folders[1], version(1))
     check(await ask(site.solver), site.folders[1], 1)
     check(await ask(site.judge, JUDGE), site.folders[3], 7)
-    with pytest.raises(Refused, match="serves 'judge', not 'solver'"):
+    with pytest.raises(RequestRejected, match="serves 'judge', not 'solver'"):
         await ask(site.judge, SOLVER)
     assert "pause" not in site.double.log and "load" not in site.double.log
 
@@ -148,7 +148,7 @@ async def test_two_policies_on_one_server_have_versions_of_their_own(site: Site)
 async def test_an_answer_keeps_its_adapter_which_goes_with_the_last_answer(site: Site) -> None:
     await site.solver.load(site.folders[0], version(0))
     await site.judge.load(site.folders[3], version(7, JUDGE))
-    heard: list[Piece] = []
+    heard: list[TokenChunk] = []
     site.double.token_s = 0.005
     running = asyncio.create_task(ask(site.solver, num_tokens=60, heard=heard))
     judged = asyncio.create_task(ask(site.judge, JUDGE, num_tokens=60))
@@ -159,7 +159,7 @@ async def test_an_answer_keeps_its_adapter_which_goes_with_the_last_answer(site:
     check(await ask(site.solver), site.folders[2], 2)
     check(await running, site.folders[0], 0)
     check(await judged, site.folders[3], 7)
-    assert {piece.version for piece in heard} == {version(0)}
+    assert {chunk.version for chunk in heard} == {version(0)}
     await until(lambda: len(site.double.adapters) == 2)
     assert site.double.num_lost_adapters == 0
 
@@ -219,9 +219,9 @@ async def test_adapters_with_answers_under_way_fill_the_server(
 ) -> None:
     from penstock.rollout.engines.vllm import adapters
 
-    monkeypatch.setattr(adapters, "MOST_ADAPTERS", 2)
+    monkeypatch.setattr(adapters, "MAX_ADAPTERS", 2)
     await site.solver.load(site.folders[0], version(0))
-    heard: list[Piece] = []
+    heard: list[TokenChunk] = []
     running = asyncio.create_task(ask(site.solver, num_tokens=300, heard=heard))
     await until(lambda: bool(heard))
     await site.solver.load(site.folders[1], version(1))
@@ -281,8 +281,10 @@ async def test_a_child_is_started_on_the_base_with_room_for_adapters(
     said = tmp_path / "said.json"
     program.write_text(PROGRAM.format(python=sys.executable, said=str(said)))
     program.chmod(0o755)
-    room = AdapterRoom(num_policies=3, rank=20)
-    engine = VllmEngine(ChildServer(program.parent.parent, ["--dtype", "float32"], room=room))
+    lora_capacity = LoraCapacity(num_policies=3, rank=20)
+    engine = VllmEngine(
+        ChildServer(program.parent.parent, ["--dtype", "float32"], lora_capacity=lora_capacity)
+    )
     with pytest.raises(EngineError, match="ended while starting"):
         await engine.load(site.folders[0], version(0))
     await engine.close()

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from tests.contract.dataflow_server import POLICY, small_config
 
-from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.service.build import build
-from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (
     Heartbeat,
     LeaseAnswer,
     LeaseRequest,
 )
-from penstock.dataflow.service.process import IsGone, stays
+from penstock.dataflow.service.process import IsDisconnected, never_disconnected
 from penstock.dataflow.service.trainers.messages import (
     IncarnationRequest,
     PublishRequest,
@@ -43,7 +43,7 @@ async def gone() -> bool:
 class Scene:
     """A service all of whose slots one node holds."""
 
-    service: Dataflow
+    service: DataflowService
     polls: dict[str, asyncio.Task[LeaseAnswer]] = field(
         default_factory=dict[str, asyncio.Task[LeaseAnswer]]
     )
@@ -54,29 +54,37 @@ class Scene:
         )
         await self.service.trainers.publish(POLICY, body)
 
-    async def join(self, name: str, state: NodeState = NodeState.LIVE, session: str = "s") -> None:
-        body = Register(node_id=NodeId(name), session=session, capacity=64, policies=())
+    async def join(self, name: str, state: NodeState = NodeState.LIVE, boot_id: str = "s") -> None:
+        body = RegisterRequest(node_id=NodeId(name), boot_id=boot_id, capacity=64, policies=())
         await self.service.nodes.register(body)
         await self.beat(name, state)
 
     async def beat(self, name: str, state: NodeState = NodeState.LIVE) -> None:
-        beat = Heartbeat(session="s", state=state, live=(OLD,))
+        beat = Heartbeat(boot_id="s", state=state, live=(OLD,))
         await self.service.nodes.heartbeat(NodeId(name), beat)
 
-    async def ask(self, name: str, num: int, wait_s: float, is_gone: IsGone = stays) -> LeaseAnswer:
+    async def ask(
+        self,
+        name: str,
+        num: int,
+        wait_s: float,
+        is_disconnected: IsDisconnected = never_disconnected,
+    ) -> LeaseAnswer:
         body = LeaseRequest(
             request_id=f"{name} asks",
             node_id=NodeId(name),
-            session="s",
+            boot_id="s",
             max_slots=num,
             wait_s=wait_s,
             live=(OLD,),
         )
-        return await self.service.nodes.lease(body, is_gone)
+        return await self.service.nodes.lease(body, is_disconnected)
 
-    async def hold(self, name: str, num: int, is_gone: IsGone = stays) -> None:
+    async def hold(
+        self, name: str, num: int, is_disconnected: IsDisconnected = never_disconnected
+    ) -> None:
         """A poll that finds nothing yet."""
-        self.polls[name] = asyncio.create_task(self.ask(name, num, 20.0, is_gone))
+        self.polls[name] = asyncio.create_task(self.ask(name, num, 20.0, is_disconnected))
         await asyncio.sleep(0)
         assert not self.polls[name].done()
 
@@ -181,7 +189,7 @@ async def test_all_are_told_of_a_new_version(scene: Scene) -> None:
 async def test_a_new_life_ends_the_polls_of_the_old_one(scene: Scene) -> None:
     await scene.join("a")
     await scene.hold("a", 1)
-    body = Register(node_id=NodeId("a"), session="new", capacity=64, policies=())
+    body = RegisterRequest(node_id=NodeId("a"), boot_id="new", capacity=64, policies=())
     await scene.service.nodes.register(body)
     with pytest.raises(Fenced):
         await scene.answered("a")

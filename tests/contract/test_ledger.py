@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.dataflow.ledger.bounds import LOOK_EVERY_S, Bounds
+from penstock.dataflow.ledger.bounds import STATVFS_INTERVAL_S, StorageLimits
 from penstock.dataflow.ledger.payloads import MemoryPayloads
 from penstock.dataflow.ledger.segments import HEADER, segment_path
 from penstock.dataflow.ledger.store import Ledger
-from penstock.dataflow.records import Erasure, MetaRecord, Record, SourceRecord
+from penstock.dataflow.records import Deletion, MetaRecord, Record, SourceRecord
 from penstock.errors import StorageFull, StoreError
 
 MB = 1 << 20
@@ -130,7 +130,7 @@ async def test_writes_of_one_turn_of_the_loop_are_one_group(
 async def test_what_is_put_again_after_an_erasure_stays(tmp_path: Path) -> None:
     """Also when both are of one group, and although a transaction erases last."""
     ledger = Ledger(tmp_path)
-    erasure = Erasure(kind=SourceRecord, where="name = :name", values={"name": "a"})
+    erasure = Deletion(kind=SourceRecord, where="name = :name", values={"name": "a"})
     writes = [[source("a", 1)], [erasure], [source("a", 2)], [source("b", 1), erasure]]
     await asyncio.gather(*map(ledger.write, writes[:3]))
     assert ledger.tables.read(SourceRecord) == [source("a", 2)]
@@ -285,7 +285,7 @@ def small_disk(tmp_path: Path) -> Generator[Path]:
 async def test_a_disk_that_fills_and_is_freed(small_disk: Path) -> None:
     """507 at the door, small writes go on with the reserve, and all without a restart."""
     ledger = Ledger(small_disk, reserve_bytes=4 * MB)
-    bounds = Bounds(min_free_bytes=4 * MB, mark_free_bytes=8 * MB)
+    bounds = StorageLimits(min_free_bytes=4 * MB, low_water_free_bytes=8 * MB)
     failures: list[StoreError] = []
     ledger.on_failure = failures.append
     places = {n: ledger.place(bytes([n]) * MB) for n in range(4)}
@@ -295,7 +295,7 @@ async def test_a_disk_that_fills_and_is_freed(small_disk: Path) -> None:
     with pytest.raises(OSError, match="No space"), ballast.open("wb", buffering=0) as out:
         while True:
             out.write(b"b" * MB)
-    await asyncio.sleep(LOOK_EVERY_S)
+    await asyncio.sleep(STATVFS_INTERVAL_S)
     with pytest.raises(StorageFull):
         bounds.check_delivery(ledger.usage(), MB)
     async with asyncio.timeout(60):  # sealing and commits: more than SQLite had room for
@@ -313,7 +313,7 @@ async def test_a_disk_that_fills_and_is_freed(small_disk: Path) -> None:
     ballast.unlink()
     async with asyncio.timeout(60):
         await late
-    await asyncio.sleep(LOOK_EVERY_S)
+    await asyncio.sleep(STATVFS_INTERVAL_S)
     bounds.check_delivery(ledger.usage(), MB)
     assert (small_disk / "reserve").stat().st_blocks * 512 >= 4 * MB
     assert not failures and ledger.tables.read(SourceRecord) == [source("a", 2)]

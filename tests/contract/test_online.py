@@ -9,11 +9,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tests.contract.dataflow_server import POLICY, SmallTrainer, dataflow, partition, trajectory
+from tests.contract.dataflow_server import POLICY, FakeTrainer, dataflow, partition, trajectory
 from tests.contract.online_gateway import (
     TASKS,
     Agent,
-    World,
+    OnlineHarness,
     bearer,
     gateway,
     session_config,
@@ -56,7 +56,7 @@ async def test_without_a_reward_a_session_expires_and_is_never_trained(tmp_path:
         await left.tell("end")
 
         async def talk() -> None:
-            while "expired" not in made.counts or "outlasted" not in made.counts:
+            while "expired" not in made.counts or "overran" not in made.counts:
                 await open_ended.say()
                 await asyncio.sleep(0.2)
 
@@ -88,7 +88,7 @@ async def test_the_declared_default_is_its_reward(tmp_path: Path) -> None:
 async def test_over_budget_agents_are_served_unrecorded(tmp_path: Path) -> None:
     """(1 + 1) × 1 groups of one may be on their way, and no trainer takes any."""
     async with world(tmp_path, session_config(groups_per_batch=1)) as made:
-        await made.stocked(2)
+        await made.wait_for_slots(2)
         agents = [await made.open() for _ in range(5)]
         assert [agent.is_recorded for agent in agents] == [True, True, False, False, False]
         assert [await agent.say("ab") for agent in agents] == ["ba"] * 5
@@ -103,13 +103,13 @@ async def test_over_budget_agents_are_served_unrecorded(tmp_path: Path) -> None:
         await made.delivered()
         for _ in range(2):
             await asyncio.to_thread(made.trainer.step)
-        await made.stocked()  # the trainer went on, so there is room again
+        await made.wait_for_slots()  # the trainer went on, so there is room again
         assert (await made.open()).is_recorded
 
 
 async def test_a_token_and_a_path_are_enough_for_an_agent(tmp_path: Path) -> None:
     async with world(tmp_path, session_config()) as made:
-        await made.stocked(4)
+        await made.wait_for_slots(4)
         body = {"model": POLICY, "messages": [{"role": "user", "content": "abc"}]}
         for path in ("/v1", "/v1", "/sessions/talk-7/v1"):
             answer = await made.http.post(
@@ -204,15 +204,15 @@ async def test_what_is_forgotten_stays_so_after_a_restart(tmp_path: Path) -> Non
         assert await made.seal() is not None
         await made.forget(agent.id)
     with dataflow(tmp_path, config) as running:
-        trainer = await asyncio.to_thread(SmallTrainer, running)
+        trainer = await asyncio.to_thread(FakeTrainer, running)
         [row] = (await asyncio.to_thread(trainer.client.rows, POLICY, 1)).rows
         assert (row.row_id, row.payload) == (agent.id, None)
 
 
-async def session_at(made: World, partition: str) -> Agent:
+async def session_at(made: OnlineHarness, partition: str) -> Agent:
     """A session with a place there, which has spoken; others are trained until there is one."""
     while True:
-        await made.stocked()
+        await made.wait_for_slots()
         agent = await made.open()
         await agent.say()
         if agent.id.startswith(partition):
@@ -250,7 +250,7 @@ async def test_nodes_and_gateways_never_get_each_others_slots(tmp_path: Path) ->
         slots = {grant.group_id for grant in answer.grants}
         assert len(answer.grants) == 2 * len(slots) == 8  # half of the room, in groups of two
         assert {task.source for task in answer.tasks} == {"train"}
-        await made.stocked(4)
+        await made.wait_for_slots(4)
         assert made.node.stock.num_free == 4
         await node.client.close()
 
@@ -266,7 +266,7 @@ async def test_places_that_no_agent_takes_leave_room_for_tasks(tmp_path: Path) -
             assert len({grant.group_id for grant in grants}) == 4
             done = tuple(trajectory(grant, node.node_id, node.live) for grant in grants)
             await node.client.deliver(
-                DeliveryRequest(node_id=node.node_id, session=node.session, deliveries=done)
+                DeliveryRequest(node_id=node.node_id, boot_id=node.boot_id, deliveries=done)
             )
             await asyncio.to_thread(made.trainer.step)
         assert made.node.stock.num_free == 4
@@ -288,7 +288,7 @@ async def test_places_of_a_lost_gateway_go_to_the_next(tmp_path: Path) -> None:
         }
     )
     with dataflow(tmp_path, config) as running:
-        await asyncio.to_thread(SmallTrainer, running)
+        await asyncio.to_thread(FakeTrainer, running)
 
         lost_ids: set[str] = set()
         with suppress(_Killed):
@@ -299,7 +299,7 @@ async def test_places_of_a_lost_gateway_go_to_the_next(tmp_path: Path) -> None:
         async with gateway(running, tmp_path, name="next") as following:
             await eventually(lambda: following.stock.num_free == 2)
             again = following.online.begin("owner")
-            assert again.has_place and again.id not in lost_ids
+            assert again.has_slot and again.id not in lost_ids
             following.online.forget(again)
 
 
@@ -309,7 +309,7 @@ async def test_versions_change_and_nobody_notices(tmp_path: Path) -> None:
         failures: list[str] = []
         num_answers = 0
 
-        async def agent_of(made: World) -> None:
+        async def agent_of(made: OnlineHarness) -> None:
             nonlocal num_answers
             while not is_over:
                 agent = await made.open()

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from tests.contract.dataflow_server import (
     POLICY,
-    Running,
-    SmallTrainer,
+    FakeTrainer,
+    RunningDataflow,
     dataflow,
     free_port,
     partition,
@@ -26,49 +26,57 @@ from tests.contract.dataflow_server import (
 )
 
 from penstock.dataflow.client.dataflow import NodeClient
-from penstock.dataflow.client.partitioned import SpreadClient
-from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
-from penstock.dataflow.service.coordinator import partition as partition_service
-from penstock.dataflow.service.messages import Done
+from penstock.dataflow.client.partitioned import PartitionedNodeClient
+from penstock.dataflow.core.leasing import (
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+    RegisterRequest,
+)
+from penstock.dataflow.service import partition as partition_service
+from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,
     Heartbeat,
     LeaseRequest,
 )
-from penstock.dataflow.service.partitions.coordinator_client import HomeClient
+from penstock.dataflow.service.partitions.coordinator_client import CoordinatorClient
 from penstock.dataflow.service.partitions.messages import (
     LinkPull,
-    LinkPulled,
+    LinkPullAnswer,
+    PartitionBoot,
     PartitionJoin,
-    PartitionLife,
 )
 from penstock.errors import BadRequest, Fenced, Unreachable
-from penstock.rollout.delivery_queue import Acknowledgements, Outbox
+from penstock.rollout.delivery_queue import AckLog, DeliveryQueue
 from penstock.rollout.membership import Membership
-from penstock.rollout.orders import StandingOrders
+from penstock.rollout.orders import NodeOrders
 from penstock.types import NodeId, Trajectory
 from penstock.wire.auth import Role
-from penstock.wire.client import Caller
+from penstock.wire.client import ServiceClient
 from penstock.wire.codec import decode
 
 
 class SpreadNode:
     """A node as the real one behaves: one client, all partitions."""
 
-    def __init__(self, running: Running) -> None:
-        self.client = SpreadClient(running.url, running.token(Role.ROLLOUT))
+    def __init__(self, running: RunningDataflow) -> None:
+        self.client = PartitionedNodeClient(running.url, running.token(Role.ROLLOUT))
         self.node_id = NodeId("n0")
-        self.session = uuid.uuid4().hex
+        self.boot_id = uuid.uuid4().hex
         self.live: tuple[LiveVersion, ...] = ()
 
     async def join(self) -> None:
-        body = Register(node_id=self.node_id, session=self.session, capacity=512, policies=())
+        body = RegisterRequest(
+            node_id=self.node_id, boot_id=self.boot_id, capacity=512, policies=()
+        )
         await self.client.register(body)
         await self.beat()
 
     async def beat(self) -> None:
         for _ in range(2):  # the first learns what to serve, the second says that it does
-            body = Heartbeat(session=self.session, state=NodeState.LIVE, live=self.live)
+            body = Heartbeat(boot_id=self.boot_id, state=NodeState.LIVE, live=self.live)
             answer = await self.client.heartbeat(self.node_id, body)
             self.live = tuple(
                 LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number)
@@ -79,7 +87,7 @@ class SpreadNode:
         request = LeaseRequest(
             request_id=uuid.uuid4().hex,
             node_id=self.node_id,
-            session=self.session,
+            boot_id=self.boot_id,
             max_slots=512,
             wait_s=0.2,
             live=self.live,
@@ -100,7 +108,7 @@ class SpreadNode:
                 for grant in grants
             )
             body = DeliveryRequest(
-                node_id=self.node_id, session=self.session, deliveries=deliveries
+                node_id=self.node_id, boot_id=self.boot_id, deliveries=deliveries
             )
             answer = await self.client.deliver(body)
             assert {r.status for r in answer.results} <= {DeliveryStatus.STORED}
@@ -113,14 +121,14 @@ CAPACITY = 512
 class RealNode:
     """The parts of a rollout node that speak to the dataflow, without engines."""
 
-    def __init__(self, running: Running, folder: Path) -> None:
-        self.client = SpreadClient(running.url, running.token(Role.ROLLOUT))
-        self.orders = StandingOrders()
+    def __init__(self, running: RunningDataflow, folder: Path) -> None:
+        self.client = PartitionedNodeClient(running.url, running.token(Role.ROLLOUT))
+        self.orders = NodeOrders()
         self.membership = Membership(
             self.client, self.orders, node_id=NodeId("n0"), capacity=CAPACITY
         )
         self.acks = folder / "acks.txt"
-        self.outbox = Outbox(self.client, self.membership, Acknowledgements(self.acks))
+        self.delivery_queue = DeliveryQueue(self.client, self.membership, AckLog(self.acks))
 
     @contextlib.asynccontextmanager
     async def joined(self) -> AsyncGenerator[None]:
@@ -128,7 +136,7 @@ class RealNode:
         self.membership.announce(self.live, is_ready=True)
         loops = [
             asyncio.create_task(self.membership.beat(0.2, lambda: 0)),
-            asyncio.create_task(self.outbox.deliver()),
+            asyncio.create_task(self.delivery_queue.deliver()),
         ]
         try:
             yield
@@ -153,7 +161,7 @@ class RealNode:
                 request = LeaseRequest(
                     request_id=uuid.uuid4().hex,
                     node_id=self.membership.node_id,
-                    session=self.membership.session,
+                    boot_id=self.membership.boot_id,
                     max_slots=max_slots,
                     wait_s=0.2,
                     live=self.live,
@@ -164,20 +172,20 @@ class RealNode:
     def put(self, grants: Iterable[Grant]) -> None:
         for grant in grants:
             made = trajectory(grant, self.membership.node_id, self.live[0], float(grant.slot % 2))
-            self.outbox.put(decode(made.payload, Trajectory))
+            self.delivery_queue.put(decode(made.payload, Trajectory))
 
 
 def partition_counts(grants: Iterable[Grant]) -> Counter[int]:
     return Counter(int(grant.group_id[1:].partition("-")[0]) for grant in grants)
 
 
-class LateNews(HomeClient):
+class LateNews(CoordinatorClient):
     """A link on which home's news come late, or, when home is away, not at all."""
 
     is_late = False
     is_away = False
 
-    async def pull(self, index: int, body: LinkPull) -> LinkPulled:
+    async def pull(self, index: int, body: LinkPull) -> LinkPullAnswer:
         if not body.wait_s and LateNews.is_away:
             await asyncio.sleep(60)
         answer = await super().pull(index, replace(body, wait_s=min(0.2, body.wait_s)))
@@ -192,10 +200,10 @@ def eventually(check: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def admin(running: Running, path: str) -> None:
-    caller = Caller(running.url, running.token(Role.ADMIN))
+def admin(running: RunningDataflow, path: str) -> None:
+    caller = ServiceClient(running.url, running.token(Role.ADMIN))
     try:
-        caller.call("POST", path, None, Done)
+        caller.call("POST", path, None, Ack)
     finally:
         caller.close()
 
@@ -203,7 +211,7 @@ def admin(running: Running, path: str) -> None:
 CONFIG = small_config(groups_per_batch=4, num_generations=2, steps=6)
 
 
-async def work(running: Running) -> set[int]:
+async def work(running: RunningDataflow) -> set[int]:
     node = SpreadNode(running)
     await node.join()
     try:
@@ -219,7 +227,7 @@ def test_work_and_rows_go_through_every_partition(tmp_path: Path) -> None:
         partition(tmp_path / "p2", CONFIG, running, 2) as second,
     ):
         eventually(lambda: len(running.reader().status().partitions) == 2, "they join")
-        trainer = SmallTrainer(running)
+        trainer = FakeTrainer(running)
         assert asyncio.run(work(running)) == {0, 1, 2}
         assert trainer.step()
         rows = trainer.client.rows(POLICY, 1).rows
@@ -236,7 +244,7 @@ def test_partition_is_killed_and_comes_back_with_its_work(tmp_path: Path) -> Non
     with dataflow(tmp_path, CONFIG) as running:
         with partition(tmp_path / "p1", CONFIG, running, 1) as first:
             eventually(lambda: len(running.reader().status().partitions) == 1, "it joins")
-            trainer = SmallTrainer(running)
+            trainer = FakeTrainer(running)
             eventually(lambda: bool(first.partition.groups), "home issues groups to it")
             open_groups = set(first.partition.groups)
         with partition(tmp_path / "p1", CONFIG, running, 1) as again:
@@ -250,17 +258,17 @@ def test_partition_moves_to_another_host_and_its_old_copy_is_fenced(tmp_path: Pa
     with dataflow(tmp_path, CONFIG) as running:
         with partition(tmp_path / "p1", CONFIG, running, 1) as first:
             eventually(lambda: len(running.reader().status().partitions) == 1, "it joins")
-            SmallTrainer(running)
+            FakeTrainer(running)
             eventually(lambda: bool(first.partition.groups), "home issues groups to it")
-            old = PartitionLife(epoch=1, session="somebody else")
+            old = PartitionBoot(epoch=1, boot_id="somebody else")
         shutil.copytree(tmp_path / "p1", tmp_path / "elsewhere")
         with partition(tmp_path / "elsewhere", CONFIG, running, 1):
             assert 1 in asyncio.run(work(running))
 
             async def wake_the_old_copy() -> None:
-                client = HomeClient(running.url, running.token(Role.PARTITION))
+                client = CoordinatorClient(running.url, running.token(Role.PARTITION))
                 try:
-                    await client.join(1, PartitionJoin(life=old, url="http://127.0.0.1:1"))
+                    await client.join(1, PartitionJoin(boot=old, url="http://127.0.0.1:1"))
                 finally:
                     await client.close()
 
@@ -275,7 +283,7 @@ def test_draining_partition_gets_no_new_group(tmp_path: Path) -> None:
     ):
         eventually(lambda: len(running.reader().status().partitions) == 1, "it joins")
         admin(running, "/v1/partitions/1/drain")
-        trainer = SmallTrainer(running)
+        trainer = FakeTrainer(running)
         assert asyncio.run(work(running)) == {0}
         assert trainer.step() and not far.partition.groups
         eventually(
@@ -287,7 +295,7 @@ def test_lost_partition_ends_its_groups_and_its_rows(tmp_path: Path) -> None:
     with dataflow(tmp_path, CONFIG) as running:
         with partition(tmp_path / "p1", CONFIG, running, 1) as far:
             eventually(lambda: len(running.reader().status().partitions) == 1, "it joins")
-            trainer = SmallTrainer(running)
+            trainer = FakeTrainer(running)
             asyncio.run(work(running))
             eventually(lambda: not far.partition.groups, "its groups end")
             assert trainer.step()
@@ -307,7 +315,7 @@ def test_groups_that_waited_when_their_partition_was_lost_are_in_no_batch(tmp_pa
     with dataflow(tmp_path, CONFIG) as running:
         with partition(tmp_path / "p1", CONFIG, running, 1) as far:
             eventually(lambda: len(running.reader().status().partitions) == 1, "it joins")
-            trainer = SmallTrainer(running)
+            trainer = FakeTrainer(running)
             asyncio.run(work(running))
             eventually(lambda: running.reader().status().policies[0].ready == 8, "all wait")
             assert far.nodes.trajectories > 0
@@ -321,24 +329,24 @@ def test_groups_that_waited_when_their_partition_was_lost_are_in_no_batch(tmp_pa
 
 def test_a_partition_goes_on_while_home_is_away(tmp_path: Path) -> None:
     """What it has is leased and taken, and home gets all of it when it is back."""
-    home, port = contextlib.ExitStack(), free_port()
-    running = home.enter_context(dataflow(tmp_path, CONFIG, port))
-    with home, partition(tmp_path / "p1", CONFIG, running, 1) as far:
+    coordinator, port = contextlib.ExitStack(), free_port()
+    running = coordinator.enter_context(dataflow(tmp_path, CONFIG, port))
+    with coordinator, partition(tmp_path / "p1", CONFIG, running, 1) as far:
         eventually(lambda: len(running.reader().status().partitions) == 1, "it joins")
-        SmallTrainer(running)
+        FakeTrainer(running)
         eventually(lambda: bool(far.partition.groups), "home issues groups to it")
         groups = set(far.partition.groups)
 
         async def work_without_home() -> None:
             node = RealNode(running, tmp_path)
             async with node.joined():
-                await asyncio.to_thread(home.close)
+                await asyncio.to_thread(coordinator.close)
                 grants = await node.lease_from(1, max_slots=1)
                 grants += await node.lease_from(1)  # another one is asked first each time
                 assert partition_counts(grants).keys() == {1}
                 node.put(grants)
                 async with asyncio.timeout(60):
-                    await node.outbox.at_most(0)
+                    await node.delivery_queue.wait_until_at_most(0)
                 assert len(node.acks.read_text().split()) == len(grants) == 2 * len(groups)
 
         asyncio.run(work_without_home())
@@ -348,7 +356,7 @@ def test_a_partition_goes_on_while_home_is_away(tmp_path: Path) -> None:
                 lambda: back.reader().status().policies[0].ready >= len(groups), "home knows all"
             )
             asyncio.run(work(back))
-            trainer = SmallTrainer(back)
+            trainer = FakeTrainer(back)
             assert trainer.step()
             rows = trainer.client.rows(POLICY, 1).rows
             assert any(row.row_id.startswith("p1-") and row.payload for row in rows)
@@ -364,7 +372,7 @@ def test_a_partition_that_is_away_holds_up_nobody(tmp_path: Path) -> None:
     ):
         far = first.enter_context(partition(tmp_path / "p1", CONFIG, running, 1))
         eventually(lambda: len(running.reader().status().partitions) == 2, "they join")
-        trainer = SmallTrainer(running)
+        trainer = FakeTrainer(running)
         eventually(lambda: bool(far.partition.groups), "home issues groups to it")
 
         async def work_without_it() -> None:
@@ -375,17 +383,17 @@ def test_a_partition_that_is_away_holds_up_nobody(tmp_path: Path) -> None:
                 await asyncio.to_thread(first.close)
                 node.put(early)
                 async with asyncio.timeout(60):
-                    await node.outbox.at_most(num_away)
+                    await node.delivery_queue.wait_until_at_most(num_away)
                 assert {name[:2] for name in node.acks.read_text().split()} == {"p0", "p2"}
                 assert await asyncio.to_thread(trainer.step), "no group of it is needed"
                 later = await node.lease_from(0, 2)
                 assert 1 not in partition_counts(later)
                 node.put(later)
                 async with asyncio.timeout(60):
-                    await node.outbox.at_most(num_away)
+                    await node.delivery_queue.wait_until_at_most(num_away)
                 with partition(tmp_path / "p1", CONFIG, running, 1) as back:
                     async with asyncio.timeout(60):
-                        await node.outbox.at_most(0)
+                        await node.delivery_queue.wait_until_at_most(0)
                     assert back.nodes.trajectories == num_away
                 acknowledged = node.acks.read_text().split()
                 assert len(acknowledged) == len(set(acknowledged)) == len(early) + len(later)
@@ -403,12 +411,12 @@ def test_a_version_that_a_partition_has_not_heard_of_costs_no_work(
         partition(tmp_path / "p1", CONFIG, running, 1, LateNews) as far,
     ):
         eventually(lambda: len(running.reader().status().partitions) == 1, "it joins")
-        SmallTrainer(running)
+        FakeTrainer(running)
         eventually(lambda: bool(far.partition.groups), "home issues groups to it")
 
         async def deliver(version: LiveVersion, grant: Grant) -> DeliveryStatus:
             made = trajectory(grant, NodeId("n0"), version)
-            body = DeliveryRequest(node_id=NodeId("n0"), session="s", deliveries=(made,))
+            body = DeliveryRequest(node_id=NodeId("n0"), boot_id="s", deliveries=(made,))
             url = running.reader().status().partitions[0].url
             client = NodeClient(url, running.token(Role.ROLLOUT))
             try:
@@ -422,7 +430,7 @@ def test_a_version_that_a_partition_has_not_heard_of_costs_no_work(
                 leased = await node.lease_from(1)
                 grants = [grant for grant in leased if grant.group_id.startswith("p1-")]
                 LateNews.is_late = True
-                await asyncio.to_thread(SmallTrainer, running)  # publishes 2.0
+                await asyncio.to_thread(FakeTrainer, running)  # publishes 2.0
                 new = LiveVersion(policy=POLICY, incarnation=2, number=0)
                 assert not far.host.gate.is_published(POLICY, 2, 0)
                 LateNews.is_away = True
@@ -442,26 +450,26 @@ def test_a_life_that_began_while_a_partition_was_away_is_not_fenced_by_it(tmp_pa
     """It still knows the last life; home alone says which is the current one."""
     port = free_port()
 
-    async def two_lives(running: Running, first: contextlib.ExitStack) -> None:
+    async def two_lives(running: RunningDataflow, first: contextlib.ExitStack) -> None:
         old, new = SpreadNode(running), SpreadNode(running)
         await old.join()
         await asyncio.to_thread(first.close)
         await new.join()
         with partition(tmp_path / "p1", CONFIG, running, 1, port=port) as back:
             known = back.partition.nodes
-            assert known[new.node_id].record.session == old.session
+            assert known[new.node_id].record.boot_id == old.boot_id
             await new.lease()  # nothing there for it yet, and no error
             await new.beat()
-            assert known[new.node_id].record.session == new.session
+            assert known[new.node_id].record.boot_id == new.boot_id
             assert 1 in await new.work()
             with pytest.raises(Fenced):
                 await old.beat()
-            assert known[new.node_id].record.session == new.session
+            assert known[new.node_id].record.boot_id == new.boot_id
         for node in (old, new):
             await node.client.close()
 
     with dataflow(tmp_path, CONFIG) as running, contextlib.ExitStack() as first:
         first.enter_context(partition(tmp_path / "p1", CONFIG, running, 1, port=port))
         eventually(lambda: len(running.reader().status().partitions) == 1, "it joins")
-        SmallTrainer(running)
+        FakeTrainer(running)
         asyncio.run(two_lives(running, first))

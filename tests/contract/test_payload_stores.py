@@ -19,7 +19,7 @@ from penstock.dataflow.ledger import objects, segments
 from penstock.dataflow.ledger.compaction import Compactor
 from penstock.dataflow.ledger.objects import ObjectPayloads, open_payloads
 from penstock.dataflow.ledger.payloads import MemoryPayloads, PayloadStore, SegmentPayloads
-from penstock.dataflow.ledger.segments import Chunk, Location
+from penstock.dataflow.ledger.segments import Location, PlacedPayload
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import FreedRecord, RowRecord
 from penstock.errors import ConfigError, StoreError
@@ -277,7 +277,7 @@ class Lacking:
 
     def __init__(self, folder: Path) -> None: ...
 
-    def append(self, chunks: Sequence[Chunk]) -> None: ...
+    def append(self, chunks: Sequence[PlacedPayload]) -> None: ...
 
 
 @pytest.mark.parametrize(

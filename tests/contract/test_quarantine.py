@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tests.contract.dataflow_server import (
     POLICY,
-    Running,
-    SmallTrainer,
+    FakeTrainer,
+    RunningDataflow,
     dataflow,
     free_port,
     partition,
@@ -22,11 +22,17 @@ from tests.contract.dataflow_server import (
 )
 
 from penstock.dataflow.client.dataflow import NodeClient
-from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.core.leasing import (
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+    RegisterRequest,
+)
 from penstock.dataflow.records import MetaRecord, quarantine, quarantined
 from penstock.dataflow.service.build import build
-from penstock.dataflow.service.coordinator import Dataflow
-from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.coordinator import DataflowService
+from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,
     Heartbeat,
@@ -41,14 +47,14 @@ from penstock.dataflow.service.trainers.messages import (
 from penstock.errors import Fenced, Forbidden
 from penstock.types import NodeId
 from penstock.wire.auth import Role
-from penstock.wire.client import Caller
+from penstock.wire.client import ServiceClient
 
 DRIFTS, SOUND = NodeId("drifts"), NodeId("sound")
 LIVE = LiveVersion(policy=POLICY, incarnation=1, number=0)
-WHY = QuarantineRequest(policy=POLICY, incarnation=1, why="k3 is 12 times the median", session="s")
+WHY = QuarantineRequest(policy=POLICY, incarnation=1, why="k3 is 12 times the median", boot_id="s")
 
 
-async def start(service: Dataflow) -> None:
+async def start(service: DataflowService) -> None:
     request = IncarnationRequest(request_id="r", expected=0, number=0, seq=0)
     await service.trainers.incarnate(POLICY, request)
     await service.trainers.publish(
@@ -59,19 +65,21 @@ async def start(service: Dataflow) -> None:
         await join(service, node, "s")
 
 
-async def join(service: Dataflow, node: NodeId, session: str) -> None:
-    await service.nodes.register(Register(node_id=node, session=session, capacity=64, policies=()))
-    beat = Heartbeat(session=session, state=NodeState.LIVE, live=(LIVE,))
+async def join(service: DataflowService, node: NodeId, boot_id: str) -> None:
+    await service.nodes.register(
+        RegisterRequest(node_id=node, boot_id=boot_id, capacity=64, policies=())
+    )
+    beat = Heartbeat(boot_id=boot_id, state=NodeState.LIVE, live=(LIVE,))
     await service.nodes.heartbeat(node, beat)
 
 
 async def lease(
-    service: Dataflow, node: NodeId, request_id: str, session: str = "s", max_slots: int = 64
+    service: DataflowService, node: NodeId, request_id: str, boot_id: str = "s", max_slots: int = 64
 ) -> tuple[Grant, ...]:
     body = LeaseRequest(
         request_id=request_id,
         node_id=node,
-        session=session,
+        boot_id=boot_id,
         max_slots=max_slots,
         wait_s=0,
         live=(LIVE,),
@@ -86,11 +94,11 @@ async def test_what_it_holds_goes_to_others_and_it_gets_nothing_more(tmp_path: P
     assert len(held) == 3
     await service.trainers.quarantine(DRIFTS, WHY)
     assert await lease(service, DRIFTS, "b") == ()
-    beat = Heartbeat(session="s", state=NodeState.LIVE, live=(LIVE,))
+    beat = Heartbeat(boot_id="s", state=NodeState.LIVE, live=(LIVE,))
     stop = (await service.nodes.heartbeat(DRIFTS, beat)).stop
     assert set(stop) == {f"{g.group_id}.{g.slot}.{g.epoch}" for g in held}
     late = DeliveryRequest(
-        node_id=DRIFTS, session="s", deliveries=tuple(trajectory(g, DRIFTS, LIVE) for g in held)
+        node_id=DRIFTS, boot_id="s", deliveries=tuple(trajectory(g, DRIFTS, LIVE) for g in held)
     )
     results = (await service.nodes.deliver(late)).results
     assert {result.status for result in results} == {DeliveryStatus.FENCED}
@@ -128,8 +136,8 @@ async def test_rows_of_an_old_life_do_not_harm_the_new_one(tmp_path: Path) -> No
     await join(service, DRIFTS, "new")
     await service.trainers.quarantine(DRIFTS, WHY)
     assert len(await lease(service, DRIFTS, "a", "new", max_slots=1)) == 1
-    await service.trainers.quarantine(DRIFTS, replace(WHY, session="new"))
-    await service.trainers.quarantine(DRIFTS, replace(WHY, session="older"))
+    await service.trainers.quarantine(DRIFTS, replace(WHY, boot_id="new"))
+    await service.trainers.quarantine(DRIFTS, replace(WHY, boot_id="older"))
     assert await lease(service, DRIFTS, "b", "new") == ()
     service.close()
     service = build(small_config(), tmp_path)
@@ -140,11 +148,11 @@ async def test_rows_of_an_old_life_do_not_harm_the_new_one(tmp_path: Path) -> No
 async def test_who_does_not_say_which_life_means_the_one_that_runs(tmp_path: Path) -> None:
     service = build(small_config(), tmp_path)
     await start(service)
-    await service.trainers.quarantine(DRIFTS, replace(WHY, session=""))
+    await service.trainers.quarantine(DRIFTS, replace(WHY, boot_id=""))
     assert await lease(service, DRIFTS, "a") == ()
     await join(service, DRIFTS, "new")
     assert len(await lease(service, DRIFTS, "b", "new", max_slots=1)) == 1
-    await service.trainers.quarantine(DRIFTS, replace(WHY, session=""))
+    await service.trainers.quarantine(DRIFTS, replace(WHY, boot_id=""))
     assert await lease(service, DRIFTS, "c", "new") == ()
     service.close()
 
@@ -164,11 +172,11 @@ async def test_a_row_may_not_name_another_life_than_its_lease(tmp_path: Path) ->
     await start(service)
     true, false, silent = await lease(service, SOUND, "a", max_slots=3)
     deliveries = (
-        trajectory(true, SOUND, LIVE, session="s"),
-        trajectory(false, SOUND, LIVE, session="other"),
+        trajectory(true, SOUND, LIVE, boot_id="s"),
+        trajectory(false, SOUND, LIVE, boot_id="other"),
         trajectory(silent, SOUND, LIVE),
     )
-    body = DeliveryRequest(node_id=SOUND, session="s", deliveries=deliveries)
+    body = DeliveryRequest(node_id=SOUND, boot_id="s", deliveries=deliveries)
     results = (await service.nodes.deliver(body)).results
     stored, invalid = DeliveryStatus.STORED, DeliveryStatus.INVALID
     assert [result.status for result in results] == [stored, invalid, stored]
@@ -185,7 +193,7 @@ async def test_only_the_one_trainer_says_it_and_a_stranger_changes_nothing(tmp_p
         await service.trainers.quarantine(DRIFTS, WHY)
     assert not service.partition.nodes[DRIFTS].is_quarantined
     await service.trainers.quarantine(NodeId("nobody"), replace(WHY, incarnation=2))
-    await service.trainers.quarantine(NodeId("nobody"), replace(WHY, incarnation=2, session=""))
+    await service.trainers.quarantine(NodeId("nobody"), replace(WHY, incarnation=2, boot_id=""))
     assert set(service.partition.nodes) == {DRIFTS, SOUND}
     service.close()
 
@@ -199,14 +207,14 @@ def test_what_an_earlier_release_wrote_is_read() -> None:
 def test_every_partition_hears_of_it_and_no_node_may_say_it(tmp_path: Path) -> None:
     config, port = small_config(), free_port()
     with dataflow(tmp_path, config) as running:
-        trainer = SmallTrainer(running)
+        trainer = FakeTrainer(running)
         with partition(tmp_path / "p1", config, running, 1, port=port) as further:
             asyncio.run(register(running, port, DRIFTS))
             body = replace(WHY, incarnation=trainer.incarnation)
-            caller = Caller(running.url, running.token(Role.ROLLOUT))
+            caller = ServiceClient(running.url, running.token(Role.ROLLOUT))
             running.clients.callback(caller.close)
             with pytest.raises(Forbidden):
-                caller.call("POST", f"/v1/nodes/{SOUND}/quarantine", body, Done)
+                caller.call("POST", f"/v1/nodes/{SOUND}/quarantine", body, Ack)
             trainer.client.quarantine(DRIFTS, body)
             wait_for(lambda: further.partition.nodes[DRIFTS].is_quarantined)
 
@@ -214,7 +222,7 @@ def test_every_partition_hears_of_it_and_no_node_may_say_it(tmp_path: Path) -> N
 def test_a_partition_that_joins_later_or_meets_the_node_later_knows(tmp_path: Path) -> None:
     config, before, after = small_config(), free_port(), free_port()
     with dataflow(tmp_path, config) as running:
-        trainer = SmallTrainer(running)
+        trainer = FakeTrainer(running)
         told = replace(WHY, incarnation=trainer.incarnation)
         with partition(tmp_path / "p1", config, running, 1, port=before) as known:
             asyncio.run(register(running, before, SOUND))
@@ -228,9 +236,9 @@ def test_a_partition_that_joins_later_or_meets_the_node_later_knows(tmp_path: Pa
             wait_for(lambda: late.partition.nodes[DRIFTS].is_quarantined)
 
 
-async def register(running: Running, port: int, node: NodeId) -> None:
+async def register(running: RunningDataflow, port: int, node: NodeId) -> None:
     client = NodeClient(f"http://127.0.0.1:{port}", running.token(Role.ROLLOUT))
-    await client.register(Register(node_id=node, session="s", capacity=4, policies=()))
+    await client.register(RegisterRequest(node_id=node, boot_id="s", capacity=4, policies=()))
     await client.close()
 
 

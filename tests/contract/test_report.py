@@ -22,20 +22,20 @@ from tests.contract.dataflow_server import POLICY, small_config
 
 from penstock.config import RuleConfig
 from penstock.config.report import ReportConfig
-from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
-from penstock.dataflow.report.figures import NOTHING, Counts, Flow, Window
-from penstock.dataflow.report.recount import made_by_node, recount
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
+from penstock.dataflow.report.figures import ZERO, Counts, Flow, Window
+from penstock.dataflow.report.recount import count_from_ledger, produced_by_node
 from penstock.dataflow.report.shape import BalanceReport
 from penstock.dataflow.report.tally import KEY, TOTALS
 from penstock.dataflow.service.build import build
-from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
     Heartbeat,
     LeaseRequest,
 )
-from penstock.dataflow.service.operators.observe import look_at
+from penstock.dataflow.service.operators.observe import observe_service
 from penstock.dataflow.service.trainers.messages import (
     BatchRequest,
     CommitRequest,
@@ -88,7 +88,7 @@ class World:
         training = config.training.model_copy(update={"max_staleness": 2})
         update = {"dataflow": flow, "training": training}
         with patch("penstock.dataflow.service.build.steady_clock", lambda: lambda: self.now):
-            self.service: Dataflow = build(config.model_copy(update=update), self.folder)
+            self.service: DataflowService = build(config.model_copy(update=update), self.folder)
         self.balance = self.service.balance
 
     def restart(self, *, forgets_totals: bool) -> None:
@@ -101,12 +101,14 @@ class World:
         self.open()
 
     def report(self) -> BalanceReport:
-        return self.balance.report(look_at(self.service.home, self.service.host), self.now)
+        return self.balance.report(
+            observe_service(self.service.coordinator, self.service.host), self.now
+        )
 
     async def flow(self) -> Flow:
         """By SQL, of what is on disk."""
         await self.service.process.ledger.flush()
-        return recount(self.service.process.ledger.tables).get(POLICY, Flow())
+        return count_from_ledger(self.service.process.ledger.tables).get(POLICY, Flow())
 
     def staleness(self, window: Window) -> float:
         """Sum over the rows sealed in this window, as each batch was judged."""
@@ -141,20 +143,20 @@ class World:
 
     async def join(self) -> None:
         for node in NODES:
-            body = Register(
+            body = RegisterRequest(
                 node_id=node,
-                session=str(self.now),
+                boot_id=str(self.now),
                 capacity=6,
                 policies=(),
                 tags=("gpus=2", "cost=1.5"),
             )
             await self.service.nodes.register(body)
-        self.session = str(self.now)
+        self.boot_id = str(self.now)
 
     async def beat(self, nodes: Sequence[NodeId] = NODES) -> None:
         self.live = self.number
         for node in nodes:
-            body = Heartbeat(session=self.session, state=NodeState.LIVE, live=(self.version,))
+            body = Heartbeat(boot_id=self.boot_id, state=NodeState.LIVE, live=(self.version,))
             await self.service.nodes.heartbeat(node, body)
 
     @property
@@ -166,7 +168,7 @@ class World:
         body = LeaseRequest(
             request_id=f"r{self.now}.{self.requests}",
             node_id=node,
-            session=self.session,
+            boot_id=self.boot_id,
             max_slots=3,
             wait_s=0,
             live=(self.version,),
@@ -180,7 +182,7 @@ class World:
         for _ in range(min(len(self.held), self.random.randint(0, 4))):
             node, grant, number = self.held.pop()
             made = self._answer(node, grant, number)
-            body = DeliveryRequest(node_id=node, session=self.session, deliveries=(made,))
+            body = DeliveryRequest(node_id=node, boot_id=self.boot_id, deliveries=(made,))
             await self.service.nodes.deliver(body)
 
     def _answer(self, node: NodeId, grant: Grant, number: int) -> Delivery:
@@ -237,7 +239,7 @@ class World:
         await self.deliver()
         await self.train()
         await self.service.tick()
-        self.balance.look(look_at(self.service.home, self.service.host), self.now)
+        self.balance.look(observe_service(self.service.coordinator, self.service.host), self.now)
 
 
 class MakeWorld(Protocol):
@@ -278,7 +280,7 @@ async def test_the_report_equals_a_recount_of_the_ledger(make: MakeWorld, seed: 
     await world.take_over()
     await world.join()
     flow, before, index = Flow(), Flow(), 0
-    nodes_before = dict.fromkeys(NODES, NOTHING)
+    nodes_before = dict.fromkeys(NODES, ZERO)
     reasons: set[str] = set()
     for _ in range(60):
         await world.turn()
@@ -288,17 +290,15 @@ async def test_the_report_equals_a_recount_of_the_ledger(make: MakeWorld, seed: 
         reasons |= flow.wasted.keys()
         if report.window.complete and report.window.index == index:
             figures = world.balance.figures(
-                look_at(world.service.home, world.service.host), world.now
+                observe_service(world.service.coordinator, world.service.host), world.now
             )
             assert figures.policies[0].window == flow - before
-            made = made_by_node(world.service.process.ledger.tables)
+            made = produced_by_node(world.service.process.ledger.tables)
             for node in figures.nodes:
                 assert node.produced == made[node.node_id] - nodes_before[node.node_id]
-            assert (
-                sum((n.accepted for n in figures.nodes), NOTHING) == flow.entered - before.entered
-            )
+            assert sum((n.accepted for n in figures.nodes), ZERO) == flow.entered - before.entered
             ages = figures.policies[0].staleness
-            assert sum(ages.values(), NOTHING) == figures.policies[0].window.consumed
+            assert sum(ages.values(), ZERO) == figures.policies[0].window.consumed
             total = sum(age * rows.sequences for age, rows in ages.items())
             assert total == pytest.approx(world.staleness(figures.window))
             before, index, nodes_before = flow, index + 1, {node: made[node] for node in NODES}
@@ -306,7 +306,7 @@ async def test_the_report_equals_a_recount_of_the_ledger(make: MakeWorld, seed: 
     assert reasons >= {"failed", "uniform_reward", "stale"}
     queued = flow.entered - flow.consumed - flow.stale
     assert queued.tokens == sum(
-        g.tokens for g in world.service.home.consumers[POLICY].ready.values()
+        g.tokens for g in world.service.coordinator.consumers[POLICY].ready.values()
     )
 
 
@@ -357,7 +357,7 @@ async def test_the_report_is_valid_and_its_accounts_are_whole(make: MakeWorld) -
     world.now += 60.0
     await world.beat(NODES[1:])
     await world.service.tick()
-    world.balance.look(look_at(world.service.home, world.service.host), world.now)
+    world.balance.look(observe_service(world.service.coordinator, world.service.host), world.now)
     report = world.report()
     assert (report.pool.total_gpus, report.pool.gone) == (2, (NODES[0],))
     assert report.nodes[0].time.seconds["silent"] >= 50.0

@@ -12,14 +12,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.contract.dataflow_server import Running, dataflow
+from tests.contract.dataflow_server import RunningDataflow, dataflow
 
 from penstock.audit import audit
 from penstock.config import RunConfig, dump
 from penstock.config.loader import parse
 from penstock.dataflow.client.dataflow import NodeClient, TrainerClient
-from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
-from penstock.dataflow.ledger.recorded import open_recorded
+from penstock.dataflow.core.leasing import (
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+    RegisterRequest,
+)
+from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.ledger.sealed_batches import SealedBatches
 from penstock.dataflow.records import RowRecord
 from penstock.dataflow.service.nodes.messages import (
@@ -107,19 +113,21 @@ def delivery(grant: Grant) -> Delivery:
     return Delivery(row_id=row_id, payload=memoryview(encode(record)))
 
 
-async def roll_out(running: Running) -> None:
+async def roll_out(running: RunningDataflow) -> None:
     client = NodeClient(running.url, running.token(Role.ROLLOUT))
-    session = uuid.uuid4().hex
+    boot_id = uuid.uuid4().hex
     live = tuple(LiveVersion(policy=p, incarnation=1, number=0) for p in (STUDENT, TEACHER))
     try:
-        await client.register(Register(node_id=NODE, session=session, capacity=64, policies=()))
-        await client.heartbeat(NODE, Heartbeat(session=session, state=NodeState.LIVE, live=live))
+        await client.register(
+            RegisterRequest(node_id=NODE, boot_id=boot_id, capacity=64, policies=())
+        )
+        await client.heartbeat(NODE, Heartbeat(boot_id=boot_id, state=NodeState.LIVE, live=live))
         request = LeaseRequest(
-            request_id="1", node_id=NODE, session=session, max_slots=64, wait_s=5.0, live=live
+            request_id="1", node_id=NODE, boot_id=boot_id, max_slots=64, wait_s=5.0, live=live
         )
         grants = (await client.lease(request)).grants
         body = DeliveryRequest(
-            node_id=NODE, session=session, deliveries=tuple(delivery(grant) for grant in grants)
+            node_id=NODE, boot_id=boot_id, deliveries=tuple(delivery(grant) for grant in grants)
         )
         results = (await client.deliver(body)).results
         assert len(results) >= 8
@@ -131,7 +139,7 @@ async def roll_out(running: Running) -> None:
 class OneBatch:
     """The first batch of one policy, as its trainer takes it."""
 
-    def __init__(self, running: Running, policy: PolicyName) -> None:
+    def __init__(self, running: RunningDataflow, policy: PolicyName) -> None:
         self.client = TrainerClient(running.url, running.token(Role.TRAINER))
         running.clients.callback(self.client.close)
         self.policy = policy
@@ -159,7 +167,7 @@ def trained(batch: Batch) -> dict[int, float]:
     return {int(token): float(p) for token, p in zip(ids, logprobs, strict=True)}
 
 
-def computed(batch: Batch) -> dict[int, int]:
+def compute_cost(batch: Batch) -> dict[int, int]:
     """Tokens of each row as it was cut."""
     samples = batch.samples
     found: Counter[int] = Counter()
@@ -187,13 +195,13 @@ def test_each_trainer_sees_what_its_rule_lets_it(tmp_path: Path, rule: str, seen
         asyncio.run(roll_out(running))
         manifest, batch = student.take()
         assert trained(batch) == {token: -0.5 * token for token in seen}
-        told = {index: manifest.computed(row)[0] for index, row in enumerate(manifest.rows)}
+        told = {index: manifest.compute_cost(row)[0] for index, row in enumerate(manifest.rows)}
         if "by-role" not in rule:  # whose other turns count, too
-            assert told == computed(batch)
+            assert told == compute_cost(batch)
         assert trained(teacher.take()[1]) == {TAUGHT: -0.5 * TAUGHT}
         has_taught = {row.row_id for row in manifest.rows if not row.sampled.get(STUDENT)}
         assert bool(has_taught) == (TAUGHT in seen), "groups without a turn of its own"
-        own = batch.samples.numbers_T[batch.samples.mask_T & (batch.samples.ids_T == TAUGHT)]
+        own = batch.samples.versions_T[batch.samples.mask_T & (batch.samples.ids_T == TAUGHT)]
         assert not np.any(own >= 0), "what a teacher sampled is of no version of the student"
         assert running.reader().report() is not None
         assert bool(running.reader().status().detail) == ("BlindRoute" in rule)
@@ -201,11 +209,11 @@ def test_each_trainer_sees_what_its_rule_lets_it(tmp_path: Path, rule: str, seen
         again, same = OneBatch(running, STUDENT).take()
         assert again == manifest
         assert trained(same) == trained(batch)
-    recorded = open_recorded(tmp_path / "ledger")
+    recorded = open_recorded_run(tmp_path / "ledger")
     sealed = SealedBatches(recorded, tmp_path / "ledger", STUDENT).manifest(1)
-    kept = {row.row_id: row.summary.computed for row in recorded.home.read(RowRecord)}
+    kept = {row.row_id: row.summary.compute_cost for row in recorded.coordinator.read(RowRecord)}
     recorded.close()
     assert sealed == manifest, "replayed as served"
-    assert all(row.computed == kept[row.row_id] for row in manifest.rows)
+    assert all(row.compute_cost == kept[row.row_id] for row in manifest.rows)
     (tmp_path / "config.yaml").write_text(dump(config))
     assert [check for check in audit(tmp_path).checks if not check.ok] == []

@@ -11,13 +11,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from tests.contract.dataflow_server import POLICY, Running, SmallTrainer, dataflow, small_config
+from tests.contract.dataflow_server import (
+    POLICY,
+    FakeTrainer,
+    RunningDataflow,
+    dataflow,
+    small_config,
+)
 from tests.contract.test_stages import roll_out
 from tests.unit.trainer.stage_makers import OWN, of, stage
 
-from penstock.cli.stage import placed_stage
+from penstock.cli.stage import find_service_stage
 from penstock.config import PipelineConfig, PipelineStageConfig, RunConfig
-from penstock.dataflow.ledger.recorded import open_recorded
+from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.ledger.sealed_batches import SealedBatches
 from penstock.dataflow.service.trainers.messages import BatchRequest
 from penstock.trainer.batches import assemble
@@ -56,18 +62,20 @@ def with_services(*services: PipelineStageConfig) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-async def serve_while_rolling_out(running: Running, config: RunConfig, num_slots: int) -> None:
+async def serve_while_rolling_out(
+    running: RunningDataflow, config: RunConfig, num_slots: int
+) -> None:
     """A worker of every service, until the rows are delivered and the batch can be sealed."""
     assert config.pipeline is not None
     token = running.token(Role.STAGE)
     workers = [
-        asyncio.create_task(serve(running.url, token, *placed_stage(config, service.id)))
+        asyncio.create_task(serve(running.url, token, *find_service_stage(config, service.id)))
         for _, service in config.pipeline.services
     ]
     try:
         await asyncio.sleep(1.2)  # a policy whose stage nobody serves gets no work
         assert await roll_out(running, num_slots=num_slots) == num_slots
-        trainer = await asyncio.to_thread(SmallTrainer, running)
+        trainer = await asyncio.to_thread(FakeTrainer, running)
         request = BatchRequest(consumer=POLICY, seq=1, incarnation=trainer.incarnation, wait_s=20.0)
         answer = await asyncio.to_thread(trainer.client.batch, request)
         assert answer.manifest is not None, "no batch: a service wrote nothing"
@@ -80,7 +88,7 @@ async def serve_while_rolling_out(running: Running, config: RunConfig, num_slots
 def test_what_three_services_wrote_is_in_the_batch_and_gives_the_credit(tmp_path: Path) -> None:
     config = with_services(REWARD, PRM, REFERENCE)
     with dataflow(tmp_path, config) as running:
-        first = SmallTrainer(running)
+        first = FakeTrainer(running)
         asyncio.run(serve_while_rolling_out(running, config, 4))
         request = BatchRequest(consumer=POLICY, seq=1, incarnation=first.incarnation + 1)
         manifest = first.client.batch(request).manifest
@@ -101,6 +109,6 @@ def test_what_three_services_wrote_is_in_the_batch_and_gives_the_credit(tmp_path
     np.testing.assert_allclose(credit["advantage"], sign_T * math.sqrt(0.5), rtol=1e-3)
     without = group_advantage(Layout.of(batch), reward=batch.columns["reward"])
     assert not without["advantage"].any(), "all are rewarded alike: the scores tell them apart"
-    with contextlib.closing(open_recorded(tmp_path / "ledger")) as recorded:
+    with contextlib.closing(open_recorded_run(tmp_path / "ledger")) as recorded:
         again = SealedBatches(recorded, tmp_path / "ledger", POLICY).rows(manifest)
     assert tuple(again) == rows, "as a replay reads them"

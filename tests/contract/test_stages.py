@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tests.contract.dataflow_server import (
     POLICY,
-    Running,
-    SmallTrainer,
+    FakeTrainer,
+    RunningDataflow,
     dataflow,
     small_config,
     trajectory,
@@ -23,10 +23,10 @@ from tests.contract.dataflow_server import (
 from penstock.config import RunConfig, StageConfig
 from penstock.dataflow.client.dataflow import NodeClient
 from penstock.dataflow.client.rows import RowsClient
-from penstock.dataflow.columns.row_leases import On
-from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, NodeState, Register
+from penstock.dataflow.columns.row_leases import RowTrigger
+from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.ledger.blobs import BlobStore
-from penstock.dataflow.service.nodes import handlers as node_side
+from penstock.dataflow.service.nodes import handlers
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
@@ -64,25 +64,27 @@ def unscored(delivery: Delivery, extra: int = 0) -> Delivery:
     )
 
 
-async def roll_out(running: Running, *, num_slots: int, extra: int = 0) -> int:
+async def roll_out(running: RunningDataflow, *, num_slots: int, extra: int = 0) -> int:
     """Lease and deliver so many slots; how many there were."""
     client = NodeClient(running.url, running.token(Role.ROLLOUT))
-    session = uuid.uuid4().hex
+    boot_id = uuid.uuid4().hex
     try:
-        await client.register(Register(node_id=NODE, session=session, capacity=64, policies=()))
-        beat = Heartbeat(session=session, state=NodeState.LIVE, live=(LIVE,))
+        await client.register(
+            RegisterRequest(node_id=NODE, boot_id=boot_id, capacity=64, policies=())
+        )
+        beat = Heartbeat(boot_id=boot_id, state=NodeState.LIVE, live=(LIVE,))
         await client.heartbeat(NODE, beat)
         request = LeaseRequest(
             request_id=uuid.uuid4().hex,
             node_id=NODE,
-            session=session,
+            boot_id=boot_id,
             max_slots=num_slots,
             wait_s=15.0,
             live=(LIVE,),
         )
         grants = (await client.lease(request)).grants
         deliveries = tuple(unscored(trajectory(g, NODE, LIVE), extra) for g in grants)
-        body = DeliveryRequest(node_id=NODE, session=session, deliveries=deliveries)
+        body = DeliveryRequest(node_id=NODE, boot_id=boot_id, deliveries=deliveries)
         answer = await client.deliver(body)
         assert all(result.status is DeliveryStatus.STORED for result in answer.results)
         return len(grants)
@@ -90,14 +92,14 @@ async def roll_out(running: Running, *, num_slots: int, extra: int = 0) -> int:
         await client.close()
 
 
-async def score(running: Running, stage: StageConfig, count: int) -> None:
+async def score(running: RunningDataflow, stage: StageConfig, count: int) -> None:
     """One worker of this stage, for so many rows."""
     async with RowsClient(running.url, running.token(Role.STAGE)) as client:
         reader = await client.reader(
             stage.name,
             reads=stage.reads,
             writes=stage.writes,
-            on=On(stage.on),
+            on=RowTrigger(stage.on),
             deadline_s=stage.deadline_s,
             ttl_s=stage.ttl_s,
             max_attempts=stage.max_attempts,
@@ -113,12 +115,12 @@ async def score(running: Running, stage: StageConfig, count: int) -> None:
                 break
 
 
-def batch(trainer: SmallTrainer, seq: int, wait_s: float = 15.0) -> bool:
+def batch(trainer: FakeTrainer, seq: int, wait_s: float = 15.0) -> bool:
     request = BatchRequest(consumer=POLICY, seq=seq, incarnation=1, wait_s=wait_s)
     return trainer.client.batch(request).manifest is not None
 
 
-async def with_workers(running: Running, num_slots: int, **options: int) -> None:
+async def with_workers(running: RunningDataflow, num_slots: int, **options: int) -> None:
     """Workers ask first: a policy whose stage nobody serves gets no work."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(score(running, REWARD, num_slots))
@@ -130,7 +132,7 @@ async def with_workers(running: Running, num_slots: int, **options: int) -> None
 
 def test_columns_of_two_stages_reach_the_trainer(tmp_path: Path) -> None:
     with dataflow(tmp_path, CONFIG) as running:
-        trainer = SmallTrainer(running)
+        trainer = FakeTrainer(running)
         asyncio.run(with_workers(running, 4))
         assert batch(trainer, 1)
         answer = trainer.client.batch(BatchRequest(consumer=POLICY, seq=1, incarnation=1))
@@ -144,7 +146,7 @@ def test_columns_of_two_stages_reach_the_trainer(tmp_path: Path) -> None:
 
 def test_nothing_starts_while_a_required_stage_has_no_worker(tmp_path: Path) -> None:
     with dataflow(tmp_path, CONFIG) as running:
-        SmallTrainer(running)
+        FakeTrainer(running)
         time.sleep(1.2)
         status = running.reader().status()
         assert status.policies[0].issued == 0 and status.policies[0].room == 0
@@ -153,7 +155,7 @@ def test_nothing_starts_while_a_required_stage_has_no_worker(tmp_path: Path) -> 
 
 def test_large_trajectories_go_ahead_as_blobs(tmp_path: Path) -> None:
     with dataflow(tmp_path, CONFIG) as running:
-        trainer = SmallTrainer(running)
+        trainer = FakeTrainer(running)
         asyncio.run(with_workers(running, 4, extra=2 << 20))
         assert batch(trainer, 1)
         fetched = trainer.client.rows(POLICY, 1).rows
@@ -165,32 +167,32 @@ def test_blobs_count_against_what_a_call_may_bring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before any is read: a call could name more than the memory there is."""
-    monkeypatch.setattr(node_side, "MAX_CALL_BYTES", 3 << 20)
+    monkeypatch.setattr(handlers, "MAX_CALL_BYTES", 3 << 20)
     read = BlobStore.read
     was_read: list[str] = []
 
-    def counted(store: BlobStore, digest: str) -> bytes:
+    def pluralise(store: BlobStore, digest: str) -> bytes:
         was_read.append(digest)
         return read(store, digest)
 
-    monkeypatch.setattr(BlobStore, "read", counted)
+    monkeypatch.setattr(BlobStore, "read", pluralise)
     config = small_config(groups_per_batch=2, num_generations=2, steps=3)
     with dataflow(tmp_path, config) as running:
-        SmallTrainer(running)
+        FakeTrainer(running)
         asyncio.run(bring_too_much(running, was_read))
 
 
-async def bring_too_much(running: Running, was_read: list[str]) -> None:
+async def bring_too_much(running: RunningDataflow, was_read: list[str]) -> None:
     client = NodeClient(running.url, running.token(Role.ROLLOUT))
     try:
-        await client.register(Register(node_id=NODE, session="s", capacity=64, policies=()))
-        await client.heartbeat(NODE, Heartbeat(session="s", state=NodeState.LIVE, live=(LIVE,)))
+        await client.register(RegisterRequest(node_id=NODE, boot_id="s", capacity=64, policies=()))
+        await client.heartbeat(NODE, Heartbeat(boot_id="s", state=NodeState.LIVE, live=(LIVE,)))
         request = LeaseRequest(
-            request_id="1", node_id=NODE, session="s", max_slots=2, wait_s=15.0, live=(LIVE,)
+            request_id="1", node_id=NODE, boot_id="s", max_slots=2, wait_s=15.0, live=(LIVE,)
         )
         rows = [large(trajectory(g, NODE, LIVE)) for g in (await client.lease(request)).grants]
         assert len(rows) == 2
-        body = DeliveryRequest(node_id=NODE, session="s", deliveries=tuple(rows))
+        body = DeliveryRequest(node_id=NODE, boot_id="s", deliveries=tuple(rows))
         with pytest.raises(TooLarge, match="blobs included"):
             await client.deliver(body)
         assert not was_read
@@ -210,7 +212,7 @@ def large(delivery: Delivery) -> Delivery:
 
 
 def test_rows_of_a_killed_worker_come_back(tmp_path: Path) -> None:
-    async def die_holding_rows(running: Running) -> None:
+    async def die_holding_rows(running: RunningDataflow) -> None:
         async with RowsClient(running.url, running.token(Role.STAGE)) as client:
             reader = await client.reader(
                 REWARD.name,
@@ -223,7 +225,7 @@ def test_rows_of_a_killed_worker_come_back(tmp_path: Path) -> None:
             async for _ in reader.stream():
                 return
 
-    async def scenario(running: Running) -> None:
+    async def scenario(running: RunningDataflow) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(score(running, REFERENCE, 4))
             dying = tasks.create_task(die_holding_rows(running))
@@ -233,7 +235,7 @@ def test_rows_of_a_killed_worker_come_back(tmp_path: Path) -> None:
             await score(running, REWARD, 4)
 
     with dataflow(tmp_path, CONFIG) as running:
-        trainer = SmallTrainer(running)
+        trainer = FakeTrainer(running)
         asyncio.run(scenario(running))
         assert batch(trainer, 1)
 
@@ -242,7 +244,7 @@ def test_a_scorer_dead_for_ever_closes_its_groups_by_deadline(tmp_path: Path) ->
     dead = REFERENCE.model_copy(update={"deadline_s": 1.0})
     config = staged(small_config(groups_per_batch=2, num_generations=2, steps=3), REWARD, dead)
 
-    async def scenario(running: Running) -> None:
+    async def scenario(running: RunningDataflow) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(score(running, REWARD, 4))
             idle = tasks.create_task(score(running, dead, 10**9))
@@ -251,7 +253,7 @@ def test_a_scorer_dead_for_ever_closes_its_groups_by_deadline(tmp_path: Path) ->
             await roll_out(running, num_slots=4)
 
     with dataflow(tmp_path, config) as running:
-        trainer = SmallTrainer(running)
+        trainer = FakeTrainer(running)
         asyncio.run(scenario(running))
         give_up_at = time.monotonic() + 60
         wasted: dict[str, int] = {}

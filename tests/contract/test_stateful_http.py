@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import rule
-from tests.contract.dataflow_server import POLICY, Running, dataflow, small_config
-from tests.sim.model import CAPACITY, MAX_STALENESS, NUM_SLOTS, FlowMachine, reward_of
+from tests.contract.dataflow_server import POLICY, RunningDataflow, dataflow, small_config
+from tests.sim.model import CAPACITY, MAX_STALENESS, NUM_SLOTS, DataflowStateMachine, reward_of
 
 from penstock.dataflow.client.dataflow import NodeClient, TrainerClient
-from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
@@ -94,7 +94,9 @@ class HttpSubject:
 
     def _start(self) -> None:
         self._life = contextlib.ExitStack()
-        self._running: Running = self._life.enter_context(dataflow(self._folder, self._config))
+        self._running: RunningDataflow = self._life.enter_context(
+            dataflow(self._folder, self._config)
+        )
         self._nodes = NodeClient(self._running.url, self._running.token(Role.ROLLOUT))
         self._trainer = TrainerClient(self._running.url, self._running.token(Role.TRAINER))
         self._life.callback(self._trainer.close)
@@ -109,19 +111,19 @@ class HttpSubject:
         self._loop.close()
         self._folders.close()
 
-    def join(self, node: NodeId, session: str) -> None:
-        body = Register(node_id=node, session=session, capacity=CAPACITY, policies=())
+    def join(self, node: NodeId, boot_id: str) -> None:
+        body = RegisterRequest(node_id=node, boot_id=boot_id, capacity=CAPACITY, policies=())
         self._loop.run(self._nodes.register(body))
-        beat = Heartbeat(session=session, state=NodeState.LIVE, live=())
+        beat = Heartbeat(boot_id=boot_id, state=NodeState.LIVE, live=())
         self._loop.run(self._nodes.heartbeat(node, beat))
 
     def lease(
-        self, node: NodeId, session: str, request: str, count: int, live: LiveVersion
+        self, node: NodeId, boot_id: str, request: str, count: int, live: LiveVersion
     ) -> list[Grant]:
         body = LeaseRequest(
             request_id=request,
             node_id=node,
-            session=session,
+            boot_id=boot_id,
             max_slots=count,
             wait_s=0.0,
             live=(live,),
@@ -130,16 +132,16 @@ class HttpSubject:
         return list(answer.grants)
 
     def deliver(
-        self, node: NodeId, session: str, grant: Grant, live: LiveVersion, word: str
+        self, node: NodeId, boot_id: str, grant: Grant, live: LiveVersion, word: str
     ) -> str:
         body = DeliveryRequest(
-            node_id=node, session=session, deliveries=(delivery(grant, node, live, word),)
+            node_id=node, boot_id=boot_id, deliveries=(delivery(grant, node, live, word),)
         )
         return self._loop.run(self._nodes.deliver(body)).results[0].status.value
 
-    def release(self, node: NodeId, session: str, grant: Grant) -> str:
+    def release(self, node: NodeId, boot_id: str, grant: Grant) -> str:
         name = RowId(f"{grant.group_id}.{grant.slot}.{grant.epoch}")
-        body = DeliveryRequest(node_id=node, session=session, deliveries=(), released=(name,))
+        body = DeliveryRequest(node_id=node, boot_id=boot_id, deliveries=(), released=(name,))
         return self._loop.run(self._nodes.deliver(body)).results[0].status.value
 
     def incarnate(self, request: str, expected: int, number: int, seq: int) -> int | str:
@@ -189,7 +191,7 @@ class HttpSubject:
         return "ok"
 
 
-class HttpMachine(FlowMachine):
+class HttpMachine(DataflowStateMachine):
     def make_subject(self) -> HttpSubject:
         return HttpSubject()
 

@@ -28,7 +28,7 @@ from penstock.dataflow.ledger.tables import (
 from penstock.dataflow.records import (
     FORMAT,
     BatchRecord,
-    Erasure,
+    Deletion,
     FateRecord,
     FateState,
     MetaRecord,
@@ -114,7 +114,7 @@ def test_every_value_comes_back_as_it_went_in(tables: Tables) -> None:
     tables.commit(rows)
     assert by_id(tables) == rows
     node = NodeRecord(
-        node_id=NodeId("n"), session="s", capacity=1, policies="[]", tags="{}", left=True, at=0.1
+        node_id=NodeId("n"), boot_id="s", capacity=1, policies="[]", tags="{}", left=True, at=0.1
     )
     tables.commit([node])
     assert tables.read(NodeRecord, '"left"') == [node]
@@ -153,7 +153,7 @@ def test_the_last_of_a_key_stands_in_one_commit_and_over_many(tables: Tables) ->
 
 def test_a_commit_is_whole_or_not_at_all(tables: Tables) -> None:
     tables.commit([MetaRecord(key="k", value="before")])
-    broken = Erasure(kind=RowRecord, where="no_such_column = 1", values={})
+    broken = Deletion(kind=RowRecord, where="no_such_column = 1", values={})
     with pytest.raises(DBAPIError):
         tables.commit([MetaRecord(key="k", value="after"), row(1), broken])
     assert tables.read(MetaRecord, "key = 'k'") == [MetaRecord(key="k", value="before")]
@@ -173,7 +173,7 @@ def test_conditions_with_values_and_lists(tables: Tables) -> None:
 
 
 def test_erasures_follow_what_the_same_commit_wrote(tables: Tables) -> None:
-    erase = Erasure(kind=RowRecord, where="row_id = :key", values={"key": "g1.0.1"})
+    erase = Deletion(kind=RowRecord, where="row_id = :key", values={"key": "g1.0.1"})
     tables.commit([row(0), row(1), row(2)])
     tables.commit([row(3), erase])
     assert [r.offset for r in by_id(tables)] == [0, 200, 300]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.contract.dataflow_server import SmallTrainer, dataflow, small_config, trajectory
+from tests.contract.dataflow_server import FakeTrainer, dataflow, small_config, trajectory
 from tests.contract.test_dataflow_http import SmallNode
 
 from penstock.dataflow.core.leasing import Grant
@@ -59,13 +59,13 @@ async def fail(node: SmallNode, grant: Grant, kind: FailureKind) -> None:
     delivery = replace(
         trajectory(grant, node.node_id, node.live), payload=memoryview(encode(record))
     )
-    body = DeliveryRequest(node_id=node.node_id, session=node.session, deliveries=(delivery,))
+    body = DeliveryRequest(node_id=node.node_id, boot_id=node.boot_id, deliveries=(delivery,))
     await node.client.deliver(body)
 
 
 async def test_the_next_holder_goes_on_from_the_turns_of_the_last(tmp_path: Path) -> None:
     with dataflow(tmp_path, small_config()) as running:
-        await asyncio.to_thread(SmallTrainer, running)
+        await asyncio.to_thread(FakeTrainer, running)
         one, two = SmallNode(running, "one"), SmallNode(running, "two")
         await one.join()
         await two.join()
@@ -77,7 +77,7 @@ async def test_the_next_holder_goes_on_from_the_turns_of_the_last(tmp_path: Path
         await tell(two, grant, turn, turn, turn)  # not its lease
         with pytest.raises(Fenced):
             await offered(two, grant)
-        await one.client.leave(one.node_id, one.session)
+        await one.client.leave(one.node_id, one.boot_id)
         found = {(g.group_id, g.slot): g for g in (await two.client.lease(two.request())).grants}
         again = found[grant.group_id, grant.slot]
         assert (again.epoch, again.num_recorded) == (2, 2)
@@ -95,7 +95,7 @@ async def test_only_what_its_engine_failed_is_gone_on_with(
     tmp_path: Path, kind: FailureKind, num_left: int
 ) -> None:
     with dataflow(tmp_path, small_config()) as running:
-        await asyncio.to_thread(SmallTrainer, running)
+        await asyncio.to_thread(FakeTrainer, running)
         node = SmallNode(running)
         await node.join()
         [grant] = (await node.client.lease(node.request(1))).grants
@@ -108,7 +108,7 @@ async def test_only_what_its_engine_failed_is_gone_on_with(
 
 async def test_a_turn_that_cannot_be_is_refused(tmp_path: Path) -> None:
     with dataflow(tmp_path, small_config()) as running:
-        await asyncio.to_thread(SmallTrainer, running)
+        await asyncio.to_thread(FakeTrainer, running)
         node = SmallNode(running)
         await node.join()
         [grant] = (await node.client.lease(node.request(1))).grants

@@ -17,8 +17,8 @@ import pytest_asyncio
 from scripts.setup_engine import CACHE, ENGINE, MARKER
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import Completion, Piece
-from penstock.rollout.engines.vllm import AdapterRoom, ChildServer, VllmEngine
+from penstock.gateway.generation import Completion, TokenChunk
+from penstock.rollout.engines.vllm import ChildServer, LoraCapacity, VllmEngine
 from penstock.types import PolicyName, SamplingSpec, Version, view_ids, view_log_probs
 
 SOLVER, JUDGE = PolicyName("solver"), PolicyName("judge")
@@ -63,18 +63,25 @@ class Bench:
         layers = ("v_proj", "q_proj", "k_proj", "down_proj")
         self.folders.append(write_version(self.base, at / "3", seed=3, rank=9, targets=layers))
         options = ["--dtype", "float32", "--max-num-seqs", "32", "--max-num-batched-tokens", "96"]
-        room = AdapterRoom(num_policies=2, rank=9)
-        server = ChildServer(ENGINE, options, state_dir=root / "state", start_s=START_S, room=room)
+        lora_capacity = LoraCapacity(num_policies=2, rank=9)
+        server = ChildServer(
+            ENGINE, options, state_dir=root / "state", start_s=START_S, lora_capacity=lora_capacity
+        )
         self.solver = VllmEngine(server)
-        self.judge = self.solver.beside()
+        self.judge = self.solver.share()
 
     async def ask(
-        self, policy: PolicyName, *, num_tokens: int, seed: int, heard: list[Piece] | None = None
+        self,
+        policy: PolicyName,
+        *,
+        num_tokens: int,
+        seed: int,
+        heard: list[TokenChunk] | None = None,
     ) -> Completion:
         engine = self.solver if policy == SOLVER else self.judge
         spec = SamplingSpec(max_tokens=num_tokens, seed=seed)
-        listen = None if heard is None else heard.append
-        return await engine(PROMPT, spec, policy=policy, session="s", listen=listen)
+        on_chunk = None if heard is None else heard.append
+        return await engine(PROMPT, spec, policy=policy, session="s", on_chunk=on_chunk)
 
     def worst(self, answer: Completion, folder: Path) -> float:
         from tests.unit.rollout.engines.lora_snapshots import logprobs_under
@@ -115,7 +122,7 @@ async def test_two_adapters_of_one_server_agree_with_merged_weights(bench: Bench
 
 
 async def test_a_new_version_interrupts_nobody_and_answers_keep_theirs(bench: Bench) -> None:
-    heard: list[Piece] = []
+    heard: list[TokenChunk] = []
     running = [
         asyncio.create_task(bench.ask(SOLVER, num_tokens=200, seed=1, heard=heard)),
         asyncio.create_task(bench.ask(JUDGE, num_tokens=200, seed=1)),
@@ -129,7 +136,7 @@ async def test_a_new_version_interrupts_nobody_and_answers_keep_theirs(bench: Be
         assert bench.worst(answer, bench.folders[number]) < TOLERANCE
     old, judged = await asyncio.gather(*running)
     assert [span.number for span in old.spans] == [0]
-    assert {piece.version.number for piece in heard} == {0}
+    assert {chunk.version.number for chunk in heard} == {0}
     assert bench.worst(old, bench.folders[0]) < TOLERANCE
     assert bench.worst(judged, bench.folders[3]) < TOLERANCE
     assert (bench.solver.live, bench.judge.live) == (version(2), version(7, JUDGE))

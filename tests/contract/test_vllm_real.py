@@ -25,7 +25,7 @@ from jsonschema import validate
 from scripts.setup_engine import CACHE, ENGINE, MARKER
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import Completion, Piece
+from penstock.gateway.generation import Completion, TokenChunk
 from penstock.rollout.engines.vllm import ChildServer, VllmEngine
 from penstock.rollout.engines.vllm.control import Control
 from penstock.rollout.engines.vllm.http import HttpClient
@@ -74,9 +74,9 @@ class Bench:
         self.number += 1
         await self.engine.load(self.folders[self.number % 2], version(self.number))
 
-    async def ask(self, spec: SamplingSpec, heard: list[Piece] | None = None) -> Completion:
-        listen = None if heard is None else heard.append
-        return await self.engine(PROMPT, spec, policy=POLICY, session="s", listen=listen)
+    async def ask(self, spec: SamplingSpec, heard: list[TokenChunk] | None = None) -> Completion:
+        on_chunk = None if heard is None else heard.append
+        return await self.engine(PROMPT, spec, policy=POLICY, session="s", on_chunk=on_chunk)
 
     def worst(self, answer: Completion, spec: SamplingSpec, number: int | None = None) -> float:
         """The largest difference between recorded log-probs and the trainer's, each token under
@@ -114,7 +114,9 @@ def expected(folder: Path, ids: Sequence[int], spec: SamplingSpec) -> list[float
         top_p_K=torch.full((num,), spec.top_p),
         min_p_K=torch.full((num,), spec.min_p),
     )
-    logprobs = losses.spec_log_softmax(logits, targets, torch.full((num,), spec.temperature), kept)
+    logprobs = losses.sampling_log_softmax(
+        logits, targets, torch.full((num,), spec.temperature), kept
+    )
     return logprobs[range(num), targets].tolist()
 
 
@@ -149,12 +151,12 @@ async def test_answers_over_swaps_have_every_token_under_its_own_version(bench: 
     """Half of them streamed. The tied head must come along: its old packed copy is wrong by whole
     units."""
     is_over = asyncio.Event()
-    answers: list[tuple[Completion, SamplingSpec, list[Piece] | None]] = []
+    answers: list[tuple[Completion, SamplingSpec, list[TokenChunk] | None]] = []
 
     async def session(number: int) -> None:
         for seed in itertools.count(1000 * number):
             spec = SamplingSpec(max_tokens=300, seed=seed)
-            heard: list[Piece] | None = [] if number % 2 else None
+            heard: list[TokenChunk] | None = [] if number % 2 else None
             answers.append((await bench.ask(spec, heard), spec, heard))
             if is_over.is_set():
                 return
@@ -178,7 +180,7 @@ async def test_answers_over_swaps_have_every_token_under_its_own_version(bench: 
     assert max(bench.worst(answer, spec, 0) for answer, spec, _ in answers) > 0.5
     for answer, _, pieces in answers:
         true = [span.number for span in answer.spans for _ in range(span.start, span.end)]
-        told = [(piece.version.number, i) for piece in pieces or () for i in piece.sampled_ids]
+        told = [(chunk.version.number, i) for chunk in pieces or () for i in chunk.sampled_ids]
         right = list(zip(true, view_ids(answer.sampled_ids), strict=True))
         assert told == right or pieces is None
 

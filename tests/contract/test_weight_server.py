@@ -221,8 +221,8 @@ def test_no_range_reaches_outside_the_file() -> None:
     for size in (0, 1, 7):
         for first in range(9):
             for header in (f"bytes={first}-", f"bytes=-{first}", f"bytes={first}-{first + 2}"):
-                span = parse_range(header, size)
-                assert span is None or 0 <= span[0] < span[1] <= size
+                byte_range = parse_range(header, size)
+                assert byte_range is None or 0 <= byte_range[0] < byte_range[1] <= size
 
 
 def is_open(path: Path) -> bool:

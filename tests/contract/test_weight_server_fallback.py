@@ -18,16 +18,16 @@ from starlette.routing import Route
 from tests.contract.test_weights_deltas import WEIGHTS, versions, weights_file
 from tests.contract.test_weights_ranges import Asked, put_one, spans_of
 from tests.unit.weights.snapshot_folders import contents
-from tests.unit.weights.weight_servers import listening, meddling, real_front
+from tests.unit.weights.weight_servers import listening, running_weight_server, tampering_server
 
 from penstock.errors import Unreachable, WeightsError
 from penstock.weights.client import Puller
 from penstock.weights.pulling import links
-from penstock.wire.client import AsyncCaller, connect
+from penstock.wire.client import AsyncServiceClient, connect
 
 
 @asynccontextmanager
-async def dead() -> AsyncGenerator[AsyncCaller]:
+async def dead() -> AsyncGenerator[AsyncServiceClient]:
     """A port that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -38,12 +38,12 @@ async def dead() -> AsyncGenerator[AsyncCaller]:
 async def test_a_dead_relay_costs_a_moment_and_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "MOMENT_S", 0.5)
+    monkeypatch.setattr(links, "TRY_TIMEOUT_S", 0.5)
     made = versions(tmp_path, 2)
     puller = Puller(tmp_path / "cache")
-    async with real_front(tmp_path) as origin, dead() as relay, asyncio.timeout(60):
+    async with running_weight_server(tmp_path) as origin, dead() as relay, asyncio.timeout(60):
         folders = [await puller.pull([relay, origin], made[0])]
-        monkeypatch.setattr(links, "MOMENT_S", 1000.0)  # it is left alone now
+        monkeypatch.setattr(links, "TRY_TIMEOUT_S", 1000.0)  # it is left alone now
         folders.append(await puller.pull([relay, origin], made[1]))
     for number, folder in enumerate(folders):
         assert contents(folder) == contents(tmp_path / f"hf-{number}")
@@ -52,8 +52,8 @@ async def test_a_dead_relay_costs_a_moment_and_only_once(
 async def test_a_relay_that_says_nothing_costs_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "MOMENT_S", 0.2)
-    monkeypatch.setattr(links, "SILENCE_S", 0.2)
+    monkeypatch.setattr(links, "TRY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(links, "IDLE_TIMEOUT_S", 0.2)
     wanted = put_one(tmp_path)
 
     async def hang(request: Request, data: bytes) -> bytes:
@@ -62,8 +62,8 @@ async def test_a_relay_that_says_nothing_costs_a_moment(
         return data
 
     async with (
-        real_front(tmp_path) as origin,
-        meddling(tmp_path / "store", hang) as relay,
+        running_weight_server(tmp_path) as origin,
+        tampering_server(tmp_path / "store", hang) as relay,
         asyncio.timeout(60),
     ):
         folder = await Puller(tmp_path / "cache").pull([relay, origin], wanted)
@@ -79,7 +79,10 @@ async def test_a_corrupting_relay_costs_no_version(tmp_path: Path, kind: str) ->
             return data[:-1] + bytes([data[-1] ^ 1])
         return data
 
-    async with real_front(tmp_path) as origin, meddling(tmp_path / "store", corrupt) as relay:
+    async with (
+        running_weight_server(tmp_path) as origin,
+        tampering_server(tmp_path / "store", corrupt) as relay,
+    ):
         puller = Puller(tmp_path / "cache")
         for number, wanted in enumerate(made):
             folder = await puller.pull([relay, origin], wanted)
@@ -102,8 +105,8 @@ async def test_the_next_front_sends_only_what_the_first_damaged(tmp_path: Path) 
         return data
 
     async with (
-        meddling(tmp_path / "store", asked.note) as origin,
-        meddling(tmp_path / "store", corrupt) as relay,
+        tampering_server(tmp_path / "store", asked.note) as origin,
+        tampering_server(tmp_path / "store", corrupt) as relay,
     ):
         folder = await Puller(tmp_path / "cache").pull([relay, origin], wanted)
     assert contents(folder) == contents(tmp_path / "hf-0")
@@ -114,7 +117,7 @@ async def test_what_is_on_its_way_to_a_relay_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers 503 with a hint; the origin is not asked for what the relay will have soon."""
-    monkeypatch.setattr(links, "MOMENT_S", 0.1)
+    monkeypatch.setattr(links, "TRY_TIMEOUT_S", 0.1)
     wanted = put_one(tmp_path)
     file = weights_file(tmp_path, wanted)
     asked = Asked(file.blob)
@@ -132,17 +135,17 @@ async def test_what_is_on_its_way_to_a_relay_is_waited_for(
 
     app = Starlette(routes=[Route("/v1/{kind}/{digest}", later)])
     async with (
-        meddling(tmp_path / "store", asked.note) as origin,
+        tampering_server(tmp_path / "store", asked.note) as origin,
         listening(app) as url,
         connect(url, "none") as relay,
     ):
         folder = await Puller(tmp_path / "cache").pull([relay, origin], wanted)
         assert contents(folder) == contents(tmp_path / "hf-0")
-        assert asked.spans == []
+        assert asked.byte_ranges == []
         come_at += 1000
-        monkeypatch.setattr(links, "COMING_S", 0.5)
+        monkeypatch.setattr(links, "PENDING_TIMEOUT_S", 0.5)
         with pytest.raises(Unreachable):
-            monkeypatch.setattr(links, "OUTAGE_S", 0.5)
+            monkeypatch.setattr(links, "RETRY_DEADLINE_S", 0.5)
             await Puller(tmp_path / "other").pull([relay], wanted)
         await Puller(tmp_path / "third").pull([relay, origin], wanted)
         assert asked.num_bytes == file.bytes

@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 from tests.unit.weights.snapshot_folders import contents
-from tests.unit.weights.weight_servers import meddling, put, real_front
+from tests.unit.weights.weight_servers import put, running_weight_server, tampering_server
 
 from penstock.weights.client import Puller
 from penstock.weights.pulling import partial as module
-from penstock.wire.client import AsyncCaller
+from penstock.wire.client import AsyncServiceClient
 
 
 @pytest.fixture
-async def caller(tmp_path: Path) -> AsyncGenerator[AsyncCaller]:
-    async with real_front(tmp_path) as caller:
+async def caller(tmp_path: Path) -> AsyncGenerator[AsyncServiceClient]:
+    async with running_weight_server(tmp_path) as caller:
         yield caller
 
 
-async def test_what_was_put_is_pulled(tmp_path: Path, caller: AsyncCaller) -> None:
+async def test_what_was_put_is_pulled(tmp_path: Path, caller: AsyncServiceClient) -> None:
     wanted = put(tmp_path)
     folder = await Puller(tmp_path / "cache").pull([caller], wanted)
     assert contents(folder) == contents(tmp_path / "hf-0")
@@ -40,7 +40,7 @@ async def test_unchanged_files_are_fetched_once(tmp_path: Path) -> None:
         return data
 
     first, second = put(tmp_path, 0, 0), put(tmp_path, 1, 1)
-    async with meddling(tmp_path / "store", note) as caller:
+    async with tampering_server(tmp_path / "store", note) as caller:
         await Puller(tmp_path / "cache").pull([caller], first)
         assert len(asked) == 1 + 5
         asked.clear()
@@ -56,7 +56,7 @@ async def test_unchanged_files_are_fetched_once(tmp_path: Path) -> None:
     )
 
 
-async def test_many_pulls_may_share_a_cache(tmp_path: Path, caller: AsyncCaller) -> None:
+async def test_many_pulls_may_share_a_cache(tmp_path: Path, caller: AsyncServiceClient) -> None:
     wanted = [put(tmp_path, seed, seed) for seed in range(4)] * 3
     folders = await asyncio.gather(
         *(Puller(tmp_path / "cache").pull([caller], each) for each in wanted)
@@ -79,13 +79,13 @@ async def test_an_outage_in_mid_blob_is_sat_out(
             raise RuntimeError("the service falls over")
         return data
 
-    async with meddling(tmp_path / "store", fail) as caller:
+    async with tampering_server(tmp_path / "store", fail) as caller:
         folder = await Puller(tmp_path / "cache").pull([caller], wanted)
     assert contents(folder) == contents(tmp_path / "hf-0")
 
 
 async def test_pruning_keeps_what_is_kept_and_what_it_shares(
-    tmp_path: Path, caller: AsyncCaller
+    tmp_path: Path, caller: AsyncServiceClient
 ) -> None:
     cache = tmp_path / "cache"
     versions = [put(tmp_path, seed, seed) for seed in range(3)]
@@ -108,7 +108,7 @@ async def test_pruning_deletes_nothing_under_a_running_pull(tmp_path: Path) -> N
             await asyncio.sleep(0.2)
         return data
 
-    async with meddling(tmp_path / "store", slow) as caller:
+    async with tampering_server(tmp_path / "store", slow) as caller:
         folder = await Puller(cache).pull([caller], first)
         is_slow = True
         running = asyncio.create_task(Puller(cache).pull([caller], second))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 from tests.unit.weights.snapshot_folders import contents
-from tests.unit.weights.weight_servers import POLICY, meddling, put, real_front
+from tests.unit.weights.weight_servers import POLICY, put, running_weight_server, tampering_server
 
 from penstock.errors import Unauthorized, WeightsError
 from penstock.types import PublishedVersion
@@ -19,12 +19,12 @@ from penstock.weights.client import Puller
 from penstock.weights.manifest import FileEntry, encode_manifest, make_manifest, parse_manifest
 from penstock.weights.store import DirectoryStore
 from penstock.weights.tensors import TensorEntry
-from penstock.wire.client import AsyncCaller, connect
+from penstock.wire.client import AsyncServiceClient, connect
 
 
 @pytest.fixture
-async def caller(tmp_path: Path) -> AsyncGenerator[AsyncCaller]:
-    async with real_front(tmp_path) as caller:
+async def caller(tmp_path: Path) -> AsyncGenerator[AsyncServiceClient]:
+    async with running_weight_server(tmp_path) as caller:
         yield caller
 
 
@@ -42,14 +42,14 @@ async def test_a_damaged_blob_is_fetched_again(tmp_path: Path) -> None:
             return bytes([data[0] ^ 0x80]) + data[1:]
         return data
 
-    async with meddling(tmp_path / "store", once) as caller:
+    async with tampering_server(tmp_path / "store", once) as caller:
         folder = await Puller(tmp_path / "cache").pull([caller], wanted)
     assert len(damaged) == 5
     assert contents(folder) == contents(tmp_path / "hf-0")
 
 
 async def test_damage_between_verification_and_load_is_told(
-    tmp_path: Path, caller: AsyncCaller
+    tmp_path: Path, caller: AsyncServiceClient
 ) -> None:
     wanted = put(tmp_path)
     puller = Puller(tmp_path / "cache")
@@ -92,7 +92,7 @@ async def test_every_flipped_byte_on_the_way_is_found(
             return data[:place] + bytes([data[place] ^ (1 << at % 8)]) + data[place + 1 :]
         return data
 
-    async with meddling(store, flip) as caller:
+    async with tampering_server(store, flip) as caller:
         for at in range(0, size, 1 if kind == "blobs" else 3):  # noqa: B007 - `flip` reads it
             with pytest.raises(WeightsError, match="another digest"):
                 await Puller(tmp_path / "cache").pull([caller], wanted)
@@ -105,7 +105,7 @@ async def test_every_flipped_byte_on_the_way_is_found(
 
 async def test_every_flipped_byte_in_the_cache_is_found_and_repaired(tmp_path: Path) -> None:
     wanted = put(tmp_path)
-    async with meddling(tmp_path / "store", as_it_is) as caller:
+    async with tampering_server(tmp_path / "store", as_it_is) as caller:
         folder = await Puller(tmp_path / "cache").pull([caller], wanted)
         for name, right in contents(tmp_path / "hf-0").items():
             for at in range(0, len(right), 37):
@@ -118,7 +118,7 @@ async def test_every_flipped_byte_in_the_cache_is_found_and_repaired(tmp_path: P
 
 
 async def test_a_folder_somebody_changed_is_staged_again(
-    tmp_path: Path, caller: AsyncCaller
+    tmp_path: Path, caller: AsyncServiceClient
 ) -> None:
     wanted = put(tmp_path)
     folder = await Puller(tmp_path / "cache").pull([caller], wanted)
@@ -142,7 +142,7 @@ async def test_answers_of_the_wrong_length_are_refused(tmp_path: Path, change: s
             "endless": bytes(1 << 24),
         }[change]
 
-    async with meddling(tmp_path / "store", touch) as caller:
+    async with tampering_server(tmp_path / "store", touch) as caller:
         if change == "cut":  # a short piece is no lie: the rest is asked for
             folder = await Puller(tmp_path / "cache").pull([caller], wanted)
             assert contents(folder) == contents(tmp_path / "hf-0")
@@ -151,7 +151,9 @@ async def test_answers_of_the_wrong_length_are_refused(tmp_path: Path, change: s
             await Puller(tmp_path / "cache").pull([caller], wanted)
 
 
-async def test_a_manifest_of_something_else_is_refused(tmp_path: Path, caller: AsyncCaller) -> None:
+async def test_a_manifest_of_something_else_is_refused(
+    tmp_path: Path, caller: AsyncServiceClient
+) -> None:
     wanted = put(tmp_path)
     other = PublishedVersion(
         policy=POLICY, incarnation=1, number=5, manifest_digest=wanted.manifest_digest
@@ -213,7 +215,7 @@ def _call_json_weights(files: list[FileEntry], tensors: list[TensorEntry]) -> No
     ],
 )
 async def test_every_tensor_is_held_against_the_manifest(
-    tmp_path: Path, caller: AsyncCaller, rewrite: Rewrite
+    tmp_path: Path, caller: AsyncServiceClient, rewrite: Rewrite
 ) -> None:
     """The files are what their digests say; the manifest lies about what is in them."""
     honest = put(tmp_path)
@@ -231,14 +233,16 @@ async def test_every_tensor_is_held_against_the_manifest(
 
 
 async def test_a_cache_that_cannot_be_written_is_a_weights_error(
-    tmp_path: Path, caller: AsyncCaller
+    tmp_path: Path, caller: AsyncServiceClient
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WeightsError, match=r"pulling policy@1\.0 into"):
         await Puller(tmp_path / "file" / "cache").pull([caller], put(tmp_path))
 
 
-async def test_without_a_credential_nothing_is_pulled(tmp_path: Path, caller: AsyncCaller) -> None:
+async def test_without_a_credential_nothing_is_pulled(
+    tmp_path: Path, caller: AsyncServiceClient
+) -> None:
     wanted = put(tmp_path)
     async with connect(caller.base_url, "nonsense") as stranger:
         with pytest.raises(Unauthorized):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 from tests.unit.weights.snapshot_folders import contents, weights_bytes
-from tests.unit.weights.weight_servers import meddling, put_folder, real_front
+from tests.unit.weights.weight_servers import put_folder, running_weight_server, tampering_server
 
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
@@ -60,7 +60,7 @@ async def test_only_changes_travel(tmp_path: Path) -> None:
         return data
 
     made = versions(tmp_path, 4)
-    async with meddling(tmp_path / "store", count) as caller:
+    async with tampering_server(tmp_path / "store", count) as caller:
         await Puller(tmp_path / "cache").pull([caller], made[0])
         whole = sum(num_bytes)
         for number in (1, 3):  # one step, then two at once
@@ -74,7 +74,7 @@ async def test_only_changes_travel(tmp_path: Path) -> None:
 async def test_the_real_front_knows_deltas(tmp_path: Path) -> None:
     made = versions(tmp_path, 3)
     fetched = tmp_path / "cache" / "blobs"
-    async with real_front(tmp_path) as caller:
+    async with running_weight_server(tmp_path) as caller:
         await Puller(tmp_path / "cache").pull([caller], made[0])
         folder = await Puller(tmp_path / "cache").pull([caller], made[2])
     assert contents(folder) == contents(tmp_path / "hf-2")
@@ -84,7 +84,7 @@ async def test_the_real_front_knows_deltas(tmp_path: Path) -> None:
     assert (fetched / step.blob).exists(), "it came as a delta"
 
 
-@pytest.mark.parametrize("spoil", ["delta", "base", "way"])
+@pytest.mark.parametrize("spoil", ["delta", "base", "chain"])
 async def test_a_delta_of_no_use_costs_only_its_bytes(tmp_path: Path, spoil: str) -> None:
     made = versions(tmp_path, 2)
     file = weights_file(tmp_path, made[1])
@@ -94,11 +94,11 @@ async def test_a_delta_of_no_use_costs_only_its_bytes(tmp_path: Path, spoil: str
         kind = request.path_params["kind"]
         if spoil == "delta" and step.blob in request.url.path:
             return data[:-9] + bytes(9)
-        if spoil == "way" and kind == "deltas":
+        if spoil == "chain" and kind == "deltas":
             return data.replace(step.blob.encode(), file.blob.encode())
         return data
 
-    async with meddling(tmp_path / "store", meddle) as caller:
+    async with tampering_server(tmp_path / "store", meddle) as caller:
         await Puller(tmp_path / "cache").pull([caller], made[0])
         if spoil == "base":
             path = tmp_path / "cache" / "blobs" / weights_file(tmp_path, made[0]).blob
@@ -114,7 +114,7 @@ async def test_a_front_without_deltas_sends_the_whole(tmp_path: Path) -> None:
     made = versions(tmp_path, 2)
     for path in (tmp_path / "store" / "deltas").rglob("*.json"):
         path.unlink()
-    async with real_front(tmp_path) as caller:
+    async with running_weight_server(tmp_path) as caller:
         folders = [await Puller(tmp_path / "cache").pull([caller], version) for version in made]
     assert contents(folders[1]) == contents(tmp_path / "hf-1")
 
@@ -123,7 +123,7 @@ async def test_a_front_that_cannot_say_costs_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An older one, or one that fails at just this."""
-    monkeypatch.setattr(module, "ASK_S", 0.1)
+    monkeypatch.setattr(module, "QUERY_TIMEOUT_S", 0.1)
 
     async def fail(request: Request, data: bytes) -> bytes:
         if request.path_params["kind"] == "deltas":
@@ -131,7 +131,7 @@ async def test_a_front_that_cannot_say_costs_a_moment(
         return data
 
     made = versions(tmp_path, 2)
-    async with meddling(tmp_path / "store", fail) as caller, asyncio.timeout(60):
+    async with tampering_server(tmp_path / "store", fail) as caller, asyncio.timeout(60):
         folders = [await Puller(tmp_path / "cache").pull([caller], version) for version in made]
     assert contents(folders[1]) == contents(tmp_path / "hf-1")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from tests.contract.test_weights_object_store import files, names
-from tests.unit.weights.version_history import WEIGHTS, History
+from tests.unit.weights.version_history import WEIGHTS, VersionHistory
 from tests.unit.weights.weight_servers import POLICY
 
 from penstock.config import demo
@@ -25,9 +25,9 @@ from penstock.fleet.run_folder import RunFolder, free_port
 from penstock.types import PublishedVersion
 from penstock.weights import retention
 from penstock.weights.client import Puller
-from penstock.weights.publish import let_go
+from penstock.weights.publish import delete_unreferenced
 from penstock.weights.serving.mirror import ObjectMirror
-from penstock.weights.serving.mirror_sync import Mirroring
+from penstock.weights.serving.mirror_sync import MirrorSync
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Role, Signer
 from penstock.wire.client import connect
@@ -44,59 +44,61 @@ def url(s3_url: str) -> str:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> History:
-    history = History(tmp_path / "run" / "weights")
-    history.go_on(3)
+def made(tmp_path: Path) -> VersionHistory:
+    history = VersionHistory(tmp_path / "run" / "weights")
+    history.add_versions(3)
     return history
 
 
 def test_the_bucket_gains_what_the_store_gains_and_loses_what_it_loses(
-    tmp_path: Path, made: History, url: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made: VersionHistory, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "run" / "weights"
-    mirroring = Mirroring(made.store, ObjectMirror(url))
-    assert mirroring.round()
+    mirror_sync = MirrorSync(made.store, ObjectMirror(url))
+    assert mirror_sync.round()
     assert names(url) == files(root)
-    made.go_on(2)
+    made.add_versions(2)
     monkeypatch.setattr(retention, "GRACE_S", 0.0)
     in_use = [made.digest(number) for number in (1, 2, 3, 4)]
-    let_go(root, in_use, in_use[-2:], anchor_every=25)
+    delete_unreferenced(root, in_use, in_use[-2:], anchor_every=25)
     assert made.whole() == [1, 3, 4], "the second is kept as a delta"
-    assert mirroring.round()
+    assert mirror_sync.round()
     assert set(ObjectMirror(url).manifests()) == set(in_use)
     assert names(url) == files(root)
 
 
-def test_the_next_life_goes_on_where_the_bucket_stands(made: History, url: str) -> None:
-    Mirroring(made.store, ObjectMirror(url)).round()
+def test_the_next_life_goes_on_where_the_bucket_stands(made: VersionHistory, url: str) -> None:
+    MirrorSync(made.store, ObjectMirror(url)).round()
     mirror = ObjectMirror(url)
     sent = [mirror.upload(made.store, digest) for digest in made.store.manifests()]
     assert sent == [0, 0, 0]
-    made.go_on()
-    assert Mirroring(made.store, ObjectMirror(url)).round()
+    made.add_versions()
+    assert MirrorSync(made.store, ObjectMirror(url)).round()
     assert made.digest(3) in set(mirror.manifests())
 
 
 def test_what_another_store_put_there_stays(
-    tmp_path: Path, made: History, url: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made: VersionHistory, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first machine is lost; a run begins anew elsewhere with the same mirror."""
-    Mirroring(made.store, ObjectMirror(url)).round()
+    MirrorSync(made.store, ObjectMirror(url)).round()
     before = names(url)
-    anew = History(tmp_path / "anew" / "weights", policy="other")
-    mirroring = Mirroring(anew.store, ObjectMirror(url))
-    assert mirroring.round()
+    anew = VersionHistory(tmp_path / "anew" / "weights", policy="other")
+    mirror_sync = MirrorSync(anew.store, ObjectMirror(url))
+    assert mirror_sync.round()
     assert names(url) == before
-    anew.go_on(4)
-    assert mirroring.round()
+    anew.add_versions(4)
+    assert mirror_sync.round()
     monkeypatch.setattr(retention, "GRACE_S", 0.0)
     kept = [anew.digest(number) for number in (2, 3)]
-    let_go(tmp_path / "anew" / "weights", kept, kept, anchor_every=25)
-    assert mirroring.round()
+    delete_unreferenced(tmp_path / "anew" / "weights", kept, kept, anchor_every=25)
+    assert mirror_sync.round()
     assert names(url) == before | files(tmp_path / "anew" / "weights")
 
 
-def test_the_newest_goes_first(made: History, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_goes_first(
+    made: VersionHistory, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
 
     def upload(mirror: ObjectMirror, store: DirectoryStore, digest: str) -> int:
@@ -104,15 +106,15 @@ def test_the_newest_goes_first(made: History, url: str, monkeypatch: pytest.Monk
         return 0
 
     monkeypatch.setattr(ObjectMirror, "upload", upload)
-    Mirroring(made.store, ObjectMirror(url)).round()
+    MirrorSync(made.store, ObjectMirror(url)).round()
     assert order == [made.digest(number) for number in (2, 1, 0)]
 
 
-def test_a_version_that_went_bad_on_disk_holds_up_no_other(made: History, url: str) -> None:
+def test_a_version_that_went_bad_on_disk_holds_up_no_other(made: VersionHistory, url: str) -> None:
     path = made.store.blob_path(made.file(2).blob)
     path.chmod(0o644)
     path.write_bytes(bytes(path.stat().st_size))
-    assert not Mirroring(made.store, ObjectMirror(url)).round()
+    assert not MirrorSync(made.store, ObjectMirror(url)).round()
     assert set(ObjectMirror(url).manifests()) == {made.digest(0), made.digest(1)}
 
 
@@ -126,7 +128,7 @@ def run(tmp_path: Path, url: str) -> RunFolder:
     weights = config.weights.model_copy(update={"mirror": url})
     folder.path.mkdir(exist_ok=True)
     folder.write_config(config.model_copy(update={"weights": weights}))
-    folder.choose_endpoints(tmp_path, ())
+    folder.allocate_endpoints(tmp_path, ())
     Signer.create(folder.keys, config.name)
     return folder
 
@@ -158,7 +160,7 @@ async def ready(address: str) -> None:
 
 
 async def test_nodes_live_from_a_relay_over_the_mirror(
-    tmp_path: Path, run: RunFolder, made: History, url: str
+    tmp_path: Path, run: RunFolder, made: VersionHistory, url: str
 ) -> None:
     newest = made.digest(2)
     with process("weights", "serve", "--run-dir", str(run.path)):
@@ -177,5 +179,5 @@ async def test_nodes_live_from_a_relay_over_the_mirror(
     blob = made.store.blob_path(made.file(2).blob)
     assert (folder / WEIGHTS).read_bytes() == blob.read_bytes()
     with pytest.raises(Unreachable):
-        async with connect(run.endpoints().weights, shown) as front:
-            await front.request("GET", "/healthz", deadline_s=0.5, timeout_s=0.5)
+        async with connect(run.endpoints().weights, shown) as weight_server:
+            await weight_server.request("GET", "/healthz", deadline_s=0.5, timeout_s=0.5)

@@ -13,17 +13,17 @@ from pathlib import Path
 import obstore
 import pytest
 from tests.unit.weights.snapshot_folders import write_folder
-from tests.unit.weights.version_history import History
+from tests.unit.weights.version_history import VersionHistory
 from tests.unit.weights.weight_servers import POLICY, listening, put
 
 from penstock.errors import ConfigError, NotFound, Unreachable, WeightsError
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
-from penstock.weights.deltas.chain import leads_to
+from penstock.weights.deltas.chain import is_valid_chain
 from penstock.weights.manifest import FileEntry, parse_manifest
 from penstock.weights.publish import put_snapshot
-from penstock.weights.serving import mirror as mirroring
-from penstock.weights.serving import object_store as objects
+from penstock.weights.serving import mirror as mirror_module
+from penstock.weights.serving import object_store as object_store
 from penstock.weights.serving.mirror import ObjectMirror
 from penstock.weights.serving.object_store import ObjectSource, open_objects
 from penstock.weights.serving.origin import Origin
@@ -49,7 +49,7 @@ def url(s3_url: str) -> str:
 
 
 def names(url: str) -> set[str]:
-    pages = obstore.list(open_objects(url, patience_s=10))  # pyright: ignore[reportUnknownMemberType]
+    pages = obstore.list(open_objects(url, retry_timeout_s=10))  # pyright: ignore[reportUnknownMemberType]
     return {meta["path"] for page in pages for meta in page}
 
 
@@ -74,15 +74,15 @@ async def read_all(blob: Blob, step: int) -> bytes:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> History:
+def made(tmp_path: Path) -> VersionHistory:
     """Three versions, each a delta away from the one before."""
-    history = History(tmp_path / "store")
-    history.go_on(3)
+    history = VersionHistory(tmp_path / "store")
+    history.add_versions(3)
     return history
 
 
 @pytest.fixture(params=["directory", "bucket"])
-def source(request: pytest.FixtureRequest, store: DirectoryStore, made: History) -> Source:
+def source(request: pytest.FixtureRequest, store: DirectoryStore, made: VersionHistory) -> Source:
     if request.param == "directory":
         return Origin(store)
     url = request.getfixturevalue("url")
@@ -92,14 +92,16 @@ def source(request: pytest.FixtureRequest, store: DirectoryStore, made: History)
 
 
 async def test_manifests_come_back_byte_for_byte(
-    source: Source, store: DirectoryStore, made: History
+    source: Source, store: DirectoryStore, made: VersionHistory
 ) -> None:
     for version in made.versions:
         digest = version.manifest_digest
         assert await source.manifest(digest) == store.read_manifest(digest)
 
 
-async def test_blobs_are_read_by_range(source: Source, tmp_path: Path, made: History) -> None:
+async def test_blobs_are_read_by_range(
+    source: Source, tmp_path: Path, made: VersionHistory
+) -> None:
     file = made.file(1)
     data = made.store.blob_path(file.blob).read_bytes()
     blob = await source.blob(file.blob)
@@ -116,25 +118,27 @@ async def test_what_is_missing_is_not_found(source: Source) -> None:
         await source.manifest(ABSENT)
     with pytest.raises(NotFound, match=ABSENT):
         await source.blob(ABSENT)
-    assert await source.way(ABSENT, 1000, [ABSENT]) == ()
+    assert await source.chain(ABSENT, 1000, [ABSENT]) == ()
 
 
-async def test_ways_lead_from_what_one_has(source: Source, tmp_path: Path, made: History) -> None:
+async def test_ways_lead_from_what_one_has(
+    source: Source, tmp_path: Path, made: VersionHistory
+) -> None:
     first, second, third = (made.file(number) for number in range(3))
-    steps = await source.way(third.blob, third.bytes, [ABSENT, first.blob])
-    assert leads_to(third.blob, steps, [first.blob], below=third.bytes)
-    [step] = await source.way(third.blob, third.bytes, [first.blob, second.blob])
+    steps = await source.chain(third.blob, third.bytes, [ABSENT, first.blob])
+    assert is_valid_chain(third.blob, steps, [first.blob], below=third.bytes)
+    [step] = await source.chain(third.blob, third.bytes, [first.blob, second.blob])
     assert (step.base, step.target) == (second.blob, third.blob)
     delta = await source.blob(step.blob)
     assert delta.num_bytes == step.bytes
     await delta.close()
-    assert await source.way(third.blob, step.bytes, [second.blob]) == (), "it would not pay"
-    assert await source.way(third.blob, third.bytes, [ABSENT]) == ()
+    assert await source.chain(third.blob, step.bytes, [second.blob]) == (), "it would not pay"
+    assert await source.chain(third.blob, third.bytes, [ABSENT]) == ()
     await source.close()
 
 
 async def test_a_front_over_a_bucket_serves_nodes(
-    tmp_path: Path, url: str, store: DirectoryStore, made: History
+    tmp_path: Path, url: str, store: DirectoryStore, made: VersionHistory
 ) -> None:
     for version in made.versions:
         ObjectMirror(url).upload(store, version.manifest_digest)
@@ -158,7 +162,7 @@ async def test_a_front_over_a_bucket_serves_nodes(
 
 
 def test_a_bucket_looks_like_the_directory_and_nothing_travels_twice(
-    tmp_path: Path, url: str, store: DirectoryStore, made: History
+    tmp_path: Path, url: str, store: DirectoryStore, made: VersionHistory
 ) -> None:
     mirror = ObjectMirror(url)
     sent = [mirror.upload(store, version.manifest_digest) for version in made.versions]
@@ -176,12 +180,12 @@ def test_a_version_is_visible_only_when_all_of_it_is_there(
     tmp_path: Path,
     url: str,
     store: DirectoryStore,
-    made: History,
+    made: VersionHistory,
     monkeypatch: pytest.MonkeyPatch,
     failing: int,
 ) -> None:
     """The upload breaks off at each of its puts, and is repeated."""
-    monkeypatch.setattr(mirroring, "NUM_FILES", 1)
+    monkeypatch.setattr(mirror_module, "NUM_FILES", 1)
     digest = made.digest(1)
     mirror = ObjectMirror(url)
     put, count = obstore.put, itertools.count()
@@ -208,7 +212,7 @@ def test_a_version_is_visible_only_when_all_of_it_is_there(
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> int:
     """The smallest parts that S3 takes, and a file of more than two."""
-    monkeypatch.setattr(mirroring, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(mirror_module, "PART_BYTES", 5 << 20)
     return (12 << 20) + 12_345
 
 
@@ -256,7 +260,7 @@ async def test_nothing_is_overwritten_and_damage_is_found_by_the_reader(
 ) -> None:
     version = put(tmp_path)
     file = files_of(store, version.manifest_digest)["config.json"]
-    bucket = open_objects(url, patience_s=10)
+    bucket = open_objects(url, retry_timeout_s=10)
     obstore.put(bucket, f"blobs/{file.blob}", bytes(file.bytes))
     ObjectMirror(url).upload(store, version.manifest_digest)
     assert await read_all(await ObjectSource(url).blob(file.blob), 1000) == bytes(file.bytes)
@@ -270,14 +274,14 @@ def test_an_object_of_the_wrong_size_is_told(
 ) -> None:
     version = put(tmp_path)
     file = files_of(store, version.manifest_digest)["config.json"]
-    obstore.put(open_objects(url, patience_s=10), f"blobs/{file.blob}", b"half")
+    obstore.put(open_objects(url, retry_timeout_s=10), f"blobs/{file.blob}", b"half")
     with pytest.raises(WeightsError, match=r"is damaged: 4 bytes where .* delete it and upload"):
         ObjectMirror(url).upload(store, version.manifest_digest)
     assert not list(ObjectMirror(url).manifests())
 
 
 def test_deletion_names_what_goes(
-    tmp_path: Path, url: str, store: DirectoryStore, made: History
+    tmp_path: Path, url: str, store: DirectoryStore, made: VersionHistory
 ) -> None:
     mirror = ObjectMirror(url)
     for version in made.versions:
@@ -297,20 +301,22 @@ def test_deletion_names_what_goes(
 
 @pytest.mark.parametrize("entry", [b"", b"{", b'{"base":"../x","target":"y","blob":"z","bytes":1}'])
 async def test_a_damaged_entry_is_as_good_as_none(
-    tmp_path: Path, url: str, store: DirectoryStore, made: History, entry: bytes
+    tmp_path: Path, url: str, store: DirectoryStore, made: VersionHistory, entry: bytes
 ) -> None:
     file = made.file(1)
     [step] = store.deltas_to(file.blob)
-    obstore.put(open_objects(url, patience_s=10), f"deltas/{file.blob}/{step.base}.json", entry)
-    assert await ObjectSource(url).way(file.blob, file.bytes, [step.base, "../x"]) == ()
+    obstore.put(
+        open_objects(url, retry_timeout_s=10), f"deltas/{file.blob}/{step.base}.json", entry
+    )
+    assert await ObjectSource(url).chain(file.blob, file.bytes, [step.base, "../x"]) == ()
 
 
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch, s3_url: str) -> Iterator[str]:
     """A bucket behind a port where nobody listens."""
     monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(objects, "READ_S", 1.0)
-    monkeypatch.setattr(mirroring, "UPLOAD_S", 1.0)
+    monkeypatch.setattr(object_store, "READ_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(mirror_module, "UPLOAD_S", 1.0)
     yield "s3://away/run"
 
 
@@ -324,7 +330,7 @@ async def test_a_bucket_that_is_away_is_asked_again_later(
     with pytest.raises(Unreachable):
         await source.blob(ABSENT)
     with pytest.raises(Unreachable):
-        await source.way(ABSENT, 10, [ABSENT])
+        await source.chain(ABSENT, 10, [ABSENT])
     with pytest.raises(WeightsError, match=r"uploading version .* to s3://away/run"):
         ObjectMirror(nobody).upload(store, put(tmp_path).manifest_digest)
 

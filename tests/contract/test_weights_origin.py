@@ -9,49 +9,53 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from tests.unit.weights.version_history import History
-from tests.unit.weights.weight_servers import real_front
+from tests.unit.weights.version_history import VersionHistory
+from tests.unit.weights.weight_servers import running_weight_server
 
 from penstock.errors import NotFound, Unreachable
 from penstock.weights import retention
 from penstock.weights import store as store_module
-from penstock.weights.deltas.chain import Way
-from penstock.weights.retention import carry_out, plan
+from penstock.weights.deltas.chain import DeltaChain
+from penstock.weights.retention import execute_plan, plan_deletion
 from penstock.weights.serving import origin as module
 from penstock.weights.serving.origin import Origin
 from penstock.weights.store import DirectoryStore
-from penstock.wire.client import AsyncCaller
+from penstock.wire.client import AsyncServiceClient
 
 
 @pytest.fixture
-def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> History:
+def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VersionHistory:
     """Eight versions in use, of which the first and the last are whole."""
     monkeypatch.setattr(retention, "GRACE_S", -1.0)
-    history = History(tmp_path / "store", share=0.2)
-    history.go_on(8)
+    history = VersionHistory(tmp_path / "store", share=0.2)
+    history.add_versions(8)
     with history.store.deleting():
         in_use = [history.digest(number) for number in range(8)]
-        carry_out(history.store, plan(history.store, in_use, in_use[-1:]))
+        execute_plan(history.store, plan_deletion(history.store, in_use, in_use[-1:]))
     assert history.whole() == [0, 7]
     return history
 
 
-async def ask_way(caller: AsyncCaller, history: History, base: int, target: int) -> Way:
+async def ask_way(
+    caller: AsyncServiceClient, history: VersionHistory, base: int, target: int
+) -> DeltaChain:
     file = history.file(target)
     path = f"/v1/deltas/{file.blob}?bytes={file.bytes}&from={history.file(base).blob}"
-    return await caller.call("GET", path, None, Way)
+    return await caller.call("GET", path, None, DeltaChain)
 
 
-async def test_a_file_that_is_not_whole_is_made_and_kept(history: History, tmp_path: Path) -> None:
+async def test_a_file_that_is_not_whole_is_made_and_kept(
+    history: VersionHistory, tmp_path: Path
+) -> None:
     file = history.file(4)
-    async with real_front(tmp_path) as caller:
+    async with running_weight_server(tmp_path) as caller:
         answer = await caller.request("GET", f"/v1/blobs/{file.blob}")
     assert blake3(answer.content).hexdigest() == file.blob
     assert history.store.has_blob(file.blob)
 
 
 async def test_it_is_made_once_for_all_who_ask(
-    history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    history: VersionHistory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
     real = DirectoryStore.make_blob
@@ -62,15 +66,15 @@ async def test_it_is_made_once_for_all_who_ask(
 
     monkeypatch.setattr(DirectoryStore, "make_blob", make)
     file = history.file(5)
-    async with real_front(tmp_path) as caller:
+    async with running_weight_server(tmp_path) as caller:
         asking = [caller.request("GET", f"/v1/blobs/{file.blob}") for _ in range(8)]
         answers = await asyncio.gather(*asking)
     assert made == [file.blob]
     assert {blake3(answer.content).hexdigest() for answer in answers} == {file.blob}
 
 
-async def test_who_is_far_behind_gets_one_delta(history: History, tmp_path: Path) -> None:
-    async with real_front(tmp_path) as caller:
+async def test_who_is_far_behind_gets_one_delta(history: VersionHistory, tmp_path: Path) -> None:
+    async with running_weight_server(tmp_path) as caller:
         (entry,) = (await ask_way(caller, history, 1, 7)).steps
         near = (await ask_way(caller, history, 5, 7)).steps
     assert (entry.base, entry.target) == (history.file(1).blob, history.file(7).blob)
@@ -78,18 +82,18 @@ async def test_who_is_far_behind_gets_one_delta(history: History, tmp_path: Path
 
 
 async def test_nobody_waits_long_for_a_merge(
-    history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    history: VersionHistory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on = threading.Event()
-    real = module.merge
+    real = module.merge_deltas
 
     def slow(*args: object) -> object:
         may_go_on.wait(60)
         return real(*args)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(module, "merge", slow)
-    monkeypatch.setattr(module, "HOLD_S", 0.05)
-    async with real_front(tmp_path) as caller:
+    monkeypatch.setattr(module, "merge_deltas", slow)
+    monkeypatch.setattr(module, "JOB_WAIT_S", 0.05)
+    async with running_weight_server(tmp_path) as caller:
         assert len((await ask_way(caller, history, 1, 7)).steps) == 6
         may_go_on.set()
         async with asyncio.timeout(60):
@@ -98,17 +102,17 @@ async def test_nobody_waits_long_for_a_merge(
 
 
 async def test_whoever_comes_too_early_is_told_when_to_ask_again(
-    history: History, monkeypatch: pytest.MonkeyPatch
+    history: VersionHistory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on = threading.Event()
-    real = module.make_whole
+    real = module.rebuild_blob
 
     def slow(*args: object) -> object:
         may_go_on.wait(60)
         return real(*args)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(module, "make_whole", slow)
-    monkeypatch.setattr(module, "HOLD_S", 0.05)
+    monkeypatch.setattr(module, "rebuild_blob", slow)
+    monkeypatch.setattr(module, "JOB_WAIT_S", 0.05)
     source = Origin(history.store)
     with pytest.raises(Unreachable) as caught:
         await source.blob(history.file(3).blob)
@@ -117,7 +121,7 @@ async def test_whoever_comes_too_early_is_told_when_to_ask_again(
     await source.close()
 
 
-async def test_a_damaged_delta_is_no_answer(history: History) -> None:
+async def test_a_damaged_delta_is_no_answer(history: VersionHistory) -> None:
     (entry,) = history.store.deltas_to(history.file(1).blob)
     path = history.store.blob_path(entry.blob)
     path.chmod(0o644)
@@ -129,21 +133,21 @@ async def test_a_damaged_delta_is_no_answer(history: History) -> None:
 
 
 async def test_what_is_being_read_stays_until_it_was_read(
-    history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    history: VersionHistory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over a slow link versions pass while one travels: it is neither thinned nor deleted."""
     file = history.file(4)
 
     def sweep() -> None:
         with history.store.deleting():
-            carry_out(history.store, plan(history.store, [], [history.digest(7)]))
+            execute_plan(history.store, plan_deletion(history.store, [], [history.digest(7)]))
 
-    async with real_front(tmp_path) as caller:
+    async with running_weight_server(tmp_path) as caller:
         path = f"/v1/blobs/{file.blob}"
         first = await caller.request("GET", path, headers={"range": "bytes=0-999"})
         sweep()
         rest = await caller.request("GET", path, headers={"range": "bytes=1000-"})
     assert blake3(first.content + rest.content).hexdigest() == file.blob
-    monkeypatch.setattr(store_module, "READ_S", -1.0)
+    monkeypatch.setattr(store_module, "READ_WINDOW_S", -1.0)
     sweep()
     assert not history.store.has_blob(file.blob)

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from tests.contract.test_weights_deltas import WEIGHTS, versions, weights_file, write_version
 from tests.unit.rollout.polling import eventually
 from tests.unit.weights.snapshot_folders import contents
-from tests.unit.weights.weight_servers import listening, meddling, put_folder
+from tests.unit.weights.weight_servers import listening, put_folder, tampering_server
 
 from penstock.types import PublishedVersion
 from penstock.weights import client
@@ -32,10 +32,10 @@ from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import FileEntry
 from penstock.weights.pulling import links
 from penstock.weights.pulling import partial as pieces
-from penstock.weights.pulling.cache import BlobCache, to_the_end
+from penstock.weights.pulling.cache import BlobCache, run_uncancelled
 from penstock.weights.pulling.links import Transfer
 from penstock.weights.tensors import Scan, read_layout
-from penstock.wire.client import AsyncCaller, connect
+from penstock.wire.client import AsyncServiceClient, connect
 
 PIECE = 32 << 10
 PULL = """
@@ -71,14 +71,14 @@ class Asked:
 
     def __init__(self, blob: str) -> None:
         self.blob = blob
-        self.spans: list[tuple[int, int]] = []
+        self.byte_ranges: list[tuple[int, int]] = []
         self.num_now = 0
         self.most = 0
 
     async def note(self, request: Request, data: bytes) -> bytes:
         if self.blob in request.url.path and (asked := request.headers.get("range")):
             first, last = asked.removeprefix("bytes=").split("-")
-            self.spans.append((int(first), int(last) + 1))
+            self.byte_ranges.append((int(first), int(last) + 1))
             self.num_now += 1
             self.most = max(self.most, self.num_now)
             await asyncio.sleep(0.01)
@@ -87,18 +87,18 @@ class Asked:
 
     @property
     def num_bytes(self) -> int:
-        return sum(end - start for start, end in self.spans)
+        return sum(end - start for start, end in self.byte_ranges)
 
 
 async def test_pieces_come_in_parallel_and_each_once(tmp_path: Path) -> None:
     wanted = put_one(tmp_path)
     file = weights_file(tmp_path, wanted)
     asked = Asked(file.blob)
-    async with meddling(tmp_path / "store", asked.note) as caller:
+    async with tampering_server(tmp_path / "store", asked.note) as caller:
         folder = await Puller(tmp_path / "cache", num_ranges=5).pull([caller], wanted)
     assert contents(folder) == contents(tmp_path / "hf-0")
     assert asked.most == 5
-    assert asked.num_bytes == file.bytes and len(asked.spans) == -(-file.bytes // PIECE)
+    assert asked.num_bytes == file.bytes and len(asked.byte_ranges) == -(-file.bytes // PIECE)
 
 
 def num_marked(cache: Path, blob: str, num_bytes: int) -> int:
@@ -119,7 +119,7 @@ async def test_another_process_resumes_where_one_was_killed(tmp_path: Path) -> N
         return data
 
     num_pieces = -(-file.bytes // PIECE)
-    async with meddling(tmp_path / "store", stall) as caller:
+    async with tampering_server(tmp_path / "store", stall) as caller:
         words = (caller.base_url, str(tmp_path / "cache"), msgspec.json.encode(wanted).decode())
         child = await asyncio.create_subprocess_exec(sys.executable, "-c", PULL, *words, str(PIECE))
         await eventually(
@@ -128,9 +128,9 @@ async def test_another_process_resumes_where_one_was_killed(tmp_path: Path) -> N
         child.send_signal(signal.SIGKILL)
         await child.wait()
         is_stalling = False
-        asked.spans.clear()
+        asked.byte_ranges.clear()
         folder = await Puller(tmp_path / "cache").pull([caller], wanted)
-        assert asked.spans == [(3 * PIECE, 4 * PIECE)]
+        assert asked.byte_ranges == [(3 * PIECE, 4 * PIECE)]
     assert contents(folder) == contents(tmp_path / "hf-0")
 
 
@@ -138,10 +138,10 @@ async def test_a_cancelled_pull_is_resumed(tmp_path: Path) -> None:
     wanted = put_one(tmp_path)
     file = weights_file(tmp_path, wanted)
     asked = Asked(file.blob)
-    async with meddling(tmp_path / "store", asked.note) as caller:
+    async with tampering_server(tmp_path / "store", asked.note) as caller:
         puller = Puller(tmp_path / "cache", num_ranges=1)
         task = asyncio.create_task(puller.pull([caller], wanted))
-        await eventually(lambda: len(asked.spans) >= 5)
+        await eventually(lambda: len(asked.byte_ranges) >= 5)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -151,7 +151,9 @@ async def test_a_cancelled_pull_is_resumed(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def breaking(store: Path, num_breaks: int) -> AsyncGenerator[tuple[AsyncCaller, list[str]]]:
+async def breaking(
+    store: Path, num_breaks: int
+) -> AsyncGenerator[tuple[AsyncServiceClient, list[str]]]:
     """A front whose first connections break in mid-answer; with the ranges it was asked for."""
     asked: list[str] = []
 
@@ -193,7 +195,9 @@ async def test_a_broken_connection_costs_its_piece(tmp_path: Path) -> None:
 def spans_of(path: Path) -> dict[str, tuple[int, int]]:
     data = path.read_bytes()
     layout = read_layout(io.BytesIO(data), WEIGHTS)
-    tensors = {name: (span.start, span.end) for name, span in layout.spans.items()}
+    tensors = {
+        name: (byte_range.start, byte_range.end) for name, byte_range in layout.byte_ranges.items()
+    }
     return {"": (0, len(layout.head)), **tensors}
 
 
@@ -217,11 +221,11 @@ async def test_only_the_damaged_tensor_is_fetched_again(tmp_path: Path, part: st
                 return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         return data
 
-    async with meddling(tmp_path / "store", flip_once) as caller:
+    async with tampering_server(tmp_path / "store", flip_once) as caller:
         folder = await Puller(tmp_path / "cache").pull([caller], wanted)
     assert contents(folder) == contents(tmp_path / "hf-0")
     assert num_flipped == 1
-    again = asked.spans[-(-file.bytes // PIECE) :]
+    again = asked.byte_ranges[-(-file.bytes // PIECE) :]
     assert (min(again)[0], max(again)[1]) == (start, end)
     assert sum(last - first for first, last in again) == end - start
 
@@ -234,7 +238,7 @@ async def test_rot_in_the_cache_costs_one_tensor(tmp_path: Path, where: str) -> 
     wanted = made[0] if where == "file" else made[1]
     asked = Asked(weights_file(tmp_path, wanted).blob)
     start, end = spans_of(tmp_path / "hf-0" / WEIGHTS)["b.weight"]
-    async with meddling(tmp_path / "store", asked.note) as caller:
+    async with tampering_server(tmp_path / "store", asked.note) as caller:
         puller = Puller(tmp_path / "cache", transfer="delta")
         first = await puller.pull([caller], made[0])
         path = tmp_path / "cache" / "blobs" / rotten.blob
@@ -243,13 +247,13 @@ async def test_rot_in_the_cache_costs_one_tensor(tmp_path: Path, where: str) -> 
             file.seek(end - 1)
             file.write(bytes([path.read_bytes()[end - 1] ^ 1]))
         served = (first / WEIGHTS).read_bytes()
-        asked.spans.clear()
+        asked.byte_ranges.clear()
         descriptor = os.open(first / WEIGHTS, os.O_RDONLY)  # as an engine has it open
         folder = await puller.pull([caller], wanted)
         assert os.pread(descriptor, len(served), 0) == served, "nobody writes where an engine reads"
         os.close(descriptor)
     assert contents(folder) == contents(tmp_path / f"hf-{wanted.number}")
-    assert asked.spans == [(start, end)]
+    assert asked.byte_ranges == [(start, end)]
     puller.prune({wanted.manifest_digest})
     assert not list((tmp_path / "cache").rglob("*.wrong"))
 
@@ -290,7 +294,7 @@ async def test_the_way_is_chosen_by_what_was_measured(
         return data
 
     monkeypatch.setattr(BlobCache, "make", slow_make)
-    async with meddling(tmp_path / "store", note) as caller:
+    async with tampering_server(tmp_path / "store", note) as caller:
         puller = Puller(tmp_path / "cache", transfer=transfer)
         await puller.pull([caller], made[0])
         for wanted, kind in zip(made[1:], kinds, strict=True):
@@ -310,7 +314,7 @@ async def test_a_cancelled_writer_has_written_when_its_lock_is_let_go() -> None:
         time.sleep(0.2)
         is_done = True
 
-    task = asyncio.create_task(to_the_end(write))
+    task = asyncio.create_task(run_uncancelled(write))
     await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -21,21 +21,21 @@ from pathlib import Path
 import httpx2
 import pytest
 from tests.contract.dataflow_server import dataflow, free_port, serving, small_config
-from tests.unit.weights.relay_doubles import CHUNK, Meddler, flip, origin, put_blob
+from tests.unit.weights.relay_doubles import CHUNK, TamperingSource, flip, origin, put_blob
 from tests.unit.weights.snapshot_folders import contents, weights_bytes, write_folder
 from tests.unit.weights.weight_servers import listening, put, put_folder
 
 from penstock.errors import WeightsError
 from penstock.fleet.run_folder import RunFolder
-from penstock.rollout.peer_relay import Sharing, SharingFetch
-from penstock.rollout.weight_loader import FrontFetch
+from penstock.rollout.peer_relay import PeerRelayConfig, PeerRelayFetcher
+from penstock.rollout.weight_loader import WeightServerFetcher
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
 from penstock.weights.serving.piece_cache import PIECE_BYTES
 from penstock.weights.serving.relay import Relay
 from penstock.weights.serving.server import build
 from penstock.wire.auth import Audience, Role, Signer
-from penstock.wire.client import AsyncCaller, connect
+from penstock.wire.client import AsyncServiceClient, connect
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {"model.layers.0.weight": (1024, 512), "lm_head.weight": (1024, 513)}
@@ -75,14 +75,14 @@ def run(tmp_path: Path) -> Run:
 
 
 @asynccontextmanager
-async def fronted(run: Run, source: Meddler) -> AsyncGenerator[str]:
+async def served(run: Run, source: TamperingSource) -> AsyncGenerator[str]:
     async with listening(build(source, run.signer.verifier(Audience.WEIGHTS))) as url:
         yield url
 
 
 @asynccontextmanager
 async def relayed(run: Run, cache: Path, *upstreams: str) -> AsyncGenerator[str]:
-    callers = [AsyncCaller(url, run.relay) for url in upstreams]
+    callers = [AsyncServiceClient(url, run.relay) for url in upstreams]
     source = Relay(callers, cache, max_bytes=1 << 30)
     async with listening(build(source, run.signer.verifier(Audience.RELAY))) as url:
         yield url
@@ -99,8 +99,8 @@ async def test_a_token_shown_to_a_relay_is_worth_nothing_elsewhere(
     manifest = f"/v1/manifests/{put(tmp_path).manifest_digest}"
     with dataflow(tmp_path, small_config()) as running:
         async with (
-            fronted(run, origin(tmp_path / "store")) as front_url,
-            relayed(run, tmp_path / "relay", front_url) as relay_url,
+            served(run, origin(tmp_path / "store")) as weight_server_url,
+            relayed(run, tmp_path / "relay", weight_server_url) as relay_url,
             httpx2.AsyncClient() as http,
         ):
 
@@ -109,10 +109,10 @@ async def test_a_token_shown_to_a_relay_is_worth_nothing_elsewhere(
                 return (await http.request(method, url, headers=headers)).status_code
 
             assert await status(run.for_relay, relay_url + manifest) == 200
-            assert await status(run.for_relay, front_url + manifest) == 403
+            assert await status(run.for_relay, weight_server_url + manifest) == 403
             assert await status(run.relay, relay_url + manifest) == 200
-            assert await status(run.relay, front_url + manifest) == 200
-            assert await status(run.node, front_url + manifest) == 200
+            assert await status(run.relay, weight_server_url + manifest) == 200
+            assert await status(run.node, weight_server_url + manifest) == 200
             assert await status(run.node, relay_url + manifest) == 403
             headers = {"authorization": f"Bearer {running.token(Role.ADMIN)}"}
             document = (await http.get(f"{running.url}/openapi.json", headers=headers)).json()
@@ -134,7 +134,7 @@ async def test_a_relay_refuses_strangers(tmp_path: Path, run: Run) -> None:
     other_run = Signer.read(tmp_path / "keys", "another")
     audience = [Audience.RELAY]
     async with (
-        fronted(run, origin(tmp_path / "store")) as url,
+        served(run, origin(tmp_path / "store")) as url,
         relayed(run, tmp_path / "relay", url) as relay_url,
         httpx2.AsyncClient(base_url=relay_url) as http,
     ):
@@ -155,8 +155,8 @@ async def test_a_relay_whose_own_token_is_refused_does_not_blame_its_readers(
     tmp_path: Path, run: Run
 ) -> None:
     digest = put(tmp_path).manifest_digest
-    async with fronted(run, origin(tmp_path / "store")) as url:
-        caller = AsyncCaller(url, run.signer.mint(Role.RELAY, [Audience.WEIGHTS], ttl_s=-1))
+    async with served(run, origin(tmp_path / "store")) as url:
+        caller = AsyncServiceClient(url, run.signer.mint(Role.RELAY, [Audience.WEIGHTS], ttl_s=-1))
         source = Relay([caller], tmp_path / "relay", max_bytes=1 << 20)
         app = build(source, run.signer.verifier(Audience.RELAY))
         async with listening(app) as relay_url, httpx2.AsyncClient() as http:
@@ -178,12 +178,12 @@ async def test_a_relay_whose_upstream_is_gone_says_so_before_it_sends(
             return await http.get(f"{relay_url}/v1/blobs/{digest}", headers=headers)
 
         async with AsyncExitStack() as stack:
-            front = AsyncExitStack()
-            url = await front.enter_async_context(fronted(run, origin(tmp_path / "store")))
+            weight_server = AsyncExitStack()
+            url = await weight_server.enter_async_context(served(run, origin(tmp_path / "store")))
             relay_url = await stack.enter_async_context(relayed(run, tmp_path / "relay", url))
             answer = await get(relay_url, 2 * PIECE_BYTES)
             assert (answer.status_code, answer.content) == (206, data[2 * PIECE_BYTES :])
-            await front.aclose()
+            await weight_server.aclose()
             assert (await get(relay_url, 2 * PIECE_BYTES)).content == data[2 * PIECE_BYTES :]
             refused = await get(relay_url, PIECE_BYTES)
             assert refused.status_code == 503
@@ -198,7 +198,7 @@ async def test_a_tree_of_relays_costs_the_origin_one_copy(tmp_path: Path, run: R
     wanted = put_large(tmp_path)
     source = origin(tmp_path / "store")
     async with (
-        fronted(run, source) as url,
+        served(run, source) as url,
         relayed(run, tmp_path / "first", url) as first_url,
         relayed(run, tmp_path / "second", first_url, url) as second_url,
         connect(first_url, run.for_relay) as first,
@@ -229,8 +229,8 @@ async def test_altered_bytes_are_always_found(
         return data[:at] + bytes([data[at] ^ (1 << draw.randrange(8))]) + data[at + 1 :]
 
     async with (
-        fronted(run, origin(tmp_path / "store", alter)) as bad,
-        fronted(run, origin(tmp_path / "store")) as good,
+        served(run, origin(tmp_path / "store", alter)) as bad,
+        served(run, origin(tmp_path / "store")) as good,
         relayed(run, tmp_path / "relay", bad) as relay_url,
         connect(relay_url, run.for_relay) as near,
         connect(good, run.node) as far,
@@ -287,8 +287,8 @@ async def test_a_node_outlives_its_relay_in_mid_transfer(tmp_path: Path, run: Ru
         return data
 
     source = origin(tmp_path / "store", slow)
-    front = build(source, run.signer.verifier(Audience.WEIGHTS))
-    with serving(front) as url:
+    weight_server = build(source, run.signer.verifier(Audience.WEIGHTS))
+    with serving(weight_server) as url:
         with relay_process(run, tmp_path / "relay", url) as (relay_url, pid):
             async with connect(relay_url, run.for_relay) as near, connect(url, run.node) as far:
                 pull = asyncio.create_task(Puller(tmp_path / "cache").pull([near, far], wanted))
@@ -310,7 +310,7 @@ async def test_a_node_outlives_its_relay_in_mid_transfer(tmp_path: Path, run: Ru
 async def test_nodes_that_share_cost_one_copy_and_may_leave(tmp_path: Path, run: Run) -> None:
     first, second = put_large(tmp_path, 0, 0), put_large(tmp_path, 1, 1)
     source = origin(tmp_path / "store")
-    sharing = Sharing(
+    sharing = PeerRelayConfig(
         host="127.0.0.1",
         port=free_port(),
         tls=None,
@@ -318,9 +318,9 @@ async def test_nodes_that_share_cost_one_copy_and_may_leave(tmp_path: Path, run:
         max_bytes=1 << 30,
     )
     relay = (f"http://127.0.0.1:{sharing.port}", run.for_relay)
-    async with fronted(run, source) as url:
-        sharer = SharingFetch(run.node, tmp_path / "sharer", sharing)
-        others = [FrontFetch(run.node, tmp_path / f"n{i}", relay=relay) for i in range(3)]
+    async with served(run, source) as url:
+        sharer = PeerRelayFetcher(run.node, tmp_path / "sharer", sharing)
+        others = [WeightServerFetcher(run.node, tmp_path / f"n{i}", relay=relay) for i in range(3)]
         folder = await sharer(url, first)
         folders = await asyncio.gather(*(fetch(url, first) for fetch in others))
         for each in (folder, *folders):

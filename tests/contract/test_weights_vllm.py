@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scripts.setup_engine import CACHE, ENGINE, MARKER, MODEL
-from tests.unit.weights.weight_servers import put_folder, real_front
+from tests.unit.weights.weight_servers import put_folder, running_weight_server
 
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
@@ -133,7 +133,7 @@ async def pull_by_delta(
 ) -> tuple[Path, Path]:
     """Version 0 came whole, version 1 as what changed."""
     puller = Puller(tmp_path / "cache", transfer="delta")
-    async with real_front(tmp_path) as caller:
+    async with running_weight_server(tmp_path) as caller:
         first, second = [await puller.pull([caller], version) for version in versions]
     store = DirectoryStore(tmp_path / "store")
     files = parse_manifest(store.read_manifest(versions[1].manifest_digest)).files

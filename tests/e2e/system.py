@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from penstock.dataflow.client.dataflow import ReaderClient
+from penstock.dataflow.client.dataflow import StatusClient
 from penstock.dataflow.service.operators.messages import Status
 from penstock.errors import WireError
 from penstock.fleet.run_folder import RunFolder
@@ -98,7 +98,7 @@ class System:
     def status(self) -> Status | None:
         """Asked over HTTP: starting a command takes longer than some of the answers live."""
         token = self.folder.token(self.folder.read_config().name, Role.READER, ttl_s=60.0)
-        reader = ReaderClient(self.folder.endpoints().dataflow, token, patience_s=0.5)
+        reader = StatusClient(self.folder.endpoints().dataflow, token, patience_s=0.5)
         try:
             return reader.status()
         except WireError:

@@ -23,7 +23,7 @@ import yaml
 from recipes.agents.make_model import make_model
 from tests.e2e.system import PENSTOCK, penstock
 from tests.e2e.test_openai_agent import recomputed, snapshots, trained_trajectories
-from tests.unit.gateway.gateway_harness import Stage, on_stage
+from tests.unit.gateway.gateway_harness import GatewayHarness, running_gateway
 
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.programs import inherited_env, run_program
@@ -180,23 +180,25 @@ def check_logprobs(run: Path, trajectories: Iterable[Trajectory]) -> None:
 @pytest.mark.parametrize("name", ["node", pytest.param("openai-agents", marks=pytest.mark.slow)])
 async def test_a_tool_call_and_its_result_pass_through(tmp_path: Path, name: str) -> None:
     words = NODE if name == "node" else own()[name]
-    async with on_stage(tmp_path) as stage:
-        stage.actor.lines = [
+    async with running_gateway(tmp_path) as harness:
+        harness.engine.lines = [
             '<tool_call>{"name": "backwards", "arguments": {"text":  "xyz"}}</tool_call>',
             "done",
         ]
-        printed = await run_program(words, env=environment(stage), timeout_s=90)
+        printed = await run_program(words, env=environment(harness), timeout_s=90)
         assert printed == "done"
-        assert '"backwards"' in stage.prompt(0)
-        assert stage.prompt(1).endswith("<|im_start|>tool\nzyx<|im_end|>\n<|im_start|>assistant\n")
-        assert [turn.parent for turn in stage.session.turns()] == [-1, 0]
-        assert all(turn.reached_agent for turn in stage.session.turns())
+        assert '"backwards"' in harness.prompt(0)
+        assert harness.prompt(1).endswith(
+            "<|im_start|>tool\nzyx<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert [turn.parent for turn in harness.session.turns()] == [-1, 0]
+        assert all(turn.reached_agent for turn in harness.session.turns())
 
 
-def environment(stage: Stage) -> dict[str, str]:
+def environment(harness: GatewayHarness) -> dict[str, str]:
     return {
         **inherited_env(),
-        "OPENAI_BASE_URL": stage.url + "/v1",
-        "OPENAI_API_KEY": stage.session.api_key,
+        "OPENAI_BASE_URL": harness.url + "/v1",
+        "OPENAI_API_KEY": harness.session.api_key,
         "PENSTOCK_TASK": json.dumps({"prompt": "xyz>"}),
     }

@@ -24,10 +24,10 @@ from penstock.config import (
     TrainingConfig,
 )
 from penstock.conformance import examine_trainer
-from penstock.conformance.dataflow_double import Invitation, run_config
+from penstock.conformance.dataflow_double import JoinInfo, run_config
 from penstock.conformance.tiny_snapshot import write_snapshot
 from penstock.conformance.verdicts import Verdict
-from penstock.dataflow.client.dataflow import ReaderClient
+from penstock.dataflow.client.dataflow import StatusClient
 from penstock.dataflow.service.operators.messages import Status
 from penstock.fleet.run_folder import Endpoints, RunFolder
 from penstock.trainer.model_folders import TINY_QWEN3, init_model
@@ -61,7 +61,7 @@ class Run:
         path.mkdir()
         self.folder.write_config(config())
         Signer.create(self.folder.keys, config().name)
-        self.endpoints = self.folder.choose_endpoints(path, ())
+        self.endpoints = self.folder.allocate_endpoints(path, ())
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, role: Role | None, *words: str) -> subprocess.Popen[bytes]:
@@ -89,7 +89,7 @@ class Run:
 
     def status(self) -> Status:
         token = self.folder.token(config().name, Role.READER, ttl_s=60.0)
-        reader = ReaderClient(self.endpoints.dataflow, token, patience_s=20.0)
+        reader = StatusClient(self.endpoints.dataflow, token, patience_s=20.0)
         try:
             return reader.status()
         finally:
@@ -167,7 +167,7 @@ async def test_real_trainer_keeps_every_rule_and_fails_when_fenced(
     folder.path.mkdir()
     folder.write_config(run_config())
 
-    def invite(got: Invitation) -> None:
+    def invite(got: JoinInfo) -> None:
         endpoints = Endpoints(dataflow=got.url, weights=got.url, work_dir=str(tmp_path))
         (folder.path / "run").mkdir()
         (folder.path / "run" / "endpoints.json").write_bytes(encode_json(endpoints))
@@ -177,7 +177,7 @@ async def test_real_trainer_keeps_every_rule_and_fails_when_fenced(
         with (tmp_path / "trainer.log").open("wb") as out:
             started.append(subprocess.Popen(words, env=env, stdout=out, stderr=out))
 
-    findings = await examine_trainer(host="127.0.0.1", port=0, invite=invite, timeout_s=300.0)
+    findings = await examine_trainer(host="127.0.0.1", port=0, on_ready=invite, timeout_s=300.0)
     log = (tmp_path / "trainer.log").read_text()
     not_kept = [str(finding) for finding in findings if finding.verdict is not Verdict.OK]
     assert not_kept == [], log
@@ -190,7 +190,7 @@ async def test_a_plain_loop_keeps_every_rule_and_fails_when_fenced(
     init = tmp_path / "init"
     init_model(TINY_QWEN3, init, seed=0)
 
-    def invite(got: Invitation) -> None:
+    def invite(got: JoinInfo) -> None:
         env = {**os.environ, "PENSTOCK_TOKEN": got.token, "OMP_NUM_THREADS": "1"}
         words = [str(PLAIN), got.url, "--store", str(got.store), "--init", str(init)]
         words += ["--state", str(tmp_path / "state")]
@@ -199,7 +199,7 @@ async def test_a_plain_loop_keeps_every_rule_and_fails_when_fenced(
                 subprocess.Popen([sys.executable, *words], env=env, stdout=out, stderr=out)
             )
 
-    findings = await examine_trainer(host="127.0.0.1", port=0, invite=invite, timeout_s=300.0)
+    findings = await examine_trainer(host="127.0.0.1", port=0, on_ready=invite, timeout_s=300.0)
     log = (tmp_path / "trainer.log").read_text()
     not_kept = [str(finding) for finding in findings if finding.verdict is not Verdict.OK]
     assert not_kept == [], log

@@ -27,9 +27,9 @@ from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, Roles
 from penstock.trainer.inputs import make_inputs
 from penstock.trainer.model_folders import init_model, load_model
-from penstock.trainer.samples import cut
+from penstock.trainer.samples import make_samples
 from penstock.types import PolicyName, Trajectory
-from penstock.weights.rebuild import make_whole
+from penstock.weights.rebuild import rebuild_blob
 from penstock.weights.store import DirectoryStore
 from penstock.wire.codec import decode
 
@@ -102,14 +102,14 @@ def snapshots(database: sqlite3.Connection, weights: Path, to: Path) -> dict[tup
         folder.mkdir(parents=True)
         manifest = json.loads((weights / "manifests" / f"{digest}.json").read_bytes())
         for file in manifest["files"]:
-            os.link(make_whole(store, file["blob"]), folder / file["name"])
+            os.link(rebuild_blob(store, file["blob"]), folder / file["name"])
         folders[incarnation, number] = folder
     return folders
 
 
 def recomputed(trajectory: Trajectory, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """(the trainer's log-probs, the recorded ones) of all sampled tokens, in order."""
-    samples = cut([(0, trajectory)], POLICY)
+    samples = make_samples([(0, trajectory)], POLICY)
     batch = Batch(
         seq=1,
         trains_from=0,

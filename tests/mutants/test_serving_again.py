@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from blake3 import blake3
-from tests.chaos.ack_log import History
-from tests.chaos.load_generator import BadNode
-from tests.contract.dataflow_server import POLICY, SmallTrainer, dataflow, small_config
+from tests.chaos.ack_log import AckLog
+from tests.chaos.load_generator import FaultyNode
+from tests.contract.dataflow_server import POLICY, FakeTrainer, dataflow, small_config
 
-from penstock.dataflow.client.partitioned import SpreadClient
+from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.service.trainers.messages import BatchRequest
 from penstock.wire.auth import Role
 from penstock.wire.codec import encode
@@ -25,10 +25,10 @@ STEPS = 5
 async def test_an_old_batch_is_not_judged_anew(tmp_path: Path) -> None:
     config = small_config(steps=STEPS + 1)
     assert config.training.max_staleness < STEPS - 1
-    with dataflow(tmp_path, config) as running, History(tmp_path / "history.jsonl") as history:
-        trainer = await asyncio.to_thread(SmallTrainer, running)
-        client = SpreadClient(running.url, running.token(Role.ROLLOUT))
-        node = asyncio.create_task(BadNode("n0", client, history, random.Random(0)).run())
+    with dataflow(tmp_path, config) as running, AckLog(tmp_path / "history.jsonl") as history:
+        trainer = await asyncio.to_thread(FakeTrainer, running)
+        client = PartitionedNodeClient(running.url, running.token(Role.ROLLOUT))
+        node = asyncio.create_task(FaultyNode("n0", client, history, random.Random(0)).run())
         while trainer.seq < STEPS:
             await asyncio.to_thread(trainer.step)
         for seq in range(1, STEPS + 1):

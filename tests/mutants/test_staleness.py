@@ -8,11 +8,11 @@ import random
 from contextlib import suppress
 from pathlib import Path
 
-from tests.chaos.ack_log import History
-from tests.chaos.load_generator import BadNode
-from tests.contract.dataflow_server import POLICY, SmallTrainer, dataflow, small_config
+from tests.chaos.ack_log import AckLog
+from tests.chaos.load_generator import FaultyNode
+from tests.contract.dataflow_server import POLICY, FakeTrainer, dataflow, small_config
 
-from penstock.dataflow.client.partitioned import SpreadClient
+from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.service.trainers.messages import IncarnationRequest
 from penstock.wire.auth import Role
 
@@ -24,10 +24,10 @@ async def test_what_waits_on_an_abandoned_branch_expires(tmp_path: Path) -> None
     trains from number 4 again."""
     config = small_config(steps=20)
     assert config.training.max_staleness < STEPS
-    with dataflow(tmp_path, config) as running, History(tmp_path / "history.jsonl") as history:
-        trainer, reader = await asyncio.to_thread(SmallTrainer, running), running.reader()
-        client = SpreadClient(running.url, running.token(Role.ROLLOUT))
-        node = asyncio.create_task(BadNode("n0", client, history, random.Random(0)).run())
+    with dataflow(tmp_path, config) as running, AckLog(tmp_path / "history.jsonl") as history:
+        trainer, reader = await asyncio.to_thread(FakeTrainer, running), running.reader()
+        client = PartitionedNodeClient(running.url, running.token(Role.ROLLOUT))
+        node = asyncio.create_task(FaultyNode("n0", client, history, random.Random(0)).run())
         while trainer.seq < STEPS:
             await asyncio.to_thread(trainer.step)
         for _ in range(200):

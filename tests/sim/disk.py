@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import sqlalchemy as sa
-from tests.sim.events import Engine
+from tests.sim.events import EventLoop
 
 from penstock.dataflow.ledger.tables import METADATA, Tables
-from penstock.dataflow.records import Erasure, Record
+from penstock.dataflow.records import Deletion, Record
 
 R = TypeVar("R")
-Entry = Record | Erasure
+Entry = Record | Deletion
 Key = tuple[Any, ...]
 Watch = Callable[["Disk", Record], None]
 
@@ -34,7 +34,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
-class LazyTables(Tables):
+class PooledTables(Tables):
     """The real tables; what became durable is written to them when somebody reads."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class LazyTables(Tables):
         batch: list[Entry] = []
         for entries in self.unwritten:
             batch += entries
-            if any(isinstance(entry, Erasure) for entry in entries):
+            if any(isinstance(entry, Deletion) for entry in entries):
                 self.commit(batch)
                 batch = []
         if batch:
@@ -76,24 +76,24 @@ class LazyTables(Tables):
 
 
 _numbers = itertools.count()
-_spare: list[LazyTables] = []
+_spare: list[PooledTables] = []
 """Making 26 tables takes longer than a whole run; emptied ones are used again."""
 
 
-def give_back(tables: LazyTables) -> None:
+def return_tables(tables: PooledTables) -> None:
     _spare.append(tables)
 
 
-def take_tables() -> LazyTables:
+def borrow_tables() -> PooledTables:
     if not _spare:
-        return LazyTables()
+        return PooledTables()
     tables = _spare.pop()
     tables.empty()
     return tables
 
 
 class Disk:
-    def __init__(self, engine: Engine, name: str, watch: Watch) -> None:
+    def __init__(self, engine: EventLoop, name: str, watch: Watch) -> None:
         self.name = name
         self.records: dict[type[Record], dict[Key, Record]] = {}
         self.fails_next = False
@@ -101,7 +101,7 @@ class Disk:
         self.on_failure: Callable[[], None] = lambda: None
         self._engine = engine
         self._watch = watch
-        self.tables = take_tables()
+        self.tables = borrow_tables()
         self._queued: list[tuple[Sequence[Entry], Callable[[], None]]] = []
         self._running: list[tuple[Sequence[Entry], Callable[[], None]]] = []
         self._turn = 0
@@ -114,7 +114,7 @@ class Disk:
         return not self._queued and not self._running
 
     def close(self) -> None:
-        give_back(self.tables)
+        return_tables(self.tables)
 
     # --- group commit ---------------------------------------------------------------------------
 
@@ -165,14 +165,14 @@ class Disk:
     def _durable(self, entries: Sequence[Entry]) -> None:
         self.tables.unwritten.append(entries)
         for entry in entries:
-            if isinstance(entry, Erasure):
+            if isinstance(entry, Deletion):
                 self._erase(entry)
             else:
                 self._watch(self, entry)
                 key = tuple(getattr(entry, name) for name in entry.KEY)
                 self.records.setdefault(type(entry), {})[key] = entry
 
-    def _erase(self, erasure: Erasure) -> None:
+    def _erase(self, erasure: Deletion) -> None:
         kept = self.records.get(erasure.kind, {})
         terms = [_term(text, erasure.values) for text in erasure.where.split(" AND ")]
         gone = [

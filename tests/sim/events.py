@@ -20,7 +20,7 @@ Answer = Any
 Reply = Callable[[Answer], None]
 
 
-class Engine:
+class EventLoop:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
@@ -55,7 +55,7 @@ class Engine:
     def chance(self, share: float) -> bool:
         return share > 0 and self.rng.random() < share
 
-    def harm(self, share: float) -> bool:
+    def fault_chance(self, share: float) -> bool:
         """As `chance`, of something that goes wrong; nothing does in a kind world."""
         return not self.is_kind and self.chance(share)
 
@@ -83,7 +83,7 @@ class Command:
 class Network:
     """Each call and each answer on its own way."""
 
-    engine: Engine
+    engine: EventLoop
     loss: float = 0.0
     repeats: float = 0.0
     slow: float = 0.0
@@ -135,7 +135,7 @@ Actor = Generator[Sleep | Call, Answer, None]
 class Task:
     """One running actor; ends with it or when cancelled."""
 
-    def __init__(self, engine: Engine, network: Network, actor: Actor) -> None:
+    def __init__(self, engine: EventLoop, network: Network, actor: Actor) -> None:
         self._engine = engine
         self._network = network
         self._actor = actor

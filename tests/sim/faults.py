@@ -7,33 +7,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from tests.sim.events import Command, Engine, Network
+from tests.sim.events import Command, EventLoop, Network
 from tests.sim.nodes import Node
 from tests.sim.plans import Plan
-from tests.sim.processes import HomeMachine, Machine, PartitionMachine
+from tests.sim.processes import CoordinatorProcess, PartitionProcess, SimProcess
 from tests.sim.trainers import Trainer
 
 MAX_JOINS = 2
 MAX_LOST = 1
 
 
-class Struck(Protocol):
+class FaultTarget(Protocol):
     """Who can be struck."""
 
     plan: Plan
-    engine: Engine
+    engine: EventLoop
     network: Network
-    machines: list[Machine]
+    machines: list[SimProcess]
     nodes: list[Node]
     trainers: list[Trainer]
-    home: HomeMachine
-    is_calm: bool
+    coordinator: CoordinatorProcess
+    is_fault_free: bool
 
     def join(self) -> None: ...
 
 
-class Blows:
-    def __init__(self, world: Struck) -> None:
+class FaultInjector:
+    def __init__(self, world: FaultTarget) -> None:
         self._world = world
         self._engine = world.engine
         self._num_joined = 0
@@ -41,10 +41,10 @@ class Blows:
 
     def begin(self) -> None:
         wait_s = self._engine.rng.expovariate(1 / self._world.plan.faults.trouble_s)
-        self._engine.at(wait_s, "", self._blow)
+        self._engine.at(wait_s, "", self._inject)
 
-    def _blow(self) -> None:
-        if self._world.is_calm:
+    def _inject(self) -> None:
+        if self._world.is_fault_free:
             return
         rng = self._engine.rng
         blows = (
@@ -70,7 +70,7 @@ class Blows:
 
     def _later(self, low: float, high: float, event: Callable[[], None]) -> None:
         def happen() -> None:
-            if not self._world.is_calm:
+            if not self._world.is_fault_free:
                 event()
 
         self._engine.at(self._engine.between(low, high), "", happen)
@@ -80,7 +80,7 @@ class Blows:
         machine.die("killed")
         self._revive(machine)
 
-    def _revive(self, machine: Machine) -> None:
+    def _revive(self, machine: SimProcess) -> None:
         # Its wall clock may have been set meanwhile, in either direction.
         machine.skew_s = self._engine.rng.choice((0.0, 0.0, 3600.0, -3600.0))
         self._later(0.5, 15.0, machine.start)
@@ -144,18 +144,20 @@ class Blows:
 
     def _drain(self) -> None:
         far = self._engine.rng.choice(self._world.machines[1:])
-        assert isinstance(far, PartitionMachine)
-        command = Command(run=lambda home, now: home.drain(far.index))
-        self._world.home.handle(f"drain {far.name}", command, lambda answer: None)
+        assert isinstance(far, PartitionProcess)
+        command = Command(run=lambda coordinator, now: coordinator.drain(far.index))
+        self._world.coordinator.handle(f"drain {far.name}", command, lambda answer: None)
 
     def _lose(self) -> None:
         """Wrongly, for all that home knows: its process lives on until home refuses it."""
         if self._num_lost < MAX_LOST:
             self._num_lost += 1
             far = self._engine.rng.choice(self._world.machines[1:])
-            assert isinstance(far, PartitionMachine)
-            command = Command(run=lambda home, now: home.lose(far.index, now))
-            self._world.home.handle(f"declare {far.name} lost:", command, lambda answer: None)
+            assert isinstance(far, PartitionProcess)
+            command = Command(run=lambda coordinator, now: coordinator.lose(far.index, now))
+            self._world.coordinator.handle(
+                f"declare {far.name} lost:", command, lambda answer: None
+            )
 
     def _crash_trainer(self) -> None:
         trainer = self._engine.rng.choice(self._world.trainers)

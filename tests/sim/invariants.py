@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from tests.sim.disk import Disk
 from tests.sim.plans import MAX_USES, Plan
-from tests.sim.slot_invariants import SlotLaws, require
+from tests.sim.slot_invariants import SlotInvariants, require
 
 from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.records import (
@@ -36,7 +36,7 @@ from penstock.types import GroupId, Manifest, PolicyName
 from penstock.wire.codec import decode
 
 
-class Branch:
+class PolicyModel:
     """One policy as the durable records tell it, by brute force."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Branch:
     def number(self) -> int:
         return self.path[self.seq]
 
-    def counts_as(self, incarnation: int, number: int) -> int:
+    def effective_number(self, incarnation: int, number: int) -> int:
         """A version, cut at every fork that abandoned it."""
         for life in range(incarnation + 1, len(self.forks)):
             shared = self.forks[life][0]
@@ -73,11 +73,11 @@ class Branch:
         self.floor = max(self.floor, min(floor, self.seq))
 
 
-class Laws(SlotLaws):
+class Invariants(SlotInvariants):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.plan = plan
-        self.branches = {policy: Branch() for policy in plan.policies}
+        self.branches = {policy: PolicyModel() for policy in plan.policies}
         self.open_issued: dict[GroupId, None] = {}
         self.admitted: dict[PolicyName, dict[GroupId, None]] = {p: {} for p in plan.policies}
         self.judged: dict[PolicyName, set[GroupId]] = {p: set() for p in plan.policies}
@@ -178,7 +178,7 @@ class Laws(SlotLaws):
             self._sealed_rows(name, policy, branch, trains_from, group)
 
     def _sealed_rows(
-        self, name: str, policy: PolicyName, branch: Branch, trains_from: int, group: Any
+        self, name: str, policy: PolicyName, branch: PolicyModel, trains_from: int, group: Any
     ) -> None:
         disk = self.disk_of(group.group_id)
         record = disk.of(GroupRecord).get((group.group_id,))
@@ -190,7 +190,7 @@ class Laws(SlotLaws):
             stored = disk.of(RowRecord).get((row.row_id,))
             known = stored is not None and stored.digest == row.digest
             require(known, f"{name}: row {row.row_id} is not durable")
-            born = min(branch.counts_as(*version) for version in row.versions[policy])
+            born = min(branch.effective_number(*version) for version in row.versions[policy])
             age = trains_from - born
             require(
                 age <= self.plan.max_staleness,
@@ -252,12 +252,12 @@ class Laws(SlotLaws):
     def _freed(self, disk: Disk, new: FreedRecord) -> None:
         name = f"payload of {new.group_id}"
         require((new.group_id,) not in disk.of(FreedRecord), f"{name} is freed twice")
-        home = self.disks["home"]
-        if disk is not home:
-            require((new.group_id,) in home.of(FreedRecord), f"{name}: home never said so")
+        coordinator = self.disks["home"]
+        if disk is not coordinator:
+            require((new.group_id,) in coordinator.of(FreedRecord), f"{name}: home never said so")
             return
         for policy, branch in self.branches.items():
-            fate = home.of(FateRecord).get((policy, new.group_id))
+            fate = coordinator.of(FateRecord).get((policy, new.group_id))
             require(fate is not None, f"{name} is freed before {policy} judged it")
             assert fate is not None
             require(fate.state != "admitted", f"{name} is freed and {policy} may seal it")
@@ -267,9 +267,9 @@ class Laws(SlotLaws):
 
     def free(self) -> None:
         """What nobody can ask for any more is freed; read when home has nothing in flight."""
-        home = self.disks["home"]
-        for (group_id,), issued in home.of(IssuedRecord).items():
-            if not issued.judged or (group_id,) in home.of(FreedRecord):
+        coordinator = self.disks["home"]
+        for (group_id,), issued in coordinator.of(IssuedRecord).items():
+            if not issued.judged or (group_id,) in coordinator.of(FreedRecord):
                 continue
             holders = [
                 policy
@@ -278,7 +278,7 @@ class Laws(SlotLaws):
             ]
             require(bool(holders), f"nobody needs {group_id} and its payload is kept for ever")
 
-    def _holds(self, policy: PolicyName, branch: Branch, group_id: GroupId) -> bool:
+    def _holds(self, policy: PolicyName, branch: PolicyModel, group_id: GroupId) -> bool:
         fate = self.disks["home"].of(FateRecord)[policy, group_id]
         last = max(self.in_batches[policy].get(group_id, [0]))
         return fate.state == "admitted" or bool(fate.rows) or last > branch.floor
@@ -305,25 +305,25 @@ class Laws(SlotLaws):
                 if group_id not in self.judged[policy]:
                     yield group_id, policy
 
-    def conserve(self) -> None:
+    def check_conservation(self) -> None:
         """Every group that somebody has not judged is somewhere: on its way to its partition, open
         there, waiting for columns, or on its way back."""
-        home = self.disks["home"]
+        coordinator = self.disks["home"]
         for group_id, policy in self.undecided():
             disk = self.disk_of(group_id)
             group = disk.of(GroupRecord).get((group_id,))
             if group is not None and group.state == "open":
                 continue
-            if disk is home:
+            if disk is coordinator:
                 waits = disk.of(CompletionRecord).get((group_id, policy))
                 judging = waits is not None and waits.state == "judging"
                 require(judging, f"{group_id} ended and {policy} never heard of it")
                 continue
-            link = f"home>{disk.name}" if group is None else f"{disk.name}>home"
+            link = f"coordinator>{disk.name}" if group is None else f"{disk.name}>coordinator"
             waits = disk.of(CompletionRecord).get((group_id, policy))
             if group is not None and waits is not None and waits.state == "judging":
                 continue
-            sender = home if group is None else disk
+            sender = coordinator if group is None else disk
             on_its_way = any(
                 message.number > self.received[link] and group_id.encode() in message.body
                 for message in sender.of(MessageRecord).values()

@@ -26,17 +26,17 @@ MAX_STALENESS = 50
 """More than a test commits, so that no row grows too old."""
 
 
-class Subject(Protocol):
+class SystemUnderTest(Protocol):
     """The dataflow as nodes and one trainer see it; errors come as their code."""
 
-    def join(self, node: NodeId, session: str) -> None: ...
+    def join(self, node: NodeId, boot_id: str) -> None: ...
     def lease(
-        self, node: NodeId, session: str, request: str, count: int, live: LiveVersion
+        self, node: NodeId, boot_id: str, request: str, count: int, live: LiveVersion
     ) -> list[Grant]: ...
     def deliver(
-        self, node: NodeId, session: str, grant: Grant, live: LiveVersion, word: str
+        self, node: NodeId, boot_id: str, grant: Grant, live: LiveVersion, word: str
     ) -> str: ...
-    def release(self, node: NodeId, session: str, grant: Grant) -> str: ...
+    def release(self, node: NodeId, boot_id: str, grant: Grant) -> str: ...
     def incarnate(self, request: str, expected: int, number: int, seq: int) -> int | str: ...
     def publish(self, incarnation: int, number: int) -> str: ...
     def batch(self, incarnation: int, seq: int) -> tuple[GroupId, ...] | str: ...
@@ -67,10 +67,10 @@ class Group:
         return NUM_SLOTS - len(self.holders) - len(self.results) if self.state == "open" else 0
 
 
-class FlowMachine(RuleBasedStateMachine):
+class DataflowStateMachine(RuleBasedStateMachine):
     """Nodes that lease, deliver, repeat and are replaced; trainers that draw, commit and rewind."""
 
-    def make_subject(self) -> Subject:
+    def make_subject(self) -> SystemUnderTest:
         raise NotImplementedError
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class FlowMachine(RuleBasedStateMachine):
         newest = max(self.published)
         return LiveVersion(policy=POLICY, incarnation=newest, number=self.published[newest])
 
-    def _counts_as(self, incarnation: int, number: int) -> int:
+    def _effective_number(self, incarnation: int, number: int) -> int:
         return min([number, *self.forks[incarnation + 1 :]])
 
     # --- nodes ------------------------------------------------------------------------------------
@@ -122,9 +122,9 @@ class FlowMachine(RuleBasedStateMachine):
     @rule(node=st.sampled_from(NODES))
     def join(self, node: NodeId) -> None:
         """A new life: what the old one held is free again and cost an attempt."""
-        session = self._new("s")
-        self.subject.join(node, session)
-        self.sessions[node] = session
+        boot_id = self._new("s")
+        self.subject.join(node, boot_id)
+        self.sessions[node] = boot_id
         self._lose_all(node)
 
     def _lose_all(self, node: NodeId) -> None:
@@ -152,9 +152,9 @@ class FlowMachine(RuleBasedStateMachine):
         """Without this, few histories would get as far as a batch."""
         node = data.draw(st.sampled_from(sorted(self.sessions)))
         self._lease(node, CAPACITY, again)
-        for holder, session, grant, live in self.grants[-2 * CAPACITY :]:
+        for holder, boot_id, grant, live in self.grants[-2 * CAPACITY :]:
             if holder == node:
-                self._deliver(node, session, grant, live, "good", again)
+                self._deliver(node, boot_id, grant, live, "good", again)
 
     def _lease(self, node: NodeId, count: int, again: bool) -> None:
         request, live = self._new("r"), self._live()
@@ -186,11 +186,11 @@ class FlowMachine(RuleBasedStateMachine):
     def deliver(self, data: st.DataObject, word: str, again: bool) -> None:
         """Of a lease that runs, that ended, or that was answered before."""
         index = data.draw(st.integers(0, min(11, len(self.grants) - 1)))
-        node, session, grant, live = self.grants[-1 - index]
-        self._deliver(node, session, grant, live, word, again)
+        node, boot_id, grant, live = self.grants[-1 - index]
+        self._deliver(node, boot_id, grant, live, word, again)
 
     def _deliver(
-        self, node: NodeId, session: str, grant: Grant, live: LiveVersion, word: str, again: bool
+        self, node: NodeId, boot_id: str, grant: Grant, live: LiveVersion, word: str, again: bool
     ) -> None:
         group = self.groups[grant.group_id]
         name = f"{grant.group_id}.{grant.slot}.{grant.epoch}"
@@ -202,14 +202,14 @@ class FlowMachine(RuleBasedStateMachine):
             expected = "duplicate" if self.words[name] == word else "conflict"
         else:
             expected = "fenced"
-        assert self.subject.deliver(node, session, grant, live, word) == expected
+        assert self.subject.deliver(node, boot_id, grant, live, word) == expected
         if runs:
             self.words[name] = word
             self._delivered(group, grant, live, word)
         if runs and again:
             other = WORDS[WORDS.index(word) - 1]
-            assert self.subject.deliver(node, session, grant, live, word) == "duplicate"
-            assert self.subject.deliver(node, session, grant, live, other) == "conflict"
+            assert self.subject.deliver(node, boot_id, grant, live, word) == "duplicate"
+            assert self.subject.deliver(node, boot_id, grant, live, other) == "conflict"
 
     def _delivered(self, group: Group, grant: Grant, live: LiveVersion, word: str) -> None:
         if word == "failed":
@@ -226,12 +226,12 @@ class FlowMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, min(11, len(self.grants) - 1)))
-        node, session, grant, _ = self.grants[-1 - index]
+        node, boot_id, grant, _ = self.grants[-1 - index]
         group = self.groups[grant.group_id]
         runs = group.holders.get(grant.slot) == node and group.epochs[grant.slot] == grant.epoch
         runs = runs and group.state == "open"
         expected = "stored" if runs else "fenced"
-        assert self.subject.release(node, session, grant) == expected
+        assert self.subject.release(node, boot_id, grant) == expected
         if runs:
             del group.holders[grant.slot]
 
@@ -268,7 +268,7 @@ class FlowMachine(RuleBasedStateMachine):
 
     def _age_key(self, group_id: GroupId) -> tuple[int, int]:
         versions = self.groups[group_id].versions
-        return min(self._counts_as(*v) for v in versions), self.ready.index(group_id)
+        return min(self._effective_number(*v) for v in versions), self.ready.index(group_id)
 
     @rule()
     def fenced_trainer(self) -> None:

@@ -13,17 +13,23 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
-from tests.sim.events import Actor, Call, Command, Engine, Network, Sleep, Task
-from tests.sim.invariants import Laws
+from tests.sim.events import Actor, Call, Command, EventLoop, Network, Sleep, Task
+from tests.sim.invariants import Invariants
 from tests.sim.plans import Plan
-from tests.sim.processes import Machine, PartitionMachine
+from tests.sim.processes import PartitionProcess, SimProcess
 
-from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.core.leasing import (
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+    RegisterRequest,
+)
 from penstock.dataflow.records import RowRecord, row_id
 from penstock.errors import Busy, Fenced, NotFound, WireError
 from penstock.types import NodeId, Outcome, OutcomeKind, PolicyName, PublishedVersion, RowId
 
-BEAT_S = 3.5
+HEARTBEAT_S = 3.5
 WORD = {
     OutcomeKind.COMPLETED: "",
     OutcomeKind.TRUNCATED: "length",
@@ -33,10 +39,10 @@ WORD = {
 
 
 @dataclass(slots=True)
-class Desk:
+class NodeAtPartition:
     """How this life of the node stands with one partition."""
 
-    machine: Machine
+    machine: SimProcess
     is_known: bool = False
     asking: str = ""
     """A lease request without an answer yet."""
@@ -53,7 +59,7 @@ class Result:
 @dataclass(slots=True)
 class Work:
     grant: Grant
-    machine: Machine
+    machine: SimProcess
     started_with: tuple[LiveVersion, ...]
     is_stopped: bool = False
 
@@ -61,11 +67,11 @@ class Work:
 class Node:
     def __init__(
         self,
-        engine: Engine,
+        engine: EventLoop,
         network: Network,
         plan: Plan,
-        laws: Laws,
-        machines: Sequence[Machine],
+        laws: Invariants,
+        machines: Sequence[SimProcess],
         name: str,
     ) -> None:
         self.name = NodeId(name)
@@ -80,10 +86,10 @@ class Node:
         self._lives = 0
         self._asked = 0
         self._tasks: list[Task] = []
-        self._desks: list[Desk] = []
+        self._desks: list[NodeAtPartition] = []
 
     @property
-    def session(self) -> str:
+    def boot_id(self) -> str:
         return f"{self.name}/{self._lives}"
 
     def start(self) -> None:
@@ -91,13 +97,13 @@ class Node:
         self.stop()
         self._lives += 1
         self.held, self._live = {}, {}
-        self._desks = [Desk(machine) for machine in self._machines if machine.plan]
+        self._desks = [NodeAtPartition(machine) for machine in self._machines if machine.plan]
         self._tasks = [self._spawn(self._serve(desk)) for desk in self._desks]
 
-    def learn(self, machine: Machine) -> None:
+    def learn(self, machine: SimProcess) -> None:
         """Home named a further partition."""
         if not self.is_dead:
-            self._desks.append(Desk(machine))
+            self._desks.append(NodeAtPartition(machine))
             self._spawn(self._serve(self._desks[-1]))
 
     def stop(self) -> None:
@@ -118,8 +124,8 @@ class Node:
 
     # --- one partition ----------------------------------------------------------------------------
 
-    def _serve(self, desk: Desk) -> Actor:
-        yield Sleep(seconds=self._engine.between(0.0, BEAT_S))
+    def _serve(self, desk: NodeAtPartition) -> Actor:
+        yield Sleep(seconds=self._engine.between(0.0, HEARTBEAT_S))
         while True:
             if not desk.is_known:
                 answer = yield self._call(desk, "register", _register(self._register()))
@@ -129,18 +135,18 @@ class Node:
                     return
                 continue
             answer = yield self._call(
-                desk, "beat", _beat(self.name, self.session, self._versions()), tries=1
+                desk, "beat", _beat(self.name, self.boot_id, self._versions()), tries=1
             )
             self._heed(desk, answer)
             if desk.is_known and self._free > 0:
                 yield from self._lease(desk)
-            yield Sleep(seconds=BEAT_S * self._engine.between(0.7, 1.1))
+            yield Sleep(seconds=HEARTBEAT_S * self._engine.between(0.7, 1.1))
 
-    def _lease(self, desk: Desk) -> Actor:
+    def _lease(self, desk: NodeAtPartition) -> Actor:
         if not desk.asking:
             self._asked += 1
-            desk.asking = f"{self.session}/{self._asked}"
-        request = _lease(self.name, self.session, desk.asking, self._free, self._versions())
+            desk.asking = f"{self.boot_id}/{self._asked}"
+        request = _lease(self.name, self.boot_id, desk.asking, self._free, self._versions())
         answer = yield self._call(desk, "lease", request, tries=2)
         if answer is None:
             return  # asked again under the same name
@@ -151,12 +157,12 @@ class Node:
         for grant in answer[0]:
             self._begin(desk.machine, grant)
 
-    def _call(self, desk: Desk, name: str, command: Command, tries: int = 10**6) -> Call:
+    def _call(self, desk: NodeAtPartition, name: str, command: Command, tries: int = 10**6) -> Call:
         return Call(target=desk.machine, name=f"{self.name} {name}", command=command, tries=tries)
 
-    def _register(self) -> Register:
-        return Register(
-            node_id=self.name, session=self.session, capacity=self._plan.capacity, policies=()
+    def _register(self) -> RegisterRequest:
+        return RegisterRequest(
+            node_id=self.name, boot_id=self.boot_id, capacity=self._plan.capacity, policies=()
         )
 
     def _versions(self) -> tuple[LiveVersion, ...]:
@@ -166,24 +172,24 @@ class Node:
     def _free(self) -> int:
         return self._plan.capacity - len(self.held)
 
-    def _heed(self, desk: Desk, answer: Any) -> None:
+    def _heed(self, desk: NodeAtPartition, answer: Any) -> None:
         """Orders ride on every answer."""
         if isinstance(answer, Fenced):
-            self._engine.at(1.0, "", self._replaced(self._lives))
+            self._engine.at(1.0, "", self._restart_if_current(self._lives))
         elif isinstance(answer, NotFound):
             desk.is_known = False
         elif isinstance(answer, tuple):
-            _, wanted, stopped = cast(tuple[Any, Any, Any], answer)
+            _, wanted, revoked = cast(tuple[Any, Any, Any], answer)
             for version in wanted:
                 if self._live.get(version.policy) != _live(version):
                     self._spawn(self._load(version))
-            for name in stopped:
+            for name in revoked:
                 if name in self.held and self._engine.chance(0.7):
                     self.held.pop(name).is_stopped = True
 
-    def _replaced(self, life: int) -> Any:
+    def _restart_if_current(self, boot: int) -> Any:
         def restart() -> None:
-            if life == self._lives and not self.is_dead:
+            if boot == self._lives and not self.is_dead:
                 self.start()
 
         return restart
@@ -197,7 +203,7 @@ class Node:
 
     # --- work -------------------------------------------------------------------------------------
 
-    def _begin(self, machine: Machine, grant: Grant) -> None:
+    def _begin(self, machine: SimProcess, grant: Grant) -> None:
         name = row_id(grant.group_id, grant.slot, grant.epoch)
         if name in self.held:
             return
@@ -209,7 +215,7 @@ class Node:
         yield Sleep(seconds=min(25.0, self._engine.rng.lognormvariate(0.7, 0.8)))
         if work.is_stopped:
             return
-        if self._engine.harm(self._plan.faults.cut):
+        if self._engine.fault_chance(self._plan.faults.cut):
             yield Call(
                 target=work.machine,
                 name=f"{self.name} release {name}",
@@ -238,9 +244,9 @@ class Node:
     def _result(self, name: RowId, work: Work) -> Result:
         rng, plan = self._engine.rng, self._plan
         kind = OutcomeKind.COMPLETED
-        if self._engine.harm(plan.faults.failed):
+        if self._engine.fault_chance(plan.faults.failed):
             kind = OutcomeKind.FAILED
-        elif self._engine.harm(plan.faults.cut):
+        elif self._engine.fault_chance(plan.faults.cut):
             kind = rng.choice((OutcomeKind.TRUNCATED, OutcomeKind.CANCELLED))
         outcome = Outcome(kind=kind, reason=WORD[kind])
         versions: dict[str, list[tuple[int, int]]] = {}
@@ -268,7 +274,7 @@ class Node:
             sampled=msgspec.json.encode(dict.fromkeys(versions, 3)).decode(),
             versions=msgspec.json.encode(versions).decode(),
             delivered_at=0.0,
-            computed=msgspec.json.encode(dict.fromkeys(versions, (5, 25))).decode(),
+            compute_cost=msgspec.json.encode(dict.fromkeys(versions, (5, 25))).decode(),
         )
         return Result(row=row, outcome=outcome)
 
@@ -282,13 +288,13 @@ def _live(version: PublishedVersion) -> LiveVersion:
 # --- what the service does with these calls -------------------------------------------------------
 
 
-def _orders(machine: Machine, node_id: NodeId) -> tuple[Any, ...]:
+def _orders(machine: SimProcess, node_id: NodeId) -> tuple[Any, ...]:
     assert machine.host is not None
-    return machine.host.gate.wanted, machine.host.partition.roster.stopped(node_id)
+    return machine.host.gate.wanted, machine.host.partition.roster.revoked(node_id)
 
 
-def _register(body: Register) -> Command:
-    def run(machine: Machine, now: float) -> Any:
+def _register(body: RegisterRequest) -> Command:
+    def run(machine: SimProcess, now: float) -> Any:
         assert machine.host is not None
         machine.host.partition.register(body, now)
         return ((), *_orders(machine, body.node_id))
@@ -296,30 +302,30 @@ def _register(body: Register) -> Command:
     return Command(run=run, waits=False)
 
 
-def _beat(node_id: NodeId, session: str, live: tuple[LiveVersion, ...]) -> Command:
-    def run(machine: Machine, now: float) -> Any:
+def _beat(node_id: NodeId, boot_id: str, live: tuple[LiveVersion, ...]) -> Command:
+    def run(machine: SimProcess, now: float) -> Any:
         assert machine.host is not None
-        machine.host.partition.heartbeat(node_id, session, now, state=NodeState.LIVE, live=live)
+        machine.host.partition.heartbeat(node_id, boot_id, now, state=NodeState.LIVE, live=live)
         return ((), *_orders(machine, node_id))
 
     return Command(run=run, waits=False)
 
 
 def _lease(
-    node_id: NodeId, session: str, request_id: str, count: int, live: tuple[LiveVersion, ...]
+    node_id: NodeId, boot_id: str, request_id: str, count: int, live: tuple[LiveVersion, ...]
 ) -> Command:
-    def run(machine: Machine, now: float) -> Any:
+    def run(machine: SimProcess, now: float) -> Any:
         assert machine.host is not None
         partition = machine.host.partition
-        partition.ask(node_id, session, request_id, now)
-        grants = partition.lease(node_id, session, request_id, count, live, now)
+        partition.ask(node_id, boot_id, request_id, now)
+        grants = partition.lease(node_id, boot_id, request_id, count, live, now)
         return (grants, *_orders(machine, node_id))
 
     return Command(run=run)
 
 
 def _release(node_id: NodeId, grant: Grant) -> Command:
-    def run(machine: Machine, now: float) -> Any:
+    def run(machine: SimProcess, now: float) -> Any:
         assert machine.host is not None
         held = machine.host.partition.release(node_id, grant.group_id, grant.slot, grant.epoch, now)
         return "released" if held else "fenced"
@@ -330,7 +336,7 @@ def _release(node_id: NodeId, grant: Grant) -> Command:
 def _deliver(result: Result) -> Command:
     row = result.row
 
-    def run(machine: Machine, now: float) -> Any:
+    def run(machine: SimProcess, now: float) -> Any:
         assert machine.host is not None
         partition, gate = machine.host.partition, machine.host.gate
         if not partition.holds(row.node_id, row.group_id, row.slot, row.epoch):
@@ -341,7 +347,7 @@ def _deliver(result: Result) -> Command:
             for policy, found in versions.items()
             for version in found
         ):
-            if isinstance(machine, PartitionMachine):
+            if isinstance(machine, PartitionProcess):
                 return Busy("home may know its version")
             partition.reject(row.group_id, row.slot, "version unknown here", now)
             return DeliveryStatus.INVALID
@@ -350,7 +356,7 @@ def _deliver(result: Result) -> Command:
     return Command(run=run)
 
 
-def _look(machine: Machine, row: RowRecord) -> DeliveryStatus:
+def _look(machine: SimProcess, row: RowRecord) -> DeliveryStatus:
     """No lease stands behind it: it was stored before, another was, or it is late."""
     known = machine.disk.of(RowRecord).get((row.row_id,))
     if known is None:

@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from penstock.dataflow.core.completion import Needs
-from penstock.dataflow.core.consumers import PolicyTerms
-from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
-from penstock.dataflow.core.home import IssueTerms
-from penstock.dataflow.core.rulebook import RuleTerms
-from penstock.dataflow.ledger.assemble import CoreTerms
+from penstock.dataflow.core.completion import RequiredColumns
+from penstock.dataflow.core.consumers import PolicySpec
+from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
+from penstock.dataflow.core.home import IssueSpec
+from penstock.dataflow.core.rulebook import RuleSpec
+from penstock.dataflow.ledger.assemble import CoreSpec
 from penstock.dataflow.sources import Source
 from penstock.types import JsonObject, PolicyName
 
 ENDLESS = 1_000_000
 MAX_USES = 3
-COMPLETE = Closing(kind=ClosingKind.COMPLETE)
-LEASE = LeaseTerms(ttl_s=12.0, start_to_close_s=30.0, max_attempts=3)
+COMPLETE = ClosingPolicy(kind=ClosingKind.COMPLETE)
+LEASE = LeaseSpec(ttl_s=12.0, start_to_close_s=30.0, max_attempts=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Plan:
     steps: int = ENDLESS
     limit: int | None = None
     num_slots: int = 3
-    closing: Closing = COMPLETE
+    closing: ClosingPolicy = COMPLETE
     pace: str = "any"
     admit: str = "all"
     curate: str = "all"
@@ -66,7 +66,7 @@ class Plan:
     """Further ones, in processes of their own."""
     num_nodes: int = 4
     capacity: int = 4
-    lease: LeaseTerms = LEASE
+    lease: LeaseSpec = LEASE
     retain_batches: int = 4
     names_checkpoints: bool = True
     is_deterministic: bool = True
@@ -88,19 +88,19 @@ class Plan:
         return range(1, self.num_partitions + 1)
 
     @property
-    def needs(self) -> dict[PolicyName, Needs]:
+    def needs(self) -> dict[PolicyName, RequiredColumns]:
         """Only the first policy waits for columns, so one delays the other if that is possible."""
-        need = Needs(
+        need = RequiredColumns(
             judge=frozenset({"reward"} if self.judge else ()),
             train=frozenset({"reference"} if self.train else ()),
         )
         return {self.policies[0]: need} if self.judge or self.train else {}
 
     @cached_property
-    def terms(self) -> CoreTerms:
-        return CoreTerms(
+    def terms(self) -> CoreSpec:
+        return CoreSpec(
             policies=tuple(
-                PolicyTerms(
+                PolicySpec(
                     policy=policy,
                     groups_per_batch=self.groups_per_batch,
                     max_staleness=self.max_staleness,
@@ -110,7 +110,7 @@ class Plan:
                 for policy in self.policies
             ),
             rules=tuple(self._rules()),
-            issue=IssueTerms(num_slots=self.num_slots, pace=self.pace),
+            issue=IssueSpec(num_slots=self.num_slots, pace=self.pace),
             closing=self.closing,
             lease=self.lease,
             workflow="sim",
@@ -119,9 +119,9 @@ class Plan:
             needs=self.needs,
         )
 
-    def _rules(self) -> Iterator[RuleTerms]:
-        def rule(hook: str, name: str, policy: PolicyName | None, **options: object) -> RuleTerms:
-            return RuleTerms(hook=hook, name=name, options=options, policy=policy, position=0)
+    def _rules(self) -> Iterator[RuleSpec]:
+        def rule(hook: str, name: str, policy: PolicyName | None, **options: object) -> RuleSpec:
+            return RuleSpec(hook=hook, name=name, options=options, policy=policy, position=0)
 
         yield rule("mix", "weights", None)
         yield rule("curate", self.curate, None)
@@ -141,13 +141,13 @@ class Plan:
 
 CLOSINGS = (
     COMPLETE,
-    Closing(kind=ClosingKind.SURVIVORS, min_survivors=2),
-    Closing(kind=ClosingKind.SURVIVORS, min_survivors=1),
-    Closing(kind=ClosingKind.DROP),
+    ClosingPolicy(kind=ClosingKind.SURVIVORS, min_survivors=2),
+    ClosingPolicy(kind=ClosingKind.SURVIVORS, min_survivors=1),
+    ClosingPolicy(kind=ClosingKind.DROP),
 )
 
 
-def draw_plan(seed: int) -> Plan:
+def random_plan(seed: int) -> Plan:
     rng = random.Random(f"plan {seed}")
     has_partition = rng.random() < 0.7
     num_partitions = rng.choice((1, 1, 2, 3)) if has_partition else rng.choice((1, 2, 3))
@@ -173,7 +173,7 @@ def draw_plan(seed: int) -> Plan:
         num_partitions=num_partitions,
         num_nodes=rng.randint(4, 8),
         capacity=rng.choice((2, 4, 8)),
-        lease=LeaseTerms(
+        lease=LeaseSpec(
             ttl_s=12.0,
             start_to_close_s=30.0,
             max_attempts=rng.choice((2, 3, 5)),
@@ -196,5 +196,5 @@ def draw_plan(seed: int) -> Plan:
     )
 
 
-def _closing(rng: random.Random, num_slots: int) -> Closing:
+def _closing(rng: random.Random, num_slots: int) -> ClosingPolicy:
     return rng.choice([c for c in CLOSINGS if c.min_survivors <= num_slots])

@@ -13,26 +13,30 @@ from typing import Any
 
 import msgspec
 from tests.sim.disk import Disk
-from tests.sim.events import Command, Engine, Reply
+from tests.sim.events import Command, EventLoop, Reply
 from tests.sim.plans import Plan
 
 from penstock.dataflow.column_records import ColumnRecord
-from penstock.dataflow.core.completion import Landed
-from penstock.dataflow.core.home import Home, Shard
+from penstock.dataflow.core.completion import ColumnCompleted
+from penstock.dataflow.core.home import Coordinator, PartitionState
 from penstock.dataflow.core.links import Link
-from penstock.dataflow.core.messages import Committed, Incarnated, Published
-from penstock.dataflow.core.partition_host import PartitionHost
-from penstock.dataflow.core.switchboard import Switchboard
-from penstock.dataflow.ledger.assemble import Core, home_core, partition_core
+from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
+from penstock.dataflow.core.partition_host import PartitionRuntime
+from penstock.dataflow.core.switchboard import MessageRouter
+from penstock.dataflow.ledger.assemble import (
+    CoordinatorCore,
+    build_coordinator_core,
+    build_partition_core,
+)
 from penstock.dataflow.records import (
     BatchRecord,
     CheckpointRecord,
+    CommandJournal,
     FreedRecord,
     IssuedRecord,
-    Outbox,
     PartitionRecord,
 )
-from penstock.dataflow.service.partitions.handlers import welcome
+from penstock.dataflow.service.partitions.handlers import add_remote_partition
 from penstock.errors import Conflict, Fenced, WireError
 from penstock.types import PolicyName, RowId
 
@@ -43,17 +47,17 @@ IDLE_CHECKS = 8
 """Commands that changed nothing durable, such as heartbeats, have the laws read so often only."""
 
 
-class Machine:
+class SimProcess:
     """One process: down, or in one of its lives."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EventLoop,
         plan: Plan,
         disk: Disk,
         *,
         name: str,
-        check: Callable[[Machine], None],
+        check: Callable[[SimProcess], None],
     ) -> None:
         self.engine = engine
         self.plan = plan
@@ -62,14 +66,14 @@ class Machine:
         self.is_up = False
         self.is_off = False
         """Switched off by a person, for ever."""
-        self.life = 0
+        self.boot = 0
         self.skew_s = 0.0
         self.stalled_until = 0.0
-        self.outbox = Outbox()
-        self.host: PartitionHost | None = None
-        self.board = Switchboard()
-        self.before_death: Callable[[Machine], None] = lambda machine: None
-        self.after_birth: Callable[[Machine], None] = lambda machine: None
+        self.journal = CommandJournal()
+        self.host: PartitionRuntime | None = None
+        self.router = MessageRouter()
+        self.before_death: Callable[[SimProcess], None] = lambda machine: None
+        self.after_birth: Callable[[SimProcess], None] = lambda machine: None
         self._check = check
         self._columns: set[tuple[RowId, str]] = set()
         """Written in this life."""
@@ -88,8 +92,8 @@ class Machine:
             return
         self.engine.note(f"{self.name} starts")
         self.is_up, self.stalled_until = True, 0.0
-        self.life += 1
-        self.outbox = Outbox()
+        self.boot += 1
+        self.journal = CommandJournal()
         self._columns.clear()
         self.build()
         self.after_birth(self)
@@ -109,7 +113,7 @@ class Machine:
         raise NotImplementedError
 
     def drive(self, now: float) -> None:
-        self.board.run(now)
+        self.router.run(now)
 
     # --- commands ---------------------------------------------------------------------------------
 
@@ -117,8 +121,8 @@ class Machine:
         if not self.is_up:
             return
         if self.stalled_until > self.engine.now:
-            life, wait_s = self.life, self.stalled_until - self.engine.now + 0.001
-            self.engine.at(wait_s, "", lambda: self._handle_later(life, name, command, reply))
+            boot, wait_s = self.boot, self.stalled_until - self.engine.now + 0.001
+            self.engine.at(wait_s, "", lambda: self._handle_later(boot, name, command, reply))
             return
         now = self.clock
         try:
@@ -126,7 +130,7 @@ class Machine:
         except WireError as error:
             answer = error
         self.drive(now)
-        records = self.outbox.take()
+        records = self.journal.take()
         if name:
             text = answer if isinstance(answer, (str, WireError)) else ""
             self.engine.note(f"{self.name} {name} {len(records)} {text}")
@@ -138,21 +142,21 @@ class Machine:
         if records or self._num_commands % IDLE_CHECKS == 0:
             self._check(self)
 
-    def _handle_later(self, life: int, name: str, command: Command, reply: Reply) -> None:
-        if life == self.life:
+    def _handle_later(self, boot: int, name: str, command: Command, reply: Reply) -> None:
+        if boot == self.boot:
             self.handle(name, command, reply)
 
     # --- time -------------------------------------------------------------------------------------
 
     def _schedule_tick(self) -> None:
-        life = self.life
-        self.engine.at(TICK_S, "", lambda: self._tick(life))
+        boot = self.boot
+        self.engine.at(TICK_S, "", lambda: self._tick(boot))
 
-    def _tick(self, life: int) -> None:
-        if life != self.life or not self.is_up:
+    def _tick(self, boot: int) -> None:
+        if boot != self.boot or not self.is_up:
             return
         if self.stalled_until > self.engine.now:
-            self.engine.at(self.stalled_until - self.engine.now, "", lambda: self._tick(life))
+            self.engine.at(self.stalled_until - self.engine.now, "", lambda: self._tick(boot))
             return
         late_s = self.clock - self._ticked_at - TICK_S
         self._ticked_at = self.clock
@@ -164,7 +168,7 @@ class Machine:
         if self.host is None:
             return
         if late_s > STALL_S:
-            self.host.partition.forgive(late_s)
+            self.host.partition.extend_deadlines(late_s)
         self.host.partition.tick(now)
 
     # --- columns ----------------------------------------------------------------------------------
@@ -189,89 +193,89 @@ class Machine:
             writer="stage",
             at=now,
         )
-        self.outbox(record)
-        landed = Landed(
+        self.journal(record)
+        completed = ColumnCompleted(
             row_id=row_id, name=name, failed=failed, value=record.value, digest=record.digest
         )
-        self.host.completion.landed([landed], now)
+        self.host.completion.completed([completed], now)
 
 
-class HomeMachine(Machine):
-    core: Core
+class CoordinatorProcess(SimProcess):
+    core: CoordinatorCore
 
     def build(self) -> None:
         plan = self.plan
-        self.core = home_core(
+        self.core = build_coordinator_core(
             plan.terms,
             plan.sources,
             self.disk.tables,
-            self.outbox,
+            self.journal,
             self.clock,
             has_partition=plan.has_partition,
         )
-        self.board, self.host = self.core.board, self.core.host
+        self.router, self.host = self.core.router, self.core.host
         for index in plan.partitions:
-            if index not in self.core.home.shards:
+            if index not in self.core.coordinator.partition_states:
                 self._add_partition(index)
 
     def _add_partition(self, index: int) -> None:
-        self._mark(index, Shard.SERVING)
-        welcome(index, self.home, self.board, self.outbox)
+        self._mark(index, PartitionState.SERVING)
+        add_remote_partition(index, self.coordinator, self.router, self.journal)
 
-    def _mark(self, index: int, state: Shard) -> None:
-        self.outbox(
+    def _mark(self, index: int, state: PartitionState) -> None:
+        self.journal(
             PartitionRecord(
                 index=index, url=f"sim://{index}", epoch=1, state=state.value, at=self.clock
             )
         )
-        self.home.shards[index] = state
+        self.coordinator.partition_states[index] = state
 
     @property
-    def home(self) -> Home:
-        return self.core.home
+    def coordinator(self) -> Coordinator:
+        return self.core.coordinator
 
     def drive(self, now: float) -> None:
-        self.board.run(now)
-        if self.home.is_finished:
-            self.home.wind_up()
+        self.router.run(now)
+        if self.coordinator.is_finished:
+            self.coordinator.drop_open_groups()
         else:
-            self.home.issue(now)
-        self.board.run(now)
+            self.coordinator.issue(now)
+        self.router.run(now)
 
     # --- what trainers ask ------------------------------------------------------------------------
 
     def state(self, policy: PolicyName) -> tuple[int, int, int]:
-        lineage = self.home.consumer(policy).lineage
+        lineage = self.coordinator.consumer(policy).lineage
         return lineage.incarnation, lineage.number, lineage.seq
 
     def incarnate(
         self, policy: PolicyName, request_id: str, expected: int, number: int, seq: int, now: float
     ) -> int:
-        consumer = self.home.consumer(policy)
+        consumer = self.coordinator.consumer(policy)
         record = consumer.lineage.incarnate(
             expected=expected, number=number, seq=seq, request_id=request_id, now=now
         )
         if record.incarnation != consumer.lineage.incarnation:
-            if seq < self.home.retention.oldest_servable(policy):
+            if seq < self.coordinator.retention.oldest_servable(policy):
                 raise Conflict(f"batches of {policy} after {seq} were let go")
-            self.outbox(record)
+            self.journal(record)
             consumer.lineage.apply_incarnation(record)
-            self.home.tell_all(Incarnated(record=record))
+            self.coordinator.broadcast(IncarnationStarted(record=record))
             durable = {
                 batch.seq: batch.num_groups - batch.num_replayed
                 for batch in self.disk.of(BatchRecord).values()
                 if batch.consumer == policy and batch.seq > seq
             }
-            self.home.moved(consumer, durable | consumer.sealed, now)
+            self.coordinator.cursor_moved(consumer, durable | consumer.sealed, now)
         return record.incarnation
 
     def batch(self, policy: PolicyName, incarnation: int, seq: int, now: float) -> Any:
         """The sealed batch, "end", "wait", or what finds it on disk once it is there."""
-        consumer = self.home.consumer(policy)
+        consumer = self.coordinator.consumer(policy)
         consumer.lineage.require(incarnation)
         if seq <= consumer.last_sealed:
             return lambda: self.disk.of(BatchRecord)[policy, seq]
-        if self.home.has_ended(consumer):
+        if self.coordinator.has_ended(consumer):
             return "end"
         record = self.core.sealing.seal(consumer, seq, now)
         return "wait" if record is None else (lambda: record)
@@ -279,23 +283,23 @@ class HomeMachine(Machine):
     def commit(
         self, policy: PolicyName, seq: int, incarnation: int, number: int, skipped: str, now: float
     ) -> str:
-        consumer = self.home.consumer(policy)
+        consumer = self.coordinator.consumer(policy)
         if seq > consumer.last_sealed:
             raise Conflict(f"batch {policy}.{seq} was never sealed")
         record = consumer.lineage.commit(
             seq=seq, incarnation=incarnation, number=number, skipped=skipped, stats="{}", now=now
         )
         if seq > consumer.lineage.seq:
-            self.outbox(record)
+            self.journal(record)
             consumer.lineage.apply_commit(record)
-            self.home.tell_all(Committed(record=record))
-            self.home.moved(consumer, consumer.sealed, now)
+            self.coordinator.broadcast(Committed(record=record))
+            self.coordinator.cursor_moved(consumer, consumer.sealed, now)
         return "committed"
 
     def publish(
         self, policy: PolicyName, incarnation: int, number: int, weights: str, now: float
     ) -> str:
-        lineage = self.home.consumer(policy).lineage
+        lineage = self.coordinator.consumer(policy).lineage
         record = lineage.publish(
             incarnation=incarnation,
             number=number,
@@ -304,16 +308,16 @@ class HomeMachine(Machine):
             now=now,
         )
         if not lineage.has(record.incarnation, record.number):
-            self.outbox(record)
+            self.journal(record)
             lineage.apply_version(record)
-            self.home.tell_all(Published(record=record))
+            self.coordinator.broadcast(Published(record=record))
         return "published"
 
     def checkpoints(
         self, policy: PolicyName, incarnation: int, retained: list[tuple[int, int]], now: float
     ) -> str:
-        self.home.consumer(policy).lineage.require(incarnation)
-        self.outbox(
+        self.coordinator.consumer(policy).lineage.require(incarnation)
+        self.journal(
             CheckpointRecord(
                 policy=policy,
                 incarnation=incarnation,
@@ -322,69 +326,80 @@ class HomeMachine(Machine):
             )
         )
         oldest = min((seq for _, seq in retained), default=None)
-        self.home.free(self.home.retention.retained(policy, oldest), now)
+        self.coordinator.free(self.coordinator.retention.retained(policy, oldest), now)
         return "named"
 
     # --- what partitions, and people about them, ask ----------------------------------------------
 
     def join(self, index: int) -> str:
-        if index not in self.home.shards:
+        if index not in self.coordinator.partition_states:
             self._add_partition(index)
         return "joined"
 
     def drain(self, index: int) -> str:
         """If others are left that take new groups."""
-        serving = [i for i, shard in self.home.shards.items() if shard is Shard.SERVING]
+        serving = [
+            i
+            for i, shard in self.coordinator.partition_states.items()
+            if shard is PartitionState.SERVING
+        ]
         if len(serving) < 2 or index not in serving:
             return "stays"
-        self._mark(index, Shard.DRAINING)
+        self._mark(index, PartitionState.DRAINING)
         return "drains"
 
     def lose(self, index: int, now: float) -> str:
-        serving = [i for i, shard in self.home.shards.items() if shard is Shard.SERVING]
+        serving = [
+            i
+            for i, shard in self.coordinator.partition_states.items()
+            if shard is PartitionState.SERVING
+        ]
         is_last = not set(serving) - {index}
-        if is_last or self.home.shards.get(index) not in (Shard.SERVING, Shard.DRAINING):
+        if is_last or self.coordinator.partition_states.get(index) not in (
+            PartitionState.SERVING,
+            PartitionState.DRAINING,
+        ):
             return "stays"
-        self._mark(index, Shard.LOST)
-        self.home.lose_partition(index, now)
+        self._mark(index, PartitionState.LOST)
+        self.coordinator.declare_lost(index, now)
         return "is lost"
 
     def _pass_time(self, late_s: float, now: float) -> None:
         super()._pass_time(late_s, now)
-        for index, shard in self.home.shards.items():
-            if shard is Shard.DRAINING and self.home.is_empty(index):
+        for index, shard in self.coordinator.partition_states.items():
+            if shard is PartitionState.DRAINING and self.coordinator.is_empty(index):
                 issued = (r for r in self.disk.of(IssuedRecord).values() if r.partition == index)
                 freed = self.disk.of(FreedRecord)
                 if all((record.group_id,) in freed for record in issued):
                     self.engine.note(f"p{index} is gone")
-                    self._mark(index, Shard.GONE)
+                    self._mark(index, PartitionState.GONE)
 
     def exchange(self, index: int, received: int, messages: Any, now: float) -> Any:
         """Take what is new, and give what it lacks; nothing leaves before it is durable."""
-        if self.home.shards[index] is Shard.LOST:
+        if self.coordinator.partition_states[index] is PartitionState.LOST:
             raise Fenced(f"partition {index} was declared lost")
-        link = self.board.links[index]
+        link = self.router.links[index]
         link.acknowledged(received)
         for message in link.receive(messages):
-            self.home.apply(message, now)
+            self.coordinator.apply(message, now)
         self.drive(now)
         return link.num_received, link.unacknowledged(received)
 
 
-class PartitionMachine(Machine):
+class PartitionProcess(SimProcess):
     def __init__(self, index: int, **parts: Any) -> None:
         super().__init__(**parts)
         self.index = index
 
     def build(self) -> None:
-        self.board, self.host = partition_core(
-            self.index, self.plan.terms, self.disk.tables, self.outbox, self.clock
+        self.router, self.host = build_partition_core(
+            self.index, self.plan.terms, self.disk.tables, self.journal, self.clock
         )
 
     @property
     def link(self) -> Link[Any, Any]:
-        assert self.board.uplink is not None
-        return self.board.uplink
+        assert self.router.coordinator_link is not None
+        return self.router.coordinator_link
 
     def take(self, received: int, messages: Any, now: float) -> str:
         """Home's answer to an exchange."""

@@ -14,20 +14,20 @@ from penstock.dataflow.column_records import (
     ColumnRecord,
     ItemRecord,
     ReaderRecord,
+    RowLeaseRecord,
     SpaceRecord,
-    TakeRecord,
 )
-from penstock.dataflow.columns.bundles import Blob
+from penstock.dataflow.columns.bundles import BlobLike
 from penstock.dataflow.columns.cells import Cell
 from penstock.dataflow.columns.column_store import Columns
-from penstock.dataflow.columns.pages import TablePages, readers_left
+from penstock.dataflow.columns.pages import TablePageLoader, load_saved_readers
 from penstock.dataflow.columns.readers import Readers
-from penstock.dataflow.columns.row_window import Shelf
+from penstock.dataflow.columns.row_window import RowWindow
 from penstock.dataflow.columns.spaces import Spaces
 from penstock.dataflow.ledger.payloads import MemoryPayloads
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.tables import Tables
-from penstock.dataflow.records import Erasure, FreedRecord, Record, RowRecord
+from penstock.dataflow.records import Deletion, FreedRecord, Record, RowRecord
 from penstock.types import GroupId, NodeId, OutcomeKind, RowId
 
 
@@ -40,8 +40,8 @@ def memory_tables() -> Tables:
 def wipe(tables: Tables) -> None:
     """Emptying tables is faster than making them."""
     rows = (ColumnRecord, ItemRecord, BundleRecord, SpaceRecord, RowRecord, FreedRecord)
-    kept = (*rows, ReaderRecord, TakeRecord)
-    tables.commit([Erasure(kind=kind, where="1 = 1", values={}) for kind in kept])
+    kept = (*rows, ReaderRecord, RowLeaseRecord)
+    tables.commit([Deletion(kind=kind, where="1 = 1", values={}) for kind in kept])
 
 
 ELSEWHERE = Location(segment=1, offset=0, length=1)
@@ -74,33 +74,33 @@ def rollout_row(
     )
 
 
-def no_blobs(name: str, blob: Blob) -> Cell:
+def no_blobs(name: str, blob: BlobLike) -> Cell:
     raise AssertionError("no row of these tests names a blob")
 
 
-class ShelfWorld:
+class ReaderWorld:
     def __init__(self, *, window: int = 65_536, tables: Tables | None = None) -> None:
         self.tables = memory_tables() if tables is None else tables
         wipe(self.tables)
         self.payloads = MemoryPayloads()
         self.window = window
         self.now = 1000.0
-        self.journaled: list[Record | Erasure] = []
+        self.journaled: list[Record | Deletion] = []
         """Since the last `settle`."""
         self.start()
 
     def start(self) -> None:
         self.journaled.clear()
 
-        def journal(record: Record | Erasure) -> None:
+        def journal(record: Record | Deletion) -> None:
             self.journaled.append(record)
 
         self.columns = Columns(self.tables, journal, self._place)
-        pages = TablePages(self.tables)
-        self.shelf = Shelf(self.columns, pages, journal, window=self.window)
-        self.readers = Readers(self.shelf, journal)
-        self.spaces = Spaces(self.shelf, self.columns, journal)
-        self.shelf.restore(readers_left(self.tables), self.now)
+        pages = TablePageLoader(self.tables)
+        self.row_window = RowWindow(self.columns, pages, journal, window=self.window)
+        self.readers = Readers(self.row_window, journal)
+        self.spaces = Spaces(self.row_window, self.columns, journal)
+        self.row_window.restore(load_saved_readers(self.tables), self.now)
         self.spaces.restore(self.tables)
 
     crash = start
@@ -118,23 +118,23 @@ class ShelfWorld:
     def flush(self) -> None:
         """As the service's timer does: afterwards the tables answer for all that was decided."""
         self.columns.cut()
-        upto = self.shelf.last_arrival
+        upto = self.row_window.last_arrival
         self.settle()
         self.columns.release()
-        self.shelf.durable_to = upto
+        self.row_window.durable_through = upto
 
     def tick(self, seconds: float = 0.0) -> None:
         self.now += seconds
         self.readers.tick(self.now)
 
     def arrive(self, row_id: str, reward: float | None = None) -> int:
-        arrival = self.shelf.next_arrival()
+        arrival = self.row_window.next_arrival()
         self.journaled.append(rollout_row(RowId(row_id), arrival, self.now, reward))
-        born = {"turns"} if reward is None else {"turns", "reward"}
-        self.shelf.arrived("train", RowId(row_id), arrival, born, self.now)
+        initial_columns = {"turns"} if reward is None else {"turns", "reward"}
+        self.row_window.add_row("train", RowId(row_id), arrival, initial_columns, self.now)
         return arrival
 
     def free(self, row_id: str) -> None:
         group_id = GroupId(row_id.partition(".")[0])
         self.journaled.append(FreedRecord(group_id=group_id, at=self.now))
-        self.shelf.forget("train", [RowId(row_id)])
+        self.row_window.forget("train", [RowId(row_id)])

@@ -11,24 +11,24 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from tests.sim import state_checks as memory
+from tests.sim import state_checks
 from tests.sim.disk import Disk
-from tests.sim.events import Actor, Call, Command, Engine, Network, Sleep, Task
-from tests.sim.faults import Blows
-from tests.sim.invariants import Laws
+from tests.sim.events import Actor, Call, Command, EventLoop, Network, Sleep, Task
+from tests.sim.faults import FaultInjector
+from tests.sim.invariants import Invariants
 from tests.sim.nodes import Node
-from tests.sim.plans import Plan, draw_plan
-from tests.sim.processes import HomeMachine, Machine, PartitionMachine
+from tests.sim.plans import Plan, random_plan
+from tests.sim.processes import CoordinatorProcess, PartitionProcess, SimProcess
 from tests.sim.slot_invariants import require
 from tests.sim.stages import Stages
 from tests.sim.trainers import Trainer
 
-from penstock.dataflow.core.home import Shard
+from penstock.dataflow.core.home import PartitionState
 from penstock.dataflow.records import PartitionRecord, RowRecord
 from penstock.errors import Fenced, WireError
 
 MAX_EVENTS = 200_000
-CALM_S = 400.0
+FAULT_FREE_S = 400.0
 """Virtual seconds within which a kind world must see progress; a few times the longest timer."""
 END_S = 2000.0
 """And within which a run of bounded length must end."""
@@ -40,81 +40,84 @@ LOOK_EVENTS = 16
 class Simulation:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.engine = engine = Engine(plan.seed)
-        self.laws = laws = Laws(plan)
+        self.engine = engine = EventLoop(plan.seed)
+        self.laws = laws = Invariants(plan)
         self.network = Network(engine)
         home_disk = Disk(engine, "home", laws.watch)
         laws.disks["home"] = home_disk
         if plan.has_partition:
             laws.disks["p0"] = home_disk
-        self.home = HomeMachine(engine, plan, home_disk, name="home", check=self._check)
-        self.machines: list[Machine] = [self.home]
+        self.coordinator = CoordinatorProcess(
+            engine, plan, home_disk, name="home", check=self._check
+        )
+        self.machines: list[SimProcess] = [self.coordinator]
         for index in plan.partitions:
             self.machines.append(self._partition(index))
-        self.serving = [m for m in self.machines if m is not self.home or plan.has_partition]
+        self.serving = [m for m in self.machines if m is not self.coordinator or plan.has_partition]
         self.nodes = [
             Node(engine, self.network, plan, laws, self.serving, f"n{i}")
             for i in range(plan.num_nodes)
         ]
         self.trainers = [
-            Trainer(engine, self.network, plan, laws, self.home, policy) for policy in plan.policies
+            Trainer(engine, self.network, plan, laws, self.coordinator, policy)
+            for policy in plan.policies
         ]
         self.stages = Stages(engine, plan, self.serving)
-        self.is_calm = False
-        self._believed: dict[str, memory.Facts] = {}
+        self.is_fault_free = False
+        self._believed: dict[str, state_checks.Facts] = {}
         self._num_open = 0
         for machine in self.machines:
-            machine.before_death = self._remember
-            machine.after_birth = self._recall
+            machine.before_death = self._capture_state
+            machine.after_birth = self._compare_with_before
 
-    def _partition(self, index: int) -> PartitionMachine:
+    def _partition(self, index: int) -> PartitionProcess:
         name = f"p{index}"
         disk = self.laws.disks[name] = Disk(self.engine, name, self.laws.watch)
-        return PartitionMachine(
+        return PartitionProcess(
             index, engine=self.engine, plan=self.plan, disk=disk, name=name, check=self._check
         )
 
     # --- laws -------------------------------------------------------------------------------------
 
-    def _check(self, machine: Machine) -> None:
-        if isinstance(machine, HomeMachine):
-            memory.check_room(machine, self._num_open)
-            self._num_open = len(machine.home.open)
+    def _check(self, machine: SimProcess) -> None:
+        if isinstance(machine, CoordinatorProcess):
+            state_checks.check_room(machine, self._num_open)
+            self._num_open = len(machine.coordinator.open)
             self._switch_off(machine)
         if machine.disk.is_quiet:
-            memory.check(self.laws, machine)
+            state_checks.check(self.laws, machine)
 
-    def _switch_off(self, home: HomeMachine) -> None:
+    def _switch_off(self, coordinator: CoordinatorProcess) -> None:
         """Whoever drained a partition ends its process when it is gone, for good."""
-        known = home.disk.of(PartitionRecord)
+        known = coordinator.disk.of(PartitionRecord)
         for machine in self.machines:
-            if not isinstance(machine, PartitionMachine) or machine.is_off:
+            if not isinstance(machine, PartitionProcess) or machine.is_off:
                 continue
             record = known.get((machine.index,))
-            if record is not None and record.state == Shard.GONE:
+            if record is not None and record.state == PartitionState.GONE:
                 machine.die("nobody needs it any more")
                 machine.is_off = True
 
-    def _remember(self, machine: Machine) -> None:
+    def _capture_state(self, machine: SimProcess) -> None:
         self._believed.pop(machine.name, None)
         if machine.disk.is_quiet:
-            self._believed[machine.name] = memory.facts(machine)
-            if machine is self.home:
+            self._believed[machine.name] = state_checks.facts(machine)
+            if machine is self.coordinator:
                 self.laws.free()
 
-    def _recall(self, machine: Machine) -> None:
+    def _compare_with_before(self, machine: SimProcess) -> None:
         before = self._believed.pop(machine.name, None)
-        self.laws.lives = self.home.life
-        if before is not None and not memory.has_acted(machine):
-            memory.compare(before, memory.facts(machine), machine.name)
-        self._num_open = len(self.home.home.open) if self.home.is_up else 0
+        self.laws.lives = self.coordinator.boot
+        if before is not None and not state_checks.has_open_transaction(machine):
+            state_checks.compare(before, state_checks.facts(machine), machine.name)
+        self._num_open = len(self.coordinator.coordinator.open) if self.coordinator.is_up else 0
 
     # --- a run ------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         for machine in self.machines:
             machine.start()
-            if isinstance(machine, PartitionMachine):
+            if isinstance(machine, PartitionProcess):
                 Task(self.engine, self.network, self._exchange(machine))
         for trainer in self.trainers:
             trainer.start()
@@ -127,27 +130,30 @@ class Simulation:
         self.network.loss, self.network.repeats = faults.loss, faults.repeats
         self.network.slow = faults.slow
         self.begin()
-        Blows(self).begin()
+        FaultInjector(self).begin()
         self.advance(lambda: self.engine.now > self.plan.fault_s, MAX_EVENTS)
-        self.calm()
+        self.stop_faults()
         self.require_progress()
 
     def join(self) -> None:
         """A further partition starts while the run goes on."""
         partition = self._partition(len(self.machines))
-        partition.before_death, partition.after_birth = self._remember, self._recall
+        partition.before_death, partition.after_birth = (
+            self._capture_state,
+            self._compare_with_before,
+        )
         self.machines.append(partition)
         self.engine.note(f"{partition.name} joins")
         partition.start()
         Task(self.engine, self.network, self._join(partition))
 
-    def _join(self, partition: PartitionMachine) -> Actor:
+    def _join(self, partition: PartitionProcess) -> Actor:
         answer = None
         while answer != "joined":
             answer = yield Call(
-                target=self.home,
+                target=self.coordinator,
                 name=f"{partition.name} join",
-                command=Command(run=lambda home, now: home.join(partition.index)),
+                command=Command(run=lambda coordinator, now: coordinator.join(partition.index)),
             )
         self.serving.append(partition)
         for node in self.nodes:
@@ -158,17 +164,17 @@ class Simulation:
         """Until something holds; the law that nothing vanishes is read every few events."""
         for count in range(max_events):
             if count % LOOK_EVENTS == 0:
-                self.laws.conserve()
+                self.laws.check_conservation()
                 if is_over():
                     return True
             if not self.engine.step():
                 return False
         return False
 
-    def calm(self) -> None:
+    def stop_faults(self) -> None:
         """No fault from here on; who was dead for ever stays dead."""
         self.engine.note("the world is kind")
-        self.is_calm = self.engine.is_kind = True
+        self.is_fault_free = self.engine.is_kind = True
         self.network.loss = self.network.repeats = self.network.slow = 0.0
         self.network.cut = None
         for machine in self.machines:
@@ -180,7 +186,7 @@ class Simulation:
 
     def require_progress(self) -> None:
         """Every policy goes on or ends, what was open ends, every link drains (G7)."""
-        laws, home = self.laws, self.home
+        laws, coordinator = self.laws, self.coordinator
         seqs = {policy: branch.seq for policy, branch in laws.branches.items()}
         opened = [*laws.open_issued]
         sent = {link: len(bodies) for link, bodies in laws.bodies.items()}
@@ -190,7 +196,7 @@ class Simulation:
                 f"{policy} committed {branch.seq - seqs[policy]} more batches"
                 for policy, branch in laws.branches.items()
                 if branch.seq < seqs[policy] + MORE_BATCHES
-                and not home.home.has_ended(home.home.consumers[policy])
+                and not coordinator.coordinator.has_ended(coordinator.coordinator.consumers[policy])
             ]
             found += [f"{group} is open" for group in opened if group in laws.open_issued]
             found += [
@@ -200,19 +206,19 @@ class Simulation:
             ]
             return found
 
-        until = self.engine.now + CALM_S
+        until = self.engine.now + FAULT_FREE_S
         self.advance(lambda: self.engine.now > until or not missing())
         require(not missing(), f"no progress in a kind world: {'; '.join(missing()[:6])}")
         if self.plan.ends:
             self._require_end()
-        laws.conserve()
-        self.advance(lambda: home.disk.is_quiet)
+        laws.check_conservation()
+        self.advance(lambda: coordinator.disk.is_quiet)
         laws.free()
         self.require_all_kept()
 
     def _require_end(self) -> None:
         """Steps or tasks are bounded: the run ends, and then nothing is open or on its way."""
-        laws, home = self.laws, self.home
+        laws, coordinator = self.laws, self.coordinator
 
         def missing() -> list[str]:
             found = [f"{group} is open" for group in laws.open_issued]
@@ -222,7 +228,7 @@ class Simulation:
                 if laws.received[link] < len(bodies) and self._is_read(link)
             ]
             found += [f"{p} keeps {[*kept]}" for p, kept in laws.admitted.items() if kept]
-            return found if home.home.is_finished else ["the run goes on", *found]
+            return found if coordinator.coordinator.is_finished else ["the run goes on", *found]
 
         until = self.engine.now + END_S
         self.advance(lambda: self.engine.now > until or not missing())
@@ -250,26 +256,26 @@ class Simulation:
 
     # --- links ------------------------------------------------------------------------------------
 
-    def _exchange(self, partition: PartitionMachine) -> Actor:
+    def _exchange(self, partition: PartitionProcess) -> Actor:
         """What a partition's process does all its lives: push and pull, again and again."""
         while True:
             yield Sleep(seconds=self.engine.between(0.2, 0.6))
             if not partition.is_up:
                 continue
-            life = partition.life
+            boot = partition.boot
             asked: list[Any] = []
             partition.handle(
                 "",
                 Command(run=lambda p, now: (p.link.num_received, p.link.unacknowledged(0))),
                 asked.append,
             )
-            while not asked and partition.is_up and partition.life == life:
+            while not asked and partition.is_up and partition.boot == boot:
                 yield Sleep(seconds=0.05)
             if not asked:
                 continue
             received, messages = asked[0]
             answer = yield Call(
-                target=self.home,
+                target=self.coordinator,
                 name=f"{partition.name} exchange",
                 command=self._offer(partition.index, received, messages),
                 tries=2,
@@ -282,7 +288,7 @@ class Simulation:
                 continue
             partition.handle(f"{partition.name} takes", self._take(partition, answer), _ignore)
 
-    def _jumbled(self, messages: Any) -> Any:
+    def _reordered(self, messages: Any) -> Any:
         """Of one call's messages some may be lost, and others overtake."""
         kept = [message for message in messages if not self.engine.chance(self.network.loss)]
         if self.engine.chance(self.network.slow):
@@ -290,21 +296,21 @@ class Simulation:
         return tuple(kept)
 
     def _offer(self, index: int, received: int, messages: Any) -> Command:
-        messages = self._jumbled(messages)
+        messages = self._reordered(messages)
 
-        def run(home: HomeMachine, now: float) -> Any:
+        def run(coordinator: CoordinatorProcess, now: float) -> Any:
             for message in messages:
-                self.laws.takes(f"p{index}>home", message.number, message.body)
-            return home.exchange(index, received, messages, now)
+                self.laws.takes(f"p{index}>coordinator", message.number, message.body)
+            return coordinator.exchange(index, received, messages, now)
 
         return Command(run=run)
 
-    def _take(self, partition: PartitionMachine, answer: Any) -> Command:
-        received, messages = answer[0], self._jumbled(answer[1])
+    def _take(self, partition: PartitionProcess, answer: Any) -> Command:
+        received, messages = answer[0], self._reordered(answer[1])
 
-        def run(machine: PartitionMachine, now: float) -> Any:
+        def run(machine: PartitionProcess, now: float) -> Any:
             for message in messages:
-                self.laws.takes(f"home>p{machine.index}", message.number, message.body)
+                self.laws.takes(f"coordinator>p{machine.index}", message.number, message.body)
             return machine.take(received, messages, now)
 
         return Command(run=run)
@@ -321,7 +327,7 @@ def _group_of(row_id: str) -> Any:
 def run(seed: int, plan: Plan | None = None) -> Simulation:
     """The whole history of a seed. Its last events are printed when a law is broken, and all of
     them when PENSTOCK_SIM_SEED names it."""
-    simulation = Simulation(plan or draw_plan(seed))
+    simulation = Simulation(plan or random_plan(seed))
     log = simulation.engine.log
     is_wanted = os.environ.get("PENSTOCK_SIM_SEED") == str(seed)
     try:

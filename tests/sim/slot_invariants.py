@@ -29,21 +29,21 @@ from penstock.dataflow.records import (
 from penstock.types import GroupId, NodeId, RowId
 
 GOOD = ("completed", "truncated")
-DROPPED = b"\x83\xa4type\xa7Dropped"
+DROPPED = b"\x83\xa4type\xa9DropGroup"
 """How a message that ends a group begins on the wire."""
 COLUMN_ORDER = ("judging", "reported", "training", "done")
 
 
-class Law(AssertionError):
+class InvariantViolated(AssertionError):
     """One of the promises is broken."""
 
 
 def require(holds: bool, text: str) -> None:
     if not holds:
-        raise Law(text)
+        raise InvariantViolated(text)
 
 
-class SlotLaws:
+class SlotInvariants:
     def __init__(self) -> None:
         self.disks: dict[str, Disk] = {}
         self.bodies: dict[str, dict[int, bytes]] = {}
@@ -119,8 +119,8 @@ class SlotLaws:
         require(bool(new.ended), f"{name} has no end")
         grant = self.running.pop(slot)
         require(grant.epoch == new.epoch, f"{name} is not the running one")
-        held = (grant.node_id, grant.session, grant.request_id, grant.attempt)
-        ended = (new.node_id, new.session, new.request_id, new.attempt)
+        held = (grant.node_id, grant.boot_id, grant.request_id, grant.attempt)
+        ended = (new.node_id, new.boot_id, new.request_id, new.attempt)
         require(held == ended, f"{name} ended as another than was granted")
         if new.ended == "delivered":
             row = disk.of(RowRecord).get((RowId(f"{new.group_id}.{new.slot}.{new.epoch}"),))
@@ -150,7 +150,7 @@ class SlotLaws:
 
     def _link(self, disk: Disk, new: LinkRecord) -> None:
         is_home = disk is self.disks["home"]
-        is_out = new.link.startswith("home>") == is_home
+        is_out = new.link.startswith("coordinator>") == is_home
         if is_out:
             reached = self.received[new.link]
             require(new.number <= reached, f"{new.link}: {new.number} was never received")

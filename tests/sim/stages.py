@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.sim.events import Command, Engine
+from tests.sim.events import Command, EventLoop
 from tests.sim.plans import Plan
-from tests.sim.processes import Machine
+from tests.sim.processes import SimProcess
 
 from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.records import CompletionRecord, RowRecord
@@ -21,7 +21,7 @@ LOOK_S = 1.5
 
 
 class Stages:
-    def __init__(self, engine: Engine, plan: Plan, machines: Sequence[Machine]) -> None:
+    def __init__(self, engine: EventLoop, plan: Plan, machines: Sequence[SimProcess]) -> None:
         self._engine = engine
         self._plan = plan
         self._machines = machines
@@ -38,7 +38,7 @@ class Stages:
                 self._work(machine)
         self._engine.at(LOOK_S, "", self._look)
 
-    def _work(self, machine: Machine) -> None:
+    def _work(self, machine: SimProcess) -> None:
         wanted: list[tuple[RowId, str]] = []
         in_training = {
             record.group_id
@@ -63,8 +63,8 @@ class Stages:
     def _delay_s(self) -> float:
         return self._engine.rng.choice((0.0, 0.0, 2.0, 8.0))
 
-    def _write(self, machine: Machine, row_id: RowId, name: str) -> None:
-        failed = "scorer" if self._engine.harm(self._plan.faults.column_failed) else ""
+    def _write(self, machine: SimProcess, row_id: RowId, name: str) -> None:
+        failed = "scorer" if self._engine.fault_chance(self._plan.faults.column_failed) else ""
         value = self._engine.rng.choice((0.0, 1.0)) if name == "reward" else -1.0
         command = Command(
             run=lambda target, now: target.write_column(row_id, name, failed, value, now)

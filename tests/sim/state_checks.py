@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from tests.sim.invariants import Laws
-from tests.sim.processes import HomeMachine, Machine, PartitionMachine
+from tests.sim.invariants import Invariants
+from tests.sim.processes import CoordinatorProcess, PartitionProcess, SimProcess
 from tests.sim.slot_invariants import require
 
 from penstock.dataflow.core.consumers import Consumer
@@ -23,20 +23,20 @@ from penstock.types import NodeId
 Facts = dict[str, Any]
 
 
-def peek(thing: object, name: str) -> Any:
+def private(thing: object, name: str) -> Any:
     return getattr(thing, name)
 
 
-def check(laws: Laws, machine: Machine) -> None:
+def check(laws: Invariants, machine: SimProcess) -> None:
     """After each event at a process with nothing in flight to its disk."""
     if machine.host is not None:
         check_partition(laws, machine, machine.host.partition)
-    if isinstance(machine, HomeMachine):
-        for consumer in machine.home.consumers.values():
+    if isinstance(machine, CoordinatorProcess):
+        for consumer in machine.coordinator.consumers.values():
             check_consumer(laws, machine, consumer)
 
 
-def check_consumer(laws: Laws, machine: HomeMachine, consumer: Consumer) -> None:
+def check_consumer(laws: Invariants, machine: CoordinatorProcess, consumer: Consumer) -> None:
     """Levels equal a recount."""
     policy, branch = consumer.terms.policy, laws.branches[consumer.terms.policy]
     lineage = consumer.lineage
@@ -46,7 +46,7 @@ def check_consumer(laws: Laws, machine: HomeMachine, consumer: Consumer) -> None
         f"{policy}: memory and records disagree on the lineage",
     )
     issued = sum(group_id not in laws.judged[policy] for group_id in laws.open_issued)
-    require(consumer.num_unjudged == issued, f"{policy}: {consumer.num_unjudged} is not {issued}")
+    require(consumer.num_undecided == issued, f"{policy}: {consumer.num_undecided} is not {issued}")
     held = {*consumer.ready, *consumer.incomplete}
     require(held == laws.admitted[policy].keys(), f"{policy}: admitted groups differ")
     sealed = {
@@ -56,17 +56,17 @@ def check_consumer(laws: Laws, machine: HomeMachine, consumer: Consumer) -> None
     }
     require(consumer.sealed == sealed, f"{policy}: sealed {consumer.sealed}, recount {sealed}")
     for group in consumer.ready.values():
-        oldest = min(branch.counts_as(*version) for version in group.versions)
+        oldest = min(branch.effective_number(*version) for version in group.versions)
         require(consumer.oldest(group) == oldest, f"{group.group_id}: age differs for {policy}")
 
 
-def check_room(machine: HomeMachine, num_open: int) -> None:
+def check_room(machine: CoordinatorProcess, num_open: int) -> None:
     """Work that started just now had room: without the last of it there still is some."""
-    home = machine.home
-    if len(home.open) <= num_open:
+    coordinator = machine.coordinator
+    if len(coordinator.open) <= num_open:
         return
     rooms: dict[str, bool] = {}
-    for policy, consumer in home.consumers.items():
+    for policy, consumer in coordinator.consumers.items():
         terms, levels = consumer.terms, consumer.levels()
         fresh = terms.groups_per_batch - consumer.num_replayable
         load = levels.admitted + levels.sealed + consumer.expected_yield * (levels.issued - 1)
@@ -79,20 +79,20 @@ def check_room(machine: HomeMachine, num_open: int) -> None:
     require(enough, f"a group started without room for it (pace {pace})")
 
 
-def check_partition(laws: Laws, machine: Machine, partition: Partition) -> None:
+def check_partition(laws: Invariants, machine: SimProcess, partition: Partition) -> None:
     """Every slot is in one state, every lease has one holder, every waiting slot can be found."""
     held: Counter[tuple[NodeId, str]] = Counter()
     num_waiting = 0
-    queue = set(peek(partition, "_queue"))
+    queue = set(private(partition, "_queue"))
     for group_id, group in partition.groups.items():
         stored = machine.disk.of(GroupRecord).get((group_id,))
         require(stored is not None and stored.state == "open", f"{group_id} is open in memory only")
-        states = Counter(slot.state for slot in group.touched.values())
-        fresh = group.record.num_slots - group.num_fresh
+        states = Counter(slot.state for slot in group.known_slots.values())
+        fresh = group.record.num_slots - group.next_fresh
         waiting = group.num_waiting
         num_waiting += waiting
         require(states[SlotState.WAITING] == len(group.again), f"{group_id}: waiting slots")
-        require(sum(states.values()) == group.num_fresh, f"{group_id}: untouched slots")
+        require(sum(states.values()) == group.next_fresh, f"{group_id}: untouched slots")
         require(len(set(group.again)) == len(group.again), f"{group_id}: a slot waits twice")
         require(fresh >= 0 and not states[SlotState.TRUNCATED], f"{group_id}: cut and still open")
         require(not waiting or group_id in queue, f"{group_id} waits where nobody looks")
@@ -114,7 +114,7 @@ def check_partition(laws: Laws, machine: Machine, partition: Partition) -> None:
     )
     by_nodes: Counter[tuple[NodeId, str]] = Counter()
     for node_id, node in partition.nodes.items():
-        left = {(node_id, request): held.num_left for request, held in node.granted.items()}
+        left = {(node_id, request): held.num_running for request, held in node.granted.items()}
         require(sum(left.values()) == node.num_leases, f"{node_id}: requests and leases")
         require(all(left.values()), f"{node_id}: a request of which nothing runs is remembered")
         by_nodes.update(left)
@@ -124,12 +124,12 @@ def check_partition(laws: Laws, machine: Machine, partition: Partition) -> None:
 # --- the next life ----------------------------------------------------------------------------
 
 
-def facts(machine: Machine) -> Facts:
+def facts(machine: SimProcess) -> Facts:
     """What must survive a restart."""
     found: Facts = {}
-    if isinstance(machine, HomeMachine):
-        found |= _home_facts(machine)
-    if isinstance(machine, PartitionMachine):
+    if isinstance(machine, CoordinatorProcess):
+        found |= _coordinator_facts(machine)
+    if isinstance(machine, PartitionProcess):
         found["link"] = machine.link.num_received
         found["unacknowledged"] = machine.link.unacknowledged(0)
     if machine.host is not None:
@@ -140,26 +140,28 @@ def facts(machine: Machine) -> Facts:
     return found
 
 
-def _home_facts(machine: HomeMachine) -> Facts:
-    home = machine.home
+def _coordinator_facts(machine: CoordinatorProcess) -> Facts:
+    coordinator = machine.coordinator
     found: Facts = {
-        "shards": dict(home.shards),
-        "open": {group_id: home.undecided(group_id) for group_id in home.open},
-        "open at": {index: set(groups) for index, groups in home.open_at.items()},
-        "served": dict(peek(home.supply, "_served")),
-        "issued": peek(home, "_num_issued"),
-        "waste": {reason: n for reason, n in home.wasted_tokens.items() if n},
+        "shards": dict(coordinator.partition_states),
+        "open": {group_id: coordinator.undecided(group_id) for group_id in coordinator.open},
+        "open at": {index: set(groups) for index, groups in coordinator.open_by_partition.items()},
+        "served": dict(private(coordinator.supply, "_served")),
+        "issued": private(coordinator, "_num_issued"),
+        "waste": {reason: n for reason, n in coordinator.wasted_tokens.items() if n},
         "links": {
             index: (link.num_received, link.unacknowledged(0))
-            for index, link in machine.board.links.items()
+            for index, link in machine.router.links.items()
         },
         "freed": {record.group_id for record in machine.disk.of(FreedRecord).values()},
-        "rules": {bound.terms.id: dict(bound.memory) for bound in peek(home.rules, "_all")},
+        "rules": {
+            bound.terms.id: dict(bound.memory) for bound in private(coordinator.rules, "_all")
+        },
     }
-    for policy, consumer in home.consumers.items():
-        lineage, pins = consumer.lineage, peek(home.retention, "_pins")[policy]
+    for policy, consumer in coordinator.consumers.items():
+        lineage, pins = consumer.lineage, private(coordinator.retention, "_holds")[policy]
         for name in ("ready", "incomplete", "pool"):
-            groups = peek(consumer, name)
+            groups = private(consumer, name)
             found[f"{policy} {name}"] = {
                 g.group_id: (g.arrival, g.uses, g.last_seq, g.tokens, g.versions)
                 for g in groups.values()
@@ -175,7 +177,8 @@ def _home_facts(machine: HomeMachine) -> Facts:
             pins.floor,
         )
         found[f"{policy} lineage"] = [
-            peek(lineage, name) for name in ("incarnation", "number", "seq", "_meets", "_path")
+            private(lineage, name)
+            for name in ("incarnation", "number", "seq", "_shared_until", "_path")
         ]
         found[f"{policy} newest"] = lineage.newest
     return found
@@ -187,17 +190,17 @@ def _partition_facts(partition: Partition) -> Facts:
             group_id: (
                 group.rows,
                 sorted(group.again),
-                group.num_fresh,
+                group.next_fresh,
                 {
                     index: (slot.state, slot.attempt, slot.epoch, slot.grant)
-                    for index, slot in group.touched.items()
+                    for index, slot in group.known_slots.items()
                 },
             )
             for group_id, group in partition.groups.items()
         },
         "waiting": partition.num_waiting,
         "nodes": {
-            node_id: (node.record, {name: held.num_left for name, held in node.granted.items()})
+            node_id: (node.record, {name: held.num_running for name, held in node.granted.items()})
             for node_id, node in partition.nodes.items()
         },
     }
@@ -206,10 +209,10 @@ def _partition_facts(partition: Partition) -> Facts:
 def _completion_facts(completion: Any, partition: Partition) -> Facts:
     groups = {
         group_id: waiting
-        for group_id, waiting in peek(completion, "_groups").items()
+        for group_id, waiting in private(completion, "_groups").items()
         if any(stage != "done" for stage in waiting.stages.values())
     }
-    landed = peek(completion, "_landed")
+    completed = private(completion, "_completed")
     rows = {row.row_id for waiting in groups.values() for row in waiting.rows}
     rows |= {row.row_id for group in partition.groups.values() for row in group.rows}
     return {
@@ -217,13 +220,15 @@ def _completion_facts(completion: Any, partition: Partition) -> Facts:
             group_id: {p: stage for p, stage in waiting.stages.items() if stage != "done"}
             for group_id, waiting in groups.items()
         },
-        "landed": {row_id: dict(landed[row_id]) for row_id in sorted(rows) if row_id in landed},
+        "landed": {
+            row_id: dict(completed[row_id]) for row_id in sorted(rows) if row_id in completed
+        },
     }
 
 
-def has_acted(machine: Machine) -> bool:
+def has_open_transaction(machine: SimProcess) -> bool:
     """A start may end groups: on their last admissible version, or out of time."""
-    return any(isinstance(record, GroupRecord) for record in peek(machine.outbox, "_records"))
+    return any(isinstance(record, GroupRecord) for record in private(machine.journal, "_records"))
 
 
 def _compare_pins(before: Any, after: Any, freed: set[str], what: str) -> None:

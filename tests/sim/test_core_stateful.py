@@ -14,13 +14,13 @@ from tests.sim.model import (
     NODES,
     NUM_SLOTS,
     POLICY,
-    FlowMachine,
+    DataflowStateMachine,
     reward_of,
 )
 from tests.sim.world import TERMS, Settings, World
 
-from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
-from penstock.dataflow.core.messages import Committed, Incarnated, Published
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
+from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
 from penstock.dataflow.records import BatchRecord, RowRecord, row_id
 from penstock.errors import Fenced, WireError
 from penstock.types import GroupId, Manifest, NodeId, Outcome, OutcomeKind
@@ -37,24 +37,24 @@ class CoreSubject:
             Settings(groups_per_batch=1, max_staleness=MAX_STALENESS, num_slots=NUM_SLOTS)
         )
 
-    def join(self, node: NodeId, session: str) -> None:
+    def join(self, node: NodeId, boot_id: str) -> None:
         world = self.world
-        body = Register(node_id=node, session=session, capacity=CAPACITY, policies=())
+        body = RegisterRequest(node_id=node, boot_id=boot_id, capacity=CAPACITY, policies=())
         world.partition.register(body, world.now)
-        world.partition.heartbeat(node, session, world.now, state=NodeState.LIVE, live=())
+        world.partition.heartbeat(node, boot_id, world.now, state=NodeState.LIVE, live=())
         world.settle()
 
     def lease(
-        self, node: NodeId, session: str, request: str, count: int, live: LiveVersion
+        self, node: NodeId, boot_id: str, request: str, count: int, live: LiveVersion
     ) -> list[Grant]:
         world = self.world
-        world.partition.ask(node, session, request, world.now)
-        grants = world.partition.lease(node, session, request, count, (live,), world.now)
+        world.partition.ask(node, boot_id, request, world.now)
+        grants = world.partition.lease(node, boot_id, request, count, (live,), world.now)
         world.settle()
         return grants
 
     def deliver(
-        self, node: NodeId, session: str, grant: Grant, live: LiveVersion, word: str
+        self, node: NodeId, boot_id: str, grant: Grant, live: LiveVersion, word: str
     ) -> str:
         world = self.world
         name = row_id(grant.group_id, grant.slot, grant.epoch)
@@ -84,7 +84,7 @@ class CoreSubject:
             return "duplicate" if known[0].digest == word else "conflict"
         return status.value
 
-    def release(self, node: NodeId, session: str, grant: Grant) -> str:
+    def release(self, node: NodeId, boot_id: str, grant: Grant) -> str:
         world = self.world
         held = world.partition.release(node, grant.group_id, grant.slot, grant.epoch, world.now)
         world.settle()
@@ -99,11 +99,11 @@ class CoreSubject:
         except WireError as error:
             return code(error)
         if record.incarnation != consumer.lineage.incarnation:
-            world.outbox(record)
+            world.journal(record)
             consumer.lineage.apply_incarnation(record)
-            world.home.tell_all(Incarnated(record=record))
+            world.coordinator.broadcast(IncarnationStarted(record=record))
             rows = world.tables.rows("SELECT seq, num_groups FROM batches")
-            world.home.moved(consumer, {int(s): int(n) for s, n in rows}, world.now)
+            world.coordinator.cursor_moved(consumer, {int(s): int(n) for s, n in rows}, world.now)
         world.settle()
         return record.incarnation
 
@@ -120,9 +120,9 @@ class CoreSubject:
         except WireError as error:
             return code(error)
         if not lineage.has(incarnation, number):
-            world.outbox(record)
+            world.journal(record)
             lineage.apply_version(record)
-            world.home.tell_all(Published(record=record))
+            world.coordinator.broadcast(Published(record=record))
         world.settle()
         return "ok"
 
@@ -160,10 +160,10 @@ class CoreSubject:
         except WireError as error:
             return code(error)
         if seq > lineage.seq:
-            world.outbox(record)
+            world.journal(record)
             lineage.apply_commit(record)
-            world.home.tell_all(Committed(record=record))
-            world.home.moved(consumer, consumer.sealed, world.now)
+            world.coordinator.broadcast(Committed(record=record))
+            world.coordinator.cursor_moved(consumer, consumer.sealed, world.now)
         world.settle()
         return "ok"
 
@@ -174,7 +174,7 @@ class CoreSubject:
         return None
 
 
-class CoreMachine(FlowMachine):
+class CoreMachine(DataflowStateMachine):
     subject: CoreSubject
 
     def make_subject(self) -> CoreSubject:

@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 from tests.sim.world import COMPLETED, FAILED, Settings, World
 
-from penstock.dataflow.core.consumers import issue_of
-from penstock.dataflow.core.groups import Closing, ClosingKind
+from penstock.dataflow.core.consumers import issue_number
+from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy
 
-DROP = Closing(kind=ClosingKind.DROP)
+DROP = ClosingPolicy(kind=ClosingKind.DROP)
 """One failed member ends its group."""
 
 
@@ -35,7 +35,7 @@ def work(world: World, failing: range) -> None:
     node = next(iter(world.held), None) or world.join("n0")
     world.load(node)
     for grant in world.lease(node):
-        outcome = FAILED if issue_of(grant.group_id) in failing else COMPLETED
+        outcome = FAILED if issue_number(grant.group_id) in failing else COMPLETED
         world.deliver(node, grant, outcome)
 
 
@@ -98,4 +98,4 @@ def test_an_empty_batch_outlives_a_crash() -> None:
 def test_a_source_that_ends_makes_no_empty_batch() -> None:
     world = started(max_staleness=0, limit=4)
     assert [batch(world, failing=range(3, 5)) for _ in range(2)] == [[1, 2], None]
-    assert world.home.has_ended(world.consumer) and world.home.is_finished
+    assert world.coordinator.has_ended(world.consumer) and world.coordinator.is_finished

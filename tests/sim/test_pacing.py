@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sim.world import FAILED, Settings, World
 
-from penstock.dataflow.core.groups import Closing, ClosingKind
+from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy
 
 SEEDS = int(os.environ.get("PENSTOCK_SIM_SEEDS", "60"))
 
@@ -25,9 +25,9 @@ def started(world: World) -> World:
 def test_nothing_starts_before_a_first_version() -> None:
     world = World()
     world.settle()
-    assert not world.home.open
+    assert not world.coordinator.open
     started(world)
-    assert len(world.home.open) == world.budget
+    assert len(world.coordinator.open) == world.budget
 
 
 def test_ten_skipped_batches_do_not_stop_the_flow() -> None:
@@ -87,9 +87,9 @@ def test_random_histories_keep_every_law(seed: int) -> None:
     """Nodes that fail, vanish and return, a trainer that skips and rewinds, a service that
     crashes."""
     closing = [
-        Closing(kind=ClosingKind.COMPLETE),
-        Closing(kind=ClosingKind.SURVIVORS, min_survivors=2),
-        Closing(kind=ClosingKind.DROP),
+        ClosingPolicy(kind=ClosingKind.COMPLETE),
+        ClosingPolicy(kind=ClosingKind.SURVIVORS, min_survivors=2),
+        ClosingPolicy(kind=ClosingKind.DROP),
     ][seed % 3]
     world = started(
         World(
@@ -117,7 +117,7 @@ def one_event(world: World) -> None:
     lineage = world.consumer.lineage
     grants = world.held[node]
     world.now += rng.random() * 3
-    before, budget = len(world.home.open), world.budget
+    before, budget = len(world.coordinator.open), world.budget
     match rng.randrange(11):
         case 0:
             world.load(node)
@@ -152,7 +152,7 @@ def one_event(world: World) -> None:
             world.settle()
         case _:
             world.heartbeat(node)
-    if len(world.home.open) > before and world.consumer.expected_yield == 1.0:
+    if len(world.coordinator.open) > before and world.consumer.expected_yield == 1.0:
         assert sum(world.levels()) <= budget, "more work started than the bound has room for"
 
 
@@ -188,7 +188,7 @@ def test_a_source_that_ends_seals_its_short_remainder_and_ends() -> None:
         world.commit()
         world.publish()
     assert sizes == [4, 2]
-    assert world.home.has_ended(world.consumer) and world.home.is_finished
+    assert world.coordinator.has_ended(world.consumer) and world.coordinator.is_finished
 
 
 def test_the_last_steps_start_no_work_they_cannot_use() -> None:
@@ -199,5 +199,5 @@ def test_the_last_steps_start_no_work_they_cannot_use() -> None:
         assert world.seal()
         world.commit()
         world.publish()
-    assert world.home.is_finished
+    assert world.coordinator.is_finished
     assert world.tables.scalar("SELECT count(*) FROM groups") == 6

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.sim.reader_world import ShelfWorld, memory_tables, no_blobs
+from tests.sim.reader_world import ReaderWorld, memory_tables, no_blobs
 
-from penstock.dataflow.column_records import BundleRecord, ColumnRecord, TakeRecord
-from penstock.dataflow.columns import row_window as shelf
+from penstock.dataflow.column_records import BundleRecord, ColumnRecord, RowLeaseRecord
+from penstock.dataflow.columns import row_window as row_window
 from penstock.dataflow.columns.bundles import Bundle, drafts
 from penstock.dataflow.columns.cells import number_cell
-from penstock.dataflow.columns.readers import RowGrant
-from penstock.dataflow.columns.row_leases import Claim, On, ReaderTerms
+from penstock.dataflow.columns.readers import GrantedRow
+from penstock.dataflow.columns.row_leases import Claim, ReaderSpec, RowTrigger
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.types import RowId
 
@@ -31,13 +31,15 @@ TABLES = memory_tables()
 TERMS = {
     terms.name: terms
     for terms in (
-        ReaderTerms(
+        ReaderSpec(
             name="score", reads=("turns",), writes=("score",), deadline_s=50, max_attempts=2
         ),
-        ReaderTerms(name="refer", reads=("turns", "score"), writes=("ref", "kl"), deadline_s=90),
-        ReaderTerms(name="prm", reads=("turns",), writes=("prm",), on=On.ADMITTED, deadline_s=50),
-        ReaderTerms(name="export", reads=("turns",), max_attempts=2),
-        ReaderTerms(name="judge", reads=("text",), writes=("mark",), space="eval", deadline_s=200),
+        ReaderSpec(name="refer", reads=("turns", "score"), writes=("ref", "kl"), deadline_s=90),
+        ReaderSpec(
+            name="prm", reads=("turns",), writes=("prm",), on=RowTrigger.ADMITTED, deadline_s=50
+        ),
+        ReaderSpec(name="export", reads=("turns",), max_attempts=2),
+        ReaderSpec(name="judge", reads=("text",), writes=("mark",), space="eval", deadline_s=200),
     )
 }
 TTL_S = 12.0
@@ -63,27 +65,29 @@ class Oracle:
     over: set[Key] = field(default_factory=set[Key])
     admitted: dict[RowId, float] = field(default_factory=dict[RowId, float])
 
-    def of(self, terms: ReaderTerms) -> list[RowId]:
+    def of(self, terms: ReaderSpec) -> list[RowId]:
         rows = [(at[1], row_id) for row_id, at in self.rows.items() if at[0] == terms.space]
         return [row_id for _, row_id in sorted(rows)]
 
     def has(self, row_id: RowId, name: str) -> bool:
         return (row_id, name) in self.columns
 
-    def is_complete(self, terms: ReaderTerms, row_id: RowId) -> bool:
+    def is_complete(self, terms: ReaderSpec, row_id: RowId) -> bool:
         return bool(terms.writes) and all(self.has(row_id, name) for name in terms.writes)
 
-    def is_over(self, terms: ReaderTerms, row_id: RowId) -> bool:
+    def is_over(self, terms: ReaderSpec, row_id: RowId) -> bool:
         is_held = (terms.name, row_id) in self.leases
         complete = self.is_complete(terms, row_id) and not is_held
         return (terms.name, row_id) in self.over or complete
 
-    def is_ready(self, terms: ReaderTerms, row_id: RowId) -> bool:
-        found = [self.columns.get((row_id, name)) for name in terms.needs]
+    def is_ready(self, terms: ReaderSpec, row_id: RowId) -> bool:
+        found = [self.columns.get((row_id, name)) for name in terms.inputs]
         return all(column is not None and not column[0] for column in found)
 
-    def due(self, terms: ReaderTerms, row_id: RowId) -> float:
-        since = self.rows[row_id][2] if terms.on is On.DELIVERED else self.admitted.get(row_id)
+    def due(self, terms: ReaderSpec, row_id: RowId) -> float:
+        since = (
+            self.rows[row_id][2] if terms.on is RowTrigger.DELIVERED else self.admitted.get(row_id)
+        )
         if since is None or not terms.deadline_s:
             return float("inf")
         return since + terms.deadline_s
@@ -109,12 +113,12 @@ def columns_of(records: Iterable[object]) -> Iterator[ColumnRecord]:
 class ReadersMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = ShelfWorld(window=WINDOW, tables=TABLES)
+        self.world = ReaderWorld(window=WINDOW, tables=TABLES)
         self.truth = Oracle()
         self.durable = copy.deepcopy(self.truth)
         self.claims: list[tuple[str, Claim]] = []
         self.requests: list[tuple[str, str]] = []
-        self.patient_until = 0.0
+        self.grace_until = 0.0
         self.seen = 0
         self.num_rows = 0
         self.num_requests = 0
@@ -131,8 +135,8 @@ class ReadersMachine(RuleBasedStateMachine):
         """Every column the core journaled is the first of its place and has a reason."""
         journaled = self.world.journaled[self.seen :]
         self.seen = len(self.world.journaled)
-        landed: list[tuple[RowId, str]] = []
-        takes = [record for record in journaled if isinstance(record, TakeRecord)]
+        completed: list[tuple[RowId, str]] = []
+        takes = [record for record in journaled if isinstance(record, RowLeaseRecord)]
         for record in columns_of(journaled):
             key = (record.row_id, record.name)
             assert key not in self.truth.columns, f"{key} is written twice"
@@ -142,13 +146,13 @@ class ReadersMachine(RuleBasedStateMachine):
             else:
                 assert key in (written or ()), f"nobody wrote {key}"
             if record.space == "train" and record.name != "admitted":
-                landed.append(key)
-        for take in takes:
-            if take.state in ("done", "dead"):
-                self.truth.over.add((take.reader, take.row_id))
-                self.truth.leases.pop((take.reader, take.row_id), None)
-        drained = [(event.row_id, event.name) for event in self.world.shelf.drain()]
-        assert sorted(drained) == sorted(landed), "every terminal column is told once"
+                completed.append(key)
+        for row_lease in takes:
+            if row_lease.state in ("done", "dead"):
+                self.truth.over.add((row_lease.reader, row_lease.row_id))
+                self.truth.leases.pop((row_lease.reader, row_lease.row_id), None)
+        drained = [(event.row_id, event.name) for event in self.world.row_window.pop_completed()]
+        assert sorted(drained) == sorted(completed), "every terminal column is told once"
 
     def _check_failure(self, record: ColumnRecord) -> None:
         terms = next(terms for terms in TERMS.values() if record.name in terms.writes)
@@ -156,12 +160,12 @@ class ReadersMachine(RuleBasedStateMachine):
         now = self.world.now
         if record.failed == "overdue":
             assert self.truth.due(terms, record.row_id) <= now
-            assert now >= self.patient_until, "workers had no time to come back"
+            assert now >= self.grace_until, "workers had no time to come back"
         elif record.failed == "attempts":
             assert self.truth.attempts[key] >= terms.max_attempts
         else:
             assert record.failed == "input"
-            failed = [self.truth.columns.get((record.row_id, name)) for name in terms.needs]
+            failed = [self.truth.columns.get((record.row_id, name)) for name in terms.inputs]
             assert any(column is not None and column[0] for column in failed)
 
     # --- rows ---------------------------------------------------------------------------------
@@ -184,7 +188,7 @@ class ReadersMachine(RuleBasedStateMachine):
         value = float(len(name))
         known = [key for key in keys if self.truth.has(RowId(key), name)]
         rows = [*drafts([(RowId(key), {name: value}) for key in keys], no_blobs)]
-        first = self.world.shelf.last_arrival + 1
+        first = self.world.row_window.last_arrival + 1
         refused = self.world.spaces.put("eval", rows, "user", self.world.now)
         assert [result.key for result in refused] == known
         assert all(result.status is DeliveryStatus.DUPLICATE for result in refused)
@@ -201,7 +205,7 @@ class ReadersMachine(RuleBasedStateMachine):
             self._admit(chosen)
 
     def _admit(self, row_ids: list[RowId]) -> None:
-        self.world.shelf.admitted(row_ids, self.world.now)
+        self.world.row_window.admitted(row_ids, self.world.now)
         for row_id in row_ids:
             self.truth.admitted.setdefault(row_id, self.world.now)
         self.observe({(row_id, "admitted") for row_id in row_ids})
@@ -248,7 +252,7 @@ class ReadersMachine(RuleBasedStateMachine):
             self.requests.append((name, request_id))
         return len(grants)
 
-    def _granted(self, name: str, grant: RowGrant) -> None:
+    def _granted(self, name: str, grant: GrantedRow) -> None:
         terms, key = TERMS[name], (name, grant.row_id)
         assert key not in self.truth.leases, "one lease per row and reader"
         assert not self.truth.is_over(terms, grant.row_id), "finished rows stay finished"
@@ -285,9 +289,9 @@ class ReadersMachine(RuleBasedStateMachine):
                 return
             column = data.draw(st.sampled_from(names))
             cell = number_cell(column, value)
-            standing = self.truth.columns.get((claim.row_id, column))
-            if standing is not None:
-                is_same = standing == ("", cell.digest)
+            existing = self.truth.columns.get((claim.row_id, column))
+            if existing is not None:
+                is_same = existing == ("", cell.digest)
                 expected = DeliveryStatus.DUPLICATE if is_same else DeliveryStatus.CONFLICT
             else:
                 expected = DeliveryStatus.STORED if is_held else DeliveryStatus.FENCED
@@ -303,8 +307,8 @@ class ReadersMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def acknowledge(self, data: st.DataObject) -> None:
         for name, claim, is_held in self._any_claim(data):
-            owes = [n for n in TERMS[name].writes if not self.truth.has(claim.row_id, n)]
-            expected = DeliveryStatus.INVALID if owes else DeliveryStatus.STORED
+            pending_outputs = [n for n in TERMS[name].writes if not self.truth.has(claim.row_id, n)]
+            expected = DeliveryStatus.INVALID if pending_outputs else DeliveryStatus.STORED
             found = self.world.readers.ack(name, claim, self.world.now)
             assert found[0] is (expected if is_held else DeliveryStatus.FENCED)
             self.observe()
@@ -374,7 +378,7 @@ class ReadersMachine(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         now = self.world.now + seconds
         for (name, _), (claim, expires_at) in [*self.truth.leases.items()]:
-            is_late = self.truth.due(TERMS[name], claim.row_id) <= now >= self.patient_until
+            is_late = self.truth.due(TERMS[name], claim.row_id) <= now >= self.grace_until
             if expires_at < now:
                 self._lose(name, claim)
             elif is_late:
@@ -405,7 +409,7 @@ class ReadersMachine(RuleBasedStateMachine):
             if self.truth.epochs.get((name, claim.row_id), 0) >= claim.epoch
         ]
         self.requests = []
-        self.patient_until = self.world.now + 2 * TTL_S
+        self.grace_until = self.world.now + 2 * TTL_S
         full = self.world.now + TTL_S
         for key, (claim, _) in [*self.truth.leases.items()]:
             self.truth.leases[key] = (claim, full)
@@ -417,11 +421,11 @@ class ReadersMachine(RuleBasedStateMachine):
 
     @invariant()
     def leases_agree(self) -> None:
-        for name, reader in self.world.shelf.readers.items():
+        for name, reader in self.world.row_window.readers.items():
             held = {
-                row_id: take.lease.epoch
-                for row_id, take in reader.leased.items()
-                if take.lease is not None
+                row_id: row_lease.lease.epoch
+                for row_id, row_lease in reader.leased.items()
+                if row_lease.lease is not None
             }
             expected = {
                 key[1]: c.epoch for key, (c, _) in self.truth.leases.items() if key[0] == name
@@ -430,14 +434,14 @@ class ReadersMachine(RuleBasedStateMachine):
 
     @invariant()
     def windows_are_bounded(self) -> None:
-        for reader in self.world.shelf.readers.values():
-            assert len(reader.window) <= WINDOW + shelf.PAGE
-            assert len(reader.in_order) <= 3 * len(reader.window) + 65
+        for reader in self.world.row_window.readers.values():
+            assert len(reader.window) <= WINDOW + row_window.PAGE_ROWS
+            assert len(reader.by_arrival) <= 3 * len(reader.window) + 65
 
     def teardown(self) -> None:
         """Once faults stop, every row is finished for every reader, and every cursor is at the
         end."""
-        if not self.world.shelf.readers:
+        if not self.world.row_window.readers:
             return
         self.flush()
         for _ in range(2 * self.num_rows + 40):
@@ -475,9 +479,9 @@ class ReadersMachine(RuleBasedStateMachine):
         return num_granted
 
     def _check_tables(self) -> None:
-        for reader in self.world.shelf.readers.values():
-            assert reader.cursor == reader.loaded_to and not reader.window
-        assert self.world.tables.scalar("SELECT count(*) FROM takes") == 0
+        for reader in self.world.row_window.readers.values():
+            assert reader.cursor == reader.loaded_through and not reader.window
+        assert self.world.tables.scalar("SELECT count(*) FROM row_leases") == 0
         tables = self.world.tables
         found = columns_of([*tables.read(ColumnRecord), *tables.read(BundleRecord)])
         stored = [(c.row_id, c.name, c.failed, c.digest) for c in found]
@@ -488,8 +492,8 @@ class ReadersMachine(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def tiny_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "PAGE", 2)
-    monkeypatch.setattr(shelf, "LOW", 1)
+    monkeypatch.setattr(row_window, "PAGE_ROWS", 2)
+    monkeypatch.setattr(row_window, "REFILL_BELOW", 1)
 
 
 class TestReaders(ReadersMachine.TestCase):

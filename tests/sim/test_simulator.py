@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.sim.plans import draw_plan
+from tests.sim.plans import random_plan
 from tests.sim.simulation import Simulation, run
 
 SEEDS = int(os.environ.get("PENSTOCK_SIM_SEEDS", "300"))
@@ -75,7 +75,7 @@ def test_blows_of_every_kind_fall() -> None:
         "it was declared lost",
     }
     for seed in range(40):
-        simulation = Simulation(draw_plan(seed))
+        simulation = Simulation(random_plan(seed))
         try:
             simulation.run()
         finally:

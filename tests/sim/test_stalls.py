@@ -13,11 +13,11 @@ from dataclasses import replace
 import pytest
 from tests.sim.events import Command
 from tests.sim.plans import CLOSINGS, Faults, Plan
-from tests.sim.processes import Machine
+from tests.sim.processes import SimProcess
 from tests.sim.simulation import Simulation
 from tests.sim.world import Settings, World
 
-from penstock.dataflow.core.groups import Closing, ClosingKind
+from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy
 from penstock.dataflow.core.leasing import Grant, NodeState
 from penstock.dataflow.records import (
     BatchRecord,
@@ -35,7 +35,7 @@ SMALL = Plan(seed=1, groups_per_batch=2, num_slots=2, num_nodes=4)
 
 
 @pytest.fixture
-def begun() -> Iterator[Callable[[Plan], Simulation]]:
+def start_simulation() -> Iterator[Callable[[Plan], Simulation]]:
     simulations: list[Simulation] = []
 
     def begin(plan: Plan) -> Simulation:
@@ -65,16 +65,16 @@ def reasons(simulation: Simulation, policy: PolicyName = ANNA) -> set[str]:
     return {fate.reason for fate in fates if fate.consumer == policy}
 
 
-def test_declining_by_a_room_that_counts_running_work(begun: Begin) -> None:
+def test_declining_by_a_room_that_counts_running_work(start_simulation: Begin) -> None:
     """Room is full of running work nearly always: declining by it would decline everything."""
-    simulation = begun(replace(SMALL, num_policies=2, max_staleness=2))
+    simulation = start_simulation(replace(SMALL, num_policies=2, max_staleness=2))
     assert trained(simulation, 6)
     assert trained(simulation, 6, BERT)
     assert "outpaced" not in reasons(simulation)
 
 
-def test_a_policy_behind_declines_and_the_other_goes_on(begun: Begin) -> None:
-    simulation = begun(replace(SMALL, num_policies=2))
+def test_a_policy_behind_declines_and_the_other_goes_on(start_simulation: Begin) -> None:
+    simulation = start_simulation(replace(SMALL, num_policies=2))
     assert trained(simulation, 1, BERT)
     simulation.trainers[1].crash()
     assert trained(simulation, 10)
@@ -83,16 +83,16 @@ def test_a_policy_behind_declines_and_the_other_goes_on(begun: Begin) -> None:
     assert trained(simulation, simulation.laws.branches[BERT].seq + 3, BERT)
 
 
-def test_slots_rounded_down(begun: Begin) -> None:
+def test_slots_rounded_down(start_simulation: Begin) -> None:
     """A budget of one group of eight slots, and one node that runs one slot at a time."""
     plan = replace(SMALL, groups_per_batch=1, max_staleness=0, num_slots=8, num_nodes=1, capacity=1)
-    assert trained(begun(plan), 2)
+    assert trained(start_simulation(plan), 2)
 
 
-def test_gating_single_slots_instead_of_groups(begun: Begin) -> None:
+def test_gating_single_slots_instead_of_groups(start_simulation: Begin) -> None:
     """Once a group runs, room has no say in its other slots."""
     plan = replace(SMALL, groups_per_batch=1, max_staleness=0, num_slots=6, num_nodes=2, capacity=1)
-    simulation = begun(plan)
+    simulation = start_simulation(plan)
     assert trained(simulation, 2)
     ended = [
         group
@@ -127,19 +127,19 @@ def test_staleness_judged_only_at_sealing() -> None:
     world.publish()
     world.commit()
     world.publish()
-    assert world.home.open, "their room is given to others"
+    assert world.coordinator.open, "their room is given to others"
 
 
-def test_a_failed_column_after_admission(begun: Begin) -> None:
-    simulation = begun(replace(SMALL, train=True, faults=Faults(column_failed=0.3)))
+def test_a_failed_column_after_admission(start_simulation: Begin) -> None:
+    simulation = start_simulation(replace(SMALL, train=True, faults=Faults(column_failed=0.3)))
     assert trained(simulation, 5)
     assert "column_failed" in reasons(simulation)
 
 
-def test_a_dead_scorer_does_not_raise_the_issue_rate(begun: Begin) -> None:
-    simulation = begun(replace(SMALL, train=True, faults=Faults(column_failed=1.0)))
+def test_a_dead_scorer_does_not_raise_the_issue_rate(start_simulation: Begin) -> None:
+    simulation = start_simulation(replace(SMALL, train=True, faults=Faults(column_failed=1.0)))
     simulation.advance(lambda: simulation.engine.now > 60.0)
-    consumer = simulation.home.home.consumers[ANNA]
+    consumer = simulation.coordinator.coordinator.consumers[ANNA]
     assert consumer.expected_yield == 1.0
     assert reasons(simulation) <= {"", "column_failed", "stale"}
     simulation.plan.__dict__["faults"] = Faults()  # it comes back
@@ -147,38 +147,38 @@ def test_a_dead_scorer_does_not_raise_the_issue_rate(begun: Begin) -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_replay_share_without_eligible_rows(begun: Begin, max_staleness: int) -> None:
+def test_a_replay_share_without_eligible_rows(start_simulation: Begin, max_staleness: int) -> None:
     """At bound 0 nothing that was served may be served again: all of a batch must be fresh."""
     plan = replace(SMALL, groups_per_batch=4, replay=0.5, max_staleness=max_staleness)
-    simulation = begun(plan)
+    simulation = start_simulation(plan)
     assert trained(simulation, 6)
     batches = simulation.laws.disks["home"].of(BatchRecord).values()
     assert any(batch.num_replayed for batch in batches) == (max_staleness > 0)
 
 
 @pytest.mark.parametrize("closing", CLOSINGS, ids=lambda c: f"{c.kind}-{c.min_survivors}")
-def test_groups_dropped_without_a_report(begun: Begin, closing: Closing) -> None:
+def test_groups_dropped_without_a_report(start_simulation: Begin, closing: ClosingPolicy) -> None:
     plan = replace(SMALL, closing=closing, faults=Faults(failed=0.4))
     if closing.kind is ClosingKind.DROP:
         plan = replace(plan, faults=Faults(failed=0.2))
-    simulation = begun(plan)
+    simulation = start_simulation(plan)
     assert trained(simulation, 4)
-    simulation.laws.conserve()
+    simulation.laws.check_conservation()
     if closing.kind is ClosingKind.DROP:
         assert "failed_slots" in reasons(simulation)
 
 
-def test_a_lost_offer(begun: Begin) -> None:
+def test_a_lost_offer(start_simulation: Begin) -> None:
     """Every third call, answer and message is lost; what is not repeated stops the flow."""
-    simulation = begun(replace(SMALL, has_partition=False, num_partitions=2))
+    simulation = start_simulation(replace(SMALL, has_partition=False, num_partitions=2))
     simulation.network.loss = 0.33
     assert trained(simulation, 4)
 
 
-def test_fates_not_returned_to_partitions(begun: Begin) -> None:
+def test_fates_not_returned_to_partitions(start_simulation: Begin) -> None:
     """What nobody needs any more is freed where it lies, and leaves the partition's memory."""
     plan = replace(SMALL, has_partition=False, num_partitions=2, judge=True, retain_batches=1)
-    simulation = begun(replace(plan, names_checkpoints=False))
+    simulation = start_simulation(replace(plan, names_checkpoints=False))
     assert trained(simulation, 8)
     laws = simulation.laws
     freed = set(laws.disks["home"].of(FreedRecord))
@@ -192,10 +192,10 @@ def test_fates_not_returned_to_partitions(begun: Begin) -> None:
         assert not {(group,) for group, _ in disk.of(CompletionRecord)} & mine
 
 
-def test_checkpoints_too_rare_for_the_disk_mark(begun: Begin) -> None:
+def test_checkpoints_too_rare_for_the_disk_mark(start_simulation: Begin) -> None:
     """While a trainer names only its first checkpoint everything is kept; the next name frees."""
-    simulation = begun(replace(SMALL, retain_batches=1))
-    home, engine = simulation.home, simulation.engine
+    simulation = start_simulation(replace(SMALL, retain_batches=1))
+    coordinator, engine = simulation.coordinator, simulation.engine
     trainer = simulation.trainers[0]
     trainer.saves = False
     assert trained(simulation, 6)
@@ -204,17 +204,17 @@ def test_checkpoints_too_rare_for_the_disk_mark(begun: Begin) -> None:
     assert not any((group,) in laws.disks["home"].of(FreedRecord) for group in sealed)
     trainer.saves = True
     assert trained(simulation, 14)
-    engine.note(f"{len(home.disk.of(CheckpointRecord))} checkpoint records")
+    engine.note(f"{len(coordinator.disk.of(CheckpointRecord))} checkpoint records")
     freed = sum((group,) in laws.disks["home"].of(FreedRecord) for group in sealed)
     assert freed == len(sealed)
 
 
-def test_a_trainer_that_never_names_checkpoints(begun: Begin) -> None:
+def test_a_trainer_that_never_names_checkpoints(start_simulation: Begin) -> None:
     """Only the last batches are kept, so payload does not grow with the run."""
-    simulation = begun(replace(SMALL, retain_batches=2, names_checkpoints=False))
+    simulation = start_simulation(replace(SMALL, retain_batches=2, names_checkpoints=False))
     assert trained(simulation, 12)
     laws = simulation.laws
-    simulation.advance(lambda: simulation.home.disk.is_quiet)
+    simulation.advance(lambda: simulation.coordinator.disk.is_quiet)
     freed = laws.disks["home"].of(FreedRecord)
     kept = [group for group in laws.in_batches[ANNA] if (group,) not in freed]
     last, floor = laws.branches[ANNA].last_sealed, laws.branches[ANNA].floor
@@ -222,20 +222,24 @@ def test_a_trainer_that_never_names_checkpoints(begun: Begin) -> None:
     assert last - floor <= 2 + 1 + SMALL.max_staleness
 
 
-def test_a_policy_that_is_done_holds_no_other_back(begun: Begin) -> None:
+def test_a_policy_that_is_done_holds_no_other_back(start_simulation: Begin) -> None:
     for pace in ("all", "anna"):
         plan = replace(SMALL, num_policies=2, pace=pace, steps=4, faults=Faults(skipped=0.3))
-        simulation = begun(plan)
-        simulation.advance(lambda s=simulation: s.home.home.is_finished or s.engine.now > 400.0)
-        assert simulation.home.home.is_finished, f"pace {pace}"
+        simulation = start_simulation(plan)
+        simulation.advance(
+            lambda s=simulation: s.coordinator.coordinator.is_finished or s.engine.now > 400.0
+        )
+        assert simulation.coordinator.coordinator.is_finished, f"pace {pace}"
 
 
-def test_a_partition_whose_clock_is_behind_home_still_closes_groups(begun: Begin) -> None:
+def test_a_partition_whose_clock_is_behind_home_still_closes_groups(
+    start_simulation: Begin,
+) -> None:
     """Limits of a group count from when its partition got it, by the partition's own clock."""
     lease = replace(SMALL.lease, schedule_to_close_s=40.0)
     plan = replace(SMALL, has_partition=False, lease=lease, num_nodes=1)
     simulation = Simulation(plan)
-    simulation.home.skew_s = 86_400.0
+    simulation.coordinator.skew_s = 86_400.0
     simulation.begin()
     try:
         simulation.advance(lambda: bool(simulation.laws.running))
@@ -248,15 +252,15 @@ def test_a_partition_whose_clock_is_behind_home_still_closes_groups(begun: Begin
         simulation.close()
 
 
-def test_a_clock_that_jumps_between_a_call_and_the_tick(begun: Begin) -> None:
+def test_a_clock_that_jumps_between_a_call_and_the_tick(start_simulation: Begin) -> None:
     """A node that is heard after the jump and then dies must not be believed alive for a day."""
-    simulation = begun(replace(SMALL, num_nodes=2, has_partition=False))
+    simulation = start_simulation(replace(SMALL, num_nodes=2, has_partition=False))
     partition, node = simulation.machines[1], simulation.nodes[0]
     simulation.advance(lambda: bool(node.held))
     partition.skew_s += 86_400.0
     assert partition.host is not None
     machine = partition.host.partition
-    machine.heartbeat(node.name, node.session, partition.clock, state=NodeState.LIVE, live=())
+    machine.heartbeat(node.name, node.boot_id, partition.clock, state=NodeState.LIVE, live=())
     node.is_dead = True
     node.stop()
     until = simulation.engine.now + SMALL.lease.ttl_s + 3.0
@@ -265,20 +269,20 @@ def test_a_clock_that_jumps_between_a_call_and_the_tick(begun: Begin) -> None:
     assert trained(simulation, simulation.laws.branches[ANNA].seq + 2)
 
 
-def test_a_lease_nobody_heard_of_between_a_jump_and_the_tick(begun: Begin) -> None:
+def test_a_lease_nobody_heard_of_between_a_jump_and_the_tick(start_simulation: Begin) -> None:
     """Its node beats on; only the limit of the attempt can free it, and that is no day away."""
     plan = replace(SMALL, num_nodes=2, has_partition=False, capacity=1, max_staleness=50)
-    simulation = begun(plan)
+    simulation = start_simulation(plan)
     partition, node = simulation.machines[1], simulation.nodes[0]
     assert trained(simulation, 1)
     lost: list[Grant] = []
 
-    def lease(machine: Machine, now: float) -> None:
+    def lease(machine: SimProcess, now: float) -> None:
         assert machine.host is not None
         found = machine.host.partition
         live = found.nodes[node.name].live
-        found.ask(node.name, node.session, "lost", now)
-        lost.extend(found.lease(node.name, node.session, "lost", 1, live, now))
+        found.ask(node.name, node.boot_id, "lost", now)
+        lost.extend(found.lease(node.name, node.boot_id, "lost", 1, live, now))
 
     def look() -> bool:
         assert partition.host is not None

@@ -12,10 +12,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from tests.sim.events import Actor, Call, Command, Engine, Network, Sleep, Task
-from tests.sim.invariants import Laws
+from tests.sim.events import Actor, Call, Command, EventLoop, Network, Sleep, Task
+from tests.sim.invariants import Invariants
 from tests.sim.plans import Plan
-from tests.sim.processes import HomeMachine
+from tests.sim.processes import CoordinatorProcess
 
 from penstock.errors import Conflict, Fenced
 from penstock.types import PolicyName
@@ -28,18 +28,18 @@ class Checkpoint:
     weights: str
 
 
-Ask = Callable[[HomeMachine, float], Any]
+Ask = Callable[[CoordinatorProcess, float], Any]
 FIRST = Checkpoint(number=0, seq=0, weights="initial")
 
 
 class Trainer:
     def __init__(
         self,
-        engine: Engine,
+        engine: EventLoop,
         network: Network,
         plan: Plan,
-        laws: Laws,
-        home: HomeMachine,
+        laws: Invariants,
+        coordinator: CoordinatorProcess,
         policy: PolicyName,
     ) -> None:
         self.policy = policy
@@ -52,7 +52,7 @@ class Trainer:
         self._network = network
         self._plan = plan
         self._laws = laws
-        self._home = home
+        self._coordinator = coordinator
         self._requests = 0
         self._lives = 0
         self._told = -1
@@ -72,16 +72,18 @@ class Trainer:
 
     def _call(self, name: str, run: Ask, *, waits: bool = True) -> Call:
         return Call(
-            target=self._home,
+            target=self._coordinator,
             name=f"trainer {self.policy} {name}",
             command=Command(run=run, waits=waits),
             retry_s=2.0,
         )
 
-    def _live(self, life: int) -> Actor:
+    def _live(self, boot: int) -> Actor:
         policy = self.policy
         while True:
-            state = yield self._call("state", lambda home, now: home.state(policy), waits=False)
+            state = yield self._call(
+                "state", lambda coordinator, now: coordinator.state(policy), waits=False
+            )
             start = self._choose(state)
             self._requests += 1
             request_id = f"{policy}/{self._requests}"
@@ -95,17 +97,17 @@ class Trainer:
             self._told = state[0]
         self._engine.note(f"trainer {policy} is incarnation {incarnation}")
         answer = "kept"
-        if self._plan.names_checkpoints and life == self._lives:
+        if self._plan.names_checkpoints and boot == self._lives:
             answer = yield self._name(int(incarnation))
         if not isinstance(answer, Fenced):
-            yield from self._train(life, int(incarnation), start)
+            yield from self._train(boot, int(incarnation), start)
 
     def _choose(self, state: tuple[int, int, int]) -> Checkpoint:
         """Mostly the newest that the ledger knows, at times an older one."""
         known = [saved for saved in self.saved if saved.seq <= state[2]] or [FIRST]
         return known[-1] if self._engine.chance(0.7) else self._engine.rng.choice(known)
 
-    def _train(self, life: int, incarnation: int, start: Checkpoint) -> Actor:
+    def _train(self, boot: int, incarnation: int, start: Checkpoint) -> Actor:
         policy, at = self.policy, start
         answer = yield self._publish(incarnation, at)
         while not isinstance(answer, Fenced):
@@ -132,11 +134,11 @@ class Trainer:
             assert answer == "committed", f"commit {seq} of {policy}: {answer}"
             self._laws.committed(policy, seq, incarnation, at.number)
             answer = yield self._publish(incarnation, at)
-            if not isinstance(answer, Exception) and life == self._lives:
+            if not isinstance(answer, Exception) and boot == self._lives:
                 answer = yield from self._save(incarnation, at)
 
     def _after(self, at: Checkpoint, digest: str, incarnation: int) -> Checkpoint:
-        if self._engine.harm(self._plan.faults.skipped):
+        if self._engine.fault_chance(self._plan.faults.skipped):
             return Checkpoint(number=at.number, seq=at.seq + 1, weights=at.weights)
         text = f"{at.weights} {digest}"
         if not self._plan.is_deterministic:
@@ -148,7 +150,9 @@ class Trainer:
         policy = self.policy
         return self._call(
             f"publish {incarnation}.{at.number}",
-            lambda home, now: home.publish(policy, incarnation, at.number, at.weights, now),
+            lambda coordinator, now: coordinator.publish(
+                policy, incarnation, at.number, at.weights, now
+            ),
         )
 
     def _save(self, incarnation: int, at: Checkpoint) -> Generator[Call, Any, Any]:
@@ -166,17 +170,21 @@ class Trainer:
         policy, named = self.policy, [(saved.number, saved.seq) for saved in self.saved]
         return self._call(
             f"keeps {named}",
-            lambda home, now: home.checkpoints(policy, incarnation, named, now),
+            lambda coordinator, now: coordinator.checkpoints(policy, incarnation, named, now),
         )
 
 
 def _incarnate(policy: PolicyName, request_id: str, expected: int, at: Checkpoint) -> Ask:
-    return lambda home, now: home.incarnate(policy, request_id, expected, at.number, at.seq, now)
+    return lambda coordinator, now: coordinator.incarnate(
+        policy, request_id, expected, at.number, at.seq, now
+    )
 
 
 def _batch(policy: PolicyName, incarnation: int, seq: int) -> Ask:
-    return lambda home, now: home.batch(policy, incarnation, seq, now)
+    return lambda coordinator, now: coordinator.batch(policy, incarnation, seq, now)
 
 
 def _commit(policy: PolicyName, incarnation: int, at: Checkpoint, skipped: str) -> Ask:
-    return lambda home, now: home.commit(policy, at.seq, incarnation, at.number, skipped, now)
+    return lambda coordinator, now: coordinator.commit(
+        policy, at.seq, incarnation, at.number, skipped, now
+    )

@@ -14,21 +14,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
-from tests.sim.disk import give_back, take_tables
+from tests.sim.disk import borrow_tables, return_tables
 
-from penstock.dataflow.core.consumers import Consumer, PolicyTerms
-from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
-from penstock.dataflow.core.home import IssueTerms
-from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
-from penstock.dataflow.core.messages import Committed, Incarnated, Published
-from penstock.dataflow.core.rulebook import RuleTerms
-from penstock.dataflow.ledger.assemble import CoreTerms, home_core
-from penstock.dataflow.records import Outbox, RowRecord, row_id
+from penstock.dataflow.core.consumers import Consumer, PolicySpec
+from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
+from penstock.dataflow.core.home import IssueSpec
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
+from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
+from penstock.dataflow.core.rulebook import RuleSpec
+from penstock.dataflow.ledger.assemble import CoreSpec, build_coordinator_core
+from penstock.dataflow.records import CommandJournal, RowRecord, row_id
 from penstock.dataflow.sources import open_source
 from penstock.types import NodeId, Outcome, OutcomeKind, PolicyName
 
 POLICY = PolicyName("policy")
-COMPLETE = Closing(kind=ClosingKind.COMPLETE)
+COMPLETE = ClosingPolicy(kind=ClosingKind.COMPLETE)
 COMPLETED = Outcome(kind=OutcomeKind.COMPLETED)
 FAILED = Outcome(kind=OutcomeKind.FAILED, reason="engine")
 
@@ -39,24 +39,24 @@ class Settings:
     max_staleness: int = 1
     steps: int = 1_000_000
     num_slots: int = 3
-    closing: Closing = COMPLETE
+    closing: ClosingPolicy = COMPLETE
     admit: str = "all"
     limit: int | None = None
     """Tasks in the source."""
     is_lockstep: bool = False
 
 
-TERMS = LeaseTerms(ttl_s=12.0, start_to_close_s=600.0, max_attempts=3)
+TERMS = LeaseSpec(ttl_s=12.0, start_to_close_s=600.0, max_attempts=3)
 
 
-def _rules(settings: Settings) -> Iterator[RuleTerms]:
+def _rules(settings: Settings) -> Iterator[RuleSpec]:
     for policy, hook, name in (
         (None, "mix", "weights"),
         (None, "curate", "all"),
         (POLICY, "admit", settings.admit),
         (POLICY, "select", "edf"),
     ):
-        yield RuleTerms(hook=hook, name=name, options={}, policy=policy, position=0)
+        yield RuleSpec(hook=hook, name=name, options={}, policy=policy, position=0)
 
 
 _OF_LEVELS = """
@@ -86,8 +86,8 @@ class World:
         self.settings = settings or Settings()
         self.rng = random.Random(seed)
         self.now = 1000.0
-        self.tables = take_tables()
-        weakref.finalize(self, give_back, self.tables)
+        self.tables = borrow_tables()
+        weakref.finalize(self, return_tables, self.tables)
         self.held: dict[NodeId, list[Grant]] = {}
         self.live: dict[NodeId, LiveVersion] = {}
         self.issued_log: list[str] = []
@@ -95,11 +95,11 @@ class World:
 
     def start(self) -> None:
         settings = self.settings
-        self.outbox = Outbox()
-        core = home_core(
-            CoreTerms(
+        self.journal = CommandJournal()
+        core = build_coordinator_core(
+            CoreSpec(
                 policies=(
-                    PolicyTerms(
+                    PolicySpec(
                         policy=POLICY,
                         groups_per_batch=settings.groups_per_batch,
                         max_staleness=settings.max_staleness,
@@ -108,7 +108,7 @@ class World:
                     ),
                 ),
                 rules=tuple(_rules(settings)),
-                issue=IssueTerms(num_slots=settings.num_slots),
+                issue=IssueSpec(num_slots=settings.num_slots),
                 closing=settings.closing,
                 lease=TERMS,
                 workflow="single_turn",
@@ -116,11 +116,11 @@ class World:
             ),
             [open_source("train", "penstock.tasks.reverse", limit=settings.limit)],
             self.tables,
-            self.outbox,
+            self.journal,
             self.now,
         )
         assert core.host is not None
-        self.board, self.home, self.sealing = core.board, core.home, core.sealing
+        self.router, self.coordinator, self.sealing = core.router, core.coordinator, core.sealing
         self.partition, self.gate = core.host.partition, core.host.gate
         self.settle()
 
@@ -129,17 +129,17 @@ class World:
 
     @property
     def consumer(self) -> Consumer:
-        return self.home.consumers[POLICY]
+        return self.coordinator.consumers[POLICY]
 
     def settle(self, command: None = None) -> int:
         """As the service does after each command; returns how many groups it issued."""
         before = len(self.partition.groups)
-        self.board.run(self.now)
+        self.router.run(self.now)
         ended = before - len(self.partition.groups)
-        if not self.home.is_finished:
-            self.home.issue(self.now)
-        self.board.run(self.now)
-        self.tables.commit(self.outbox.take())
+        if not self.coordinator.is_finished:
+            self.coordinator.issue(self.now)
+        self.router.run(self.now)
+        self.tables.commit(self.journal.take())
         return len(self.partition.groups) - before + ended
 
     # --- a trainer ---------------------------------------------------------------------------
@@ -153,11 +153,11 @@ class World:
             request_id=f"r{lineage.incarnation + 1}",
             now=self.now,
         )
-        self.outbox(record)
+        self.journal(record)
         lineage.apply_incarnation(record)
-        self.home.tell_all(Incarnated(record=record))
+        self.coordinator.broadcast(IncarnationStarted(record=record))
         rows = self.tables.rows("SELECT seq, num_groups FROM batches")
-        self.home.moved(self.consumer, {int(s): int(n) for s, n in rows}, self.now)
+        self.coordinator.cursor_moved(self.consumer, {int(s): int(n) for s, n in rows}, self.now)
         self.settle()
         return record.incarnation
 
@@ -170,15 +170,15 @@ class World:
             weights_digest=weights or f"w{lineage.incarnation}.{lineage.number}",
             now=self.now,
         )
-        self.outbox(record)
+        self.journal(record)
         lineage.apply_version(record)
-        self.home.tell_all(Published(record=record))
+        self.coordinator.broadcast(Published(record=record))
         return self.settle()
 
     def seal(self) -> int | None:
         """Seal the next batch if it can be; its seq."""
         consumer = self.consumer
-        if self.home.has_ended(consumer):
+        if self.coordinator.has_ended(consumer):
             return None
         record = self.sealing.seal(consumer, consumer.last_sealed + 1, self.now)
         self.settle()
@@ -195,18 +195,18 @@ class World:
             stats="{}",
             now=self.now,
         )
-        self.outbox(record)
+        self.journal(record)
         lineage.apply_commit(record)
-        self.home.tell_all(Committed(record=record))
-        self.home.moved(self.consumer, self.consumer.sealed, self.now)
+        self.coordinator.broadcast(Committed(record=record))
+        self.coordinator.cursor_moved(self.consumer, self.consumer.sealed, self.now)
         return self.settle()
 
     # --- nodes -------------------------------------------------------------------------------
 
     def join(self, name: str, capacity: int = 1000) -> NodeId:
         node_id = NodeId(name)
-        session = f"{name}/{self.now}/{self.rng.random()}"
-        body = Register(node_id=node_id, session=session, capacity=capacity, policies=())
+        boot_id = f"{name}/{self.now}/{self.rng.random()}"
+        body = RegisterRequest(node_id=node_id, boot_id=boot_id, capacity=capacity, policies=())
         self.partition.register(body, self.now)
         self.settle()
         self.held[node_id] = []
@@ -221,13 +221,13 @@ class World:
         )
         self.heartbeat(node_id)
 
-    def session(self, node_id: NodeId) -> str:
-        return self.partition.nodes[node_id].record.session
+    def boot_id(self, node_id: NodeId) -> str:
+        return self.partition.nodes[node_id].record.boot_id
 
     def heartbeat(self, node_id: NodeId) -> None:
         self.partition.heartbeat(
             node_id,
-            self.session(node_id),
+            self.boot_id(node_id),
             self.now,
             state=NodeState.LIVE,
             live=(self.live[node_id],),
@@ -236,9 +236,9 @@ class World:
     def lease(self, node_id: NodeId, num: int = 1000) -> list[Grant]:
         live = (self.live[node_id],)
         request_id = f"{node_id}/{self.rng.random()}"
-        self.partition.ask(node_id, self.session(node_id), request_id, self.now)
+        self.partition.ask(node_id, self.boot_id(node_id), request_id, self.now)
         grants = self.partition.lease(
-            node_id, self.session(node_id), request_id, num, live, self.now
+            node_id, self.boot_id(node_id), request_id, num, live, self.now
         )
         self.settle()
         self.held[node_id] += grants
@@ -291,7 +291,7 @@ class World:
         assert delivered == 0, "one result per slot"
         assert staleness <= self.settings.max_staleness
         assert levels == [
-            len(self.home.open),
+            len(self.coordinator.open),
             len(self.consumer.ready),
             sum(self.consumer.sealed.values()),
         ]

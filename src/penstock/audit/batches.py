@@ -11,58 +11,58 @@ from blake3 import blake3
 
 from penstock.audit.config import REWARD
 from penstock.audit.evidence import Evidence
-from penstock.audit.lineage import Lineage, effective
+from penstock.audit.lineage import Lineage, effective_number
 from penstock.audit.records import (
     SCORED,
     Batch,
-    GroupSummary,
     Manifest,
-    MemberSummary,
-    Pair,
+    ManifestGroup,
+    ManifestRow,
     Row,
+    VersionId,
     decode_map,
 )
-from penstock.audit.report import Check, Findings
+from penstock.audit.report import Check, Violations
 
-SAME = 1e-9
+TOLERANCE = 1e-9
 """Means of the same numbers, summed in another order, differ by less."""
 
 
 def check_batches(evidence: Evidence) -> Check:
     """Batches are 1, 2, 3, …; each manifest is intact and holds exactly its groups' rows."""
-    findings = Findings("batches")
+    violations = Violations("batches")
     sealed = _sealed_groups(evidence)
-    members = _Members(evidence)
+    members = _RowChecker(evidence)
     uses: Counter[tuple[str, str]] = Counter()
-    due: defaultdict[str, int] = defaultdict(lambda: 1)
+    expected: defaultdict[str, int] = defaultdict(lambda: 1)
     for batch in evidence.batches:
-        if batch.seq != due[batch.consumer]:
-            findings.add(batch.name, f"where batch {due[batch.consumer]} is due")
-        due[batch.consumer] = batch.seq + 1
+        if batch.seq != expected[batch.consumer]:
+            violations.add(batch.name, f"where batch {expected[batch.consumer]} is due")
+        expected[batch.consumer] = batch.seq + 1
         if blake3(batch.manifest).hexdigest() != batch.digest:
-            findings.add(batch.name, "its manifest has another digest than the ledger says")
+            violations.add(batch.name, "its manifest has another digest than the ledger says")
         manifest = evidence.manifests.get(batch.name)
         if manifest is None:
-            findings.add(batch.name, "its manifest cannot be read")
+            violations.add(batch.name, "its manifest cannot be read")
             continue
         named = {group.group_id for group in manifest.groups}
-        max_uses = evidence.run_file.max_uses(batch.consumer)
+        max_uses = evidence.config.max_uses(batch.consumer)
         for why in _batch_faults(batch, manifest):
-            findings.add(batch.name, why)
+            violations.add(batch.name, why)
         for why in _fate_faults(manifest, sealed[batch.consumer], is_replayed=max_uses > 1):
-            findings.add(batch.name, why)
+            violations.add(batch.name, why)
         for group in manifest.groups:
             for why in members.faults(manifest, group):
-                findings.add(f"{batch.name} {group.group_id}", why)
+                violations.add(f"{batch.name} {group.group_id}", why)
         for group_id in named:
             uses[batch.consumer, group_id] += 1
             if uses[batch.consumer, group_id] > max_uses:
-                findings.add(f"{batch.name} {group_id}", f"in more than {max_uses} batches")
+                violations.add(f"{batch.name} {group_id}", f"in more than {max_uses} batches")
     known = {(batch.consumer, batch.seq) for batch in evidence.batches}
     for commit in evidence.commits:
         if (commit.consumer, commit.seq) not in known:
-            findings.add(f"{commit.consumer}.{commit.seq}", "committed, and was never sealed")
-    return findings.result(len(evidence.batches))
+            violations.add(f"{commit.consumer}.{commit.seq}", "committed, and was never sealed")
+    return violations.result(len(evidence.batches))
 
 
 def _sealed_groups(evidence: Evidence) -> defaultdict[str, dict[str, int]]:
@@ -76,13 +76,13 @@ def _sealed_groups(evidence: Evidence) -> defaultdict[str, dict[str, int]]:
 
 def _fate_faults(manifest: Manifest, sealed: dict[str, int], *, is_replayed: bool) -> Iterable[str]:
     named = {group.group_id for group in manifest.groups}
-    due = {group_id for group_id, seq in sealed.items() if seq == manifest.seq}
-    odd = due - named
-    for group_id in named - due:
+    expected = {group_id for group_id, seq in sealed.items() if seq == manifest.seq}
+    mismatched = expected - named
+    for group_id in named - expected:
         if not (is_replayed and sealed.get(group_id, 0) > manifest.seq):
-            odd.add(group_id)
-    if odd:
-        yield f"its manifest and the fates of groups differ on {', '.join(sorted(odd)[:3])}"
+            mismatched.add(group_id)
+    if mismatched:
+        yield f"its manifest and the fates of groups differ on {', '.join(sorted(mismatched)[:3])}"
 
 
 def _batch_faults(batch: Batch, manifest: Manifest) -> Iterable[str]:
@@ -92,39 +92,39 @@ def _batch_faults(batch: Batch, manifest: Manifest) -> Iterable[str]:
     groups = [group.group_id for group in manifest.groups]
     rows = [row for group in manifest.groups for row in group.rows]
     if (len(groups), len(rows)) != (batch.num_groups, batch.num_rows):
-        due = f"{batch.num_groups} of {batch.num_rows}"
-        yield f"{len(groups)} groups of {len(rows)} rows, not {due}"
+        expected = f"{batch.num_groups} of {batch.num_rows}"
+        yield f"{len(groups)} groups of {len(rows)} rows, not {expected}"
     if len(set(groups)) != len(groups) or len({row.row_id for row in rows}) != len(rows):
         yield "names a group or a row twice"
     if rows:
         mean = math.fsum(row.reward for row in rows) / len(rows)
-        if not math.isclose(mean, batch.reward_mean, rel_tol=SAME, abs_tol=SAME):
+        if not math.isclose(mean, batch.reward_mean, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
             yield f"mean reward {batch.reward_mean}; its rows have {mean}"
 
 
-class _Members:
+class _RowChecker:
     """What the ledger says about the rows that a manifest may name."""
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self._by_group = evidence.rows_by_group()
         self._counts: dict[str, dict[str, int]] = {}
-        self._versions: dict[str, dict[str, list[Pair]]] = {}
+        self._versions: dict[str, dict[str, list[VersionId]]] = {}
         self._by_role: dict[str, dict[str, dict[str, int]]] = {}
 
-    def faults(self, manifest: Manifest, group: GroupSummary) -> Iterable[str]:
+    def faults(self, manifest: Manifest, group: ManifestGroup) -> Iterable[str]:
         known = self._evidence.issued.get(group.group_id)
         if known is None or known.task_key != group.task_key:
             yield "is not the group of this task"
-        if self._evidence.is_excused(group.group_id):
+        if self._evidence.is_exempt(group.group_id):
             return  # its rows went with their partition
-        due = {
+        expected = {
             row.row_id
             for row in self._by_group.get(group.group_id, [])
             if self._is_complete(row) and self._is_seen(row, manifest)
         }
-        if odd := sorted(due.symmetric_difference(row.row_id for row in group.rows)):
-            yield f"its rows and the manifest's differ on {', '.join(odd[:3])}"
+        if mismatched := sorted(expected.symmetric_difference(row.row_id for row in group.rows)):
+            yield f"its rows and the manifest's differ on {', '.join(mismatched[:3])}"
         for member in group.rows:
             row = self._evidence.rows.get(member.row_id)
             if row is not None and (wrong := self._member_fault(member, row)):
@@ -133,11 +133,11 @@ class _Members:
     def _is_seen(self, row: Row, manifest: Manifest) -> bool:
         """It has a token that this batch trains."""
         sampled = self._sampled(row) or {}
-        if manifest.sees is None:
+        if manifest.visible_roles is None:
             return sampled.get(manifest.consumer, 0) > 0
         roles = self._roles(row) or {}
         return any(
-            tokens > 0 and (policy, role) in manifest.sees
+            tokens > 0 and (policy, role) in manifest.visible_roles
             for policy, count in sampled.items()
             for role, tokens in roles.get(policy, {"": count}).items()
         )
@@ -147,29 +147,31 @@ class _Members:
         if row.outcome not in SCORED:
             return False
         columns = self._evidence.columns.get(row.row_id, {})
-        needs = self._evidence.run_file.needs
-        return all(name in columns and not columns[name].failed for name in needs)
+        required_columns = self._evidence.config.required_columns
+        return all(name in columns and not columns[name].failed for name in required_columns)
 
-    def _member_fault(self, member: MemberSummary, row: Row) -> str:
+    def _member_fault(self, member: ManifestRow, row: Row) -> str:
         if (member.reward, member.outcome) != (self._evidence.reward(row), row.outcome):
             return f"sealed as {member.outcome} with reward {member.reward}; the row says otherwise"
         if member.sampled != self._sampled(row):
             return f"sealed with {member.sampled} tokens; the row says {row.sampled}"
-        if member.versions != decode_map(row.versions, dict[str, list[Pair]], self._versions):
+        if member.versions != decode_map(row.versions, dict[str, list[VersionId]], self._versions):
             return f"sealed as made by {member.versions}; the row says {row.versions}"
         if member.roles != self._roles(row):
             return f"sealed as made in {member.roles}; the row says {row.roles}"
-        if member.computed != decode_map(row.computed or "{}", dict[str, tuple[int, int]], {}):
-            return f"sealed with {member.computed} to compute; the row says {row.computed}"
+        if member.compute_cost != decode_map(
+            row.compute_cost or "{}", dict[str, tuple[int, int]], {}
+        ):
+            return f"sealed with {member.compute_cost} to compute; the row says {row.compute_cost}"
         # A row that is damaged itself is told by another law; its digest proves nothing here.
         if member.digest != row.digest and not self._evidence.contents[row.row_id].damage:
             return "sealed with other bytes"
         return self._column_fault(member)
 
-    def _column_fault(self, member: MemberSummary) -> str:
+    def _column_fault(self, member: ManifestRow) -> str:
         """Columns of a complete row, against what its manifest says of them."""
         columns = self._evidence.columns.get(member.row_id, {})
-        for name in sorted(self._evidence.run_file.needs - {REWARD}):
+        for name in sorted(self._evidence.config.required_columns - {REWARD}):
             column = columns.get(name)
             if column is None or column.failed:
                 continue  # then it is no member at all, and told as such
@@ -187,24 +189,26 @@ class _Members:
 
 def check_staleness(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
     """Every row was young enough when it was sealed, recomputed from the versions of its tokens."""
-    findings = Findings("staleness")
+    violations = Violations("staleness")
     for batch in evidence.batches:
         manifest = evidence.manifests.get(batch.name)
         lineage = lineages[batch.consumer]
         if manifest is None:
             continue
         if batch.incarnation not in lineage.forks:
-            findings.add(batch.name, f"sealed for incarnation {batch.incarnation}, which never was")
+            violations.add(
+                batch.name, f"sealed for incarnation {batch.incarnation}, which never was"
+            )
             continue
         if batch.trains_from not in _possible_numbers(lineage, batch):
-            findings.add(
+            violations.add(
                 batch.name, f"trains from {batch.trains_from}, which nothing before it leads to"
             )
-        ages, is_complete = _ages(evidence, lineage, batch, manifest)
-        bound = evidence.run_file.max_staleness(batch.consumer)
-        for why in _age_faults(batch, ages, bound, is_complete):
-            findings.add(batch.name, why)
-    return findings.result(len(evidence.batches))
+        stalenesses, is_complete = _stalenesses(evidence, lineage, batch, manifest)
+        bound = evidence.config.max_staleness(batch.consumer)
+        for why in _staleness_faults(batch, stalenesses, bound, is_complete):
+            violations.add(batch.name, why)
+    return violations.result(len(evidence.batches))
 
 
 def _possible_numbers(lineage: Lineage, batch: Batch) -> set[int]:
@@ -216,58 +220,64 @@ def _possible_numbers(lineage: Lineage, batch: Batch) -> set[int]:
     return {number + batch.seq - 1 - seq for seq, number in numbers.items() if seq <= batch.seq - 1}
 
 
-def _ages(
+def _stalenesses(
     evidence: Evidence, lineage: Lineage, batch: Batch, manifest: Manifest
 ) -> tuple[list[int], bool]:
     """Age of each row at sealing, and whether all rows could tell theirs."""
-    meets = lineage.meets(batch.sealed_at)
-    counts_as: dict[Pair, int] = {}
-    ages: list[int] = []
+    matches_up_to = lineage.matches_up_to(batch.sealed_at)
+    effective_numbers: dict[VersionId, int] = {}
+    stalenesses: list[int] = []
     is_complete = True
     for group in manifest.groups:
         for member in group.rows:
-            if manifest.sees is not None and batch.consumer not in member.versions:
-                ages.append(0)  # what only other policies sampled does not age
+            if manifest.visible_roles is not None and batch.consumer not in member.versions:
+                stalenesses.append(0)  # what only other policies sampled does not age
                 continue
             found = _versions(evidence, batch.consumer, group.group_id, member)
             for version in found:
-                if version not in counts_as and version in lineage.versions:
-                    counts_as[version] = (
-                        lineage.repeated(version, batch.incarnation, batch.sealed_at, meets)
-                        if evidence.run_file.deterministic
-                        else effective(version, batch.incarnation, meets)
+                if version not in effective_numbers and version in lineage.versions:
+                    effective_numbers[version] = (
+                        lineage.effective_with_replays(
+                            version, batch.incarnation, batch.sealed_at, matches_up_to
+                        )
+                        if evidence.config.deterministic
+                        else effective_number(version, batch.incarnation, matches_up_to)
                     )
-            known = [counts_as[version] for version in found if version in counts_as]
+            known = [
+                effective_numbers[version] for version in found if version in effective_numbers
+            ]
             is_complete = is_complete and len(known) == len(found) > 0
             if known:
-                ages.append(batch.trains_from - min(known))
-    return ages, is_complete
+                stalenesses.append(batch.trains_from - min(known))
+    return stalenesses, is_complete
 
 
 def _versions(
-    evidence: Evidence, consumer: str, group_id: str, member: MemberSummary
-) -> Sequence[Pair]:
+    evidence: Evidence, consumer: str, group_id: str, member: ManifestRow
+) -> Sequence[VersionId]:
     """Who sampled its tokens, by its payload; once that is freed, by what the ledger kept of it;
     once its partition is lost, by what home sealed."""
     content = evidence.contents.get(member.row_id)
     if content is None:
-        is_excused = evidence.is_excused(group_id)
-        return member.versions.get(consumer, ()) if is_excused else ()
+        is_exempt = evidence.is_exempt(group_id)
+        return member.versions.get(consumer, ()) if is_exempt else ()
     if not content.is_freed:
         return content.trainable.get(consumer, ())
-    kept = decode_map(evidence.rows[member.row_id].versions, dict[str, list[Pair]], {})
+    kept = decode_map(evidence.rows[member.row_id].versions, dict[str, list[VersionId]], {})
     return () if kept is None else kept.get(consumer, ())
 
 
-def _age_faults(batch: Batch, ages: list[int], bound: int, is_complete: bool) -> Iterable[str]:
-    if not ages:
+def _staleness_faults(
+    batch: Batch, stalenesses: list[int], bound: int, is_complete: bool
+) -> Iterable[str]:
+    if not stalenesses:
         return
-    oldest, mean = max(ages), math.fsum(ages) / len(ages)
+    oldest, mean = max(stalenesses), math.fsum(stalenesses) / len(stalenesses)
     if oldest > bound:
         yield f"a row is {oldest} versions old; at most {bound}"
     if not is_complete:  # told by the laws of rows; what they would have said is unknown
         return
     if oldest != batch.staleness_max:
         yield f"sealed with a staleness of at most {batch.staleness_max}; its rows reach {oldest}"
-    elif not math.isclose(mean, batch.staleness_mean, rel_tol=SAME, abs_tol=SAME):
+    elif not math.isclose(mean, batch.staleness_mean, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
         yield f"sealed with a mean staleness of {batch.staleness_mean}; its rows have {mean}"

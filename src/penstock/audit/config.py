@@ -49,7 +49,7 @@ class _Dataflow(msgspec.Struct, frozen=True):
     stages: tuple[_Stage, ...] = ()
 
 
-class RunFile(msgspec.Struct, frozen=True):
+class AuditedConfig(msgspec.Struct, frozen=True):
     models: dict[str, _Model]
     training: _Training
     dataflow: _Dataflow = _Dataflow()
@@ -58,10 +58,10 @@ class RunFile(msgspec.Struct, frozen=True):
 
     def max_staleness(self, policy: str) -> int:
         """Of any row in a batch, fresh or served again."""
-        own, replay = self.fresh_staleness(policy), self._replay(policy)
+        own, replay = self.max_fresh_staleness(policy), self._replay(policy)
         return own if replay is None else max(own, replay.max_staleness or 0)
 
-    def fresh_staleness(self, policy: str) -> int:
+    def max_fresh_staleness(self, policy: str) -> int:
         """Of rows that no batch has had yet."""
         model = self.models.get(policy, _Model())
         return (model.training or self.training).max_staleness
@@ -91,18 +91,18 @@ class RunFile(msgspec.Struct, frozen=True):
             return 1
 
     @property
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         """Columns that every row in a batch has from a stage."""
         stages = self.dataflow.stages
         return frozenset(name for stage in stages if stage.required for name in stage.writes)
 
     @property
-    def is_scored_later(self) -> bool:
+    def is_scored_by_stage(self) -> bool:
         """Rows arrive without a reward, and a stage adds it."""
         return any(REWARD in stage.writes for stage in self.dataflow.stages)
 
 
-def read_run_file(path: Path) -> RunFile:
+def read_config(path: Path) -> AuditedConfig:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -110,6 +110,6 @@ def read_run_file(path: Path) -> RunFile:
             f"{path} cannot be read: {error.strerror}; give the folder of a run"
         ) from error
     try:
-        return msgspec.convert(yaml.safe_load(text), RunFile)
+        return msgspec.convert(yaml.safe_load(text), AuditedConfig)
     except (yaml.YAMLError, msgspec.ValidationError) as error:
         raise StoreError(f"{path} is no resolved run file: {error}") from error

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from penstock.audit.config import REWARD, RunFile, read_run_file
-from penstock.audit.ledger import Books, Facts, Work, opened
-from penstock.audit.payloads import Content, Segments
+from penstock.audit.config import REWARD, AuditedConfig, read_config
+from penstock.audit.ledger import CoordinatorTables, PartitionTables, ReplicatedTables, open_ledger
+from penstock.audit.payloads import PayloadSummary, SegmentReader
 from penstock.audit.records import (
     Batch,
     Checkpoints,
@@ -37,13 +37,13 @@ from penstock.audit.records import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Far:
+class RemotePartition:
     """The ledger of a further partition."""
 
     index: int
     state: str
-    work: Work
-    facts: Facts
+    work: PartitionTables
+    replicated: ReplicatedTables
     """Its replica of what home told it, and its end of the link."""
 
 
@@ -51,7 +51,7 @@ class Far:
 class Evidence:
     """All of it. What home keeps is of one moment, and what partitions keep of a later one."""
 
-    run_file: RunFile
+    config: AuditedConfig
     acknowledged: frozenset[str]
     issued: dict[str, Issued]
     groups: dict[str, Group]
@@ -61,9 +61,9 @@ class Evidence:
     rows: dict[str, Row]
     columns: dict[str, dict[str, Column]]
     """By row and name."""
-    judging: frozenset[tuple[str, str]]
+    awaiting_columns: frozenset[tuple[str, str]]
     """(group, policy): closed, and its rows lack columns that the policy judges by."""
-    contents: dict[str, Content]
+    contents: dict[str, PayloadSummary]
     """By row id: what the payload says, as far as it can be read."""
     fates: list[Fate]
     batches: list[Batch]
@@ -77,11 +77,11 @@ class Evidence:
     freed: frozenset[str]
     """Groups whose payload nobody may ask for any more."""
     checkpoints: list[Checkpoints]
-    home: Facts
-    far: dict[int, Far]
+    coordinator: ReplicatedTables
+    remote: dict[int, RemotePartition]
     """By index: partitions besides home's own whose ledger there is."""
-    later: Facts
-    """Home's, after all partitions were read; the same as `home` when there are none."""
+    coordinator_after: ReplicatedTables
+    """Home's, after all partitions were read; the same as `coordinator` when there are none."""
     missing: Mapping[int, str]
     """State by index: partitions that were declared lost, or drained and taken away."""
     weights: Path
@@ -92,14 +92,14 @@ class Evidence:
             found[row.group_id].append(row)
         return found
 
-    def is_excused(self, group_id: str) -> bool:
+    def is_exempt(self, group_id: str) -> bool:
         """Its partition is lost, so nobody can show its rows; or gone, and they were freed."""
         state = self.missing.get(partition_of(group_id))
         return state == "lost" or (state is not None and group_id in self.freed)
 
     def reward(self, row: Row) -> float | None:
         """What rules and trainers see: as delivered, or as a stage wrote it."""
-        if REWARD not in self.run_file.needs:
+        if REWARD not in self.config.required_columns:
             return row.reward
         column = self.columns.get(row.row_id, {}).get(REWARD)
         return None if column is None else column.value
@@ -112,27 +112,31 @@ def partition_of(name: str) -> int:
 
 
 def read(run_dir: Path) -> Evidence:
-    run_file = read_run_file(run_dir / "config.yaml")
+    config = read_config(run_dir / "config.yaml")
     acknowledged = frozenset(_read_acknowledged(run_dir / "acks"))
     folder = run_dir / "ledger"
-    with opened(folder) as ledger:
-        work, home, books = ledger.work(), ledger.facts(), ledger.books()
-    folders = _folders(folder, books)
-    far = {index: _read_far(index, state, path) for index, (state, path) in folders.items()}
-    later = home
-    if far:
-        with opened(folder) as ledger:
-            later = ledger.facts()
-    works = [(folder, work), *((folders[index][1], one.work) for index, one in far.items())]
+    with open_ledger(folder) as ledger:
+        work, coordinator, coordinator_tables = (
+            ledger.work(),
+            ledger.replicated(),
+            ledger.coordinator_tables(),
+        )
+    folders = _folders(folder, coordinator_tables)
+    remote = {index: _read_remote(index, state, path) for index, (state, path) in folders.items()}
+    coordinator_after = coordinator
+    if remote:
+        with open_ledger(folder) as ledger:
+            coordinator_after = ledger.replicated()
+    works = [(folder, work), *((folders[index][1], one.work) for index, one in remote.items())]
     return Evidence(
-        run_file=run_file,
+        config=config,
         acknowledged=acknowledged,
-        issued=home.issued,
+        issued=coordinator.issued,
         groups={group.group_id: group for _, work in works for group in work.groups},
         leases=[lease for _, work in works for lease in work.leases],
         rows={row.row_id: row for _, work in works for row in work.rows},
         columns=_by_row(chain.from_iterable(work.columns for _, work in works)),
-        judging=frozenset(
+        awaiting_columns=frozenset(
             (one.group_id, one.policy)
             for _, work in works
             for one in work.completions
@@ -141,40 +145,44 @@ def read(run_dir: Path) -> Evidence:
         contents={
             row_id: content
             for path, work in works
-            for row_id, content in read_contents(path, work.rows, later.freed).items()
+            for row_id, content in read_contents(path, work.rows, coordinator_after.freed).items()
         },
-        fates=home.fates,
-        batches=books.batches,
-        manifests={b.name: m for b in books.batches if (m := decode_manifest(b)) is not None},
-        commits=home.commits,
-        forks=home.forks,
-        versions=home.versions,
-        sources=books.sources,
-        freed=home.freed,
-        checkpoints=books.checkpoints,
-        home=home,
-        far=far,
-        later=later,
-        missing={p.index: p.state for p in books.partitions if p.index not in far},
+        fates=coordinator.fates,
+        batches=coordinator_tables.batches,
+        manifests={
+            b.name: m for b in coordinator_tables.batches if (m := decode_manifest(b)) is not None
+        },
+        commits=coordinator.commits,
+        forks=coordinator.forks,
+        versions=coordinator.versions,
+        sources=coordinator_tables.sources,
+        freed=coordinator.freed,
+        checkpoints=coordinator_tables.checkpoints,
+        coordinator=coordinator,
+        remote=remote,
+        coordinator_after=coordinator_after,
+        missing={p.index: p.state for p in coordinator_tables.partitions if p.index not in remote},
         weights=run_dir / "weights",
     )
 
 
-def _folders(folder: Path, books: Books) -> dict[int, tuple[str, Path]]:
+def _folders(folder: Path, coordinator_tables: CoordinatorTables) -> dict[int, tuple[str, Path]]:
     """State and ledger of each partition that must have one. A lost one is not asked, whatever its
     folder holds; one that is drained and empty may be taken away."""
     found: dict[int, tuple[str, Path]] = {}
-    for partition in books.partitions:
+    for partition in coordinator_tables.partitions:
         path = folder / f"p{partition.index}"
-        is_away = partition.state == "gone" and not (path / "ledger.db").exists()
-        if partition.state != "lost" and not is_away:
+        is_removed = partition.state == "gone" and not (path / "ledger.db").exists()
+        if partition.state != "lost" and not is_removed:
             found[partition.index] = (partition.state, path)
     return found
 
 
-def _read_far(index: int, state: str, folder: Path) -> Far:
-    with opened(folder) as ledger:
-        return Far(index=index, state=state, work=ledger.work(), facts=ledger.facts())
+def _read_remote(index: int, state: str, folder: Path) -> RemotePartition:
+    with open_ledger(folder) as ledger:
+        return RemotePartition(
+            index=index, state=state, work=ledger.work(), replicated=ledger.replicated()
+        )
 
 
 def _by_row(columns: Iterable[Column]) -> dict[str, dict[str, Column]]:
@@ -184,14 +192,14 @@ def _by_row(columns: Iterable[Column]) -> dict[str, dict[str, Column]]:
     return dict(found)
 
 
-def read_contents(folder: Path, rows: Iterable[Row], freed: Set[str]) -> dict[str, Content]:
+def read_contents(folder: Path, rows: Iterable[Row], freed: Set[str]) -> dict[str, PayloadSummary]:
     """What the payload of these rows says, wherever it lies by now."""
-    with Segments(folder / "segments") as segments:
+    with SegmentReader(folder / "segments") as segments:
         found = {row.row_id: _content(segments, row, freed) for row in rows}
         if not any(content.damage for content in found.values()):
             return found
         # A running service may have moved or deleted payload since its tables were read.
-        with opened(folder) as ledger:
+        with open_ledger(folder) as ledger:
             now, freed_by_now = ledger.rows(), ledger.freed()
         for row in now:
             if row.row_id in found and found[row.row_id].damage:
@@ -199,9 +207,9 @@ def read_contents(folder: Path, rows: Iterable[Row], freed: Set[str]) -> dict[st
     return found
 
 
-def _content(segments: Segments, row: Row, freed: Set[str]) -> Content:
+def _content(segments: SegmentReader, row: Row, freed: Set[str]) -> PayloadSummary:
     if row.group_id in freed:
-        return Content(is_freed=True)
+        return PayloadSummary(is_freed=True)
     return segments.content(row.segment, row.offset, row.length, row.digest, row.blob)
 
 

@@ -9,33 +9,33 @@ from collections.abc import Iterable
 import msgspec
 
 from penstock.audit.evidence import Evidence
-from penstock.audit.report import Check, Findings
+from penstock.audit.report import Check, Violations
 
 
 def check_freed(evidence: Evidence) -> Check:
     """Each freed group is judged by all, committed wherever it is sealed, and behind every
     checkpoint a trainer kept."""
-    findings = Findings("freed")
+    violations = Violations("freed")
     fates = {(fate.group_id, fate.consumer): fate.state for fate in evidence.fates}
     batches = _batches_of_groups(evidence)
     committed, kept = _committed(evidence), _oldest_kept(evidence)
     for group_id in sorted(evidence.freed):
         if group_id not in evidence.issued:
-            findings.add(group_id, "freed, and is no group")
+            violations.add(group_id, "freed, and is no group")
             continue
-        for consumer in evidence.run_file.models:
+        for consumer in evidence.config.models:
             state = fates.get((group_id, consumer), "open")
             if state not in ("sealed", "dropped"):
-                findings.add(group_id, f"freed while {state} for {consumer}")
+                violations.add(group_id, f"freed while {state} for {consumer}")
         for consumer, seq in batches[group_id]:
             if seq > committed.get(consumer, 0):
-                findings.add(group_id, f"freed before batch {consumer}.{seq} was committed")
+                violations.add(group_id, f"freed before batch {consumer}.{seq} was committed")
             elif seq > kept.get(consumer, seq):
-                findings.add(
+                violations.add(
                     group_id,
                     f"freed, and a checkpoint after batch {kept[consumer]} needs {consumer}.{seq}",
                 )
-    return findings.result(len(evidence.freed))
+    return violations.result(len(evidence.freed))
 
 
 def _batches_of_groups(evidence: Evidence) -> defaultdict[str, list[tuple[str, int]]]:

@@ -12,58 +12,58 @@ from collections.abc import Iterable, Set
 from itertools import groupby
 
 from penstock.audit.evidence import Evidence
-from penstock.audit.partition_links import issues_under_way, reports_under_way
+from penstock.audit.partition_links import undelivered_issues, undelivered_reports
 from penstock.audit.records import SCORED, Fate, Group, Issued, Lease
-from penstock.audit.report import Check, Findings
+from penstock.audit.report import Check, Violations
 
-COST_AN_ATTEMPT = ("failed", "rejected", "expired")
-ENDS = frozenset({*COST_AN_ATTEMPT, "", "delivered", "released", "cancelled", "truncated"})
-STATES = frozenset({"open", "closed", "dropped"})
+COUNTS_AS_ATTEMPT = ("failed", "rejected", "expired")
+LEASE_ENDS = frozenset({*COUNTS_AS_ATTEMPT, "", "delivered", "released", "cancelled", "truncated"})
+GROUP_STATES = frozenset({"open", "closed", "dropped"})
 
 
 def check_slots(evidence: Evidence) -> Check:
     """Each lease ends once, each slot is held by one at a time, each ended group is at rest."""
-    findings = Findings("slots")
+    violations = Violations("slots")
     scored: Counter[tuple[str, int]] = Counter()
-    answered: set[tuple[str, int, int]] = set()
+    has_row_keys: set[tuple[str, int, int]] = set()
     for row in evidence.rows.values():
-        answered.add((row.group_id, row.slot, row.epoch))
+        has_row_keys.add((row.group_id, row.slot, row.epoch))
         if row.outcome in SCORED:
             scored[row.group_id, row.slot] += 1
     last: dict[tuple[str, int], Lease] = {}
     for (group_id, slot), found in groupby(evidence.leases, key=lambda x: (x.group_id, x.slot)):
         leases = list(found)
         last[group_id, slot] = leases[-1]
-        for why in _lease_faults(leases, answered):
-            findings.add(f"{group_id}.{slot}", why)
+        for why in _lease_faults(leases, has_row_keys):
+            violations.add(f"{group_id}.{slot}", why)
         group = evidence.groups.get(group_id)
         if group is None or not 0 <= slot < group.num_slots:
-            findings.add(f"{group_id}.{slot}", "leased, and belongs to no group")
+            violations.add(f"{group_id}.{slot}", "leased, and belongs to no group")
     for (group_id, slot), num_rows in scored.items():
         if num_rows > 1:
-            findings.add(f"{group_id}.{slot}", f"{num_rows} good rows for one slot")
+            violations.add(f"{group_id}.{slot}", f"{num_rows} good rows for one slot")
     for group in evidence.groups.values():
         ends = [last.get((group.group_id, slot)) for slot in range(group.num_slots)]
-        for why in _group_faults(group, ends, evidence.run_file.min_survivors):
-            findings.add(group.group_id, why)
-    return findings.result(len(last))
+        for why in _group_faults(group, ends, evidence.config.min_survivors):
+            violations.add(group.group_id, why)
+    return violations.result(len(last))
 
 
-def _lease_faults(leases: list[Lease], answered: set[tuple[str, int, int]]) -> Iterable[str]:
+def _lease_faults(leases: list[Lease], has_row_keys: set[tuple[str, int, int]]) -> Iterable[str]:
     num_spent = 0
     for index, lease in enumerate(leases):
         if lease.epoch != index + 1:
             yield f"epoch {lease.epoch} where {index + 1} is due"
             return
-        if lease.ended not in ENDS:
+        if lease.ended not in LEASE_ENDS:
             yield f"lease {lease.epoch} ended as {lease.ended!r}, which is no end"
         if lease.attempt != num_spent + 1:
             yield f"lease {lease.epoch} is attempt {lease.attempt} after {num_spent} spent ones"
-        if lease.ended in COST_AN_ATTEMPT:
+        if lease.ended in COUNTS_AS_ATTEMPT:
             num_spent += 1
         if lease.ended in ("", "delivered") and index + 1 < len(leases):
             yield f"leased again after lease {lease.epoch} {lease.ended or 'that still runs'}"
-        has_row = (lease.group_id, lease.slot, lease.epoch) in answered
+        has_row = (lease.group_id, lease.slot, lease.epoch) in has_row_keys
         if lease.ended in ("delivered", "failed") and not has_row:
             yield f"lease {lease.epoch} {lease.ended}, and no row stands for it"
 
@@ -93,92 +93,100 @@ def _group_faults(
 def check_groups(evidence: Evidence) -> Check:
     """Every issue of a task is a group in its partition, or on its way there; every ended group has
     one fate per consumer, or is on its way to get it."""
-    findings = Findings("groups")
-    _check_issues(evidence, findings)
-    _check_arrivals(evidence, findings)
+    violations = Violations("groups")
+    _check_issues(evidence, violations)
+    _check_arrivals(evidence, violations)
     batches = {(batch.consumer, batch.seq) for batch in evidence.batches}
     for fate in evidence.fates:
         group = evidence.groups.get(fate.group_id)
         why = _fate_fault(fate, batches)
-        if not evidence.is_excused(fate.group_id):
+        if not evidence.is_exempt(fate.group_id):
             why = _fate_of_group_fault(fate, group) or why
         if why:
-            findings.add(fate.group_id, f"for {fate.consumer}: {why}")
-    _check_judged(evidence, findings)
-    return findings.result(len(evidence.issued))
+            violations.add(fate.group_id, f"for {fate.consumer}: {why}")
+    _check_judged(evidence, violations)
+    return violations.result(len(evidence.issued))
 
 
-def _check_issues(evidence: Evidence, findings: Findings) -> None:
+def _check_issues(evidence: Evidence, violations: Violations) -> None:
     ordinals: defaultdict[str, list[int]] = defaultdict(list)
-    for due, issued in enumerate(evidence.issued.values(), start=1):
-        if issued.issue != due:
-            findings.add(issued.group_id, f"issue {issued.issue} where {due} is due")
+    for expected, issued in enumerate(evidence.issued.values(), start=1):
+        if issued.issue != expected:
+            violations.add(issued.group_id, f"issue {issued.issue} where {expected} is due")
             break  # one gap shifts all that follow
     for issued in evidence.issued.values():
         ordinals[issued.source].append(issued.ordinal)
         if issued.group_id != f"p{issued.partition}-{issued.issue}":
             where = f"issue {issued.issue} of partition {issued.partition}"
-            findings.add(issued.group_id, f"is {where}")
+            violations.add(issued.group_id, f"is {where}")
     sources = {source.name: source for source in evidence.sources}
     for name in sources.keys() | ordinals.keys():
         found = set(ordinals[name])
-        due, skipped = 0, 0
+        expected, skipped = 0, 0
         if (source := sources.get(name)) is not None:
-            due, skipped = source.next_ordinal, source.skipped
-        is_whole = found <= set(range(due)) and len(found) == due - skipped
+            expected, skipped = source.next_ordinal, source.skipped
+        is_whole = found <= set(range(expected)) and len(found) == expected - skipped
         if not is_whole or len(found) != len(ordinals[name]):
-            told = f"issued {due - skipped} of {due} tasks" if skipped else f"issued {due} tasks"
-            findings.add(name, f"{told}; the groups hold {len(found)} of them")
+            issued_text = (
+                f"issued {expected - skipped} of {expected} tasks"
+                if skipped
+                else f"issued {expected} tasks"
+            )
+            violations.add(name, f"{issued_text}; the groups hold {len(found)} of them")
 
 
-def _check_arrivals(evidence: Evidence, findings: Findings) -> None:
+def _check_arrivals(evidence: Evidence, violations: Violations) -> None:
     """Groups as home issued them and as their partitions hold them."""
-    under_way = issues_under_way(evidence)
+    undelivered = undelivered_issues(evidence)
     for group_id in evidence.issued:
-        if group_id in evidence.groups or group_id in under_way:
+        if group_id in evidence.groups or group_id in undelivered:
             continue
-        if not evidence.is_excused(group_id):
-            findings.add(group_id, "issued, and its partition has no such group")
+        if not evidence.is_exempt(group_id):
+            violations.add(group_id, "issued, and its partition has no such group")
     for group in evidence.groups.values():
-        issued = evidence.later.issued.get(group.group_id)
+        issued = evidence.coordinator_after.issued.get(group.group_id)
         if issued is None:
-            findings.add(group.group_id, "is a group, and was never issued")
-        elif _task(issued) != _task(group):
-            findings.add(group.group_id, f"holds {_task(group)}; issued as {_task(issued)}")
-        if group.state not in STATES or group.num_slots < 1:
-            findings.add(group.group_id, f"{group.num_slots} slots in state {group.state!r}")
+            violations.add(group.group_id, "is a group, and was never issued")
+        elif _task_identity(issued) != _task_identity(group):
+            violations.add(
+                group.group_id, f"holds {_task_identity(group)}; issued as {_task_identity(issued)}"
+            )
+        if group.state not in GROUP_STATES or group.num_slots < 1:
+            violations.add(group.group_id, f"{group.num_slots} slots in state {group.state!r}")
 
 
-def _task(one: Issued | Group) -> tuple[int, int, str, int, str]:
+def _task_identity(one: Issued | Group) -> tuple[int, int, str, int, str]:
     return one.partition, one.issue, one.source, one.ordinal, one.task_key
 
 
-def _check_judged(evidence: Evidence, findings: Findings) -> None:
+def _check_judged(evidence: Evidence, violations: Violations) -> None:
     """Held against home as it was after the partitions were read: what had ended by then is judged,
     or its report is under way, or it still lacks columns."""
-    reports = reports_under_way(evidence)
+    reports = undelivered_reports(evidence)
     judged: defaultdict[str, set[str]] = defaultdict(set)
-    for fate in evidence.later.fates:
+    for fate in evidence.coordinator_after.fates:
         judged[fate.group_id].add(fate.consumer)
-    for group_id, issued in evidence.later.issued.items():
+    for group_id, issued in evidence.coordinator_after.issued.items():
         group = evidence.groups.get(group_id)
-        lacks = evidence.run_file.models.keys() - judged[group_id]
+        lacks = evidence.config.models.keys() - judged[group_id]
         if not lacks and not issued.judged:
-            findings.add(group_id, "has all its fates, and still counts as open")
-        if evidence.is_excused(group_id):
+            violations.add(group_id, "has all its fates, and still counts as open")
+        if evidence.is_exempt(group_id):
             state = "its partition is away"
         elif group is None or (group.state == "open" and not issued.judged):
             continue
         else:
             state = group.state
-            lacks -= _waiting(evidence, group_id, reports)
+            lacks -= _cannot_have_judged(evidence, group_id, reports)
         for consumer in sorted(lacks):
-            findings.add(group_id, f"{state}, and nobody judged it for {consumer}")
+            violations.add(group_id, f"{state}, and nobody judged it for {consumer}")
 
 
-def _waiting(evidence: Evidence, group_id: str, reports: dict[str, set[str]]) -> Set[str]:
+def _cannot_have_judged(
+    evidence: Evidence, group_id: str, reports: dict[str, set[str]]
+) -> Set[str]:
     """Consumers that cannot have judged this ended group yet."""
-    by_columns = {p for p in evidence.run_file.models if (group_id, p) in evidence.judging}
+    by_columns = {p for p in evidence.config.models if (group_id, p) in evidence.awaiting_columns}
     return by_columns | reports.get(group_id, set())
 
 

@@ -34,18 +34,18 @@ from penstock.audit.records import (
     Progress,
     Row,
     Source,
-    Table,
+    TableRecord,
     Version,
 )
 from penstock.errors import StoreError
 
 FORMATS = ("1", "2", "3", "4")
 """Of ledgers this auditor can read."""
-TableRow = TypeVar("TableRow", bound=Table)
+RecordT = TypeVar("RecordT", bound=TableRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class PartitionTables:
     """What a partition did itself; home's ledger holds that of partition 0."""
 
     groups: list[Group]
@@ -59,7 +59,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ReplicatedTables:
     """What home decides and partitions repeat, with the messages that tell them. Only grows, but
     for messages that arrived."""
 
@@ -83,7 +83,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Books:
+class CoordinatorTables:
     """What home alone keeps."""
 
     batches: list[Batch]
@@ -93,14 +93,14 @@ class Books:
     partitions: list[Partition]
 
 
-class Moment:
+class LedgerReader:
     """An open ledger, all of whose answers are of the same moment."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
-    def work(self) -> Work:
-        return Work(
+    def work(self) -> PartitionTables:
+        return PartitionTables(
             groups=self._table(Group, "groups", "issue"),
             leases=self._leases(),
             rows=self.rows(),
@@ -128,8 +128,8 @@ class Moment:
     def freed(self) -> frozenset[str]:
         return frozenset(one.group_id for one in self._table(Freed, "freed", "group_id"))
 
-    def facts(self) -> Facts:
-        return Facts(
+    def replicated(self) -> ReplicatedTables:
+        return ReplicatedTables(
             issued={one.group_id: one for one in self._issued()},
             fates=self._table(Fate, "fates", "consumer, group_id"),
             freed=self.freed(),
@@ -140,8 +140,8 @@ class Moment:
             messages=self._table(Message, "messages", "link, number"),
         )
 
-    def books(self) -> Books:
-        return Books(
+    def coordinator_tables(self) -> CoordinatorTables:
+        return CoordinatorTables(
             batches=self._table(Batch, "batches", "consumer, seq"),
             sources=self._table(Source, "sources", "name"),
             checkpoints=self._table(Checkpoints, "checkpoints", "policy"),
@@ -159,9 +159,7 @@ class Moment:
             for g in groups
         ]
 
-    def _table(
-        self, kind: type[TableRow], name: str, order: str, where: str = "1"
-    ) -> list[TableRow]:
+    def _table(self, kind: type[RecordT], name: str, order: str, where: str = "1") -> list[RecordT]:
         known = self._columns(name)
         if not known and name not in FORMAT_1:
             return []
@@ -189,7 +187,7 @@ FORMAT_1 = frozenset(
 
 
 @contextmanager
-def opened(folder: Path) -> Generator[Moment]:
+def open_ledger(folder: Path) -> Generator[LedgerReader]:
     """The ledger in this folder, as of now."""
     path = folder / "ledger.db"
     if not path.is_file():
@@ -206,7 +204,7 @@ def opened(folder: Path) -> Generator[Moment]:
         connection.execute("BEGIN")
         _check_format(connection)
         _check_pages(connection)
-        yield Moment(connection)
+        yield LedgerReader(connection)
     finally:
         connection.close()
 

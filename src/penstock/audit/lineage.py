@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from penstock.audit.evidence import Evidence
-from penstock.audit.records import Commit, Fork, Pair, Version
+from penstock.audit.records import Commit, Fork, Version, VersionId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,9 @@ class Lineage:
     """By incarnation, in order."""
     commits: dict[int, list[Commit]]
     """By incarnation, in order of seq."""
-    versions: dict[Pair, Version]
+    versions: dict[VersionId, Version]
     """By (incarnation, number), in that order."""
-    replays: list[Version]
+    bitwise_replays: list[Version]
     """Those made again bit for bit after a fork, one after the other, in the same order."""
 
     @property
@@ -36,40 +36,44 @@ class Lineage:
         has each seq once."""
         limit: float = float("inf")
         found: list[Commit] = []
-        for life in sorted((i for i in self.forks if i <= incarnation), reverse=True):
-            found += [commit for commit in self.commits.get(life, []) if commit.seq <= limit]
-            limit = min(limit, self.forks[life].seq)
+        for incarnation_id in sorted((i for i in self.forks if i <= incarnation), reverse=True):
+            found += [
+                commit for commit in self.commits.get(incarnation_id, []) if commit.seq <= limit
+            ]
+            limit = min(limit, self.forks[incarnation_id].seq)
         return sorted(found, key=lambda commit: commit.seq)
 
-    def meets(self, at: float) -> dict[int, int]:
+    def matches_up_to(self, at: float) -> dict[int, int]:
         """By incarnation, up to which number it equals the one before it, as known at this time:
         its fork, or higher if what followed was made again bit for bit."""
-        found = {life: fork.number for life, fork in self.forks.items()}
-        for version in self.replays:
+        found = {incarnation_id: fork.number for incarnation_id, fork in self.forks.items()}
+        for version in self.bitwise_replays:
             if version.at <= at:
                 found[version.incarnation] = version.number
         return found
 
-    def repeated(self, version: Pair, incarnation: int, at: float, meets: dict[int, int]) -> int:
+    def effective_with_replays(
+        self, version: VersionId, incarnation: int, at: float, matches_up_to: dict[int, int]
+    ) -> int:
         """The number this version counts as for that incarnation at this time, where lives repeat
         each other: one that a later life made again is the same, however many lie between."""
-        life, number = version
-        cut = effective(version, incarnation, meets)
+        incarnation_id, number = version
+        cut = effective_number(version, incarnation, matches_up_to)
         made = self.versions.get(version)
-        for later in range(life + 1, incarnation + 1):
+        for later in range(incarnation_id + 1, incarnation + 1):
             again = self.versions.get((later, number))
             if cut == number or made is None or again is None or again.at > at:
                 continue
             if again.weights_digest == made.weights_digest:
-                cut = max(cut, effective((later, number), incarnation, meets))
+                cut = max(cut, effective_number((later, number), incarnation, matches_up_to))
         return cut
 
 
-def effective(version: Pair, incarnation: int, meets: dict[int, int]) -> int:
+def effective_number(version: VersionId, incarnation: int, matches_up_to: dict[int, int]) -> int:
     """The number this version counts as for that incarnation: cut at every fork in between."""
-    life, number = version
-    for later in range(life + 1, incarnation + 1):
-        number = min(number, meets.get(later, number))
+    incarnation_id, number = version
+    for later in range(incarnation_id + 1, incarnation + 1):
+        number = min(number, matches_up_to.get(later, number))
     return number
 
 
@@ -77,7 +81,7 @@ def read_lineages(evidence: Evidence) -> dict[str, Lineage]:
     """By policy: those of the run file and any other that the ledger names."""
     names = dict.fromkeys(
         [
-            *evidence.run_file.models,
+            *evidence.config.models,
             *(fork.policy for fork in evidence.forks),
             *(commit.consumer for commit in evidence.commits),
             *(version.policy for version in evidence.versions),
@@ -103,18 +107,18 @@ def _read_lineage(evidence: Evidence, policy: str) -> Lineage:
         forks=forks,
         commits=dict(commits),
         versions=versions,
-        replays=_replays(forks, versions),
+        bitwise_replays=_replays(forks, versions),
     )
 
 
-def _replays(forks: dict[int, Fork], versions: dict[Pair, Version]) -> list[Version]:
+def _replays(forks: dict[int, Fork], versions: dict[VersionId, Version]) -> list[Version]:
     found: list[Version] = []
-    reached = {life: fork.number for life, fork in forks.items()}
-    for (life, number), version in versions.items():
-        twin = versions.get((life - 1, number))
-        if twin is None or number != reached.get(life, number) + 1:
+    reached = {incarnation_id: fork.number for incarnation_id, fork in forks.items()}
+    for (incarnation_id, number), version in versions.items():
+        predecessor = versions.get((incarnation_id - 1, number))
+        if predecessor is None or number != reached.get(incarnation_id, number) + 1:
             continue
-        if twin.weights_digest == version.weights_digest:
-            reached[life] = number
+        if predecessor.weights_digest == version.weights_digest:
+            reached[incarnation_id] = number
             found.append(version)
     return found

@@ -70,7 +70,7 @@ class Trajectory(msgspec.Struct, frozen=True, gc=False):
     outcome: Outcome
 
 
-class Content(msgspec.Struct, frozen=True, gc=False):
+class PayloadSummary(msgspec.Struct, frozen=True, gc=False):
     """One payload, without its tokens."""
 
     is_freed: bool = False
@@ -91,7 +91,7 @@ class Content(msgspec.Struct, frozen=True, gc=False):
     """Who sampled any token, trainable or not."""
 
 
-class Segments:
+class SegmentReader:
     """The segment files of one ledger, opened as they are needed; beside them, its blobs."""
 
     def __init__(self, folder: Path) -> None:
@@ -110,17 +110,17 @@ class Segments:
 
     def content(
         self, segment: int, offset: int, length: int, digest: str, blob: str = ""
-    ) -> Content:
+    ) -> PayloadSummary:
         payload = self._read_blob(blob) if blob else self._read(segment, offset, length)
         if isinstance(payload, str):
-            return Content(damage=payload)
+            return PayloadSummary(damage=payload)
         if blake3(payload).hexdigest() != digest:
-            return Content(damage="its bytes have another BLAKE3 than the ledger says")
+            return PayloadSummary(damage="its bytes have another BLAKE3 than the ledger says")
         try:
             trajectory = self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
-            return Content(damage=f"it is no trajectory: {error}")
-        return self._sum_up(trajectory)
+            return PayloadSummary(damage=f"it is no trajectory: {error}")
+        return self._summarise_payload(trajectory)
 
     def _read(self, segment: int, offset: int, length: int) -> bytes | str:
         """The payload, or what is wrong with it."""
@@ -152,14 +152,14 @@ class Segments:
         except OSError as error:
             return f"its blob {digest} cannot be read: {error.strerror}"
 
-    def _sum_up(self, trajectory: Trajectory) -> Content:
+    def _summarise_payload(self, trajectory: Trajectory) -> PayloadSummary:
         turns = trajectory.turns
         key = tuple((t.policy, len(t.sampled_ids), t.is_trainable, t.spans) for t in turns)
         shared = self._shared.get(key)
         if shared is None:  # most rows of a run look alike: one copy serves them all
             shared = self._shared[key] = _count(turns)
         sampled, trainable, all_versions = shared
-        return Content(
+        return PayloadSummary(
             name=(
                 trajectory.row_id,
                 trajectory.group_id,

@@ -12,13 +12,13 @@ from typing import TypeVar
 import msgspec
 
 T = TypeVar("T")
-Pair = tuple[int, int]
+VersionId = tuple[int, int]
 """A version: (incarnation, number)."""
 SCORED = ("completed", "truncated")
 """Outcomes of rows that count; any other row is a failure and has no reward."""
 
 
-class Table(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class TableRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A row of one table; the fields are the columns read, in this order. One with a default may be
     missing in an older ledger."""
 
@@ -26,7 +26,7 @@ class Table(msgspec.Struct, frozen=True, array_like=True, gc=False):
 # --- what partitions keep -------------------------------------------------------------------------
 
 
-class Group(Table, frozen=True, gc=False):
+class Group(TableRecord, frozen=True, gc=False):
     group_id: str
     partition: int
     issue: int
@@ -37,7 +37,7 @@ class Group(Table, frozen=True, gc=False):
     state: str
 
 
-class Grant(Table, frozen=True, gc=False):
+class Grant(TableRecord, frozen=True, gc=False):
     """Leases of neighbouring slots that began together."""
 
     group_id: str
@@ -48,7 +48,7 @@ class Grant(Table, frozen=True, gc=False):
     node_id: str
 
 
-class Lease(Table, frozen=True, gc=False):
+class Lease(TableRecord, frozen=True, gc=False):
     group_id: str
     slot: int
     epoch: int
@@ -57,7 +57,7 @@ class Lease(Table, frozen=True, gc=False):
     ended: str
 
 
-class Row(Table, frozen=True, gc=False):
+class Row(TableRecord, frozen=True, gc=False):
     row_id: str
     group_id: str
     slot: int
@@ -76,11 +76,11 @@ class Row(Table, frozen=True, gc=False):
     """Digest of the blob that holds the payload, when it lies in no segment."""
     roles: str = ""
     """Of policies that acted in named roles, their tokens by role; empty for none."""
-    computed: str = ""
+    compute_cost: str = ""
     """By policy, what its trainer computes; empty for none."""
 
 
-class Column(Table, frozen=True, gc=False):
+class Column(TableRecord, frozen=True, gc=False):
     """A write-once field that a stage added to a row."""
 
     space: str
@@ -92,7 +92,7 @@ class Column(Table, frozen=True, gc=False):
     digest: str
 
 
-class Completion(Table, frozen=True, gc=False):
+class Completion(TableRecord, frozen=True, gc=False):
     """A closed group on its way to a policy that needs columns of its rows."""
 
     group_id: str
@@ -100,7 +100,7 @@ class Completion(Table, frozen=True, gc=False):
     state: str
 
 
-class Freed(Table, frozen=True, gc=False):
+class Freed(TableRecord, frozen=True, gc=False):
     """A group whose payload may be gone."""
 
     group_id: str
@@ -109,7 +109,7 @@ class Freed(Table, frozen=True, gc=False):
 # --- what home keeps ------------------------------------------------------------------------------
 
 
-class Issued(Table, frozen=True, gc=False):
+class Issued(TableRecord, frozen=True, gc=False):
     """A group as home knows it, wherever its slots and rows are."""
 
     group_id: str
@@ -122,7 +122,7 @@ class Issued(Table, frozen=True, gc=False):
     """1 when every consumer has decided about it."""
 
 
-class Fate(Table, frozen=True, gc=False):
+class Fate(TableRecord, frozen=True, gc=False):
     consumer: str
     group_id: str
     state: str
@@ -130,7 +130,7 @@ class Fate(Table, frozen=True, gc=False):
     seq: int
 
 
-class Batch(Table, frozen=True, gc=False):
+class Batch(TableRecord, frozen=True, gc=False):
     consumer: str
     seq: int
     incarnation: int
@@ -149,14 +149,14 @@ class Batch(Table, frozen=True, gc=False):
         return f"{self.consumer}.{self.seq}"
 
 
-class Source(Table, frozen=True, gc=False):
+class Source(TableRecord, frozen=True, gc=False):
     name: str
     next_ordinal: int
     skipped: int = 0
     """Tasks before that ordinal which rules found not worth a group."""
 
 
-class Checkpoints(Table, frozen=True, gc=False):
+class Checkpoints(TableRecord, frozen=True, gc=False):
     """What a trainer can still go back to."""
 
     policy: str
@@ -164,7 +164,7 @@ class Checkpoints(Table, frozen=True, gc=False):
     """JSON list of [number, seq]."""
 
 
-class Partition(Table, frozen=True, gc=False):
+class Partition(TableRecord, frozen=True, gc=False):
     """A further data partition, with a ledger of its own."""
 
     index: int
@@ -175,7 +175,7 @@ class Partition(Table, frozen=True, gc=False):
 # --- what both keep -------------------------------------------------------------------------------
 
 
-class Commit(Table, frozen=True, gc=False):
+class Commit(TableRecord, frozen=True, gc=False):
     consumer: str
     seq: int
     incarnation: int
@@ -183,7 +183,7 @@ class Commit(Table, frozen=True, gc=False):
     skipped: str
 
 
-class Fork(Table, frozen=True, gc=False):
+class Fork(TableRecord, frozen=True, gc=False):
     """One incarnation: the life of a trainer, and where it starts from."""
 
     policy: str
@@ -192,7 +192,7 @@ class Fork(Table, frozen=True, gc=False):
     seq: int
 
 
-class Version(Table, frozen=True, gc=False):
+class Version(TableRecord, frozen=True, gc=False):
     policy: str
     incarnation: int
     number: int
@@ -205,14 +205,14 @@ class Version(Table, frozen=True, gc=False):
         return f"{self.policy}@{self.incarnation}.{self.number}"
 
 
-class Progress(Table, frozen=True, gc=False):
+class Progress(TableRecord, frozen=True, gc=False):
     """How far one direction of a link got: acknowledged at its sender, received at its end."""
 
     link: str
     number: int
 
 
-class Message(Table, frozen=True, gc=False):
+class Message(TableRecord, frozen=True, gc=False):
     """Kept by its sender until the other side has it."""
 
     link: str
@@ -223,7 +223,7 @@ class Message(Table, frozen=True, gc=False):
 # --- what is packed into them ---------------------------------------------------------------------
 
 
-class MemberSummary(msgspec.Struct, frozen=True, gc=False):
+class ManifestRow(msgspec.Struct, frozen=True, gc=False):
     """A row as a manifest names it."""
 
     row_id: str
@@ -231,44 +231,44 @@ class MemberSummary(msgspec.Struct, frozen=True, gc=False):
     reward: float
     outcome: str
     sampled: dict[str, int]
-    versions: dict[str, list[Pair]]
+    versions: dict[str, list[VersionId]]
     columns: dict[str, str] = {}
     """Digests of columns of bytes."""
     values: dict[str, float] = {}
     """Columns that are one number."""
     roles: dict[str, dict[str, int]] = {}
     """Of policies that acted in named roles, their tokens by role."""
-    computed: dict[str, tuple[int, int]] = {}
+    compute_cost: dict[str, tuple[int, int]] = {}
     """By policy, what its trainer computes: tokens and squared lengths of the samples."""
 
 
-class GroupSummary(msgspec.Struct, frozen=True):
+class ManifestGroup(msgspec.Struct, frozen=True):
     group_id: str
     task_key: str
-    rows: tuple[MemberSummary, ...]
+    rows: tuple[ManifestRow, ...]
 
 
 class Manifest(msgspec.Struct, frozen=True):
     consumer: str
     seq: int
     trains_from: int
-    groups: tuple[GroupSummary, ...]
-    sees: tuple[tuple[str, str], ...] | None = None
+    groups: tuple[ManifestGroup, ...]
+    visible_roles: tuple[tuple[str, str], ...] | None = None
     """The (policy, role) pairs that its consumer trains; None: its own policy's."""
 
 
-class _Subject(msgspec.Struct, frozen=True):
+class _GroupRef(msgspec.Struct, frozen=True):
     group_id: str = ""
 
 
-class Letter(msgspec.Struct, frozen=True):
+class MessageBody(msgspec.Struct, frozen=True):
     """Of a message between home and a partition, only which group it is about."""
 
     type: str
     group_id: str = ""
     policies: tuple[str, ...] = ()
     """Whose verdict a Report asks for; empty for all."""
-    record: _Subject = _Subject()
+    record: _GroupRef = _GroupRef()
 
 
 def decode_map(text: str, kind: type[T], known: dict[str, T]) -> T | None:
@@ -288,8 +288,8 @@ def decode_manifest(batch: Batch) -> Manifest | None:
         return None
 
 
-def decode_letter(message: Message) -> Letter | None:
+def decode_body(message: Message) -> MessageBody | None:
     try:
-        return msgspec.msgpack.decode(message.body, type=Letter)
+        return msgspec.msgpack.decode(message.body, type=MessageBody)
     except msgspec.MsgspecError:
         return None

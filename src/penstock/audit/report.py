@@ -23,7 +23,7 @@ class Check:
         return self.num_violations == 0
 
 
-class Findings:
+class Violations:
     """Collects the violations of one law."""
 
     def __init__(self, name: str) -> None:
@@ -87,8 +87,8 @@ class AuditReport:
         broken = [check.name for check in self.checks if not check.ok]
         if broken:
             return f"audit failed: {', '.join(broken)}"
-        told = self.summary
+        summary = self.summary
         return (
-            f"audit passed: {told.trajectories:,} trajectories, {told.steps:,} steps, "
-            f"{told.lost} lost, {told.trained_twice} trained twice"
+            f"audit passed: {summary.trajectories:,} trajectories, {summary.steps:,} steps, "
+            f"{summary.lost} lost, {summary.trained_twice} trained twice"
         )

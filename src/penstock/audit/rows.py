@@ -10,11 +10,11 @@ freed groups says when.
 from __future__ import annotations
 
 from penstock.audit.evidence import Evidence
-from penstock.audit.payloads import Content
+from penstock.audit.payloads import PayloadSummary
 from penstock.audit.records import SCORED, Lease, Row, decode_map
-from penstock.audit.report import Check, Findings
+from penstock.audit.report import Check, Violations
 
-ENDS_WITH = {
+LEASE_END_BY_OUTCOME = {
     "completed": "delivered",
     "truncated": "delivered",
     "failed": "failed",
@@ -26,35 +26,35 @@ ENDS_WITH = {
 def check_lost(evidence: Evidence) -> Check:
     """Every acknowledged id is a row whose payload is readable and has the row's digest; rows of a
     partition that was declared lost are excused."""
-    findings = Findings("lost")
+    violations = Violations("lost")
     for row_id in sorted(evidence.acknowledged):
         content = evidence.contents.get(row_id)
         if content is None:
-            if not evidence.is_excused(row_id.partition(".")[0]):
-                findings.add(row_id, "acknowledged, and not in the ledger")
+            if not evidence.is_exempt(row_id.partition(".")[0]):
+                violations.add(row_id, "acknowledged, and not in the ledger")
         elif content.damage:
-            findings.add(row_id, f"acknowledged, and {content.damage}")
-    return findings.result(len(evidence.acknowledged))
+            violations.add(row_id, f"acknowledged, and {content.damage}")
+    return violations.result(len(evidence.acknowledged))
 
 
 def check_rows(evidence: Evidence) -> Check:
     """Every row stands in a group and under one lease that ended as the row says."""
-    findings = Findings("rows")
+    violations = Violations("rows")
     leases = {(lease.group_id, lease.slot, lease.epoch): lease for lease in evidence.leases}
     for row in evidence.rows.values():
         content = evidence.contents[row.row_id]
         if content.damage:
             if row.row_id not in evidence.acknowledged:
-                findings.add(row.row_id, content.damage)
+                violations.add(row.row_id, content.damage)
         elif not content.is_freed and (wrong := _against_payload(row, content)):
-            findings.add(row.row_id, wrong)
+            violations.add(row.row_id, wrong)
         lease = leases.get((row.group_id, row.slot, row.epoch))
         if wrong := _against_lease(evidence, row, lease):
-            findings.add(row.row_id, wrong)
-    return findings.result(len(evidence.rows))
+            violations.add(row.row_id, wrong)
+    return violations.result(len(evidence.rows))
 
 
-def _against_payload(row: Row, content: Content) -> str:
+def _against_payload(row: Row, content: PayloadSummary) -> str:
     if content.name != (row.row_id, row.group_id, row.slot, row.epoch, row.node_id):
         return f"its record names itself {content.name}"
     if (content.outcome, content.reward) != (row.outcome, row.reward):
@@ -78,30 +78,32 @@ def _against_lease(evidence: Evidence, row: Row, lease: Lease | None) -> str:
     is_scored = row.outcome in SCORED
     if row.reward is not None and not is_scored:
         return f"{row.outcome} with reward {row.reward}: failure is not a reward"
-    if row.reward is None and is_scored and not evidence.run_file.is_scored_later:
+    if row.reward is None and is_scored and not evidence.config.is_scored_by_stage:
         return f"{row.outcome} without a reward, and no stage adds one"
-    if lease.ended != ENDS_WITH.get(row.outcome):
+    if lease.ended != LEASE_END_BY_OUTCOME.get(row.outcome):
         return f"{row.outcome}, but its lease {lease.ended or 'still runs'}"
     return ""
 
 
 def check_sampled(evidence: Evidence) -> Check:
     """Every trainable token was sampled by the policy it counts for, under a published version."""
-    findings = Findings("sampled_by_policy")
-    published = {(v.policy, v.incarnation, v.number) for v in evidence.later.versions}
+    violations = Violations("sampled_by_policy")
+    published = {(v.policy, v.incarnation, v.number) for v in evidence.coordinator_after.versions}
     counts: dict[str, dict[str, int]] = {}
     for row in evidence.rows.values():
         content = evidence.contents[row.row_id]
         if content.damage or content.is_freed:
             continue
         if content.fault:
-            findings.add(row.row_id, content.fault)
+            violations.add(row.row_id, content.fault)
         for policy, versions in content.all_versions.items():
             for incarnation, number in versions:
                 if (policy, incarnation, number) not in published:
-                    findings.add(row.row_id, f"{policy}@{incarnation}.{number} was never published")
+                    violations.add(
+                        row.row_id, f"{policy}@{incarnation}.{number} was never published"
+                    )
         if content.sampled != decode_map(row.sampled, dict[str, int], counts):
-            findings.add(
+            violations.add(
                 row.row_id, f"counted as {row.sampled}; its record holds {content.sampled}"
             )
-    return findings.result(len(evidence.rows))
+    return violations.result(len(evidence.rows))

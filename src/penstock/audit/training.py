@@ -15,8 +15,8 @@ from blake3 import blake3
 
 from penstock.audit.evidence import Evidence
 from penstock.audit.lineage import Lineage
-from penstock.audit.records import Commit, Fork, MemberSummary, Version
-from penstock.audit.report import Check, Findings, Summary
+from penstock.audit.records import Commit, Fork, ManifestRow, Version
+from penstock.audit.report import Check, Summary, Violations
 
 NUM_FIRST = 2
 NUM_LAST = 5
@@ -25,42 +25,42 @@ NUM_LAST = 5
 def check_trained_twice(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
     """Along the surviving lineage each batch is committed once, in order, and no row is in two, or
     in more than its replay rule allows."""
-    findings = Findings("trained_twice")
+    violations = Violations("trained_twice")
     for policy, lineage in lineages.items():
         for where, why in _order_faults(lineage):
-            findings.add(where, why)
-        allowed = evidence.run_file.max_uses(policy)
+            violations.add(where, why)
+        allowed = evidence.config.max_uses(policy)
         for row_id, times in _times_trained(evidence, lineage).items():
             if times > allowed:
-                findings.add(row_id, f"trained {times} times by {policy}")
-    return findings.result(sum(len(lineage.surviving) for lineage in lineages.values()))
+                violations.add(row_id, f"trained {times} times by {policy}")
+    return violations.result(sum(len(lineage.surviving) for lineage in lineages.values()))
 
 
 def _order_faults(lineage: Lineage) -> Iterator[tuple[str, str]]:
-    for due, fork in enumerate(lineage.forks.values(), start=1):
+    for expected, fork in enumerate(lineage.forks.values(), start=1):
         where = f"{lineage.policy}@{fork.incarnation}"
-        if fork.incarnation != due:
-            yield where, f"incarnation {fork.incarnation} where {due} is due"
+        if fork.incarnation != expected:
+            yield where, f"incarnation {fork.incarnation} where {expected} is due"
         before = {c.seq: c.number for c in lineage.chain(fork.incarnation - 1)} | {0: 0}
         if before.get(fork.seq) != fork.number:
             yield (
                 where,
                 (f"forks at batch {fork.seq}, number {fork.number}, where nothing was committed"),
             )
-        yield from _life_faults(fork, lineage.commits.get(fork.incarnation, []))
+        yield from _incarnation_faults(fork, lineage.commits.get(fork.incarnation, []))
     for incarnation in lineage.commits.keys() - lineage.forks.keys():
         yield f"{lineage.policy}@{incarnation}", "committed, and was never allocated"
 
 
-def _life_faults(fork: Fork, commits: list[Commit]) -> Iterator[tuple[str, str]]:
+def _incarnation_faults(fork: Fork, commits: list[Commit]) -> Iterator[tuple[str, str]]:
     """Within one incarnation: batches one by one from its fork, numbers as they were trained."""
     seq, number = fork.seq, fork.number
     for commit in commits:
         where = f"{fork.policy}.{commit.seq}"
         if commit.seq != seq + 1:
             yield where, f"committed by incarnation {fork.incarnation} after batch {seq}"
-        due = number if commit.skipped else number + 1
-        if commit.number != due:
+        expected = number if commit.skipped else number + 1
+        if commit.number != expected:
             kind = "skipped" if commit.skipped else "trained"
             yield where, f"{kind} after number {number} and committed as number {commit.number}"
         seq, number = commit.seq, commit.number
@@ -78,7 +78,7 @@ def _trained(lineage: Lineage) -> list[Commit]:
     return [commit for commit in lineage.surviving if not commit.skipped]
 
 
-def _members(evidence: Evidence, commit: Commit) -> Iterable[MemberSummary]:
+def _members(evidence: Evidence, commit: Commit) -> Iterable[ManifestRow]:
     manifest = evidence.manifests.get(f"{commit.consumer}.{commit.seq}")
     groups = () if manifest is None else manifest.groups
     return [member for group in groups for member in group.rows]
@@ -87,8 +87,8 @@ def _members(evidence: Evidence, commit: Commit) -> Iterable[MemberSummary]:
 def check_versions(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
     """Each published version is a fork point or was committed, and its manifest is in the store as
     long as somebody may ask for it."""
-    findings = Findings("versions")
-    needed = _needed(evidence)
+    violations = Violations("versions")
+    needed = _versions_to_keep(evidence)
     manifests = evidence.weights / "manifests"
     proved: dict[tuple[str, int, str, bool], str] = {}
     for version in evidence.versions:
@@ -96,18 +96,18 @@ def check_versions(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
         fork = lineage.forks.get(version.incarnation)
         committed = {c.number for c in lineage.commits.get(version.incarnation, [])}
         if fork is None or version.number not in committed | {fork.number}:
-            findings.add(version.name, "published, and neither committed nor a fork point")
+            violations.add(version.name, "published, and neither committed nor a fork point")
         if manifests.is_dir():
             is_needed = version.name in needed
             content = (version.policy, version.number, version.manifest_digest, is_needed)
             if content not in proved:  # a replay publishes the same bytes again
                 proved[content] = _manifest_fault(manifests, version, is_needed=is_needed)
             if why := proved[content]:
-                findings.add(version.name, why)
-    return findings.result(len(evidence.versions))
+                violations.add(version.name, why)
+    return violations.result(len(evidence.versions))
 
 
-def _needed(evidence: Evidence) -> set[str]:
+def _versions_to_keep(evidence: Evidence) -> set[str]:
     """The two newest of each policy, and all from which rows may be that its trainer would see
     again after a restart."""
     checkpoints = {one.policy: json.loads(one.retained) for one in evidence.checkpoints}
@@ -116,7 +116,7 @@ def _needed(evidence: Evidence) -> set[str]:
         mine = [version for version in evidence.versions if version.policy == policy]
         mine.sort(key=lambda version: (version.incarnation, version.number))
         oldest = min((number for number, _ in checkpoints.get(policy) or [(0, 0)]), default=0)
-        floor = oldest - evidence.run_file.fresh_staleness(policy)
+        floor = oldest - evidence.config.max_fresh_staleness(policy)
         needed |= {version.name for version in mine[-2:]}
         needed |= {version.name for version in mine if version.number >= floor}
     return needed
@@ -148,7 +148,7 @@ def summarise(evidence: Evidence, lineages: dict[str, Lineage], lost: Check) -> 
     trained = {name: _trained(lineage) for name, lineage in lineages.items()}
     twice = 0
     for policy, lineage in lineages.items():
-        allowed = evidence.run_file.max_uses(policy)
+        allowed = evidence.config.max_uses(policy)
         times = _times_trained(evidence, lineage).values()
         twice += sum(int(found - allowed) for found in times if found > allowed)
     return Summary(
@@ -171,7 +171,7 @@ def _reward(evidence: Evidence, commits: Iterable[Commit]) -> float | None:
         if row is not None:
             reward = evidence.reward(row)
         else:
-            reward = member.reward if evidence.is_excused(member.row_id.partition(".")[0]) else None
+            reward = member.reward if evidence.is_exempt(member.row_id.partition(".")[0]) else None
         if reward is not None:
             rewards.append(reward)
     return math.fsum(rewards) / len(rewards) if rewards else None

@@ -18,9 +18,9 @@ def audit(run: Path, /, *, json: bool = False) -> int:
     """
     from penstock.audit import audit as read_and_check
     from penstock.cli.output import print_json
-    from penstock.runs.target import find_folder
+    from penstock.runs.target import find_run_folder
 
-    report = read_and_check(find_folder(run).path if run.is_file() else run)
+    report = read_and_check(find_run_folder(run).path if run.is_file() else run)
     print("\n".join(report.lines()))
     if json:
         print_json({"ok": report.ok, "checks": report.checks, "summary": report.summary})

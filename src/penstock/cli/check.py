@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.runs.probe_process import Findings
-    from penstock.runs.target import Target
+    from penstock.runs.probe_process import ProbeResult
+    from penstock.runs.target import RunTarget
 
 
 def check(target: Path, /, *overrides: str, json: bool = False) -> int:
@@ -24,46 +24,46 @@ def check(target: Path, /, *overrides: str, json: bool = False) -> int:
     json
         Print one JSON object as the last line.
     """
-    from penstock.cli.output import counted, print_json
+    from penstock.cli.output import pluralise, print_json
     from penstock.runs.preflight import problems
-    from penstock.runs.probe import ask_probe
+    from penstock.runs.probe import run_probe
     from penstock.runs.target import read_target
 
-    meant = read_target(target, overrides)
-    findings = ask_probe(meant)
-    found = [*problems(meant), *findings.problems]
-    facts = derived(meant)
+    resolved = read_target(target, overrides)
+    probed = run_probe(resolved)
+    found = [*problems(resolved), *probed.problems]
+    facts = derived_sizes(resolved)
     if json:
         print_json({"ok": not found, "problems": found, **facts})
     elif not found:
-        _show(meant, findings, facts)
+        _print_summary(resolved, probed, facts)
     for number, text in enumerate(found, 1):
         print(f"{number}. {text}", file=sys.stderr)
     if found:
-        print(f"error: {counted(len(found), 'problem')} in {target}", file=sys.stderr)
+        print(f"error: {pluralise(len(found), 'problem')} in {target}", file=sys.stderr)
     return 1 if found else 0
 
 
-def refuse_problems(target: Target) -> dict[str, str]:
+def ensure_startable(target: RunTarget) -> dict[str, str]:
     """What `run` asks before it starts anything; the built-in tasks need no trying. Digests of the
     tasks of each source that was tried."""
     from penstock.errors import ConfigError
     from penstock.runs.preflight import problems
-    from penstock.runs.probe import ask_probe, own_stages, own_workflow
+    from penstock.runs.probe import run_probe, user_stages, user_workflow
 
     config = target.config
-    workflow = own_workflow(config.workflow)
+    workflow = user_workflow(config.workflow)
     named = [*(source.task for source in config.sources), config.reward, workflow]
-    named += [str(stage["fn"]) for stage in own_stages(config) if stage["fn"]]
-    has_own_code = any(name and not name.startswith("penstock.") for name in named)
-    findings = ask_probe(target) if has_own_code else None
-    found = [*problems(target), *(findings.problems if findings else ())]
+    named += [str(stage["fn"]) for stage in user_stages(config) if stage["fn"]]
+    has_user_code = any(name and not name.startswith("penstock.") for name in named)
+    probed = run_probe(target) if has_user_code else None
+    found = [*problems(target), *(probed.problems if probed else ())]
     if found:
         raise ConfigError("this run cannot start:\n" + "\n".join(f"  - {text}" for text in found))
-    return findings.digests if findings else {}
+    return probed.digests if probed else {}
 
 
-def derived(target: Target) -> dict[str, object]:
+def derived_sizes(target: RunTarget) -> dict[str, object]:
     """What follows from the config: sizes that nobody wants to compute by hand."""
     config = target.config
     policies: dict[str, dict[str, int]] = {}
@@ -83,22 +83,23 @@ def derived(target: Target) -> dict[str, object]:
     return {"run": config.name, "folder": str(target.folder.path), "policies": policies}
 
 
-def _show(target: Target, findings: Findings, facts: dict[str, object]) -> None:
+def _print_summary(target: RunTarget, probed: ProbeResult, facts: dict[str, object]) -> None:
     from typing import cast
 
-    from penstock.cli.output import counted
+    from penstock.cli.output import pluralise
 
     config = target.config
     print(f"{config.name}: ready to run in {target.folder.path}")
     for name, numbers in cast("dict[str, dict[str, int]]", facts["policies"]).items():
         model = config.models[name]
         print(
-            f"  policy {name}: {model.init}, {counted(numbers['nodes'], f'{model.engine} node')}\n"
-            f"    {counted(numbers['steps'], 'step')} of {numbers['rows_per_batch']:,} "
+            f"  policy {name}: {model.init}, "
+            f"{pluralise(numbers['nodes'], f'{model.engine} node')}\n"
+            f"    {pluralise(numbers['steps'], 'step')} of {numbers['rows_per_batch']:,} "
             f"trajectories ({numbers['trajectories']:,} in all), "
-            f"{counted(numbers['updates_per_step'], 'update')} each"
+            f"{pluralise(numbers['updates_per_step'], 'update')} each"
         )
-    for source, task in findings.tasks.items():
+    for source, task in probed.tasks.items():
         print(f"  source {source}: first task {str(task)[:100]}")
     if config.reward:
-        print(f"  reward {config.reward}: an empty answer earns {findings.reward:g}")
+        print(f"  reward {config.reward}: an empty answer earns {probed.reward:g}")

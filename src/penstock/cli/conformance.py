@@ -26,8 +26,8 @@ def rollout(
     """
     from penstock.conformance import conformance_rollout
 
-    return _examine(
-        conformance_rollout(host=host, port=port, out=_say, timeout_s=timeout_s, json=json)
+    return _run(
+        conformance_rollout(host=host, port=port, out=_print_line, timeout_s=timeout_s, json=json)
     )
 
 
@@ -49,12 +49,12 @@ def trainer(
     """
     from penstock.conformance import conformance_trainer
 
-    return _examine(
-        conformance_trainer(host=host, port=port, out=_say, timeout_s=timeout_s, json=json)
+    return _run(
+        conformance_trainer(host=host, port=port, out=_print_line, timeout_s=timeout_s, json=json)
     )
 
 
-def _examine(examination: Coroutine[Any, Any, bool]) -> int:
+def _run(examination: Coroutine[Any, Any, bool]) -> int:
     import uvloop
 
     from penstock.observe import logs
@@ -63,6 +63,6 @@ def _examine(examination: Coroutine[Any, Any, bool]) -> int:
     return 0 if uvloop.run(examination) else 1
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

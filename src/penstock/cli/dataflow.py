@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.fleet.run_folder import Endpoints, RunFolder
     from penstock.wire.serving import Tls
 
-    Entered: TypeAlias = tuple[RunFolder, RunConfig, Endpoints]
+    RunContext: TypeAlias = tuple[RunFolder, RunConfig, Endpoints]
 
 
 def dataflow(
@@ -52,25 +52,27 @@ def dataflow(
         listens.
     """
     gc.disable()  # what a start makes stays; the service turns the collector on when it is there
-    from penstock.cli.service_process import enter, make_tls
+    from penstock.cli.service_process import enter_run, make_tls
 
-    tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory
-    entered = enter(run_dir, f"partition-{partition}" if partition else "dataflow")
+    tls = make_tls(tls_cert, tls_key)  # before `enter_run` changes the working directory
+    context = enter_run(run_dir, f"partition-{partition}" if partition else "dataflow")
     if partition:
-        _serve_partition(entered, partition, host, port, tls, home, url)
+        _serve_partition(context, partition, host, port, tls, home, url)
     else:
-        _serve_home(entered, host, port, tls)
+        _serve_coordinator(context, host, port, tls)
     return 0
 
 
-def _serve_home(entered: Entered, host: str | None, port: int | None, tls: Tls | None) -> None:
+def _serve_coordinator(
+    context: RunContext, host: str | None, port: int | None, tls: Tls | None
+) -> None:
     import uvloop
 
     from penstock.cli.service_process import address
     from penstock.dataflow.service.server import serve_dataflow
     from penstock.wire.auth import Audience, Verifier
 
-    folder, config, endpoints = entered
+    folder, config, endpoints = context
     listen_host, listen_port = address(endpoints.dataflow, host, port)
     uvloop.run(
         serve_dataflow(
@@ -86,7 +88,7 @@ def _serve_home(entered: Entered, host: str | None, port: int | None, tls: Tls |
 
 
 def _serve_partition(
-    entered: Entered,
+    context: RunContext,
     index: int,
     host: str | None,
     port: int | None,
@@ -96,12 +98,12 @@ def _serve_partition(
 ) -> None:
     import uvloop
 
-    from penstock.cli.service_process import address, token_for
+    from penstock.cli.service_process import address, service_token
     from penstock.dataflow.service.server import serve_partition
     from penstock.fleet.run_folder import free_port
     from penstock.wire.auth import Audience, Role, Verifier
 
-    folder, config, endpoints = entered
+    folder, config, endpoints = context
     chosen = dict(enumerate(endpoints.partitions, start=1)).get(index)
     listen_host, listen_port = address(chosen or f"http://127.0.0.1:{free_port()}", host, port)
     scheme = "https" if tls else "http"
@@ -110,8 +112,8 @@ def _serve_partition(
             config,
             folder.path,
             index,
-            home_url=home or endpoints.dataflow,
-            token=token_for(folder, config, Role.PARTITION),
+            coordinator_url=home or endpoints.dataflow,
+            token=service_token(folder, config, Role.PARTITION),
             url=url or f"{scheme}://{listen_host}:{listen_port}",
             host=listen_host,
             port=listen_port,

@@ -31,51 +31,51 @@ def demo(
     json
         Print one JSON object as the last line.
     """
-    from penstock.cli.check import refuse_problems
+    from penstock.cli.check import ensure_startable
     from penstock.cli.output import note
     from penstock.config import load
     from penstock.fleet.processes import cpu_s
     from penstock.fleet.run_folder import RunFolder
-    from penstock.runs.launch import launch, report
-    from penstock.runs.target import Target
+    from penstock.runs.launch import launch, print_result
+    from penstock.runs.target import RunTarget
 
     began_at = time.monotonic()
     folder = RunFolder(dir or Path(tempfile.mkdtemp(prefix="penstock-demo-")))
     with resources.as_file(resources.files("penstock.config") / "demo.yaml") as file:
         config = load(file, [f"seed={seed}", f"output_dir={folder.path.parent}", *overrides])
-    refuse_problems(Target(config=config, folder=folder, python_path=()))
+    ensure_startable(RunTarget(config=config, folder=folder, python_path=()))
     note(f"demo in {folder.path}")
-    ended = launch(config, folder, python_path=(), headless=headless)
+    result = launch(config, folder, python_path=(), headless=headless)
     seconds = time.monotonic() - began_at
     cpu_ms = 1000.0 * cpu_s()
-    code = report(ended)
+    code = print_result(result)
     if code != 0:
         return code
-    return _prove(folder.path, seconds=seconds, cpu_ms=cpu_ms, json=json)
+    return _audit_and_print(folder.path, seconds=seconds, cpu_ms=cpu_ms, json=json)
 
 
-def _prove(folder: Path, *, seconds: float, cpu_ms: float, json: bool) -> int:
+def _audit_and_print(folder: Path, *, seconds: float, cpu_ms: float, json: bool) -> int:
     """Read the ledger as a stranger would, and show what it says."""
     from penstock.audit import audit
     from penstock.cli.output import note, print_json
 
     found = audit(folder)
-    told = found.summary
+    summary = found.summary
     for line in found.lines() if not found.ok else found.lines()[-1:]:
         note(line)
-    if told.reward_first is not None and told.reward_last is not None:
-        note(f"reward went from {told.reward_first:.3f} to {told.reward_last:.3f}")
+    if summary.reward_first is not None and summary.reward_last is not None:
+        note(f"reward went from {summary.reward_first:.3f} to {summary.reward_last:.3f}")
     if json:
         print_json(
             {
-                "reward_first": told.reward_first,
-                "reward_last": told.reward_last,
-                "steps": told.steps,
-                "trajectories": told.trajectories,
-                "lost": told.lost,
-                "trained_twice": told.trained_twice,
+                "reward_first": summary.reward_first,
+                "reward_last": summary.reward_last,
+                "steps": summary.steps,
+                "trajectories": summary.trajectories,
+                "lost": summary.lost,
+                "trained_twice": summary.trained_twice,
                 "seconds": round(seconds, 1),
-                "cpu_ms_per_trajectory": round(cpu_ms / max(1, told.trajectories), 3),
+                "cpu_ms_per_trajectory": round(cpu_ms / max(1, summary.trajectories), 3),
             }
         )
     return 0 if found.ok else 1

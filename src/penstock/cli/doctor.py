@@ -24,12 +24,12 @@ SETUP = (
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Requirement:
     name: str
-    is_there: bool
-    says: str
+    is_present: bool
+    detail: str
     needed_for: str
-    cure: tuple[str, ...] = ()
+    fix: tuple[str, ...] = ()
 
 
 def doctor(*, environment: Path | None = None, json: bool = False) -> int:
@@ -47,53 +47,55 @@ def doctor(*, environment: Path | None = None, json: bool = False) -> int:
 
     folder = environment or default_environment()
     found = [
-        Finding("python", True, f"{platform.python_version()} on {_cores()}", "all of penstock"),
+        Requirement(
+            "python", True, f"{platform.python_version()} on {_cores()}", "all of penstock"
+        ),
         _package("torch", "training and the hf engine", "train"),
         _package("transformers", "training and the hf engine", "train"),
         _package("tokenizers", "the gateway", "tokens"),
-        vllm_at(folder),
+        check_vllm(folder),
         _models(folder.parent / "models"),
     ]
     if json:
         print_json({"findings": [asdict(finding) for finding in found]})
         return 0
     for finding in found:
-        sign = "+" if finding.is_there else "-"
-        print(f"{sign} {finding.name:<12} {finding.says}   ({finding.needed_for})")
-        for line in finding.cure:
+        sign = "+" if finding.is_present else "-"
+        print(f"{sign} {finding.name:<12} {finding.detail}   ({finding.needed_for})")
+        for line in finding.fix:
             print(f"      {line}")
     return 0
 
 
-def vllm_at(folder: Path) -> Finding:
+def check_vllm(folder: Path) -> Requirement:
     """Whether an environment holds a vLLM that the engine can start."""
     needed_for = "engine: vllm"
     program = folder / "bin" / "vllm"
     setup = tuple(line.format(folder=folder, vllm=VLLM) for line in SETUP)
     if not os.access(program, os.X_OK):
-        return Finding("vllm", False, f"no {program}", needed_for, setup)
+        return Requirement("vllm", False, f"no {program}", needed_for, setup)
     paths = [str(path) for path in folder.glob("lib/python3*/site-packages")]
     known = {d.name: d.version for d in distributions(path=paths)}
     version = known.get("vllm", "")
-    says = f"{version or 'unknown version'} with torch {known.get('torch', '?')} in {folder}"
+    detail = f"{version or 'unknown version'} with torch {known.get('torch', '?')} in {folder}"
     if not version.startswith(f"{VLLM}."):
-        cure = (f"penstock speaks to vLLM {VLLM}; others may do, and are examined at start",)
-        return Finding("vllm", True, says, needed_for, cure)
-    return Finding("vllm", True, says, needed_for)
+        fix = (f"penstock speaks to vLLM {VLLM}; others may do, and are examined at start",)
+        return Requirement("vllm", True, detail, needed_for, fix)
+    return Requirement("vllm", True, detail, needed_for)
 
 
-def _package(name: str, needed_for: str, extra: str) -> Finding:
+def _package(name: str, needed_for: str, extra: str) -> Requirement:
     try:
-        return Finding(name, True, version_of(name), needed_for)
+        return Requirement(name, True, version_of(name), needed_for)
     except PackageNotFoundError:
-        cure = (f"pip install 'penstock[{extra}]'",)
-        return Finding(name, False, "not installed", needed_for, cure)
+        fix = (f"pip install 'penstock[{extra}]'",)
+        return Requirement(name, False, "not installed", needed_for, fix)
 
 
-def _models(folder: Path) -> Finding:
+def _models(folder: Path) -> Requirement:
     names = sorted(path.parent.name for path in folder.glob("*/config.json"))
-    says = f"{', '.join(names) or 'none'} in {folder}"
-    return Finding("models", bool(names), says, "tests and benchmarks on a real model")
+    detail = f"{', '.join(names) or 'none'} in {folder}"
+    return Requirement("models", bool(names), detail, "tests and benchmarks on a real model")
 
 
 def _cores() -> str:

@@ -25,10 +25,10 @@ def explain(run: Path, id: str, /, *, json: bool = False) -> int:
     """
     from penstock.cli.output import print_json
     from penstock.dataflow.explain.explain import explain as read
-    from penstock.dataflow.ledger.recorded import open_recorded
-    from penstock.runs.target import find_folder
+    from penstock.dataflow.ledger.recorded import open_recorded_run
+    from penstock.runs.target import find_run_folder
 
-    recorded = open_recorded(find_folder(run).path / "ledger")
+    recorded = open_recorded_run(find_run_folder(run).path / "ledger")
     try:
         explanation = read(recorded, id)
     finally:

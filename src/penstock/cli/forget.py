@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 DEADLINE_S = 20.0
-TOLD = {
+STATE_TEXT = {
     "running": "it was running; nothing of it will be recorded",
     "waiting": "it waited for a batch, and is in none now",
     "sealed": "it is in a sealed batch, and masked there; its payload goes with that batch",
@@ -28,21 +28,21 @@ def forget(run: Path, session: str, /, *, json: bool = False) -> int:
         Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
-    from penstock.dataflow.service.operators.messages import ForgetAnswer
-    from penstock.runs.target import find_folder
+    from penstock.dataflow.service.operators.messages import ForgetSessionAnswer
+    from penstock.runs.target import find_run_folder
     from penstock.wire.auth import Role
-    from penstock.wire.client import Caller
+    from penstock.wire.client import ServiceClient
 
-    folder = find_folder(run)
+    folder = find_run_folder(run)
     token = folder.token(folder.read_config().name, Role.ADMIN, ttl_s=60.0)
-    caller = Caller(folder.endpoints().dataflow, token)
+    caller = ServiceClient(folder.endpoints().dataflow, token)
     try:
         path = f"/v1/sessions/{session}"
-        answer = caller.call("DELETE", path, None, ForgetAnswer, deadline_s=DEADLINE_S)
+        answer = caller.call("DELETE", path, None, ForgetSessionAnswer, deadline_s=DEADLINE_S)
     finally:
         caller.close()
     if json:
         print_json({"session": answer.session, "was": answer.was})
     else:
-        print(f"{answer.session} is forgotten: {TOLD[answer.was]}")
+        print(f"{answer.session} is forgotten: {STATE_TEXT[answer.was]}")
     return 0

@@ -38,16 +38,18 @@ def fork(
         Print one JSON object as the last line.
     """
     from penstock.cli.output import note, print_json
-    from penstock.runs.fork import make_fork
-    from penstock.runs.target import find_folder
+    from penstock.runs.fork import fork_run
+    from penstock.runs.target import find_run_folder
 
-    parent = find_folder(run)
-    made, weights_only = make_fork(parent, overrides, at, name)
+    parent = find_run_folder(run)
+    fork_folder, weights_only = fork_run(parent, overrides, at, name)
     for policy, damage in weights_only.items():
         because = f", because its checkpoint cannot be used: {damage}" if damage else ""
         note(f"{policy}: weights alone, from the weight store; its optimizer begins anew{because}")
-    print(f"{made.path} begins at step {at} of {parent.path}; penstock run {made.path}")
+    print(
+        f"{fork_folder.path} begins at step {at} of {parent.path}; penstock run {fork_folder.path}"
+    )
     if json:
-        facts = {"folder": str(made.path), "parent": str(parent.path), "step": at}
+        facts = {"folder": str(fork_folder.path), "parent": str(parent.path), "step": at}
         print_json({**facts, "weights_only": list(weights_only)})
     return 0

@@ -63,22 +63,22 @@ def gateway(
     """
     import uvloop
 
-    from penstock.cli.join import host_name, state_dir_of
+    from penstock.cli.join import host_name, node_state_dir
     from penstock.cli.output import note
-    from penstock.cli.service_process import address, leave, make_tls
+    from penstock.cli.service_process import address, exit_now, make_tls
     from penstock.observe import logs
     from penstock.types import NodeId
-    from penstock.wire.serving import check_bind
+    from penstock.wire.serving import require_tls_off_loopback
 
     tls = make_tls(tls_cert, tls_key)
-    check_bind(host, tls)
+    require_tls_off_loopback(host, tls)
     node = name or f"gateway-{host_name()}-{secrets.token_hex(2)}"
     bind = address("", host, port)
     if where.startswith(("http://", "https://")):
-        url, own, verify = _by_url(where, token, public_key)
-        facts: dict[str, Any] = {"state_dir": state_dir_of(node), "num_engines": engines}
+        url, own_token, verify = _join_by_url(where, token, public_key)
+        node_options: dict[str, Any] = {"state_dir": node_state_dir(node), "num_engines": engines}
     else:
-        url, own, verify, facts = _by_folder(Path(where), node, policy)
+        url, own_token, verify, node_options = _join_by_folder(Path(where), node, policy)
     logs.configure(node)
     listener = socket.create_server(bind, backlog=BACKLOG)
     scheme = "http" if tls is None else "https"
@@ -89,49 +89,51 @@ def gateway(
     uvloop.run(
         run_online(
             url,
-            own,
+            own_token,
             verify,
             node_id=NodeId(node),
             listener=listener,
             tls=tls,
             capacity=capacity,
-            **facts,
+            **node_options,
         )
     )
-    leave(0)
+    exit_now(0)
 
 
-def _by_url(
+def _join_by_url(
     url: str, token: str | None, public_key: str | None
 ) -> tuple[str, str, Callable[[str], Credential]]:
     from penstock.cli.relay_options import read_public_key
     from penstock.errors import ConfigError
     from penstock.wire.auth import Audience, Verifier
 
-    own = token or os.environ.pop("PENSTOCK_TOKEN", "")
-    if not own or not public_key:
+    own_token = token or os.environ.pop("PENSTOCK_TOKEN", "")
+    if not own_token or not public_key:
         raise ConfigError(
             "a gateway of an address needs PENSTOCK_TOKEN (or --token) and --public-key; "
             "`penstock token RUN --role gateway` prints both where the run was started"
         )
-    verifier = Verifier.beside(own, read_public_key(public_key), audience=Audience.GATEWAY)
-    return url, own, verifier.verify
+    verifier = Verifier.from_token(
+        own_token, read_public_key(public_key), audience=Audience.GATEWAY
+    )
+    return url, own_token, verifier.verify
 
 
-def _by_folder(
+def _join_by_folder(
     run: Path, node: str, policy: str | None
 ) -> tuple[str, str, Callable[[str], Credential], dict[str, Any]]:
-    from penstock.cli.service_process import only_policy
+    from penstock.cli.service_process import resolve_policy
     from penstock.fleet.services import TOKEN_TTL_S
-    from penstock.runs.target import find_folder
+    from penstock.runs.target import find_run_folder
     from penstock.wire.auth import Audience, Role, Verifier
 
-    folder = find_folder(run)
+    folder = find_run_folder(run)
     config, endpoints = folder.read_config(), folder.endpoints()
-    model = config.models[only_policy(config, policy)]
+    model = config.models[resolve_policy(config, policy)]
     folder.acks.mkdir(exist_ok=True)
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.GATEWAY)
-    facts = {
+    node_options = {
         "state_dir": folder.nodes / node,
         "acks": folder.acks / f"{node}.txt",
         "engine": model.engine,
@@ -140,5 +142,5 @@ def _by_folder(
         "num_engines": model.engines,
         "max_paused": model.max_paused,
     }
-    own = folder.token(config.name, Role.GATEWAY, ttl_s=TOKEN_TTL_S)
-    return endpoints.dataflow, own, verifier.verify, facts
+    own_token = folder.token(config.name, Role.GATEWAY, ttl_s=TOKEN_TTL_S)
+    return endpoints.dataflow, own_token, verifier.verify, node_options

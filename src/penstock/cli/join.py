@@ -10,7 +10,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-KNOCK_S = 20.0
+CONNECT_TIMEOUT_S = 20.0
 
 
 def join(
@@ -60,62 +60,62 @@ def join(
 
     from penstock.cli.relay_options import (
         check_url,
-        given_relay_token,
-        make_sharing,
+        parse_sharing,
+        pop_relay_token,
         read_public_key,
     )
-    from penstock.cli.service_process import import_from, leave, make_tls
+    from penstock.cli.service_process import add_import_paths, exit_now, make_tls
     from penstock.errors import ConfigError
     from penstock.observe import logs
     from penstock.types import NodeId
 
-    given = token or os.environ.pop("PENSTOCK_TOKEN", "")
-    if not given:
+    node_token = token or os.environ.pop("PENSTOCK_TOKEN", "")
+    if not node_token:
         raise ConfigError(
             "no token: set PENSTOCK_TOKEN or give --token; `penstock token RUN --role rollout` "
             "mints one where the run was started"
         )
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url!r} is no address; it looks like http://127.0.0.1:18080")
-    shown = given_relay_token()
-    if relay is not None and not shown:
+    relay_token = pop_relay_token()
+    if relay is not None and not relay_token:
         raise ConfigError(
             "no token for the relay: set PENSTOCK_RELAY_TOKEN; `penstock token RUN --for-relay` "
             "mints one where the run was started. Your other token is not for relays"
         )
     node = name or f"{host_name()}-{secrets.token_hex(2)}"
-    tls, state_dir = make_tls(tls_cert, tls_key), state_dir_of(node)
-    sharing = make_sharing(
+    tls, state_dir = make_tls(tls_cert, tls_key), node_state_dir(node)
+    sharing = parse_sharing(
         serve_weights, serve_gb, state_dir, tls, lambda: read_public_key(public_key)
     )
     logs.configure(node)
-    import_from((str(Path.cwd()),))
-    _knock(url, given)
+    add_import_paths((str(Path.cwd()),))
+    _check_reachable(url, node_token)
     from penstock.rollout.node import run_node
 
     uvloop.run(
         run_node(
             url,
-            given,
+            node_token,
             node_id=NodeId(node),
             state_dir=state_dir,
             capacity=capacity,
             num_engines=engines,
-            relay=None if relay is None else (check_url(relay), shown),
+            relay=None if relay is None else (check_url(relay), relay_token),
             sharing=sharing,
         )
     )
-    leave(0)
+    exit_now(0)
 
 
-def _knock(url: str, token: str) -> None:
+def _check_reachable(url: str, token: str) -> None:
     """Is somebody there at all? Later outages are sat out; a wrong address is told soon."""
-    from penstock.wire.client import Caller
+    from penstock.wire.client import ServiceClient
     from penstock.wire.routes import Health
 
-    caller = Caller(url, token)
+    caller = ServiceClient(url, token)
     try:
-        caller.call("GET", "/healthz", None, Health, deadline_s=KNOCK_S)
+        caller.call("GET", "/healthz", None, Health, deadline_s=CONNECT_TIMEOUT_S)
     finally:
         caller.close()
 
@@ -124,7 +124,7 @@ def host_name() -> str:
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()).strip("-")[:40] or "node"
 
 
-def state_dir_of(node: str) -> Path:
+def node_state_dir(node: str) -> Path:
     """In the user's cache, or a temporary folder where there is no home."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     try:

@@ -18,12 +18,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.output import clock, span
+from penstock.cli.output import format_clock, format_duration
 from penstock.dataflow.service.operators.messages import PolicyStatus, Status
-from penstock.runs.monitor import View
+from penstock.runs.monitor import RunView
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-AWAY_S = 3.0
+UNREACHABLE_S = 3.0
 STALL_S = 10.0
 """Waits this long are shown as a warning."""
 MAX_NODES = 8
@@ -39,10 +39,10 @@ class Panel:
         self._terminal = _hide_control_characters()
         self._live.start()
 
-    def update(self, view: View) -> None:
+    def update(self, view: RunView) -> None:
         self._live.update(draw(view, self._console.width), refresh=True)
 
-    def tell(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         self._live.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ def _hide_control_characters() -> list[Any] | None:
     return before
 
 
-def draw(view: View, width: int, hint: str = LIVE_HINT) -> RenderableType:
+def draw(view: RunView, width: int, hint: str = LIVE_HINT) -> RenderableType:
     """`hint` says how to end the run from where this is shown."""
     parts: list[RenderableType] = []
     status = view.status
@@ -74,15 +74,20 @@ def draw(view: View, width: int, hint: str = LIVE_HINT) -> RenderableType:
             parts.append(_policy(policy, view.curves.get(policy.policy, []), width))
         parts += [_flow(status), Text(""), _nodes(status)]
         parts += [Text(f"\n{alarm}", style="yellow") for alarm in status.alarms]
-    if view.status is not None and view.away_s > AWAY_S:
-        parts.append(Text(f"the dataflow has not answered for {span(view.away_s)}", style="yellow"))
+    if view.status is not None and view.unreachable_s > UNREACHABLE_S:
+        parts.append(
+            Text(
+                f"the dataflow has not answered for {format_duration(view.unreachable_s)}",
+                style="yellow",
+            )
+        )
     if view.note:
         parts += [Text(""), Text(view.note, style="yellow", overflow="ellipsis", no_wrap=True)]
     return Box(
         Group(*parts),
         title=Text.assemble(("penstock", "bold cyan"), (f" · {view.name}", "bold")),
         title_align="left",
-        subtitle=_times(view, hint),
+        subtitle=_elapsed_text(view, hint),
         subtitle_align="right",
         border_style="cyan",
         padding=(0, 1),
@@ -94,8 +99,8 @@ def sparkline(values: list[float], width: int) -> str:
     """The whole curve in `width` signs; each sign is the mean of its share of the steps."""
     if not values or width < 1:
         return ""
-    num_signs = min(width, len(values))
-    edges = [round(i * len(values) / num_signs) for i in range(num_signs + 1)]
+    num_chars = min(width, len(values))
+    edges = [round(i * len(values) / num_chars) for i in range(num_chars + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges) if b > a]
     low, high = min(means), max(means)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
@@ -104,20 +109,20 @@ def sparkline(values: list[float], width: int) -> str:
 
 def _policy(policy: PolicyStatus, rewards: list[float], width: int) -> RenderableType:
     grid = _grid()
-    wide = max(10, min(width, 110) - 40)
+    bar_width = max(10, min(width, 110) - 40)
     grid.add_row(
         _label("step"),
         Group(
-            _pair(
+            _value_and_bar(
                 Text(f"{policy.number}/{policy.steps}", style="bold"),
-                ProgressBar(total=policy.steps, completed=policy.number, width=wide),
+                ProgressBar(total=policy.steps, completed=policy.number, width=bar_width),
             )
         ),
     )
     if policy.reward_mean is not None:
         shown = Text(f"{policy.reward_mean:.3f}", style="bold green")
-        curve = sparkline(rewards, wide) if len(rewards) > 1 else ""
-        grid.add_row(_label("reward"), _pair(shown, Text(curve, style="green")))
+        curve = sparkline(rewards, bar_width) if len(rewards) > 1 else ""
+        grid.add_row(_label("reward"), _value_and_bar(shown, Text(curve, style="green")))
     if policy.staleness_mean is not None:
         text = f"{policy.staleness_mean:.2f} mean · {policy.staleness_max} max"
         grid.add_row(
@@ -171,7 +176,7 @@ def _nodes(status: Status) -> RenderableType:
     for node in sorted(nodes, key=lambda node: node.node_id)[:MAX_NODES]:
         live = ", ".join(f"v{version.number}" for version in node.live) or "–"
         style = {"live": "green", "starting": "dim", "draining": "yellow"}.get(node.state, "red")
-        silent = f"silent for {span(node.silent_s)}" if node.silent_s > STALL_S else ""
+        silent = f"silent for {format_duration(node.silent_s)}" if node.silent_s > STALL_S else ""
         table.add_row(
             Text(node.node_id, style="bold"),
             Text(node.state, style=style),
@@ -192,15 +197,15 @@ def _waiting(status: Status) -> Text:
     longest = max(status.waiting, key=lambda waiting: waiting.since_s)
     who = ", ".join(waiting.who for waiting in status.waiting if waiting.on == longest.on)
     style = "yellow" if longest.since_s >= STALL_S else "dim"
-    text = f"{who} for {longest.on}, {span(longest.since_s)}"
+    text = f"{who} for {longest.on}, {format_duration(longest.since_s)}"
     return Text(text, style=style, overflow="ellipsis", no_wrap=True)
 
 
-def _times(view: View, hint: str) -> Text:
+def _elapsed_text(view: RunView, hint: str) -> Text:
     if view.status is not None and view.status.finished:
-        return Text(f"finished in {clock(view.elapsed_s)}", style="bold green")
-    left = f" · about {clock(view.eta_s)} left" if view.eta_s is not None else ""
-    return Text(f"{clock(view.elapsed_s)}{left} · {hint}", style="dim")
+        return Text(f"finished in {format_clock(view.elapsed_s)}", style="bold green")
+    left = f" · about {format_clock(view.eta_s)} left" if view.eta_s is not None else ""
+    return Text(f"{format_clock(view.elapsed_s)}{left} · {hint}", style="dim")
 
 
 def _grid() -> Table:
@@ -214,7 +219,7 @@ def _label(text: str) -> Text:
     return Text(text, style="dim")
 
 
-def _pair(first: RenderableType, second: RenderableType) -> Table:
+def _value_and_bar(first: RenderableType, second: RenderableType) -> Table:
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=9)
     grid.add_row(first, second)

@@ -74,25 +74,25 @@ def build() -> App:
     conformance = App(
         name="conformance", help="Check a node or trainer written by somebody else.", group=RUNS
     )
-    for party, text in (
+    for role, text in (
         ("rollout", "Examine a rollout node."),
         ("trainer", "Examine a trainer."),
     ):
-        conformance.command(f"penstock.cli.conformance:{party}", name=party, help=text)
+        conformance.command(f"penstock.cli.conformance:{role}", name=role, help=text)
     app.command(conformance)
     app["--help"].group = app["--version"].group = Group("Options", sort_key=9)
     return app
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code; our own errors are told without a traceback."""
-    given = list(sys.argv[1:] if words is None else words)
+    args = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = build()(given, result_action="return_value")
+        code = build()(args, result_action="return_value")
     except PenstockError as error:
         sys.stdout.flush()
         print(f"error: {error}", file=sys.stderr)
-        if "--json" in given:
+        if "--json" in args:
             from penstock.cli.output import print_json
 
             print_json({"error": str(error)})

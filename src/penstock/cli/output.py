@@ -21,26 +21,26 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def counted(number: int, noun: str) -> str:
+def pluralise(number: int, noun: str) -> str:
     """`1 node`, `2,048 nodes`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """`0:42`, `1:02:03`."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`0.4 s`, `42 s`, `5 min`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def size(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """`512 B`, `8.4 kB`, `28 GB`."""
     value = float(num_bytes)
     for unit in ("B", "kB", "MB", "GB"):
@@ -50,13 +50,15 @@ def size(num_bytes: int) -> str:
     return f"{value:,.1f} TB"
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+def table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], *, num_left_aligned: int = 1
+) -> list[str]:
     """Aligned lines under their heads, the first columns to the left; as wide as they need be."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     lines: list[str] = []
-    for row in (heads, *rows):
+    for row in (headers, *rows):
         cells = [
-            text.ljust(width) if number < left else text.rjust(width)
+            text.ljust(width) if number < num_left_aligned else text.rjust(width)
             for number, (text, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())

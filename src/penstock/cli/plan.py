@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.config.pipeline import PipelineStageConfig
-    from penstock.trainer.pipeline.memory_estimate import Memory
+    from penstock.trainer.pipeline.memory_estimate import MemoryEstimate
     from penstock.trainer.pipeline.plan import Chain, Plan, Service
 
 
@@ -54,24 +54,24 @@ def plan(target: Path, /, *overrides: str, svg: Path | None = None, json: bool =
 
 def lines(plan: Plan) -> Iterator[str]:
     """As text: each gang's chain, then the services."""
-    from penstock.cli.output import counted, table
+    from penstock.cli.output import pluralise, table
 
     for chain in plan.chains:
         yield ""
-        yield f"gang of {chain.policy}: {counted(chain.num_ranks, 'rank')}" + _on(chain)
-        heads = ("stage", "type", "role", "reads", "writes", "ranks")
+        yield f"trainer for {chain.policy}: {pluralise(chain.num_ranks, 'rank')}" + _on(chain)
+        headers = ("stage", "type", "role", "reads", "writes", "ranks")
         rows = [[f"{n}. {stage.id}", *_cells(stage)] for n, stage in enumerate(chain.stages, 1)]
-        yield from (f"  {line}" for line in table(heads, rows, left=5))
-        yield f"  memory a rank: {_memory(chain.memory, chain.uncounted)}"
+        yield from (f"  {line}" for line in table(headers, rows, num_left_aligned=5))
+        yield f"  memory a rank: {_memory(chain.memory, chain.unknown_models)}"
     if plan.services:
         yield ""
         yield "services, each a consumer of the ledger (`penstock stage RUN ID` runs a worker)"
-        heads = ("stage", "type", "role", "reads", "writes", "ranks")
+        headers = ("stage", "type", "role", "reads", "writes", "ranks")
         rows = [[service.stage.id, *_cells(service.stage)] for service in plan.services]
-        yield from (f"  {line}" for line in table(heads, rows, left=5))
+        yield from (f"  {line}" for line in table(headers, rows, num_left_aligned=5))
         for service in plan.services:
             tags = ", ".join(service.stage.place or ())
-            memory = _memory(service.memory, service.uncounted)
+            memory = _memory(service.memory, service.unknown_models)
             yield f"  {service.stage.id} on [{tags}]{_on(service)}: {memory}"
 
 
@@ -84,7 +84,7 @@ def _on(placed: Chain | Service) -> str:
     return f", on {', '.join(placed.hosts)}" if placed.hosts else ""
 
 
-def _memory(memory: Memory, uncounted: tuple[str, ...]) -> str:
+def _memory(memory: MemoryEstimate, unknown_models: tuple[str, ...]) -> str:
     from penstock.trainer.pipeline.memory_estimate import size_text
 
     parts = {
@@ -94,7 +94,7 @@ def _memory(memory: Memory, uncounted: tuple[str, ...]) -> str:
     }
     named = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
     text = f"{size_text(memory.total_bytes)} ({named})" if named else "no model"
-    return text + "".join(f"; size of {model} not known here" for model in uncounted)
+    return text + "".join(f"; size of {model} not known here" for model in unknown_models)
 
 
 def as_json(plan: Plan) -> dict[str, object]:
@@ -107,7 +107,7 @@ def as_json(plan: Plan) -> dict[str, object]:
                 "ranks": chain.num_ranks,
                 "memory_bytes": chain.memory.total_bytes,
                 "hosts": chain.hosts,
-                "uncounted": chain.uncounted,
+                "uncounted": chain.unknown_models,
             }
             for chain in plan.chains
         ],
@@ -116,7 +116,7 @@ def as_json(plan: Plan) -> dict[str, object]:
                 "stage": service.stage.model_dump(mode="json"),
                 "memory_bytes": service.memory.total_bytes,
                 "hosts": service.hosts,
-                "uncounted": service.uncounted,
+                "uncounted": service.unknown_models,
             }
             for service in plan.services
         ],

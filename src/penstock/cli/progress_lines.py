@@ -3,38 +3,38 @@
 
 from __future__ import annotations
 
-from penstock.cli.output import clock, note, span
+from penstock.cli.output import format_clock, format_duration, note
 from penstock.dataflow.service.operators.messages import PolicyStatus
-from penstock.runs.monitor import View
+from penstock.runs.monitor import RunView
 
-CHANGED_S = 2.0
-SAME_S = 15.0
+MIN_INTERVAL_S = 2.0
+IDLE_INTERVAL_S = 15.0
 """How often a line is written when something but the step changed, and when nothing did."""
 
 
-class Lines:
+class ProgressLines:
     """One line per step, or every two seconds while something else moves; trouble at once."""
 
     def __init__(self) -> None:
         self._steps: tuple[int, ...] = ()
         self._text: str = ""
-        self._written_s = -SAME_S
+        self._written_s = -IDLE_INTERVAL_S
         self._note: str = ""
 
-    def update(self, view: View) -> None:
+    def update(self, view: RunView) -> None:
         status = view.status
         steps = tuple(policy.number for policy in status.policies) if status else ()
-        text = line(view)
+        text = progress_line(view)
         waited_s = view.elapsed_s - self._written_s
-        is_due = steps != self._steps or waited_s >= SAME_S
-        if is_due or (text != self._text and waited_s >= CHANGED_S):
+        is_due = steps != self._steps or waited_s >= IDLE_INTERVAL_S
+        if is_due or (text != self._text and waited_s >= MIN_INTERVAL_S):
             self._steps, self._text, self._written_s = steps, text, view.elapsed_s
-            note(f"{clock(view.elapsed_s):>7}  {text}")
+            note(f"{format_clock(view.elapsed_s):>7}  {text}")
         if view.note and view.note != self._note:
             self._note = view.note
-            note(f"{clock(view.elapsed_s):>7}  {view.note}")
+            note(f"{format_clock(view.elapsed_s):>7}  {view.note}")
 
-    def tell(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         self._note = text  # the next view brings it again
         note(text)
 
@@ -42,13 +42,13 @@ class Lines:
         return
 
 
-def line(view: View) -> str:
+def progress_line(view: RunView) -> str:
     """The run in one line, without the time."""
     status = view.status
     if status is None:
         return "starting: services import and connect"
-    if view.away_s > 5.0:
-        return f"the dataflow has not answered for {span(round(view.away_s))}"
+    if view.unreachable_s > 5.0:
+        return f"the dataflow has not answered for {format_duration(round(view.unreachable_s))}"
     parts = [_policy(policy, many=len(status.policies) > 1) for policy in status.policies]
     parts.append(f"{status.trajectories:,} trajectories")
     parts.append(f"{status.tokens_per_s:,.0f} tokens/s")

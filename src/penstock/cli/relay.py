@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.weights.serving.sources import Source
-    from penstock.wire.client import AsyncCaller
+    from penstock.wire.client import AsyncServiceClient
 
-KNOCK_S = 5.0
-NOBODY = "0" * 64
+CONNECT_TIMEOUT_S = 5.0
+NULL_DIGEST = "0" * 64
 """A digest of nothing."""
 
 
@@ -61,35 +61,35 @@ def relay(
     """
     import uvloop
 
-    from penstock.cli.relay_options import check_url, num_bytes, read_public_key, relay_note
+    from penstock.cli.relay_options import check_url, num_bytes, print_relay_hint, read_public_key
     from penstock.cli.service_process import address, make_tls
     from penstock.config.base import OBJECT_STORES, is_url
     from penstock.errors import ConfigError
     from penstock.observe import logs
     from penstock.wire.auth import Audience, Verifier
-    from penstock.wire.serving import check_bind
+    from penstock.wire.serving import require_tls_off_loopback
 
-    own = token or os.environ.pop("PENSTOCK_TOKEN", "")
-    if not own:
+    own_token = token or os.environ.pop("PENSTOCK_TOKEN", "")
+    if not own_token:
         raise ConfigError(
             "no token: set PENSTOCK_TOKEN or give --token; `penstock token RUN --role relay` "
             "mints one where the run was started"
         )
     tls = make_tls(tls_cert, tls_key)
-    check_bind(host, tls)
-    verifier = Verifier.beside(own, read_public_key(public_key), audience=Audience.RELAY)
+    require_tls_off_loopback(host, tls)
+    verifier = Verifier.from_token(own_token, read_public_key(public_key), audience=Audience.RELAY)
     where = address("", host, port)
     if is_url(url, *OBJECT_STORES, "file"):
         if cache or upstream:
             raise ConfigError(f"{url} is read as it is; give neither --cache nor --upstream")
-        source = _mirror(url)
+        source = _open_mirror(url)
     else:
         if cache is None:
             raise ConfigError("give --cache, a folder for the weights that pass through")
         urls = [check_url(each) for each in (*(upstream or ()), url)]
-        source = _cached(urls, own, cache, num_bytes(max_gb, cache, "--max-gb"))
+        source = _open_cache(urls, own_token, cache, num_bytes(max_gb, cache, "--max-gb"))
     logs.configure("relay")
-    relay_note(*where, tls)
+    print_relay_hint(*where, tls)
 
     async def serve() -> None:
         from penstock.weights.serving.server import build
@@ -103,8 +103,8 @@ def relay(
 
 
 @asynccontextmanager
-async def _cached(
-    urls: Sequence[str], token: str, cache: Path, room: int
+async def _open_cache(
+    urls: Sequence[str], token: str, cache: Path, max_bytes: int
 ) -> AsyncGenerator[Source]:
     from contextlib import AsyncExitStack
 
@@ -112,20 +112,20 @@ async def _cached(
     from penstock.wire.client import connect
 
     async with AsyncExitStack() as callers:
-        fronts = [await callers.enter_async_context(connect(each, token)) for each in urls]
-        await _knock(fronts)
-        yield Relay(fronts, cache, max_bytes=room)
+        weight_servers = [await callers.enter_async_context(connect(each, token)) for each in urls]
+        await _check_reachable(weight_servers)
+        yield Relay(weight_servers, cache, max_bytes=max_bytes)
 
 
 @asynccontextmanager
-async def _mirror(url: str) -> AsyncGenerator[Source]:
+async def _open_mirror(url: str) -> AsyncGenerator[Source]:
     from penstock.cli.output import note
     from penstock.errors import NotFound, Unreachable
     from penstock.weights.serving.object_store import ObjectSource
 
     source = ObjectSource(url)
     try:
-        await source.manifest(NOBODY)
+        await source.manifest(NULL_DIGEST)
     except NotFound:
         pass
     except Unreachable as error:
@@ -133,14 +133,16 @@ async def _mirror(url: str) -> AsyncGenerator[Source]:
     yield source
 
 
-async def _knock(fronts: list[AsyncCaller]) -> None:
+async def _check_reachable(weight_servers: list[AsyncServiceClient]) -> None:
     """A token that is refused is told at once; a front that is away may come back."""
     from penstock.cli.output import note
     from penstock.errors import ConfigError, Forbidden, Unauthorized, Unreachable
 
-    for front in fronts:
+    for weight_server in weight_servers:
         try:
-            await front.request("GET", "/openapi.json", deadline_s=KNOCK_S, timeout_s=KNOCK_S)
+            await weight_server.request(
+                "GET", "/openapi.json", deadline_s=CONNECT_TIMEOUT_S, timeout_s=CONNECT_TIMEOUT_S
+            )
         except (Forbidden, Unauthorized) as error:
             raise ConfigError(
                 f"{error}; a relay needs a token of `penstock token RUN --role relay`"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.rollout.peer_relay import Sharing
+    from penstock.rollout.peer_relay import PeerRelayConfig
     from penstock.wire.serving import Tls
 
 RELAY_TOKEN = "PENSTOCK_RELAY_TOKEN"
@@ -34,30 +34,30 @@ def read_public_key(given: str | None) -> str:
     return path.read_text().strip() if path.is_file() else given
 
 
-def make_sharing(
+def parse_sharing(
     serve_weights: str | None,
     serve_gb: float,
     state_dir: Path,
     tls: Tls | None,
     public_key: Callable[[], str],
-) -> Sharing | None:
+) -> PeerRelayConfig | None:
     """What `--serve-weights` and its companions ask for."""
     if serve_weights is None:
         if tls is not None:
             raise ConfigError("--tls-cert is of use only with --serve-weights")
         return None
     from penstock.cli.service_process import address
-    from penstock.rollout.peer_relay import Sharing
-    from penstock.wire.serving import check_bind
+    from penstock.rollout.peer_relay import PeerRelayConfig
+    from penstock.wire.serving import require_tls_off_loopback
 
     host, _, port = serve_weights.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or not int(port):
         raise ConfigError(f"--serve-weights {serve_weights!r}: give HOST:PORT, as 127.0.0.1:18090")
-    check_bind(host, tls)
+    require_tls_off_loopback(host, tls)
     address("", host, int(port))
-    relay_note(host, int(port), tls)
-    return Sharing(
+    print_relay_hint(host, int(port), tls)
+    return PeerRelayConfig(
         host=host,
         port=int(port),
         tls=tls,
@@ -78,13 +78,13 @@ def num_bytes(gb: float, folder: Path, option: str) -> int:
     return wanted
 
 
-def relay_note(host: str, port: int, tls: Tls | None) -> None:
+def print_relay_hint(host: str, port: int, tls: Tls | None) -> None:
     from penstock.cli.output import note
 
     scheme = "http" if tls is None else "https"
     note(f"nodes may use: --relay {scheme}://{host}:{port}")
 
 
-def given_relay_token() -> str:
+def pop_relay_token() -> str:
     """Taken out of the environment, so that no child inherits it."""
     return os.environ.pop(RELAY_TOKEN, "")

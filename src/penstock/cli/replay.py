@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.runs.replay import Comparison
+    from penstock.runs.replay import ReplayComparison
 
-MAX_SHOWN = 10
+MAX_PRINTED = 10
 """Differences that people are told; --json has all."""
 
 
@@ -35,21 +35,21 @@ def replay(run: Path, step: int, /, *, policy: str | None = None, json: bool = F
     json
         Print one JSON object as the last line.
     """
-    from penstock.cli.service_process import leave
+    from penstock.cli.service_process import exit_now
     from penstock.fleet.processes import exit_with_parent
-    from penstock.runs.replay import compute_again, ranks_of
-    from penstock.runs.target import find_folder
-    from penstock.trainer.ranks.supervisor import membership
+    from penstock.runs.replay import num_trainer_ranks, replay_and_compare
+    from penstock.runs.target import find_run_folder
+    from penstock.trainer.ranks.supervisor import read_rank_env
 
-    folder = find_folder(run)
-    member = membership(os.environ)
-    num_ranks = ranks_of(folder, policy)
+    folder = find_run_folder(run)
+    rank_env = read_rank_env(os.environ)
+    num_ranks = num_trainer_ranks(folder, policy)
     if num_ranks == 1:
-        return _tell(compute_again(folder, step, policy), json=json)
-    if member is None:
+        return _print_result(replay_and_compare(folder, step, policy), json=json)
+    if rank_env is None:
         return _start_ranks(num_ranks)
-    die_with_parent()
-    leave(_tell(compute_again(folder, step, policy, member), json=json))
+    exit_with_parent()
+    exit_now(_print_result(replay_and_compare(folder, step, policy, rank_env), json=json))
 
 
 def _start_ranks(num_ranks: int) -> int:
@@ -58,14 +58,14 @@ def _start_ranks(num_ranks: int) -> int:
     from penstock.trainer.ranks.supervisor import run_ranks
 
     logs.configure("replay")  # on stderr; the last line of stdout is for programs
-    again = [sys.executable, "-m", "penstock.cli.main", *sys.argv[1:]]
-    whatever = range(1, 256)
+    command = [sys.executable, "-m", "penstock.cli.main", *sys.argv[1:]]
+    any_failure = range(1, 256)
     return run_ranks(
-        again, num_ranks, env=os.environ, is_stopping=lambda: False, final_codes=whatever
+        command, num_ranks, env=os.environ, is_stopping=lambda: False, final_codes=any_failure
     )
 
 
-def _tell(found: Comparison | None, *, json: bool) -> int:
+def _print_result(found: ReplayComparison | None, *, json: bool) -> int:
     """The exit code; None is for the first rank to tell."""
     from penstock.cli.output import print_json
 
@@ -73,32 +73,33 @@ def _tell(found: Comparison | None, *, json: bool) -> int:
         return 0
     print("\n".join(_lines(found)))
     if json:
-        print_json({"is_equal": found.is_equal, **_facts(found)})
+        print_json({"is_equal": found.is_equal, **_as_json(found)})
     return 0 if found.is_equal else 1
 
 
-def _lines(found: Comparison) -> Iterator[str]:
-    done = found.done
+def _lines(found: ReplayComparison) -> Iterator[str]:
+    replayed = found.replayed
     yield (
-        f"{found.policy}: computed again from number {done.begun_at.number} to "
-        f"{done.ended_at.number}, batches {done.begun_at.seq + 1} to {done.ended_at.seq}"
+        f"{found.policy}: computed again from number {replayed.started_at.number} to "
+        f"{replayed.ended_at.number}, batches {replayed.started_at.seq + 1} to "
+        f"{replayed.ended_at.seq}"
     )
-    for difference in done.differences[:MAX_SHOWN]:
+    for difference in replayed.differences[:MAX_PRINTED]:
         yield f"  {difference}"
     if found.has_equal_weights:
         yield f"  weights {found.published[:16]} are equal bit for bit"
     else:
-        yield f"  weights differ: published {found.published}, now {done.stored.weights_digest}"
+        yield f"  weights differ: published {found.published}, now {replayed.stored.weights_digest}"
         yield f"  first tensor that differs: {found.tensor}"
 
 
-def _facts(found: Comparison) -> dict[str, object]:
+def _as_json(found: ReplayComparison) -> dict[str, object]:
     return {
         "policy": found.policy,
         "step": found.step,
-        "begun_at": found.done.begun_at.number,
-        "weights_digest": found.done.stored.weights_digest,
+        "begun_at": found.replayed.started_at.number,
+        "weights_digest": found.replayed.stored.weights_digest,
         "published": found.published,
         "first_tensor": found.tensor,
-        "differences": [str(difference) for difference in found.done.differences],
+        "differences": [str(difference) for difference in found.replayed.differences],
     }

@@ -24,14 +24,14 @@ def report(run: Path, /, *, json: bool = False) -> int:
     """
     from penstock.cli.output import print_json
     from penstock.errors import WireError
-    from penstock.runs.target import find_folder
+    from penstock.runs.target import find_run_folder
 
-    folder = find_folder(run)
-    pid = folder.holder()
+    folder = find_run_folder(run)
+    pid = folder.launcher_pid()
     if pid is None:
         raise WireError(f"{folder.path} is not running; `penstock run {run}` resumes it")
     try:
-        answer = _ask(folder)
+        answer = _fetch_report(folder)
     except WireError as error:
         raise WireError(f"running (pid {pid}), but its dataflow gives no report: {error}") from None
     if json:
@@ -43,12 +43,12 @@ def report(run: Path, /, *, json: bool = False) -> int:
     return 0
 
 
-def _ask(folder: RunFolder) -> BalanceReport:
-    from penstock.dataflow.client.dataflow import ReaderClient
+def _fetch_report(folder: RunFolder) -> BalanceReport:
+    from penstock.dataflow.client.dataflow import StatusClient
     from penstock.wire.auth import Role
 
     token = folder.token(folder.read_config().name, Role.READER, ttl_s=60.0)
-    client = ReaderClient(folder.endpoints().dataflow, token)
+    client = StatusClient(folder.endpoints().dataflow, token)
     try:
         return client.report()
     finally:

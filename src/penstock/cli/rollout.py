@@ -43,27 +43,33 @@ def rollout(
     """
     import uvloop
 
-    from penstock.cli.relay_options import check_url, given_relay_token, make_sharing
-    from penstock.cli.service_process import enter, leave, make_tls, only_policy, token_for
+    from penstock.cli.relay_options import check_url, parse_sharing, pop_relay_token
+    from penstock.cli.service_process import (
+        enter_run,
+        exit_now,
+        make_tls,
+        resolve_policy,
+        service_token,
+    )
     from penstock.fleet.services import TOKEN_TTL_S
     from penstock.types import NodeId
     from penstock.wire.auth import Role
 
-    tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory
-    shown = given_relay_token()
-    folder, config, endpoints = enter(run_dir, name)
-    model = config.models[only_policy(config, policy)]
+    tls = make_tls(tls_cert, tls_key)  # before `enter_run` changes the working directory
+    relay_token = pop_relay_token()
+    folder, config, endpoints = enter_run(run_dir, name)
+    model = config.models[resolve_policy(config, policy)]
     folder.acks.mkdir(exist_ok=True)
-    if relay is not None and not shown:
-        shown = folder.relay_token(config.name, Role.ROLLOUT, ttl_s=TOKEN_TTL_S)
+    if relay is not None and not relay_token:
+        relay_token = folder.relay_token(config.name, Role.ROLLOUT, ttl_s=TOKEN_TTL_S)
     state_dir = folder.nodes / name
-    sharing = make_sharing(serve_weights, serve_gb, state_dir, tls, folder.public_key)
+    sharing = parse_sharing(serve_weights, serve_gb, state_dir, tls, folder.public_key)
     from penstock.rollout.node import run_node
 
     uvloop.run(
         run_node(
             endpoints.dataflow,
-            token_for(folder, config, Role.ROLLOUT),
+            service_token(folder, config, Role.ROLLOUT),
             node_id=NodeId(name),
             state_dir=state_dir,
             acks=folder.acks / f"{name}.txt",
@@ -73,8 +79,8 @@ def rollout(
             vllm_environment=model.vllm.environment or "",
             num_engines=model.engines,
             max_paused=model.max_paused,
-            relay=None if relay is None else (check_url(relay), shown),
+            relay=None if relay is None else (check_url(relay), relay_token),
             sharing=sharing,
         )
     )
-    leave(0)
+    exit_now(0)

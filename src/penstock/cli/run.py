@@ -29,22 +29,22 @@ def run(
     accept_changes
         Resume although config or data set differ from those the run was started with.
     """
-    from penstock.cli.check import refuse_problems
+    from penstock.cli.check import ensure_startable
     from penstock.cli.output import print_json
-    from penstock.runs.launch import launch, report
+    from penstock.runs.launch import launch, print_result
     from penstock.runs.target import read_target
 
-    meant = read_target(target, overrides)
-    sources = refuse_problems(meant)
-    ended = launch(
-        meant.config,
-        meant.folder,
-        python_path=meant.python_path,
+    resolved = read_target(target, overrides)
+    sources = ensure_startable(resolved)
+    result = launch(
+        resolved.config,
+        resolved.folder,
+        python_path=resolved.python_path,
         headless=headless,
         sources=sources,
         accept_changes=accept_changes,
     )
-    code = report(ended)
+    code = print_result(result)
     if json:
-        print_json(ended)
+        print_json(result)
     return code

@@ -17,26 +17,26 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.fleet.processes import exit_with_parent
 from penstock.fleet.run_folder import Endpoints, RunFolder
-from penstock.fleet.services import TOKEN, TOKEN_TTL_S
+from penstock.fleet.services import TOKEN_ENV, TOKEN_TTL_S
 from penstock.wire.auth import Role
 from penstock.wire.serving import Tls
 
 
-def enter(run_dir: Path, service: str) -> tuple[RunFolder, RunConfig, Endpoints]:
+def enter_run(run_dir: Path, service: str) -> tuple[RunFolder, RunConfig, Endpoints]:
     """The run this process serves; from here on its working directory and modules are the run's."""
-    die_with_parent()
+    exit_with_parent()
     from penstock.observe import logs
 
     logs.configure(service)
-    folder = RunFolder.existing(run_dir)
+    folder = RunFolder.open_existing(run_dir)
     endpoints = folder.endpoints()
-    import_from(endpoints.python_path)
+    add_import_paths(endpoints.python_path)
     if Path(endpoints.work_dir).is_dir():
         os.chdir(endpoints.work_dir)
     return folder, folder.read_config(), endpoints
 
 
-def import_from(folders: tuple[str, ...]) -> None:
+def add_import_paths(folders: tuple[str, ...]) -> None:
     """Make the user's modules importable here and in every child."""
     for folder in reversed(folders):
         if folder not in sys.path:
@@ -47,13 +47,13 @@ def import_from(folders: tuple[str, ...]) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
 
 
-def token_for(folder: RunFolder, config: RunConfig, role: Role) -> str:
+def service_token(folder: RunFolder, config: RunConfig, role: Role) -> str:
     """The launcher's token, or a new one where the signing key is readable."""
-    given = os.environ.pop(TOKEN, "")
+    given = os.environ.pop(TOKEN_ENV, "")
     return given or folder.token(config.name, role, ttl_s=TOKEN_TTL_S)
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End at once: the interpreter's own farewell takes seconds where torch is loaded."""
     logging.shutdown()
     sys.stdout.flush()
@@ -65,11 +65,11 @@ def address(url: str, host: str | None, port: int | None) -> tuple[str, int]:
     """Where to listen: what was asked for, else what the run chose."""
     chosen_host, _, chosen_port = url.rpartition("//")[2].rpartition(":")
     where = host or chosen_host, int(chosen_port) if port is None else port
-    _refuse_taken(*where)
+    _check_port_free(*where)
     return where
 
 
-def _refuse_taken(host: str, port: int) -> None:
+def _check_port_free(host: str, port: int) -> None:
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port {port}: ports are 0 to 65535")
     try:
@@ -83,7 +83,7 @@ def _refuse_taken(host: str, port: int) -> None:
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
 
 
-def only_policy(config: RunConfig, policy: str | None) -> str:
+def resolve_policy(config: RunConfig, policy: str | None) -> str:
     """The policy meant; it may be left out when there is one."""
     if policy is None:
         if len(config.models) > 1:

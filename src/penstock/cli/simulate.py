@@ -30,31 +30,34 @@ def simulate(
         Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
-    from penstock.dataflow.ledger.recorded import open_recorded
-    from penstock.dataflow.service.build import core_terms
-    from penstock.dataflow.simulate.figures import count_figures, recorded_figures
-    from penstock.dataflow.simulate.run import Share
+    from penstock.dataflow.ledger.recorded import open_recorded_run
+    from penstock.dataflow.service.build import core_spec
+    from penstock.dataflow.simulate.figures import count_totals, recorded_totals
+    from penstock.dataflow.simulate.run import SimulatedSource
     from penstock.dataflow.simulate.run import simulate as replay
     from penstock.dataflow.simulate.text import lines
-    from penstock.runs.target import find_folder
+    from penstock.runs.target import find_run_folder
 
-    folder = find_folder(run)
+    folder = find_run_folder(run)
     config = with_rules(folder.read_config(), rules)
-    recorded = open_recorded(folder.path / "ledger")
+    recorded = open_recorded_run(folder.path / "ledger")
     try:
-        before = recorded_figures(recorded)
+        before = recorded_totals(recorded)
         sources = [
-            Share(name=one.name, weight=one.weight, limit=one.limit) for one in config.sources
+            SimulatedSource(name=one.name, weight=one.weight, limit=one.limit)
+            for one in config.sources
         ]
-        simulated = replay(recorded, core_terms(config), sources)
+        simulated = replay(recorded, core_spec(config), sources)
     finally:
         recorded.close()
-    after = count_figures(simulated.tables, simulated.rows, simulated.unknown)
+    after = count_totals(simulated.tables, simulated.rows, simulated.unknown)
     simulated.tables.close()
     if json:
-        print_json({"recorded": before, "simulated": after, "unfilled": simulated.unfilled})
+        print_json(
+            {"recorded": before, "simulated": after, "unfilled": simulated.num_unfilled_batches}
+        )
     else:
-        print("\n".join(lines(before, after, rules.name, simulated.unfilled)))
+        print("\n".join(lines(before, after, rules.name, simulated.num_unfilled_batches)))
     return 0
 
 

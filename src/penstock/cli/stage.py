@@ -32,30 +32,30 @@ def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> i
     import uvloop
 
     from penstock.cli.output import note
-    from penstock.cli.service_process import import_from
+    from penstock.cli.service_process import add_import_paths
     from penstock.fleet.processes import exit_with_parent
-    from penstock.fleet.services import TOKEN, TOKEN_TTL_S
+    from penstock.fleet.services import TOKEN_ENV, TOKEN_TTL_S
     from penstock.observe import logs
-    from penstock.runs.target import find_folder, read_target
+    from penstock.runs.target import find_run_folder, read_target
     from penstock.trainer.pipeline.stage_worker import serve
     from penstock.wire.auth import Role
 
-    die_with_parent()
+    exit_with_parent()
     logs.configure(f"stage-{id}")
     target = read_target(run)
-    found, terms = placed_stage(target.config, id)
-    token = os.environ.pop(TOKEN, "")
+    found, terms = find_service_stage(target.config, id)
+    token = os.environ.pop(TOKEN_ENV, "")
     if url is None:
-        folder = find_folder(run)
+        folder = find_run_folder(run)
         url = folder.endpoints().dataflow
         token = token or folder.token(target.config.name, Role.STAGE, ttl_s=TOKEN_TTL_S)
-    import_from((*target.python_path, str(Path.cwd())))
+    add_import_paths((*target.python_path, str(Path.cwd())))
     note(f"stage {id}: {found.fn} on rows of {url}")
-    uvloop.run(_until_told(serve(url, token, found, terms, max_rows=rows)))
+    uvloop.run(_until_signalled(serve(url, token, found, terms, max_rows=rows)))
     return 0
 
 
-def placed_stage(config: RunConfig, id: str) -> tuple[PipelineStageConfig, StageConfig]:
+def find_service_stage(config: RunConfig, id: str) -> tuple[PipelineStageConfig, StageConfig]:
     """The stage of the pipeline, and its terms in the ledger."""
     from penstock.config.base import did_you_mean
     from penstock.errors import ConfigError
@@ -64,13 +64,13 @@ def placed_stage(config: RunConfig, id: str) -> tuple[PipelineStageConfig, Stage
     if id not in services:
         near = did_you_mean(id, tuple(services))
         known = ", ".join(services) or "none; give a stage `place` in the config"
-        cure = f'did you mean "{near}"?' if near else f"stages placed elsewhere: {known}"
-        raise ConfigError(f"no stage {id!r} runs away from the trainer; {cure}")
+        fix = f'did you mean "{near}"?' if near else f"stages placed elsewhere: {known}"
+        raise ConfigError(f"no stage {id!r} runs away from the trainer; {fix}")
     terms = next(stage for stage in config.dataflow.stages if stage.name == id)
     return services[id], terms
 
 
-async def _until_told(work: Coroutine[None, None, None]) -> None:
+async def _until_signalled(work: Coroutine[None, None, None]) -> None:
     """Rows that are held go back when a signal comes."""
     import asyncio
     import signal

@@ -22,12 +22,12 @@ def status(run: Path, /, *, json: bool = False) -> int:
         Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
-    from penstock.runs.target import find_folder
+    from penstock.runs.target import find_run_folder
 
-    folder = find_folder(run)
-    pid = folder.holder()
+    folder = find_run_folder(run)
+    pid = folder.launcher_pid()
     finish = folder.finish()
-    now, why = _ask(folder) if pid is not None else (None, "")
+    now, why = _fetch_status(folder) if pid is not None else (None, "")
     if json:
         print_json(
             {
@@ -50,12 +50,12 @@ def status(run: Path, /, *, json: bool = False) -> int:
     return 0
 
 
-def _ask(folder: RunFolder) -> tuple[Status | None, str]:
-    from penstock.dataflow.client.dataflow import ReaderClient
+def _fetch_status(folder: RunFolder) -> tuple[Status | None, str]:
+    from penstock.dataflow.client.dataflow import StatusClient
     from penstock.errors import WireError
     from penstock.wire.auth import Role
 
-    reader = ReaderClient(
+    reader = StatusClient(
         folder.endpoints().dataflow,
         folder.token(folder.read_config().name, Role.READER, ttl_s=60.0),
     )
@@ -71,16 +71,16 @@ def _draw(folder: RunFolder, now: Status, *, hint: str) -> None:
     from rich.console import Console
 
     from penstock.cli.live_panel import draw
-    from penstock.runs.monitor import View
+    from penstock.runs.monitor import RunView
 
     curves = {
         str(p.policy): [p.reward_mean] if p.reward_mean is not None else [] for p in now.policies
     }
-    view = View(
+    view = RunView(
         name=now.run,
         elapsed_s=now.uptime_s,
         status=now,
-        away_s=0.0,
+        unreachable_s=0.0,
         curves=curves,
         eta_s=None,
         note="",

@@ -24,16 +24,16 @@ def stop(run: Path, /, *, timeout_s: float = 60.0, json: bool = False) -> int:
         Print one JSON object as the last line.
     """
     from penstock.cli.output import note, print_json
-    from penstock.runs.target import find_folder
+    from penstock.runs.target import find_run_folder
 
-    folder = find_folder(run)
-    pid = folder.holder()
+    folder = find_run_folder(run)
+    pid = folder.launcher_pid()
     if pid is None:
         note(f"{folder.path} is not running")
     else:
         os.kill(pid, signal.SIGTERM)
         give_up_at = time.monotonic() + timeout_s
-        while folder.holder() == pid:
+        while folder.launcher_pid() == pid:
             if time.monotonic() > give_up_at:
                 raise LaunchError(
                     f"the launcher of {folder.path} (pid {pid}) still runs after {timeout_s:g} s; "

@@ -37,12 +37,12 @@ def token(
     """
     from penstock.cli.output import note, print_json
     from penstock.errors import ConfigError
-    from penstock.runs.target import find_folder
+    from penstock.runs.target import find_run_folder
     from penstock.wire.auth import Role
 
     if ttl_h <= 0:
         raise ConfigError(f"--ttl-h {ttl_h:g} would be expired at once; give hours above 0")
-    folder = find_folder(run)
+    folder = find_run_folder(run)
     endpoints, name, ttl_s = folder.endpoints(), folder.read_config().name, ttl_h * 3600.0
     mint = folder.relay_token if for_relay else folder.token
     minted = mint(name, Role(role), ttl_s=ttl_s)
@@ -70,6 +70,6 @@ def token(
             note("an agent's api_key at `penstock gateway`; base_url is its address and /v1")
         elif role == "rollout":
             note(f"join with: PENSTOCK_TOKEN=<the line above> penstock join {url}")
-    if folder.holder() is None:
+    if folder.launcher_pid() is None:
         note(f"this run is not running now; `penstock run {run}` starts it")
     return 0

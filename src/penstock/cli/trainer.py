@@ -25,33 +25,41 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
     accept_changes
         Go on from a checkpoint although the config differs from the one it was saved under.
     """
-    from penstock.cli.service_process import enter, leave, only_policy, token_for
+    from penstock.cli.service_process import enter_run, exit_now, resolve_policy, service_token
     from penstock.config import identity
-    from penstock.errors import ForkRefused
-    from penstock.fleet.launchers.local import EXIT_FENCED, EXIT_REFUSED
-    from penstock.fleet.services import TOKEN
+    from penstock.errors import ResumeRejected
+    from penstock.fleet.launchers.local import EXIT_FENCED, EXIT_RESUME_REJECTED
+    from penstock.fleet.services import TOKEN_ENV
     from penstock.trainer.pipeline.builtin import chain_of
-    from penstock.trainer.ranks.supervisor import membership, run_ranks
+    from penstock.trainer.ranks.supervisor import read_rank_env, run_ranks
     from penstock.wire.auth import Role
 
-    folder, config, endpoints = enter(run_dir, "trainer" if policy is None else f"trainer-{policy}")
-    name = only_policy(config, policy)
-    adopted = folder.adopted()  # what a launcher agreed to needs no second asking
-    is_adopted = adopted is not None and identity(adopted) == identity(config)
-    token = token_for(folder, config, Role.TRAINER)
+    folder, config, endpoints = enter_run(
+        run_dir, "trainer" if policy is None else f"trainer-{policy}"
+    )
+    name = resolve_policy(config, policy)
+    last_started_config = (
+        folder.last_started_config()
+    )  # what a launcher agreed to needs no second asking
+    is_adopted = last_started_config is not None and identity(last_started_config) == identity(
+        config
+    )
+    token = service_token(folder, config, Role.TRAINER)
     stopping = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
         stopping.set()
 
     signal.signal(signal.SIGTERM, stop)
-    member = membership(os.environ)
+    rank_env = read_rank_env(os.environ)
     num_ranks = chain_of(config, name).num_ranks
-    if member is None and num_ranks > 1:
-        again = [sys.executable, "-m", "penstock.cli.main", *sys.argv[1:]]
-        env = {**os.environ, TOKEN: token}
-        final = (EXIT_FENCED, EXIT_REFUSED)
-        leave(run_ranks(again, num_ranks, env=env, is_stopping=stopping.is_set, final_codes=final))
+    if rank_env is None and num_ranks > 1:
+        command = [sys.executable, "-m", "penstock.cli.main", *sys.argv[1:]]
+        env = {**os.environ, TOKEN_ENV: token}
+        final = (EXIT_FENCED, EXIT_RESUME_REJECTED)
+        exit_now(
+            run_ranks(command, num_ranks, env=env, is_stopping=stopping.is_set, final_codes=final)
+        )
     from penstock.trainer.service import run_trainer  # torch loads here
 
     try:
@@ -62,11 +70,11 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
             token=token,
             run_dir=folder.path,
             store_root=folder.weights,
-            member=member,
+            rank_env=rank_env,
             accepts_changes=accept_changes or is_adopted,
             is_stopping=stopping.is_set,
         )
-    except ForkRefused as error:
+    except ResumeRejected as error:
         print(f"error: {error}", file=sys.stderr)
-        code = EXIT_REFUSED
-    leave(code)
+        code = EXIT_RESUME_REJECTED
+    exit_now(code)

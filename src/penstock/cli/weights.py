@@ -41,15 +41,15 @@ def serve(
     """
     import uvloop
 
-    from penstock.cli.service_process import address, enter, make_tls
+    from penstock.cli.service_process import address, enter_run, make_tls
     from penstock.weights.serving.origin import Origin
     from penstock.weights.serving.server import build
     from penstock.weights.store import DirectoryStore
     from penstock.wire.auth import Audience, Verifier
     from penstock.wire.serving import serve as serve_app
 
-    tls = make_tls(tls_cert, tls_key)  # before `enter` changes the working directory
-    folder, config, endpoints = enter(run_dir, "weights")
+    tls = make_tls(tls_cert, tls_key)  # before `enter_run` changes the working directory
+    folder, config, endpoints = enter_run(run_dir, "weights")
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.WEIGHTS)
     store = DirectoryStore(folder.weights)
     app = build(Origin(store), verifier)
@@ -63,9 +63,9 @@ def _mirroring(store: DirectoryStore, url: str) -> AbstractContextManager[None]:
     if not url:
         return nullcontext()
     from penstock.weights.serving.mirror import ObjectMirror
-    from penstock.weights.serving.mirror_sync import Mirroring
+    from penstock.weights.serving.mirror_sync import MirrorSync
 
-    return Mirroring(store, ObjectMirror(url)).running()
+    return MirrorSync(store, ObjectMirror(url)).running()
 
 
 def ls(run: Path, /, *, json: bool = False) -> int:
@@ -79,12 +79,12 @@ def ls(run: Path, /, *, json: bool = False) -> int:
         Print one JSON object as the last line.
     """
     from penstock.cli.output import note, print_json
-    from penstock.cli.weights_format import list_lines, listed
+    from penstock.cli.weights_format import catalog_json, list_lines
 
     _, store, catalog = _open(run)
     blobs = [num_bytes for _, num_bytes in store.blobs()]
     if json:
-        print_json({**listed(catalog), "num_blobs": len(blobs), "store_bytes": sum(blobs)})
+        print_json({**catalog_json(catalog), "num_blobs": len(blobs), "store_bytes": sum(blobs)})
     else:
         print("\n".join(list_lines(catalog, blobs)))
     if catalog.damaged:
@@ -106,15 +106,15 @@ def show(run: Path, version: str, /, *, json: bool = False) -> int:
         Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
-    from penstock.cli.weights_format import show_lines, shown
+    from penstock.cli.weights_format import show_lines, version_json
     from penstock.weights.catalog import find_version
 
     _, store, catalog = _open(run)
-    meant = find_version(catalog, version)
+    resolved = find_version(catalog, version)
     if json:
-        print_json(shown(meant))
+        print_json(version_json(resolved))
     else:
-        print("\n".join(show_lines(store, catalog, meant)))
+        print("\n".join(show_lines(store, catalog, resolved)))
     return 0
 
 
@@ -130,7 +130,7 @@ def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> i
     json
         Print one JSON object as the last line.
     """
-    from penstock.cli.output import counted, note, print_json, size
+    from penstock.cli.output import format_bytes, note, pluralise, print_json
     from penstock.cli.weights_format import damage_lines
     from penstock.weights.catalog import find_version
     from penstock.weights.verify import Verifier, damaged_manifest
@@ -140,10 +140,10 @@ def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> i
     found = [] if version else [damaged_manifest(root, store, each) for each in catalog.damaged]
     with _scratch(root) as scratch:
 
-        def tell(name: str, file: str, num_bytes: int) -> None:
-            note(f"{name}  {file}  {size(num_bytes)}")
+        def on_file(name: str, file: str, num_bytes: int) -> None:
+            note(f"{name}  {file}  {format_bytes(num_bytes)}")
 
-        verifier = Verifier(store, scratch, tell)
+        verifier = Verifier(store, scratch, on_file)
         for each in versions:
             found += verifier.verify(each)
     if json:
@@ -158,9 +158,12 @@ def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> i
     for line in damage_lines(found):
         note(line)
     if found:
-        note(f"error: {counted(len(found), 'damage')} in {root}")
+        note(f"error: {pluralise(len(found), 'damage')} in {root}")
     elif not json:
-        print(f"{counted(len(versions), 'version')} sound, {size(verifier.num_bytes)} digested")
+        print(
+            f"{pluralise(len(versions), 'version')} sound, {format_bytes(verifier.num_bytes)} "
+            "digested"
+        )
     return 1 if found else 0
 
 
@@ -179,7 +182,7 @@ def diff(run: Path, old: str, new: str, /, *, json: bool = False) -> int:
         Print one JSON object as the last line, with every tensor.
     """
     from penstock.cli.output import print_json
-    from penstock.cli.weights_format import diff_lines, differences
+    from penstock.cli.weights_format import diff_json, diff_lines
     from penstock.weights.catalog import find_version
     from penstock.weights.compare import compare
 
@@ -188,7 +191,7 @@ def diff(run: Path, old: str, new: str, /, *, json: bool = False) -> int:
     with _scratch(root) as scratch:
         found = compare(store, first, second, scratch)
     if json:
-        print_json(differences(first, second, found))
+        print_json(diff_json(first, second, found))
     else:
         print("\n".join(diff_lines(first, second, found)))
     return 0
@@ -196,11 +199,11 @@ def diff(run: Path, old: str, new: str, /, *, json: bool = False) -> int:
 
 def _open(run: Path) -> tuple[Path, DirectoryStore, Catalog]:
     from penstock.errors import WeightsError
-    from penstock.runs.target import find_folder
+    from penstock.runs.target import find_run_folder
     from penstock.weights.catalog import read_catalog
     from penstock.weights.store import DirectoryStore
 
-    root = find_folder(run).weights
+    root = find_run_folder(run).weights
     store = DirectoryStore(root)
     catalog = read_catalog(store)
     if not catalog.versions and not catalog.damaged:
@@ -214,6 +217,6 @@ def _scratch(root: Path) -> Generator[Path]:
     import os
     import tempfile
 
-    beside = root.parent if os.access(root.parent, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix=".weights-", dir=beside) as folder:
+    parent_dir = root.parent if os.access(root.parent, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=".weights-", dir=parent_dir) as folder:
         yield Path(folder)

@@ -8,8 +8,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.cli.output import counted, size, table
-from penstock.weights.catalog import SHORT, Catalog, KeptFile, KeptVersion, names_by_blob
+from penstock.cli.output import format_bytes, pluralise, table
+from penstock.weights.catalog import (
+    SHORT_DIGEST_CHARS,
+    Catalog,
+    CatalogFile,
+    CatalogVersion,
+    names_by_blob,
+)
 from penstock.weights.verify import Damage
 
 if TYPE_CHECKING:
@@ -17,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.weights.deltas.chain import DeltaEntry
     from penstock.weights.store import DirectoryStore
 
-NONE = "–"
+DASH = "–"
 MAX_ROWS = 30
 """Tensors of a comparison that people are shown."""
 NAME_WIDTH = 38
@@ -26,14 +32,14 @@ NAME_WIDTH = 38
 # --- ls -------------------------------------------------------------------------------------------
 
 
-def listed(catalog: Catalog) -> dict[str, object]:
+def catalog_json(catalog: Catalog) -> dict[str, object]:
     return {
         "versions": [_summary(version) for version in catalog.versions],
         "damaged": catalog.damaged,
     }
 
 
-def _summary(version: KeptVersion) -> dict[str, object]:
+def _summary(version: CatalogVersion) -> dict[str, object]:
     manifest = version.manifest
     return {
         "policy": manifest.policy,
@@ -51,35 +57,37 @@ def list_lines(catalog: Catalog, blobs: Sequence[int]) -> list[str]:
     rows = [
         (
             version.name,
-            version.digest[:SHORT],
-            size(version.num_bytes),
+            version.digest[:SHORT_DIGEST_CHARS],
+            format_bytes(version.num_bytes),
             _kept(version),
-            size(version.delta_bytes) if version.delta_bytes else NONE,
-            percent(version.delta_bytes, version.num_bytes) if version.delta_bytes else NONE,
-            f"of {version.manifest.base[:SHORT]}" if version.manifest.is_adapter else "",
+            format_bytes(version.delta_bytes) if version.delta_bytes else DASH,
+            percent(version.delta_bytes, version.num_bytes) if version.delta_bytes else DASH,
+            f"of {version.manifest.base[:SHORT_DIGEST_CHARS]}"
+            if version.manifest.is_adapter
+            else "",
         )
         for version in catalog.versions
     ]
-    heads = ("version", "manifest", "size", "kept", "delta", "of size", "")
+    headers = ("version", "manifest", "size", "kept", "delta", "of size", "")
     return [
-        *table(heads, rows, left=2),
+        *table(headers, rows, num_left_aligned=2),
         "",
-        f"{counted(len(catalog.versions), 'version')} of "
-        f"{', '.join(catalog.policies)}; the store holds {size(sum(blobs))} in "
-        f"{counted(len(blobs), 'blob')}",
+        f"{pluralise(len(catalog.versions), 'version')} of "
+        f"{', '.join(catalog.policies)}; the store holds {format_bytes(sum(blobs))} in "
+        f"{pluralise(len(blobs), 'blob')}",
     ]
 
 
-def _kept(version: KeptVersion | KeptFile) -> str:
-    if version.is_whole:
+def _kept(version: CatalogVersion | CatalogFile) -> str:
+    if version.is_full:
         return "whole"
-    return "deltas" if version.is_there else "missing"
+    return "deltas" if version.is_available else "missing"
 
 
 # --- show -----------------------------------------------------------------------------------------
 
 
-def shown(version: KeptVersion) -> dict[str, object]:
+def version_json(version: CatalogVersion) -> dict[str, object]:
     return {
         **_summary(version),
         "files": [
@@ -88,7 +96,7 @@ def shown(version: KeptVersion) -> dict[str, object]:
                 "blob": file.entry.blob,
                 "bytes": file.entry.bytes,
                 "kept": _kept(file),
-                "way": file.way,
+                "chain": file.chain,
                 "deltas": file.deltas,
             }
             for file in version.files
@@ -97,7 +105,7 @@ def shown(version: KeptVersion) -> dict[str, object]:
     }
 
 
-def show_lines(store: DirectoryStore, catalog: Catalog, version: KeptVersion) -> list[str]:
+def show_lines(store: DirectoryStore, catalog: Catalog, version: CatalogVersion) -> list[str]:
     manifest = version.manifest
     names = names_by_blob(catalog, manifest.policy)
     facts = [
@@ -107,15 +115,20 @@ def show_lines(store: DirectoryStore, catalog: Catalog, version: KeptVersion) ->
         ("tensors", _tensors(version)),
     ]
     files = [
-        (file.entry.name, file.entry.blob[:SHORT], size(file.entry.bytes), _kept(file))
+        (
+            file.entry.name,
+            file.entry.blob[:SHORT_DIGEST_CHARS],
+            format_bytes(file.entry.bytes),
+            _kept(file),
+        )
         for file in version.files
     ]
     return [
         version.name,
         *(f"  {label:<9} {text}" for label, text in facts),
         "",
-        *table(("file", "blob", "size", "kept"), files, left=2),
-        *_way_lines(version, names),
+        *table(("file", "blob", "size", "kept"), files, num_left_aligned=2),
+        *_chain_lines(version, names),
         *_delta_lines(store, version, names),
     ]
 
@@ -123,36 +136,36 @@ def show_lines(store: DirectoryStore, catalog: Catalog, version: KeptVersion) ->
 def _base(catalog: Catalog, base: str) -> str:
     for version in catalog.versions:
         if version.manifest.weights_digest == base and not version.manifest.is_adapter:
-            return f"{base[:SHORT]} ({version.name})"
+            return f"{base[:SHORT_DIGEST_CHARS]} ({version.name})"
     return f"{base} (not in this store)"
 
 
-def _tensors(version: KeptVersion) -> str:
+def _tensors(version: CatalogVersion) -> str:
     tensors = version.manifest.tensors
     dtypes = Counter(tensor.dtype for tensor in tensors)
     num_elements = sum(math.prod(tensor.shape) for tensor in tensors)
     kinds = ", ".join(f"{number:,} {dtype}" for dtype, number in dtypes.most_common())
-    return f"{counted(len(tensors), 'tensor')} of {num_elements:,} elements ({kinds})"
+    return f"{pluralise(len(tensors), 'tensor')} of {num_elements:,} elements ({kinds})"
 
 
-def _way_lines(version: KeptVersion, names: dict[str, str]) -> Iterator[str]:
+def _chain_lines(version: CatalogVersion, names: dict[str, str]) -> Iterator[str]:
     for file in version.files:
-        if file.way:
-            cost = size(sum(step.bytes for step in file.way))
-            steps = counted(len(file.way), "delta")
-            base = _name(names, file.way[0].base)
+        if file.chain:
+            cost = format_bytes(sum(step.bytes for step in file.chain))
+            steps = pluralise(len(file.chain), "delta")
+            base = _name(names, file.chain[0].base)
             yield ""
             yield f"{file.entry.name}: made from {base}, {steps} of {cost}"
 
 
 def _delta_lines(
-    store: DirectoryStore, version: KeptVersion, names: dict[str, str]
+    store: DirectoryStore, version: CatalogVersion, names: dict[str, str]
 ) -> Iterator[str]:
     rows = [
         (
             file.entry.name,
             _name(names, step.base),
-            size(step.bytes),
+            format_bytes(step.bytes),
             percent(step.bytes, file.entry.bytes),
             _density(store, file, step),
         )
@@ -161,25 +174,27 @@ def _delta_lines(
     ]
     if rows:
         yield ""
-        yield from table(("delta to", "from", "size", "of file", "changed"), rows, left=2)
+        yield from table(
+            ("delta to", "from", "size", "of file", "changed"), rows, num_left_aligned=2
+        )
 
 
 def _name(names: dict[str, str], blob: str) -> str:
-    return names.get(blob, blob[:SHORT])
+    return names.get(blob, blob[:SHORT_DIGEST_CHARS])
 
 
-def _density(store: DirectoryStore, file: KeptFile, step: DeltaEntry) -> str:
+def _density(store: DirectoryStore, file: CatalogFile, step: DeltaEntry) -> str:
     """Elements that the delta changes; one that cannot be read says so."""
     from penstock.errors import WeightsError
     from penstock.weights.deltas.density import count_changes
 
     # Deltas keep the layout, so every file along the way has that of the last.
-    whole = (step.target, step.base, *(each.base for each in file.way))
+    whole = (step.target, step.base, *(each.base for each in file.chain))
     try:
         found = count_changes(store, step, whole)
     except (WeightsError, OSError):
         return "damaged"
-    return NONE if found is None else percent(*found)
+    return DASH if found is None else percent(*found)
 
 
 # --- verify ---------------------------------------------------------------------------------------
@@ -189,41 +204,45 @@ def damage_lines(found: Iterable[Damage]) -> Iterator[str]:
     for number, damage in enumerate(found, 1):
         yield f"{number}. {damage.version} {damage.what}: {damage.why}"
         yield f"   {damage.path}"
-        yield f"   {damage.cure}"
+        yield f"   {damage.fix}"
 
 
 # --- diff -----------------------------------------------------------------------------------------
 
 
-def differences(old: KeptVersion, new: KeptVersion, found: Comparison) -> dict[str, object]:
+def diff_json(old: CatalogVersion, new: CatalogVersion, found: Comparison) -> dict[str, object]:
     return {
         "old": {"version": old.name, "manifest_digest": old.digest},
         "new": {"version": new.name, "manifest_digest": new.digest},
         "num_elements": found.num_elements,
         "num_changed": found.num_changed,
         "tensors": found.changes,
-        "only_old": found.only_old,
-        "only_new": found.only_new,
+        "removed": found.removed,
+        "added": found.added,
         "reshaped": found.reshaped,
     }
 
 
-def diff_lines(old: KeptVersion, new: KeptVersion, found: Comparison) -> list[str]:
+def diff_lines(old: CatalogVersion, new: CatalogVersion, found: Comparison) -> list[str]:
     changed = [change for change in found.changes if change.num_changed]
     rows = [_row(change) for change in changed[:MAX_ROWS]]
-    lines = [f"{old.name} ({old.digest[:SHORT]}) → {new.name} ({new.digest[:SHORT]})", ""]
+    lines = [
+        f"{old.name} ({old.digest[:SHORT_DIGEST_CHARS]}) → {new.name} "
+        f"({new.digest[:SHORT_DIGEST_CHARS]})",
+        "",
+    ]
     if rows:
         lines += [*table(("tensor", "changed", "share", "max ulps", "max abs"), rows), ""]
     if len(changed) > MAX_ROWS:
-        lines += [f"… and {counted(len(changed) - MAX_ROWS, 'tensor')} more; --json has all", ""]
+        lines += [f"… and {pluralise(len(changed) - MAX_ROWS, 'tensor')} more; --json has all", ""]
     share = percent(found.num_changed, found.num_elements)
     lines.append(
         f"{found.num_changed:,} of {found.num_elements:,} elements changed ({share}), "
-        f"in {len(changed):,} of {counted(len(found.changes), 'tensor')}"
+        f"in {len(changed):,} of {pluralise(len(found.changes), 'tensor')}"
     )
     for label, names in (
-        (f"only in {old.name}", found.only_old),
-        (f"only in {new.name}", found.only_new),
+        (f"only in {old.name}", found.removed),
+        (f"only in {new.name}", found.added),
         ("of another shape or type", found.reshaped),
     ):
         lines += [f"{label}: {shorten(name)}" for name in names]
@@ -235,8 +254,8 @@ def _row(change: TensorChange) -> tuple[str, ...]:
         shorten(change.name),
         f"{change.num_changed:,}",
         percent(change.num_changed, change.num_elements),
-        NONE if change.max_ulps is None else f"{change.max_ulps:,}",
-        NONE if change.max_abs is None else f"{change.max_abs:.2g}",
+        DASH if change.max_ulps is None else f"{change.max_ulps:,}",
+        DASH if change.max_abs is None else f"{change.max_abs:.2g}",
     )
 
 

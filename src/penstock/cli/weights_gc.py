@@ -25,30 +25,30 @@ def gc(run: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
     json
         Print one JSON object as the last line.
     """
-    from penstock.cli.output import counted, print_json, size
-    from penstock.dataflow.service.trainers.messages import UsedBy
+    from penstock.cli.output import format_bytes, pluralise, print_json
+    from penstock.dataflow.service.trainers.messages import VersionUser
     from penstock.errors import WeightsError
-    from penstock.runs.target import find_folder
-    from penstock.weights.retention import carry_out, plan
+    from penstock.runs.target import find_run_folder
+    from penstock.weights.retention import execute_plan, plan_deletion
     from penstock.weights.store import DirectoryStore
 
-    folder = find_folder(run)
+    folder = find_run_folder(run)
     config = folder.read_config()
     used = _in_use(folder, config)
     if not used:
         raise WeightsError(f"no version of {run} is published yet; there is nothing to delete")
     store = DirectoryStore(folder.weights)
-    with store.deleting() as is_alone:
-        if not is_alone:
+    with store.deleting() as has_lock:
+        if not has_lock:
             raise WeightsError(f"a trainer writes into {folder.weights} now; try again in a moment")
-        found = plan(
+        found = plan_deletion(
             store,
             [version.manifest_digest for version in used],
-            [version.manifest_digest for version in used if version.by is UsedBy.NEWEST],
+            [version.manifest_digest for version in used if version.by is VersionUser.NEWEST],
             anchor_every=config.weights.anchor_every,
         )
         if not dry_run:
-            carry_out(store, found)
+            execute_plan(store, found)
     if json:
         print_json(
             {
@@ -63,24 +63,25 @@ def gc(run: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
     else:
         verb = "would go" if dry_run else "deleted"
         print(
-            f"{counted(len(found.manifests), 'version')} and {counted(len(found.blobs), 'file')} "
-            f"{verb}, {size(found.freed_bytes)}"
+            f"{pluralise(len(found.manifests), 'version')} and "
+            f"{pluralise(len(found.blobs), 'file')} "
+            f"{verb}, {format_bytes(found.freed_bytes)}"
         )
-        print(f"{counted(found.num_versions, 'version')} kept, {size(found.kept_bytes)}")
+        print(f"{pluralise(found.num_versions, 'version')} kept, {format_bytes(found.kept_bytes)}")
     return 0
 
 
 def _in_use(folder: RunFolder, config: RunConfig) -> list[VersionInUse]:
     """As the service says, which knows the nodes; of a run that is over, as its ledger says."""
-    from penstock.dataflow.client.dataflow import ReaderClient
-    from penstock.dataflow.ledger.recorded import open_recorded
-    from penstock.dataflow.service.trainers.version_use import recorded_in_use
+    from penstock.dataflow.client.dataflow import StatusClient
+    from penstock.dataflow.ledger.recorded import open_recorded_run
+    from penstock.dataflow.service.trainers.version_use import versions_in_use_on_disk
     from penstock.types import PolicyName
     from penstock.wire.auth import Role
 
-    if folder.holder() is not None:
+    if folder.launcher_pid() is not None:
         token = folder.token(config.name, Role.READER, ttl_s=60.0)
-        reader = ReaderClient(folder.endpoints().dataflow, token)
+        reader = StatusClient(folder.endpoints().dataflow, token)
         try:
             return list(reader.versions_in_use().versions)
         finally:
@@ -88,8 +89,8 @@ def _in_use(folder: RunFolder, config: RunConfig) -> list[VersionInUse]:
     bounds = {
         PolicyName(name): config.for_policy(name).training.max_staleness for name in config.models
     }
-    recorded = open_recorded(folder.path / "ledger")
+    recorded = open_recorded_run(folder.path / "ledger")
     try:
-        return list(recorded_in_use(recorded, bounds))
+        return list(versions_in_use_on_disk(recorded, bounds))
     finally:
         recorded.close()

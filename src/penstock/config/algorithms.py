@@ -18,7 +18,7 @@ from penstock.config.rules import RuleConfig
 class Preset:
     """Values that hold unless the file gives others."""
 
-    compares_in_group: bool
+    is_group_relative: bool
     """Whether a group of one teaches nothing."""
     algorithm: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of the section `algorithm`."""
@@ -31,27 +31,27 @@ class Preset:
 _KL = {"beta": 1e-3}
 
 PRESETS: Mapping[str, Preset] = {
-    "grpo": Preset(compares_in_group=True, minibatches=1),
+    "grpo": Preset(is_group_relative=True, minibatches=1),
     "dr_grpo": Preset(
-        compares_in_group=True, algorithm={"aggregation": "fixed-constant"}, minibatches=1
+        is_group_relative=True, algorithm={"aggregation": "fixed-constant"}, minibatches=1
     ),
-    "reinforce": Preset(compares_in_group=False, minibatches=1),
-    "decoupled": Preset(compares_in_group=True),
-    "cispo": Preset(compares_in_group=True, algorithm={"epsilon": 1.0, "epsilon_high": 4.0}),
-    "sapo": Preset(compares_in_group=True),
-    "ppo": Preset(compares_in_group=False, algorithm=_KL),
+    "reinforce": Preset(is_group_relative=False, minibatches=1),
+    "decoupled": Preset(is_group_relative=True),
+    "cispo": Preset(is_group_relative=True, algorithm={"epsilon": 1.0, "epsilon_high": 4.0}),
+    "sapo": Preset(is_group_relative=True),
+    "ppo": Preset(is_group_relative=False, algorithm=_KL),
     "dapo": Preset(
-        compares_in_group=True,
+        is_group_relative=True,
         algorithm={"epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0, "aggregation": "token-mean"},
         rules=(RuleConfig(admit="reward-spread"),),
     ),
-    "m2po": Preset(compares_in_group=True, algorithm={**_KL, "tau": 0.01}),
+    "m2po": Preset(is_group_relative=True, algorithm={**_KL, "tau": 0.01}),
     "gspo": Preset(
-        compares_in_group=True,
+        is_group_relative=True,
         algorithm={"epsilon": 3e-4, "epsilon_high": 4e-4, "aggregation": "seq-mean-token-mean"},
     ),
-    "rloo": Preset(compares_in_group=True, algorithm=_KL),
-    "opd": Preset(compares_in_group=False),
+    "rloo": Preset(is_group_relative=True, algorithm=_KL),
+    "opd": Preset(is_group_relative=False),
 }
 """By `algorithm.name`. grpo, dr_grpo and reinforce are the plain ones, one update per batch."""
 

@@ -58,7 +58,7 @@ class Contradiction:
     """The keys involved, relative to the section that checks; the likeliest culprit first."""
 
 
-def refuse(found: Iterable[Contradiction]) -> None:
+def raise_contradictions(found: Iterable[Contradiction]) -> None:
     """Raise one validation error that carries every contradiction; return if there is none."""
     problems = list(found)
     if problems:
@@ -66,12 +66,12 @@ def refuse(found: Iterable[Contradiction]) -> None:
         raise PydanticCustomError("contradictions", "{text}", {"text": text, "problems": problems})
 
 
-def nested(error: ValidationError) -> PydanticCustomError:
+def nested_error(error: ValidationError) -> PydanticCustomError:
     """What a section inside found, to be raised so that each problem keeps its own key."""
     return PydanticCustomError("nested", "{text}", {"text": str(error), "error": error})
 
 
-def shown(value: object) -> str:
+def quoted(value: object) -> str:
     """A value as a message quotes it: one line, short, text in double quotes."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -90,43 +90,45 @@ def is_url(value: str, *schemes: str) -> bool:
 def did_you_mean(word: str, known: Sequence[str]) -> str | None:
     """The known word nearest to a mistyped one, if any is near."""
     folded = {name.lower().replace("-", "_"): name for name in known}
-    near = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=0.6)
-    return folded[near[0]] if near else None
+    closest = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=0.6)
+    return folded[closest[0]] if closest else None
 
 
-def not_one_of(value: object, served: Sequence[str], later: Sequence[str] = ()) -> ValueError:
+def unknown_choice(
+    value: object, supported: Sequence[str], planned: Sequence[str] = ()
+) -> ValueError:
     """The refusal of a word outside a closed list, telling "later" apart from "never"."""
-    options = " | ".join(served)
-    if value in later:
-        return ValueError(f"{shown(value)} is not served yet; use {options}")
-    near = did_you_mean(value, served) if isinstance(value, str) else None
-    cure = f'did you mean "{near}"?' if near else f"use {options}"
-    return ValueError(f"{shown(value)} is not one of {options}; {cure}")
+    options = " | ".join(supported)
+    if value in planned:
+        return ValueError(f"{quoted(value)} is not served yet; use {options}")
+    closest = did_you_mean(value, supported) if isinstance(value, str) else None
+    fix = f'did you mean "{closest}"?' if closest else f"use {options}"
+    return ValueError(f"{quoted(value)} is not one of {options}; {fix}")
 
 
-def one_of(*served: str, later: Sequence[str] = ()) -> BeforeValidator:
+def one_of(*supported: str, planned: Sequence[str] = ()) -> BeforeValidator:
     """Accept the served words only (null is left to the field's own type)."""
 
     def check(value: T) -> T:
-        if value is None or (isinstance(value, str) and value in served):
+        if value is None or (isinstance(value, str) and value in supported):
             return value
-        raise not_one_of(value, served, later)
+        raise unknown_choice(value, supported, planned)
 
     return BeforeValidator(check)
 
 
-def only(served: object, cure: str) -> BeforeValidator:
+def only_supported(supported: object, fix: str) -> BeforeValidator:
     """Accept one value: the key is in the design, and this release serves nothing else of it."""
 
     def check(value: T) -> T:
-        if value != served:
-            raise ValueError(f"{shown(value)} is not served yet; {cure}")
+        if value != supported:
+            raise ValueError(f"{quoted(value)} is not served yet; {fix}")
         return value
 
     return BeforeValidator(check)
 
 
-def filled() -> BeforeValidator:
+def non_empty() -> BeforeValidator:
     """Refuse an empty list or mapping (pydantic's own bound also counts items that are wrong)."""
 
     def check(value: object) -> object:
@@ -137,12 +139,12 @@ def filled() -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def matching(pattern: re.Pattern[str], cure: str) -> Callable[[str], str]:
+def matching(pattern: re.Pattern[str], fix: str) -> Callable[[str], str]:
     """Accept text that fits the pattern as a whole."""
 
     def check(value: str) -> str:
         if not pattern.fullmatch(value):
-            raise ValueError(f"{shown(value)} does not fit; {cure}")
+            raise ValueError(f"{quoted(value)} does not fit; {fix}")
         return value
 
     return check

@@ -10,9 +10,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
-from penstock.config.base import Contradiction, Section, did_you_mean, nested, one_of, refuse
+from penstock.config.base import (
+    Contradiction,
+    Section,
+    did_you_mean,
+    nested_error,
+    one_of,
+    raise_contradictions,
+)
 
-CREDITS = "penstock.trainer.pipeline.credits"
+STAGE_FUNCTIONS_MODULE = "penstock.trainer.pipeline.credits"
 """The module of the shipped stage functions."""
 
 
@@ -23,7 +30,7 @@ class CriticOptions(Section):
     """Peak of its learning rate; null: five times the actor's."""
 
 
-class GroupOptions(Section):
+class GroupAdvantageOptions(Section):
     """Of the comparison inside groups."""
 
     std_ddof: int = Field(default=1, ge=0, le=1)
@@ -44,7 +51,7 @@ class RoleOptions(Section):
     """Against the mean of the others, as RLOO; false: as GRPO."""
 
 
-class StepOptions(Section):
+class StepScoreOptions(Section):
     """Of outcome and scores of steps together."""
 
     how: Annotated[
@@ -67,7 +74,7 @@ class KlOptions(Section):
     """Its weight."""
 
 
-class LongAnswerOptions(Section):
+class OverlongPenaltyOptions(Section):
     """Of what becomes of answers that were too long."""
 
     max_length: PositiveInt
@@ -78,10 +85,12 @@ class LongAnswerOptions(Section):
     """Set truncated answers aside, punish long ones, or both."""
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         if self.margin > self.max_length:
             text = f"the margin of {self.margin} tokens must be within the {self.max_length} that "
-            refuse([Contradiction(text=f"{text}an answer may have; lower it", keys=(("margin",),))])
+            raise_contradictions(
+                [Contradiction(text=f"{text}an answer may have; lower it", keys=(("margin",),))]
+            )
         return self
 
 
@@ -97,73 +106,73 @@ class GaeOptions(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shipped:
+class BuiltinStage:
     """What is known of a stage that runs something of ours."""
 
     writes: tuple[str, ...] = ("advantage",)
     """Exactly these columns."""
     options: type[Section] = Section
     """Names, types and bounds."""
-    compares_in_group: bool = False
+    is_group_relative: bool = False
     """Whether a group of one gets no credit."""
 
 
-FUNCTIONS: Mapping[str, Shipped] = {
-    "group_advantage": Shipped(options=GroupOptions, compares_in_group=True),
-    "centred_advantage": Shipped(compares_in_group=True),
-    "leave_one_out_advantage": Shipped(compares_in_group=True),
-    "batch_advantage": Shipped(),
-    "group_then_batch_advantage": Shipped(compares_in_group=True),
-    "last_turn_advantage": Shipped(compares_in_group=True),
-    "discounted_advantage": Shipped(options=DiscountOptions, compares_in_group=True),
-    "role_advantage": Shipped(options=RoleOptions, compares_in_group=True),
-    "step_advantage": Shipped(options=StepOptions),
-    "to_go_advantage": Shipped(options=KlOptions),
-    "no_advantage": Shipped(),
-    "less_kl_reward": Shipped(writes=("less_kl_reward",), options=KlOptions),
-    "overlong": Shipped(writes=("shaped_reward", "excluded"), options=LongAnswerOptions),
-    "gae": Shipped(writes=("advantage", "returns"), options=GaeOptions),
+BUILTIN_FUNCTIONS: Mapping[str, BuiltinStage] = {
+    "group_advantage": BuiltinStage(options=GroupAdvantageOptions, is_group_relative=True),
+    "centred_advantage": BuiltinStage(is_group_relative=True),
+    "leave_one_out_advantage": BuiltinStage(is_group_relative=True),
+    "batch_advantage": BuiltinStage(),
+    "group_then_batch_advantage": BuiltinStage(is_group_relative=True),
+    "last_turn_advantage": BuiltinStage(is_group_relative=True),
+    "discounted_advantage": BuiltinStage(options=DiscountOptions, is_group_relative=True),
+    "role_advantage": BuiltinStage(options=RoleOptions, is_group_relative=True),
+    "step_advantage": BuiltinStage(options=StepScoreOptions),
+    "to_go_advantage": BuiltinStage(options=KlOptions),
+    "no_advantage": BuiltinStage(),
+    "less_kl_reward": BuiltinStage(writes=("less_kl_reward",), options=KlOptions),
+    "overlong": BuiltinStage(writes=("shaped_reward", "excluded"), options=OverlongPenaltyOptions),
+    "gae": BuiltinStage(writes=("advantage", "returns"), options=GaeOptions),
 }
-"""The functions of `CREDITS`."""
+"""The functions of `STAGE_FUNCTIONS_MODULE`."""
 
-SHIPPED: Mapping[tuple[str, str], Shipped] = {
-    ("infer", "actor"): Shipped(writes=("proximal_logprobs",)),
-    ("infer", "reference"): Shipped(writes=("reference_logprobs",)),
-    ("infer", "teacher"): Shipped(writes=("teacher_logprobs",)),
-    ("infer", "critic"): Shipped(writes=("values",)),
-    ("compute", "overlong"): FUNCTIONS["overlong"],
-    ("compute", "advantage"): FUNCTIONS["group_advantage"],
-    ("compute", "critic"): FUNCTIONS["gae"],
-    ("train", "actor"): Shipped(writes=()),
-    ("train", "critic"): Shipped(writes=(), options=CriticOptions),
+BUILTIN_STAGES: Mapping[tuple[str, str], BuiltinStage] = {
+    ("infer", "actor"): BuiltinStage(writes=("proximal_logprobs",)),
+    ("infer", "reference"): BuiltinStage(writes=("reference_logprobs",)),
+    ("infer", "teacher"): BuiltinStage(writes=("teacher_logprobs",)),
+    ("infer", "critic"): BuiltinStage(writes=("values",)),
+    ("compute", "overlong"): BUILTIN_FUNCTIONS["overlong"],
+    ("compute", "advantage"): BUILTIN_FUNCTIONS["group_advantage"],
+    ("compute", "critic"): BUILTIN_FUNCTIONS["gae"],
+    ("train", "actor"): BuiltinStage(writes=()),
+    ("train", "critic"): BuiltinStage(writes=(), options=CriticOptions),
 }
 """By (type, role), for a stage that has no fn of its own."""
 
 
-def shipped_for(type: str, role: str, fn: str | None) -> Shipped | None:
+def builtin_stage_for(type: str, role: str, fn: str | None) -> BuiltinStage | None:
     """What such a stage runs of ours; None where the function is the user's."""
     if fn is None:
-        return SHIPPED.get((type, role))
+        return BUILTIN_STAGES.get((type, role))
     module, _, name = fn.partition(":")
-    return FUNCTIONS.get(name) if module == CREDITS else None
+    return BUILTIN_FUNCTIONS.get(name) if module == STAGE_FUNCTIONS_MODULE else None
 
 
-def require_options(shipped: Shipped, options: Mapping[str, Any]) -> None:
+def check_options(builtin: BuiltinStage, options: Mapping[str, Any]) -> None:
     """Return if they are options of it; raise what is wrong with them, each with its key."""
-    refuse(_unknown_options(shipped, options))
+    raise_contradictions(_unknown_options(builtin, options))
     try:
-        shipped.options.model_validate(dict(options))
+        builtin.options.model_validate(dict(options))
     except ValidationError as error:
-        raise nested(error) from None
+        raise nested_error(error) from None
 
 
-def _unknown_options(shipped: Shipped, options: Mapping[str, Any]) -> Iterator[Contradiction]:
-    known = tuple(shipped.options.model_fields)
+def _unknown_options(builtin: BuiltinStage, options: Mapping[str, Any]) -> Iterator[Contradiction]:
+    known = tuple(builtin.options.model_fields)
     for option in options:
         if option in known:
             continue
-        near = did_you_mean(option, known)
-        cure = f'did you mean "{near}"?' if near else "take it out, or give a fn of your own"
+        closest = did_you_mean(option, known)
+        fix = f'did you mean "{closest}"?' if closest else "take it out, or give a fn of your own"
         listed = ", ".join(known) or "none"
-        text = f"{option} is no option of what is shipped for it ({listed}); {cure}"
+        text = f"{option} is no option of what is shipped for it ({listed}); {fix}"
         yield Contradiction(text=text, keys=((option,), ()))

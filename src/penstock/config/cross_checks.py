@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from penstock.config.base import Contradiction, KeyPath, did_you_mean, shown
-from penstock.config.builtin_stages import CREDITS
+from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
+from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.dataflow import SurvivorsClosing
-from penstock.config.lora import lora_crossings
-from penstock.config.pipeline_cross_checks import compared_by, ledger_stages, pipeline_crossings
+from penstock.config.lora import lora_cross_checks
+from penstock.config.pipeline_cross_checks import (
+    group_comparer,
+    ledger_stages,
+    pipeline_cross_checks,
+)
 from penstock.config.rule_options import Hook
 from penstock.config.rules import RuleConfig
 
@@ -20,18 +24,18 @@ if TYPE_CHECKING:
     from penstock.config.run import PolicyConfig, RunConfig
 
 
-def crossings(config: RunConfig) -> Iterator[Contradiction]:
+def cross_checks(config: RunConfig) -> Iterator[Contradiction]:
     """Everything that two sections cannot say together."""
-    yield from dict.fromkeys(_nothing_to_compare(config))
+    yield from dict.fromkeys(_groups_too_small(config))
     yield from _groups_that_cannot_close(config)
-    yield from _unknown_pace(config)
+    yield from _unknown_pace_policy(config)
     yield from _unknown_names_in_rules(config)
-    yield from _replay_of_nothing(config)
-    yield from _two_rewards(config)
+    yield from _replay_without_staleness(config)
+    yield from _duplicate_reward(config)
     yield from _sessions(config)
     yield from _determinism(config)
-    yield from lora_crossings(config)
-    yield from pipeline_crossings(config)
+    yield from lora_cross_checks(config)
+    yield from pipeline_cross_checks(config)
 
 
 def _determinism(config: RunConfig) -> Iterator[Contradiction]:
@@ -56,7 +60,7 @@ def _determinism(config: RunConfig) -> Iterator[Contradiction]:
                 yield Contradiction(text=text, keys=(at,))
 
 
-def _nothing_to_compare(config: RunConfig) -> Iterator[Contradiction]:
+def _groups_too_small(config: RunConfig) -> Iterator[Contradiction]:
     """What teaches nothing where each task is attempted once."""
     for name, model in config.models.items():
         policy = config.for_policy(name)
@@ -65,10 +69,10 @@ def _nothing_to_compare(config: RunConfig) -> Iterator[Contradiction]:
             continue
         at: KeyPath = ("models", name, "algorithm") if model.algorithm else ("algorithm",)
         text = ""
-        if who := compared_by(config, name):
+        if who := group_comparer(config, name):
             text = f"{who} compares the members of a group, and a group of {num_generations} has "
             text += "none to compare; set num_generations >= 2"
-        elif _drops_without_spread(policy):
+        elif _requires_reward_spread(policy):
             text = f"reward-spread drops every group without spread, and one of {num_generations} "
             text += "has none; set num_generations >= 2, or take the rule out (admit: all)"
         if text:
@@ -76,7 +80,7 @@ def _nothing_to_compare(config: RunConfig) -> Iterator[Contradiction]:
             yield Contradiction(text=text, keys=keys)
 
 
-def _drops_without_spread(policy: PolicyConfig) -> bool:
+def _requires_reward_spread(policy: PolicyConfig) -> bool:
     return any(rule.hook is Hook.ADMIT and rule.name == "reward-spread" for rule in policy.rules)
 
 
@@ -96,7 +100,7 @@ def _groups_that_cannot_close(config: RunConfig) -> Iterator[Contradiction]:
             )
 
 
-def _unknown_pace(config: RunConfig) -> Iterator[Contradiction]:
+def _unknown_pace_policy(config: RunConfig) -> Iterator[Contradiction]:
     known = ("any", "all", *config.models)
     if config.dataflow.pace not in known:
         yield _unknown("policy", config.dataflow.pace, known, ("dataflow", "pace"))
@@ -104,9 +108,9 @@ def _unknown_pace(config: RunConfig) -> Iterator[Contradiction]:
 
 def _unknown(kind: str, name: str, known: Iterable[str], at: KeyPath) -> Contradiction:
     listed = tuple(known)
-    near = did_you_mean(name, listed)
-    cure = f'did you mean "{near}"?' if near else f"use {' | '.join(listed)}"
-    return Contradiction(text=f"there is no {kind} {shown(name)}; {cure}", keys=(at, at[:-1]))
+    closest = did_you_mean(name, listed)
+    fix = f'did you mean "{closest}"?' if closest else f"use {' | '.join(listed)}"
+    return Contradiction(text=f"there is no {kind} {quoted(name)}; {fix}", keys=(at, at[:-1]))
 
 
 def _written_rules(config: RunConfig) -> Iterator[tuple[KeyPath, RuleConfig]]:
@@ -121,7 +125,7 @@ def _unknown_names_in_rules(config: RunConfig) -> Iterator[Contradiction]:
     """Policies and sources that options of shipped rules speak of."""
     sources = [source.name for source in config.sources]
     for at, rule in _written_rules(config):
-        options = rule.options if rule.is_shipped else {}
+        options = rule.options if rule.is_builtin else {}
         for name in options.get("difficulty") or ():
             if name not in sources:
                 yield _unknown("source", name, sources, (*at, "difficulty", name))
@@ -136,11 +140,11 @@ def _unknown_names_in_rules(config: RunConfig) -> Iterator[Contradiction]:
                     yield _unknown("policy", name, config.models, place)
 
 
-def _replay_of_nothing(config: RunConfig) -> Iterator[Contradiction]:
+def _replay_without_staleness(config: RunConfig) -> Iterator[Contradiction]:
     for name in config.models:
         policy = config.for_policy(name)
         for rule in policy.rules:
-            is_replay = rule.hook is Hook.REPLAY and rule.is_shipped
+            is_replay = rule.hook is Hook.REPLAY and rule.is_builtin
             if not is_replay or (rule.options["max_staleness"] or policy.training.max_staleness):
                 continue
             at = next(path for path, written in _written_rules(config) if written == rule)
@@ -152,7 +156,7 @@ def _replay_of_nothing(config: RunConfig) -> Iterator[Contradiction]:
             )
 
 
-def _two_rewards(config: RunConfig) -> Iterator[Contradiction]:
+def _duplicate_reward(config: RunConfig) -> Iterator[Contradiction]:
     for at, stage in ledger_stages(config):
         if config.reward is not None and "reward" in stage.writes:
             yield Contradiction(
@@ -173,7 +177,7 @@ def _sessions(config: RunConfig) -> Iterator[Contradiction]:
             text="a run has one source of sessions; take the others out",
             keys=(("sources", found[1], "session"),),
         )
-    yield from _groups_of_one(config, at)
+    yield from _session_groups(config, at)
     for name in ("schedule_to_start_s", "schedule_to_close_s"):
         if getattr(config.dataflow.lease, name) is not None:
             yield Contradiction(
@@ -190,20 +194,20 @@ def _sessions(config: RunConfig) -> Iterator[Contradiction]:
             )
 
 
-def _groups_of_one(config: RunConfig, at: KeyPath) -> Iterator[Contradiction]:
+def _session_groups(config: RunConfig, at: KeyPath) -> Iterator[Contradiction]:
     """A session has no fellows in its group."""
     for name in config.models:
         policy = config.for_policy(name)
-        if who := compared_by(config, name):
-            cure = "set algorithm.name: reinforce"
+        if who := group_comparer(config, name):
+            fix = "set algorithm.name: reinforce"
             if who.startswith("stage "):
-                cure = f"give it fn: {CREDITS}:batch_advantage"
+                fix = f"give it fn: {STAGE_FUNCTIONS_MODULE}:batch_advantage"
             yield Contradiction(
                 text=f"{who} compares the members of a group, and a session is a group of one: "
-                f"policy {name} would learn nothing from it; {cure}",
+                f"policy {name} would learn nothing from it; {fix}",
                 keys=(at, ("algorithm", "name")),
             )
-        if _drops_without_spread(policy):
+        if _requires_reward_spread(policy):
             yield Contradiction(
                 text=f"reward-spread drops every group without spread, and a session is a group "
                 f"of one: policy {name} would never see it; take the rule out",

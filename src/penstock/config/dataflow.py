@@ -26,9 +26,9 @@ from penstock.config.base import (
     Section,
     is_url,
     matching,
-    not_one_of,
-    refuse,
-    shown,
+    quoted,
+    raise_contradictions,
+    unknown_choice,
 )
 from penstock.config.report import ReportConfig
 from penstock.config.rules import SHARED_HOOKS, Rules, rule_contradictions
@@ -75,7 +75,7 @@ def _read_closing(value: object) -> object:
         return {"survivors": {"min": int(match[1])}}
     if value in ("complete", "drop"):
         return value
-    raise not_one_of(value, ("complete", "drop", "survivors(4)"))
+    raise unknown_choice(value, ("complete", "drop", "survivors(4)"))
 
 
 def _closing_kind(value: object) -> str:
@@ -97,8 +97,8 @@ def _read_store(value: object) -> object:
     if isinstance(value, str) and value.startswith("postgres"):
         if is_url(value, "postgresql") and urlsplit(value).path.strip("/"):
             return value
-        raise ValueError(f"{shown(value)} names no database; write postgresql://host/database")
-    raise not_one_of(value, ("sqlite", "postgresql://host/database"))
+        raise ValueError(f"{quoted(value)} names no database; write postgresql://host/database")
+    raise unknown_choice(value, ("sqlite", "postgresql://host/database"))
 
 
 _PAYLOADS = ("segments", "memory", "s3://bucket/prefix", "file:///folder", "module:Class")
@@ -110,9 +110,9 @@ def _read_payload(value: object) -> object:
             isinstance(value, str) and FUNCTION.fullmatch(value)
         ):
             return value
-        raise not_one_of(value, _PAYLOADS)
+        raise unknown_choice(value, _PAYLOADS)
     if not is_url(value, *OBJECT_STORES, "file"):
-        raise ValueError(f"{shown(value)} names no store; use {' | '.join(_PAYLOADS)}")
+        raise ValueError(f"{quoted(value)} names no store; use {' | '.join(_PAYLOADS)}")
     return value
 
 
@@ -127,14 +127,14 @@ class BoundsConfig(Section):
     """Free disk below which deliveries of leased work are refused too, with 507."""
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         if self.disk_reserve_mb >= self.disk_free_mb:
             text = (
                 f"disk_reserve_mb {self.disk_reserve_mb} is not below disk_free_mb "
                 f"{self.disk_free_mb}, so leased work could not be delivered; set it lower"
             )
             keys = (("disk_reserve_mb",), ("disk_free_mb",))
-            refuse([Contradiction(text=text, keys=keys)])
+            raise_contradictions([Contradiction(text=text, keys=keys)])
         return self
 
 
@@ -177,18 +177,18 @@ class DataflowConfig(Section):
     """Last batches whose rows are kept until a trainer names a checkpoint."""
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        refuse(
+    def _check_consistency(self) -> Self:
+        raise_contradictions(
             [
                 *rule_contradictions(self.rules),
                 *stage_contradictions(self.stages),
-                *self._half_available(),
+                *self._mixed_durability(),
                 *self._repeated_spaces(),
             ]
         )
         return self
 
-    def _half_available(self) -> Iterator[Contradiction]:
+    def _mixed_durability(self) -> Iterator[Contradiction]:
         """Surviving a host takes both halves of what an acknowledgement promised."""
         is_remote_store = self.store != "sqlite" and not _is_local(self.store)
         is_local_payload = self.payload in ("segments", "memory")
@@ -212,7 +212,7 @@ class DataflowConfig(Section):
         for index, name in enumerate(names):
             if name in names[:index]:
                 yield Contradiction(
-                    text=f"a space named {shown(name)} stands above; give each its own name",
+                    text=f"a space named {quoted(name)} stands above; give each its own name",
                     keys=(("spaces", index, "name"),),
                 )
 
@@ -228,8 +228,8 @@ class PolicyDataflowConfig(Section):
     """Win over the shared rules, hook by hook."""
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        refuse([*rule_contradictions(self.rules), *self._misplaced()])
+    def _check_consistency(self) -> Self:
+        raise_contradictions([*rule_contradictions(self.rules), *self._misplaced()])
         return self
 
     def _misplaced(self) -> Iterator[Contradiction]:

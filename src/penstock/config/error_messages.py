@@ -14,10 +14,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from penstock.config.base import Contradiction, KeyPath, did_you_mean, shown
+from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
 from penstock.config.run import RunConfig
 
-_OTHER_NAMES: Mapping[str, str] = {
+_KEYS_ELSEWHERE: Mapping[str, str] = {
     "lr": "training.learning_rate",
     "num_iterations": "training.epochs",
     "ppo_epochs": "training.epochs",
@@ -63,15 +63,19 @@ class Problem:
     """What is wrong and the cure."""
     is_missing: bool = False
     """The key itself is not there, so the place to point at is its parent."""
-    meant: KeyPath | None = None
+    suggested_key: KeyPath | None = None
     """The key of the same section that an unknown one was probably meant to be."""
 
 
 def problems_of(error: ValidationError) -> list[Problem]:
     """Every problem pydantic found, in our words; a mistyped key is not also called missing."""
     found = [problem for details in error.errors() for problem in _problems(details)]
-    meant = {problem.meant for problem in found}
-    return [problem for problem in found if not (problem.is_missing and problem.keys[0] in meant)]
+    suggested_key = {problem.suggested_key for problem in found}
+    return [
+        problem
+        for problem in found
+        if not (problem.is_missing and problem.keys[0] in suggested_key)
+    ]
 
 
 def path_text(path: KeyPath) -> str:
@@ -83,7 +87,7 @@ def path_text(path: KeyPath) -> str:
 
 
 def _problems(details: ErrorDetails) -> Iterator[Problem]:
-    path = tuple(part for part in details["loc"] if not _is_marker(part))
+    path = tuple(part for part in details["loc"] if not _is_schema_branch(part))
     kind, value, context = details["type"], cast(object, details["input"]), details.get("ctx", {})
     if kind == "contradictions":
         for found in cast(Sequence[Contradiction], context["problems"]):
@@ -96,27 +100,27 @@ def _problems(details: ErrorDetails) -> Iterator[Problem]:
     elif kind == "extra_forbidden":
         yield _unknown(path)
     else:
-        yield Problem(keys=(path,), text=_wrong(kind, value, context, details["msg"]))
+        yield Problem(keys=(path,), text=_value_problem(kind, value, context, details["msg"]))
 
 
-def _is_marker(part: str | int) -> bool:
+def _is_schema_branch(part: str | int) -> bool:
     """Parts of a location that name a branch of the schema, not a key of the file."""
     return isinstance(part, str) and part in ("[key]", "<word>", "<mapping>")
 
 
-def _wrong(kind: str, value: object, context: Mapping[str, Any], message: str) -> str:
+def _value_problem(kind: str, value: object, context: Mapping[str, Any], message: str) -> str:
     if kind == "value_error":
         return str(context["error"])
     if kind in _BOUNDS:
         words, key = _BOUNDS[kind]
-        return f"{shown(value)} is out of range; must be {words} {context[key]}"
+        return f"{quoted(value)} is out of range; must be {words} {context[key]}"
     if kind in _TYPES:
         wanted = _TYPES[kind]
-        return f"{shown(value)} is {_kind_of(value)}; {wanted}{_type_cure(kind, value)}"
-    return f"{shown(value)}: {message[:1].lower()}{message[1:]}"
+        return f"{quoted(value)} is {_type_name(value)}; {wanted}{_type_fix(kind, value)}"
+    return f"{quoted(value)}: {message[:1].lower()}{message[1:]}"
 
 
-def _type_cure(kind: str, value: object) -> str:
+def _type_fix(kind: str, value: object) -> str:
     """How to write what was probably meant."""
     if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
         if value.replace(".", "", 1).isdigit() or value in ("true", "false"):
@@ -128,7 +132,7 @@ def _type_cure(kind: str, value: object) -> str:
     return ""
 
 
-def _kind_of(value: object) -> str:
+def _type_name(value: object) -> str:
     kinds: Sequence[tuple[type, str]] = (
         (NoneType, "null"),
         (bool, "a truth value"),
@@ -150,28 +154,28 @@ def _missing(path: KeyPath) -> str:
 def _unknown(path: KeyPath) -> Problem:
     word = str(path[-1])
     here = [name for fields in _fields_at(path[:-1]) for name in fields]
-    elsewhere = _elsewhere()
-    meant: KeyPath | None = None
-    if word in _OTHER_NAMES:
-        cure = f'did you mean "{_OTHER_NAMES[word]}"?'
-    elif near := did_you_mean(word, here):
-        cure, meant = f'did you mean "{near}"?', (*path[:-1], near)
-    elif near := did_you_mean(word, tuple(elsewhere)):
-        cure = f'did you mean "{elsewhere[near]}"?'
+    sections_by_key = _sections_by_key()
+    suggested_key: KeyPath | None = None
+    if word in _KEYS_ELSEWHERE:
+        fix = f'did you mean "{_KEYS_ELSEWHERE[word]}"?'
+    elif closest := did_you_mean(word, here):
+        fix, suggested_key = f'did you mean "{closest}"?', (*path[:-1], closest)
+    elif closest := did_you_mean(word, tuple(sections_by_key)):
+        fix = f'did you mean "{sections_by_key[closest]}"?'
     else:
-        cure = f"known here: {', '.join(here)}"
-    return Problem(keys=(path,), text=f"unknown key; {cure}", meant=meant)
+        fix = f"known here: {', '.join(here)}"
+    return Problem(keys=(path,), text=f"unknown key; {fix}", suggested_key=suggested_key)
 
 
 def _fields_at(path: KeyPath) -> list[dict[str, FieldInfo]]:
     """Fields of the section (or of each alternative section) at a path of the schema."""
     types: list[Any] = [RunConfig]
     for part in path:
-        types = [below for above in types for below in _below(above, part)]
+        types = [child for above in types for child in _child_types(above, part)]
     return [kind.model_fields for kind in types if _is_section(kind)]
 
 
-def _below(kind: Any, part: str | int) -> list[Any]:
+def _child_types(kind: Any, part: str | int) -> list[Any]:
     if _is_section(kind):
         field = kind.model_fields.get(part)
         return _sections(field.annotation) if field else []
@@ -192,7 +196,7 @@ def _is_section(kind: Any) -> bool:
 
 
 @cache
-def _elsewhere() -> Mapping[str, str]:
+def _sections_by_key() -> Mapping[str, str]:
     """Each key of a section of its own, and where it belongs."""
     found: dict[str, str] = {}
     for name, field in RunConfig.model_fields.items():

@@ -2,7 +2,7 @@
 """Reading a run file: YAML and overrides in, `RunConfig` or a complete list of mistakes out.
 
 Owns files, lines, interpolation and dotted overrides. Holds no schema and no defaults; every
-mistake leaves as `ConfigError`, one line each: `FILE:LINE: path.to.key: what; cure`."""
+mistake leaves as `ConfigError`, one line each: `FILE:LINE: path.to.key: what; fix`."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ from pydantic import ValidationError
 from penstock.config.base import KeyPath, did_you_mean
 from penstock.config.error_messages import Problem, path_text, problems_of
 from penstock.config.run import RunConfig
-from penstock.config.yaml_positions import Positions, scan
+from penstock.config.yaml_positions import KeyPositions, locate_keys
 from penstock.errors import ConfigError
 
 _OVERRIDE_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+|\[[0-9]+\])*", re.ASCII)
-_UNREADABLE = (OmegaConfBaseException, yaml.YAMLError, ValueError, OverflowError)
+_PARSE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, ValueError, OverflowError)
 """What OmegaConf raises for a text it cannot take: its own errors, PyYAML's, and number parsing."""
-_MISPLACED = (OmegaConfBaseException, ValueError, IndexError, TypeError)
+_OVERRIDE_ERRORS = (OmegaConfBaseException, ValueError, IndexError, TypeError)
 """What OmegaConf raises for a dotted key that does not fit the tree."""
 
 
@@ -42,11 +42,11 @@ class _Override:
 
 
 @dataclass(slots=True)
-class _Report:
+class _ErrorReport:
     """Mistakes, each with where it stands."""
 
     origin: str
-    positions: Positions
+    positions: KeyPositions
     given: Sequence[str]
     """Overrides as the user wrote them."""
     overrides: list[_Override] = field(default_factory=list[_Override])
@@ -54,32 +54,32 @@ class _Report:
     lines: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     """Messages and what to sort them by: file lines first, then overrides in order."""
 
-    def in_file(self, line: int, path: KeyPath, text: str) -> None:
+    def add_file_error(self, line: int, path: KeyPath, text: str) -> None:
         where = f"{path_text(path)}: " if path else ""
         self.lines.append((line, _one_line(f"{self.origin}:{line}: {where}{text}")))
 
-    def in_override(self, override: str, text: str) -> None:
+    def add_override_error(self, override: str, text: str) -> None:
         after_the_file = 1_000_000_000 + self.given.index(override)
         self.lines.append((after_the_file, _one_line(f'override "{override}": {text}')))
 
     def add(self, problem: Problem) -> None:
         """Point at the override that wrote one of the keys, else at the first key in the file."""
         for path in problem.keys:
-            override = self._writer(path, is_missing=problem.is_missing)
+            override = self._override_for(path, is_missing=problem.is_missing)
             if override is not None:
-                self.in_override(override.text, f"{path_text(path)}: {problem.text}")
+                self.add_override_error(override.text, f"{path_text(path)}: {problem.text}")
                 return
         written = (path for path in problem.keys if path in self.positions.lines)
         path = next(written, problem.keys[0])
-        self.in_file(self.positions.line_of(path), path, problem.text)
+        self.add_file_error(self.positions.line_of(path), path, problem.text)
 
-    def _writer(self, path: KeyPath, *, is_missing: bool) -> _Override | None:
+    def _override_for(self, path: KeyPath, *, is_missing: bool) -> _Override | None:
         """The last override that wrote this key, or that made the section which is this key, or
         which it is missing from."""
         section = path[:-1] if is_missing else path
-        is_made = bool(section) and section not in self.positions.lines
+        is_from_override = bool(section) and section not in self.positions.lines
         for override in reversed(self.overrides):
-            if override.covers(path) or (is_made and override.is_below(section)):
+            if override.covers(path) or (is_from_override and override.is_below(section)):
                 return override
         return None
 
@@ -105,21 +105,23 @@ def demo(seed: int) -> RunConfig:
 
 def parse(text: str, *, origin: str, overrides: Sequence[str] = ()) -> RunConfig:
     """As `load`, for a text that is already in hand; `origin` is its name in messages."""
-    positions = scan(text)
-    report = _Report(origin, positions, overrides)
+    positions = locate_keys(text)
+    report = _ErrorReport(origin, positions, overrides)
     for problem in positions.problems:
-        report.in_file(problem.line, problem.path, problem.text)
+        report.add_file_error(problem.line, problem.path, problem.text)
     if positions.is_empty:
-        report.in_file(1, (), "the file is empty; `penstock init DIR` writes one to start from")
+        report.add_file_error(
+            1, (), "the file is empty; `penstock init DIR` writes one to start from"
+        )
     elif not positions.problems and not positions.is_mapping:
-        report.in_file(1, (), "must be a mapping at its top, starting like `name: my-run`")
+        report.add_file_error(1, (), "must be a mapping at its top, starting like `name: my-run`")
     if report.lines:
         report.fail()
     tree = _tree(text, report)
     for override in overrides:
         _apply(override, tree, report)
-    values = _resolved(tree, report)
-    config = _validated(values, report)
+    values = _resolve_interpolation(tree, report)
+    config = _validate(values, report)
     if config is None or report.lines:
         report.fail()
     return config
@@ -130,13 +132,13 @@ def _read(path: Path) -> str:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         beside = [entry.name for entry in path.parent.glob("*.y*ml")]
-        near = did_you_mean(path.name, beside)
-        cure = (
-            f'did you mean "{path.with_name(near)}"?'
-            if near
+        closest = did_you_mean(path.name, beside)
+        fix = (
+            f'did you mean "{path.with_name(closest)}"?'
+            if closest
             else ("`penstock init DIR` writes one to start from")
         )
-        raise ConfigError(f"{path}: no such file; {cure}") from None
+        raise ConfigError(f"{path}: no such file; {fix}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8"
@@ -146,53 +148,53 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {reason}; give a readable file") from None
 
 
-def _tree(text: str, report: _Report) -> DictConfig:
+def _tree(text: str, report: _ErrorReport) -> DictConfig:
     try:
         plain = OmegaConf.to_container(OmegaConf.create(text))
-        tree = OmegaConf.create(cast(dict[str, Any], _named(plain)))
-    except _UNREADABLE as error:
+        tree = OmegaConf.create(cast(dict[str, Any], _restore_on_key(plain)))
+    except _PARSE_ERRORS as error:
         path = _path_of(error)
-        report.in_file(report.positions.line_of(path), path, _reason(error))
+        report.add_file_error(report.positions.line_of(path), path, _reason(error))
         report.fail()
     assert isinstance(tree, DictConfig), "the text was found to be a mapping"
     return tree
 
 
-def _named(value: Any) -> Any:
+def _restore_on_key(value: Any) -> Any:
     """The tree with the key `on` as text; no other truth value passes the scan as a key."""
     if isinstance(value, dict):
         entries = cast(dict[Any, Any], value).items()
-        return {"on" if key is True else key: _named(below) for key, below in entries}
+        return {"on" if key is True else key: _restore_on_key(child) for key, child in entries}
     if isinstance(value, list):
-        return [_named(below) for below in cast(list[Any], value)]
+        return [_restore_on_key(child) for child in cast(list[Any], value)]
     return value
 
 
-def _apply(text: str, tree: DictConfig, report: _Report) -> None:
+def _apply(text: str, tree: DictConfig, report: _ErrorReport) -> None:
     key, sign, value_text = text.partition("=")
     key = key.strip()
     if not sign or not _OVERRIDE_KEY.fullmatch(key):
-        report.in_override(text, "cannot be read; write a dotted key, = and a value: a.b=c")
+        report.add_override_error(text, "cannot be read; write a dotted key, = and a value: a.b=c")
         return
-    if problems := scan(value_text).problems:
-        report.in_override(text, f"{key}: {problems[0].text}")
+    if problems := locate_keys(value_text).problems:
+        report.add_override_error(text, f"{key}: {problems[0].text}")
         return
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value_text}"]))
-    except _UNREADABLE as error:
-        report.in_override(text, f"{key}: {_reason(error)}")
+    except _PARSE_ERRORS as error:
+        report.add_override_error(text, f"{key}: {_reason(error)}")
         return
-    value = _named(cast(dict[str, Any], parsed)["value"])
+    value = _restore_on_key(cast(dict[str, Any], parsed)["value"])
     try:
         OmegaConf.update(tree, key, value, merge=False, force_add=True)
-    except _MISPLACED as error:
-        report.in_override(text, f"{key}: no such place in the file ({_reason(error)})")
+    except _OVERRIDE_ERRORS as error:
+        report.add_override_error(text, f"{key}: no such place in the file ({_reason(error)})")
         return
     path = tuple(re.findall(r"[^.\[\]]+", key))
     report.overrides.append(_Override(text=text, path=path))
 
 
-def _resolved(tree: DictConfig, report: _Report) -> Any:
+def _resolve_interpolation(tree: DictConfig, report: _ErrorReport) -> Any:
     """The plain values, every `${}` replaced; fails with all that cannot be."""
     num_before = len(report.lines)
     for path, leaf in _leaves(OmegaConf.to_container(tree), ()):
@@ -209,17 +211,17 @@ def _resolved(tree: DictConfig, report: _Report) -> Any:
         return OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, RecursionError) as error:
         path = _path_of(error)
-        report.in_file(report.positions.line_of(path), path, _reason(error))
+        report.add_file_error(report.positions.line_of(path), path, _reason(error))
         report.fail()
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     if isinstance(value, dict):
-        for key, below in cast(dict[str, Any], value).items():
-            yield from _leaves(below, (*path, key))
+        for key, child in cast(dict[str, Any], value).items():
+            yield from _leaves(child, (*path, key))
     elif isinstance(value, list):
-        for index, below in enumerate(cast(list[Any], value)):
-            yield from _leaves(below, (*path, index))
+        for index, child in enumerate(cast(list[Any], value)):
+            yield from _leaves(child, (*path, index))
     else:
         yield path, value
 
@@ -230,23 +232,23 @@ def _at(tree: Any, path: KeyPath) -> Any:
     return tree
 
 
-def _validated(values: Any, report: _Report) -> RunConfig | None:
+def _validate(values: Any, report: _ErrorReport) -> RunConfig | None:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         problems = problems_of(error)
-        blamed = {path for problem in problems for path in problem.keys}
+        reported = {path for problem in problems for path in problem.keys}
         for problem in problems:
-            if not _is_echo(problem, blamed, report):
+            if not _is_repeated(problem, reported, report):
                 report.add(problem)
         return None
 
 
-def _is_echo(problem: Problem, blamed: set[KeyPath], report: _Report) -> bool:
+def _is_repeated(problem: Problem, reported: set[KeyPath], report: _ErrorReport) -> bool:
     """A mistake of a shared section, seen again in a policy that takes the key from there."""
     for path in problem.keys:
         is_own = len(path) > 3 and path[0] == "models" and path[2] in ("algorithm", "training")
-        if not is_own or path[2:] not in blamed or report.is_written(path):
+        if not is_own or path[2:] not in reported or report.is_written(path):
             return False
     return True
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, Field, PositiveInt
 
-from penstock.config.base import Contradiction, KeyPath, Section, filled, matching
+from penstock.config.base import Contradiction, KeyPath, Section, matching, non_empty
 
 if TYPE_CHECKING:
     from penstock.config.run import RunConfig
@@ -31,12 +31,12 @@ class LoraConfig(Section):
     """Rows of A, columns of B."""
     alpha: PositiveInt = 32
     """The product B A is scaled by alpha / rank."""
-    targets: Annotated[tuple[_Target, ...], Field(strict=False), filled()] | None = None
+    targets: Annotated[tuple[_Target, ...], Field(strict=False), non_empty()] | None = None
     """Linear layers that get an adapter, by the last part of their names, like [q_proj, v_proj];
     null: all of attention and MLP."""
 
 
-def lora_crossings(config: RunConfig) -> Iterator[Contradiction]:
+def lora_cross_checks(config: RunConfig) -> Iterator[Contradiction]:
     """What an adapter cannot go with."""
     for name, model in config.models.items():
         if model.lora is None:
@@ -48,10 +48,10 @@ def lora_crossings(config: RunConfig) -> Iterator[Contradiction]:
                 "lora out",
                 keys=(("models", name, "engine"), at),
             )
-        yield from _cut_inside(config, name, at)
+        yield from _tensor_parallel_lora(config, name, at)
 
 
-def _cut_inside(config: RunConfig, name: str, at: KeyPath) -> Iterator[Contradiction]:
+def _tensor_parallel_lora(config: RunConfig, name: str, at: KeyPath) -> Iterator[Contradiction]:
     """Tensor parallelism cuts the layers that adapters stand beside."""
     own: KeyPath = ("models", name, "training", "parallel", "tp")
     places: list[tuple[KeyPath, int]] = []

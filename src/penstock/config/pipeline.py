@@ -17,8 +17,16 @@ from pydantic import (
     model_validator,
 )
 
-from penstock.config.base import FUNCTION, NAME, Section, filled, matching, one_of, refuse
-from penstock.config.builtin_stages import require_options, shipped_for
+from penstock.config.base import (
+    FUNCTION,
+    NAME,
+    Section,
+    matching,
+    non_empty,
+    one_of,
+    raise_contradictions,
+)
+from penstock.config.builtin_stages import builtin_stage_for, check_options
 from penstock.config.pipeline_checks import pipeline_contradictions
 from penstock.config.stages import Column, Columns, StageConfig
 
@@ -26,7 +34,7 @@ StageName = Annotated[
     str, AfterValidator(matching(NAME, "use up to 64 letters, digits, _ or -, no dots"))
 ]
 Tag = Annotated[str, AfterValidator(matching(NAME, "a tag has up to 64 letters, digits, _ or -"))]
-Tags = Annotated[tuple[Tag, ...], Field(strict=False), filled()]
+Tags = Annotated[tuple[Tag, ...], Field(strict=False), non_empty()]
 
 
 class ParallelConfig(Section):
@@ -94,16 +102,16 @@ class PipelineStageConfig(Section):
 
     @field_validator("options")
     @classmethod
-    def _fit_what_is_shipped(
+    def _check_builtin_options(
         cls, options: Mapping[str, Any], info: ValidationInfo
     ) -> Mapping[str, Any]:
         """Options of what is ours; those of the user's function are in its signature."""
         written = info.data
         if not {"type", "role", "fn"} <= written.keys():
             return options  # one of them is wrong itself
-        shipped = shipped_for(written["type"], written["role"], written["fn"])
-        if shipped is not None:
-            require_options(shipped, options)
+        builtin = builtin_stage_for(written["type"], written["role"], written["fn"])
+        if builtin is not None:
+            check_options(builtin, options)
         return options
 
     @property
@@ -111,7 +119,7 @@ class PipelineStageConfig(Section):
         """A consumer of the ledger, on hosts of its own."""
         return self.place is not None
 
-    def as_ledger_stage(self) -> StageConfig:
+    def to_stage_config(self) -> StageConfig:
         """What the dataflow knows of a stage that is placed elsewhere."""
         return StageConfig(name=self.id, reads=self.reads, writes=self.writes, on=self.on)
 
@@ -125,8 +133,8 @@ class PipelineConfig(Section):
     """What stages are placed on; empty: no plan is refused for tags or memory."""
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        refuse(pipeline_contradictions(self.stages))
+    def _check_consistency(self) -> Self:
+        raise_contradictions(pipeline_contradictions(self.stages))
         return self
 
     def of_policy(self, policy: str) -> tuple[PipelineStageConfig, ...]:

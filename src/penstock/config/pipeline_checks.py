@@ -2,33 +2,33 @@
 """Contradictions between the stages of a pipeline, each with the stages named and drawn.
 
 Owns what the stages alone can tell. Columns that come from elsewhere, and policies, are judged in
-`pipeline_crossings`; what holds for any stage of the ledger is judged by `stages`, and options of
-what is shipped by `shipped`."""
+`pipeline_cross_checks`; what holds for any stage of the ledger is judged by `stages`, and options
+of what is shipped by `builtin`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.config.base import Contradiction, KeyPath, did_you_mean, shown
-from penstock.config.builtin_stages import SHIPPED, shipped_for
-from penstock.config.stage_graph import Edge, circle, edges, picture
-from penstock.config.stages import BORN
+from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
+from penstock.config.builtin_stages import BUILTIN_STAGES, builtin_stage_for
+from penstock.config.stage_graph import Edge, draw_path, find_cycle, find_edges
+from penstock.config.stages import INITIAL_COLUMNS
 
 if TYPE_CHECKING:
     from penstock.config.pipeline import PipelineStageConfig
 
-IN_BATCH = (*BORN, "length", "truncated", "sampling_logprobs")
+BATCH_COLUMNS = (*INITIAL_COLUMNS, "length", "truncated", "sampling_logprobs")
 """Columns that every batch has: of its rows also the tokens each one sampled and whether it was cut
 short, of its tokens the log-probs of the engine."""
 
-LEARNING_ROLES = ("actor", "critic")
+TRAINED_ROLES = ("actor", "critic")
 """Roles whose weights a trainer changes, so that no other process has them."""
 
-CREDIT = "advantage"
+ADVANTAGE_COLUMN = "advantage"
 """What says of an update whether it teaches anything, whatever its loss is."""
 
-CRITIC_READS = ("values", "returns")
+CRITIC_COLUMNS = ("values", "returns")
 """What the shipped loss of a critic compares."""
 
 
@@ -39,12 +39,12 @@ def pipeline_contradictions(stages: Sequence[PipelineStageConfig]) -> Iterator[C
         yield from repeated
         return
     for index, stage in enumerate(stages):
-        yield from _alone(("stages", index), stage)
+        yield from _check_stage(("stages", index), stage)
     yield from _unknown_after(stages)
     found: dict[Contradiction, None] = {}
     for policy in {stage.policy: None for stage in stages if stage.policy} or (None,):
         seen = {i: stage for i, stage in enumerate(stages) if stage.policy in (None, policy)}
-        found |= dict.fromkeys(_together(seen))
+        found |= dict.fromkeys(_check_policy_stages(seen))
     yield from found
 
 
@@ -52,41 +52,46 @@ def _repeated_ids(stages: Sequence[PipelineStageConfig]) -> Iterator[Contradicti
     names = [stage.id for stage in stages]
     for index, name in enumerate(names):
         if name in names[:index]:
-            text = f"a stage with id {shown(name)} stands above; give each its own id"
+            text = f"a stage with id {quoted(name)} stands above; give each its own id"
             yield Contradiction(text=text, keys=(("stages", index, "id"),))
 
 
-def _alone(at: KeyPath, stage: PipelineStageConfig) -> Iterator[Contradiction]:
+def _check_stage(at: KeyPath, stage: PipelineStageConfig) -> Iterator[Contradiction]:
     """One stage by itself."""
-    wrong = (*_wrong_kind(stage), *_wrong_names(stage), *_unread(stage), *_without_effect(stage))
+    wrong = (
+        *_kind_problems(stage),
+        *_name_problems(stage),
+        *_missing_columns_for_loss(stage),
+        *_ineffective_settings(stage),
+    )
     for key, text in wrong:
         yield Contradiction(text=f"stage {stage.id}: {text}", keys=((*at, key), at))
     if stage.is_service:
-        for key, text in _wrong_service(stage):
+        for key, text in _service_problems(stage):
             yield Contradiction(text=f"stage {stage.id}: {text}", keys=((*at, key), at))
 
 
-def _wrong_kind(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
+def _kind_problems(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
     kind = (stage.type, stage.role)
     if stage.type == "train" and stage.writes:
         yield "writes", "a train stage changes a model and writes no column; leave writes empty"
     if stage.type != "train" and not stage.writes:
         yield "writes", f"{stage.type} stages are for the columns they write; name at least one"
-    if stage.type == "train" and stage.role not in LEARNING_ROLES:
-        yield "role", f"a train stage has the role {' or '.join(LEARNING_ROLES)}; choose one"
-    if stage.fn is None and kind not in SHIPPED and not stage.is_service:
-        roles = ", ".join(role for type_, role in SHIPPED if type_ == stage.type)
-        cure = f"give fn: module:function, or one of the roles {roles}"
-        yield "role", f"nothing is shipped for type {stage.type} and role {stage.role}; {cure}"
-    shipped = shipped_for(stage.type, stage.role, stage.fn)
-    is_other = shipped and stage.writes and {*stage.writes} != {*shipped.writes}
-    if shipped and is_other and stage.type != "train":
-        own, given = ", ".join(shipped.writes), ", ".join(stage.writes)
-        cure = f"set writes: [{own}], or give a fn of your own"
-        yield "writes", f"what is shipped for it writes {own}, not {given}; {cure}"
+    if stage.type == "train" and stage.role not in TRAINED_ROLES:
+        yield "role", f"a train stage has the role {' or '.join(TRAINED_ROLES)}; choose one"
+    if stage.fn is None and kind not in BUILTIN_STAGES and not stage.is_service:
+        roles = ", ".join(role for type_, role in BUILTIN_STAGES if type_ == stage.type)
+        fix = f"give fn: module:function, or one of the roles {roles}"
+        yield "role", f"nothing is shipped for type {stage.type} and role {stage.role}; {fix}"
+    builtin = builtin_stage_for(stage.type, stage.role, stage.fn)
+    is_other = builtin and stage.writes and {*stage.writes} != {*builtin.writes}
+    if builtin and is_other and stage.type != "train":
+        own, given = ", ".join(builtin.writes), ", ".join(stage.writes)
+        fix = f"set writes: [{own}], or give a fn of your own"
+        yield "writes", f"what is shipped for it writes {own}, not {given}; {fix}"
 
 
-def _wrong_names(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
+def _name_problems(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
     for column in stage.rename:
         if column not in stage.reads:
             yield "rename", f"{column} is renamed and not read; add it to reads"
@@ -98,31 +103,31 @@ def _wrong_names(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
             yield "options", f"{name} is a column it reads and an option; name the option otherwise"
 
 
-def _unread(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
+def _missing_columns_for_loss(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
     """What a model cannot learn without."""
-    if stage.type == "train" and stage.role == "actor" and CREDIT not in stage.reads:
-        yield "reads", unread("an actor learns from", CREDIT)
+    if stage.type == "train" and stage.role == "actor" and ADVANTAGE_COLUMN not in stage.reads:
+        yield "reads", missing_column_text("an actor learns from", ADVANTAGE_COLUMN)
     if stage.type == "train" and stage.role == "critic" and stage.fn is None:
-        for column in CRITIC_READS:
+        for column in CRITIC_COLUMNS:
             if column not in stage.reads:
-                yield "reads", unread("a critic learns from", column)
+                yield "reads", missing_column_text("a critic learns from", column)
 
 
-def unread(why: str, column: str) -> str:
+def missing_column_text(why: str, column: str) -> str:
     """What is wrong with a stage that leaves a column out which it needs, and the cure."""
-    type_, role = next(kind for kind, ours in SHIPPED.items() if column in ours.writes)
-    cure = f"where no stage writes it, add one with type: {type_} and role: {role}"
-    return f"{why} {column}, which it does not read; add it to reads; {cure}"
+    type_, role = next(kind for kind, ours in BUILTIN_STAGES.items() if column in ours.writes)
+    fix = f"where no stage writes it, add one with type: {type_} and role: {role}"
+    return f"{why} {column}, which it does not read; add it to reads; {fix}"
 
 
-def _without_effect(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
+def _ineffective_settings(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
     """Settings of things that a stage in the gang does not have."""
     if stage.is_service:
         return
     runs_model = stage.type == "train" or (stage.type == "infer" and stage.fn is None)
-    if stage.model is not None and (found := _other_model(stage, runs_model)):
-        why, cure = found
-        yield "model", f"{why}, so that model would be without effect; {cure}"
+    if stage.model is not None and (found := _ignored_model(stage, runs_model)):
+        why, fix = found
+        yield "model", f"{why}, so that model would be without effect; {fix}"
     if stage.parallel.num_ranks > 1 and not runs_model:
         text = "it runs a function on every rank's own rows, and no model"
         yield "parallel", f"{text}, so that parallel would be without effect; take it out"
@@ -134,7 +139,7 @@ def _without_effect(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
         yield "on", f"{text}, so that on would be without effect; take it out, or give place"
 
 
-def _other_model(stage: PipelineStageConfig, runs_model: bool) -> tuple[str, str] | None:
+def _ignored_model(stage: PipelineStageConfig, runs_model: bool) -> tuple[str, str] | None:
     """(whose model it runs, the cure), where that is not the one it names."""
     if stage.type == "compute":
         return "compute stages run no model", "take it out"
@@ -147,7 +152,7 @@ def _other_model(stage: PipelineStageConfig, runs_model: bool) -> tuple[str, str
     return None
 
 
-def _wrong_service(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
+def _service_problems(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
     """Why it cannot run away from the trainer."""
     if stage.type != "infer":
         why = {
@@ -155,7 +160,7 @@ def _wrong_service(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
             "train": "the model it trains lives in the trainer's gang",
         }[stage.type]
         yield "place", f"{why}; leave place null"
-    elif stage.role in LEARNING_ROLES:
+    elif stage.role in TRAINED_ROLES:
         text = f"the {stage.role}'s weights change with every batch, in the trainer's gang only"
         yield "place", f"{text}; leave place null"
     elif stage.fn is None:
@@ -172,33 +177,33 @@ def _unknown_after(stages: Sequence[PipelineStageConfig]) -> Iterator[Contradict
         for position, name in enumerate(stage.after):
             if name in known:
                 continue
-            near = did_you_mean(name, known)
-            cure = f'did you mean "{near}"?' if near else f"use one of {', '.join(known)}"
+            closest = did_you_mean(name, known)
+            fix = f'did you mean "{closest}"?' if closest else f"use one of {', '.join(known)}"
             at: KeyPath = ("stages", index, "after")
             yield Contradiction(
-                text=f"stage {stage.id} waits for {shown(name)}, and there is no such stage "
-                f"({name}? ─► {stage.id}); {cure}",
+                text=f"stage {stage.id} waits for {quoted(name)}, and there is no such stage "
+                f"({name}? ─► {stage.id}); {fix}",
                 keys=((*at, position), at),
             )
 
 
-def _together(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
+def _check_policy_stages(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
     """Stages of one policy."""
     stages = tuple(seen.values())
-    yield from _two_writers(seen)
+    yield from _duplicate_writers(seen)
     yield from _service_reads(seen)
-    yield from _two_learners(seen)
-    if way := circle(edges(stages)):
+    yield from _duplicate_train_stages(seen)
+    if way := find_cycle(find_edges(stages)):
         index = next(i for i, stage in seen.items() if stage.id == way[0].target)
         keys: tuple[KeyPath, ...] = (("stages", index, "reads"), ("stages", index))
         yield Contradiction(
-            text=f"circle of stages: {picture(way)}: none can ever start; take one of these "
+            text=f"circle of stages: {draw_path(way)}: none can ever start; take one of these "
             "columns out of reads, or the stage out of after",
             keys=keys,
         )
 
 
-def _two_writers(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
+def _duplicate_writers(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
     first: dict[str, str] = {}
     for index, stage in seen.items():
         for position, column in enumerate(stage.writes):
@@ -206,13 +211,13 @@ def _two_writers(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction
             text = ""
             if column in first:
                 other = first[column]
-                drawn = f"{other} ─[{column}]─► ◄─[{column}]─ {stage.id}"
-                text = f"stages {other} and {stage.id} both write {column}: {drawn}"
+                drawing = f"{other} ─[{column}]─► ◄─[{column}]─ {stage.id}"
+                text = f"stages {other} and {stage.id} both write {column}: {drawing}"
                 text += "; a column is written once: rename one of them"
-            elif column in IN_BATCH and not (column == "reward" and stage.is_service):
+            elif column in BATCH_COLUMNS and not (column == "reward" and stage.is_service):
                 text = f"stage {stage.id} writes {column}, which every row of a batch has already"
-                cure = ", or place the stage elsewhere to score rows" * (column == "reward")
-                text += f"; give it another name, like shaped_{column}{cure}"
+                fix = ", or place the stage elsewhere to score rows" * (column == "reward")
+                text += f"; give it another name, like shaped_{column}{fix}"
             if text:
                 yield Contradiction(text=text, keys=((*at, position), at))
             first.setdefault(column, stage.id)
@@ -233,13 +238,13 @@ def _service_reads(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradicti
                 at: KeyPath = ("stages", index, "reads")
                 yield Contradiction(
                     text=f"stage {stage.id} is placed elsewhere and reads {column}, which stage "
-                    f"{inside[column]} writes in the trainer's gang: {picture((edge,))}; place "
+                    f"{inside[column]} writes in the trainer's gang: {draw_path((edge,))}; place "
                     "both elsewhere, or neither",
                     keys=((*at, position), at),
                 )
 
 
-def _two_learners(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
+def _duplicate_train_stages(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
     first: dict[str, str] = {}
     for index, stage in seen.items():
         if stage.type != "train":

@@ -12,10 +12,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.config.algorithms import PRESETS
-from penstock.config.base import Contradiction, KeyPath, did_you_mean, shown
-from penstock.config.builtin_stages import shipped_for
-from penstock.config.pipeline_checks import CREDIT, CRITIC_READS, IN_BATCH, unread
-from penstock.config.stage_graph import Edge, picture
+from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
+from penstock.config.builtin_stages import builtin_stage_for
+from penstock.config.pipeline_checks import (
+    ADVANTAGE_COLUMN,
+    BATCH_COLUMNS,
+    CRITIC_COLUMNS,
+    missing_column_text,
+)
+from penstock.config.stage_graph import Edge, draw_path
 from penstock.config.stages import StageConfig, stage_contradictions
 
 if TYPE_CHECKING:
@@ -23,10 +28,10 @@ if TYPE_CHECKING:
     from penstock.config.run import PolicyConfig, RunConfig
     from penstock.config.trainer import AlgorithmConfig, TrainingConfig
 
-OF_BUILTIN_GRAPH = ("gamma", "lam")
+BUILTIN_GRAPH_KEYS = ("gamma", "lam")
 """Keys of `algorithm` that are options of a stage, where the stages are written out."""
 
-OF_SHIPPED_LOSS = (
+BUILTIN_LOSS_KEYS = (
     "epsilon",
     "epsilon_high",
     "delta",
@@ -47,49 +52,51 @@ def ledger_stages(config: RunConfig) -> list[tuple[KeyPath, StageConfig]]:
     declared = {stage.name for stage in config.dataflow.stages}
     services = config.pipeline.services if config.pipeline else ()
     return found + [
-        (("pipeline", "stages", index), stage.as_ledger_stage())
+        (("pipeline", "stages", index), stage.to_stage_config())
         for index, stage in services
         if stage.id not in declared
     ]
 
 
-def compared_by(config: RunConfig, policy: str) -> str | None:
+def group_comparer(config: RunConfig, policy: str) -> str | None:
     """Who compares the members of this policy's groups: its algorithm or, where the stages are
     written out, the one that makes the advantages. None where nobody does, or a function of the
     user's, of which nothing is known."""
     stages = config.pipeline.of_policy(policy) if config.pipeline else ()
     if not stages:
         algorithm = config.for_policy(policy).algorithm
-        return algorithm.name if algorithm.compares_in_group else None
+        return algorithm.name if algorithm.is_group_relative else None
     for stage in stages:
-        shipped = shipped_for(stage.type, stage.role, stage.fn)
-        if shipped and shipped.compares_in_group and CREDIT in stage.writes:
+        builtin = builtin_stage_for(stage.type, stage.role, stage.fn)
+        if builtin and builtin.is_group_relative and ADVANTAGE_COLUMN in stage.writes:
             return f"stage {stage.id}"
     return None
 
 
-def pipeline_crossings(config: RunConfig) -> Iterator[Contradiction]:
+def pipeline_cross_checks(config: RunConfig) -> Iterator[Contradiction]:
     """Everything that the pipeline cannot say beside the other sections."""
     if config.pipeline is None:
         return
     yield from _ledger(config)
-    yield from _declared_otherwise(config)
+    yield from _conflicting_declarations(config)
     stages = config.pipeline.stages
     for index, stage in enumerate(stages):
         at: KeyPath = ("pipeline", "stages", index)
         if stage.policy is not None and stage.policy not in config.models:
-            near = did_you_mean(stage.policy, tuple(config.models))
-            cure = f'did you mean "{near}"?' if near else f"use {' | '.join(config.models)}"
-            text = f"stage {stage.id}: there is no policy {shown(stage.policy)}; {cure}"
+            closest = did_you_mean(stage.policy, tuple(config.models))
+            fix = f'did you mean "{closest}"?' if closest else f"use {' | '.join(config.models)}"
+            text = f"stage {stage.id}: there is no policy {quoted(stage.policy)}; {fix}"
             yield Contradiction(text=text, keys=((*at, "policy"), at))
         if not stage.is_service:
             yield from _missing_columns(config, at, stage)
     if stages:
-        yield from _untrained(config)
-        yield from _nobodys_critic(config)
-        yield from _spread_twice(config)
-        yield from dict.fromkeys((*_unread(config), *_other_teacher(config)))
-        yield from dict.fromkeys(_without_effect(config))
+        yield from _untrained_policies(config)
+        yield from _untrained_critic(config)
+        yield from _redundant_parallel(config)
+        yield from dict.fromkeys(
+            (*_missing_columns_for_loss(config), *_conflicting_teacher(config))
+        )
+        yield from dict.fromkeys(_ineffective_settings(config))
 
 
 def _ledger(config: RunConfig) -> Iterator[Contradiction]:
@@ -102,7 +109,7 @@ def _ledger(config: RunConfig) -> Iterator[Contradiction]:
             yield replace(problem, text=f"stage {name}: {problem.text}", keys=keys)
 
 
-def _declared_otherwise(config: RunConfig) -> Iterator[Contradiction]:
+def _conflicting_declarations(config: RunConfig) -> Iterator[Contradiction]:
     """An entry under dataflow.stages may give a service its deadlines, not other columns."""
     declared = {stage.name: (i, stage) for i, stage in enumerate(config.dataflow.stages)}
     for index, stage in config.pipeline.services if config.pipeline else ():
@@ -126,35 +133,43 @@ def _missing_columns(
     writer = {column: other for _, other in ledger_stages(config) for column in other.writes}
     sent = {column for column, other in writer.items() if other.required}
     for policy in (stage.policy,) if stage.policy else config.models:
-        mates = [mate for mate in config.pipeline.of_policy(policy) if not mate.is_service]
-        known = {*IN_BATCH, *sent, *(column for mate in mates for column in mate.writes)}
+        policy_stages = [
+            sibling for sibling in config.pipeline.of_policy(policy) if not sibling.is_service
+        ]
+        known = {
+            *BATCH_COLUMNS,
+            *sent,
+            *(column for sibling in policy_stages for column in sibling.writes),
+        }
         missing = [(i, column) for i, column in enumerate(stage.reads) if column not in known]
         for position, column in missing:
             yield Contradiction(
                 text=f"stage {stage.id} reads {column}, which "
-                f"{_why_missing(column, stage.id, writer.get(column), sorted(known))}",
+                f"{_missing_column_reason(column, stage.id, writer.get(column), sorted(known))}",
                 keys=((*at, "reads", position), (*at, "reads"), at),
             )
         if missing:
             return
 
 
-def _why_missing(column: str, reader: str, writer: StageConfig | None, known: list[str]) -> str:
+def _missing_column_reason(
+    column: str, reader: str, writer: StageConfig | None, known: list[str]
+) -> str:
     """What is wrong with the column, and the cure."""
-    drawn = picture(
+    drawing = draw_path(
         (Edge(source=writer.name if writer else "?", target=reader, columns=(column,)),)
     )
     if writer is not None:
         return (
             f"stage {writer.name} of the dataflow writes with required: false, so that trainers "
-            f"are not sent it: {drawn}; set required: true there"
+            f"are not sent it: {drawing}; set required: true there"
         )
-    near = did_you_mean(column, known)
-    cure = f'did you mean "{near}"?' if near else "add a stage that writes it"
-    return f"no stage writes and no batch has: {drawn}; {cure}"
+    closest = did_you_mean(column, known)
+    fix = f'did you mean "{closest}"?' if closest else "add a stage that writes it"
+    return f"no stage writes and no batch has: {drawing}; {fix}"
 
 
-def _spread_twice(config: RunConfig) -> Iterator[Contradiction]:
+def _redundant_parallel(config: RunConfig) -> Iterator[Contradiction]:
     """Own stages say how they are spread; what stands beside them would be without effect."""
     places: list[tuple[KeyPath, TrainingConfig]] = [(("training", "parallel"), config.training)]
     for name, model in config.models.items():
@@ -170,7 +185,7 @@ def _spread_twice(config: RunConfig) -> Iterator[Contradiction]:
             return
 
 
-def _stages_run(
+def _stages_by_policy(
     config: RunConfig,
 ) -> Iterator[tuple[KeyPath, PipelineStageConfig, PolicyConfig]]:
     """Each stage with every policy whose trainer runs it."""
@@ -181,9 +196,9 @@ def _stages_run(
                 yield ("pipeline", "stages", index), stage, config.for_policy(policy)
 
 
-def _unread(config: RunConfig) -> Iterator[Contradiction]:
+def _missing_columns_for_loss(config: RunConfig) -> Iterator[Contradiction]:
     """Columns that the algorithm's own loss cannot do without."""
-    for at, stage, policy in _stages_run(config):
+    for at, stage, policy in _stages_by_policy(config):
         if (stage.type, stage.role, stage.fn) != ("train", "actor", None):
             continue
         algorithm, needed = policy.algorithm, dict[str, str]()
@@ -195,17 +210,17 @@ def _unread(config: RunConfig) -> Iterator[Contradiction]:
             needed["proximal_logprobs"] = f"the loss of {algorithm.name}, as set, compares with"
         for column, why in needed.items():
             if column not in stage.reads:
-                cure = ", or set algorithm.beta: 0.0" if why.startswith("beta") else ""
+                fix = ", or set algorithm.beta: 0.0" if why.startswith("beta") else ""
                 yield Contradiction(
-                    text=f"stage {stage.id}: {unread(why, column)}{cure}",
+                    text=f"stage {stage.id}: {missing_column_text(why, column)}{fix}",
                     keys=((*at, "reads"), at),
                 )
 
 
-def _other_teacher(config: RunConfig) -> Iterator[Contradiction]:
+def _conflicting_teacher(config: RunConfig) -> Iterator[Contradiction]:
     """The stage asks the model that stands beside it; `algorithm.teacher` is for the built-in
     graph, and must not say otherwise."""
-    for at, stage, policy in _stages_run(config):
+    for at, stage, policy in _stages_by_policy(config):
         teacher = policy.algorithm.teacher
         is_asked = (stage.type, stage.role, stage.fn) == ("infer", "teacher", None)
         if teacher is None or not is_asked or stage.model == teacher:
@@ -218,13 +233,13 @@ def _other_teacher(config: RunConfig) -> Iterator[Contradiction]:
         )
 
 
-def _without_effect(config: RunConfig) -> Iterator[Contradiction]:
+def _ineffective_settings(config: RunConfig) -> Iterator[Contradiction]:
     """Numbers of the algorithm that nothing reads. What its name stands for is not written."""
     assert config.pipeline is not None, "asked of pipelines only"
     for name, model in config.models.items():
         algorithm = config.for_policy(name).algorithm
         at: KeyPath = ("models", name, "algorithm") if model.algorithm else ("algorithm",)
-        for key, why in _unheard(algorithm, config.pipeline.of_policy(name)):
+        for key, why in _ineffective_keys(algorithm, config.pipeline.of_policy(name)):
             yield Contradiction(
                 text=f"{why}, and {key} would be without effect here; write options: "
                 f"{{{key}: {getattr(algorithm, key)}}} at that stage, if its function takes it, "
@@ -233,14 +248,14 @@ def _without_effect(config: RunConfig) -> Iterator[Contradiction]:
             )
 
 
-def _unheard(
+def _ineffective_keys(
     algorithm: AlgorithmConfig, stages: Sequence[PipelineStageConfig]
 ) -> Iterator[tuple[str, str]]:
-    for key in _written(algorithm, OF_BUILTIN_GRAPH):
+    for key in _written(algorithm, BUILTIN_GRAPH_KEYS):
         yield key, "the pipeline has a stage of its own that makes the advantages"
     for stage in stages:
         if (stage.type, stage.role) == ("train", "actor") and stage.fn is not None:
-            for key in _written(algorithm, OF_SHIPPED_LOSS):
+            for key in _written(algorithm, BUILTIN_LOSS_KEYS):
                 yield key, f"stage {stage.id} has a loss of its own"
 
 
@@ -253,31 +268,33 @@ def _written(algorithm: AlgorithmConfig, keys: Sequence[str]) -> Iterator[str]:
             yield key
 
 
-def _untrained(config: RunConfig) -> Iterator[Contradiction]:
+def _untrained_policies(config: RunConfig) -> Iterator[Contradiction]:
     assert config.pipeline is not None, "asked of pipelines only"
     for name in config.models:
-        mates = config.pipeline.of_policy(name)
-        if not any(stage.type == "train" and stage.role == "actor" for stage in mates):
+        policy_stages = config.pipeline.of_policy(name)
+        if not any(stage.type == "train" and stage.role == "actor" for stage in policy_stages):
             yield Contradiction(
                 text=f"no stage trains policy {name}; add one with type: train and role: actor",
                 keys=(("pipeline", "stages"), ("pipeline",)),
             )
 
 
-def _nobodys_critic(config: RunConfig) -> Iterator[Contradiction]:
+def _untrained_critic(config: RunConfig) -> Iterator[Contradiction]:
     """Only training gives a critic the head that says values."""
     asking = [
         (at, stage, policy.name)
-        for at, stage, policy in _stages_run(config)
+        for at, stage, policy in _stages_by_policy(config)
         if (stage.type, stage.role, stage.fn) == ("infer", "critic", None)
     ]
     assert config.pipeline is not None, "asked of pipelines only"
     for at, stage, name in asking:
-        mates = config.pipeline.of_policy(name)
-        if not any((mate.type, mate.role) == ("train", "critic") for mate in mates):
+        policy_stages = config.pipeline.of_policy(name)
+        if not any(
+            (sibling.type, sibling.role) == ("train", "critic") for sibling in policy_stages
+        ):
             yield Contradiction(
                 text=f"stage {stage.id} asks the critic for {', '.join(stage.writes)}, and no "
                 f"stage trains that of policy {name}; add one with type: train, role: critic and "
-                f"reads: [turns, {', '.join(CRITIC_READS)}], or give fn",
+                f"reads: [turns, {', '.join(CRITIC_COLUMNS)}], or give fn",
                 keys=((*at, "role"), at),
             )

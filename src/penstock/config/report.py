@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from penstock.config.base import Contradiction, Section, refuse
+from penstock.config.base import Contradiction, Section, raise_contradictions
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 
@@ -33,8 +33,8 @@ class ReportConfig(Section):
     from its joining on; the cool-down after a decision lasts at least 1.5 times as long."""
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        refuse(self._contradictions())
+    def _check_consistency(self) -> Self:
+        raise_contradictions(self._contradictions())
         return self
 
     def _contradictions(self) -> Iterator[Contradiction]:

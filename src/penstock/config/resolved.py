@@ -30,7 +30,7 @@ def run_dir(config: RunConfig) -> Path:
 def dump(config: RunConfig) -> str:
     """The resolved config as YAML; reading it gives an equal config, but for the password of its
     store."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(_open(config))))
+    return OmegaConf.to_yaml(OmegaConf.create(_escape_interpolation(_public_values(config))))
 
 
 def digest(config: RunConfig) -> str:
@@ -43,17 +43,22 @@ def identity(config: RunConfig) -> dict[str, str]:
     """What a run is, by key: it cannot go on when one of these changes, unless somebody says so.
     A learning rate that falls is one over so many steps: with more of them, or fewer, every step
     has another."""
-    facts = _facts(config)
-    for path, shape in facts.items():
+    flat_values = _flat_values(config)
+    for path, shape in flat_values.items():
         if path[-2:] == ("training", "lr_scheduler_type") and shape != _CONSTANT:
-            facts[path] = f"{shape} over {facts[(*path[:-1], 'steps')]} training.steps"
-    return {path_text(path): text for path, text in facts.items() if not is_free(path)}
+            flat_values[path] = f"{shape} over {flat_values[(*path[:-1], 'steps')]} training.steps"
+    return {
+        path_text(path): text
+        for path, text in flat_values.items()
+        if not may_change_on_resume(path)
+    }
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Every key that changed, free or not; empty if none did."""
     before, after = (
-        {path_text(path): text for path, text in _facts(config).items()} for config in (old, new)
+        {path_text(path): text for path, text in _flat_values(config).items()}
+        for config in (old, new)
     )
     return changed(before, after)
 
@@ -67,19 +72,19 @@ def changed(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     ]
 
 
-def is_free(path: KeyPath) -> bool:
+def may_change_on_resume(path: KeyPath) -> bool:
     """Whether a run may go on with another value of this key."""
-    return any(_is_under(path, free) for free in FREE)
+    return any(_matches(path, pattern) for pattern in MUTABLE_ON_RESUME)
 
 
-def _is_under(path: KeyPath, free: tuple[str, ...]) -> bool:
-    begins = path[: len(free)]
-    return len(begins) == len(free) and all(
-        want in ("*", have) for want, have in zip(free, begins, strict=True)
+def _matches(path: KeyPath, pattern: tuple[str, ...]) -> bool:
+    begins = path[: len(pattern)]
+    return len(begins) == len(pattern) and all(
+        want in ("*", have) for want, have in zip(pattern, begins, strict=True)
     )
 
 
-FREE: tuple[tuple[str, ...], ...] = (
+MUTABLE_ON_RESUME: tuple[tuple[str, ...], ...] = (
     ("training", "steps"),
     ("training", "checkpoint_every"),
     ("models", "*", "training", "steps"),
@@ -104,37 +109,39 @@ long they may take and what is kept; never what is learned from what. A `*` stan
 a section for all of its keys. Where the learning rate falls over the steps, they are part of it."""
 
 
-def _facts(config: RunConfig) -> dict[KeyPath, str]:
+def _flat_values(config: RunConfig) -> dict[KeyPath, str]:
     """All that says what the run is; `output_dir` only says where, and a run may be moved."""
-    values = _open(config)
+    values = _public_values(config)
     del values["output_dir"]
-    return dict(_flat(values, ()))
+    return dict(_flatten(values, ()))
 
 
-def _open(config: RunConfig) -> dict[str, Any]:
+def _public_values(config: RunConfig) -> dict[str, Any]:
     """What anybody who reads the run's folder may know."""
     values = config.model_dump(mode="json")
     values["dataflow"]["store"] = without_password(config.dataflow.store)
     return values
 
 
-def _flat(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+def _flatten(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
     if isinstance(value, dict) and value:
-        for key, below in cast(dict[str, Any], value).items():
-            yield from _flat(below, (*path, key))
+        for key, child in cast(dict[str, Any], value).items():
+            yield from _flatten(child, (*path, key))
     elif isinstance(value, list) and value:
-        for index, below in enumerate(cast(list[Any], value)):
-            yield from _flat(below, (*path, index))
+        for index, child in enumerate(cast(list[Any], value)):
+            yield from _flatten(child, (*path, index))
     else:
         yield path, json.dumps(value, ensure_ascii=False)
 
 
-def _escaped(value: Any) -> Any:
+def _escape_interpolation(value: Any) -> Any:
     """Text that holds `${` literally, written so that reading does not resolve it again."""
     if isinstance(value, dict):
-        return {key: _escaped(below) for key, below in cast(dict[str, Any], value).items()}
+        return {
+            key: _escape_interpolation(child) for key, child in cast(dict[str, Any], value).items()
+        }
     if isinstance(value, list):
-        return [_escaped(below) for below in cast(list[Any], value)]
+        return [_escape_interpolation(child) for child in cast(list[Any], value)]
     if isinstance(value, str):
         return _INTERPOLATION.sub(lambda match: match[1] * 2 + "\\${", value)
     return value

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from penstock.config.base import Contradiction, Section, filled, one_of, refuse
+from penstock.config.base import Contradiction, Section, non_empty, one_of, raise_contradictions
 
 
 class Hook(StrEnum):
@@ -85,8 +85,8 @@ class GresoOptions(Section):
     """Uniform reward up to which a group that is not easy is hard."""
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        refuse(self._contradictions())
+    def _check_consistency(self) -> Self:
+        raise_contradictions(self._contradictions())
         return self
 
     def _contradictions(self) -> Iterator[Contradiction]:
@@ -124,7 +124,7 @@ class OutcomeOptions(Section):
     allow: Annotated[
         tuple[Annotated[Literal["completed", "truncated"], one_of("completed", "truncated")], ...],
         Field(strict=False),
-        filled(),
+        non_empty(),
     ] = ("completed",)
     """Outcomes that may enter."""
 
@@ -138,8 +138,8 @@ class RewardRangeOptions(Section):
     """Greatest mean reward; null for no bound."""
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        refuse(self._contradictions())
+    def _check_consistency(self) -> Self:
+        raise_contradictions(self._contradictions())
         return self
 
     def _contradictions(self) -> Iterator[Contradiction]:
@@ -202,20 +202,20 @@ class PrioritisedOptions(ReplayOptions):
     """What a group of equal rewards keeps."""
 
 
-Names = Annotated[tuple[str, ...], Field(strict=False), filled()]
+Names = Annotated[tuple[str, ...], Field(strict=False), non_empty()]
 
 
 class ByRoleOptions(Section):
     """route: a policy's trainer sees its own turns in these roles."""
 
-    roles: Annotated[Mapping[str, Names], filled()]
+    roles: Annotated[Mapping[str, Names], non_empty()]
     """Roles by policy; a policy that is left out sees all of its own turns."""
 
 
 class SharedOptions(Section):
     """route: a policy's trainer sees the turns of these policies."""
 
-    turns_of: Annotated[Mapping[str, Names], filled()]
+    turns_of: Annotated[Mapping[str, Names], non_empty()]
     """Sampling policies by trained policy; one that is left out sees its own turns."""
 
 

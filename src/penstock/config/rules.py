@@ -14,10 +14,10 @@ from penstock.config.base import (
     Contradiction,
     Section,
     did_you_mean,
-    nested,
-    not_one_of,
-    refuse,
-    shown,
+    nested_error,
+    quoted,
+    raise_contradictions,
+    unknown_choice,
 )
 from penstock.config.rule_options import RULE_OPTIONS, Hook
 
@@ -58,7 +58,7 @@ class RuleConfig(Section):
         if not isinstance(data, Mapping):
             return data
         entry = cast(Mapping[str, Any], data)
-        hook = _hook_of(entry)
+        hook = _find_hook(entry)
         name = entry[hook]
         if not isinstance(name, str) or FUNCTION.fullmatch(name):
             return entry
@@ -81,7 +81,7 @@ class RuleConfig(Section):
         return dict(self.model_extra or {})
 
     @property
-    def is_shipped(self) -> bool:
+    def is_builtin(self) -> bool:
         """Ours, so that its options are known here."""
         return ":" not in self.name
 
@@ -90,15 +90,15 @@ class RuleConfig(Section):
         return {self.hook.value: self.name, **self.options}
 
 
-def _hook_of(entry: Mapping[str, Any]) -> Hook:
+def _find_hook(entry: Mapping[str, Any]) -> Hook:
     named = [hook for hook in Hook if entry.get(hook) is not None]
     if len(named) == 1:
         return named[0]
     if not named:
-        near = {key: did_you_mean(str(key), _HOOKS) for key in entry if key not in _HOOKS}
-        refuse(
+        closest = {key: did_you_mean(str(key), _HOOKS) for key in entry if key not in _HOOKS}
+        raise_contradictions(
             Contradiction(text=f'unknown key; did you mean "{hook}"?', keys=((key,),))
-            for key, hook in near.items()
+            for key, hook in closest.items()
             if hook
         )
     given = ", ".join(named) or "none"
@@ -110,16 +110,16 @@ def _hook_of(entry: Mapping[str, Any]) -> Hook:
 
 def _resolved(hook: Hook, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a shipped rule, complete."""
-    shipped = RULE_OPTIONS[hook]
-    if name not in shipped:
-        text = f"{not_one_of(name, tuple(shipped))} (module:Class for a rule of your own)"
-        refuse([Contradiction(text=text, keys=((hook.value,),))])
-    kind = shipped[name]
-    refuse(_unknown_options(name, options, tuple(kind.model_fields)))
+    builtin = RULE_OPTIONS[hook]
+    if name not in builtin:
+        text = f"{unknown_choice(name, tuple(builtin))} (module:Class for a rule of your own)"
+        raise_contradictions([Contradiction(text=text, keys=((hook.value,),))])
+    kind = builtin[name]
+    raise_contradictions(_unknown_options(name, options, tuple(kind.model_fields)))
     try:
         return kind.model_validate(options).model_dump(mode="json")
     except ValidationError as error:
-        raise nested(error) from None
+        raise nested_error(error) from None
 
 
 def _unknown_options(
@@ -128,10 +128,10 @@ def _unknown_options(
     for option in options:
         if option in known:
             continue
-        near = did_you_mean(str(option), known)
+        closest = did_you_mean(str(option), known)
         listed = f"it takes {', '.join(known)}" if known else "it takes none; delete this key"
-        cure = f'did you mean "{near}"?' if near else listed
-        yield Contradiction(text=f"{shown(name)} has no such option; {cure}", keys=((option,),))
+        fix = f'did you mean "{closest}"?' if closest else listed
+        yield Contradiction(text=f"{quoted(name)} has no such option; {fix}", keys=((option,),))
 
 
 Rules = Annotated[tuple[RuleConfig, ...], Field(strict=False)]
@@ -160,11 +160,11 @@ def rule_contradictions(rules: Sequence[RuleConfig]) -> Iterator[Contradiction]:
         yield Contradiction(text=text, keys=(("rules", index), ("rules",)))
 
 
-def layered(*layers: Sequence[RuleConfig]) -> tuple[RuleConfig, ...]:
+def effective_rules(*rule_lists: Sequence[RuleConfig]) -> tuple[RuleConfig, ...]:
     """The rules in force, hook by hook: of the first layer that has any, else the default."""
     in_force: list[RuleConfig] = []
     for hook in Hook:
-        at_hook = ([rule for rule in layer if rule.hook == hook] for layer in layers)
+        at_hook = ([rule for rule in layer if rule.hook == hook] for layer in rule_lists)
         defaults = [rule for rule in DEFAULT_RULES if rule.hook == hook]
         in_force += next(filter(None, at_hook), defaults)
     return tuple(in_force)

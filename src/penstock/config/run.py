@@ -27,40 +27,40 @@ from penstock.config.base import (
     Contradiction,
     Section,
     did_you_mean,
-    filled,
     matching,
+    non_empty,
     one_of,
-    only,
-    refuse,
-    shown,
+    only_supported,
+    quoted,
+    raise_contradictions,
 )
-from penstock.config.cross_checks import crossings
+from penstock.config.cross_checks import cross_checks
 from penstock.config.dataflow import DataflowConfig, PolicyDataflowConfig
 from penstock.config.lora import LoraConfig
 from penstock.config.pipeline import PipelineConfig
 from penstock.config.pipeline_cross_checks import ledger_stages
-from penstock.config.rules import RuleConfig, layered
+from penstock.config.rules import RuleConfig, effective_rules
 from penstock.config.trainer import AlgorithmConfig, SamplingConfig, TrainingConfig
 from penstock.config.weights import WeightsConfig
 from penstock.errors import ConfigError
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3",)
 """Models that penstock builds itself, without a download."""
-VLLM_TEMPERATURES = (0.01, 2.0)
+VLLM_TEMPERATURE_RANGE = (0.01, 2.0)
 """It raises what is below to this, silently, and refuses what is above."""
 WORKFLOWS = ("single_turn",)
 """Workflows that penstock ships, by name."""
 
-_LATER_TASKS = (".parquet", ".csv", ".arrow")
-_NAME_CURE = "use up to 64 letters, digits, _ or -, starting with a letter or digit"
-Name = Annotated[str, AfterValidator(matching(NAME, _NAME_CURE))]
+_PLANNED_TASK_FORMATS = (".parquet", ".csv", ".arrow")
+_NAME_FIX = "use up to 64 letters, digits, _ or -, starting with a letter or digit"
+Name = Annotated[str, AfterValidator(matching(NAME, _NAME_FIX))]
 """Name of a policy or source."""
 
 
 def _run_name(value: str) -> str:
     if not all(NAME.fullmatch(part) for part in value.split(".")) or len(value) > 100:
         raise ValueError(
-            f"{shown(value)} does not fit; it names the run folder: use up to 100 letters, "
+            f"{quoted(value)} does not fit; it names the run folder: use up to 100 letters, "
             "digits, _, - and single dots, starting with a letter or digit"
         )
     return value
@@ -74,38 +74,38 @@ def _text(value: str) -> str:
 
 def _init(value: str) -> str:
     if value.startswith("builtin:") and value not in BUILTIN_MODELS:
-        near = did_you_mean(value, BUILTIN_MODELS) or BUILTIN_MODELS[0]
-        raise ValueError(f'{shown(value)} is not a built-in model; did you mean "{near}"?')
+        closest = did_you_mean(value, BUILTIN_MODELS) or BUILTIN_MODELS[0]
+        raise ValueError(f'{quoted(value)} is not a built-in model; did you mean "{closest}"?')
     return _text(value)
 
 
 def _task(value: str) -> str:
-    if value.endswith(_LATER_TASKS) or value.startswith(("hf:", "hf://")):
-        raise ValueError(f"{shown(value)} is not served yet; use a module or a .jsonl file")
+    if value.endswith(_PLANNED_TASK_FORMATS) or value.startswith(("hf:", "hf://")):
+        raise ValueError(f"{quoted(value)} is not served yet; use a module or a .jsonl file")
     if value.endswith(".jsonl") or MODULE.fullmatch(value):
         return value
     if FUNCTION.fullmatch(value):
-        cure = f"name the module alone: {value.partition(':')[0]}"
+        fix = f"name the module alone: {value.partition(':')[0]}"
     else:
-        cure = "use a module like penstock.tasks.reverse or a path ending in .jsonl"
-    raise ValueError(f"{shown(value)} names no source of tasks; {cure}")
+        fix = "use a module like penstock.tasks.reverse or a path ending in .jsonl"
+    raise ValueError(f"{quoted(value)} names no source of tasks; {fix}")
 
 
 def _workflow(value: str) -> str:
     if value in WORKFLOWS or FUNCTION.fullmatch(value):
         return value
-    near = did_you_mean(value, WORKFLOWS)
-    cure = (
-        f'did you mean "{near}"?'
-        if near
+    closest = did_you_mean(value, WORKFLOWS)
+    fix = (
+        f'did you mean "{closest}"?'
+        if closest
         else (f"use {' | '.join(WORKFLOWS)}, module:function, or {{command: [...]}}")
     )
-    raise ValueError(f"{shown(value)} is no workflow; {cure}")
+    raise ValueError(f"{quoted(value)} is no workflow; {fix}")
 
 
 def _report_to(value: object) -> object:
     if isinstance(value, str | list | tuple) and value:
-        trackers = shown(cast(object, value))
+        trackers = quoted(cast(object, value))
         raise ValueError(
             f"{trackers} is not served yet; leave report_to: [] (metrics.jsonl is always written)"
         )
@@ -149,7 +149,9 @@ class ModelConfig(Section):
     """Where SGLang is, for that engine."""
     replicas: NonNegativeInt = 1
     """Rollout nodes the launcher starts; 0 leaves generating to nodes that join."""
-    frozen: Annotated[Literal[False], only(False, "set frozen: false, or leave it out")] = False
+    frozen: Annotated[
+        Literal[False], only_supported(False, "set frozen: false, or leave it out")
+    ] = False
     """Served and never trained (judges, teachers); only false is served yet."""
     capacity: PositiveInt = 256
     """Slots one node works on at once."""
@@ -167,7 +169,7 @@ class ModelConfig(Section):
     """This policy's rules."""
 
     @model_validator(mode="after")
-    def _has_a_server_of_its_own(self) -> Self:
+    def _check_engine_server(self) -> Self:
         if self.engine == "sglang" and not self.sglang.url:
             raise ValueError("engine sglang needs a server that runs; set sglang: {url: ...}")
         if self.engine_url and self.replicas * self.engines > 1:
@@ -210,7 +212,7 @@ class SourceConfig(Section):
     """Use the first tasks only, so many; all when null."""
 
     @model_validator(mode="after")
-    def _supplies_one_thing(self) -> Self:
+    def _check_single_supply(self) -> Self:
         if (self.task is None) is (self.session is None):
             raise ValueError(
                 f"source {self.name} needs either task: (a module or a .jsonl file) or session: "
@@ -222,7 +224,7 @@ class SourceConfig(Section):
 class CommandWorkflow(Section):
     """A program of any kind, trained through the gateway's address in its environment."""
 
-    command: Annotated[tuple[str, ...], Field(strict=False), filled()]
+    command: Annotated[tuple[str, ...], Field(strict=False), non_empty()]
     """The program and its arguments, without a shell."""
 
 
@@ -263,18 +265,18 @@ class RunConfig(Section):
     """Names the run and its folder."""
     output_dir: Annotated[str, AfterValidator(_text)] = "outputs"
     """Holds the run folders; relative to the working directory."""
-    launcher: Annotated[Literal["local"], one_of("local", later=("ray", "kubernetes", "slurm"))] = (
-        "local"
-    )
+    launcher: Annotated[
+        Literal["local"], one_of("local", planned=("ray", "kubernetes", "slurm"))
+    ] = "local"
     """What starts the processes."""
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seeds everything random in the run."""
     deterministic: bool = False
     """Make the whole run a function of config and data, killed or not, on one node or many: batches
     in order of issue, a fixed lag of max_staleness, one answer at a time in each engine. Slow."""
-    models: Annotated[Mapping[Name, ModelConfig], filled()]
+    models: Annotated[Mapping[Name, ModelConfig], non_empty()]
     """One entry per policy."""
-    sources: Annotated[tuple[SourceConfig, ...], Field(strict=False), filled()]
+    sources: Annotated[tuple[SourceConfig, ...], Field(strict=False), non_empty()]
     """Where tasks come from."""
     workflow: WorkflowConfig = "single_turn"
     """What attempts a task."""
@@ -297,7 +299,7 @@ class RunConfig(Section):
     """Weights on their way to the nodes."""
     pipeline: PipelineConfig | None = None
     """What trainers do with a batch, as a graph of stages; null: the algorithm's own."""
-    eval: Annotated[None, only(None, "leave eval null")] = None
+    eval: Annotated[None, only_supported(None, "leave eval null")] = None
     """Scored runs beside training; not served yet."""
     report_to: Annotated[
         tuple[str, ...],
@@ -308,7 +310,7 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _share_with_policies(cls, data: Any) -> Any:
+    def _inherit_shared_sections(cls, data: Any) -> Any:
         """Complete each policy's own algorithm and training from the shared sections."""
         if not isinstance(data, Mapping):
             return data
@@ -317,16 +319,20 @@ class RunConfig(Section):
         models = whole.get("models")
         if isinstance(models, Mapping):
             entries = cast(Mapping[str, Any], models)
-            whole["models"] = {n: _completed(entry, written) for n, entry in entries.items()}
+            whole["models"] = {
+                n: _with_inherited_keys(entry, written) for n, entry in entries.items()
+            }
         return whole
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        refuse([*self._repeated_sources(), *self._temperatures(), *crossings(self)])
+    def _check_consistency(self) -> Self:
+        raise_contradictions(
+            [*self._repeated_sources(), *self._temperatures(), *cross_checks(self)]
+        )
         return self
 
     @model_validator(mode="after")
-    def _declares_its_services(self) -> Self:
+    def _add_service_stages(self) -> Self:
         """A pipeline stage that is placed elsewhere is a stage of the dataflow too."""
         stages = tuple(stage for _, stage in ledger_stages(self))
         declared = self.dataflow.model_copy(update={"stages": stages})
@@ -338,12 +344,12 @@ class RunConfig(Section):
         for index, name in enumerate(names):
             if name in names[:index]:
                 yield Contradiction(
-                    text=f"a source named {shown(name)} stands above; give each its own name",
+                    text=f"a source named {quoted(name)} stands above; give each its own name",
                     keys=(("sources", index, "name"),),
                 )
 
     def _temperatures(self) -> Iterator[Contradiction]:
-        least, most = VLLM_TEMPERATURES
+        least, most = VLLM_TEMPERATURE_RANGE
         is_vllm = any(model.engine == "vllm" for model in self.models.values())
         if is_vllm and not least <= self.sampling.temperature <= most:
             yield Contradiction(
@@ -360,9 +366,9 @@ class RunConfig(Section):
     def for_policy(self, name: str) -> PolicyConfig:
         """What holds for this policy: its own settings where it has any, else the shared ones."""
         if name not in self.models:
-            near = did_you_mean(name, tuple(self.models))
-            cure = f'did you mean "{near}"?' if near else f"known: {', '.join(self.models)}"
-            raise ConfigError(f"no policy {shown(name)} under models; {cure}")
+            closest = did_you_mean(name, tuple(self.models))
+            fix = f'did you mean "{closest}"?' if closest else f"known: {', '.join(self.models)}"
+            raise ConfigError(f"no policy {quoted(name)} under models; {fix}")
         model = self.models[name]
         algorithm = model.algorithm or self.algorithm
         return PolicyConfig(
@@ -371,7 +377,7 @@ class RunConfig(Section):
             algorithm=algorithm,
             training=model.training or self.training,
             sampling=self.sampling,
-            rules=layered(
+            rules=effective_rules(
                 model.dataflow.rules if model.dataflow else (),
                 self.dataflow.rules,
                 PRESETS[algorithm.name].rules,
@@ -379,7 +385,7 @@ class RunConfig(Section):
         )
 
 
-def _completed(entry: Any, whole: Mapping[str, Any]) -> Any:
+def _with_inherited_keys(entry: Any, whole: Mapping[str, Any]) -> Any:
     """A model's entry with the keys that its own sections leave out."""
     if not isinstance(entry, Mapping):
         return entry

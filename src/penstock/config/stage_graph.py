@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Vertex(Protocol):
+class GraphStage(Protocol):
     """What an edge can be drawn from."""
 
     @property
@@ -32,7 +32,7 @@ class Edge:
     """What flows; empty where `after` alone orders the two."""
 
 
-def edges(stages: Sequence[Vertex]) -> tuple[Edge, ...]:
+def find_edges(stages: Sequence[GraphStage]) -> tuple[Edge, ...]:
     """Every edge once, in the order of the stages that wait."""
     writers = {column: stage.id for stage in reversed(stages) for column in stage.writes}
     known = {stage.id for stage in stages}
@@ -52,36 +52,36 @@ def edges(stages: Sequence[Vertex]) -> tuple[Edge, ...]:
     return tuple(found)
 
 
-def circle(found: Sequence[Edge]) -> tuple[Edge, ...]:
+def find_cycle(found: Sequence[Edge]) -> tuple[Edge, ...]:
     """The shortest way from a stage back to itself; empty when there is none."""
-    leaving: dict[str, list[Edge]] = {}
+    outgoing: dict[str, list[Edge]] = {}
     for edge in found:
-        leaving.setdefault(edge.source, []).append(edge)
-    ways = [_way_back(start, leaving) for start in leaving]
-    return min(filter(None, ways), key=len, default=())
+        outgoing.setdefault(edge.source, []).append(edge)
+    paths = [_shortest_cycle(start, outgoing) for start in outgoing]
+    return min(filter(None, paths), key=len, default=())
 
 
-def _way_back(start: str, leaving: Mapping[str, Collection[Edge]]) -> tuple[Edge, ...]:
+def _shortest_cycle(start: str, outgoing: Mapping[str, Collection[Edge]]) -> tuple[Edge, ...]:
     """Breadth first, so that the first way found is a shortest one."""
-    ways: list[tuple[Edge, ...]] = [(edge,) for edge in leaving[start]]
+    paths: list[tuple[Edge, ...]] = [(edge,) for edge in outgoing[start]]
     seen: set[str] = set()
-    for way in ways:
-        end = way[-1].target
+    for path in paths:
+        end = path[-1].target
         if end == start:
-            return way
+            return path
         if end not in seen:
             seen.add(end)
-            ways += [(*way, edge) for edge in leaving.get(end, ())]
+            paths += [(*path, edge) for edge in outgoing.get(end, ())]
     return ()
 
 
-def picture(path: Sequence[Edge]) -> str:
+def draw_path(path: Sequence[Edge]) -> str:
     """`a ─[x]─► b ─► c`: a path as one line of text."""
     if not path:
         return ""
-    return path[0].source + "".join(f" {arrow(edge.columns)} {edge.target}" for edge in path)
+    return path[0].source + "".join(f" {draw_arrow(edge.columns)} {edge.target}" for edge in path)
 
 
-def arrow(columns: Sequence[str]) -> str:
+def draw_arrow(columns: Sequence[str]) -> str:
     """`─[x, y]─►`, or `─►` where nothing flows."""
     return f"─[{', '.join(columns)}]─►" if columns else "─►"

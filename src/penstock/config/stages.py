@@ -16,19 +16,19 @@ from penstock.config.base import (
     KeyPath,
     Section,
     did_you_mean,
-    filled,
     matching,
+    non_empty,
     one_of,
-    shown,
+    quoted,
 )
 
-BORN = ("turns", "reward")
+INITIAL_COLUMNS = ("turns", "reward")
 """Columns a row has when it is delivered; `reward` only while no stage writes it."""
 
 Column = Annotated[
     str, AfterValidator(matching(COLUMN, "use up to 64 letters, digits, _ - . or @"))
 ]
-Columns = Annotated[tuple[Column, ...], Field(strict=False), filled()]
+Columns = Annotated[tuple[Column, ...], Field(strict=False), non_empty()]
 
 
 class StageConfig(Section):
@@ -58,19 +58,19 @@ def stage_contradictions(stages: Sequence[StageConfig]) -> Iterator[Contradictio
     for index, stage in enumerate(stages):
         at: KeyPath = ("stages", index)
         if stage.name in [other.name for other in stages[:index]]:
-            text = f"a stage named {shown(stage.name)} stands above; give each its own name"
+            text = f"a stage named {quoted(stage.name)} stands above; give each its own name"
             yield Contradiction(text=text, keys=((*at, "name"),))
             continue
         for position, column in enumerate(stage.writes):
-            if text := _wrong_write(column, stage, writer[column]):
+            if text := _write_problem(column, stage, writer[column]):
                 yield Contradiction(text=text, keys=((*at, "writes", position), (*at, "writes")))
         for position, column in enumerate(stage.reads):
-            if text := _wrong_read(column, stage, writer.get(column), tuple(writer)):
+            if text := _read_problem(column, stage, writer.get(column), tuple(writer)):
                 yield Contradiction(text=text, keys=((*at, "reads", position), (*at, "reads")))
-    yield from _circles(stages)
+    yield from _cycles(stages)
 
 
-def _wrong_write(column: str, stage: StageConfig, first: StageConfig) -> str:
+def _write_problem(column: str, stage: StageConfig, first: StageConfig) -> str:
     if column == "turns":
         return "every row is born with turns, and a column is written once; give it another name"
     if column == "reward" and stage.on == "admitted":
@@ -83,13 +83,13 @@ def _wrong_write(column: str, stage: StageConfig, first: StageConfig) -> str:
     return ""
 
 
-def _wrong_read(
+def _read_problem(
     column: str, stage: StageConfig, writer: StageConfig | None, written: tuple[str, ...]
 ) -> str:
-    if writer is None and column not in BORN:
-        near = did_you_mean(column, (*BORN, *written))
-        cure = f'did you mean "{near}"?' if near else "add a stage that writes it"
-        return f"no row is born with {column} and no stage writes it; {cure}"
+    if writer is None and column not in INITIAL_COLUMNS:
+        closest = did_you_mean(column, (*INITIAL_COLUMNS, *written))
+        fix = f'did you mean "{closest}"?' if closest else "add a stage that writes it"
+        return f"no row is born with {column} and no stage writes it; {fix}"
     if writer is not None and writer.on == "admitted" and stage.on == "delivered":
         return (
             f"stage {writer.name} writes {column} on admitted groups only, so this stage cannot "
@@ -98,7 +98,7 @@ def _wrong_read(
     return ""
 
 
-def _circles(stages: Sequence[StageConfig]) -> Iterator[Contradiction]:
+def _cycles(stages: Sequence[StageConfig]) -> Iterator[Contradiction]:
     """Stages that wait for each other: those left when all that can run have run."""
     left = dict(enumerate(stages))
     while runnable := [

@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from penstock.config.algorithms import PRESETS, with_preset
-from penstock.config.base import Contradiction, Section, one_of, refuse, shown
+from penstock.config.base import Contradiction, Section, one_of, quoted, raise_contradictions
 from penstock.config.pipeline import ParallelConfig
 
-MODES: Mapping[str, int] = {"sync": 0, "one_step": 1, "async": 8}
+STALENESS_BY_MODE: Mapping[str, int] = {"sync": 0, "one_step": 1, "async": 8}
 """`max_staleness` of each mode; of async only where the file gives none."""
-WIDEST_SEQUENCE_CLIP = 0.01
+MAX_SEQUENCE_CLIP = 0.01
 """Above, clipping the mean ratio of a sequence does nothing."""
 
 
@@ -64,8 +64,8 @@ class CorrectionConfig(Section):
     """Set a sequence aside that has a token with a ρ below this; 1e-4 is usual, 0 is off."""
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        refuse(self._contradictions())
+    def _check_consistency(self) -> Self:
+        raise_contradictions(self._contradictions())
         return self
 
     def _contradictions(self) -> Iterator[Contradiction]:
@@ -76,7 +76,7 @@ class CorrectionConfig(Section):
             text = f"low has no effect with weighting {self.weighting}; take it out, or use mask"
             yield Contradiction(text=text, keys=(("low",), ("weighting",)))
         if self.weighting == "none":
-            yield from self._unheard()
+            yield from self._ineffective_keys()
         is_bounded = self.sequence_low > 0 or self.sequence_high is not None
         if is_bounded != (self.sequence is not None):
             text = "sequence and its bounds belong together; set sequence_low or sequence_high "
@@ -87,7 +87,7 @@ class CorrectionConfig(Section):
             text = "sequence_low is not below sequence_high, so no sequence is left; lower it"
             yield Contradiction(text=text, keys=(("sequence_low",), ("sequence_high",)))
 
-    def _unheard(self) -> Iterator[Contradiction]:
+    def _ineffective_keys(self) -> Iterator[Contradiction]:
         """What does nothing where tokens are not weighed."""
         if self.high != type(self).model_fields["high"].default:
             text = "high has no effect with weighting none; take it out, or use truncate or mask"
@@ -170,9 +170,9 @@ class AlgorithmConfig(Section):
     """For engines whose log-probs are not the trainer's; null trusts them."""
 
     @property
-    def compares_in_group(self) -> bool:
+    def is_group_relative(self) -> bool:
         """Whether a group of one teaches nothing, under its own graph."""
-        return PRESETS[self.name].compares_in_group
+        return PRESETS[self.name].is_group_relative
 
     @property
     def needs_proximal(self) -> bool:
@@ -182,15 +182,17 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_preset(cls, data: Any) -> Any:
+    def _apply_preset(cls, data: Any) -> Any:
         return with_preset(data)
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        refuse([*self._contradictions(), *self._misplaced(), *self._corrected_twice()])
+    def _check_consistency(self) -> Self:
+        raise_contradictions(
+            [*self._contradictions(), *self._misplaced(), *self._double_correction()]
+        )
         return self
 
-    def _corrected_twice(self) -> Iterator[Contradiction]:
+    def _double_correction(self) -> Iterator[Contradiction]:
         """A ratio against the engine's log-probs holds the disagreement already."""
         if self.name in ("m2po", "decoupled") and self.ratio_against == "proximal":
             text = f"{self.name} says itself what its ratio stands against; take ratio_against out"
@@ -230,12 +232,12 @@ class AlgorithmConfig(Section):
             default = type(self).model_fields[key].default
             if getattr(self, key) != default:
                 text = f"{key} clips a ratio, and {self.name} has {UNCLIPPED[self.name]}"
-                cure = f"take it out, or set it to {shown(default)}"
-                yield Contradiction(text=f"{text}; {cure}", keys=((key,), ("name",)))
-        if self.name == "gspo" and max(self.epsilon, self.epsilon_high or 0) > WIDEST_SEQUENCE_CLIP:
+                fix = f"take it out, or set it to {quoted(default)}"
+                yield Contradiction(text=f"{text}; {fix}", keys=((key,), ("name",)))
+        if self.name == "gspo" and max(self.epsilon, self.epsilon_high or 0) > MAX_SEQUENCE_CLIP:
             yield Contradiction(
                 text="gspo clips the mean ratio of a whole sequence, which never moves that far; "
-                f"set epsilon and epsilon_high <= {WIDEST_SEQUENCE_CLIP} (3e-4 and 4e-4 are usual)",
+                f"set epsilon and epsilon_high <= {MAX_SEQUENCE_CLIP} (3e-4 and 4e-4 are usual)",
                 keys=(("epsilon",), ("epsilon_high",), ("name",)),
             )
 
@@ -298,30 +300,30 @@ class TrainingConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_mode(cls, data: Any) -> Any:
+    def _apply_mode(cls, data: Any) -> Any:
         """Write out what the mode stands for."""
         if not isinstance(data, Mapping):
             return data
         written = cast(Mapping[str, Any], data)
         mode = written.get("mode")
-        if not isinstance(mode, str) or mode not in MODES:
+        if not isinstance(mode, str) or mode not in STALENESS_BY_MODE:
             return written
-        return {"max_staleness": MODES[mode], **written}
+        return {"max_staleness": STALENESS_BY_MODE[mode], **written}
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        refuse(self._contradictions())
+    def _check_consistency(self) -> Self:
+        raise_contradictions(self._contradictions())
         return self
 
     @property
-    def _keeps_mode(self) -> bool:
+    def _matches_mode(self) -> bool:
         if self.mode == "async":
             return self.max_staleness >= 1
-        return self.mode is None or self.max_staleness == MODES[self.mode]
+        return self.mode is None or self.max_staleness == STALENESS_BY_MODE[self.mode]
 
     def _contradictions(self) -> Iterator[Contradiction]:
-        if self.mode is not None and not self._keeps_mode:
-            wanted = ">= 1" if self.mode == "async" else str(MODES[self.mode])
+        if self.mode is not None and not self._matches_mode:
+            wanted = ">= 1" if self.mode == "async" else str(STALENESS_BY_MODE[self.mode])
             yield Contradiction(
                 text=f"mode {self.mode} means max_staleness {wanted}, not {self.max_staleness}; "
                 "take one of the two out",

@@ -5,14 +5,14 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from penstock.config.base import OBJECT_STORES, Section, is_url, one_of, shown
+from penstock.config.base import OBJECT_STORES, Section, is_url, one_of, quoted
 
 
 def _read_mirror(value: object) -> object:
     if value == "" or (isinstance(value, str) and is_url(value, *OBJECT_STORES, "file")):
         return value
     raise ValueError(
-        f"{shown(value)} names no object store; write s3://bucket/run, gs://… or az://…"
+        f"{quoted(value)} names no object store; write s3://bucket/run, gs://… or az://…"
     )
 
 

@@ -10,7 +10,7 @@ from typing import cast
 
 import yaml
 
-from penstock.config.base import KeyPath, shown
+from penstock.config.base import KeyPath, quoted
 
 MAX_DEPTH = 32
 """Deepest nesting; the schema needs seven levels."""
@@ -34,7 +34,7 @@ class YamlProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Positions:
+class KeyPositions:
     """Where each key of a text stands."""
 
     lines: Mapping[KeyPath, int]
@@ -53,21 +53,21 @@ class Positions:
         return self.lines.get(path, 1)
 
 
-def scan(text: str) -> Positions:
+def locate_keys(text: str) -> KeyPositions:
     """Find the line of every key, and everything that makes the text unreadable."""
     problems: list[YamlProblem] = []
     root: yaml.Node | None = None
     try:
-        problems += _suspicious_events(text)
+        problems += _forbidden_yaml(text)
         if not problems:
             root = _compose(text)
     except yaml.YAMLError as error:
         problems.append(_syntax(error))
-    walk = _Walk()
+    walk = _NodeVisitor()
     if root is not None:
         walk.lines[()] = root.start_mark.line + 1
         walk.visit(root, (), ())
-    return Positions(
+    return KeyPositions(
         lines=walk.lines,
         problems=tuple(problems + walk.problems),
         is_mapping=isinstance(root, yaml.MappingNode),
@@ -85,7 +85,7 @@ def _events(text: str) -> Iterator[yaml.Event]:
     return cast(Iterator[yaml.Event], parse(text, Loader=yaml.SafeLoader))
 
 
-def _suspicious_events(text: str) -> list[YamlProblem]:
+def _forbidden_yaml(text: str) -> list[YamlProblem]:
     """Tags and nesting, seen in the flat stream of events before anything recurses over it."""
     depth = 0
     for count, event in enumerate(_events(text)):
@@ -120,45 +120,45 @@ def _is_text(key: yaml.ScalarNode) -> bool:
 
 
 @dataclass(slots=True)
-class _Walk:
+class _NodeVisitor:
     """One pass over the nodes, aliases written out."""
 
     lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
     problems: list[YamlProblem] = field(default_factory=list[YamlProblem])
     num_nodes: int = 0
 
-    def visit(self, node: yaml.Node, path: KeyPath, above: tuple[yaml.Node, ...]) -> None:
+    def visit(self, node: yaml.Node, path: KeyPath, ancestors: tuple[yaml.Node, ...]) -> None:
         self.num_nodes += 1
-        if node in above:
+        if node in ancestors:
             self._refuse(node, path, "refers to itself; write the value out")
-        elif len(above) > MAX_DEPTH or self.num_nodes == MAX_NODES:
+        elif len(ancestors) > MAX_DEPTH or self.num_nodes == MAX_NODES:
             self._refuse(node, path, "too deep or too large for a run file")
         elif self.num_nodes > MAX_NODES:
             return
         elif isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
                 self.lines[*path, index] = item.start_mark.line + 1
-                self.visit(item, (*path, index), (*above, node))
+                self.visit(item, (*path, index), (*ancestors, node))
         elif isinstance(node, yaml.MappingNode):
-            self._visit_mapping(node, path, above)
+            self._visit_mapping(node, path, ancestors)
 
     def _visit_mapping(
-        self, node: yaml.MappingNode, path: KeyPath, above: tuple[yaml.Node, ...]
+        self, node: yaml.MappingNode, path: KeyPath, ancestors: tuple[yaml.Node, ...]
     ) -> None:
         for key, value in node.value:
             line = key.start_mark.line + 1
             if key.tag == _MERGE:
-                self.visit(value, (*path, "<<"), (*above, node))
+                self.visit(value, (*path, "<<"), (*ancestors, node))
             elif not isinstance(key, yaml.ScalarNode) or not _is_text(key):
                 written = key.value if isinstance(key, yaml.ScalarNode) else "this key"
                 self._refuse(key, path, f"{written} is not text; put quotes around the key")
             elif (place := (*path, key.value)) in self.lines:
                 first = self.lines[place]
-                text = f"duplicate key {shown(key.value)}, first on line {first}; keep one of them"
+                text = f"duplicate key {quoted(key.value)}, first on line {first}; keep one of them"
                 self.problems.append(YamlProblem(line=line, path=place, text=text))
             else:
                 self.lines[place] = line
-                self.visit(value, place, (*above, node))
+                self.visit(value, place, (*ancestors, node))
 
     def _refuse(self, node: yaml.Node, path: KeyPath, text: str) -> None:
         line = node.start_mark.line + 1

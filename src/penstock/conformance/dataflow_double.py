@@ -33,18 +33,18 @@ from penstock.config import (
     TrainingConfig,
 )
 from penstock.dataflow.service.build import build
-from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.server import surface
 from penstock.errors import ConfigError
 from penstock.observe.prometheus import new_registry
 from penstock.types import PolicyName
 from penstock.weights.serving.origin import Origin
-from penstock.weights.serving.server import READERS, Front
+from penstock.weights.serving.server import READERS, WeightServer
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.routes import Call, Route
 from penstock.wire.server import build_app
-from penstock.wire.serving import check_bind, serve_on
+from penstock.wire.serving import require_tls_off_loopback, serve_on_socket
 
 RUN = "conformance"
 POLICY = PolicyName("policy")
@@ -53,12 +53,12 @@ HEARTBEAT_S = TTL_S / 4
 TOKEN_TTL_S = 3600.0
 
 Handler = Callable[[Call], Awaitable[object]]
-Watch = Callable[[str, Call, Handler], Awaitable[object]]
+Interceptor = Callable[[str, Call, Handler], Awaitable[object]]
 """(`METHOD /path`, the call, the real handler) to the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Invitation:
+class JoinInfo:
     """All that the party under test is given."""
 
     url: str
@@ -68,27 +68,27 @@ class Invitation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Double:
-    service: Dataflow
+class DataflowDouble:
+    service: DataflowService
     store: Path
     listener: socket.socket
     url: str
     signer: Signer
 
-    def invitation(self, role: Role) -> Invitation:
+    def join_info(self, role: Role) -> JoinInfo:
         audiences = (Audience.DATAFLOW, Audience.WEIGHTS)
         token = self.signer.mint(role, audiences, ttl_s=TOKEN_TTL_S)
-        return Invitation(url=self.url, token=token, store=self.store)
+        return JoinInfo(url=self.url, token=token, store=self.store)
 
     @asynccontextmanager
-    async def serve(self, watch: Watch) -> AsyncGenerator[None]:
-        """Answer calls, each through `watch`, until the block ends."""
-        routes = [watched(route, watch) for route in self._routes()]
+    async def serve(self, interceptor: Interceptor) -> AsyncGenerator[None]:
+        """Answer calls, each through `interceptor`, until the block ends."""
+        routes = [intercepted(route, interceptor) for route in self._routes()]
         verifier = self.signer.verifier(Audience.DATAFLOW)
         app = build_app(routes, verifier, title="penstock double", lifespan=self._lifespan)
         # An answer that is cut off on purpose is no news.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        serving = asyncio.create_task(serve_on(app, self.listener), name="double")
+        serving = asyncio.create_task(serve_on_socket(app, self.listener), name="double")
         try:
             yield
         finally:
@@ -98,12 +98,14 @@ class Double:
 
     def _routes(self) -> list[Route]:
         calls = surface(self.service, run_config(), self.url).routes()
-        front = Front(Origin(DirectoryStore(self.store)), new_registry("weights", RUN))
+        weight_server = WeightServer(
+            Origin(DirectoryStore(self.store)), new_registry("weights", RUN)
+        )
         # One address serves both, and a node fetches weights: their blobs come first.
         return [
-            _read("/v1/manifests/{digest}", front.manifest, "A manifest."),
-            _read("/v1/deltas/{digest}", front.deltas, "Deltas that lead to a blob."),
-            _read("/v1/blobs/{digest}", front.blob, "A blob."),
+            _read("/v1/manifests/{digest}", weight_server.manifest, "A manifest."),
+            _read("/v1/deltas/{digest}", weight_server.deltas, "Deltas that lead to a blob."),
+            _read("/v1/blobs/{digest}", weight_server.blob, "A blob."),
             *(call for call in calls if (call.method, call.path) != ("GET", "/v1/blobs/{digest}")),
         ]
 
@@ -122,19 +124,19 @@ def _read(path: str, handler: Handler, summary: str) -> Route:
     return Route(method="GET", path=path, handler=handler, roles=READERS, summary=summary)
 
 
-def watched(route: Route, watch: Watch) -> Route:
+def intercepted(route: Route, interceptor: Interceptor) -> Route:
     name = f"{route.method} {route.path}"
 
     async def handler(call: Call) -> object:
-        return await watch(name, call, route.handler)
+        return await interceptor(name, call, route.handler)
 
     return replace(route, handler=handler)
 
 
 @asynccontextmanager
-async def open_double(host: str, port: int) -> AsyncGenerator[Double]:
+async def open_double(host: str, port: int) -> AsyncGenerator[DataflowDouble]:
     """A fresh run in a temporary folder, listening (but not yet answering) when this enters."""
-    check_bind(host, None)
+    require_tls_off_loopback(host, None)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-conformance-") as folder,
         _listen(host, port) as listener,
@@ -143,7 +145,7 @@ async def open_double(host: str, port: int) -> AsyncGenerator[Double]:
         DirectoryStore(root / "store").prepare()
         service = build(run_config(), root / "ledger")
         try:
-            yield Double(
+            yield DataflowDouble(
                 service=service,
                 store=root / "store",
                 listener=listener,
@@ -182,7 +184,7 @@ def run_config() -> RunConfig:
     )
 
 
-class CutOff(Response):
+class TruncatedResponse(Response):
     """An answer lost on the way: the connection ends in the middle of its body."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

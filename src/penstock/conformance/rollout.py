@@ -12,12 +12,24 @@ import asyncio
 import time
 from dataclasses import replace
 
-from penstock.conformance.dataflow_double import HEARTBEAT_S, POLICY, CutOff, Double, Handler
-from penstock.conformance.row_rules import Lease, judge_row, read_row
+from penstock.conformance.dataflow_double import (
+    HEARTBEAT_S,
+    POLICY,
+    DataflowDouble,
+    Handler,
+    TruncatedResponse,
+)
+from penstock.conformance.row_rules import Lease, check_row, read_row
 from penstock.conformance.simulated_peers import row_id_of
-from penstock.conformance.verdicts import Findings, Rule
-from penstock.conformance.weight_fetches import Fetches
-from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.conformance.verdicts import Rule, RuleVerdicts
+from penstock.conformance.weight_fetches import WeightFetches
+from penstock.dataflow.core.leasing import (
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+    RegisterRequest,
+)
 from penstock.dataflow.service.nodes.messages import (
     DeliveryAnswer,
     DeliveryRequest,
@@ -25,8 +37,8 @@ from penstock.dataflow.service.nodes.messages import (
     HeartbeatAnswer,
     LeaseAnswer,
     LeaseRequest,
-    Orders,
-    Registered,
+    NodeDirectives,
+    RegisterAnswer,
 )
 from penstock.errors import NotFound, Unreachable
 from penstock.types import NodeId, RowId, Trajectory
@@ -35,13 +47,13 @@ from penstock.wire.routes import Call
 
 MAX_CAPACITY = 8
 """However much the node offers: the stand-in must find work too."""
-LATEST_BEAT_S = 3 * HEARTBEAT_S
+MAX_HEARTBEAT_GAP_S = 3 * HEARTBEAT_S
 DRAIN_S = 10.0
-IN_FLIGHT_S = 2.0
+IN_FLIGHT_GRACE_S = 2.0
 """Calls that were under way when an order reached the node are forgiven so long."""
 
 RULES = (
-    Rule("register-first", "the first call registers; node id and session stay"),
+    Rule("register-first", "the first call registers; node id and boot_id stay"),
     Rule("heartbeat-in-time", f"a heartbeat every {HEARTBEAT_S:g} s, from joining to leaving"),
     Rule("rejoin-when-unknown", "after 404 the node registers again"),
     Rule("fetch-before-live", "a version is live only after its manifest and weights were fetched"),
@@ -62,52 +74,52 @@ RULES = (
 )
 
 
-class RolloutWatch:
-    def __init__(self, double: Double) -> None:
-        self.findings = Findings(RULES)
-        self.fetches = Fetches(double.store)
+class RolloutExaminer:
+    def __init__(self, double: DataflowDouble) -> None:
+        self.verdicts = RuleVerdicts(RULES)
+        self.fetches = WeightFetches(double.store)
         self.draining = asyncio.Event()
         self.joined_at = 0.0
         self.left_at = 0.0
         self.last_call_at = time.monotonic()
-        self.num_beats = 0
+        self.num_heartbeats = 0
         self.num_stored = 0
         self.sampled_numbers: set[int] = set()
         self._service = double.service
         self._node_id = NodeId("")
-        self._session = ""
+        self._boot_id = ""
         self._versions: dict[tuple[int, int], str] = {}
         self._wrong: set[tuple[int, int]] = set()
         self._damaged: set[tuple[int, int]] = set()
-        self._last_beat_at = 0.0
-        self._forgot_at: float | None = None
+        self._last_heartbeat_at = 0.0
+        self._rejected_heartbeat_at: float | None = None
         self._lost_request: LeaseRequest | None = None
         self._has_lost_lease = False
         self._leases: dict[RowId, Lease] = {}
         self._ended: set[RowId] = set()
         self._payloads: dict[RowId, bytes] = {}
-        self._not_repeated: set[RowId] | None = None
-        self._has_stolen = False
-        self._answered_fenced: set[RowId] = set()
-        self._drain_told_at = 0.0
+        self._awaiting_redelivery: set[RowId] | None = None
+        self._has_revoked_lease = False
+        self._fenced_rows: set[RowId] = set()
+        self._drain_ordered_at = 0.0
 
     def expect(
-        self, incarnation: int, number: int, stored: StoredVersion, *, mishap: str = ""
+        self, incarnation: int, number: int, stored: StoredVersion, *, fault: str = ""
     ) -> None:
-        """This version is about to be published; `mishap` is "damaged", "wrong" or nothing."""
+        """This version is about to be published; `fault` is "damaged", "wrong" or nothing."""
         key = (incarnation, number)
         self._versions[key] = stored.manifest_digest
-        if mishap == "damaged":
+        if fault == "damaged":
             self._damaged.add(key)
             self.fetches.damage(stored.manifest_digest)
-        elif mishap == "wrong":
+        elif fault == "wrong":
             self._wrong.add(key)
 
     @property
-    def has_met_all(self) -> bool:
+    def has_seen_all_faults(self) -> bool:
         """Every mishap of the first version has come and gone."""
         return all(
-            self.findings.has_seen(rule)
+            self.verdicts.has_result(rule)
             for rule in (
                 "lease-repeated",
                 "delivery-repeated",
@@ -117,7 +129,7 @@ class RolloutWatch:
         )
 
     @property
-    def has_fetched_wrong(self) -> bool:
+    def has_fetched_wrong_tensor(self) -> bool:
         """It had the chance to go live on the version with the wrong tensor."""
         return any(self.fetches.has_all(self._versions[key]) for key in self._wrong)
 
@@ -125,7 +137,7 @@ class RolloutWatch:
 
     async def __call__(self, name: str, call: Call, handler: Handler) -> object:
         self.last_call_at = time.monotonic()
-        watch = {
+        examine = {
             "POST /v1/nodes": self._register,
             "PUT /v1/nodes/{node_id}": self._heartbeat,
             "DELETE /v1/nodes/{node_id}": self._leave,
@@ -134,77 +146,81 @@ class RolloutWatch:
             "GET /v1/manifests/{digest}": self.fetches.manifest,
             "GET /v1/blobs/{digest}": self.fetches.blob,
         }.get(name)
-        if watch is None:
+        if examine is None:
             return await handler(call)
         if not self.joined_at:
             is_first = name == "POST /v1/nodes"
-            self.findings.check("register-first", is_first, f"{name} came first")
+            self.verdicts.check("register-first", is_first, f"{name} came first")
         if self.left_at:
-            self.findings.broke("drain-obeyed", f"{name} after the node had left")
-        return await watch(call, handler)
+            self.verdicts.mark_broken("drain-obeyed", f"{name} after the node had left")
+        return await examine(call, handler)
 
     async def _register(self, call: Call, handler: Handler) -> object:
-        body: Register = call.body
+        body: RegisterRequest = call.body
         if not self.joined_at:
-            self.joined_at = self._last_beat_at = time.monotonic()
-            self._node_id, self._session = body.node_id, body.session
-        elif (body.node_id, body.session) != (self._node_id, self._session):
-            self.findings.broke("register-first", f"{body.node_id} registers under a new session")
-        if self._forgot_at is not None:
-            self._forgot_at = None
-            self.findings.kept("rejoin-when-unknown")
+            self.joined_at = self._last_heartbeat_at = time.monotonic()
+            self._node_id, self._boot_id = body.node_id, body.boot_id
+        elif (body.node_id, body.boot_id) != (self._node_id, self._boot_id):
+            self.verdicts.mark_broken(
+                "register-first", f"{body.node_id} registers under a new boot_id"
+            )
+        if self._rejected_heartbeat_at is not None:
+            self._rejected_heartbeat_at = None
+            self.verdicts.mark_kept("rejoin-when-unknown")
         capped = replace(body, capacity=min(body.capacity, MAX_CAPACITY))
         answer = await handler(replace(call, body=capped))
-        assert isinstance(answer, Registered)
+        assert isinstance(answer, RegisterAnswer)
         return replace(answer, orders=self._orders(answer.orders))
 
     async def _heartbeat(self, call: Call, handler: Handler) -> object:
         body: Heartbeat = call.body
-        self.note_beat_gap()
-        self._last_beat_at = time.monotonic()
-        self.num_beats += 1
+        self.check_heartbeat_gap()
+        self._last_heartbeat_at = time.monotonic()
+        self.num_heartbeats += 1
         self._check_live(body.live)
         is_live = body.state is NodeState.LIVE
         if is_live and not body.live:
-            self.findings.broke("fetch-before-live", "state live without a live version")
-        if is_live and self.num_stored and not self.findings.has_seen("rejoin-when-unknown"):
-            if self._forgot_at is None:
-                self._forgot_at = time.monotonic()
+            self.verdicts.mark_broken("fetch-before-live", "state live without a live version")
+        if is_live and self.num_stored and not self.verdicts.has_result("rejoin-when-unknown"):
+            if self._rejected_heartbeat_at is None:
+                self._rejected_heartbeat_at = time.monotonic()
                 raise NotFound(f"node {self._node_id} is not registered; POST /v1/nodes first")
-            self.findings.broke("rejoin-when-unknown", "the next heartbeat came without")
+            self.verdicts.mark_broken("rejoin-when-unknown", "the next heartbeat came without")
         answer = await handler(call)
         assert isinstance(answer, HeartbeatAnswer)
         return replace(answer, orders=self._orders(answer.orders))
 
     async def _leave(self, call: Call, handler: Handler) -> object:
         answer = await handler(call)
-        self.note_beat_gap()
+        self.check_heartbeat_gap()
         self.left_at = time.monotonic()
         held = self._leases.keys() - self._ended
-        seen = f"{len(held)} leases were kept, among them {min(held, default='')}"
-        self.findings.check("every-lease-ends", not held, seen)
-        if self._drain_told_at:
-            took_s = self.left_at - self._drain_told_at
-            self.findings.check("drain-obeyed", took_s <= DRAIN_S, f"it took {took_s:.1f} s")
+        detail = f"{len(held)} leases were kept, among them {min(held, default='')}"
+        self.verdicts.check("every-lease-ends", not held, detail)
+        if self._drain_ordered_at:
+            took_s = self.left_at - self._drain_ordered_at
+            self.verdicts.check("drain-obeyed", took_s <= DRAIN_S, f"it took {took_s:.1f} s")
         return answer
 
     async def _lease(self, call: Call, handler: Handler) -> object:
         body: LeaseRequest = call.body
-        self.findings.check("lease-before-live", bool(body.live), "a lease with nothing live")
+        self.verdicts.check("lease-before-live", bool(body.live), "a lease with nothing live")
         self._check_live(body.live)
         self._check_repeated_lease(body)
-        if self._drain_told_at and time.monotonic() - self._drain_told_at > IN_FLIGHT_S:
-            self.findings.broke("drain-obeyed", "a lease was asked for after the order to drain")
+        if self._drain_ordered_at and time.monotonic() - self._drain_ordered_at > IN_FLIGHT_GRACE_S:
+            self.verdicts.mark_broken(
+                "drain-obeyed", "a lease was asked for after the order to drain"
+            )
         if not self._has_lost_lease:  # few: should the node not ask again, most slots are left
             call = replace(call, body=replace(body, max_slots=min(2, body.max_slots)))
         answer = await self._until_drained(call, handler)
         if answer.grants and not self._has_lost_lease:
             self._has_lost_lease, self._lost_request = True, body
-            return CutOff()
+            return TruncatedResponse()
         for grant in answer.grants:
             self._leases.setdefault(row_id_of(grant), Lease(grant=grant, live=body.live))
-        if answer.grants and not self._has_stolen:
-            await self._steal(answer.grants[-1])
+        if answer.grants and not self._has_revoked_lease:
+            await self._revoke_lease(answer.grants[-1])
         return replace(answer, orders=self._orders(answer.orders))
 
     def _check_repeated_lease(self, body: LeaseRequest) -> None:
@@ -212,8 +228,8 @@ class RolloutWatch:
         if lost is None:
             return
         self._lost_request = None
-        seen = f"request {lost.request_id} had no answer, then came {body.request_id}"
-        self.findings.check("lease-repeated", body.request_id == lost.request_id, seen)
+        detail = f"request {lost.request_id} had no answer, then came {body.request_id}"
+        self.verdicts.check("lease-repeated", body.request_id == lost.request_id, detail)
 
     async def _until_drained(self, call: Call, handler: Handler) -> LeaseAnswer:
         """A lease held open is answered early when orders change, as the real service does."""
@@ -228,13 +244,13 @@ class RolloutWatch:
         handling.cancel()
         return LeaseAnswer(tasks=(), grants=(), orders=self._service.nodes.orders(self._node_id))
 
-    async def _steal(self, grant: Grant) -> None:
+    async def _revoke_lease(self, grant: Grant) -> None:
         """End a lease behind the node's back; the slot comes again under the next epoch."""
-        self._has_stolen = True
+        self._has_revoked_lease = True
         released = (row_id_of(grant),)
         await self._service.nodes.deliver(
             DeliveryRequest(
-                node_id=self._node_id, session=self._session, deliveries=(), released=released
+                node_id=self._node_id, boot_id=self._boot_id, deliveries=(), released=released
             )
         )
 
@@ -242,16 +258,18 @@ class RolloutWatch:
         body: DeliveryRequest = call.body
         for delivery in body.deliveries:
             row_id = delivery.row_id
-            for judged in judge_row(delivery, self._leases.get(row_id), self._node_id):
-                self.findings.check(judged.rule, not judged.wrong, judged.wrong)
+            for rule_check in check_row(delivery, self._leases.get(row_id), self._node_id):
+                self.verdicts.check(rule_check.rule, not rule_check.wrong, rule_check.wrong)
             trajectory = read_row(delivery)
             if isinstance(trajectory, Trajectory):
                 self._check_versions(trajectory)
             payload = bytes(delivery.payload)
             if self._payloads.setdefault(row_id, payload) != payload:
-                self.findings.broke("delivery-repeated", f"row {row_id} came with other bytes")
-            if row_id in self._answered_fenced:
-                self.findings.broke("fenced-dropped", f"row {row_id} came again")
+                self.verdicts.mark_broken(
+                    "delivery-repeated", f"row {row_id} came with other bytes"
+                )
+            if row_id in self._fenced_rows:
+                self.verdicts.mark_broken("fenced-dropped", f"row {row_id} came again")
         sent = {delivery.row_id for delivery in body.deliveries}
         self._check_repeated_delivery(sent)
         self._ended |= sent | set(body.released)
@@ -259,20 +277,20 @@ class RolloutWatch:
         assert isinstance(answer, DeliveryAnswer)
         stored = [r for r in answer.results if r.status is DeliveryStatus.STORED]
         self.num_stored += len(stored)
-        if self._not_repeated is None and sent & {result.row_id for result in stored}:
-            self._not_repeated = sent
+        if self._awaiting_redelivery is None and sent & {result.row_id for result in stored}:
+            self._awaiting_redelivery = sent
             raise Unreachable("conformance: stored, but you do not know", retry_after_s=0.1)
         for result in answer.results:
             if result.status is DeliveryStatus.FENCED and result.row_id in sent:
-                self._answered_fenced.add(result.row_id)
-                self.findings.kept("fenced-dropped")
+                self._fenced_rows.add(result.row_id)
+                self.verdicts.mark_kept("fenced-dropped")
         return answer
 
     def _check_repeated_delivery(self, sent: set[RowId]) -> None:
-        if self._not_repeated:
-            self._not_repeated -= sent
-            if not self._not_repeated:
-                self.findings.kept("delivery-repeated")
+        if self._awaiting_redelivery:
+            self._awaiting_redelivery -= sent
+            if not self._awaiting_redelivery:
+                self.verdicts.mark_kept("delivery-repeated")
 
     # --- versions -----------------------------------------------------------------------------
 
@@ -281,50 +299,54 @@ class RolloutWatch:
             key = (version.incarnation, version.number)
             digest = self._versions.get(key)
             if digest is None or version.policy != POLICY:
-                self.findings.broke("fetch-before-live", f"live on {version}, never published")
+                self.verdicts.mark_broken(
+                    "fetch-before-live", f"live on {version}, never published"
+                )
             elif key in self._wrong:
-                seen = f"{version.incarnation}.{version.number} is live"
-                self.findings.broke("wrong-tensor-refused", seen)
+                detail = f"{version.incarnation}.{version.number} is live"
+                self.verdicts.mark_broken("wrong-tensor-refused", detail)
             else:
-                seen = f"{version.incarnation}.{version.number} is live and was not fetched whole"
-                self.findings.check("fetch-before-live", self.fetches.has_all(digest), seen)
+                detail = f"{version.incarnation}.{version.number} is live and was not fetched whole"
+                self.verdicts.check("fetch-before-live", self.fetches.has_all(digest), detail)
                 if key in self._damaged:
                     is_whole = self.fetches.has_all(digest, undamaged=True)
-                    self.findings.check("corrupt-blob-refused", is_whole, seen)
+                    self.verdicts.check("corrupt-blob-refused", is_whole, detail)
 
     def _check_versions(self, trajectory: Trajectory) -> None:
         for turn in trajectory.turns:
             for span in turn.spans:
                 key = (span.incarnation, span.number)
                 digest = self._versions.get(key)
-                seen = f"row {trajectory.row_id}: {key} was never fetched"
+                detail = f"row {trajectory.row_id}: {key} was never fetched"
                 is_fetched = digest is not None and self.fetches.has_all(digest)
-                self.findings.check("spans-name-live", is_fetched or key in self._wrong, seen)
+                self.verdicts.check("spans-name-live", is_fetched or key in self._wrong, detail)
                 self.sampled_numbers.add(span.number)
 
     # --- orders and ends ----------------------------------------------------------------------
 
-    def _orders(self, orders: Orders) -> Orders:
+    def _orders(self, orders: NodeDirectives) -> NodeDirectives:
         if not self.draining.is_set():
             return orders
-        self._drain_told_at = self._drain_told_at or time.monotonic()
+        self._drain_ordered_at = self._drain_ordered_at or time.monotonic()
         return replace(orders, drain=True)
 
-    def note_beat_gap(self) -> None:
+    def check_heartbeat_gap(self) -> None:
         if not self.joined_at:
             return
-        silent_s = time.monotonic() - self._last_beat_at
-        seen = f"{silent_s:.1f} s without one"
-        self.findings.check("heartbeat-in-time", silent_s <= LATEST_BEAT_S, seen)
+        silent_s = time.monotonic() - self._last_heartbeat_at
+        detail = f"{silent_s:.1f} s without one"
+        self.verdicts.check("heartbeat-in-time", silent_s <= MAX_HEARTBEAT_GAP_S, detail)
 
-    def conclude(self) -> None:
+    def finish(self) -> None:
         """Name what should have come and did not."""
-        if self._not_repeated:
-            self.findings.broke("delivery-repeated", f"{min(self._not_repeated)} never came again")
-        if self._drain_told_at and not self.left_at:
-            self.findings.broke("drain-obeyed", "the node did not leave")
+        if self._awaiting_redelivery:
+            self.verdicts.mark_broken(
+                "delivery-repeated", f"{min(self._awaiting_redelivery)} never came again"
+            )
+        if self._drain_ordered_at and not self.left_at:
+            self.verdicts.mark_broken("drain-obeyed", "the node did not leave")
         if not self.left_at:
-            self.note_beat_gap()
-        if self.left_at and self._has_stolen and not self._answered_fenced:
+            self.check_heartbeat_gap()
+        if self.left_at and self._has_revoked_lease and not self._fenced_rows:
             # Handing the slot back, or dropping it unseen, obeys the rule as well.
-            self.findings.kept("fenced-dropped")
+            self.verdicts.mark_kept("fenced-dropped")

@@ -27,7 +27,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class RuleCheck:
     rule: str
     wrong: str
     """Empty: kept."""
@@ -40,22 +40,24 @@ def read_row(delivery: Delivery) -> Trajectory | str:
         return str(error)
 
 
-def judge_row(delivery: Delivery, lease: Lease | None, node_id: NodeId) -> Iterator[Judged]:
+def check_row(delivery: Delivery, lease: Lease | None, node_id: NodeId) -> Iterator[RuleCheck]:
     trajectory = read_row(delivery)
     if isinstance(trajectory, str):
-        yield _judged("row-names-lease", delivery, trajectory)
+        yield _rule_check("row-names-lease", delivery, trajectory)
         return
-    yield _judged("row-names-lease", delivery, _wrong_name(delivery, trajectory, lease, node_id))
-    yield _judged("reward-by-outcome", delivery, _wrong_reward(trajectory))
+    yield _rule_check(
+        "row-names-lease", delivery, _wrong_name(delivery, trajectory, lease, node_id)
+    )
+    yield _rule_check("reward-by-outcome", delivery, _wrong_reward(trajectory))
     for turn in trajectory.turns:
-        yield _judged("spans-cover", delivery, _wrong_spans(turn))
-        yield _judged("logprobs-at-most-0", delivery, _wrong_logprobs(turn))
+        yield _rule_check("spans-cover", delivery, _wrong_spans(turn))
+        yield _rule_check("logprobs-at-most-0", delivery, _wrong_logprobs(turn))
         if lease is not None:
-            yield _judged("spans-name-live", delivery, _older_than_live(turn, lease.live))
+            yield _rule_check("spans-name-live", delivery, _older_than_live(turn, lease.live))
 
 
-def _judged(rule: str, delivery: Delivery, wrong: str) -> Judged:
-    return Judged(rule=rule, wrong=f"row {delivery.row_id[:80]}: {wrong}" if wrong else "")
+def _rule_check(rule: str, delivery: Delivery, wrong: str) -> RuleCheck:
+    return RuleCheck(rule=rule, wrong=f"row {delivery.row_id[:80]}: {wrong}" if wrong else "")
 
 
 def _wrong_name(
@@ -64,7 +66,7 @@ def _wrong_name(
     if lease is None:
         return "no such lease was granted"
     grant = lease.grant
-    due = (delivery.row_id, grant.group_id, grant.slot, grant.epoch, grant.attempt, node_id)
+    expected = (delivery.row_id, grant.group_id, grant.slot, grant.epoch, grant.attempt, node_id)
     named = (
         trajectory.row_id,
         trajectory.group_id,
@@ -73,7 +75,7 @@ def _wrong_name(
         trajectory.attempt,
         trajectory.node_id,
     )
-    return "" if named == due else f"the record says {named}, its lease {due}"
+    return "" if named == expected else f"the record says {named}, its lease {expected}"
 
 
 def _wrong_reward(trajectory: Trajectory) -> str:
@@ -108,7 +110,7 @@ def _older_than_live(turn: Turn, live: tuple[LiveVersion, ...]) -> str:
     """A lease asked for with a version live is answered with that one or a newer one."""
     for version in live:
         for span in turn.spans if version.policy == turn.policy else ():
-            if _age(span) < _age(version):
+            if _order(span) < _order(version):
                 return (
                     f"sampled by {span.incarnation}.{span.number} though "
                     f"{version.incarnation}.{version.number} was live when it was leased"
@@ -116,5 +118,5 @@ def _older_than_live(turn: Turn, live: tuple[LiveVersion, ...]) -> str:
     return ""
 
 
-def _age(version: VersionSpan | LiveVersion) -> tuple[int, int]:
+def _order(version: VersionSpan | LiveVersion) -> tuple[int, int]:
     return version.incarnation, version.number

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from penstock.conformance.dataflow_double import POLICY
 from penstock.conformance.tiny_snapshot import write_snapshot
-from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Register
-from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
+from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
@@ -55,33 +55,35 @@ def row_id_of(grant: Grant) -> RowId:
     return RowId(f"{grant.group_id}.{grant.slot}.{grant.epoch}")
 
 
-class StandInNode:
+class SimulatedNode:
     """Answers slots at once, with whatever version is the newest."""
 
-    def __init__(self, service: Dataflow) -> None:
+    def __init__(self, service: DataflowService) -> None:
         self._service = service
-        self._session = secrets.token_hex(8)
+        self._boot_id = secrets.token_hex(8)
         self._has_joined = False
 
-    async def feed(self) -> None:
+    async def deliver_rows(self) -> None:
         """Lease a few slots and deliver them; nothing happens before a version is published."""
-        newest = self._service.home.consumer(POLICY).lineage.newest
+        newest = self._service.coordinator.consumer(POLICY).lineage.newest
         if newest is None:
             return
         live = LiveVersion(policy=POLICY, incarnation=newest.incarnation, number=newest.number)
         if not self._has_joined:
             self._has_joined = True
             await self._service.nodes.register(
-                Register(node_id=NODE, session=self._session, capacity=NUM_SLOTS, policies=())
+                RegisterRequest(
+                    node_id=NODE, boot_id=self._boot_id, capacity=NUM_SLOTS, policies=()
+                )
             )
         await self._service.nodes.heartbeat(
-            NODE, Heartbeat(session=self._session, state=NodeState.LIVE, live=(live,))
+            NODE, Heartbeat(boot_id=self._boot_id, state=NodeState.LIVE, live=(live,))
         )
         answer = await self._service.nodes.lease(
             LeaseRequest(
                 request_id=secrets.token_hex(8),
                 node_id=NODE,
-                session=self._session,
+                boot_id=self._boot_id,
                 max_slots=NUM_SLOTS,
                 wait_s=0.0,
                 live=(live,),
@@ -89,7 +91,7 @@ class StandInNode:
         )
         deliveries = tuple(_row(grant, live) for grant in answer.grants)
         await self._service.nodes.deliver(
-            DeliveryRequest(node_id=NODE, session=self._session, deliveries=deliveries)
+            DeliveryRequest(node_id=NODE, boot_id=self._boot_id, deliveries=deliveries)
         )
 
 
@@ -119,20 +121,20 @@ def _row(grant: Grant, live: LiveVersion) -> Delivery:
     return Delivery(row_id=trajectory.row_id, payload=memoryview(encode(trajectory)))
 
 
-class StandInTrainer:
+class SimulatedTrainer:
     """Commits what arrives and publishes what it is told to."""
 
-    def __init__(self, service: Dataflow, store: Path, node: StandInNode) -> None:
+    def __init__(self, service: DataflowService, store: Path, node: SimulatedNode) -> None:
         self._service = service
         self._store = store
         self._node = node
-        self._draw = random.Random(secrets.token_bytes(16))
+        self._rng = random.Random(secrets.token_bytes(16))
 
     @property
     def number(self) -> int:
         return self._service.trainers.policy_state(POLICY).number
 
-    async def take_over(self) -> int:
+    async def claim_incarnation(self) -> int:
         """Become the one trainer where the last one stood."""
         state = self._service.trainers.policy_state(POLICY)
         answer = await self._service.trainers.incarnate(
@@ -149,9 +151,9 @@ class StandInTrainer:
     async def train(self) -> None:
         """The next number, with rows of the stand-in where the party's do not suffice."""
         while not await self._commit(skipped=""):
-            await self._node.feed()
+            await self._node.deliver_rows()
 
-    async def skip_ready(self) -> None:
+    async def skip_ready_batches(self) -> None:
         """Make room for new work without a new number."""
         while await self._commit(skipped="conformance"):
             pass
@@ -171,7 +173,7 @@ class StandInTrainer:
         """New weights under the committed number, in the store and not yet published."""
         with tempfile.TemporaryDirectory(prefix="penstock-snapshot-") as parent:
             folder = Path(parent) / "snapshot"
-            write_snapshot(folder, self._draw)
+            write_snapshot(folder, self._rng)
             stored = put_snapshot(self._store, folder, policy=POLICY, number=self.number)
         return self._with_wrong_tensor(stored) if with_wrong_tensor else stored
 

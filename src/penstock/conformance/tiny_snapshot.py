@@ -57,20 +57,20 @@ CONFIG = {
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def write_snapshot(folder: Path, draw: random.Random) -> None:
+def write_snapshot(folder: Path, rng: random.Random) -> None:
     """Other weights at every call; the other files never change."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "model.safetensors").write_bytes(_weights(draw))
+    (folder / "model.safetensors").write_bytes(_weights(rng))
 
 
-def _weights(draw: random.Random) -> bytes:
+def _weights(rng: random.Random) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, shape in SHAPES.items():
-        values = array("f", [draw.gauss(0.0, 0.05) for _ in range(math.prod(shape))]).tobytes()
+        values = array("f", [rng.gauss(0.0, 0.05) for _ in range(math.prod(shape))]).tobytes()
         offsets = [len(data), len(data) + len(values)]
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
         data += values

@@ -12,14 +12,14 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from penstock.conformance.dataflow_double import POLICY, Double, Handler
-from penstock.conformance.verdicts import Findings, Rule
+from penstock.conformance.dataflow_double import POLICY, DataflowDouble, Handler
+from penstock.conformance.verdicts import Rule, RuleVerdicts
 from penstock.conformance.version_rules import (
     damaged_files,
+    digest_problem,
+    identity_problem,
     missing_blobs,
     read_manifest,
-    wrong_digest,
-    wrong_name,
 )
 from penstock.dataflow.service.process import MAX_WAIT_S
 from penstock.dataflow.service.trainers.messages import (
@@ -61,14 +61,14 @@ RULES = (
 )
 
 
-class TrainerWatch:
-    def __init__(self, double: Double) -> None:
-        self.findings = Findings(RULES)
+class TrainerExaminer:
+    def __init__(self, double: DataflowDouble) -> None:
+        self.verdicts = RuleVerdicts(RULES)
         self.last_call_at = time.monotonic()
-        self.num_asked = 0
-        self.last_asked = 0
+        self.num_batch_requests = 0
+        self.last_requested = 0
         self.fenced_at = 0.0
-        self.succeeded = asyncio.Event()
+        self.superseded = asyncio.Event()
         """Somebody else is the trainer now."""
         self._store = double.store
         self._seen_incarnation: int | None = None
@@ -78,9 +78,9 @@ class TrainerWatch:
         self._published: set[int] = set()
         self._committed: set[tuple[int, int]] = {(0, 0)}
         self._last_served = 0
-        self._awaited: int | None = None
+        self._pending_batch: int | None = None
         """The batch that was not there yet when it was asked for."""
-        self._unread: dict[int, set[int]] = {}
+        self._unfetched_rows: dict[int, set[int]] = {}
         """Places of the rows that were not fetched yet, by batch."""
         self._refused: tuple[int, CommitRequest] | None = None
         self._has_refused = False
@@ -88,14 +88,14 @@ class TrainerWatch:
     @property
     def is_settled(self) -> bool:
         """All that should follow the last commit has come."""
-        return self._number in self._published and self.findings.has_seen("checkpoints-named")
+        return self._number in self._published and self.verdicts.has_result("checkpoints-named")
 
     # --- calls --------------------------------------------------------------------------------
 
     async def __call__(self, name: str, call: Call, handler: Handler) -> object:
         self.last_call_at = time.monotonic()
-        watch = {
-            "GET /v1/policies/{policy}": self._look,
+        examine = {
+            "GET /v1/policies/{policy}": self._read_state,
             "POST /v1/policies/{policy}/incarnations": self._incarnate,
             "POST /v1/policies/{policy}/versions": self._publish,
             "PUT /v1/policies/{policy}/checkpoints": self._checkpoints,
@@ -103,19 +103,19 @@ class TrainerWatch:
             "POST /v1/batches/{batch_id}/rows": self._rows,
             "POST /v1/batches/{batch_id}/commit": self._commit,
         }.get(name)
-        if watch is None:
+        if examine is None:
             return await handler(call)
-        if self.fenced_at and watch != self._look:
-            self.findings.broke("fenced-stops", f"{name} after 409 fenced")
+        if self.fenced_at and examine != self._read_state:
+            self.verdicts.mark_broken("fenced-stops", f"{name} after 409 fenced")
         try:
-            return await watch(call, handler)
+            return await examine(call, handler)
         except Fenced:
-            if self.succeeded.is_set() and not self.fenced_at:
+            if self.superseded.is_set() and not self.fenced_at:
                 self.fenced_at = time.monotonic()
-                self.findings.kept("fenced-stops")
+                self.verdicts.mark_kept("fenced-stops")
             raise
 
-    async def _look(self, call: Call, handler: Handler) -> object:
+    async def _read_state(self, call: Call, handler: Handler) -> object:
         answer = await handler(call)
         assert isinstance(answer, PolicyState)
         self._seen_incarnation = answer.incarnation
@@ -124,9 +124,9 @@ class TrainerWatch:
     async def _incarnate(self, call: Call, handler: Handler) -> object:
         body: IncarnationRequest = call.body
         is_seen = body.expected == self._seen_incarnation
-        seen = f"expected {body.expected}, the last look said {self._seen_incarnation}"
+        detail = f"expected {body.expected}, the last look said {self._seen_incarnation}"
         if not self.fenced_at:
-            self.findings.check("look-before-incarnation", is_seen, seen)
+            self.verdicts.check("look-before-incarnation", is_seen, detail)
         answer = await handler(call)
         assert isinstance(answer, IncarnationAnswer)
         if not self.fenced_at:
@@ -135,8 +135,8 @@ class TrainerWatch:
 
     def _check_incarnation(self, incarnation: int, what: str) -> None:
         is_given = incarnation == self._incarnation > 0
-        seen = f"{what} under incarnation {incarnation}, it was given {self._incarnation}"
-        self.findings.check("incarnation-on-calls", is_given, seen)
+        detail = f"{what} under incarnation {incarnation}, it was given {self._incarnation}"
+        self.verdicts.check("incarnation-on-calls", is_given, detail)
 
     # --- versions -----------------------------------------------------------------------------
 
@@ -144,10 +144,10 @@ class TrainerWatch:
         body: PublishRequest = call.body
         self._check_incarnation(body.incarnation, "publish")
         if not self._published:
-            seen = f"number {body.number} is published first"
-            self.findings.check("restore-point-first", body.number == 0, seen)
-        seen = f"number {body.number} while {self._number} is committed"
-        self.findings.check("publish-committed", body.number <= self._number, seen)
+            detail = f"number {body.number} is published first"
+            self.verdicts.check("restore-point-first", body.number == 0, detail)
+        detail = f"number {body.number} while {self._number} is committed"
+        self.verdicts.check("publish-committed", body.number <= self._number, detail)
         self._check_store(body)
         answer = await handler(call)
         self._published.add(body.number)
@@ -157,28 +157,30 @@ class TrainerWatch:
         try:
             manifest = read_manifest(self._store, body.manifest_digest)
         except FileNotFoundError:
-            seen = f"number {body.number}: no manifest {body.manifest_digest}"
-            self.findings.broke("store-before-publish", seen)
+            detail = f"number {body.number}: no manifest {body.manifest_digest}"
+            self.verdicts.mark_broken("store-before-publish", detail)
             return
         if isinstance(manifest, str):
-            self.findings.broke("digests-right", f"number {body.number}: {manifest}")
+            self.verdicts.mark_broken("digests-right", f"number {body.number}: {manifest}")
             return
         missing = missing_blobs(self._store, manifest)
-        seen = f"number {body.number}: no blob of {', '.join(missing)}"
-        self.findings.check("store-before-publish", not missing, seen)
+        detail = f"number {body.number}: no blob of {', '.join(missing)}"
+        self.verdicts.check("store-before-publish", not missing, detail)
         if not missing:
-            wrong = wrong_name(manifest, POLICY, body) or wrong_digest(self._store, manifest)
-            self.findings.check("digests-right", not wrong, f"number {body.number}: {wrong}")
+            wrong = identity_problem(manifest, POLICY, body) or digest_problem(
+                self._store, manifest
+            )
+            self.verdicts.check("digests-right", not wrong, f"number {body.number}: {wrong}")
 
     async def _checkpoints(self, call: Call, handler: Handler) -> object:
         body: CheckpointsRequest = call.body
         self._check_incarnation(body.incarnation, "checkpoints")
         unknown = [point for point in body.retained if point not in self._committed]
         if unknown:
-            seen = f"{unknown[0]} is no (number, seq) it committed"
-            self.findings.broke("checkpoints-named", seen)
+            detail = f"{unknown[0]} is no (number, seq) it committed"
+            self.verdicts.mark_broken("checkpoints-named", detail)
         elif any(seq > 0 for _, seq in body.retained):
-            self.findings.kept("checkpoints-named")
+            self.verdicts.mark_kept("checkpoints-named")
         return await handler(call)
 
     # --- batches ------------------------------------------------------------------------------
@@ -187,40 +189,44 @@ class TrainerWatch:
         body: BatchRequest = call.body
         self._check_incarnation(body.incarnation, "batch")
         if not self._published:
-            self.findings.broke("restore-point-first", "a batch is asked for before it")
-        due = (self._last_served + 1,) if self._awaited else (self._last_served, self._seq + 1)
-        seen = f"batch {body.seq} asked for, {self._last_served} was the last"
-        if body.seq not in due:
-            self.findings.broke("batches-in-order", seen)
-        elif self._awaited:
-            self.findings.kept("batches-in-order")
-        self.num_asked += 1
-        self.last_asked = max(self.last_asked, body.seq)
-        if self.num_asked == 1:
-            self._awaited = body.seq
+            self.verdicts.mark_broken("restore-point-first", "a batch is asked for before it")
+        expected = (
+            (self._last_served + 1,) if self._pending_batch else (self._last_served, self._seq + 1)
+        )
+        detail = f"batch {body.seq} asked for, {self._last_served} was the last"
+        if body.seq not in expected:
+            self.verdicts.mark_broken("batches-in-order", detail)
+        elif self._pending_batch:
+            self.verdicts.mark_kept("batches-in-order")
+        self.num_batch_requests += 1
+        self.last_requested = max(self.last_requested, body.seq)
+        if self.num_batch_requests == 1:
+            self._pending_batch = body.seq
             return BatchAnswer(manifest=None)
         if body.seq > NUM_BATCHES:
-            await self._until_succeeded(body.wait_s)
+            await self._until_superseded(body.wait_s)
         answer = await handler(call)
         assert isinstance(answer, BatchAnswer)
-        self._awaited = None
+        self._pending_batch = None
         if answer.manifest is None:
-            self._awaited = body.seq
+            self._pending_batch = body.seq
             return answer
         self._last_served = max(self._last_served, body.seq)
-        self._unread.setdefault(body.seq, {place for place, _ in enumerate(answer.manifest.rows)})
+        self._unfetched_rows.setdefault(
+            body.seq, {place for place, _ in enumerate(answer.manifest.rows)}
+        )
         return replace(answer, checkpoint_now=body.seq == CHECKPOINT_AT)
 
-    async def _until_succeeded(self, wait_s: float) -> None:
+    async def _until_superseded(self, wait_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(min(wait_s, MAX_WAIT_S)):
-                await self.succeeded.wait()
+                await self.superseded.wait()
 
     async def _rows(self, call: Call, handler: Handler) -> object:
         answer = await handler(call)
         seq = _seq_of(call)
         body: BatchRowsRequest = call.body
-        unread = self._unread.setdefault(seq, set())
+        unread = self._unfetched_rows.setdefault(seq, set())
         unread -= unread if body.indexes is None else {*body.indexes}
         return answer
 
@@ -230,8 +236,8 @@ class TrainerWatch:
         self._check_incarnation(body.incarnation, "commit")
         if self._refused is not None:
             refused, self._refused = self._refused, None
-            seen = f"after {refused[1]} of batch {refused[0]} came {body} of batch {seq}"
-            self.findings.check("commit-repeated", refused == (seq, body), seen)
+            detail = f"after {refused[1]} of batch {refused[0]} came {body} of batch {seq}"
+            self.verdicts.check("commit-repeated", refused == (seq, body), detail)
         if seq == self._seq and (body.number, seq) in self._committed:
             return await handler(call)
         self._check_commit(seq, body)
@@ -246,29 +252,33 @@ class TrainerWatch:
     def _check_commit(self, seq: int, body: CommitRequest) -> None:
         number = self._number if body.skipped else self._number + 1
         is_due = (seq, body.number) == (self._seq + 1, number)
-        seen = (
+        detail = (
             f"batch {seq} as number {body.number} after batch {self._seq} as number {self._number}"
         )
-        self.findings.check("commits-in-order", is_due, seen)
-        is_read = not self._unread.get(seq, {0})
+        self.verdicts.check("commits-in-order", is_due, detail)
+        is_read = not self._unfetched_rows.get(seq, {0})
         if not body.skipped:
-            self.findings.check("rows-before-commit", is_read, f"batch {seq} was not read whole")
+            self.verdicts.check("rows-before-commit", is_read, f"batch {seq} was not read whole")
 
     # --- the end ------------------------------------------------------------------------------
 
-    def conclude(self) -> None:
+    def finish(self) -> None:
         """Name what should have come and did not."""
         if self._number:
             missing = set(range(self._number + 1)) - self._published
-            seen = f"number {min(missing, default=0)} was committed and never published"
-            self.findings.check("versions-published", not missing, seen)
-        if self._seq >= NUM_BATCHES and not self.findings.has_seen("checkpoints-named"):
-            self.findings.broke("checkpoints-named", "none was named, though one was asked for")
+            detail = f"number {min(missing, default=0)} was committed and never published"
+            self.verdicts.check("versions-published", not missing, detail)
+        if self._seq >= NUM_BATCHES and not self.verdicts.has_result("checkpoints-named"):
+            self.verdicts.mark_broken(
+                "checkpoints-named", "none was named, though one was asked for"
+            )
         if self._refused is not None:
-            self.findings.broke("commit-repeated", f"batch {self._refused[0]} never came again")
+            self.verdicts.mark_broken(
+                "commit-repeated", f"batch {self._refused[0]} never came again"
+            )
         if self._published:
             damaged = damaged_files(self._store)
-            self.findings.check("store-append-only", not damaged, f"{damaged[:1]} was changed")
+            self.verdicts.check("store-append-only", not damaged, f"{damaged[:1]} was changed")
 
 
 def _seq_of(call: Call) -> int:

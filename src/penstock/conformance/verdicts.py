@@ -18,52 +18,52 @@ class Rule:
 class Verdict(StrEnum):
     OK = "ok"
     FAIL = "FAIL"
-    UNSEEN = "none"
+    UNTESTED = "none"
     """It never came to that; the party ended, or stopped, before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class RuleVerdict:
     rule: str
     meaning: str
     verdict: Verdict
-    seen: str
+    detail: str
 
     def __str__(self) -> str:
         head = f"{self.verdict:<4} {self.rule:<23} {self.meaning}"
-        return head if self.verdict is Verdict.OK else f"{head}: {self.seen}"
+        return head if self.verdict is Verdict.OK else f"{head}: {self.detail}"
 
 
-class Findings:
+class RuleVerdicts:
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = {rule.name: rule for rule in rules}
         self._num_kept = dict.fromkeys(self._rules, 0)
         self._broken: dict[str, str] = {}
 
-    def kept(self, rule: str) -> None:
+    def mark_kept(self, rule: str) -> None:
         self._num_kept[rule] += 1
 
-    def broke(self, rule: str, seen: str) -> None:
+    def mark_broken(self, rule: str, detail: str) -> None:
         assert rule in self._rules
-        self._broken.setdefault(rule, seen)
+        self._broken.setdefault(rule, detail)
 
-    def check(self, rule: str, is_kept: bool, seen: str) -> None:
+    def check(self, rule: str, is_kept: bool, detail: str) -> None:
         if is_kept:
-            self.kept(rule)
+            self.mark_kept(rule)
         else:
-            self.broke(rule, seen)
+            self.mark_broken(rule, detail)
 
-    def has_seen(self, rule: str) -> bool:
+    def has_result(self, rule: str) -> bool:
         return rule in self._broken or self._num_kept[rule] > 0
 
-    def all(self) -> tuple[Finding, ...]:
-        return tuple(self._finding(rule) for rule in self._rules.values())
+    def all(self) -> tuple[RuleVerdict, ...]:
+        return tuple(self._rule_verdict(rule) for rule in self._rules.values())
 
-    def _finding(self, rule: Rule) -> Finding:
+    def _rule_verdict(self, rule: Rule) -> RuleVerdict:
         num_kept = self._num_kept[rule.name]
-        verdict, seen = Verdict.UNSEEN, "it never came to that"
+        verdict, detail = Verdict.UNTESTED, "it never came to that"
         if num_kept:
-            verdict, seen = Verdict.OK, f"kept {num_kept} times"
+            verdict, detail = Verdict.OK, f"kept {num_kept} times"
         if rule.name in self._broken:
-            verdict, seen = Verdict.FAIL, self._broken[rule.name]
-        return Finding(rule=rule.name, meaning=rule.meaning, verdict=verdict, seen=seen)
+            verdict, detail = Verdict.FAIL, self._broken[rule.name]
+        return RuleVerdict(rule=rule.name, meaning=rule.meaning, verdict=verdict, detail=detail)

@@ -29,7 +29,7 @@ def missing_blobs(store: Path, manifest: SnapshotManifest) -> list[str]:
     return [f.name for f in manifest.files if not (store / "blobs" / f.blob).is_file()]
 
 
-def wrong_digest(store: Path, manifest: SnapshotManifest) -> str:
+def digest_problem(store: Path, manifest: SnapshotManifest) -> str:
     """The first file or tensor that is not what the manifest says; empty when all are."""
     found: list[TensorEntry] = []
     for file in manifest.files:
@@ -48,7 +48,7 @@ def wrong_digest(store: Path, manifest: SnapshotManifest) -> str:
     return f"no file holds tensor {min(promised)}" if promised else ""
 
 
-def wrong_name(manifest: SnapshotManifest, policy: PolicyName, body: PublishRequest) -> str:
+def identity_problem(manifest: SnapshotManifest, policy: PolicyName, body: PublishRequest) -> str:
     if (manifest.policy, manifest.number) != (policy, body.number):
         return f"the manifest is that of {manifest.policy} number {manifest.number}"
     if manifest.weights_digest != body.weights_digest:

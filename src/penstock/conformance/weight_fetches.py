@@ -21,23 +21,23 @@ DAMAGED_BYTE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedRange:
     blob: str
     start: int
     end: int
     is_damaged: bool
 
 
-class Fetches:
+class WeightFetches:
     def __init__(self, store: Path) -> None:
         self._store = store
         self._manifests: set[str] = set()
-        self._served: list[Served] = []
-        self._to_damage = ""
+        self._served: list[ServedRange] = []
+        self._blob_to_damage = ""
 
     def damage(self, manifest_digest: str) -> None:
         """From now on the weights of this version are served damaged, once."""
-        self._to_damage = self._weights(manifest_digest)[0][0]
+        self._blob_to_damage = self._weights(manifest_digest)[0][0]
 
     def has_manifest(self, digest: str) -> bool:
         return digest in self._manifests
@@ -61,22 +61,24 @@ class Fetches:
             return await handler(call)
         data = path.read_bytes()
         asked = call.headers.get("range", "")
-        span = parse_range(asked, len(data))
-        if span is None:
+        byte_range = parse_range(asked, len(data))
+        if byte_range is None:
             return await handler(call)
-        is_damaged = digest == self._to_damage and span[1] == len(data)
-        self._served.append(Served(blob=digest, start=span[0], end=span[1], is_damaged=is_damaged))
+        is_damaged = digest == self._blob_to_damage and byte_range[1] == len(data)
+        self._served.append(
+            ServedRange(blob=digest, start=byte_range[0], end=byte_range[1], is_damaged=is_damaged)
+        )
         if not is_damaged:
             return await handler(call)
-        self._to_damage = ""
+        self._blob_to_damage = ""
         damaged = bytearray(data)
         damaged[DAMAGED_BYTE] ^= 1
-        headers = {"content-range": f"bytes {span[0]}-{span[1] - 1}/{len(data)}"}
-        is_part = bool(RANGE.fullmatch(asked))
+        headers = {"content-range": f"bytes {byte_range[0]}-{byte_range[1] - 1}/{len(data)}"}
+        is_partial = bool(RANGE.fullmatch(asked))
         return Response(
-            bytes(damaged[span[0] : span[1]]),
-            status_code=206 if is_part else 200,
-            headers=headers if is_part else {},
+            bytes(damaged[byte_range[0] : byte_range[1]]),
+            status_code=206 if is_partial else 200,
+            headers=headers if is_partial else {},
             media_type="application/octet-stream",
         )
 

@@ -38,7 +38,7 @@ class ColumnRecord:
     """Of a failure, for people: the last error."""
 
 
-VALUES = "space = 'train' AND row_id IN :ids AND name IN :names AND digest != ''"
+STORED_COLUMNS_SQL = "space = 'train' AND row_id IN :ids AND name IN :names AND digest != ''"
 """Columns of rollout rows that lie in the payload store."""
 
 
@@ -67,10 +67,10 @@ class ReaderRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakeRecord:
+class RowLeaseRecord:
     """A row beyond a reader's cursor that was handed out."""
 
-    TABLE: ClassVar[str] = "takes"
+    TABLE: ClassVar[str] = "row_leases"
     KEY: ClassVar[tuple[str, ...]] = ("reader", "row_id")
 
     reader: str

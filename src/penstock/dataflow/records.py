@@ -21,8 +21,8 @@ from penstock.dataflow.column_records import (
     ColumnRecord,
     ItemRecord,
     ReaderRecord,
+    RowLeaseRecord,
     SpaceRecord,
-    TakeRecord,
 )
 from penstock.types import (
     GroupId,
@@ -34,26 +34,26 @@ from penstock.types import (
 )
 
 
-class Outbox:
+class CommandJournal:
     """The journal of the running command: what must be durable before its answer leaves."""
 
     def __init__(self) -> None:
-        self._records: list[Record | Erasure] = []
+        self._records: list[Record | Deletion] = []
 
-    def __call__(self, record: Record | Erasure) -> None:
+    def __call__(self, record: Record | Deletion) -> None:
         self._records.append(record)
 
-    def take(self) -> list[Record | Erasure]:
+    def take(self) -> list[Record | Deletion]:
         records, self._records = self._records, []
         return records
 
 
-QUARANTINED = "quarantined/"
+QUARANTINE_PREFIX = "quarantined/"
 """Before a node's name and one of its lives: the value is the session that gets no more work."""
 GONE = "gone/"
 """How the ledger begins the names of rows that nobody may be served any more."""
 _ROLES = msgspec.json.Decoder(dict[PolicyName, dict[str, int]])
-_COMPUTED = msgspec.json.Decoder(dict[PolicyName, tuple[int, int]])
+_COMPUTE_COST = msgspec.json.Decoder(dict[PolicyName, tuple[int, int]])
 FORMAT = 4
 """Of the ledger on disk. A newer one is refused by name; N reads N - 1."""
 
@@ -87,14 +87,14 @@ class FateState(StrEnum):
     DROPPED = "dropped"
 
 
-NEXT_GROUP: Mapping[GroupState, frozenset[GroupState]] = MappingProxyType(
+GROUP_TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = MappingProxyType(
     {
         GroupState.OPEN: frozenset({GroupState.CLOSED, GroupState.DROPPED}),
         GroupState.CLOSED: frozenset(),
         GroupState.DROPPED: frozenset(),
     }
 )
-NEXT_FATE: Mapping[FateState, frozenset[FateState]] = MappingProxyType(
+FATE_TRANSITIONS: Mapping[FateState, frozenset[FateState]] = MappingProxyType(
     {
         FateState.ADMITTED: frozenset({FateState.SEALED, FateState.DROPPED}),
         FateState.SEALED: frozenset({FateState.SEALED}),  # served again by a replay rule
@@ -109,7 +109,7 @@ class Record(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Erasure:
+class Deletion:
     """Not a record: what is final and wanted by nobody leaves its table, in the same commit."""
 
     kind: type[Record]
@@ -121,7 +121,7 @@ class Erasure:
 class Journal(Protocol):
     """Where the core puts what must become durable before its answer leaves."""
 
-    def __call__(self, record: Record | Erasure) -> None: ...
+    def __call__(self, record: Record | Deletion) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +211,7 @@ class GrantRecord:
     num_slots: int
     attempt: int
     node_id: NodeId
-    session: str
+    boot_id: str
     request_id: str
     granted_at: float
 
@@ -227,7 +227,7 @@ class GrantRecord:
             epoch=self.epoch,
             attempt=self.attempt,
             node_id=self.node_id,
-            session=self.session,
+            boot_id=self.boot_id,
             request_id=self.request_id,
             granted_at=self.granted_at,
             ended=ended,
@@ -248,7 +248,7 @@ class LeaseRecord:
     epoch: int
     attempt: int
     node_id: NodeId
-    session: str
+    boot_id: str
     request_id: str
     granted_at: float
     ended: str
@@ -286,7 +286,7 @@ class RowRecord:
     """Digest of the claim-checked blob that holds the payload, empty when it lies in a segment."""
     roles: str = ""
     """JSON: of policies that acted in named roles, their tokens by role; empty for none."""
-    computed: str = ""
+    compute_cost: str = ""
     """JSON: by policy, what its trainer computes: [tokens, squared lengths] of the samples; empty
     for none."""
 
@@ -301,7 +301,7 @@ class RowRecord:
             sampled=cast(Mapping[PolicyName, int], msgspec.json.decode(self.sampled)),
             versions=cast(Mapping[PolicyName, tuple[tuple[int, int], ...]], versions),
             roles=_ROLES.decode(self.roles) if self.roles else {},
-            computed=_COMPUTED.decode(self.computed) if self.computed else {},
+            compute_cost=_COMPUTE_COST.decode(self.compute_cost) if self.compute_cost else {},
         )
 
 
@@ -422,7 +422,7 @@ class NodeRecord:
     KEY: ClassVar[tuple[str, ...]] = ("node_id",)
 
     node_id: NodeId
-    session: str
+    boot_id: str
     capacity: int
     policies: str
     tags: str
@@ -442,7 +442,7 @@ class FreedRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RuleRecord:
+class RuleStateRecord:
     """One entry of a rule's memory; a rule keeps nothing elsewhere."""
 
     TABLE: ClassVar[str] = "rules"
@@ -482,7 +482,7 @@ class MessageRecord:
     KEY: ClassVar[tuple[str, ...]] = ("link", "number")
 
     link: str
-    """`home>p3` or `p3>home`."""
+    """`coordinator>p3` or `p3>coordinator`."""
     number: int
     body: bytes
 
@@ -513,7 +513,7 @@ class PartitionRecord:
     state: str
     """`serving`, `draining`, `gone`, `lost`."""
     at: float
-    session: str = ""
+    boot_id: str = ""
     """Of the process that speaks for it."""
 
 
@@ -570,11 +570,11 @@ RECORDS: tuple[type[Record], ...] = (
     FreedRecord,
     ColumnRecord,
     ReaderRecord,
-    TakeRecord,
+    RowLeaseRecord,
     BundleRecord,
     ItemRecord,
     SpaceRecord,
-    RuleRecord,
+    RuleStateRecord,
     DecisionRecord,
     MessageRecord,
     LinkRecord,
@@ -582,13 +582,13 @@ RECORDS: tuple[type[Record], ...] = (
 )
 
 
-def quarantine(node_id: NodeId, session: str) -> MetaRecord:
-    return MetaRecord(key=f"{QUARANTINED}{node_id}/{session}", value=session)
+def quarantine(node_id: NodeId, boot_id: str) -> MetaRecord:
+    return MetaRecord(key=f"{QUARANTINE_PREFIX}{node_id}/{boot_id}", value=boot_id)
 
 
 def quarantined(record: MetaRecord) -> tuple[NodeId, str]:
     """Which life of which node this says to be in quarantine."""
-    return NodeId(record.key.removeprefix(QUARANTINED).partition("/")[0]), record.value
+    return NodeId(record.key.removeprefix(QUARANTINE_PREFIX).partition("/")[0]), record.value
 
 
 def gone_key(row_id: RowId) -> str:

@@ -63,13 +63,13 @@ class Source:
         to its limit, if they are made in little time and are not more than 100,000. What lies
         behind, and in a module without a limit behind the first 64, may change unnoticed."""
         keys, found = self._keys(seed), blake3()
-        for key in islice(keys, self.num_distinct or NUM_LOOKED_AT):
+        for key in islice(keys, self.num_distinct or NUM_SAMPLED_TASKS):
             found.update(key)
-        first, num_wanted = found.hexdigest(), min(self.limit or 0, MAX_LOOKED_AT)
-        if self.num_distinct is not None or num_wanted <= NUM_LOOKED_AT:
+        first, num_wanted = found.hexdigest(), min(self.limit or 0, MAX_HASHED_TASKS)
+        if self.num_distinct is not None or num_wanted <= NUM_SAMPLED_TASKS:
             return first
-        give_up_at = time.monotonic() + LOOK_S
-        for key in islice(keys, num_wanted - NUM_LOOKED_AT):
+        give_up_at = time.monotonic() + HASH_BUDGET_S
+        for key in islice(keys, num_wanted - NUM_SAMPLED_TASKS):
             if time.monotonic() > give_up_at:
                 return first
             found.update(key)
@@ -91,17 +91,17 @@ def are_same_tasks(known: str, digest: str) -> bool:
     return (first, all_known) == (other, all_now)
 
 
-def digest_to_keep(known: str, digest: str) -> str:
+def preferred_digest(known: str, digest: str) -> str:
     """Of a source that was looked at again: a look that was cut short, as on a busy machine, does
     not replace a whole one at the same tasks."""
     is_cut_short = "/" in known and "/" not in digest
     return known if is_cut_short and are_same_tasks(known, digest) else digest
 
 
-NUM_LOOKED_AT = 64
+NUM_SAMPLED_TASKS = 64
 """Tasks of a module by which a changed data set is noticed at least."""
-MAX_LOOKED_AT = 100_000
-LOOK_S = 3.0
+MAX_HASHED_TASKS = 100_000
+HASH_BUDGET_S = 3.0
 """Tasks of a module with a limit that are looked at, and how long that may take."""
 
 

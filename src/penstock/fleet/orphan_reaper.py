@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 
 
-def watch(lines: Iterable[str]) -> set[int]:
+def surviving_groups(lines: Iterable[str]) -> set[int]:
     """The groups still alive when the lines end."""
     groups: set[int] = set()
     for line in lines:
@@ -27,7 +27,7 @@ def watch(lines: Iterable[str]) -> set[int]:
 def main() -> None:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
-    for group in watch(sys.stdin):
+    for group in surviving_groups(sys.stdin):
         try:
             os.killpg(group, signal.SIGKILL)
         except ProcessLookupError:

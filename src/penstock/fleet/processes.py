@@ -16,19 +16,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.fleet import orphan_reaper as guard
+from penstock.fleet import orphan_reaper
 
-PARENT = "PENSTOCK_PARENT_PID"
+PARENT_PID_ENV = "PENSTOCK_PARENT_PID"
 """Set by a launcher for its children: the process they must not outlive."""
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
+def exit_with_parent() -> None:
     """Called first by every service: the kernel kills it when its launcher is gone, even by
     SIGKILL.
 
     Does nothing for a service started by hand."""
-    parent = os.environ.get(PARENT, "")
+    parent = os.environ.get(PARENT_PID_ENV, "")
     if not parent.isdigit():
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -44,7 +44,7 @@ def start(
     with log.open("ab") as out:
         return subprocess.Popen(
             command,
-            env={**env, PARENT: str(os.getpid())},
+            env={**env, PARENT_PID_ENV: str(os.getpid())},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -72,22 +72,22 @@ def signal_group(group: int, number: signal.Signals) -> None:
         return
 
 
-class Guard:
+class OrphanReaper:
     """Launcher's side of `guard.py`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__],
+            [sys.executable, "-I", "-S", orphan_reaper.__file__],
             stdin=subprocess.PIPE,
             start_new_session=True,
             text=True,
         )
 
     def add(self, group: int) -> None:
-        self._tell(f"+{group}\n")
+        self._send(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        self._tell(f"-{group}\n")
+        self._send(f"-{group}\n")
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -95,7 +95,7 @@ class Guard:
             self._process.stdin.close()
         self._process.wait()
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line)

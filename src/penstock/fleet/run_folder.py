@@ -31,7 +31,7 @@ LOOPBACK = "127.0.0.1"
 PORTS = range(18_000, 32_000)
 """Below the ports Linux gives to outgoing connections, so none of those takes ours during a
 restart."""
-LOCK_S = 1.0
+LOCK_TIMEOUT_S = 1.0
 """Whoever asks for the holder has the lock for a moment, so a refused lock is tried again."""
 
 AUDIENCES: Mapping[Role, tuple[Audience, ...]] = {
@@ -61,7 +61,7 @@ class Endpoints:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launcher:
+class LauncherRecord:
     """`run/launcher.json`: the process that holds the run, and its children."""
 
     pid: int
@@ -71,7 +71,7 @@ class Launcher:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
+class FinishRecord:
     """`run/finished.json`: written once, when the last step is committed and all services have
     ended."""
 
@@ -81,7 +81,7 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parent:
+class ForkOrigin:
     """`run/parent.json`: what a forked run began from."""
 
     run: str
@@ -93,7 +93,7 @@ class Parent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
+class SourceDigests:
     """`run/sources.json`: what makes a changed data set known."""
 
     digests: dict[str, str]
@@ -115,7 +115,7 @@ class RunFolder:
         self._run = self.path / "run"
 
     @classmethod
-    def existing(cls, path: Path) -> RunFolder:
+    def open_existing(cls, path: Path) -> RunFolder:
         folder = cls(path)
         if not folder.config_file.is_file():
             raise ConfigError(
@@ -128,30 +128,32 @@ class RunFolder:
         return load(self.config_file)
 
     def write_config(self, config: RunConfig) -> None:
-        _replace(self.config_file, dump(config).encode())
+        _write_atomically(self.config_file, dump(config).encode())
 
-    def adopted(self) -> RunConfig | None:
+    def last_started_config(self) -> RunConfig | None:
         """The config that a launcher last started the run with, whatever config.yaml says now."""
-        kept = self._run / "adopted.yaml"
-        return load(kept) if kept.exists() else None
+        stored = self._run / "adopted.yaml"
+        return load(stored) if stored.exists() else None
 
-    def write_adopted(self, config: RunConfig) -> None:
-        _replace(self._run / "adopted.yaml", dump(config).encode())
+    def write_last_started_config(self, config: RunConfig) -> None:
+        _write_atomically(self._run / "adopted.yaml", dump(config).encode())
 
     def sources(self) -> dict[str, str]:
         """By source, a digest of the tasks it gave at the last start that looked at them all."""
-        kept = _read(self._run / "sources.json", Sources)
-        return {} if kept is None else kept.digests
+        stored = _read(self._run / "sources.json", SourceDigests)
+        return {} if stored is None else stored.digests
 
-    def parent(self) -> Parent | None:
+    def parent(self) -> ForkOrigin | None:
         """The run that this one was forked from, if it was."""
-        return _read(self._run / "parent.json", Parent)
+        return _read(self._run / "parent.json", ForkOrigin)
 
-    def write_parent(self, parent: Parent) -> None:
-        _replace(self._run / "parent.json", encode_json(parent))
+    def write_parent(self, parent: ForkOrigin) -> None:
+        _write_atomically(self._run / "parent.json", encode_json(parent))
 
-    def write_sources(self, digests: Mapping[str, str]) -> None:
-        _replace(self._run / "sources.json", encode_json(Sources(digests=dict(digests))))
+    def write_source_digests(self, digests: Mapping[str, str]) -> None:
+        _write_atomically(
+            self._run / "sources.json", encode_json(SourceDigests(digests=dict(digests)))
+        )
 
     # --- facts of a running run -------------------------------------------------------------------
 
@@ -165,44 +167,44 @@ class RunFolder:
 
     def python_path(self) -> tuple[str, ...]:
         """Where the user's modules were found when the run was first started."""
-        kept = _read(self._run / "endpoints.json", Endpoints)
-        return () if kept is None else kept.python_path
+        stored = _read(self._run / "endpoints.json", Endpoints)
+        return () if stored is None else stored.python_path
 
-    def choose_endpoints(
+    def allocate_endpoints(
         self, work_dir: Path, python_path: tuple[str, ...], *, num_partitions: int = 1
     ) -> Endpoints:
         """The addresses of this run; free ports are drawn once and kept."""
-        kept = _read(self._run / "endpoints.json", Endpoints)
-        if kept is None:
+        stored = _read(self._run / "endpoints.json", Endpoints)
+        if stored is None:
             first = free_port()
-            kept = Endpoints(
+            stored = Endpoints(
                 dataflow=f"http://{LOOPBACK}:{first}",
-                weights=f"http://{LOOPBACK}:{free_port(other_than=(first,))}",
+                weights=f"http://{LOOPBACK}:{free_port(exclude=(first,))}",
                 work_dir=str(work_dir.absolute()),
                 python_path=python_path,
             )
-        partitions = list(kept.partitions)
+        partitions = list(stored.partitions)
         while len(partitions) < num_partitions - 1:
-            urls = (kept.dataflow, kept.weights, *partitions)
-            port = free_port(other_than=(int(url.rpartition(":")[2]) for url in urls))
+            urls = (stored.dataflow, stored.weights, *partitions)
+            port = free_port(exclude=(int(url.rpartition(":")[2]) for url in urls))
             partitions.append(f"http://{LOOPBACK}:{port}")
-        chosen = replace(kept, partitions=tuple(partitions))
-        _replace(self._run / "endpoints.json", encode_json(chosen))
+        chosen = replace(stored, partitions=tuple(partitions))
+        _write_atomically(self._run / "endpoints.json", encode_json(chosen))
         return chosen
 
-    def launcher(self) -> Launcher | None:
-        return _read(self._run / "launcher.json", Launcher)
+    def launcher(self) -> LauncherRecord | None:
+        return _read(self._run / "launcher.json", LauncherRecord)
 
-    def write_launcher(self, launcher: Launcher) -> None:
-        _replace(self._run / "launcher.json", encode_json(launcher))
+    def write_launcher(self, launcher: LauncherRecord) -> None:
+        _write_atomically(self._run / "launcher.json", encode_json(launcher))
 
-    def finish(self) -> Finish | None:
-        return _read(self._run / "finished.json", Finish)
+    def finish(self) -> FinishRecord | None:
+        return _read(self._run / "finished.json", FinishRecord)
 
-    def write_finish(self, finish: Finish) -> None:
-        _replace(self._run / "finished.json", encode_json(finish))
+    def write_finish(self, finish: FinishRecord) -> None:
+        _write_atomically(self._run / "finished.json", encode_json(finish))
 
-    def forget_finish(self) -> None:
+    def clear_finish(self) -> None:
         (self._run / "finished.json").unlink(missing_ok=True)
 
     # --- the lock ---------------------------------------------------------------------------------
@@ -215,10 +217,11 @@ class RunFolder:
         self._run.mkdir(parents=True, exist_ok=True)
         lock = os.open(self._run / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            if not _try_lock(lock, fcntl.LOCK_EX, timeout_s=LOCK_S):
-                holder = self.holder()
+            if not _try_lock(lock, fcntl.LOCK_EX, timeout_s=LOCK_TIMEOUT_S):
+                launcher_pid = self.launcher_pid()
                 raise LaunchError(
-                    f"{self.path} is held by another `penstock run` (pid {holder or 'unknown'}); "
+                    f"{self.path} is held by another `penstock run` (pid "
+                    f"{launcher_pid or 'unknown'}); "
                     f"`penstock status {self.path}` shows it, `penstock stop {self.path}` ends it"
                 )
             _write_pid(lock)
@@ -226,7 +229,7 @@ class RunFolder:
         finally:
             os.close(lock)
 
-    def holder(self) -> int | None:
+    def launcher_pid(self) -> int | None:
         """Pid of the launcher that holds the run now, or None.
 
         Asks by a shared lock, so that two who ask do not take each other for a launcher."""
@@ -281,15 +284,15 @@ def free_bytes(path: Path) -> int:
 # --- ports ---------------------------------------------------------------------------------------
 
 
-def free_port(*, other_than: Iterable[int] = ()) -> int:
-    taken = set(other_than)
+def free_port(*, exclude: Iterable[int] = ()) -> int:
+    taken = set(exclude)
     for port in random.sample(PORTS, k=200):
-        if port not in taken and is_free(port):
+        if port not in taken and is_port_free(port):
             return port
     raise LaunchError(f"no free port between {PORTS.start} and {PORTS.stop}; close some programs")
 
 
-def is_free(port: int) -> bool:
+def is_port_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -299,12 +302,12 @@ def is_free(port: int) -> bool:
     return True
 
 
-def wait_free(url: str, *, timeout_s: float, what: str) -> None:
+def wait_for_port(url: str, *, timeout_s: float, what: str) -> None:
     """Wait until the last owner of this address is gone; a stranger's program is an error."""
     port = int(url.rpartition(":")[2])
-    give_up_at = time.monotonic() + timeout_s
-    while not is_free(port):
-        if time.monotonic() > give_up_at:
+    deadline = time.monotonic() + timeout_s
+    while not is_port_free(port):
+        if time.monotonic() > deadline:
             raise LaunchError(
                 f"port {port}, where this run's {what} listens, is taken by another program; stop "
                 "it, or delete run/endpoints.json in the run folder to draw new ports"
@@ -316,13 +319,13 @@ def wait_free(url: str, *, timeout_s: float, what: str) -> None:
 
 
 def _try_lock(descriptor: int, kind: int, *, timeout_s: float = 0.0) -> bool:
-    give_up_at = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if time.monotonic() >= give_up_at:
+            if time.monotonic() >= deadline:
                 return False
         time.sleep(0.01)
 
@@ -336,7 +339,7 @@ def _write_pid(lock: int) -> None:
         _log.warning("the pid is not in the lock file", error=str(error))
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _write_atomically(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as out:

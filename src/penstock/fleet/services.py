@@ -18,13 +18,18 @@ from penstock.config.store_password import PASSWORD_ENV, password_in
 from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Role
 
-TOKEN = "PENSTOCK_TOKEN"
+TOKEN_ENV = "PENSTOCK_TOKEN"
 TOKEN_TTL_S = 7 * 24 * 3600.0
 """A service that outlives its token is refused, ends, and is restarted with a new one."""
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+THREAD_COUNT_ENVS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "RAYON_NUM_THREADS",
+)
 
 
-class Kind(StrEnum):
+class ServiceKind(StrEnum):
     SERVER = "server"
     """Never ends by itself; stopped last, in reverse order of the plan."""
     NODE = "node"
@@ -34,100 +39,103 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class ServiceSpec:
     """One process to keep running."""
 
     name: str
-    kind: Kind
+    kind: ServiceKind
     command: tuple[str, ...]
-    make_env: Callable[[], Mapping[str, str]]
+    build_env: Callable[[], Mapping[str, str]]
     """Called at each start, so that a restarted service gets a fresh token."""
 
 
-def local_services(config: RunConfig, folder: RunFolder) -> tuple[Service, ...]:
+def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, ...]:
     """Dataflow with its partitions, weights front, a worker of every pipeline stage that is placed
     elsewhere, `replicas` nodes and one trainer per policy, all on this machine."""
-    at = ("--run-dir", str(folder.path))
+    run_dir_args = ("--run-dir", str(folder.path))
     services = [
-        Service(
+        ServiceSpec(
             name="dataflow",
-            kind=Kind.SERVER,
-            command=_penstock("dataflow", *at),
-            make_env=lambda: {**_env(1), **_store_env(config)},
+            kind=ServiceKind.SERVER,
+            command=_command("dataflow", *run_dir_args),
+            build_env=lambda: {**_env(1), **_store_env(config)},
         ),
         *(_partition(config, folder, index) for index in range(1, config.dataflow.partitions)),
-        Service(
+        ServiceSpec(
             name="weights",
-            kind=Kind.SERVER,
-            command=_penstock("weights", "serve", *at),
-            make_env=lambda: _env(1),
+            kind=ServiceKind.SERVER,
+            command=_command("weights", "serve", *run_dir_args),
+            build_env=lambda: _env(1),
         ),
-        *(_stage(config, folder, stage.id) for stage in _placed_stages(config)),
+        *(_stage(config, folder, stage.id) for stage in _service_stages(config)),
     ]
     for policy, model in config.models.items():
         services.append(
-            Service(
+            ServiceSpec(
                 name=f"trainer-{policy}",
-                kind=Kind.TRAINER,
-                command=_penstock("trainer", *at, "--policy", policy),
-                make_env=_with_token(config, folder, Role.TRAINER, policy),
+                kind=ServiceKind.TRAINER,
+                command=_command("trainer", *run_dir_args, "--policy", policy),
+                build_env=_token_env(config, folder, Role.TRAINER, policy),
             )
         )
         prefix = "node" if len(config.models) == 1 else f"{policy}-node"
         for replica in range(model.replicas):
             name = f"{prefix}-{replica}"
             services.append(
-                Service(
+                ServiceSpec(
                     name=name,
-                    kind=Kind.NODE,
-                    command=_penstock("rollout", *at, "--name", name, "--policy", policy),
-                    make_env=_with_token(config, folder, Role.ROLLOUT, policy),
+                    kind=ServiceKind.NODE,
+                    command=_command("rollout", *run_dir_args, "--name", name, "--policy", policy),
+                    build_env=_token_env(config, folder, Role.ROLLOUT, policy),
                 )
             )
     return tuple(services)
 
 
-def _partition(config: RunConfig, folder: RunFolder, index: int) -> Service:
-    words = ("dataflow", "--run-dir", str(folder.path), "--partition", str(index))
+def _partition(config: RunConfig, folder: RunFolder, index: int) -> ServiceSpec:
+    args = ("dataflow", "--run-dir", str(folder.path), "--partition", str(index))
 
-    def make_env() -> Mapping[str, str]:
+    def build_env() -> Mapping[str, str]:
         token = folder.token(config.name, Role.PARTITION, ttl_s=TOKEN_TTL_S)
-        return {**_env(1), **_store_env(config), TOKEN: token}
+        return {**_env(1), **_store_env(config), TOKEN_ENV: token}
 
-    return Service(
-        name=f"partition-{index}", kind=Kind.SERVER, command=_penstock(*words), make_env=make_env
+    return ServiceSpec(
+        name=f"partition-{index}",
+        kind=ServiceKind.SERVER,
+        command=_command(*args),
+        build_env=build_env,
     )
 
 
-def _placed_stages(config: RunConfig) -> list[PipelineStageConfig]:
+def _service_stages(config: RunConfig) -> list[PipelineStageConfig]:
     return [stage for _, stage in config.pipeline.services] if config.pipeline else []
 
 
-def _stage(config: RunConfig, folder: RunFolder, stage: str) -> Service:
-    def make_env() -> Mapping[str, str]:
+def _stage(config: RunConfig, folder: RunFolder, stage: str) -> ServiceSpec:
+    def build_env() -> Mapping[str, str]:
         token = folder.token(config.name, Role.STAGE, ttl_s=TOKEN_TTL_S, subject=stage)
-        return {**_env(1), TOKEN: token}
+        return {**_env(1), TOKEN_ENV: token}
 
-    return Service(
+    return ServiceSpec(
         name=f"stage-{stage}",
-        kind=Kind.SERVER,
-        command=_penstock("stage", str(folder.path), stage),
-        make_env=make_env,
+        kind=ServiceKind.SERVER,
+        command=_command("stage", str(folder.path), stage),
+        build_env=build_env,
     )
 
 
-def _penstock(*words: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "penstock.cli.main", *words)
+def _command(*args: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "penstock.cli.main", *args)
 
 
-def _with_token(
+def _token_env(
     config: RunConfig, folder: RunFolder, role: Role, policy: str
 ) -> Callable[[], Mapping[str, str]]:
-    def make_env() -> Mapping[str, str]:
+    def build_env() -> Mapping[str, str]:
         token = folder.token(config.name, role, ttl_s=TOKEN_TTL_S, subject=policy)
-        return {**_env(config.models[policy].torch_threads), TOKEN: token}
+        return {**_env(config.models[policy].torch_threads), TOKEN_ENV: token}
 
-    return make_env
+    return build_env
 
 
 def _store_env(config: RunConfig) -> Mapping[str, str]:
@@ -137,10 +145,10 @@ def _store_env(config: RunConfig) -> Mapping[str, str]:
 
 
 def _env(num_threads: int) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
+    inherited = {name: value for name, value in os.environ.items() if name != TOKEN_ENV}
     return {
         **inherited,
-        **dict.fromkeys(THREADS, str(num_threads)),
+        **dict.fromkeys(THREAD_COUNT_ENVS, str(num_threads)),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }

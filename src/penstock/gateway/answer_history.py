@@ -23,28 +23,30 @@ _Key = tuple[PolicyName, str, str, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _PastAnswer:
     turn: int
     parent: int
     call_ids: tuple[str, ...]
-    own_text: str | None
+    sampled_text: str | None
 
 
-class Recall:
+class AnswerHistory:
     def __init__(self) -> None:
-        self._given: dict[_Key, list[_Given]] = {}
-        self._has_own_texts = False
+        self._past_answers: dict[_Key, list[_PastAnswer]] = {}
+        self._has_sampled_texts = False
 
     def remember(
-        self, policy: PolicyName, parent: int, answer: Answer, own_text: str | None
+        self, policy: PolicyName, parent: int, answer: Answer, sampled_text: str | None
     ) -> None:
-        """`own_text` is the answer as sampled, marked, without the token that ended it; None where
-        that is what the agent was told."""
+        """`sampled_text` is the answer as sampled, marked, without the token that ended it; None
+        where that is what the agent was told."""
         calls = tuple((call.name, _canonical(call.arguments)) for call in answer.tool_calls)
         key = (policy, answer.text, answer.reasoning, calls)
         ids = tuple(call.id for call in answer.tool_calls)
-        self._given.setdefault(key, []).append(_Given(answer.turn, parent, ids, own_text))
-        self._has_own_texts |= own_text is not None
+        self._past_answers.setdefault(key, []).append(
+            _PastAnswer(answer.turn, parent, ids, sampled_text)
+        )
+        self._has_sampled_texts |= sampled_text is not None
 
     def find(self, policy: PolicyName, messages: Sequence[JsonObject]) -> dict[int, str]:
         """By the index of a message: the own text of the answer that it repeats.
@@ -53,21 +55,21 @@ class Recall:
         else the newest is meant. A wrong guess costs a branch, never a wrong token."""
         found: dict[int, str] = {}
         before = ROOT
-        for at, message in enumerate(messages if self._has_own_texts else ()):
+        for at, message in enumerate(messages if self._has_sampled_texts else ()):
             if message.get("role") != "assistant":
                 continue
             key, ids = _read(policy, message)
-            given = self._given.get(key, ()) if key is not None else ()
-            best = max(given, key=partial(_likeness, ids, before), default=None)
+            past = self._past_answers.get(key, ()) if key is not None else ()
+            best = max(past, key=partial(_match_rank, ids, before), default=None)
             if best is not None:
                 before = best.turn
-                if best.own_text is not None:
-                    found[at] = best.own_text
+                if best.sampled_text is not None:
+                    found[at] = best.sampled_text
         return found
 
 
-def _likeness(ids: tuple[Any, ...], before: int, given: _Given) -> tuple[bool, bool, int]:
-    return given.call_ids == ids, given.parent == before, given.turn
+def _match_rank(ids: tuple[Any, ...], before: int, past: _PastAnswer) -> tuple[bool, bool, int]:
+    return past.call_ids == ids, past.parent == before, past.turn
 
 
 def _read(policy: PolicyName, message: JsonObject) -> tuple[_Key | None, tuple[Any, ...]]:

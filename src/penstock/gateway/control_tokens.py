@@ -17,53 +17,53 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
 
-MARK = "\ufdd0"
-APART = f"{MARK}-{MARK}"
-_MARKED = re.compile(f"{MARK}(-|[0-9]*){MARK}")
+ESCAPE = "\ufdd0"
+SEPARATOR = f"{ESCAPE}-{ESCAPE}"
+_ESCAPED = re.compile(f"{ESCAPE}(-|[0-9]*){ESCAPE}")
 
 
-class Marks:
+class ControlTokenEscaper:
     """The control tokens of one tokenizer, as text."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = tuple(words)
-        self._places = {word: f"{MARK}{at}{MARK}" for at, word in enumerate(words)}
-        self._places[MARK] = MARK + MARK
-        longest_first = sorted(self._places, key=len, reverse=True)
-        self._looks_alike = re.compile("|".join(map(re.escape, longest_first)))
-        self._openings = tuple({word[:2] for word in self._places})
+        self._replacements = {word: f"{ESCAPE}{at}{ESCAPE}" for at, word in enumerate(words)}
+        self._replacements[ESCAPE] = ESCAPE + ESCAPE
+        longest_first = sorted(self._replacements, key=len, reverse=True)
+        self._lookalikes = re.compile("|".join(map(re.escape, longest_first)))
+        self._openings = tuple({word[:2] for word in self._replacements})
         cuts = [(word, at) for word in words for at in range(1, len(word))]
         self._heads = tuple({word[:at] for word, at in cuts})
         self._tails = tuple({word[at:] for word, at in cuts})
-        self._guard_name = lru_cache(maxsize=1024)(self.guard)
+        self._escape_key = lru_cache(maxsize=1024)(self.escape_untrusted)
 
-    def guard(self, text: str) -> str:
+    def escape_untrusted(self, text: str) -> str:
         """Foreign text, marked: no part of it is a control token, whatever stands around it."""
-        marked = text
+        escaped = text
         if any(opening in text for opening in self._openings):  # else the search costs ten times
-            marked = self._looks_alike.sub(lambda found: self._places[found[0]], text)
-        if marked.endswith(self._heads):
-            marked += APART
-        return APART + marked if marked.startswith(self._tails) else marked
+            escaped = self._lookalikes.sub(lambda found: self._replacements[found[0]], text)
+        if escaped.endswith(self._heads):
+            escaped += SEPARATOR
+        return SEPARATOR + escaped if escaped.startswith(self._tails) else escaped
 
-    def guard_all(self, value: Any) -> Any:
+    def escape_untrusted_json(self, value: Any) -> Any:
         """Every string in a JSON value."""
         if isinstance(value, str):
-            return self.guard(value)
+            return self.escape_untrusted(value)
         if isinstance(value, dict):
             items = cast(dict[str, Any], value).items()
-            return {self._guard_name(key): self.guard_all(item) for key, item in items}
+            return {self._escape_key(key): self.escape_untrusted_json(item) for key, item in items}
         if isinstance(value, list | tuple):
-            return [self.guard_all(item) for item in cast(Sequence[Any], value)]
+            return [self.escape_untrusted_json(item) for item in cast(Sequence[Any], value)]
         return value
 
 
-def escape(text: str) -> str:
+def escape_trusted(text: str) -> str:
     """Text whose control tokens are meant, marked."""
-    return text.replace(MARK, MARK + MARK)
+    return text.replace(ESCAPE, ESCAPE + ESCAPE)
 
 
-def split(text: str) -> list[str]:
+def split_escaped(text: str) -> list[str]:
     """Marked text in turns: text whose control tokens are meant, then what stood between two
     marks: a number, "-" or nothing."""
-    return _MARKED.split(text)
+    return _ESCAPED.split(text)

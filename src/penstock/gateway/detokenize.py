@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders
 Decode = Callable[[Sequence[int]], str]
 
 
-def decoder_of(tokenizer: Tokenizer) -> Decode:
+def make_decoder(tokenizer: Tokenizer) -> Decode:
     """Keeps special tokens."""
     if isinstance(tokenizer.decoder, decoders.ByteLevel):
         look_up = _TokenBytes(tokenizer).__getitem__
@@ -40,7 +40,7 @@ class _TokenBytes(dict[int, bytes]):
         return found
 
 
-def _byte_letters() -> dict[str, int]:
+def _byte_alphabet() -> dict[str, int]:
     """The letter that stands for each byte: itself where it can be seen, else the next free one
     above the bytes."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -49,4 +49,4 @@ def _byte_letters() -> dict[str, int]:
     return letters | {chr(256 + at): byte for at, byte in enumerate(unseen)}
 
 
-_BYTES = _byte_letters()
+_BYTES = _byte_alphabet()

@@ -16,14 +16,21 @@ from functools import partial
 import structlog
 from starlette.types import Message
 
-from penstock.gateway.dialects.dialect import INTERNAL, Ask, Problem, Reply, Writer, problem_of
+from penstock.gateway.dialects.dialect import (
+    INTERNAL,
+    AnsweredTurn,
+    ParsedRequest,
+    Problem,
+    SseWriter,
+    problem_of,
+)
 from penstock.gateway.gateway import Session
 from penstock.gateway.model_calls import Answer, Call, Delta
 
 log = structlog.get_logger(__name__)
 
 Send = Callable[[Message], Awaitable[None]]
-IsGone = Callable[[], bool]
+IsDisconnected = Callable[[], bool]
 Event = tuple[int, Delta | Answer | BaseException]
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -35,15 +42,15 @@ EVENT_STREAM = [
 class Exchange:
     """One request of one session."""
 
-    def __init__(self, session: Session, ask: Ask) -> None:
+    def __init__(self, session: Session, ask: ParsedRequest) -> None:
         self.answers: dict[int, Answer] = {}
         self._session = session
-        self._ask = ask
+        self._request = ask
         self._renderer = session.renderer(ask.model)
 
-    async def replies(self) -> list[Reply]:
+    async def replies(self) -> list[AnsweredTurn]:
         """All choices, or the first error; then the choices that did succeed reach nobody."""
-        calls = self._ask.calls
+        calls = self._request.calls
         if len(calls) == 1:
             self.answers[0] = await self._call(0, None)
             return self._replies()
@@ -59,18 +66,20 @@ class Exchange:
                 raise result
         return self._replies()
 
-    async def stream(self, send: Send, is_gone: IsGone) -> None:
+    async def stream(self, send: Send, is_disconnected: IsDisconnected) -> None:
         """Sends events as the answers grow. An error before the first of them is raised; a later
         one is an event."""
-        growing = _Growing(self._call, len(self._ask.calls), is_live=self._ask.is_live)
+        answer_stream = _AnswerStream(
+            self._call, len(self._request.calls), is_incremental=self._request.is_incremental
+        )
         is_reached = False
         try:
-            events = await growing.next()
+            events = await answer_stream.next()
             if isinstance(error := events[0][1], BaseException):
                 raise error
-            is_reached = await self._send_events(growing, events, send, is_gone)
+            is_reached = await self._send_events(answer_stream, events, send, is_disconnected)
         finally:
-            self.answers.update(await growing.settle())
+            self.answers.update(await answer_stream.wait_all())
             if not is_reached:
                 self.mark_unreached()
 
@@ -79,52 +88,58 @@ class Exchange:
             self._session.mark_unreached(answer.turn)
 
     async def _send_events(
-        self, growing: _Growing, events: list[Event], send: Send, is_gone: IsGone
+        self,
+        answer_stream: _AnswerStream,
+        events: list[Event],
+        send: Send,
+        is_disconnected: IsDisconnected,
     ) -> bool:
         """Whether the agent was there until the end of a complete answer."""
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-        writer = self._ask.writer()
+        writer = self._request.writer()
         while True:
             chunk, is_failed = self._write(writer, events)
-            is_last = is_failed or len(self.answers) == len(self._ask.calls)
-            if is_gone():
+            is_last = is_failed or len(self.answers) == len(self._request.calls)
+            if is_disconnected():
                 return False
             if chunk or is_last:
                 await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
             if is_last:
                 return not is_failed
-            events = await growing.next()
+            events = await answer_stream.next()
 
-    def _write(self, writer: Writer, events: list[Event]) -> tuple[bytes, bool]:
+    def _write(self, writer: SseWriter, events: list[Event]) -> tuple[bytes, bool]:
         """What these events are on the wire, and whether one of them is an error."""
         chunks: list[bytes] = []
         for choice, event in events:
             if isinstance(event, Delta):
-                chunks.append(writer.grow(choice, event))
+                chunks.append(writer.write_delta(choice, event))
             elif isinstance(event, Answer):
                 self.answers[choice] = event
                 chunks.append(writer.end(choice, self._reply(event)))
             else:
                 chunks.append(writer.fail(problem_for_agent(event)))
                 return b"".join(chunks), True
-        if len(self.answers) == len(self._ask.calls):
+        if len(self.answers) == len(self._request.calls):
             chunks.append(writer.finish(self._replies()))
         return b"".join(chunks), False
 
-    async def _call(self, choice: int, listen: Callable[[Delta], None] | None) -> Answer:
-        call = self._ask.calls[choice]
+    async def _call(self, choice: int, on_chunk: Callable[[Delta], None] | None) -> Answer:
+        call = self._request.calls[choice]
         if isinstance(call, Call):
-            return await self._session.ask(call if listen is None else replace(call, listen=listen))
+            return await self._session.ask(
+                call if on_chunk is None else replace(call, on_chunk=on_chunk)
+            )
         return await self._session.complete(
-            call.prompt, policy=call.policy, overrides=call.overrides, listen=listen
+            call.prompt, policy=call.policy, overrides=call.overrides, on_chunk=on_chunk
         )
 
-    def _replies(self) -> list[Reply]:
-        return [self._reply(self.answers[choice]) for choice in range(len(self._ask.calls))]
+    def _replies(self) -> list[AnsweredTurn]:
+        return [self._reply(self.answers[choice]) for choice in range(len(self._request.calls))]
 
-    def _reply(self, answer: Answer) -> Reply:
+    def _reply(self, answer: Answer) -> AnsweredTurn:
         turn = self._session.turn(answer.turn)
-        return Reply(answer=answer, turn=turn, renderer=self._renderer)
+        return AnsweredTurn(answer=answer, turn=turn, renderer=self._renderer)
 
 
 def problem_for_agent(error: BaseException) -> Problem:
@@ -136,7 +151,7 @@ def problem_for_agent(error: BaseException) -> Problem:
     return problem
 
 
-class _Growing:
+class _AnswerStream:
     """Answers in the making, as one list of events."""
 
     def __init__(
@@ -144,10 +159,10 @@ class _Growing:
         call: Callable[[int, Callable[[Delta], None] | None], Awaitable[Answer]],
         num_choices: int,
         *,
-        is_live: bool,
+        is_incremental: bool,
     ) -> None:
         self._call = call
-        self._is_live = is_live
+        self._is_incremental = is_incremental
         self._events: list[Event] = []
         self._has_events = asyncio.Event()
         self._tasks = [asyncio.create_task(self._run(choice)) for choice in range(num_choices)]
@@ -164,21 +179,21 @@ class _Growing:
         self._has_events.clear()
         return events
 
-    async def settle(self) -> dict[int, Answer]:
+    async def wait_all(self) -> dict[int, Answer]:
         """Every answer that came, once all calls have ended."""
         results = await asyncio.gather(*self._tasks, return_exceptions=True)
         return {at: result for at, result in enumerate(results) if isinstance(result, Answer)}
 
     async def _run(self, choice: int) -> Answer | None:
-        listen = partial(self._tell, choice) if self._is_live else None
+        on_chunk = partial(self._push, choice) if self._is_incremental else None
         try:
-            answer = await self._call(choice, listen)
+            answer = await self._call(choice, on_chunk)
         except Exception as error:
-            self._tell(choice, error)
+            self._push(choice, error)
             return None
-        self._tell(choice, answer)
+        self._push(choice, answer)
         return answer
 
-    def _tell(self, choice: int, event: Delta | Answer | BaseException) -> None:
+    def _push(self, choice: int, event: Delta | Answer | BaseException) -> None:
         self._events.append((choice, event))
         self._has_events.set()

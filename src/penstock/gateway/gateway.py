@@ -14,9 +14,9 @@ import structlog
 from penstock.errors import EngineError, Unauthorized
 from penstock.gateway.generation import Generate
 from penstock.gateway.renderer import Renderer
-from penstock.gateway.salvaged_answers import Salvaged
-from penstock.gateway.session import CLOSED, KEY_PREFIX, Record, Session
-from penstock.gateway.template_probe import Verdict, probe
+from penstock.gateway.salvaged_answers import SalvagedAnswers
+from penstock.gateway.session import CLOSED, KEY_PREFIX, Session, TurnCallback
+from penstock.gateway.template_probe import TemplateTraits, probe
 from penstock.types import PolicyName, SamplingSpec, Turn
 
 log = structlog.get_logger(__name__)
@@ -31,16 +31,16 @@ class Gateway:
 
     def __init__(self, generate: Generate) -> None:
         self.generate = generate
-        self.verdicts: dict[PolicyName, Verdict] = {}
+        self.template_traits: dict[PolicyName, TemplateTraits] = {}
         """What each policy's template does to a conversation."""
         self._renderers: dict[PolicyName, Renderer] = {}
         self._by_key: dict[str, Session] = {}
 
     def set_renderer(self, policy: PolicyName, renderer: Renderer) -> None:
         """After the first snapshot of a policy was loaded."""
-        verdict = probe(renderer)
-        log.info("template probed", policy=policy, **verdict.facts())
-        self.verdicts[policy] = verdict
+        traits = probe(renderer)
+        log.info("template probed", policy=policy, **traits.facts())
+        self.template_traits[policy] = traits
         self._renderers[policy] = renderer
 
     def renderer(self, policy: PolicyName) -> Renderer:
@@ -58,18 +58,18 @@ class Gateway:
         policies: Sequence[PolicyName],
         sampling: SamplingSpec,
         seed: int,
-        earlier: Sequence[Turn] = (),
-        record: Record | None = None,
+        salvaged_turns: Sequence[Turn] = (),
+        on_turn: TurnCallback | None = None,
     ) -> Session:
-        """`earlier`: turns that were made for the same work and lost their owner; a call that one
-        of them answers is not generated again. `record` hears of each turn as it ends."""
+        """`salvaged_turns`: turns that were made for the same work and lost their owner; a call
+        that one of them answers is not generated again. `on_turn` hears of each turn as it ends."""
         session = Session(
             self,
             policies=policies,
             sampling=sampling,
             seed=seed,
-            salvaged=Salvaged(earlier),
-            record=record,
+            salvaged_answers=SalvagedAnswers(salvaged_turns),
+            on_turn=on_turn,
         )
         self._by_key[session.api_key] = session
         return session

@@ -33,7 +33,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TokenChunk:
     """Tokens of an answer that is still being made, told as they were sampled."""
 
     sampled_ids: Sequence[int]
@@ -42,7 +42,7 @@ class Piece:
     """Sampled all of these tokens."""
 
 
-Listen = Callable[[Piece], None]
+ChunkCallback = Callable[[TokenChunk], None]
 """Hears the pieces of one answer, in order and without gap; called in the event loop, never
 blocks. What the engine returns in the end is the truth, and may hold more than was told."""
 
@@ -55,9 +55,9 @@ class Generate(Protocol):
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         """Raises EngineError; cancelling the call gives the engine's place to somebody else.
 
-        An engine that cannot tell of an answer in the making never calls `listen`."""
+        An engine that cannot tell of an answer in the making never calls `on_chunk`."""
         ...

@@ -44,7 +44,7 @@ class Call:
     thinking: bool | None = None
     """None leaves it to the template. Refused where the template cannot do as it is told."""
     overrides: Overrides | None = None
-    listen: Callable[[Delta], None] | None = None
+    on_chunk: Callable[[Delta], None] | None = None
     """Hears the answer as it grows: text and reasoning without special tokens, never a part of a
     tool call, never beyond a stop string. All deltas together are the beginning of the answer."""
 

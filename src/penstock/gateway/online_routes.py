@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.errors import Forbidden, TooLarge, WireError
-from penstock.gateway.online import Held, Online
+from penstock.gateway.online import OnlineGateway, OnlineSession
 from penstock.gateway.openapi import SESSION
 from penstock.gateway.server import build_app
 from penstock.types import JsonObject
@@ -26,7 +26,7 @@ from penstock.wire.server import error_response
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 64 << 10
-Answer = Callable[[Request], Awaitable[JsonObject]]
+Handler = Callable[[Request], Awaitable[JsonObject]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class RewardBody:
     """For people."""
 
 
-def build_online_app(online: Online) -> Starlette:
+def build_online_app(online: OnlineGateway) -> Starlette:
     """The gateway's app with the routes of sessions from outside."""
     app = build_app(online)
     app.router.routes += OnlineRoutes(online).routes()
@@ -54,34 +54,34 @@ def build_online_app(online: Online) -> Starlette:
 
 
 class OnlineRoutes:
-    def __init__(self, online: Online) -> None:
+    def __init__(self, online: OnlineGateway) -> None:
         self._online = online
 
     async def open(self, request: Request) -> JsonObject:
         caller = self._online.admit(_key(request))
         body = await _read(request, OpenBody)
-        held = self._online.begin(caller.owner, body.name)
-        base_url = f"{str(request.base_url).rstrip('/')}/sessions/{held.id}/v1"
-        return {**self._facts(held), "api_key": held.api_key, "base_url": base_url}
+        entry = self._online.begin(caller.owner, body.name)
+        base_url = f"{str(request.base_url).rstrip('/')}/sessions/{entry.id}/v1"
+        return {**self._describe(entry), "api_key": entry.api_key, "base_url": base_url}
 
     async def show(self, request: Request) -> JsonObject:
-        return self._facts(self._of(request))
+        return self._describe(self._lookup(request))
 
     async def reward(self, request: Request) -> JsonObject:
-        held = self._of(request)
+        entry = self._lookup(request)
         body = await _read(request, RewardBody)
-        self._online.reward(held, body.reward, body.reason)
-        return self._facts(held)
+        self._online.reward(entry, body.reward, body.reason)
+        return self._describe(entry)
 
     async def end(self, request: Request) -> JsonObject:
-        held = self._of(request)
-        self._online.end(held)
-        return self._facts(held)
+        entry = self._lookup(request)
+        self._online.end(entry)
+        return self._describe(entry)
 
     async def forget(self, request: Request) -> JsonObject:
-        held = self._of(request)
-        self._online.forget(held)
-        return self._facts(held)
+        entry = self._lookup(request)
+        self._online.forget(entry)
+        return self._describe(entry)
 
     async def counts(self, request: Request) -> JsonObject:
         if not self._online.admit(_key(request)).is_operator:
@@ -98,25 +98,25 @@ class OnlineRoutes:
             _route("POST", f"{SESSION}/end", self.end),
         ]
 
-    def _of(self, request: Request) -> Held:
+    def _lookup(self, request: Request) -> OnlineSession:
         return self._online.lookup(request.path_params["session_id"], token=_key(request))
 
-    def _facts(self, held: Held) -> JsonObject:
+    def _describe(self, entry: OnlineSession) -> JsonObject:
         return {
-            "id": held.id,
-            "name": held.name,
-            "state": held.state,
-            "is_recorded": held.has_place,
-            "reward": held.reward,
+            "id": entry.id,
+            "name": entry.name,
+            "state": entry.state,
+            "is_recorded": entry.has_slot,
+            "reward": entry.reward,
             "reward_deadline_s": self._online.terms.reward_deadline_s,
             "idle_s": self._online.terms.idle_s,
         }
 
 
-def _route(method: str, path: str, answer: Answer) -> Route:
+def _route(method: str, path: str, handler: Handler) -> Route:
     async def handle(request: Request) -> Response:
         try:
-            return Response(encode_json(await answer(request)), media_type=JSON)
+            return Response(encode_json(await handler(request)), media_type=JSON)
         except WireError as error:
             return error_response(error)
 

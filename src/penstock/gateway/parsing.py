@@ -19,7 +19,7 @@ from penstock.gateway.model_calls import ToolCall
 
 THINK, END_THINK = "<think>", "</think>"
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
-STRUCTURE = frozenset({THINK, END_THINK, TOOL_CALL, END_TOOL_CALL})
+STRUCTURAL_TAGS = frozenset({THINK, END_THINK, TOOL_CALL, END_TOOL_CALL})
 """Part of an answer's text even where a tokenizer calls them special."""
 _BLOCK = re.compile(f"{TOOL_CALL}((?:(?!{TOOL_CALL}).)*?){END_TOOL_CALL}", re.DOTALL)
 _BETWEEN = re.compile(r"[\s;]*")
@@ -33,7 +33,7 @@ class ToolFormat(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class AnswerFormat:
     """How one answer is to be read."""
 
     has_thinking: bool = False
@@ -44,18 +44,18 @@ class Form:
     """None when no tools were offered."""
 
 
-PLAIN = Form()
+PLAIN = AnswerFormat()
 """All of it is text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class ParsedAnswer:
     text: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-class _Written(msgspec.Struct):
+class _RawToolCall(msgspec.Struct):
     """A tool call as models write it."""
 
     name: str
@@ -72,28 +72,32 @@ def tool_format(template: str) -> ToolFormat | None:
     return ToolFormat.LLAMA if '"parameters"' in template and '"name"' in template else None
 
 
-def cut(text: str, stop: Sequence[str]) -> str:
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     """Before the earliest stop string, as OpenAI does."""
     ends = [at for at in (text.find(word) for word in stop) if at >= 0]
     return text[: min(ends)] if ends else text
 
 
-def read(text: str, form: Form, make_id: Callable[[int], str]) -> Parts:
+def parse_answer(
+    text: str, answer_format: AnswerFormat, make_id: Callable[[int], str]
+) -> ParsedAnswer:
     """The parts of a finished answer; `make_id` names its first, second, … tool call."""
     reasoning = ""
-    begun = text.lstrip()
-    if form.is_thinking or (form.has_thinking and begun.startswith(THINK)):
-        thought, _, rest = begun.removeprefix(THINK).partition(END_THINK)
+    stripped = text.lstrip()
+    if answer_format.is_thinking or (answer_format.has_thinking and stripped.startswith(THINK)):
+        thought, _, rest = stripped.removeprefix(THINK).partition(END_THINK)
         reasoning, text = thought.strip(), rest.lstrip()
-    if form.tools is None:
-        return Parts(text=text, reasoning=reasoning)
-    find = _hermes_calls if form.tools is ToolFormat.HERMES else _llama_calls
-    rest, written = find(text)
+    if answer_format.tools is None:
+        return ParsedAnswer(text=text, reasoning=reasoning)
+    find = _hermes_calls if answer_format.tools is ToolFormat.HERMES else _llama_calls
+    rest, raw_calls = find(text)
     calls = tuple(
         ToolCall(id=make_id(at), name=name, arguments=arguments)
-        for at, (name, arguments) in enumerate(written)
+        for at, (name, arguments) in enumerate(raw_calls)
     )
-    return Parts(text=rest.rstrip() if calls else text, reasoning=reasoning, tool_calls=calls)
+    return ParsedAnswer(
+        text=rest.rstrip() if calls else text, reasoning=reasoning, tool_calls=calls
+    )
 
 
 _Found = tuple[str, list[tuple[str, str]]]
@@ -133,8 +137,8 @@ def _llama_calls(text: str) -> _Found:
 
 def _read_call(text: str) -> tuple[str, str] | None:
     try:
-        written = msgspec.json.decode(text, type=_Written)
+        raw_calls = msgspec.json.decode(text, type=_RawToolCall)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         return None
-    raw = (bytes(written.arguments) or bytes(written.parameters)).strip()
-    return (written.name, raw.decode()) if raw.startswith(b"{") else None
+    raw = (bytes(raw_calls.arguments) or bytes(raw_calls.parameters)).strip()
+    return (raw_calls.name, raw.decode()) if raw.startswith(b"{") else None

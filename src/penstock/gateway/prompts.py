@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import BadRequest
-from penstock.gateway.answer_history import Recall
-from penstock.gateway.control_tokens import escape
+from penstock.gateway.answer_history import AnswerHistory
+from penstock.gateway.control_tokens import escape_trusted
 from penstock.gateway.model_calls import Call
-from penstock.gateway.parsing import PLAIN, THINK, Form
+from penstock.gateway.parsing import PLAIN, THINK, AnswerFormat
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.turn_tree import ROOT, TurnTree
 from penstock.types import PolicyName, TokenIds, token_ids, view_ids
@@ -34,54 +34,56 @@ class Prompt:
     context_ids: Sequence[int]
     """All that the engine gets."""
     role: str = ""
-    form: Form = PLAIN
+    answer_format: AnswerFormat = PLAIN
     """How the answer is to be read."""
 
 
-class Prompts:
+class PromptBuilder:
     """Of one session, whose turns and answers it only reads."""
 
-    def __init__(self, tree: TurnTree, recall: Recall) -> None:
+    def __init__(self, tree: TurnTree, answer_history: AnswerHistory) -> None:
         self._tree = tree
-        self._recall = recall
+        self._answer_history = answer_history
 
-    def of_call(self, call: Call, policy: PolicyName, renderer: Renderer) -> Prompt:
+    def from_call(self, call: Call, policy: PolicyName, renderer: Renderer) -> Prompt:
         if not 1 <= len(call.messages) <= MAX_MESSAGES:
             raise BadRequest(f"{len(call.messages)} messages; send 1 to {MAX_MESSAGES}")
         text = self._render(call, policy, renderer)
-        form = Form(
+        answer_format = AnswerFormat(
             has_thinking=renderer.has_thinking,
             is_thinking=renderer.has_thinking and text.rstrip().endswith(THINK),
             tools=renderer.tool_format if call.tools else None,
         )
-        return replace(self._of_marked(text, policy, renderer), role=call.role, form=form)
+        return replace(
+            self._from_escaped(text, policy, renderer), role=call.role, answer_format=answer_format
+        )
 
-    def of_text(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
-        return self._of_marked(escape(text), policy, renderer)
+    def from_text(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
+        return self._from_escaped(escape_trusted(text), policy, renderer)
 
-    def of_ids(self, prompt: Sequence[int], policy: PolicyName, renderer: Renderer) -> Prompt:
+    def from_ids(self, prompt: Sequence[int], policy: PolicyName, renderer: Renderer) -> Prompt:
         if not all(0 <= token < renderer.num_ids for token in prompt):
             raise BadRequest(f"the prompt holds ids outside 0 to {renderer.num_ids - 1}")
         ids = token_ids(prompt)
         parent, length = self._tree.match_ids(policy, ids)
         new_ids = view_ids(TokenIds(ids[length:])).tolist()
-        return self._make(policy, renderer, parent, renderer.decode_marked(new_ids), new_ids)
+        return self._make(policy, renderer, parent, renderer.decode_escaped(new_ids), new_ids)
 
     def _render(self, call: Call, policy: PolicyName, renderer: Renderer) -> str:
         """The template gets this session's own answers as they were sampled, and may still strip or
         trim them."""
-        own_texts = self._recall.find(policy, call.messages)
+        sampled_texts = self._answer_history.find(policy, call.messages)
         try:
             return renderer.render(
-                call.messages, tools=call.tools, thinking=call.thinking, answers=own_texts
+                call.messages, tools=call.tools, thinking=call.thinking, answers=sampled_texts
             )
         except BadRequest:
-            if not own_texts:
+            if not sampled_texts:
                 raise
         # Some templates insist on the parts of an answer.
         return renderer.render(call.messages, tools=call.tools, thinking=call.thinking)
 
-    def _of_marked(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
+    def _from_escaped(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
         parent, length = self._tree.match(policy, text)
         new_text = text[length:]
         try:

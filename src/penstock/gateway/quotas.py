@@ -22,7 +22,7 @@ MINUTE_S = 60.0
 
 
 @dataclass(slots=True)
-class _Use:
+class _SessionUsage:
     num_calls: int
     tokens_left: float
     counted_at: float
@@ -41,12 +41,12 @@ class Quotas:
         self._max_concurrent_calls = max_concurrent_calls
         self._tokens_per_minute = tokens_per_minute
         self._clock = clock
-        self._uses: WeakKeyDictionary[Session, _Use] = WeakKeyDictionary()
+        self._uses: WeakKeyDictionary[Session, _SessionUsage] = WeakKeyDictionary()
 
     @contextmanager
     def hold(self, session: Session, num_calls: int) -> Generator[None]:
         """A place for each call until all have ended; Busy without enough of them."""
-        use = self._refreshed(session)
+        use = self._refill(session)
         if use.num_calls + num_calls > self._max_concurrent_calls:
             raise Busy(
                 f"{use.num_calls} calls of this session are running, and at most "
@@ -66,17 +66,17 @@ class Quotas:
         finally:
             use.num_calls -= num_calls
 
-    def spend(self, session: Session, answers: Iterable[Answer]) -> None:
+    def charge(self, session: Session, answers: Iterable[Answer]) -> None:
         used = sum(
             answer.usage.prompt_tokens + answer.usage.completion_tokens for answer in answers
         )
-        self._refreshed(session).tokens_left -= used
+        self._refill(session).tokens_left -= used
 
-    def _refreshed(self, session: Session) -> _Use:
+    def _refill(self, session: Session) -> _SessionUsage:
         now = self._clock()
         use = self._uses.get(session)
         if use is None:
-            use = self._uses[session] = _Use(0, float(self._tokens_per_minute), now)
+            use = self._uses[session] = _SessionUsage(0, float(self._tokens_per_minute), now)
         earned = (now - use.counted_at) * self._tokens_per_minute / MINUTE_S
         use.tokens_left = min(float(self._tokens_per_minute), use.tokens_left + earned)
         use.counted_at = now

@@ -22,9 +22,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from penstock.errors import BadRequest, WeightsError
-from penstock.gateway.control_tokens import MARK, Marks, split
-from penstock.gateway.detokenize import decoder_of
-from penstock.gateway.parsing import END_THINK, STRUCTURE, tool_format
+from penstock.gateway.control_tokens import ESCAPE, ControlTokenEscaper, split_escaped
+from penstock.gateway.detokenize import make_decoder
+from penstock.gateway.parsing import END_THINK, STRUCTURAL_TAGS, tool_format
 from penstock.gateway.tokenizer_files import (
     read_object,
     read_special_tokens,
@@ -45,10 +45,10 @@ ANSWER_FIELDS = frozenset({"content", "reasoning_content", "reasoning", "tool_ca
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Texts:
+class AnswerTexts:
     """One answer, read in every way that is needed."""
 
-    marked: str
+    escaped: str
     visible: str
     own: str
     """Marked, without the token that only says that the answer is over."""
@@ -75,14 +75,16 @@ class Renderer:
         """Its template knows what reasoning is."""
         self.num_ids = tokenizer.get_vocab_size()
         self._tokenizer = tokenizer
-        self._decode = decoder_of(tokenizer)
+        self._decode = make_decoder(tokenizer)
         self._template = _compile(template)
         self._special_tokens = special_tokens or {}
         added = tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
-        self._hidden = frozenset(i for i, word in self._special.items() if word not in STRUCTURE)
-        self._marks = Marks(tuple(self._special.values()))
-        self._spelled = _spell(tokenizer, self._marks.words)
+        self._hidden = frozenset(
+            i for i, word in self._special.items() if word not in STRUCTURAL_TAGS
+        )
+        self._escaper = ControlTokenEscaper(tuple(self._special.values()))
+        self._literal_ids = _literal_token_ids(tokenizer, self._escaper.words)
         self._texts: dict[bytes, str] = {}
         self._ids: dict[str, tuple[int, ...]] = {}
 
@@ -128,7 +130,7 @@ class Renderer:
         if text is None:
             text = self._render(messages, tools, thinking, {})
             if len(key) <= MAX_CACHED_CHARS:
-                _remember(self._texts, key, text)
+                _cache_put(self._texts, key, text)
         return text
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -137,35 +139,35 @@ class Renderer:
         if ids is None:
             ids = tuple(self._encode(text))
             if len(text) <= MAX_CACHED_CHARS:
-                _remember(self._ids, text, ids)
+                _cache_put(self._ids, text, ids)
         return ids
 
-    def mark(self, text: str) -> str:
+    def escape_untrusted(self, text: str) -> str:
         """Foreign text, marked."""
-        return self._marks.guard(text)
+        return self._escaper.escape_untrusted(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text with its special tokens, as it stands in the model's context."""
         return self._decode(ids)
 
-    def decode_marked(self, ids: Sequence[int]) -> str:
+    def decode_escaped(self, ids: Sequence[int]) -> str:
         """The same, marked: tokens that only spell a special token are not taken for one."""
         if self._special.keys().isdisjoint(ids):
-            return self._marks.guard(self.decode(ids))
+            return self._escaper.escape_untrusted(self.decode(ids))
         parts: list[str] = []
         for special, run in groupby(ids, self._special.get):
             if special is None:
-                parts.append(self._marks.guard(self.decode(list(run))))
+                parts.append(self._escaper.escape_untrusted(self.decode(list(run))))
             else:
                 parts.extend(special for _ in run)
         return "".join(parts)
 
     def decode_visible(self, ids: Sequence[int]) -> str:
         """Text as an agent sees it: without special tokens."""
-        return self.decode(self.without_hidden(ids))
+        return self.decode(self.strip_hidden(ids))
 
-    def decode_answer(self, ids: Sequence[int], finish: FinishReason) -> Texts:
-        """`decode_marked`, `decode_visible` and the answer's own text, decoded once where no
+    def decode_answer(self, ids: Sequence[int], finish: FinishReason) -> AnswerTexts:
+        """`decode_escaped`, `decode_visible` and the answer's own text, decoded once where no
         special token stands inside it."""
         own_ids, last = ids, ""
         if self.ends(ids, finish):
@@ -173,15 +175,15 @@ class Renderer:
         is_plain = last is not None and (not last or ids[-1] in self._hidden)
         if is_plain and self._special.keys().isdisjoint(own_ids):
             text = self.decode(own_ids)
-            own = self._marks.guard(text)
-            return Texts(marked=own + (last or ""), visible=text, own=own)
-        return Texts(
-            marked=self.decode_marked(ids),
+            own = self._escaper.escape_untrusted(text)
+            return AnswerTexts(escaped=own + (last or ""), visible=text, own=own)
+        return AnswerTexts(
+            escaped=self.decode_escaped(ids),
             visible=self.decode_visible(ids),
-            own=self.decode_marked(own_ids),
+            own=self.decode_escaped(own_ids),
         )
 
-    def without_hidden(self, ids: Sequence[int]) -> Sequence[int]:
+    def strip_hidden(self, ids: Sequence[int]) -> Sequence[int]:
         """The ids whose text an agent sees."""
         if self._hidden.isdisjoint(ids):
             return ids
@@ -197,16 +199,16 @@ class Renderer:
         return ids[-1] in (self.stop_ids or self._hidden)
 
     def _encode(self, text: str) -> list[int]:
-        if MARK not in text:
+        if ESCAPE not in text:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         ids: list[int] = []
-        for at, part in enumerate(split(text)):
+        for at, part in enumerate(split_escaped(text)):
             if at % 2 == 0:
                 ids += self._tokenizer.encode(part, add_special_tokens=False).ids if part else ()
             elif part.isdigit():
-                ids += self._spelled[int(part)]
+                ids += self._literal_ids[int(part)]
             elif not part:
-                ids += self._tokenizer.encode(MARK, add_special_tokens=False).ids
+                ids += self._tokenizer.encode(ESCAPE, add_special_tokens=False).ids
         return ids
 
     def _render(
@@ -220,9 +222,10 @@ class Renderer:
         try:
             return self._template.render(
                 messages=[
-                    self._ready(message, answers.get(at)) for at, message in enumerate(messages)
+                    self._prepare_message(message, answers.get(at))
+                    for at, message in enumerate(messages)
                 ],
-                tools=self._marks.guard_all(tools) or None,
+                tools=self._escaper.escape_untrusted_json(tools) or None,
                 add_generation_prompt=True,
                 **switches,
                 **self._special_tokens,
@@ -233,15 +236,15 @@ class Renderer:
                 "check roles and their order"
             ) from None
 
-    def _ready(self, message: JsonObject, answer: str | None) -> JsonObject:
+    def _prepare_message(self, message: JsonObject, answer: str | None) -> JsonObject:
         if answer is None:
-            ready: JsonObject = self._marks.guard_all(_with_objects(message))
+            ready: JsonObject = self._escaper.escape_untrusted_json(_with_objects(message))
             return ready
         rest = {name: value for name, value in message.items() if name not in ANSWER_FIELDS}
-        return {**self._marks.guard_all(rest), "content": answer}
+        return {**self._escaper.escape_untrusted_json(rest), "content": answer}
 
 
-def _spell(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+def _literal_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
     """Each control token as ordinary text."""
     tokenizer.encode_special_tokens = True
     try:
@@ -267,7 +270,7 @@ def _with_object(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _remember(cache: dict[Any, Any], key: object, value: object) -> None:
+def _cache_put(cache: dict[Any, Any], key: object, value: object) -> None:
     if len(cache) >= MAX_CACHED:
         cache.clear()
     cache[key] = value

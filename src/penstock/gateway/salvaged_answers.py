@@ -20,7 +20,7 @@ from penstock.types import FinishReason, PolicyName, SamplingSpec, TokenIds, Tur
 Key = tuple[PolicyName, SamplingSpec, bytes]
 
 
-class Salvaged:
+class SalvagedAnswers:
     def __init__(self, turns: Sequence[Turn] = ()) -> None:
         self._answers: defaultdict[Key, deque[Turn]] = defaultdict(deque)
         contexts: list[bytes] = []

@@ -37,7 +37,7 @@ from penstock.wire.codec import JSON, decode, encode_json
 
 MAX_BODY_BYTES = 4 << 20
 DIALECTS = (CHAT, RESPONSES, MESSAGES, COMPLETIONS)
-GONE = 499
+CLIENT_CLOSED_REQUEST = 499
 """What proxies log for a client that went away; nobody reads it."""
 
 
@@ -55,7 +55,7 @@ def build_app(
     async def openapi(session: Session) -> JsonObject:
         return document
 
-    calls = {dialect.path: _Calls(dialect, gateway, quotas) for dialect in DIALECTS}
+    calls = {dialect.path: _DialectApp(dialect, gateway, quotas) for dialect in DIALECTS}
     app = _App(
         routes=[
             *(
@@ -67,7 +67,7 @@ def build_app(
             _get("/openapi.json", openapi, gateway),
             _exact(Route("/healthz", _healthz, methods=["GET"])),
         ],
-        middleware=[Middleware(_PlainPaths)],
+        middleware=[Middleware(_RejectEscapedPaths)],
         exception_handlers={HTTPException: _no_such_route},
     )
     app.router.redirect_slashes = False
@@ -100,7 +100,7 @@ class _App(Starlette):
 # --- calls --------------------------------------------------------------------------------------
 
 
-class _Calls:
+class _DialectApp:
     """The path of one dialect, as an ASGI application."""
 
     def __init__(self, dialect: Dialect, gateway: Gateway, quotas: Quotas) -> None:
@@ -113,7 +113,7 @@ class _Calls:
         try:
             response = await self._respond(request, send)
         except ClientDisconnect:
-            response = Response(status_code=GONE)
+            response = Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
             response = _failure(problem_for_agent(error), self._dialect)
         if response is not None:
@@ -123,25 +123,25 @@ class _Calls:
         """None once a stream was sent."""
         session = _find(self._gateway, request)
         fields = decode(await _read_body(request), dict[str, Any], media_type=JSON)
-        ask = self._dialect.read(fields)
-        exchange = Exchange(session, ask)
-        with self._quotas.hold(session, len(ask.calls)):
-            gone = asyncio.create_task(_leaves(request.receive))
+        parsed = self._dialect.read(fields)
+        exchange = Exchange(session, parsed)
+        with self._quotas.hold(session, len(parsed.calls)):
+            disconnected = asyncio.create_task(_wait_for_disconnect(request.receive))
             try:
-                if ask.is_stream:
-                    await exchange.stream(send, gone.done)
+                if parsed.is_stream:
+                    await exchange.stream(send, disconnected.done)
                     return None
                 replies = await exchange.replies()
             finally:
-                self._quotas.spend(session, exchange.answers.values())
-                gone.cancel()
-        if gone.done():
+                self._quotas.charge(session, exchange.answers.values())
+                disconnected.cancel()
+        if disconnected.done():
             exchange.mark_unreached()
-            return Response(status_code=GONE)
-        return Response(encode_json(ask.body(replies)), media_type=JSON)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return Response(encode_json(parsed.body(replies)), media_type=JSON)
 
 
-async def _leaves(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Until the agent hangs up. One task for the whole call: to ask anew after every piece of a
     stream costs more than the piece."""
     while (await receive())["type"] != "http.disconnect":
@@ -212,7 +212,7 @@ def _find(gateway: Gateway, request: Request) -> Session:
     return gateway.find(key, request.path_params.get("session_id"))
 
 
-class _PlainPaths:
+class _RejectEscapedPaths:
     """No path here needs an escape, so one that has any is somebody's attempt at another path."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -14,17 +14,17 @@ from dataclasses import replace
 from typing import Protocol
 
 from penstock.errors import ContextOverflow, EngineError, NotFound, Unauthorized
-from penstock.gateway.answer_history import Recall
+from penstock.gateway.answer_history import AnswerHistory
 from penstock.gateway.generation import Completion, Generate
 from penstock.gateway.model_calls import Answer, Call, Delta, Usage
-from penstock.gateway.parsing import cut, read
-from penstock.gateway.prompts import Prompt, Prompts
-from penstock.gateway.renderer import Renderer, Texts
-from penstock.gateway.salvaged_answers import Salvaged
+from penstock.gateway.parsing import cut_at_stop, parse_answer
+from penstock.gateway.prompts import Prompt, PromptBuilder
+from penstock.gateway.renderer import AnswerTexts, Renderer
+from penstock.gateway.salvaged_answers import SalvagedAnswers
 from penstock.gateway.sampling import Overrides, override, read_overrides
 from penstock.gateway.seeds import derive
-from penstock.gateway.stream_decoder import Growing
-from penstock.gateway.template_probe import Verdict
+from penstock.gateway.stream_decoder import StreamDecoder
+from penstock.gateway.template_probe import TemplateTraits
 from penstock.gateway.turn_tree import TurnTree
 from penstock.types import (
     FinishReason,
@@ -44,16 +44,16 @@ CLOSED = (
     "this key speaks for no open session here: the rollout has ended, or the key is of another "
     "session or node; use the base_url and api_key given to the running workflow"
 )
-Tell = Callable[[Delta], None]
-Record = Callable[[int, Turn, bool], None]
+DeltaCallback = Callable[[Delta], None]
+TurnCallback = Callable[[int, Turn, bool], None]
 """Takes each turn as it ends: its index, the turn, and whether an earlier attempt had made it."""
 
 
-class Host(Protocol):
+class SessionGateway(Protocol):
     """What a session needs of its gateway."""
 
     generate: Generate
-    verdicts: dict[PolicyName, Verdict]
+    template_traits: dict[PolicyName, TemplateTraits]
 
     def renderer(self, policy: PolicyName) -> Renderer: ...
 
@@ -63,13 +63,13 @@ class Session:
 
     def __init__(
         self,
-        host: Host,
+        gateway: SessionGateway,
         *,
         policies: Sequence[PolicyName],
         sampling: SamplingSpec,
         seed: int,
-        salvaged: Salvaged,
-        record: Record | None,
+        salvaged_answers: SalvagedAnswers,
+        on_turn: TurnCallback | None,
     ) -> None:
         assert policies, "a session serves at least one policy"
         self.id = secrets.token_hex(8)
@@ -78,15 +78,15 @@ class Session:
         self.is_open = True
         self.has_overflowed = False
         """The last call found no room in the model's window."""
-        self._host = host
+        self._gateway = gateway
         self._sampling = sampling
         self._seed = seed
-        self._salvaged = salvaged
-        self._tell_turn = record
+        self._salvaged_answers = salvaged_answers
+        self._on_turn = on_turn
         self._num_calls = 0
         self._tree = TurnTree()
-        self._recall = Recall()
-        self._prompts = Prompts(self._tree, self._recall)
+        self._answer_history = AnswerHistory()
+        self._prompt_builder = PromptBuilder(self._tree, self._answer_history)
 
     async def chat(
         self,
@@ -117,11 +117,11 @@ class Session:
         self._check_open()
         policy = call.policy or self.policies[0]
         renderer = self.renderer(policy)
-        self._host.verdicts[policy].check(
+        self._gateway.template_traits[policy].check(
             wants_tools=bool(call.tools), wants_thinking=call.thinking is not None
         )
-        prompt = self._prompts.of_call(call, policy, renderer)
-        return await self._run(prompt, call.overrides, call.listen)
+        prompt = self._prompt_builder.from_call(call, policy, renderer)
+        return await self._run(prompt, call.overrides, call.on_chunk)
 
     async def complete(
         self,
@@ -129,17 +129,17 @@ class Session:
         *,
         policy: PolicyName | None = None,
         overrides: Overrides | None = None,
-        listen: Tell | None = None,
+        on_chunk: DeltaCallback | None = None,
     ) -> Answer:
         """Continue a prompt without any template: the caller wrote every token of it."""
         self._check_open()
         policy = policy or self.policies[0]
         renderer = self.renderer(policy)
         if isinstance(prompt, str):
-            ready = self._prompts.of_text(prompt, policy, renderer)
+            ready = self._prompt_builder.from_text(prompt, policy, renderer)
         else:
-            ready = self._prompts.of_ids(prompt, policy, renderer)
-        return await self._run(ready, overrides, listen)
+            ready = self._prompt_builder.from_ids(prompt, policy, renderer)
+        return await self._run(ready, overrides, on_chunk)
 
     def turn(self, index: int) -> Turn:
         return self._tree[index]
@@ -156,19 +156,19 @@ class Session:
         if policy not in self.policies:
             known = ", ".join(self.policies)
             raise NotFound(f"no model {policy!r} in this session; `model` is one of: {known}")
-        return self._host.renderer(policy)
+        return self._gateway.renderer(policy)
 
     def _check_open(self) -> None:
         if not self.is_open:
             raise Unauthorized(CLOSED)
 
     async def _run(
-        self, prompt: Prompt, overrides: Overrides | None, listen: Tell | None
+        self, prompt: Prompt, overrides: Overrides | None, on_chunk: DeltaCallback | None
     ) -> Answer:
         sampling = self._spec(prompt, overrides)
         started_at = time.time()
-        known = self._salvaged.take(prompt.policy, sampling, prompt.context_ids)
-        completion = known or await self._generate(prompt, sampling, listen)
+        known = self._salvaged_answers.take(prompt.policy, sampling, prompt.context_ids)
+        completion = known or await self._generate(prompt, sampling, on_chunk)
         self._check_open()
         turn = self._turn(prompt, sampling, completion, started_at)
         sampled = view_ids(turn.sampled_ids).tolist()
@@ -177,18 +177,20 @@ class Session:
         return self._answer(prompt, turn, texts, index)
 
     async def _generate(
-        self, prompt: Prompt, sampling: SamplingSpec, listen: Tell | None
+        self, prompt: Prompt, sampling: SamplingSpec, on_chunk: DeltaCallback | None
     ) -> Completion:
-        growing = None
-        if listen is not None:
-            growing = Growing(prompt.renderer, prompt.form, sampling.stop, listen)
+        stream_decoder = None
+        if on_chunk is not None:
+            stream_decoder = StreamDecoder(
+                prompt.renderer, prompt.answer_format, sampling.stop, on_chunk
+            )
         try:
-            return await self._host.generate(
+            return await self._gateway.generate(
                 prompt.context_ids,
                 sampling,
                 policy=prompt.policy,
                 session=self.id,
-                listen=growing.hear if growing is not None else None,
+                on_chunk=stream_decoder.feed if stream_decoder is not None else None,
             )
         except ContextOverflow:  # an engine's window may be smaller than the model's
             self.has_overflowed = True
@@ -233,20 +235,20 @@ class Session:
             role=prompt.role,
         )
 
-    def _add(self, prompt: Prompt, turn: Turn, texts: Texts, *, is_reused: bool) -> int:
-        index = self._tree.add(turn, prompt.new_text, texts.marked)
-        if self._tell_turn is not None:
-            self._tell_turn(index, turn, is_reused)
+    def _add(self, prompt: Prompt, turn: Turn, texts: AnswerTexts, *, is_reused: bool) -> int:
+        index = self._tree.add(turn, prompt.new_text, texts.escaped)
+        if self._on_turn is not None:
+            self._on_turn(index, turn, is_reused)
         if turn.finish is FinishReason.ABORT:
             num = len(view_ids(turn.sampled_ids))
             raise EngineError(f"the engine gave up after {num} tokens; turn {index} is kept")
         return index
 
-    def _answer(self, prompt: Prompt, turn: Turn, texts: Texts, index: int) -> Answer:
+    def _answer(self, prompt: Prompt, turn: Turn, texts: AnswerTexts, index: int) -> Answer:
         stop = turn.sampling.stop
-        parts = read(
-            cut(texts.visible, stop),
-            prompt.form,
+        parts = parse_answer(
+            cut_at_stop(texts.visible, stop),
+            prompt.answer_format,
             lambda at: f"call_{derive(self._seed, (index + 1) * MAX_CALLS + at):016x}",
         )
         num_sampled = len(view_ids(turn.sampled_ids))
@@ -258,8 +260,10 @@ class Session:
             reasoning=parts.reasoning,
             tool_calls=parts.tool_calls,
         )
-        own_text = cut(texts.own, stop)
+        sampled_text = cut_at_stop(texts.own, stop)
         has_parts = bool(parts.reasoning or parts.tool_calls)
-        is_whole = not has_parts and own_text == prompt.renderer.mark(parts.text)
-        self._recall.remember(turn.policy, turn.parent, answer, None if is_whole else own_text)
+        is_whole = not has_parts and sampled_text == prompt.renderer.escape_untrusted(parts.text)
+        self._answer_history.remember(
+            turn.policy, turn.parent, answer, None if is_whole else sampled_text
+        )
         return answer

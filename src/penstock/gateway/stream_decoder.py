@@ -11,147 +11,151 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
-from penstock.gateway.generation import Piece
+from penstock.gateway.generation import TokenChunk
 from penstock.gateway.model_calls import Delta
-from penstock.gateway.parsing import END_THINK, THINK, TOOL_CALL, Form, ToolFormat
+from penstock.gateway.parsing import END_THINK, THINK, TOOL_CALL, AnswerFormat, ToolFormat
 from penstock.gateway.renderer import Renderer
 
-HALF = "\ufffd"
+REPLACEMENT_CHAR = "\ufffd"
 """What decoding makes of the bytes of an unfinished character."""
 
 
 class _Phase(Enum):
-    OPENING = auto()
+    IMPORT_LOCK = auto()
     REASONING = auto()
     TEXT = auto()
-    OVER = auto()
+    DONE = auto()
 
 
-class _Letters:
+class _TextDecoder:
     """Ids to text, whole characters only."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._before: list[int] = []
-        self._held: list[int] = []
+        self._pending: list[int] = []
 
     def add(self, ids: Sequence[int]) -> str:
-        self._held += self._renderer.without_hidden(ids)
-        if not self._held:
+        self._pending += self._renderer.strip_hidden(ids)
+        if not self._pending:
             return ""
         # Some decoders treat the first token otherwise, so one that was told stands before.
-        told = self._renderer.decode(self._before)
-        text = self._renderer.decode([*self._before, *self._held])
-        if text.endswith(HALF) or not text.startswith(told):
+        emitted = self._renderer.decode(self._before)
+        text = self._renderer.decode([*self._before, *self._pending])
+        if text.endswith(REPLACEMENT_CHAR) or not text.startswith(emitted):
             return ""
-        self._before, self._held = self._held[-1:], []
-        if self._renderer.decode(self._before).endswith(HALF):
+        self._before, self._pending = self._pending[-1:], []
+        if self._renderer.decode(self._before).endswith(REPLACEMENT_CHAR):
             self._before = []
-        return text[len(told) :]
+        return text[len(emitted) :]
 
 
-class _Stops:
+class _StopFilter:
     """Text before the first stop string, and nothing that may still be part of one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
-        self._held = ""
+        self._pending = ""
 
     def add(self, text: str) -> str:
         if not self._stop:
             return text
-        self._held += text
-        found = [at for at in (self._held.find(word) for word in self._stop) if at >= 0]
-        sure = min([*found, *(_sure(self._held, word) for word in self._stop)])
-        told, self._held = self._held[:sure], self._held[sure:]
-        return told
+        self._pending += text
+        found = [at for at in (self._pending.find(word) for word in self._stop) if at >= 0]
+        safe = min([*found, *(_safe_length(self._pending, word) for word in self._stop)])
+        emitted, self._pending = self._pending[:safe], self._pending[safe:]
+        return emitted
 
 
-class Growing:
-    """`hear` is the engine's listener; `tell` is the agent's."""
+class StreamDecoder:
+    """`feed` is the engine's listener; `emit` is the agent's."""
 
     def __init__(
         self,
         renderer: Renderer,
-        form: Form,
+        answer_format: AnswerFormat,
         stop: Sequence[str],
-        tell: Callable[[Delta], None],
+        emit: Callable[[Delta], None],
     ) -> None:
-        self._letters = _Letters(renderer)
-        self._stops = _Stops(stop)
-        self._form = form
-        self._tell = tell
-        self._held = ""
-        has_opening = form.has_thinking or form.is_thinking
-        self._phase = _Phase.OPENING if has_opening else _Phase.TEXT
-        self._at_start = form.tools is ToolFormat.LLAMA
+        self._text_decoder = _TextDecoder(renderer)
+        self._stop_filter = _StopFilter(stop)
+        self._answer_format = answer_format
+        self._emit = emit
+        self._pending = ""
+        has_opening = answer_format.has_thinking or answer_format.is_thinking
+        self._phase = _Phase.IMPORT_LOCK if has_opening else _Phase.TEXT
+        self._at_start = answer_format.tools is ToolFormat.LLAMA
         """Nothing but white space so far, which may not belong to the part."""
         self._is_trimmed = False
 
-    def hear(self, piece: Piece) -> None:
-        if self._phase is _Phase.OVER:
+    def feed(self, chunk: TokenChunk) -> None:
+        if self._phase is _Phase.DONE:
             return
-        self._held += self._stops.add(self._letters.add(piece.sampled_ids))
-        if self._phase is _Phase.OPENING:
+        self._pending += self._stop_filter.add(self._text_decoder.add(chunk.sampled_ids))
+        if self._phase is _Phase.IMPORT_LOCK:
             self._open()
-        reasoning = self._reason() if self._phase is _Phase.REASONING else ""
-        text = self._write() if self._phase is _Phase.TEXT else ""
+        reasoning = self._emit_reasoning() if self._phase is _Phase.REASONING else ""
+        text = self._emit_text() if self._phase is _Phase.TEXT else ""
         if reasoning or text:
-            self._tell(Delta(text=text, reasoning=reasoning))
+            self._emit(Delta(text=text, reasoning=reasoning))
 
     def _open(self) -> None:
-        begun = self._held.lstrip()
-        if begun.startswith(THINK):
-            self._held = begun.removeprefix(THINK)
-            self._begin(_Phase.REASONING, is_trimmed=True)
-        elif begun and not THINK.startswith(begun):
-            if self._form.is_thinking:
-                self._begin(_Phase.REASONING, is_trimmed=True)
+        stripped = self._pending.lstrip()
+        if stripped.startswith(THINK):
+            self._pending = stripped.removeprefix(THINK)
+            self._enter_phase(_Phase.REASONING, is_trimmed=True)
+        elif stripped and not THINK.startswith(stripped):
+            if self._answer_format.is_thinking:
+                self._enter_phase(_Phase.REASONING, is_trimmed=True)
             else:
-                self._begin(_Phase.TEXT, is_trimmed=False)
+                self._enter_phase(_Phase.TEXT, is_trimmed=False)
 
-    def _begin(self, phase: _Phase, *, is_trimmed: bool) -> None:
+    def _enter_phase(self, phase: _Phase, *, is_trimmed: bool) -> None:
         self._phase = phase
         self._is_trimmed = is_trimmed
         self._at_start = True
 
-    def _reason(self) -> str:
-        thought, is_closed, rest = self._held.partition(END_THINK)
+    def _emit_reasoning(self) -> str:
+        thought, is_closed, rest = self._pending.partition(END_THINK)
         if is_closed:
-            told = self._trim(thought).rstrip()
-            self._held = rest
-            self._begin(_Phase.TEXT, is_trimmed=True)
-            return told
-        return self._tell_until(len(self._held[: _sure(self._held, END_THINK)].rstrip()))
+            emitted = self._trim(thought).rstrip()
+            self._pending = rest
+            self._enter_phase(_Phase.TEXT, is_trimmed=True)
+            return emitted
+        return self._emit_until(
+            len(self._pending[: _safe_length(self._pending, END_THINK)].rstrip())
+        )
 
-    def _write(self) -> str:
-        tools = self._form.tools
+    def _emit_text(self) -> str:
+        tools = self._answer_format.tools
         if tools is None:
-            return self._tell_until(len(self._held))
+            return self._emit_until(len(self._pending))
         if tools is ToolFormat.LLAMA:
-            begun = self._held.lstrip()
-            if self._at_start and (not begun or begun.startswith("{")):
+            stripped = self._pending.lstrip()
+            if self._at_start and (not stripped or stripped.startswith("{")):
                 return ""
-            return self._tell_until(len(self._held))
-        before, is_call, _ = self._held.partition(TOOL_CALL)
+            return self._emit_until(len(self._pending))
+        before, is_call, _ = self._pending.partition(TOOL_CALL)
         if is_call:
-            self._phase = _Phase.OVER
+            self._phase = _Phase.DONE
             return self._trim(before.rstrip())
-        return self._tell_until(len(self._held[: _sure(self._held, TOOL_CALL)].rstrip()))
+        return self._emit_until(
+            len(self._pending[: _safe_length(self._pending, TOOL_CALL)].rstrip())
+        )
 
-    def _tell_until(self, end: int) -> str:
-        told, held = self._held[:end], self._held[end:]
-        told = self._trim(told)
-        if told:
+    def _emit_until(self, end: int) -> str:
+        emitted, pending = self._pending[:end], self._pending[end:]
+        emitted = self._trim(emitted)
+        if emitted:
             self._at_start = False
-        self._held = held
-        return told
+        self._pending = pending
+        return emitted
 
     def _trim(self, text: str) -> str:
         return text.lstrip() if self._is_trimmed and self._at_start else text
 
 
-def _sure(text: str, word: str) -> int:
+def _safe_length(text: str, word: str) -> int:
     """How much of `text` cannot become part of `word`, wherever that ends."""
     for size in range(min(len(word) - 1, len(text)), 0, -1):
         if text.endswith(word[:size]):

@@ -31,7 +31,7 @@ TOOL: JsonObject = {
 }
 
 
-class Prefix(StrEnum):
+class HistoryMode(StrEnum):
     """What a template does to answers that are history by now."""
 
     APPEND_ONLY = "append-only"
@@ -44,8 +44,8 @@ class Prefix(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    prefix: Prefix
+class TemplateTraits:
+    prefix: HistoryMode
     can_switch_thinking: bool
     """The prompt differs between thinking on and off."""
     shows_tools: bool
@@ -55,9 +55,9 @@ class Verdict:
     def facts(self) -> dict[str, object]:
         """For one line of a log."""
         branches = {
-            Prefix.APPEND_ONLY: "only where the agent rewrites its history",
-            Prefix.STRIPS_THINKING: "after each answer with reasoning",
-            Prefix.REWRITES: "after each answer that the template changes",
+            HistoryMode.APPEND_ONLY: "only where the agent rewrites its history",
+            HistoryMode.STRIPS_THINKING: "after each answer with reasoning",
+            HistoryMode.REWRITES: "after each answer that the template changes",
         }[self.prefix]
         return {
             "template": self.prefix.value,
@@ -85,34 +85,36 @@ class Verdict:
             )
 
 
-def probe(renderer: Renderer) -> Verdict:
+def probe(renderer: Renderer) -> TemplateTraits:
     plain = _try(renderer, ASK)
-    return Verdict(
+    return TemplateTraits(
         prefix=_prefix(renderer, plain),
-        can_switch_thinking=_is_other(
+        can_switch_thinking=_differ(
             _try(renderer, ASK, thinking=True), _try(renderer, ASK, thinking=False)
         ),
-        shows_tools=_is_other(plain, _try(renderer, ASK, tools=(TOOL,))),
+        shows_tools=_differ(plain, _try(renderer, ASK, tools=(TOOL,))),
         tool_format=renderer.tool_format,
     )
 
 
-def _prefix(renderer: Renderer, prompt: str | None) -> Prefix:
-    if not _keeps(renderer, prompt, THOUGHT) and _keeps(renderer, prompt, PLAIN):
-        return Prefix.STRIPS_THINKING
-    if _keeps(renderer, prompt, PLAIN) and _keeps(renderer, prompt, SPACED):
-        return Prefix.APPEND_ONLY
-    return Prefix.REWRITES
+def _prefix(renderer: Renderer, prompt: str | None) -> HistoryMode:
+    if not _preserves_prefix(renderer, prompt, THOUGHT) and _preserves_prefix(
+        renderer, prompt, PLAIN
+    ):
+        return HistoryMode.STRIPS_THINKING
+    if _preserves_prefix(renderer, prompt, PLAIN) and _preserves_prefix(renderer, prompt, SPACED):
+        return HistoryMode.APPEND_ONLY
+    return HistoryMode.REWRITES
 
 
-def _keeps(renderer: Renderer, prompt: str | None, answer: str) -> bool:
+def _preserves_prefix(renderer: Renderer, prompt: str | None, answer: str) -> bool:
     """Whether the prompt of the next call continues prompt and answer of this one."""
     said = {"role": "assistant", "content": answer}
     longer = _try(renderer, ASK, said, ASK_AGAIN)
     return prompt is not None and longer is not None and longer.startswith(prompt + answer)
 
 
-def _is_other(one: str | None, other: str | None) -> bool:
+def _differ(one: str | None, other: str | None) -> bool:
     return one is not None and other is not None and one != other
 
 

@@ -14,7 +14,16 @@ from typing import TextIO
 import structlog
 from structlog.typing import Processor
 
-QUIET = ("uvicorn", "httpx", "httpcore", "httpx2", "httpcore2", "urllib3", "filelock", "asyncio")
+NOISY_LOGGERS = (
+    "uvicorn",
+    "httpx",
+    "httpcore",
+    "httpx2",
+    "httpcore2",
+    "urllib3",
+    "filelock",
+    "asyncio",
+)
 """Libraries whose INFO lines describe every request; only their warnings are worth a line."""
 
 
@@ -45,7 +54,7 @@ def configure(service: str, *, level: str = "info", stream: TextIO | None = None
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(number)
-    for name in QUIET:
+    for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(max(number, logging.WARNING))
     logging.captureWarnings(True)
 

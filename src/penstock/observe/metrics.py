@@ -25,12 +25,12 @@ class MetricsFile:
 
     def append(self, record: Mapping[str, Value]) -> None:
         """Add one line, with the time of writing; NaN and infinities become null."""
-        line = {"time": round(time.time(), 3), **{k: _finite(v) for k, v in record.items()}}
+        line = {"time": round(time.time(), 3), **{k: _finite_or_none(v) for k, v in record.items()}}
         os.write(self._descriptor, (json.dumps(line, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
-def _finite(value: Value) -> Value:
+def _finite_or_none(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value

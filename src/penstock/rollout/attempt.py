@@ -26,7 +26,7 @@ from typing import Any, Protocol, SupportsFloat
 import structlog
 
 from penstock.dataflow.core.leasing import Grant
-from penstock.dataflow.service.nodes.messages import RunFacts
+from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.errors import EngineError, WorkflowError
 from penstock.gateway.gateway import Gateway, Session
 from penstock.rollout.context import Context
@@ -60,7 +60,7 @@ NO_REWARD = Failed(
 )
 
 
-class Score(Protocol):
+class RewardScorer(Protocol):
     async def score(self, completion: str, task: Task) -> Scored | Failed: ...
 
 
@@ -68,20 +68,20 @@ def row_id_of(grant: Grant) -> RowId:
     return RowId(f"{grant.group_id}.{grant.slot}.{grant.epoch}")
 
 
-def workflow_s(start_to_close_s: float) -> float:
+def workflow_timeout_s(start_to_close_s: float) -> float:
     """Time for the workflow alone: the dataflow's own clock runs from the grant, and scoring needs
     a share."""
     return start_to_close_s - min(5.0, 0.1 * start_to_close_s)
 
 
-class Attempts:
+class AttemptRunner:
     def __init__(
         self,
         gateway: Gateway,
         endpoint: Endpoint,
         recorder: Recorder,
-        scorer: Score | None,
-        facts: RunFacts,
+        scorer: RewardScorer | None,
+        facts: RunInfo,
         node_id: NodeId,
     ) -> None:
         self._gateway = gateway
@@ -90,31 +90,31 @@ class Attempts:
         self._scorer = scorer
         self._facts = facts
         self._node_id = node_id
-        self._limit_s = workflow_s(facts.start_to_close_s)
+        self._limit_s = workflow_timeout_s(facts.start_to_close_s)
         self._workflows: dict[str, Workflow] = {facts.workflow: find_workflow(facts.workflow)}
         self._num_failed = 0
 
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         """Always a record, whatever the workflow does; only cancellation passes through."""
         started_at = time.time()
-        async with self._recorder.follow(row_id_of(grant), grant.num_recorded) as following:
+        async with self._recorder.track(row_id_of(grant), grant.num_recorded) as tracked:
             session = self._gateway.open(
                 policies=self._facts.policies,
                 sampling=self._facts.sampling,
                 seed=grant.seed,
-                earlier=following.earlier,
-                record=following.heard,
+                salvaged_turns=tracked.salvaged_turns,
+                on_turn=tracked.on_turn,
             )
             ctx = Context(session, self._endpoint, seed=grant.seed)
             try:
-                completion, outcome = await self._work(task, ctx)
+                completion, outcome = await self._run_workflow(task, ctx)
             finally:
                 turns = self._gateway.close(session)
-        outcome = judge(outcome, turns, is_window_full=session.has_overflowed)
+        outcome = resolve_outcome(outcome, turns, is_window_full=session.has_overflowed)
         reward = None
         if outcome.has_reward and self._facts.is_scored:
             if completion is None:
-                completion = last_text(session, turns)
+                completion = last_answer_text(session, turns)
             reward, outcome = await self._score(completion, task, ctx, outcome)
         if outcome.kind is OutcomeKind.FAILED:
             self._report(outcome, task)
@@ -132,7 +132,7 @@ class Attempts:
             ended_at=time.time(),
         )
 
-    async def _work(self, task: Task, ctx: Context) -> tuple[str | None, Outcome]:
+    async def _run_workflow(self, task: Task, ctx: Context) -> tuple[str | None, Outcome]:
         """The completion, None for the last answer's text, and how the workflow ended."""
         limit = asyncio.timeout(self._limit_s)
         try:
@@ -154,8 +154,8 @@ class Attempts:
     async def _score(
         self, completion: str, task: Task, ctx: Context, outcome: Outcome
     ) -> tuple[float | None, Outcome]:
-        if ctx.given_reward is not None:
-            return ctx.given_reward, outcome
+        if ctx.explicit_reward is not None:
+            return ctx.explicit_reward, outcome
         result = NO_REWARD
         if self._scorer is not None:
             result = await self._scorer.score(completion, task)
@@ -191,7 +191,9 @@ def failed(kind: FailureKind, detail: str) -> Outcome:
     return Outcome(kind=OutcomeKind.FAILED, reason=kind, detail=shorten(detail))
 
 
-def judge(outcome: Outcome, turns: Sequence[Turn], *, is_window_full: bool = False) -> Outcome:
+def resolve_outcome(
+    outcome: Outcome, turns: Sequence[Turn], *, is_window_full: bool = False
+) -> Outcome:
     """What the turns say about the end of an attempt. `is_window_full`: its last call had no room
     for an answer, which is then why its workflow failed, whatever an SDK or a program made of
     it."""
@@ -209,7 +211,7 @@ def judge(outcome: Outcome, turns: Sequence[Turn], *, is_window_full: bool = Fal
     return outcome
 
 
-def last_text(session: Session, turns: Sequence[Turn]) -> str:
+def last_answer_text(session: Session, turns: Sequence[Turn]) -> str:
     """What the workflow last heard from a model, however it called it."""
     turn = next(turn for turn in reversed(turns) if turn.reached_agent)
     return session.renderer(turn.policy).decode_visible(view_ids(turn.sampled_ids).tolist())

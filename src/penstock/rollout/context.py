@@ -15,7 +15,7 @@ from penstock.gateway.model_calls import Answer
 from penstock.gateway.sampling import read_overrides
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.programs import inherited_env, run_program
-from penstock.types import MAX_ROLE, JsonObject, PolicyName
+from penstock.types import MAX_ROLE_CHARS, JsonObject, PolicyName
 
 
 class BoundPolicy:
@@ -47,7 +47,7 @@ class Context:
     def __init__(self, session: Session, endpoint: Endpoint, *, seed: int) -> None:
         self.seed = seed
         """Of this slot: the same for every attempt on every node."""
-        self.given_reward: float | None = None
+        self.explicit_reward: float | None = None
         """What `reward()` was last told; None leaves the reward to the run's function."""
         self._session = session
         self._endpoint = endpoint
@@ -55,8 +55,8 @@ class Context:
     def policy(self, name: str | None = None, *, role: str = "") -> BoundPolicy:
         """The policy of that name; a run with one policy need not name it. `role` is what it acts
         as, for `route` rules that go by it."""
-        if len(role) > MAX_ROLE:
-            raise ValueError(f"a role has at most {MAX_ROLE} characters, not {len(role)}")
+        if len(role) > MAX_ROLE_CHARS:
+            raise ValueError(f"a role has at most {MAX_ROLE_CHARS} characters, not {len(role)}")
         return BoundPolicy(self._session, None if name is None else PolicyName(name), role)
 
     @property
@@ -73,11 +73,11 @@ class Context:
         """Set the reward; the run's reward function is then not asked. The last call counts."""
         if not math.isfinite(value):
             raise ValueError(f"a reward is a finite number, not {value}")
-        self.given_reward = float(value)
+        self.explicit_reward = float(value)
 
     async def run_program(
         self,
-        words: Sequence[str],
+        argv: Sequence[str],
         *,
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
@@ -98,7 +98,7 @@ class Context:
             "ANTHROPIC_API_KEY": self.api_key,
         }
         return await run_program(
-            words,
+            argv,
             env={**inherited, **address, **(env or {})},
             stdin=stdin,
             timeout_s=timeout_s,

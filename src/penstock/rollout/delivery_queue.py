@@ -35,11 +35,11 @@ ACKNOWLEDGED = (DeliveryStatus.STORED, DeliveryStatus.DUPLICATE)
 log = structlog.get_logger(__name__)
 
 
-class Deliveries(Protocol):
+class DeliveryApi(Protocol):
     async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer: ...
 
 
-class Acknowledgements:
+class AckLog:
     """One row id per line, written after the service's answer: what `penstock audit` holds the
     ledger to."""
 
@@ -66,7 +66,7 @@ def _drop_torn_line(file: int) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class _Lane:
+class _PartitionQueue:
     """What is for one partition: waiting, and on its way."""
 
     waiting: list[Delivery] = field(default_factory=list[Delivery])
@@ -78,50 +78,48 @@ class _Lane:
         return len(self.waiting) + len(self.released) + self.num_sending
 
 
-class Outbox:
+class DeliveryQueue:
     """One lane per partition: while one is away its rows wait here, and the others' go on."""
 
-    def __init__(
-        self, calls: Deliveries, membership: Membership, acknowledgements: Acknowledgements
-    ) -> None:
-        self._calls = calls
+    def __init__(self, api: DeliveryApi, membership: Membership, ack_log: AckLog) -> None:
+        self._api = api
         self._membership = membership
-        self._acknowledgements = acknowledgements
-        self._lanes: dict[str, _Lane] = {}
-        self._opened: asyncio.Queue[_Lane] = asyncio.Queue()
-        self._shrunk = asyncio.Event()
+        self._ack_log = ack_log
+        self._queues: dict[str, _PartitionQueue] = {}
+        self._opened: asyncio.Queue[_PartitionQueue] = asyncio.Queue()
+        self._has_shrunk = asyncio.Event()
 
     def __len__(self) -> int:
         """Rows not yet acknowledged, and slots not yet handed back."""
-        return sum(map(len, self._lanes.values()))
+        return sum(map(len, self._queues.values()))
 
     def put(self, trajectory: Trajectory) -> None:
         """As made by this life of the node."""
-        signed = replace(trajectory, session=self._membership.session)
-        lane = self._lane(signed.row_id)
-        lane.waiting.append(Delivery(row_id=signed.row_id, payload=memoryview(encode(signed))))
-        lane.filled.set()
+        stamped = replace(trajectory, boot_id=self._membership.boot_id)
+        queue = self._queue_for(stamped.row_id)
+        queue.waiting.append(Delivery(row_id=stamped.row_id, payload=memoryview(encode(stamped))))
+        queue.filled.set()
 
     def release(self, row_id: RowId) -> None:
         """Hand the slot back without a result."""
-        lane = self._lane(row_id)
-        lane.released.append(row_id)
-        lane.filled.set()
+        queue = self._queue_for(row_id)
+        queue.released.append(row_id)
+        queue.filled.set()
 
-    def _lane(self, row_id: RowId) -> _Lane:
+    def _queue_for(self, row_id: RowId) -> _PartitionQueue:
         """A row's name begins with its partition."""
         partition = row_id.partition("-")[0]
-        lane = self._lanes.get(partition)
-        if lane is None:
-            lane = self._lanes[partition] = _Lane()
-            self._opened.put_nowait(lane)
-        return lane
+        queue = self._queues.get(partition)
+        if queue is None:
+            queue = self._queues[partition] = _PartitionQueue()
+            self._opened.put_nowait(queue)
+        return queue
 
-    async def at_most(self, num_rows: int) -> None:
+    async def wait_until_at_most(self, num_rows: int) -> None:
         """Wait until no more than so many are here."""
         while len(self) > num_rows:
-            self._shrunk.clear()
-            await self._shrunk.wait()
+            self._has_shrunk.clear()
+            await self._has_shrunk.wait()
 
     async def deliver(self) -> None:
         """consumes: the first row of a partition · produces: a loop that delivers there
@@ -130,32 +128,32 @@ class Outbox:
             while True:
                 loops.create_task(self._deliver(await self._opened.get()))
 
-    async def _deliver(self, lane: _Lane) -> None:
+    async def _deliver(self, queue: _PartitionQueue) -> None:
         """consumes: trajectories and released slots · produces: acknowledged ids on disk
         waits for: something to send, then the service's fsync · woken by: `put()`, `release()`"""
         while True:
-            await lane.filled.wait()
+            await queue.filled.wait()
             await asyncio.sleep(0)  # those that finish in the same turn of the loop come along
-            request = self._next_request(lane)
-            answer = await self._membership.known(partial(self._calls.deliver, request))
-            self._settle(request, answer.results)
-            lane.num_sending = 0
-            self._shrunk.set()
-            if not lane.waiting and not lane.released:
-                lane.filled.clear()
+            request = self._next_request(queue)
+            answer = await self._membership.with_rejoin(partial(self._api.deliver, request))
+            self._record_results(request, answer.results)
+            queue.num_sending = 0
+            self._has_shrunk.set()
+            if not queue.waiting and not queue.released:
+                queue.filled.clear()
 
-    def _next_request(self, lane: _Lane) -> DeliveryRequest:
-        deliveries, lane.waiting = split(lane.waiting)
-        released, lane.released = tuple(lane.released), []
-        lane.num_sending = len(deliveries) + len(released)
+    def _next_request(self, queue: _PartitionQueue) -> DeliveryRequest:
+        deliveries, queue.waiting = split(queue.waiting)
+        released, queue.released = tuple(queue.released), []
+        queue.num_sending = len(deliveries) + len(released)
         return DeliveryRequest(
             node_id=self._membership.node_id,
-            session=self._membership.session,
+            boot_id=self._membership.boot_id,
             deliveries=tuple(deliveries),
             released=released,
         )
 
-    def _settle(self, request: DeliveryRequest, results: Iterable[DeliveryResult]) -> None:
+    def _record_results(self, request: DeliveryRequest, results: Iterable[DeliveryResult]) -> None:
         # A released slot has a result too, but no row stands behind it.
         delivered = {delivery.row_id for delivery in request.deliveries}
         acknowledged: list[RowId] = []
@@ -168,7 +166,7 @@ class Outbox:
                 num_late += 1
             else:  # ours: the record breaks the contract, and no retry will mend it
                 log.error("refused", row=result.row_id, status=result.status, detail=result.detail)
-        self._acknowledgements.append(acknowledged)
+        self._ack_log.append(acknowledged)
         if num_late:
             log.info("leases had ended before their results came", num_rows=num_late)
 

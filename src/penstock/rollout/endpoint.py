@@ -8,7 +8,7 @@ import socket
 
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.server import build_app
-from penstock.wire.serving import serve_on
+from penstock.wire.serving import serve_on_socket
 
 BACKLOG = 1024
 
@@ -19,20 +19,20 @@ class Endpoint:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._listener: socket.socket | None = None
-        self._wanted = asyncio.Event()
+        self._requested = asyncio.Event()
 
     @property
     def url(self) -> str:
         """An OpenAI client's `base_url`; callers queue at the socket until `run()` serves."""
         if self._listener is None:
             self._listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-            self._wanted.set()
+            self._requested.set()
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
 
     async def run(self) -> None:
         """consumes: HTTP calls of agents · produces: turns of their sessions
         waits for: an agent that needs HTTP · woken by: `url`"""
-        await self._wanted.wait()
+        await self._requested.wait()
         assert self._listener is not None
         with self._listener:
-            await serve_on(build_app(self._gateway), self._listener)
+            await serve_on_socket(build_app(self._gateway), self._listener)

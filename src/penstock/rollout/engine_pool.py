@@ -7,7 +7,8 @@ Owns who is asked and what becomes of an answer whose engine is lost; the order 
 and the loader brings it up to date when it is back. The rules:
 
 - A lost answer continues elsewhere (see `continuing`). What the request itself is to blame for
-  (`Refused`) is not tried again, and neither is what failed MAX_FAILURES times without a token.
+  (`RequestRejected`) is not tried again, and neither is what failed MAX_FAILURES times without a
+  token.
 - With no engine left a request is held for `hold_s`, then it fails.
 - `live` is the oldest version that an engine serves: the least a new answer is sampled from.
 """
@@ -23,12 +24,12 @@ from pathlib import Path
 
 import structlog
 
-from penstock.errors import EngineError, Refused, boundary
-from penstock.gateway.generation import Completion, Listen
+from penstock.errors import EngineError, RequestRejected, wrap_errors
+from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.rollout.engines.base import CLOSED, Engine, live_for
 from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
-from penstock.rollout.partial_completion import Hearing, Unfinished
-from penstock.rollout.rolling_swap import Prove, Seat, Swaps
+from penstock.rollout.partial_completion import DetachableCallback, PartialCompletion
+from penstock.rollout.rolling_swap import Replica, RollingSwap, VerifyEngine
 from penstock.rollout.routing import choose
 from penstock.types import FinishReason, PolicyName, SamplingSpec, Version
 
@@ -36,15 +37,15 @@ MAX_PAUSED = 0.25
 HOLD_S = 120.0
 MAX_FAILURES = 5
 """Of one request in a row, without a token between them."""
-COOL_S = 0.25
+BACKOFF_S = 0.25
 """How long a request avoids an engine that failed it, at first; twice as long each time."""
-LOOK_S = 0.05
+POLL_S = 0.05
 """An engine that comes back by itself tells nobody, so held requests look."""
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolFacts:
+class PoolStats:
     """What happened in a pool so far."""
 
     num_engines: int
@@ -53,14 +54,14 @@ class PoolFacts:
     """Requests of each engine."""
     num_swaps: int
     """Of engines that were serving; the first load of an engine interrupts nobody."""
-    most_paused: int
+    peak_paused: int
     """Most engines that were ever out of routing at once for a swap."""
     swap_s: tuple[float, ...]
     """How long each of the newest swaps kept its engine out of routing, from the first look at the
     weights to the proof; the engine is silent for a part of it."""
     num_continued: int
     """Answers that went on from their own tokens on another engine."""
-    num_again: int
+    num_restarted: int
     """Answers that were begun again."""
     num_tokens_kept: int
     """Sampled by engines that were lost, and not sampled again."""
@@ -68,7 +69,7 @@ class PoolFacts:
     """Requests that ended in an error the request was not to blame for."""
 
 
-class Pool:
+class EnginePool:
     def __init__(
         self,
         engines: Sequence[Engine],
@@ -77,47 +78,51 @@ class Pool:
         hold_s: float = HOLD_S,
     ) -> None:
         assert engines, "a pool has at least one engine"
-        self._seats = [Seat(engine) for engine in engines]
-        self._swaps = Swaps(
-            self._seats,
-            most_paused=max(1, int(max_paused * len(engines))),
-            changed=self._tell_news,
+        self._replicas = [Replica(engine) for engine in engines]
+        self._rolling_swap = RollingSwap(
+            self._replicas,
+            max_paused=max(1, int(max_paused * len(engines))),
+            changed=self._notify_changed,
         )
         self._hold_s = hold_s
         self._model: Snapshot | None = None
         self._is_closed = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._num_continued = 0
-        self._num_again = 0
+        self._num_restarted = 0
         self._num_tokens_kept = 0
         self._num_failed = 0
 
     @property
     def live(self) -> Version | None:
-        served = [version for seat in self._seats if (version := seat.serves) is not None]
+        served = [
+            version
+            for replica in self._replicas
+            if (version := replica.serving_version) is not None
+        ]
         return min(served, key=lambda version: (version.incarnation, version.number), default=None)
 
     @property
-    def facts(self) -> PoolFacts:
-        return PoolFacts(
-            num_engines=len(self._seats),
-            num_serving=sum(seat.serves is not None for seat in self._seats),
-            in_flight=tuple(seat.num_in_flight for seat in self._seats),
-            num_swaps=self._swaps.num_swaps,
-            most_paused=self._swaps.peak_paused,
-            swap_s=tuple(self._swaps.swap_s),
+    def facts(self) -> PoolStats:
+        return PoolStats(
+            num_engines=len(self._replicas),
+            num_serving=sum(replica.serving_version is not None for replica in self._replicas),
+            in_flight=tuple(replica.num_in_flight for replica in self._replicas),
+            num_swaps=self._rolling_swap.num_swaps,
+            peak_paused=self._rolling_swap.peak_paused,
+            swap_s=tuple(self._rolling_swap.swap_s),
             num_continued=self._num_continued,
-            num_again=self._num_again,
+            num_restarted=self._num_restarted,
             num_tokens_kept=self._num_tokens_kept,
             num_failed=self._num_failed,
         )
 
     async def close(self) -> None:
         self._is_closed = True
-        self._tell_news()
-        await self._swaps.close()
-        for seat in self._seats:
-            await seat.engine.close()
+        self._notify_changed()
+        await self._rolling_swap.close()
+        for replica in self._replicas:
+            await replica.engine.close()
 
     # --- answers --------------------------------------------------------------------------------
 
@@ -128,33 +133,35 @@ class Pool:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         if self._model is None and not self._is_closed:
             live_for(policy, None)
-        answer = Unfinished(prompt_ids, sampling, policy, listen)
+        answer = PartialCompletion(prompt_ids, sampling, policy, on_chunk)
         try:
             return await self._answer(answer, policy, session)
-        except Refused:
+        except RequestRejected:
             raise
         except EngineError:
             self._num_failed += 1
             raise
 
-    async def _answer(self, answer: Unfinished, policy: PolicyName, session: str) -> Completion:
-        avoided: dict[Seat, float] = {}
+    async def _answer(
+        self, answer: PartialCompletion, policy: PolicyName, session: str
+    ) -> Completion:
+        avoided_until: dict[Replica, float] = {}
         num_failures = 0
         why = EngineError("none was ever asked")
         while True:
-            seat = await self._choose(session, avoided, why)
+            replica = await self._choose(session, avoided_until, why)
             before = answer.num_sampled
             try:
-                completion = await _ask(seat, answer, policy, session)
+                completion = await _ask(replica, answer, policy, session)
                 if completion.finish is not FinishReason.ABORT:
                     return answer.join(completion)
                 answer.take(completion)
                 why = EngineError(f"the engine gave up after {answer.num_sampled} tokens")
-            except Refused:
+            except RequestRejected:
                 raise
             except EngineError as error:
                 why = error
@@ -165,79 +172,92 @@ class Pool:
             num_failures = 1 if num_new else num_failures + 1
             if num_failures == MAX_FAILURES or self._is_closed:
                 raise why
-            avoided[seat] = time.monotonic() + COOL_S * 2 ** (num_failures - 1)
-            self._go_on(answer, num_new)
+            avoided_until[replica] = time.monotonic() + BACKOFF_S * 2 ** (num_failures - 1)
+            self._prepare_retry(answer, num_new)
             self._report(answer, why)
 
-    def _go_on(self, answer: Unfinished, num_new: int) -> None:
+    def _prepare_retry(self, answer: PartialCompletion, num_new: int) -> None:
         if answer.num_sampled and answer.is_stateless:
             self._num_continued += 1
             self._num_tokens_kept += num_new
         else:
             answer.forget()
-            self._num_again += 1
+            self._num_restarted += 1
 
-    def _report(self, answer: Unfinished, why: EngineError) -> None:
-        num_lost = self._num_continued + self._num_again
+    def _report(self, answer: PartialCompletion, why: EngineError) -> None:
+        num_lost = self._num_continued + self._num_restarted
         if num_lost & (num_lost - 1) == 0:  # 1, 2, 4, 8, …: a storm stays readable
             kept = answer.num_sampled
             log.warning("engine lost an answer", kept=kept, num_lost=num_lost, error=str(why))
 
-    async def _choose(self, session: str, avoided: dict[Seat, float], why: EngineError) -> Seat:
+    async def _choose(
+        self, session: str, avoided_until: dict[Replica, float], why: EngineError
+    ) -> Replica:
         """An engine that serves and has not just failed this request; waits for one."""
         give_up_at = time.monotonic() + self._hold_s
         while not self._is_closed:
-            news, now = self._news, time.monotonic()
+            changed, now = self._changed, time.monotonic()
             able = {
-                index: seat
-                for index, seat in enumerate(self._seats)
-                if seat.serves is not None and avoided.get(seat, now) <= now
+                index: replica
+                for index, replica in enumerate(self._replicas)
+                if replica.serving_version is not None and avoided_until.get(replica, now) <= now
             }
             if able:
                 # A swap empties an engine's cache, so there is nothing to wait for on that one.
-                steady = {i: seat for i, seat in able.items() if not seat.is_swapping} or able
-                loads = {index: seat.num_in_flight for index, seat in steady.items()}
-                return self._seats[choose(session, loads)]
+                steady = {
+                    i: replica for i, replica in able.items() if not replica.is_swapping
+                } or able
+                loads = {index: replica.num_in_flight for index, replica in steady.items()}
+                return self._replicas[choose(session, loads)]
             if now >= give_up_at:
                 raise EngineError(
-                    f"none of {len(self._seats)} engines came back within {self._hold_s:g} s; "
+                    f"none of {len(self._replicas)} engines came back within {self._hold_s:g} s; "
                     f"the last one failed with: {why}"
                 )
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await news.wait()
+                async with asyncio.timeout(POLL_S):
+                    await changed.wait()
         raise EngineError(CLOSED)
 
-    def _tell_news(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _notify_changed(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     # --- weights --------------------------------------------------------------------------------
 
-    def is_behind(self, version: Version) -> bool:
+    def needs_load(self, version: Version) -> bool:
         """Some engine does not serve this version, and is not on its way."""
-        return any(seat.serves != version and seat.starting is None for seat in self._seats)
+        return any(
+            replica.serving_version != version and replica.starting is None
+            for replica in self._replicas
+        )
 
-    async def load(self, folder: Path, version: Version, *, prove: Prove | None = None) -> None:
+    async def load(
+        self, folder: Path, version: Version, *, verify: VerifyEngine | None = None
+    ) -> None:
         """Raises EngineError unless all engines that serve have the version; what is up to date is
         left alone by the next try."""
-        with boundary(EngineError, f"snapshot of {version} in {folder}"):
+        with wrap_errors(EngineError, f"snapshot of {version} in {folder}"):
             self._model = await asyncio.to_thread(read_snapshot, folder)
-        errors = await self._swaps.load(folder, version, prove)
+        errors = await self._rolling_swap.load(folder, version, verify)
         if self.live != version:
             reasons = "; ".join(map(str, errors)) or "no engine is alive"
-            raise EngineError(f"{len(errors)} of {len(self._seats)} engines not loaded: {reasons}")
+            raise EngineError(
+                f"{len(errors)} of {len(self._replicas)} engines not loaded: {reasons}"
+            )
 
 
-async def _ask(seat: Seat, answer: Unfinished, policy: PolicyName, session: str) -> Completion:
+async def _ask(
+    replica: Replica, answer: PartialCompletion, policy: PolicyName, session: str
+) -> Completion:
     prompt_ids, sampling = answer.begin()
-    hearing = Hearing(answer.hear)
-    seat.num_in_flight += 1
+    callback = DetachableCallback(answer.feed)
+    replica.num_in_flight += 1
     try:
-        with boundary(EngineError, "generate"):
-            return await seat.engine(
-                prompt_ids, sampling, policy=policy, session=session, listen=hearing
+        with wrap_errors(EngineError, "generate"):
+            return await replica.engine(
+                prompt_ids, sampling, policy=policy, session=session, on_chunk=callback
             )
     finally:
-        hearing.is_over = True
-        seat.num_in_flight -= 1
+        callback.is_detached = True
+        replica.num_in_flight -= 1

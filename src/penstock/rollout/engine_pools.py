@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.dataflow.core.leasing import LiveVersion
-from penstock.errors import EngineError, boundary
-from penstock.gateway.generation import Completion, Listen
-from penstock.rollout.engine_pool import MAX_PAUSED, Pool, PoolFacts, Prove
+from penstock.errors import EngineError, wrap_errors
+from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.rollout.engine_pool import MAX_PAUSED, EnginePool, PoolStats, VerifyEngine
 from penstock.rollout.engines.base import Engine, Shareable
 from penstock.types import PolicyName, SamplingSpec, Version
 
 
-class Engines:
+class EnginePools:
     """Nothing is live until the first `load()`, which also waits for an engine's slow imports."""
 
     def __init__(
@@ -31,12 +31,12 @@ class Engines:
         sharing: Sequence[Sequence[PolicyName]] = (),
     ) -> None:
         """`sharing` are sets of policies with one base; each other policy has its own engines."""
-        alone = set(policies).difference(*sharing)
-        self._by_policy: dict[PolicyName, Pool] = {}
-        for together in (*sharing, *((policy,) for policy in policies if policy in alone)):
-            seats = [_seats(make, len(together)) for _ in range(num_engines)]
-            for policy, engines in zip(together, zip(*seats, strict=True), strict=True):
-                self._by_policy[policy] = Pool(engines, max_paused=max_paused)
+        unshared = set(policies).difference(*sharing)
+        self._by_policy: dict[PolicyName, EnginePool] = {}
+        for shared in (*sharing, *((policy,) for policy in policies if policy in unshared)):
+            views = [_engine_views(make, len(shared)) for _ in range(num_engines)]
+            for policy, engines in zip(shared, zip(*views, strict=True), strict=True):
+                self._by_policy[policy] = EnginePool(engines, max_paused=max_paused)
 
     @property
     def policies(self) -> frozenset[PolicyName]:
@@ -49,19 +49,23 @@ class Engines:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         pool = self._by_policy[policy]
-        with boundary(EngineError, f"engine of policy {policy}, generate"):
-            return await pool(prompt_ids, sampling, policy=policy, session=session, listen=listen)
+        with wrap_errors(EngineError, f"engine of policy {policy}, generate"):
+            return await pool(
+                prompt_ids, sampling, policy=policy, session=session, on_chunk=on_chunk
+            )
 
-    async def load(self, folder: Path, version: Version, *, prove: Prove | None = None) -> None:
-        """As `Pool.load`."""
-        with boundary(EngineError, f"engine of policy {version.policy}, load of {version}"):
-            await self._by_policy[version.policy].load(folder, version, prove=prove)
+    async def load(
+        self, folder: Path, version: Version, *, verify: VerifyEngine | None = None
+    ) -> None:
+        """As `EnginePool.load`."""
+        with wrap_errors(EngineError, f"engine of policy {version.policy}, load of {version}"):
+            await self._by_policy[version.policy].load(folder, version, verify=verify)
 
-    def is_behind(self, version: Version) -> bool:
-        return self._by_policy[version.policy].is_behind(version)
+    def needs_load(self, version: Version) -> bool:
+        return self._by_policy[version.policy].needs_load(version)
 
     def live(self) -> tuple[LiveVersion, ...]:
         """Of each policy the oldest version that one of its engines serves."""
@@ -72,7 +76,7 @@ class Engines:
             if v is not None
         )
 
-    def facts(self) -> dict[PolicyName, PoolFacts]:
+    def facts(self) -> dict[PolicyName, PoolStats]:
         return {policy: pool.facts for policy, pool in self._by_policy.items()}
 
     async def close(self) -> None:
@@ -80,10 +84,10 @@ class Engines:
             await pool.close()
 
 
-def _seats(make: Callable[[], Engine], num_policies: int) -> list[Engine]:
+def _engine_views(make: Callable[[], Engine], num_policies: int) -> list[Engine]:
     """One engine, seen by each policy on it. A kind that holds no weights has nothing to share."""
     first = make()
     others = range(num_policies - 1)
     if isinstance(first, Shareable):
-        return [first, *(first.beside() for _ in others)]
+        return [first, *(first.share() for _ in others)]
     return [first, *(make() for _ in others)]

@@ -11,14 +11,14 @@ from typing import Protocol, TypeVar
 
 import structlog
 
-from penstock.dataflow.core.leasing import LiveVersion, NodeState, Register
+from penstock.dataflow.core.leasing import LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.service.nodes.messages import (
     Heartbeat,
     HeartbeatAnswer,
-    Registered,
+    RegisterAnswer,
 )
 from penstock.errors import Fenced, NotFound, WireError
-from penstock.rollout.orders import StandingOrders
+from penstock.rollout.orders import NodeOrders
 from penstock.types import NodeId
 
 T = TypeVar("T")
@@ -26,10 +26,10 @@ REJOIN_S = 0.2
 log = structlog.get_logger(__name__)
 
 
-class Members(Protocol):
-    async def register(self, body: Register) -> Registered: ...
+class MembershipApi(Protocol):
+    async def register(self, body: RegisterRequest) -> RegisterAnswer: ...
     async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> HeartbeatAnswer: ...
-    async def leave(self, node_id: NodeId, session: str) -> None: ...
+    async def leave(self, node_id: NodeId, boot_id: str) -> None: ...
 
 
 class Membership:
@@ -37,16 +37,16 @@ class Membership:
 
     def __init__(
         self,
-        calls: Members,
-        orders: StandingOrders,
+        api: MembershipApi,
+        orders: NodeOrders,
         *,
         node_id: NodeId,
         capacity: int,
         tags: tuple[str, ...] = (),
     ) -> None:
         self.node_id = node_id
-        self.session = secrets.token_hex(8)
-        self._calls = calls
+        self.boot_id = secrets.token_hex(8)
+        self._api = api
         self._orders = orders
         self._capacity = capacity
         self._tags = tags
@@ -66,21 +66,21 @@ class Membership:
             self.ready.set()
         self._announced.set()
 
-    async def join(self) -> Registered:
-        registered = await self._calls.register(
-            Register(
+    async def join(self) -> RegisterAnswer:
+        registered = await self._api.register(
+            RegisterRequest(
                 node_id=self.node_id,
-                session=self.session,
+                boot_id=self.boot_id,
                 capacity=self._capacity,
                 policies=(),
                 tags=self._tags,
             )
         )
-        self._orders.follow(registered.orders, registered.weights_url)
+        self._orders.apply(registered.orders, registered.weights_url)
         log.info("joined", node=self.node_id, run=registered.facts.run, capacity=self._capacity)
         return registered
 
-    async def known(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def with_rejoin(self, call: Callable[[], Awaitable[T]]) -> T:
         """The call's answer; a service that does not know this node is told again who it is."""
         while True:
             try:
@@ -100,10 +100,10 @@ class Membership:
         waits for: the next beat · woken by: `announce()`"""
         while True:
             self._announced.clear()
-            answer = await self.known(
-                lambda: self._calls.heartbeat(self.node_id, self._heartbeat(num_held()))
+            answer = await self.with_rejoin(
+                lambda: self._api.heartbeat(self.node_id, self._heartbeat(num_held()))
             )
-            self._orders.follow(answer.orders, answer.weights_url)
+            self._orders.apply(answer.orders, answer.weights_url)
             with suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await self._announced.wait()
@@ -111,7 +111,7 @@ class Membership:
     async def leave(self) -> None:
         """Say goodbye; a service that is away or forgot us loses nothing by not hearing it."""
         try:
-            await self._calls.leave(self.node_id, self.session)
+            await self._api.leave(self.node_id, self.boot_id)
         except WireError as error:
             log.warning("left without an answer", node=self.node_id, error=str(error))
 
@@ -119,4 +119,4 @@ class Membership:
         state = NodeState.LIVE if self.ready.is_set() else NodeState.STARTING
         if self._orders.drained.is_set():
             state = NodeState.DRAINING
-        return Heartbeat(session=self.session, state=state, live=self._live, num_held=num_held)
+        return Heartbeat(boot_id=self.boot_id, state=state, live=self._live, num_held=num_held)

@@ -22,23 +22,23 @@ from typing import Protocol, cast
 
 import structlog
 
-from penstock.dataflow.client.partitioned import SpreadClient
-from penstock.dataflow.service.nodes.messages import RunFacts
+from penstock.dataflow.client.partitioned import PartitionedNodeClient
+from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.gateway.gateway import Gateway
-from penstock.rollout.attempt import Attempts
-from penstock.rollout.delivery_queue import Acknowledgements, Deliveries, Outbox
+from penstock.rollout.attempt import AttemptRunner
+from penstock.rollout.delivery_queue import AckLog, DeliveryApi, DeliveryQueue
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engine_pool import MAX_PAUSED
-from penstock.rollout.engine_pools import Engines
-from penstock.rollout.engines import EnginePlace, make_engine
+from penstock.rollout.engine_pools import EnginePools
+from penstock.rollout.engines import EngineSettings, make_engine
 from penstock.rollout.engines.base import Engine
-from penstock.rollout.membership import Members, Membership
-from penstock.rollout.orders import StandingOrders
-from penstock.rollout.peer_relay import Sharing, SharingFetch
-from penstock.rollout.recorder import Recorder, Turns
+from penstock.rollout.membership import Membership, MembershipApi
+from penstock.rollout.orders import NodeOrders
+from penstock.rollout.peer_relay import PeerRelayConfig, PeerRelayFetcher
+from penstock.rollout.recorder import Recorder, TurnApi
 from penstock.rollout.rewards.scorer import Scorer
-from penstock.rollout.slots import Leases, Slots
-from penstock.rollout.weight_loader import Fetch, FrontFetch, Loader
+from penstock.rollout.slots import LeaseApi, SlotRunner
+from penstock.rollout.weight_loader import Loader, WeightFetcher, WeightServerFetcher
 from penstock.types import NodeId
 
 CAPACITY = 256
@@ -50,14 +50,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Node:
-    orders: StandingOrders
+    orders: NodeOrders
     membership: Membership
     loader: Loader
     endpoint: Endpoint
     recorder: Recorder
     scorer: Scorer | None
-    slots: Slots
-    outbox: Outbox
+    slots: SlotRunner
+    delivery_queue: DeliveryQueue
     heartbeat_s: float
     grace_s: float = GRACE_S
 
@@ -75,7 +75,7 @@ class Node:
                 for loop in serving:
                     loop.cancel()
         except BaseExceptionGroup as group:
-            raise _first(group) from None
+            raise _root_cause(group) from None
         await self.membership.leave()
 
     def _serve(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
@@ -83,7 +83,7 @@ class Node:
         loops = {
             "beat": beat,
             "load": self.loader.run(),
-            "deliver": self.outbox.deliver(),
+            "deliver": self.delivery_queue.deliver(),
             "gateway": self.endpoint.run(),
             "record": self.recorder.run(),
         }
@@ -94,36 +94,36 @@ class Node:
     async def _flush(self) -> None:
         try:
             async with asyncio.timeout(FLUSH_S):
-                await self.outbox.at_most(0)
+                await self.delivery_queue.wait_until_at_most(0)
         except TimeoutError:
-            log.warning("leaving without delivering all", num_undelivered=len(self.outbox))
+            log.warning("leaving without delivering all", num_undelivered=len(self.delivery_queue))
 
 
-def _first(error: BaseException) -> BaseException:
+def _root_cause(error: BaseException) -> BaseException:
     """The error inside nested groups that came first; the others are its consequences."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     group = cast("BaseExceptionGroup[BaseException]", error)
-    return _first(group.exceptions[0])
+    return _root_cause(group.exceptions[0])
 
 
-class Dataflow(Members, Leases, Deliveries, Turns, Protocol):
+class DataflowApi(MembershipApi, LeaseApi, DeliveryApi, TurnApi, Protocol):
     """All that a node asks of the dataflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outside:
+class NodeDeps:
     """What lies beyond the node; tests bring their own."""
 
-    dataflow: Dataflow
-    make_fetch: Callable[[RunFacts], Fetch]
-    make_engine: Callable[[RunFacts], Engine]
+    dataflow: DataflowApi
+    make_fetcher: Callable[[RunInfo], WeightFetcher]
+    make_engine: Callable[[RunInfo], Engine]
     num_engines: int = 1
     """Of each policy."""
     max_paused: float = MAX_PAUSED
 
-    def engines(self, facts: RunFacts) -> Engines:
-        return Engines(
+    def engines(self, facts: RunInfo) -> EnginePools:
+        return EnginePools(
             facts.policies,
             lambda: self.make_engine(facts),
             num_engines=self.num_engines,
@@ -139,17 +139,17 @@ def engine_maker(
     kind: str | None = None,
     url: str = "",
     vllm_environment: str = "",
-) -> Callable[[RunFacts], Engine]:
+) -> Callable[[RunInfo], Engine]:
     """Makes engines of the run's kind, or of `kind`, each with a seed of its own."""
     seeds = itertools.count(zlib.crc32(node_id.encode()))
 
-    def make(facts: RunFacts) -> Engine:
+    def make(facts: RunInfo) -> Engine:
         return make_engine(
             kind or facts.engine,
             seed=next(seeds),
             torch_threads=facts.torch_threads,
             is_deterministic=facts.is_deterministic,
-            place=EnginePlace(
+            settings=EngineSettings(
                 url=url,
                 environment=vllm_environment,
                 options=facts.engine_options,
@@ -164,26 +164,26 @@ def engine_maker(
 
 @asynccontextmanager
 async def build(
-    outside: Outside,
-    acknowledgements: Acknowledgements,
+    deps: NodeDeps,
+    ack_log: AckLog,
     *,
     node_id: NodeId,
     capacity: int = CAPACITY,
     grace_s: float = GRACE_S,
 ) -> AsyncGenerator[Node]:
     """Register, and wire the node that the run's facts ask for."""
-    orders = StandingOrders()
-    membership = Membership(outside.dataflow, orders, node_id=node_id, capacity=capacity)
+    orders = NodeOrders()
+    membership = Membership(deps.dataflow, orders, node_id=node_id, capacity=capacity)
     registered = await membership.join()
     facts = registered.facts
-    fetch = outside.make_fetch(facts)
-    engines = outside.engines(facts)
+    fetch = deps.make_fetcher(facts)
+    engines = deps.engines(facts)
     gateway = Gateway(engines)
     endpoint = Endpoint(gateway)
     scorer = Scorer(facts.reward) if facts.reward else None
-    recorder = Recorder(outside.dataflow, node_id)
-    attempts = Attempts(gateway, endpoint, recorder, scorer, facts, node_id)
-    outbox = Outbox(outside.dataflow, membership, acknowledgements)
+    recorder = Recorder(deps.dataflow, node_id)
+    attempt_runner = AttemptRunner(gateway, endpoint, recorder, scorer, facts, node_id)
+    delivery_queue = DeliveryQueue(deps.dataflow, membership, ack_log)
     try:
         yield Node(
             orders=orders,
@@ -192,8 +192,10 @@ async def build(
             endpoint=endpoint,
             recorder=recorder,
             scorer=scorer,
-            slots=Slots(outside.dataflow, membership, orders, attempts, outbox, capacity=capacity),
-            outbox=outbox,
+            slots=SlotRunner(
+                deps.dataflow, membership, orders, attempt_runner, delivery_queue, capacity=capacity
+            ),
+            delivery_queue=delivery_queue,
             heartbeat_s=registered.heartbeat_s,
             grace_s=grace_s,
         )
@@ -216,7 +218,7 @@ async def run_node(
     num_engines: int = 1,
     max_paused: float = MAX_PAUSED,
     relay: tuple[str, str] | None = None,
-    sharing: Sharing | None = None,
+    sharing: PeerRelayConfig | None = None,
 ) -> None:
     """Join the run at `url` and work until it ends, the node is drained, or SIGTERM or SIGINT
     comes.
@@ -228,16 +230,18 @@ async def run_node(
     is a relay to others. Returns after an orderly leave; raises what ended the node otherwise.
     """
 
-    def fetch(facts: RunFacts) -> Fetch:
+    def fetch(facts: RunInfo) -> WeightFetcher:
         if sharing is not None:
-            return SharingFetch(token, state_dir, sharing, relay=relay, transfer=facts.transfer)
-        return FrontFetch(token, state_dir / "weights", relay=relay, transfer=facts.transfer)
+            return PeerRelayFetcher(token, state_dir, sharing, relay=relay, transfer=facts.transfer)
+        return WeightServerFetcher(
+            token, state_dir / "weights", relay=relay, transfer=facts.transfer
+        )
 
-    client = SpreadClient(url, token)
-    acknowledgements = Acknowledgements(acks or state_dir / "acks.txt")
-    outside = Outside(
+    client = PartitionedNodeClient(url, token)
+    ack_log = AckLog(acks or state_dir / "acks.txt")
+    deps = NodeDeps(
         dataflow=client,
-        make_fetch=fetch,
+        make_fetcher=fetch,
         make_engine=engine_maker(
             node_id,
             state_dir,
@@ -249,29 +253,27 @@ async def run_node(
         max_paused=max_paused,
     )
     try:
-        async with build(
-            outside, acknowledgements, node_id=node_id, capacity=capacity or CAPACITY
-        ) as node:
-            with told_by_signals(node.orders.drain):
+        async with build(deps, ack_log, node_id=node_id, capacity=capacity or CAPACITY) as node:
+            with on_stop_signals(node.orders.drain):
                 await node.run()
     finally:
-        acknowledgements.close()
+        ack_log.close()
         await client.close()
 
 
 @contextmanager
-def told_by_signals(drain: Callable[[], None]) -> Generator[None]:
+def on_stop_signals(drain: Callable[[], None]) -> Generator[None]:
     """The first SIGTERM or SIGINT drains; a second one finds the default handler and kills."""
     loop = asyncio.get_running_loop()
     kinds = (signal.SIGTERM, signal.SIGINT)
 
-    def told() -> None:
+    def handle_signal() -> None:
         for kind in kinds:
             loop.remove_signal_handler(kind)
         drain()
 
     for kind in kinds:
-        loop.add_signal_handler(kind, told)
+        loop.add_signal_handler(kind, handle_signal)
     try:
         yield
     finally:

@@ -25,27 +25,27 @@ from pathlib import Path
 
 import structlog
 
-from penstock.dataflow.client.partitioned import SpreadClient
+from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import LeaseRequest
 from penstock.errors import ConfigError
-from penstock.gateway.online import Ended, Online, Terms
+from penstock.gateway.online import EndedSession, OnlineGateway, SessionTerms
 from penstock.gateway.online_routes import build_online_app
-from penstock.rollout.attempt import COMPLETED, failed, judge, row_id_of
-from penstock.rollout.delivery_queue import Acknowledgements, Outbox
+from penstock.rollout.attempt import COMPLETED, failed, resolve_outcome, row_id_of
+from penstock.rollout.delivery_queue import AckLog, DeliveryQueue
 from penstock.rollout.engine_pool import MAX_PAUSED
 from penstock.rollout.membership import Membership
-from penstock.rollout.node import FLUSH_S, Outside, engine_maker, told_by_signals
-from penstock.rollout.orders import StandingOrders
-from penstock.rollout.slots import PAUSE_S, WAIT_S, Leases
-from penstock.rollout.weight_loader import FrontFetch, Loader
+from penstock.rollout.node import FLUSH_S, NodeDeps, engine_maker, on_stop_signals
+from penstock.rollout.orders import NodeOrders
+from penstock.rollout.slots import PAUSE_S, WAIT_S, LeaseApi
+from penstock.rollout.weight_loader import Loader, WeightServerFetcher
 from penstock.types import SESSION_TAG, FailureKind, NodeId, RowId, Trajectory
 from penstock.wire.auth import Credential
-from penstock.wire.serving import Tls, serve_on
+from penstock.wire.serving import Tls, serve_on_socket
 
 CAPACITY = 1024
 """Sessions recorded at once."""
-STOCK = 32
+SLOT_POOL_SIZE = 32
 """Places kept for sessions that begin."""
 SWEEP_S = 1.0
 NO_REWARD = "no reward came before its deadline"
@@ -53,41 +53,41 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _LeasedSlot:
     grant: Grant
     leased_at: float
 
 
-class Stock:
+class SlotPool:
     """Leased places: free ones for sessions that begin, taken ones until these end."""
 
     def __init__(
         self,
-        calls: Leases,
+        api: LeaseApi,
         membership: Membership,
-        orders: StandingOrders,
-        outbox: Outbox,
+        orders: NodeOrders,
+        delivery_queue: DeliveryQueue,
         *,
         size: int,
         keep_s: float,
     ) -> None:
         """`keep_s`: a place that nobody took for so long is exchanged for a fresh one, or its
         lease would end under its session."""
-        self._calls = calls
+        self._api = api
         self._membership = membership
         self._orders = orders
-        self._outbox = outbox
+        self._delivery_queue = delivery_queue
         self._size = size
         self._keep_s = keep_s
-        self._free: deque[_Place] = deque()
-        self._taken: dict[RowId, Grant] = {}
+        self._free: deque[_LeasedSlot] = deque()
+        self._drain: dict[RowId, Grant] = {}
         self._freed = asyncio.Event()
-        self.on_lost: Callable[[RowId], None] = lambda row_id: None
+        self.on_slot_lost: Callable[[RowId], None] = lambda row_id: None
         """Called for a session whose place was given up by the run."""
         orders.on_stop = self._stop
 
     def num_held(self) -> int:
-        return len(self._free) + len(self._taken) + len(self._outbox)
+        return len(self._free) + len(self._drain) + len(self._delivery_queue)
 
     @property
     def num_free(self) -> int:
@@ -104,59 +104,59 @@ class Stock:
             request = LeaseRequest(
                 request_id=secrets.token_hex(8),
                 node_id=self._membership.node_id,
-                session=self._membership.session,
+                boot_id=self._membership.boot_id,
                 max_slots=self._size - len(self._free),
                 wait_s=WAIT_S,
                 live=self._membership.live,
             )
-            answer = await self._membership.known(partial(self._calls.lease, request))
+            answer = await self._membership.with_rejoin(partial(self._api.lease, request))
             now = time.monotonic()
-            self._free += [_Place(grant, now) for grant in answer.grants]
-            self._orders.follow(answer.orders)
+            self._free += [_LeasedSlot(grant, now) for grant in answer.grants]
+            self._orders.apply(answer.orders)
             if not answer.grants:
                 await asyncio.sleep(PAUSE_S)
 
-    def exchange(self) -> None:
+    def recycle_old(self) -> None:
         """Hand back places that lay here for too long."""
         while self._free and time.monotonic() >= self._free[0].leased_at + self._keep_s:
-            self._outbox.release(row_id_of(self._free.popleft().grant))
+            self._delivery_queue.release(row_id_of(self._free.popleft().grant))
             self._freed.set()
 
-    def hand_back(self) -> None:
+    def release_free(self) -> None:
         """All free ones."""
         while self._free:
-            self._outbox.release(row_id_of(self._free.popleft().grant))
+            self._delivery_queue.release(row_id_of(self._free.popleft().grant))
 
-    def lose_all(self) -> None:
+    def drop_taken(self) -> None:
         """The run is over, and has no use for sessions that still run."""
-        for row_id in [*self._taken]:
+        for row_id in [*self._drain]:
             self._stop(row_id)
 
     # --- the gateway's keeper -----------------------------------------------------------------
 
     def take(self) -> RowId | None:
-        self.exchange()
+        self.recycle_old()
         if not self._free or self._orders.drained.is_set():
             return None
         grant = self._free.popleft().grant
-        self._taken[row_id_of(grant)] = grant
+        self._drain[row_id_of(grant)] = grant
         self._freed.set()
         return row_id_of(grant)
 
-    def give_back(self, row_id: RowId) -> None:
-        if self._taken.pop(row_id, None) is not None:
-            self._outbox.release(row_id)
+    def release_slot(self, row_id: RowId) -> None:
+        if self._drain.pop(row_id, None) is not None:
+            self._delivery_queue.release(row_id)
 
-    def deliver(self, ended: Ended) -> None:
-        grant = self._taken.pop(ended.row_id, None)
+    def deliver(self, ended: EndedSession) -> None:
+        grant = self._drain.pop(ended.row_id, None)
         if grant is None:
             return
-        outcome = judge(COMPLETED, ended.turns)
+        outcome = resolve_outcome(COMPLETED, ended.turns)
         if ended.reward is None:
             outcome = failed(FailureKind.REWARD_DEADLINE, NO_REWARD)
         elif ended.reason:
             outcome = replace(outcome, detail=ended.reason)
-        self._outbox.put(
+        self._delivery_queue.put(
             Trajectory(
                 row_id=ended.row_id,
                 group_id=grant.group_id,
@@ -173,20 +173,20 @@ class Stock:
         )
 
     def _stop(self, row_id: RowId) -> None:
-        self._free = deque(place for place in self._free if row_id_of(place.grant) != row_id)
+        self._free = deque(leased for leased in self._free if row_id_of(leased.grant) != row_id)
         self._freed.set()
-        if self._taken.pop(row_id, None) is not None:
-            self.on_lost(row_id)
+        if self._drain.pop(row_id, None) is not None:
+            self.on_slot_lost(row_id)
 
 
 @dataclass(slots=True, kw_only=True)
 class OnlineNode:
-    orders: StandingOrders
+    orders: NodeOrders
     membership: Membership
     loader: Loader
-    online: Online
-    stock: Stock
-    outbox: Outbox
+    online: OnlineGateway
+    stock: SlotPool
+    delivery_queue: DeliveryQueue
     listener: socket.socket
     tls: Tls | None
     heartbeat_s: float
@@ -198,40 +198,45 @@ class OnlineNode:
         waits for: `stopping` · ends: in order; a loop that dies takes the process with it"""
         async with asyncio.TaskGroup() as tasks:
             app = build_online_app(self.online)
-            serving = tasks.create_task(serve_on(app, self.listener, self.tls), name="serve")
+            serving = tasks.create_task(serve_on_socket(app, self.listener, self.tls), name="serve")
             sweeping = tasks.create_task(self._sweep(), name="sweep")
             beat = self.membership.beat(self.heartbeat_s, self.stock.num_held)
             loops = [
                 tasks.create_task(loop)
-                for loop in (self.stock.lease(), beat, self.loader.run(), self.outbox.deliver())
+                for loop in (
+                    self.stock.lease(),
+                    beat,
+                    self.loader.run(),
+                    self.delivery_queue.deliver(),
+                )
             ]
             stopping = tasks.create_task(self.stopping.wait())
             drained = tasks.create_task(self.orders.drained.wait())
             await asyncio.wait({stopping, drained}, return_when=asyncio.FIRST_COMPLETED)
             if not self.stopping.is_set():
                 log.info("the run takes no more sessions; agents are served on, unrecorded")
-                await self._part(loops)
+                await self._leave_run(loops)
             await self.stopping.wait()
             serving.cancel()
             await asyncio.wait({serving})
             if not self.orders.drained.is_set():
-                await self._part(loops)
+                await self._leave_run(loops)
             for task in (sweeping, stopping, drained):
                 task.cancel()
 
-    async def _part(self, loops: list[asyncio.Task[None]]) -> None:
+    async def _leave_run(self, loops: list[asyncio.Task[None]]) -> None:
         """From the run: give back what is not used, deliver what is finished, leave."""
         loops[0].cancel()
-        self.stock.hand_back()
+        self.stock.release_free()
         if self.stopping.is_set():
             self.online.close_all()
         else:
-            self.stock.lose_all()
+            self.stock.drop_taken()
         try:
             async with asyncio.timeout(FLUSH_S):
-                await self.outbox.at_most(0)
+                await self.delivery_queue.wait_until_at_most(0)
         except TimeoutError:
-            log.warning("leaving without delivering all", num_undelivered=len(self.outbox))
+            log.warning("leaving without delivering all", num_undelivered=len(self.delivery_queue))
         for loop in loops[1:]:
             loop.cancel()
         await self.membership.leave()
@@ -245,28 +250,28 @@ class OnlineNode:
             late_s = time.monotonic() - slept_at - pause_s
             if late_s > pause_s:
                 log.warning("the gateway stood still; sessions are prolonged", seconds=late_s)
-                self.online.forgive(late_s)
+                self.online.extend_deadlines(late_s)
             self.online.sweep()
-            self.stock.exchange()
+            self.stock.recycle_old()
 
 
 @asynccontextmanager
 async def build_online(
-    outside: Outside,
-    acknowledgements: Acknowledgements,
+    deps: NodeDeps,
+    ack_log: AckLog,
     verify: Callable[[str], Credential],
     *,
     node_id: NodeId,
     listener: socket.socket,
     tls: Tls | None = None,
     capacity: int = CAPACITY,
-    stock: int = STOCK,
+    stock: int = SLOT_POOL_SIZE,
 ) -> AsyncGenerator[OnlineNode]:
     """Register as a node that serves sessions, and wire the gateway that the run's facts ask
     for."""
-    orders = StandingOrders()
+    orders = NodeOrders()
     membership = Membership(
-        outside.dataflow, orders, node_id=node_id, capacity=capacity, tags=(SESSION_TAG,)
+        deps.dataflow, orders, node_id=node_id, capacity=capacity, tags=(SESSION_TAG,)
     )
     registered = await membership.join()
     facts = registered.facts
@@ -276,34 +281,34 @@ async def build_online(
             f"run {facts.run} has no source of sessions; add `- {{name: live, session: {{}}}}` to "
             "its sources"
         )
-    terms = Terms(
+    terms = SessionTerms(
         reward_deadline_s=facts.session.reward_deadline_s,
         idle_s=facts.session.idle_s,
         default_reward=facts.session.default_reward,
     )
-    fetch = outside.make_fetch(facts)
-    engines = outside.engines(facts)
-    outbox = Outbox(outside.dataflow, membership, acknowledgements)
-    places = Stock(
-        outside.dataflow,
+    fetch = deps.make_fetcher(facts)
+    engines = deps.engines(facts)
+    delivery_queue = DeliveryQueue(deps.dataflow, membership, ack_log)
+    slot_pool = SlotPool(
+        deps.dataflow,
         membership,
         orders,
-        outbox,
+        delivery_queue,
         size=min(stock, capacity),
         keep_s=terms.idle_s / 2,
     )
-    online = Online(
-        engines, places, terms, verify, policies=facts.policies, sampling=facts.sampling
+    online = OnlineGateway(
+        engines, slot_pool, terms, verify, policies=facts.policies, sampling=facts.sampling
     )
-    places.on_lost = online.dropped
+    slot_pool.on_slot_lost = online.dropped
     try:
         yield OnlineNode(
             orders=orders,
             membership=membership,
             loader=Loader(orders, membership, engines, online, fetch),
             online=online,
-            stock=places,
-            outbox=outbox,
+            stock=slot_pool,
+            delivery_queue=delivery_queue,
             listener=listener,
             tls=tls,
             heartbeat_s=registered.heartbeat_s,
@@ -332,11 +337,13 @@ async def run_online(
     max_paused: float = MAX_PAUSED,
 ) -> None:
     """Serve agents of the run at `url` until SIGTERM or SIGINT; arguments as of `run_node`."""
-    client = SpreadClient(url, token)
-    acknowledgements = Acknowledgements(acks or state_dir / "acks.txt")
-    outside = Outside(
+    client = PartitionedNodeClient(url, token)
+    ack_log = AckLog(acks or state_dir / "acks.txt")
+    deps = NodeDeps(
         dataflow=client,
-        make_fetch=lambda facts: FrontFetch(token, state_dir / "weights", transfer=facts.transfer),
+        make_fetcher=lambda facts: WeightServerFetcher(
+            token, state_dir / "weights", transfer=facts.transfer
+        ),
         make_engine=engine_maker(
             node_id,
             state_dir,
@@ -349,16 +356,16 @@ async def run_online(
     )
     try:
         async with build_online(
-            outside,
-            acknowledgements,
+            deps,
+            ack_log,
             verify,
             node_id=node_id,
             listener=listener,
             tls=tls,
             capacity=capacity or CAPACITY,
         ) as node:
-            with told_by_signals(node.stopping.set):
+            with on_stop_signals(node.stopping.set):
                 await node.run()
     finally:
-        acknowledgements.close()
+        ack_log.close()
         await client.close()

@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from penstock.dataflow.service.nodes.messages import Orders
+from penstock.dataflow.service.nodes.messages import NodeDirectives
 from penstock.types import PolicyName, PublishedVersion, RowId
 
 
-class StandingOrders:
+class NodeOrders:
     """What the node was last told. Answers may overtake each other, so orders only ever move
     forward."""
 
@@ -24,7 +24,7 @@ class StandingOrders:
         self.on_stop: Callable[[RowId], None] = lambda row_id: None
         """Called for each lease of this node that was ended: its work is of use to nobody."""
 
-    def follow(self, orders: Orders, weights_url: str = "") -> None:
+    def apply(self, orders: NodeDirectives, weights_url: str = "") -> None:
         for version in orders.wanted:
             known = self.wanted.get(version.policy)
             if known is None or _age(known) < _age(version):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import Completion, Listen, Piece
+from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
 from penstock.gateway.seeds import derive
 from penstock.rollout.engines.base import SpanLog
 from penstock.rollout.engines.snapshot import Snapshot
@@ -32,22 +32,22 @@ from penstock.types import (
 )
 
 
-class Unfinished:
+class PartialCompletion:
     def __init__(
         self,
         prompt_ids: Sequence[int],
         sampling: SamplingSpec,
         policy: PolicyName,
-        listen: Listen | None,
+        on_chunk: ChunkCallback | None,
     ) -> None:
         self._prompt_ids = prompt_ids
         self._sampling = sampling
         self._policy = policy
-        self._listen = listen
+        self._listen = on_chunk
         self._sampled: list[int] = []
         self._logprobs: list[float] = []
         self._spans: SpanLog | None = None
-        self._begun_at = 0
+        self._segment_start = 0
         """Index of the first token of the engine at work."""
 
     @property
@@ -60,7 +60,7 @@ class Unfinished:
 
     def begin(self) -> tuple[Sequence[int], SamplingSpec]:
         """What to ask the next engine for."""
-        self._begun_at = len(self._sampled)
+        self._segment_start = len(self._sampled)
         if not self._sampled:
             return self._prompt_ids, self._sampling
         rest = replace(
@@ -70,26 +70,26 @@ class Unfinished:
         )
         return [*self._prompt_ids, *self._sampled], rest
 
-    def hear(self, piece: Piece) -> None:
-        if not piece.sampled_ids:
+    def feed(self, chunk: TokenChunk) -> None:
+        if not chunk.sampled_ids:
             return
         if self._spans is None:
-            self._spans = SpanLog(piece.version)
-        self._spans.switch(len(self._sampled), piece.version)
-        self._sampled.extend(piece.sampled_ids)
-        self._logprobs.extend(piece.logprobs)
+            self._spans = SpanLog(chunk.version)
+        self._spans.switch(len(self._sampled), chunk.version)
+        self._sampled.extend(chunk.sampled_ids)
+        self._logprobs.extend(chunk.logprobs)
         if self._listen is not None:
-            self._listen(piece)
+            self._listen(chunk)
 
     def take(self, aborted: Completion) -> None:
         """The tokens of an answer that its engine gave up: those that were not told, too."""
         ids = view_ids(aborted.sampled_ids).tolist()
         logprobs = view_log_probs(aborted.logprobs).tolist()
         for span in aborted.spans:
-            start = max(span.start, len(self._sampled) - self._begun_at)
+            start = max(span.start, len(self._sampled) - self._segment_start)
             version = Version(policy=self._policy, incarnation=span.incarnation, number=span.number)
             part = slice(start, max(start, span.end))
-            self.hear(Piece(sampled_ids=ids[part], logprobs=logprobs[part], version=version))
+            self.feed(TokenChunk(sampled_ids=ids[part], logprobs=logprobs[part], version=version))
 
     def forget(self) -> None:
         """Back to the start. Raises EngineError when its agent has heard some of it."""
@@ -122,9 +122,9 @@ class Unfinished:
 
     def join(self, last: Completion) -> Completion:
         """The whole answer, of which `last` is what the engine at work made."""
-        if not self._begun_at:
+        if not self._segment_start:
             return last
-        at = self._begun_at
+        at = self._segment_start
         spans = list(self._spans_until(at))
         for span in last.spans:
             moved = replace(span, start=span.start + at, end=span.end + at)
@@ -145,18 +145,18 @@ class Unfinished:
         )
 
 
-class Hearing:
+class DetachableCallback:
     """What one engine tells of an answer; deaf once that engine is given up."""
 
-    __slots__ = ("_hear", "is_over")
+    __slots__ = ("_feed", "is_detached")
 
-    def __init__(self, hear: Callable[[Piece], None]) -> None:
-        self._hear = hear
-        self.is_over = False
+    def __init__(self, feed: Callable[[TokenChunk], None]) -> None:
+        self._feed = feed
+        self.is_detached = False
 
-    def __call__(self, piece: Piece) -> None:
-        if not self.is_over:
-            self._hear(piece)
+    def __call__(self, chunk: TokenChunk) -> None:
+        if not self.is_detached:
+            self._feed(chunk)
 
 
 def _merged(one: VersionSpan, two: VersionSpan) -> tuple[VersionSpan, ...]:

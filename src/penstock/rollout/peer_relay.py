@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import WeightsError
-from penstock.rollout.weight_loader import FrontFetch
+from penstock.rollout.weight_loader import WeightServerFetcher
 from penstock.types import PublishedVersion
 from penstock.weights.client import Transfer
 from penstock.weights.serving.relay import Relay
 from penstock.weights.serving.server import build
 from penstock.wire.auth import Audience, Verifier
-from penstock.wire.client import AsyncCaller
-from penstock.wire.serving import Tls, serve_on
+from penstock.wire.client import AsyncServiceClient
+from penstock.wire.serving import Tls, serve_on_socket
 
 BACKLOG = 1024
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
+class PeerRelayConfig:
     """How a node serves its neighbours."""
 
     host: str
@@ -41,14 +41,14 @@ class Sharing:
     """Of blobs kept for them, beside the node's own."""
 
 
-class SharingFetch:
+class PeerRelayFetcher:
     """Fetches through the node's own relay; serves from the first version on."""
 
     def __init__(
         self,
         token: str,
         state_dir: Path,
-        sharing: Sharing,
+        sharing: PeerRelayConfig,
         *,
         relay: tuple[str, str] | None = None,
         transfer: Transfer = "auto",
@@ -57,12 +57,12 @@ class SharingFetch:
         self._sharing = sharing
         self._relay = relay
         self._transfer: Transfer = transfer
-        self._relayed = state_dir / "relayed"
+        self._relay_dir = state_dir / "relayed"
         self._cache = state_dir / "weights"
         self._origin = ""
-        self._callers: list[AsyncCaller] = []
+        self._callers: list[AsyncServiceClient] = []
         self._serving: list[asyncio.Task[None]] = []
-        self._fetch: FrontFetch | None = None
+        self._fetch: WeightServerFetcher | None = None
 
     async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
         if self._fetch is None or weights_url != self._origin:
@@ -77,9 +77,9 @@ class SharingFetch:
         if self._fetch is not None:
             self._fetch.require_unchanged(folder)
 
-    def forget_but(self, keep: Collection[str]) -> None:
+    def prune_except(self, keep: Collection[str]) -> None:
         if self._fetch is not None:
-            self._fetch.forget_but(keep)
+            self._fetch.prune_except(keep)
 
     async def close(self) -> None:
         for task in self._serving:
@@ -93,24 +93,26 @@ class SharingFetch:
             await caller.close()
         self._callers.clear()
 
-    def _open(self, weights_url: str) -> FrontFetch:
+    def _open(self, weights_url: str) -> WeightServerFetcher:
         sharing = self._sharing
         self._origin = weights_url
         if self._relay is not None:
-            self._callers.append(AsyncCaller(*self._relay))
-        self._callers.append(AsyncCaller(weights_url, self._token))
-        relay = Relay(self._callers, self._relayed, max_bytes=sharing.max_bytes)
-        own = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
+            self._callers.append(AsyncServiceClient(*self._relay))
+        self._callers.append(AsyncServiceClient(weights_url, self._token))
+        relay = Relay(self._callers, self._relay_dir, max_bytes=sharing.max_bytes)
+        local_listener = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
         family = socket.AF_INET6 if ":" in sharing.host else socket.AF_INET
         where = (sharing.host, sharing.port)
-        beyond = socket.create_server(where, family=family, backlog=BACKLOG)
+        peer_listener = socket.create_server(where, family=family, backlog=BACKLOG)
         for audience, listener, tls in (
-            (Audience.WEIGHTS, own, None),
-            (Audience.RELAY, beyond, sharing.tls),
+            (Audience.WEIGHTS, local_listener, None),
+            (Audience.RELAY, peer_listener, sharing.tls),
         ):
-            verifier = Verifier.beside(self._token, sharing.public_key, audience=audience)
+            verifier = Verifier.from_token(self._token, sharing.public_key, audience=audience)
             app = build(relay, verifier)
-            self._serving.append(asyncio.create_task(serve_on(app, listener, tls)))
-        url = f"http://{LOOPBACK}:{own.getsockname()[1]}"
-        relay_of_ours = (url, self._token)
-        return FrontFetch(self._token, self._cache, relay=relay_of_ours, transfer=self._transfer)
+            self._serving.append(asyncio.create_task(serve_on_socket(app, listener, tls)))
+        url = f"http://{LOOPBACK}:{local_listener.getsockname()[1]}"
+        local_relay = (url, self._token)
+        return WeightServerFetcher(
+            self._token, self._cache, relay=local_relay, transfer=self._transfer
+        )

@@ -21,7 +21,7 @@ from typing import IO
 from penstock.errors import WorkflowError
 from penstock.rollout.user_errors import shorten
 
-TETHER = str(Path(__file__).with_name("tether.py"))
+DIE_WITH_PARENT = str(Path(__file__).with_name("exit_with_parent.py"))
 MAX_OUTPUT_BYTES = 1 << 20
 
 
@@ -31,7 +31,7 @@ def inherited_env() -> dict[str, str]:
 
 
 async def run_program(
-    words: Sequence[str],
+    argv: Sequence[str],
     *,
     env: Mapping[str, str],
     stdin: bytes = b"",
@@ -51,7 +51,7 @@ async def run_program(
         source.write(stdin)
         source.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", TETHER, str(os.getpid()), *words),
+            *(sys.executable, "-I", "-S", DIE_WITH_PARENT, str(os.getpid()), *argv),
             stdin=source,
             stdout=out,
             stderr=err,
@@ -66,7 +66,7 @@ async def run_program(
             if not limit.expired():
                 raise
             raise WorkflowError(
-                f"`{shlex.join(words)}` was killed after {timeout_s:g} s: {_tail(err, 1500)}"
+                f"`{shlex.join(argv)}` was killed after {timeout_s:g} s: {_tail(err, 1500)}"
             ) from None
         finally:
             with suppress(ProcessLookupError):
@@ -74,7 +74,7 @@ async def run_program(
             await process.wait()
         if code != 0:
             raise WorkflowError(
-                shorten(f"`{shlex.join(words)}` ended with code {code}: {_tail(err, 1500)}")
+                shorten(f"`{shlex.join(argv)}` ended with code {code}: {_tail(err, 1500)}")
             )
         return _tail(out, MAX_OUTPUT_BYTES)
 

@@ -21,39 +21,39 @@ MAX_BYTES = 4 << 20
 """Of one call, about; the rest waits for the next."""
 
 
-class Turns(Protocol):
+class TurnApi(Protocol):
     async def record(self, body: RecordRequest) -> None: ...
     async def recorded(self, node_id: NodeId, row_id: RowId) -> tuple[Turn, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Following:
+class TrackedAttempt:
     """One attempt that is followed."""
 
-    earlier: tuple[Turn, ...]
+    salvaged_turns: tuple[Turn, ...]
     """What attempts before it left."""
-    heard: Callable[[int, Turn, bool], None]
+    on_turn: Callable[[int, Turn, bool], None]
     """Takes its turns as they end: index, turn, and whether it was salvaged."""
 
 
 class Recorder:
-    def __init__(self, calls: Turns, node_id: NodeId) -> None:
-        self._calls = calls
+    def __init__(self, api: TurnApi, node_id: NodeId) -> None:
+        self._api = api
         self._node_id = node_id
         self._waiting: list[RecordedTurn] = []
         self._running: set[RowId] = set()
 
     @asynccontextmanager
-    async def follow(self, row_id: RowId, num_recorded: int) -> AsyncGenerator[Following]:
-        def heard(index: int, turn: Turn, is_reused: bool) -> None:
+    async def track(self, row_id: RowId, num_recorded: int) -> AsyncGenerator[TrackedAttempt]:
+        def on_turn(index: int, turn: Turn, is_reused: bool) -> None:
             self._waiting.append(
                 RecordedTurn(row_id=row_id, index=index, turn=turn, is_reused=is_reused)
             )
 
-        earlier = await self._calls.recorded(self._node_id, row_id) if num_recorded else ()
+        salvaged_turns = await self._api.recorded(self._node_id, row_id) if num_recorded else ()
         self._running.add(row_id)
         try:
-            yield Following(earlier=earlier, heard=heard)
+            yield TrackedAttempt(salvaged_turns=salvaged_turns, on_turn=on_turn)
         finally:
             self._running.discard(row_id)
 
@@ -62,16 +62,16 @@ class Recorder:
         waits for: the next fifth of a second · woken by: nobody, nothing waits for it"""
         while True:
             await asyncio.sleep(RECORD_S)
-            if told := self._next():
-                await self._calls.record(RecordRequest(node_id=self._node_id, turns=told))
+            if batch := self._next():
+                await self._api.record(RecordRequest(node_id=self._node_id, turns=batch))
 
     def _next(self) -> tuple[RecordedTurn, ...]:
         waiting = [turn for turn in self._waiting if turn.row_id in self._running]
         num_bytes = 0
-        for num, told in enumerate(waiting):
+        for num, batch in enumerate(waiting):
             if num_bytes > MAX_BYTES:
                 self._waiting = waiting[num:]
                 return tuple(waiting[:num])
-            num_bytes += len(told.turn.prompt_ids) + 2 * len(told.turn.sampled_ids)
+            num_bytes += len(batch.turn.prompt_ids) + 2 * len(batch.turn.sampled_ids)
         self._waiting = []
         return tuple(waiting)

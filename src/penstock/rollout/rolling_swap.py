@@ -19,7 +19,7 @@ from pathlib import Path
 
 import structlog
 
-from penstock.errors import EngineError, boundary
+from penstock.errors import EngineError, wrap_errors
 from penstock.rollout.engines.base import Engine
 from penstock.types import Version
 
@@ -27,128 +27,136 @@ MAX_SWAP_S = 1000
 """Durations kept, of the newest swaps."""
 log = structlog.get_logger(__name__)
 
-Prove = Callable[[Engine, Version], Awaitable[None]]
+VerifyEngine = Callable[[Engine, Version], Awaitable[None]]
 """Raises EngineError unless the engine answers with this version."""
 
 
-class Unproven(EngineError):
+class VerificationFailed(EngineError):
     """The version was loaded, and did not answer as it should."""
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class Replica:
     """One engine and what its pool knows of it."""
 
     engine: Engine
-    proven: Version | None = None
+    verified: Version | None = None
     num_in_flight: int = 0
     is_swapping: bool = False
     starting: asyncio.Task[EngineError | None] | None = None
     """The load of an engine that serves nobody."""
 
     @property
-    def serves(self) -> Version | None:
+    def serving_version(self) -> Version | None:
         live = self.engine.live
-        return live if live is not None and live == self.proven else None
+        return live if live is not None and live == self.verified else None
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _SwapJob:
     folder: Path
     version: Version
-    prove: Prove | None
+    verify: VerifyEngine | None
 
-    async def do(self, seat: Seat) -> None:
-        with boundary(EngineError, f"load of {self.version}"):
-            await seat.engine.load(self.folder, self.version)
-        if self.prove is not None:
+    async def do(self, replica: Replica) -> None:
+        with wrap_errors(EngineError, f"load of {self.version}"):
+            await replica.engine.load(self.folder, self.version)
+        if self.verify is not None:
             try:
-                with boundary(EngineError, f"probe of {self.version}"):
-                    await self.prove(seat.engine, self.version)
+                with wrap_errors(EngineError, f"probe of {self.version}"):
+                    await self.verify(replica.engine, self.version)
             except EngineError as error:
-                raise Unproven(str(error)) from error
-        seat.proven = self.version
+                raise VerificationFailed(str(error)) from error
+        replica.verified = self.version
 
 
-class Swaps:
+class RollingSwap:
     def __init__(
-        self, seats: Sequence[Seat], *, most_paused: int, changed: Callable[[], None]
+        self, replicas: Sequence[Replica], *, max_paused: int, changed: Callable[[], None]
     ) -> None:
         """`changed` is called whenever an engine may have become able to answer."""
         self.num_swaps = 0
         self.peak_paused = 0
         self.swap_s: deque[float] = deque(maxlen=MAX_SWAP_S)
-        self._seats = seats
-        self._most_paused = most_paused
+        self._replicas = replicas
+        self._max_paused = max_paused
         self._changed = changed
         self._lock = asyncio.Lock()
 
-    async def load(self, folder: Path, version: Version, prove: Prove | None) -> list[EngineError]:
+    async def load(
+        self, folder: Path, version: Version, verify: VerifyEngine | None
+    ) -> list[EngineError]:
         """What went wrong. Engines that serve nobody are waited for only when none serves, or when
         one of them failed the proof of this version before."""
-        job = _Job(folder, version, prove)
+        job = _SwapJob(folder, version, verify)
         async with self._lock:
-            behind = [s for s in self._seats if s.serves != version and s.starting is None]
-            serving = [seat for seat in behind if seat.serves is not None]
-            doubted = [seat for seat in behind if seat.engine.live == version]
-            starting = [self._start(seat, job) for seat in behind if seat.serves is None]
+            behind = [
+                s for s in self._replicas if s.serving_version != version and s.starting is None
+            ]
+            serving = [replica for replica in behind if replica.serving_version is not None]
+            unverified = [replica for replica in behind if replica.engine.live == version]
+            starting = [
+                self._start(replica, job) for replica in behind if replica.serving_version is None
+            ]
             errors: list[EngineError] = []
-            if doubted or all(seat.serves is None for seat in self._seats):
+            if unverified or all(replica.serving_version is None for replica in self._replicas):
                 errors += [error for error in await asyncio.gather(*starting) if error is not None]
-            if not doubted or self._is_proved(version):
-                errors += await self._roll(serving, job)
+            if not unverified or self._is_verified(version):
+                errors += await self._swap_all(serving, job)
         return errors
 
     async def close(self) -> None:
-        starting = [seat.starting for seat in self._seats if seat.starting is not None]
+        starting = [replica.starting for replica in self._replicas if replica.starting is not None]
         for task in starting:
             task.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
 
-    async def _roll(self, seats: Iterable[Seat], job: _Job) -> list[EngineError]:
-        gate = asyncio.Semaphore(self._most_paused)
+    async def _swap_all(self, replicas: Iterable[Replica], job: _SwapJob) -> list[EngineError]:
+        gate = asyncio.Semaphore(self._max_paused)
         errors: list[EngineError] = []
 
-        async def swap(seat: Seat) -> None:
+        async def swap(replica: Replica) -> None:
             async with gate:
-                is_doubtful = any(isinstance(error, Unproven) for error in errors)
-                if not is_doubtful or self._is_proved(job.version):
+                has_failed_verification = any(
+                    isinstance(error, VerificationFailed) for error in errors
+                )
+                if not has_failed_verification or self._is_verified(job.version):
                     try:
-                        await self._swap(seat, job)
+                        await self._swap(replica, job)
                     except EngineError as error:
                         errors.append(error)
 
         async with asyncio.TaskGroup() as tasks:
-            for seat in seats:
-                tasks.create_task(swap(seat))
+            for replica in replicas:
+                tasks.create_task(swap(replica))
         return errors
 
-    def _is_proved(self, version: Version) -> bool:
-        return any(seat.serves == version for seat in self._seats)
+    def _is_verified(self, version: Version) -> bool:
+        return any(replica.serving_version == version for replica in self._replicas)
 
-    async def _swap(self, seat: Seat, job: _Job) -> None:
+    async def _swap(self, replica: Replica, job: _SwapJob) -> None:
         begun_at = time.monotonic()
-        seat.is_swapping = True
-        self.peak_paused = max(self.peak_paused, sum(s.is_swapping for s in self._seats))
+        replica.is_swapping = True
+        self.peak_paused = max(self.peak_paused, sum(s.is_swapping for s in self._replicas))
         try:
-            await job.do(seat)
+            await job.do(replica)
         finally:
-            seat.is_swapping = False
+            replica.is_swapping = False
             self.num_swaps += 1
             self.swap_s.append(time.monotonic() - begun_at)
             self._changed()
 
-    def _start(self, seat: Seat, job: _Job) -> asyncio.Task[EngineError | None]:
+    def _start(self, replica: Replica, job: _SwapJob) -> asyncio.Task[EngineError | None]:
         async def start() -> EngineError | None:
             try:
-                await job.do(seat)
+                await job.do(replica)
             except EngineError as error:
                 log.error("engine not started", version=str(job.version), error=str(error))
                 return error
             finally:
-                seat.starting = None
+                replica.starting = None
                 self._changed()
             return None
 
-        seat.starting = asyncio.create_task(start())
-        return seat.starting
+        replica.starting = asyncio.create_task(start())
+        return replica.starting

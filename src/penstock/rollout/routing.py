@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from math import ceil
 
-CROWDED = 1.25
+MAX_LOAD_FACTOR = 1.25
 """Most requests of one engine, as a multiple of the mean over those that may be chosen."""
 
 
@@ -25,7 +25,7 @@ def choose(session: str, loads: Mapping[int, int]) -> int:
     """The engine for one more request, among those whose requests in flight are given."""
     if len(loads) == 1:
         return next(iter(loads))
-    most = ceil(CROWDED * (sum(loads.values()) + 1) / len(loads))
+    most = ceil(MAX_LOAD_FACTOR * (sum(loads.values()) + 1) / len(loads))
     ordered = sorted(loads, key=lambda engine: _weight(session, engine))
     return next(engine for engine in ordered if loads[engine] < most)
 

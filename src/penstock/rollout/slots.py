@@ -13,49 +13,49 @@ from typing import Protocol
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import LeaseAnswer, LeaseRequest
 from penstock.rollout.attempt import row_id_of
-from penstock.rollout.delivery_queue import Outbox
+from penstock.rollout.delivery_queue import DeliveryQueue
 from penstock.rollout.membership import Membership
-from penstock.rollout.orders import StandingOrders
+from penstock.rollout.orders import NodeOrders
 from penstock.types import RowId, Task, Trajectory
 
 WAIT_S = 10.0
-GATHER_S = 0.05
+COALESCE_S = 0.05
 """Longest that a free slot waits for others to share a request with; idle slots cost more."""
 PAUSE_S = 0.05
 """After an answer without work: it came early because orders changed, so give them a moment."""
 
 
-class Leases(Protocol):
+class LeaseApi(Protocol):
     async def lease(self, body: LeaseRequest) -> LeaseAnswer: ...
 
 
-class Attempt(Protocol):
+class RunsAttempts(Protocol):
     async def run(self, grant: Grant, task: Task) -> Trajectory: ...
 
 
-class Slots:
+class SlotRunner:
     def __init__(
         self,
-        calls: Leases,
+        api: LeaseApi,
         membership: Membership,
-        orders: StandingOrders,
-        attempts: Attempt,
-        outbox: Outbox,
+        orders: NodeOrders,
+        attempt_runner: RunsAttempts,
+        delivery_queue: DeliveryQueue,
         *,
         capacity: int,
     ) -> None:
-        self._calls = calls
+        self._api = api
         self._membership = membership
         self._orders = orders
-        self._attempts = attempts
-        self._outbox = outbox
+        self._attempt_runner = attempt_runner
+        self._delivery_queue = delivery_queue
         self._capacity = capacity
         self._running: dict[RowId, asyncio.Task[None]] = {}
         self._freed = asyncio.Event()
         orders.on_stop = self._stop
 
     def num_held(self) -> int:
-        return len(self._running) + len(self._outbox)
+        return len(self._running) + len(self._delivery_queue)
 
     async def lease(self, tasks: asyncio.TaskGroup) -> None:
         """consumes: free slots · produces: one task per grant
@@ -63,20 +63,20 @@ class Slots:
         woken by: `Membership.announce()`, the end of a slot"""
         await self._membership.ready.wait()
         while True:
-            await self._room()
+            await self._wait_for_room()
             request = LeaseRequest(
                 request_id=secrets.token_hex(8),
                 node_id=self._membership.node_id,
-                session=self._membership.session,
+                boot_id=self._membership.boot_id,
                 max_slots=self._capacity - len(self._running),
                 wait_s=WAIT_S,
                 live=self._membership.live,
             )
-            answer = await self._membership.known(partial(self._calls.lease, request))
-            self._orders.follow(answer.orders)
+            answer = await self._membership.with_rejoin(partial(self._api.lease, request))
+            self._orders.apply(answer.orders)
             for grant in answer.grants:
-                filling = tasks.create_task(self._fill(grant, answer.tasks[grant.task]))
-                self._running[row_id_of(grant)] = filling
+                slot_task = tasks.create_task(self._run_slot(grant, answer.tasks[grant.task]))
+                self._running[row_id_of(grant)] = slot_task
             if not answer.grants:
                 await asyncio.sleep(PAUSE_S)
 
@@ -88,15 +88,15 @@ class Slots:
         late = {row_id: task for row_id, task in held.items() if not task.done()}
         for row_id, task in late.items():
             task.cancel()
-            self._outbox.release(row_id)
+            self._delivery_queue.release(row_id)
         await asyncio.gather(*late.values(), return_exceptions=True)
         self._running.clear()
 
-    async def _room(self) -> None:
-        await self._outbox.at_most(self._capacity)
+    async def _wait_for_room(self) -> None:
+        await self._delivery_queue.wait_until_at_most(self._capacity)
         await self._until_free(1)
         with suppress(TimeoutError):
-            async with asyncio.timeout(GATHER_S):
+            async with asyncio.timeout(COALESCE_S):
                 await self._until_free(self._capacity // 4)
 
     async def _until_free(self, num_slots: int) -> None:
@@ -110,9 +110,9 @@ class Slots:
         if running is not None:
             running.cancel()
 
-    async def _fill(self, grant: Grant, task: Task) -> None:
+    async def _run_slot(self, grant: Grant, task: Task) -> None:
         try:
-            self._outbox.put(await self._attempts.run(grant, task))
+            self._delivery_queue.put(await self._attempt_runner.run(grant, task))
         finally:
             self._running.pop(row_id_of(grant), None)
             self._freed.set()

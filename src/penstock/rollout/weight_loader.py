@@ -19,14 +19,14 @@ from typing import Protocol
 
 import structlog
 
-from penstock.errors import EngineError, WeightsError, WireError, boundary
+from penstock.errors import EngineError, WeightsError, WireError, wrap_errors
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Completion
 from penstock.gateway.renderer import Renderer
-from penstock.rollout.engine_pools import Engines
+from penstock.rollout.engine_pools import EnginePools
 from penstock.rollout.engines.base import Engine
 from penstock.rollout.membership import Membership
-from penstock.rollout.orders import StandingOrders
+from penstock.rollout.orders import NodeOrders
 from penstock.types import (
     PolicyName,
     PublishedVersion,
@@ -36,7 +36,7 @@ from penstock.types import (
     view_log_probs,
 )
 from penstock.weights.client import Puller, Transfer
-from penstock.wire.client import AsyncCaller
+from penstock.wire.client import AsyncServiceClient
 
 RETRY_S = 2.0
 PROBE_TEXT = "What is a penstock?"
@@ -46,7 +46,7 @@ PROBE_S = 60.0
 log = structlog.get_logger(__name__)
 
 
-class Fetch(Protocol):
+class WeightFetcher(Protocol):
     """Brings verified snapshots to this machine."""
 
     async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path: ...
@@ -55,11 +55,11 @@ class Fetch(Protocol):
         """WeightsError when a snapshot is not what it was when it was verified."""
         ...
 
-    def forget_but(self, keep: Collection[str]) -> None: ...
+    def prune_except(self, keep: Collection[str]) -> None: ...
     async def close(self) -> None: ...
 
 
-class FrontFetch:
+class WeightServerFetcher:
     """From a weights front, or a relay before it, through a cache on this machine."""
 
     def __init__(
@@ -73,20 +73,20 @@ class FrontFetch:
         """`relay` is a URL and the token shown there."""
         self._token = token
         self._puller = Puller(cache, transfer=transfer)
-        self._caller: AsyncCaller | None = None
-        self._relays = [] if relay is None else [AsyncCaller(*relay)]
+        self._caller: AsyncServiceClient | None = None
+        self._relays = [] if relay is None else [AsyncServiceClient(*relay)]
 
     async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
         if self._caller is None or self._caller.base_url != weights_url.rstrip("/"):
             if self._caller is not None:
                 await self._caller.close()
-            self._caller = AsyncCaller(weights_url, self._token)
+            self._caller = AsyncServiceClient(weights_url, self._token)
         return await self._puller.pull([*self._relays, self._caller], wanted)
 
     def require_unchanged(self, folder: Path) -> None:
         self._puller.require_unchanged(folder)
 
-    def forget_but(self, keep: Collection[str]) -> None:
+    def prune_except(self, keep: Collection[str]) -> None:
         self._puller.prune(keep)
 
     async def close(self) -> None:
@@ -98,11 +98,11 @@ class FrontFetch:
 class Loader:
     def __init__(
         self,
-        orders: StandingOrders,
+        orders: NodeOrders,
         membership: Membership,
-        engines: Engines,
+        engines: EnginePools,
         gateway: Gateway,
-        fetch: Fetch,
+        fetch: WeightFetcher,
     ) -> None:
         self._orders = orders
         self._membership = membership
@@ -110,35 +110,35 @@ class Loader:
         self._gateway = gateway
         self._fetch = fetch
         self._loaded: dict[PolicyName, PublishedVersion] = {}
-        self._tried: dict[PolicyName, PublishedVersion] = {}
+        self._attempted: dict[PolicyName, PublishedVersion] = {}
         self._probes: dict[PolicyName, Sequence[int]] = {}
         self._num_probes = 0
 
     async def run(self) -> None:
         """consumes: wanted versions · produces: live ones, announced
         waits for: an order, its weights, the engines
-        woken by: `StandingOrders.follow()`, the time to look at the engines again"""
+        woken by: `NodeOrders.follow()`, the time to look at the engines again"""
         while True:
             self._orders.changed.clear()
-            for wanted in self._behind():
+            for wanted in self._versions_to_load():
                 await self._try(wanted)
             with suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S):
                     await self._orders.changed.wait()
 
-    def _behind(self) -> list[PublishedVersion]:
+    def _versions_to_load(self) -> list[PublishedVersion]:
         return [
             wanted
             for policy, wanted in self._orders.wanted.items()
             if policy in self._engines.policies
-            and (self._loaded.get(policy) != wanted or self._engines.is_behind(version_of(wanted)))
+            and (self._loaded.get(policy) != wanted or self._engines.needs_load(version_of(wanted)))
         ]
 
     async def _try(self, wanted: PublishedVersion) -> None:
         version = version_of(wanted)
-        if self._tried.get(wanted.policy, wanted) != wanted:
-            await self._forget()  # what was fetched of a version that nobody wants any more
-        self._tried[wanted.policy] = wanted
+        if self._attempted.get(wanted.policy, wanted) != wanted:
+            await self._prune_cache()  # what was fetched of a version that nobody wants any more
+        self._attempted[wanted.policy] = wanted
         try:
             folder = await self._fetch(self._orders.weights_url, wanted)
             await self._load(folder, version)
@@ -151,13 +151,13 @@ class Loader:
         self._loaded[wanted.policy] = wanted
         live = self._engines.live()
         self._membership.announce(live, is_ready=len(live) == len(self._engines.policies))
-        del self._tried[wanted.policy]
-        await self._forget()
+        del self._attempted[wanted.policy]
+        await self._prune_cache()
 
-    async def _forget(self) -> None:
+    async def _prune_cache(self) -> None:
         """All weights but those that are loaded."""
         keep = [loaded.manifest_digest for loaded in self._loaded.values()]
-        await asyncio.to_thread(self._fetch.forget_but, keep)
+        await asyncio.to_thread(self._fetch.prune_except, keep)
 
     async def _load(self, folder: Path, version: Version) -> None:
         # A policy keeps its tokenizer for life, so the first snapshot's renderer serves them all.
@@ -166,24 +166,24 @@ class Loader:
             self._gateway.set_renderer(version.policy, renderer)
             self._probes[version.policy] = renderer.encode(PROBE_TEXT)[:PROBE_TOKENS] or (0,)
 
-        async def prove(engine: Engine, version: Version) -> None:
+        async def verify(engine: Engine, version: Version) -> None:
             try:
                 self._fetch.require_unchanged(folder)
             except WeightsError as error:
                 raise EngineError(f"load of {version}: {error}; it is not announced") from error
             await self._probe(engine, version)
 
-        await self._engines.load(folder, version, prove=prove)
+        await self._engines.load(folder, version, verify=verify)
 
     async def _probe(self, engine: Engine, version: Version) -> None:
         """One fixed prompt: weights that are what they should be may still not work here."""
         self._num_probes += 1  # a seed matters only to an engine that draws its failures
         greedy = SamplingSpec(temperature=0.0, max_tokens=PROBE_TOKENS, seed=self._num_probes)
         prompt_ids = self._probes[version.policy]
-        with boundary(EngineError, f"probe of {version}"):
+        with wrap_errors(EngineError, f"probe of {version}"):
             async with asyncio.timeout(PROBE_S):
                 answer = await engine(prompt_ids, greedy, policy=version.policy, session="probe")
-        if (why := fault(answer, version)) is not None:
+        if (why := probe_error(answer, version)) is not None:
             raise EngineError(f"probe of {version}: {why}; it is not announced")
 
 
@@ -191,7 +191,7 @@ def version_of(wanted: PublishedVersion) -> Version:
     return Version(policy=wanted.policy, incarnation=wanted.incarnation, number=wanted.number)
 
 
-def fault(answer: Completion, version: Version) -> str | None:
+def probe_error(answer: Completion, version: Version) -> str | None:
     """What is wrong with the answer to a probe, if anything."""
     named = {(span.incarnation, span.number) for span in answer.spans}
     if named != {(version.incarnation, version.number)}:

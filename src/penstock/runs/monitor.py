@@ -13,24 +13,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.dataflow.client.dataflow import ReaderClient
+from penstock.dataflow.client.dataflow import StatusClient
 from penstock.dataflow.service.operators.messages import PolicyStatus, Status
 from penstock.errors import WireError
 
-PERIOD_S = 1.0
-RATE_STEPS = 20
+POLL_INTERVAL_S = 1.0
+ETA_WINDOW_STEPS = 20
 """The time left is judged by the pace of so many last steps."""
-ERROR_MARKS = (b'"level": "error"', b'"level": "critical"', b'"msg": "rollout failed"')
+ERROR_MARKERS = (b'"level": "error"', b'"level": "critical"', b'"msg": "rollout failed"')
 """A failed rollout is a warning to its node; all of them failing is what a user must see."""
 
 
 @dataclass(slots=True)
-class Curve:
+class RewardCurve:
     """Reward by step of one policy."""
 
     rewards: dict[int, float] = field(default_factory=dict[int, float])
     times: deque[tuple[int, float]] = field(
-        default_factory=lambda: deque[tuple[int, float]](maxlen=RATE_STEPS)
+        default_factory=lambda: deque[tuple[int, float]](maxlen=ETA_WINDOW_STEPS)
     )
 
     def add(self, policy: PolicyStatus, now: float) -> None:
@@ -51,14 +51,14 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class RunView:
     """One look at a run."""
 
     name: str
     elapsed_s: float
     status: Status | None
     """The newest answer, None before the first."""
-    away_s: float
+    unreachable_s: float
     """Seconds since the dataflow last answered."""
     curves: dict[str, list[float]]
     """Rewards in order of steps, by policy."""
@@ -67,23 +67,23 @@ class View:
     """The last thing that went wrong: a death, or an error in a log."""
 
 
-class Watch:
+class StatusPoller:
     """Asks for the status in a thread of its own; `view()` never waits."""
 
-    def __init__(self, name: str, make_reader: Callable[[], ReaderClient]) -> None:
+    def __init__(self, name: str, make_reader: Callable[[], StatusClient]) -> None:
         """`make_reader` is called again after a refusal, to get a fresh token."""
         self._name = name
         self._make_reader = make_reader
         self._began_at = time.monotonic()
         self._answered_at = self._began_at
         self._status: Status | None = None
-        self._curves: dict[str, Curve] = {}
+        self._curves: dict[str, RewardCurve] = {}
         self._note = ""
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._poll_loop, name="watch", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> StatusPoller:
         self._thread.start()
         return self
 
@@ -101,11 +101,11 @@ class Watch:
     def is_finished(self) -> bool:
         return self._status is not None and self._status.finished
 
-    def tell(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         with self._lock:
             self._note = text
 
-    def view(self) -> View:
+    def view(self) -> RunView:
         now = time.monotonic()
         with self._lock:
             etas = [
@@ -113,11 +113,11 @@ class Watch:
                 for policy in (self._status.policies if self._status else ())
             ]
             known = [eta for eta in etas if eta is not None]
-            return View(
+            return RunView(
                 name=self._name,
                 elapsed_s=now - self._began_at,
                 status=self._status,
-                away_s=now - self._answered_at,
+                unreachable_s=now - self._answered_at,
                 curves={
                     name: [curve.rewards[step] for step in sorted(curve.rewards)]
                     for name, curve in self._curves.items()
@@ -126,11 +126,11 @@ class Watch:
                 note=self._note,
             )
 
-    def _watch(self) -> None:
+    def _poll_loop(self) -> None:
         """consumes: the dataflow's status · produces: the newest view
         waits for: the next second · woken by: the end of the run"""
         reader = self._make_reader()
-        while not self._ended.wait(PERIOD_S):
+        while not self._ended.wait(POLL_INTERVAL_S):
             try:
                 self._add(reader.status())
             except WireError:
@@ -144,7 +144,7 @@ class Watch:
             self._status = status
             self._answered_at = now
             for policy in status.policies:
-                self._curves.setdefault(policy.policy, Curve()).add(policy, now)
+                self._curves.setdefault(policy.policy, RewardCurve()).add(policy, now)
 
 
 class ErrorTail:
@@ -158,7 +158,7 @@ class ErrorTail:
         found = None
         for name, path in self._logs.items():
             for line in self._new_lines(name, path):
-                if any(mark in line for mark in ERROR_MARKS):
+                if any(mark in line for mark in ERROR_MARKERS):
                     found = f"{name}: {_message(line)}"
         return found
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from penstock.config import CommandWorkflow, RunConfig
 from penstock.config.run import BUILTIN_MODELS
 from penstock.fleet.run_folder import free_bytes
-from penstock.runs.target import Target
+from penstock.runs.target import RunTarget
 
 MIN_FREE_BYTES = 1 << 30
 EXTRAS = {
@@ -26,13 +26,13 @@ EXTRAS = {
 """Which packages each extra of penstock brings; every run that trains needs both."""
 
 
-def problems(target: Target) -> Iterator[str]:
+def problems(target: RunTarget) -> Iterator[str]:
     yield from _missing_extras()
     yield from _missing_models(target.config)
-    yield from _other_vocabularies(target.config)
+    yield from _vocabulary_mismatches(target.config)
     yield from _missing_program(target.config)
     yield from _missing_engines(target.config)
-    yield from _unwritable(target.folder.path)
+    yield from _disk_problems(target.folder.path)
 
 
 def _missing_engines(config: RunConfig) -> Iterator[str]:
@@ -62,18 +62,18 @@ def _missing_extras() -> Iterator[str]:
 
 
 def _missing_models(config: RunConfig) -> Iterator[str]:
-    for where, init in _named_models(config):
+    for where, init in _configured_models(config):
         if init in BUILTIN_MODELS:
             continue
         path = Path(init).expanduser()
         if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
-            cure = f"`hf download {init} --local-dir DIR` makes such a folder"
+            fix = f"`hf download {init} --local-dir DIR` makes such a folder"
             if init.startswith("builtin:"):
-                cure = f"built in is {', '.join(BUILTIN_MODELS)}"
-            yield f"{where}: no model with config.json and *.safetensors in {path}; {cure}"
+                fix = f"built in is {', '.join(BUILTIN_MODELS)}"
+            yield f"{where}: no model with config.json and *.safetensors in {path}; {fix}"
 
 
-def _named_models(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _configured_models(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(which key, the model it names) of all that trainers load. Stages placed elsewhere have their
     models where they run, and beside own stages `algorithm.teacher` is not asked."""
     stages = config.pipeline.stages if config.pipeline else ()
@@ -87,12 +87,12 @@ def _named_models(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"pipeline.stages[{index}].model (stage {stage.id})", stage.model
 
 
-def _other_vocabularies(config: RunConfig) -> Iterator[str]:
+def _vocabulary_mismatches(config: RunConfig) -> Iterator[str]:
     from penstock.trainer.pipeline.builtin import pipeline_of
-    from penstock.trainer.vocabulary_check import other_vocabularies
+    from penstock.trainer.vocabulary_check import vocabulary_mismatches
 
     for policy, model in config.models.items():
-        yield from other_vocabularies(pipeline_of(config, policy), model.init)
+        yield from vocabulary_mismatches(pipeline_of(config, policy), model.init)
 
 
 def _missing_program(config: RunConfig) -> Iterator[str]:
@@ -103,7 +103,7 @@ def _missing_program(config: RunConfig) -> Iterator[str]:
         yield f"workflow.command: no program {program!r} on this machine; give its full path"
 
 
-def _unwritable(folder: Path) -> Iterator[str]:
+def _disk_problems(folder: Path) -> Iterator[str]:
     nearest = folder
     while not nearest.exists():
         nearest = nearest.parent

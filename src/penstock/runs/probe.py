@@ -9,38 +9,38 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
-    from penstock.runs.probe_process import Findings
-    from penstock.runs.target import Target
+    from penstock.runs.probe_process import ProbeResult
+    from penstock.runs.target import RunTarget
     from penstock.types import JsonObject
 
 DEADLINE_S = 30.0
 """How long the user's modules may take to import and to answer once."""
 
 
-def ask_probe(target: Target) -> Findings:
+def run_probe(target: RunTarget) -> ProbeResult:
     """The user's code, tried in a process of its own."""
-    from penstock.runs.probe_process import Findings, Question
+    from penstock.runs.probe_process import ProbeRequest, ProbeResult
     from penstock.wire.codec import JSON, decode, encode_json
 
     config = target.config
-    question = Question(
+    request = ProbeRequest(
         sources=[(s.name, s.task, s.limit) for s in config.sources if s.task],
         reward=config.reward or "",
-        workflow=own_workflow(config.workflow),
+        workflow=user_workflow(config.workflow),
         is_single_turn=config.workflow == "single_turn",
-        stages=own_stages(config),
+        stages=user_stages(config),
         seed=config.seed,
         python_path=[*target.python_path],
     )
     try:
         done = subprocess.run(
             [sys.executable, "-m", "penstock.runs.probe_process"],
-            input=encode_json(question),
+            input=encode_json(request),
             stdout=subprocess.PIPE,
             timeout=DEADLINE_S,
         )
     except subprocess.TimeoutExpired:
-        return Findings(
+        return ProbeResult(
             problems=[
                 f"your task, reward, workflow or stages did not answer within {DEADLINE_S:.0f} s; "
                 "a node would wait as long for each of them"
@@ -48,13 +48,13 @@ def ask_probe(target: Target) -> Findings:
         )
     if done.returncode != 0:
         how = f"exit code {done.returncode}"
-        return Findings(
+        return ProbeResult(
             problems=[f"your task, reward, workflow or stage ended its process ({how})"]
         )
-    return decode(done.stdout, Findings, media_type=JSON)
+    return decode(done.stdout, ProbeResult, media_type=JSON)
 
 
-def own_stages(config: RunConfig) -> list[JsonObject]:
+def user_stages(config: RunConfig) -> list[JsonObject]:
     """Stages of the user's pipeline that run a function, theirs or ours."""
     stages = config.pipeline.stages if config.pipeline else ()
     return [
@@ -62,6 +62,6 @@ def own_stages(config: RunConfig) -> list[JsonObject]:
     ]
 
 
-def own_workflow(workflow: object) -> str:
+def user_workflow(workflow: object) -> str:
     """The user's own `module:function`; shipped workflows need no trying."""
     return workflow if isinstance(workflow, str) and ":" in workflow else ""

@@ -20,11 +20,15 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.types import JsonObject
 
-_OURS = (str(Path(penstock.__file__).parent), str(Path(importlib.__file__).parent), "<frozen ")
+_INTERNAL_PATHS = (
+    str(Path(penstock.__file__).parent),
+    str(Path(importlib.__file__).parent),
+    "<frozen ",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class ProbeRequest:
     sources: list[tuple[str, str, int | None]]
     """(name, module or file, limit)."""
     reward: str
@@ -39,7 +43,7 @@ class Question:
 
 
 @dataclass(slots=True, kw_only=True)
-class Findings:
+class ProbeResult:
     problems: list[str] = field(default_factory=list[str])
     tasks: dict[str, JsonObject] = field(default_factory=dict[str, JsonObject])
     """The first task of each source."""
@@ -49,112 +53,112 @@ class Findings:
     """What an empty answer to the first task earns."""
 
 
-def probe(question: Question) -> Findings:
-    findings = Findings()
-    for name, where, limit in question.sources:
-        _try_source(name, where, limit, question, findings)
-    if question.reward and findings.tasks:
-        _try_reward(question, next(iter(findings.tasks.values())), findings)
-    if question.workflow:
-        _try_workflow(question, findings)
-    for stage in question.stages:
-        _look_at_stage(stage, question, findings)
-    return findings
+def probe(request: ProbeRequest) -> ProbeResult:
+    result = ProbeResult()
+    for name, where, limit in request.sources:
+        _try_source(name, where, limit, request, result)
+    if request.reward and result.tasks:
+        _try_reward(request, next(iter(result.tasks.values())), result)
+    if request.workflow:
+        _try_workflow(request, result)
+    for stage in request.stages:
+        _try_stage(stage, request, result)
+    return result
 
 
 def _try_source(
-    name: str, where: str, limit: int | None, question: Question, findings: Findings
+    name: str, where: str, limit: int | None, request: ProbeRequest, result: ProbeResult
 ) -> None:
     from penstock.dataflow.sources import open_source
 
-    seed = question.seed
+    seed = request.seed
     try:
         source = open_source(name, where, limit=limit)
         task = source.task(0, seed=seed, workflow="")
-        again = source.task(0, seed=seed, workflow="")
-        findings.digests[name] = source.digest(seed)
+        repeated = source.task(0, seed=seed, workflow="")
+        result.digests[name] = source.digest(seed)
     except ConfigError as error:
-        findings.problems.append(_explained(str(error), error, question))
+        result.problems.append(_with_cause(str(error), error, request))
     except (Exception, SystemExit) as error:
-        findings.problems.append(f"source {name!r}: {where} raised\n{_theirs(error)}")
+        result.problems.append(f"source {name!r}: {where} raised\n{_user_traceback(error)}")
     else:
-        if task != again:
-            findings.problems.append(
+        if task != repeated:
+            result.problems.append(
                 f"source {name!r}: make_task(0, {seed}) gave two different tasks; draw randomness "
                 "from the seed alone, so that a restart repeats it"
             )
-        if question.is_single_turn and not isinstance(task.payload.get("prompt"), str):
+        if request.is_single_turn and not isinstance(task.payload.get("prompt"), str):
             maker = "its first line" if where.endswith(".jsonl") else "make_task"
-            findings.problems.append(
+            result.problems.append(
                 f'source {name!r}: {maker} gave no text under "prompt", which workflow single_turn '
                 f"asks; keys: {', '.join(map(str, task.payload)) or 'none'}"
             )
-        findings.tasks[name] = task.payload
+        result.tasks[name] = task.payload
 
 
-def _try_reward(question: Question, payload: JsonObject, findings: Findings) -> None:
+def _try_reward(request: ProbeRequest, payload: JsonObject, result: ProbeResult) -> None:
     from penstock.plugins import load_function
     from penstock.rollout.rewards.frames import ScoreRequest
     from penstock.rollout.rewards.worker import score
 
-    reward = question.reward
+    reward = request.reward
     try:
         function = load_function(reward)
     except ConfigError as error:
-        findings.problems.append(_explained(f"reward: {error}", error, question))
+        result.problems.append(_with_cause(f"reward: {error}", error, request))
         return
     answer = score(function, ScoreRequest(completions=[""], payloads=[payload]))
     if answer.error:
-        findings.problems.append(f"reward {reward}, asked about an empty answer:\n{answer.error}")
+        result.problems.append(f"reward {reward}, asked about an empty answer:\n{answer.error}")
     elif isinstance(answer.values[0], str):
-        findings.problems.append(f"reward {reward} gave {answer.values[0]}, which is no number")
+        result.problems.append(f"reward {reward} gave {answer.values[0]}, which is no number")
     else:
-        findings.reward = answer.values[0]
+        result.reward = answer.values[0]
 
 
-def _try_workflow(question: Question, findings: Findings) -> None:
+def _try_workflow(request: ProbeRequest, result: ProbeResult) -> None:
     from penstock.rollout.workflows import find_workflow
 
     try:
-        find_workflow(question.workflow)
+        find_workflow(request.workflow)
     except ConfigError as error:
-        findings.problems.append(_explained(f"workflow: {error}", error, question))
+        result.problems.append(_with_cause(f"workflow: {error}", error, request))
 
 
-def _look_at_stage(entry: JsonObject, question: Question, findings: Findings) -> None:
+def _try_stage(entry: JsonObject, request: ProbeRequest, result: ProbeResult) -> None:
     from penstock.config.pipeline import PipelineStageConfig
     from penstock.trainer.pipeline.functions import find_function
 
     try:
         find_function(PipelineStageConfig.model_validate(entry))
     except ConfigError as error:
-        findings.problems.append(_explained(f"pipeline: {error}", error, question))
+        result.problems.append(_with_cause(f"pipeline: {error}", error, request))
 
 
-def _explained(text: str, error: ConfigError, question: Question) -> str:
+def _with_cause(text: str, error: ConfigError, request: ProbeRequest) -> str:
     """Our message, and under it the user's own traceback when their module broke, or where we
     looked when there is none."""
     cause = error.__cause__
     if cause is None:
         return text
-    if isinstance(cause, ModuleNotFoundError) and _is_asked(cause.name or "", question):
-        folders = ", ".join([*question.python_path, "the installed packages"])
+    if isinstance(cause, ModuleNotFoundError) and _is_named_in_config(cause.name or "", request):
+        folders = ", ".join([*request.python_path, "the installed packages"])
         return f"{text}; looked in {folders}"
-    return f"{text}\n{_theirs(cause)}"
+    return f"{text}\n{_user_traceback(cause)}"
 
 
-def _is_asked(module: str, question: Question) -> bool:
+def _is_named_in_config(module: str, request: ProbeRequest) -> bool:
     """The config names this module (or one inside it), rather than the user's own code."""
-    functions = (question.reward, question.workflow, *(str(s["fn"]) for s in question.stages))
-    named = [where for _, where, _ in question.sources] + [f.partition(":")[0] for f in functions]
+    functions = (request.reward, request.workflow, *(str(s["fn"]) for s in request.stages))
+    named = [where for _, where, _ in request.sources] + [f.partition(":")[0] for f in functions]
     return any(f"{name}.".startswith(f"{module}.") for name in named)
 
 
-def _theirs(error: BaseException) -> str:
+def _user_traceback(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_OURS)
+        if not frame.filename.startswith(_INTERNAL_PATHS)
     ]
     lines = traceback.format_list(frames) + traceback.format_exception_only(error)
     return "".join(lines).rstrip()
@@ -165,9 +169,9 @@ def main() -> None:
 
     answers = os.dup(1)
     os.dup2(2, 1)
-    question = decode(sys.stdin.buffer.read(), Question, media_type=JSON)
-    sys.path[:0] = question.python_path
-    os.write(answers, encode_json(probe(question)))
+    request = decode(sys.stdin.buffer.read(), ProbeRequest, media_type=JSON)
+    sys.path[:0] = request.python_path
+    os.write(answers, encode_json(probe(request)))
 
 
 if __name__ == "__main__":

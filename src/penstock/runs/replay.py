@@ -13,93 +13,100 @@ if TYPE_CHECKING:
     from penstock.dataflow.ledger.sealed_batches import SealedBatches
     from penstock.errors import StoreError
     from penstock.fleet.run_folder import RunFolder
-    from penstock.trainer.ranks.supervisor import Membership
-    from penstock.trainer.replay import Committed, Replayed
+    from penstock.trainer.ranks.supervisor import RankEnv
+    from penstock.trainer.replay import RecordedCommit, ReplayResult
     from penstock.types import Manifest, RowPayload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ReplayComparison:
     policy: str
     step: int
     published: str
     """Digest of the weights as published."""
-    done: Replayed
+    replayed: ReplayResult
     tensor: str
     """The first that differs, empty for none."""
 
     @property
     def has_equal_weights(self) -> bool:
-        return self.done.stored.weights_digest == self.published
+        return self.replayed.stored.weights_digest == self.published
 
     @property
     def is_equal(self) -> bool:
-        has_reached = self.done.ended_at.number == self.step
-        return self.has_equal_weights and has_reached and not self.done.differences
+        has_reached = self.replayed.ended_at.number == self.step
+        return self.has_equal_weights and has_reached and not self.replayed.differences
 
 
-def ranks_of(folder: RunFolder, policy: str | None) -> int:
+def num_trainer_ranks(folder: RunFolder, policy: str | None) -> int:
     """How many processes trained this policy: so many must compute a step again."""
-    from penstock.cli.service_process import import_from, only_policy
+    from penstock.cli.service_process import add_import_paths, resolve_policy
     from penstock.trainer.pipeline.builtin import chain_of
 
     config = folder.read_config()
-    import_from(folder.python_path())
-    return chain_of(config, only_policy(config, policy)).num_ranks
+    add_import_paths(folder.python_path())
+    return chain_of(config, resolve_policy(config, policy)).num_ranks
 
 
-def compute_again(
-    folder: RunFolder, step: int, policy: str | None, member: Membership | None = None
-) -> Comparison | None:
+def replay_and_compare(
+    folder: RunFolder, step: int, policy: str | None, rank_env: RankEnv | None = None
+) -> ReplayComparison | None:
     """What came of it; in a rank that is not the first, nothing."""
-    from penstock.cli.service_process import import_from, only_policy
-    from penstock.dataflow.ledger.recorded import open_recorded
+    from penstock.cli.service_process import add_import_paths, resolve_policy
+    from penstock.dataflow.ledger.recorded import open_recorded_run
     from penstock.dataflow.ledger.sealed_batches import SealedBatches
-    from penstock.trainer.device import own_device
-    from penstock.trainer.service import form_team, replay_step
+    from penstock.trainer.device import select_device
+    from penstock.trainer.service import join_ranks, replay_step
     from penstock.types import PolicyName
 
     config = folder.read_config()
-    name = only_policy(config, policy)
-    import_from(folder.python_path())
-    recorded = open_recorded(folder.path / "ledger")
+    name = resolve_policy(config, policy)
+    add_import_paths(folder.python_path())
+    recorded = open_recorded_run(folder.path / "ledger")
     try:
         batches = SealedBatches(recorded, folder.path / "ledger", PolicyName(name))
         published = batches.version(step)
         if published is None:
-            if member is None or member.rank == 0:
-                raise _never_published(batches, name, step)
+            if rank_env is None or rank_env.rank == 0:
+                raise _not_published_error(batches, name, step)
             return None
-        device = own_device(member.local_rank if member else 0)
-        team = form_team(config, name, member, device)
+        device = select_device(rank_env.local_rank if rank_env else 0)
+        ranks = join_ranks(config, name, rank_env, device)
         with tempfile.TemporaryDirectory(prefix="penstock-replay-") as scratch:
-            record, where = _Record(batches), Path(scratch)
-            done = replay_step(
+            record, where = _LedgerBatches(batches), Path(scratch)
+            replayed = replay_step(
                 config,
                 name,
                 record,
                 number=step,
                 run_dir=folder.path,
                 scratch=where,
-                team=team,
+                ranks=ranks,
                 device=device,
             )
-            if done is None:
+            if replayed is None:
                 return None
-            was = _tensors(folder.weights, published.manifest_digest)
-            now = _tensors(where / "weights", done.stored.manifest_digest)
+            published_tensors = _tensors(folder.weights, published.manifest_digest)
+            replayed_tensors = _tensors(where / "weights", replayed.stored.manifest_digest)
     finally:
         recorded.close()
-    return Comparison(
+    return ReplayComparison(
         policy=name,
         step=step,
         published=published.weights_digest,
-        done=done,
-        tensor=next((name for name in now if was.get(name) != now[name]), ""),
+        replayed=replayed,
+        tensor=next(
+            (
+                name
+                for name in replayed_tensors
+                if published_tensors.get(name) != replayed_tensors[name]
+            ),
+            "",
+        ),
     )
 
 
-def _never_published(batches: SealedBatches, policy: str, step: int) -> StoreError:
+def _not_published_error(batches: SealedBatches, policy: str, step: int) -> StoreError:
     from penstock.errors import StoreError
 
     numbers = sorted({version.number for version in batches.lineage.versions()})
@@ -123,7 +130,7 @@ def _tensors(store_root: Path, manifest_digest: str) -> dict[str, str]:
     return {tensor.name: tensor.digest for tensor in manifest.tensors}
 
 
-class _Record:
+class _LedgerBatches:
     """The ledger's words in those of the trainer."""
 
     def __init__(self, batches: SealedBatches) -> None:
@@ -135,11 +142,11 @@ class _Record:
     def rows(self, manifest: Manifest) -> Sequence[RowPayload]:
         return self._batches.rows(manifest)
 
-    def committed(self, seq: int) -> Committed | None:
-        from penstock.trainer.replay import Committed
+    def committed(self, seq: int) -> RecordedCommit | None:
+        from penstock.trainer.replay import RecordedCommit
 
         found = self._batches.commit(seq)
         if found is None:
             return None
         stats = self._batches.stats(found)
-        return Committed(number=found.number, skipped=found.skipped, stats=stats)
+        return RecordedCommit(number=found.number, skipped=found.skipped, stats=stats)

@@ -12,24 +12,26 @@ from penstock.fleet.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class RunTarget:
     config: RunConfig
     folder: RunFolder
     python_path: tuple[str, ...]
     """Where the user's own modules stand."""
 
 
-def read_target(path: Path, overrides: Sequence[str] = ()) -> Target:
+def read_target(path: Path, overrides: Sequence[str] = ()) -> RunTarget:
     """The config with overrides, its run folder, and the folder its modules are found in."""
     if path.is_dir():
-        folder = RunFolder.existing(path)
+        folder = RunFolder.open_existing(path)
         config = load(folder.config_file, overrides)
-        return Target(config=config, folder=folder, python_path=folder.python_path())
+        return RunTarget(config=config, folder=folder, python_path=folder.python_path())
     config = load(path, overrides)
     folder = RunFolder(run_dir(config))
-    return Target(config=config, folder=folder, python_path=(str(path.absolute().parent),))
+    return RunTarget(config=config, folder=folder, python_path=(str(path.absolute().parent),))
 
 
-def find_folder(path: Path) -> RunFolder:
+def find_run_folder(path: Path) -> RunFolder:
     """The run folder meant by a folder, or by a config file."""
-    return RunFolder.existing(path if path.is_dir() or not path.is_file() else run_dir(load(path)))
+    return RunFolder.open_existing(
+        path if path.is_dir() or not path.is_file() else run_dir(load(path))
+    )

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from penstock.trainer.attention import use_packed_attention
 from penstock.trainer.inputs import Inputs
-from penstock.trainer.losses.logprobs import Truncation, entropy, spec_log_softmax
+from penstock.trainer.losses.logprobs import Truncation, entropy, sampling_log_softmax
 from penstock.trainer.losses.tokens import Tokens
 
 MAX_LOGITS = 1 << 27
@@ -67,7 +67,7 @@ class Actor(nn.Module):
         head = cast(nn.Linear, self.model.get_output_embeddings())
         logits_KV = head(hidden_KD)
         logits_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32))
-        logprobs_KV = spec_log_softmax(logits_KV, targets_K, temperature_K, kept)
+        logprobs_KV = sampling_log_softmax(logits_KV, targets_K, temperature_K, kept)
         with torch.set_grad_enabled(self._learns_entropy and torch.is_grad_enabled()):
             entropy_K = entropy(logprobs_KV)
         return logprobs_KV.gather(1, targets_K[:, None]).squeeze(1), entropy_K
@@ -82,4 +82,4 @@ def last_hidden(model: PreTrainedModel, inputs: Inputs) -> Tensor:
         rows=inputs.rows,
         use_cache=False,
     )
-    return line.last_hidden_state[0].index_select(0, inputs.picked_K)
+    return line.last_hidden_state[0].index_select(0, inputs.predictor_K)

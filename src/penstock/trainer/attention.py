@@ -35,27 +35,27 @@ _WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "cache_position", "is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class AttentionLayout:
     """How the line of one micro-batch is laid out for attention."""
 
-    runs: tuple[Tensor, ...]
+    buckets: tuple[Tensor, ...]
     """Each N×L: which token of the line stands there; padding, on the right, repeats any."""
-    back_P: Tensor
+    unbucket_P: Tensor
     """Where each token of the line stands in the runs, flat and one run after another."""
 
-    def to(self, device: torch.device) -> Rows:
-        return Rows(
-            runs=tuple(run_NL.to(device, non_blocking=True) for run_NL in self.runs),
-            back_P=self.back_P.to(device, non_blocking=True),
+    def to(self, device: torch.device) -> AttentionLayout:
+        return AttentionLayout(
+            buckets=tuple(run_NL.to(device, non_blocking=True) for run_NL in self.buckets),
+            unbucket_P=self.unbucket_P.to(device, non_blocking=True),
         )
 
 
-def lay_out(lengths: Ints) -> Rows:
+def make_attention_layout(lengths: Ints) -> AttentionLayout:
     """Rows for samples of these lengths, which stand in this order in the line."""
     starts = np.cumsum(lengths) - lengths
     order = np.argsort(-lengths, kind="stable")
-    back_P = np.empty(int(lengths.sum()), np.int64)
-    runs: list[Tensor] = []
+    unbucket_P = np.empty(int(lengths.sum()), np.int64)
+    buckets: list[Tensor] = []
     first, num_cells = 0, 0
     while first < order.size:
         longest = int(lengths[order[first]])
@@ -65,11 +65,11 @@ def lay_out(lengths: Ints) -> Rows:
         column_L = np.arange(longest)
         is_token_NL = column_L < lengths[chosen][:, None]
         token_NL = np.where(is_token_NL, starts[chosen][:, None] + column_L, 0)
-        back_P[token_NL[is_token_NL]] = num_cells + np.flatnonzero(is_token_NL)
-        runs.append(torch.from_numpy(token_NL))
+        unbucket_P[token_NL[is_token_NL]] = num_cells + np.flatnonzero(is_token_NL)
+        buckets.append(torch.from_numpy(token_NL))
         num_cells += token_NL.size
         first = end
-    return Rows(runs=tuple(runs), back_P=torch.from_numpy(back_P))
+    return AttentionLayout(buckets=tuple(buckets), unbucket_P=torch.from_numpy(unbucket_P))
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
@@ -85,7 +85,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    rows: Rows,
+    rows: AttentionLayout,
     scaling: float,
     sliding_window: int | None = None,
     **others: Any,
@@ -98,22 +98,22 @@ def _attend(
             f"{type(module).__name__} asks for attention with {', '.join(unknown)}, which packed "
             "samples do not have: its log-probs would be others. Take a model of plain attention"
         )
-    if not rows.runs:
+    if not rows.buckets:
         return query.transpose(1, 2), None
     lines = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     attended: list[Tensor] = []
-    for run_NL in rows.runs:
+    for run_NL in rows.buckets:
         q, k, v = (
             line.index_select(0, run_NL.flatten()).unflatten(0, run_NL.shape).transpose(1, 2)
             for line in lines
         )
-        out = _past(q, k, v, scaling, sliding_window)
+        out = _causal_attention(q, k, v, scaling, sliding_window)
         attended.append(out.transpose(1, 2).flatten(0, 1))
     whole = attended[0] if len(attended) == 1 else torch.cat(attended)
-    return whole.index_select(0, rows.back_P)[None], None
+    return whole.index_select(0, rows.unbucket_P)[None], None
 
 
-def _past(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     """Every token over itself and those before it, N×H×L×D; with a window over so many in all.
 
     There blocks of queries as long as the window meet the keys that one of them may see, so what

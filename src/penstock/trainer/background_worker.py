@@ -14,14 +14,14 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Beside(Generic[T]):
-    """`work` is called with each item that is taken; `afterwards` once nobody waits for it."""
+class BackgroundWorker(Generic[T]):
+    """`work` is called with each item that is taken; `after_each` once nobody waits for it."""
 
     def __init__(
-        self, name: str, work: Callable[[T], None], afterwards: Callable[[], None] = lambda: None
+        self, name: str, work: Callable[[T], None], after_each: Callable[[], None] = lambda: None
     ) -> None:
         self._work = work
-        self._afterwards = afterwards
+        self._afterwards = after_each
         self._changed = threading.Condition()
         self._waiting: list[T] = []
         """At most one."""
@@ -32,7 +32,7 @@ class Beside(Generic[T]):
         self._thread.start()
 
     @property
-    def is_working(self) -> bool:
+    def is_busy(self) -> bool:
         with self._changed:
             self._raise_error()
             return self._has_work
@@ -46,21 +46,21 @@ class Beside(Generic[T]):
             self._changed.notify_all()
             return replaced
 
-    def finish(self, within_s: float | None = None) -> bool:
+    def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything handed over is done, or no longer than so; whether it is."""
         with self._changed:
             is_done = self._changed.wait_for(
-                lambda: self._error is not None or not self._has_work, within_s
+                lambda: self._error is not None or not self._has_work, timeout_s
             )
             self._raise_error()
             return is_done
 
-    def close(self, leave_s: float) -> None:
+    def close(self, timeout_s: float) -> None:
         """Begin nothing more, and wait so long for what was begun."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._thread.join(leave_s)
+        self._thread.join(timeout_s)
 
     @property
     def _has_work(self) -> bool:

@@ -19,9 +19,9 @@ import structlog
 from blake3 import blake3
 
 from penstock.errors import StoreError
-from penstock.trainer.ranks.balance import costs_of
-from penstock.trainer.ranks.group import Alone, Sums
-from penstock.trainer.samples import TOKEN_COLUMNS, Samples, cut, is_seen
+from penstock.trainer.ranks.balance import manifest_costs
+from penstock.trainer.ranks.group import RankReductions, SingleRank
+from penstock.trainer.samples import TOKEN_COLUMNS, Samples, is_seen, make_samples
 from penstock.types import (
     FinishReason,
     Manifest,
@@ -29,7 +29,7 @@ from penstock.types import (
     PolicyName,
     RowPayload,
     Trajectory,
-    is_data,
+    is_usable,
 )
 from penstock.wire.codec import decode
 
@@ -58,12 +58,12 @@ class Roles:
     @classmethod
     def of(cls, manifest: Manifest) -> Roles:
         """The same on every rank, and of rows that are gone too."""
-        policy, sees = PolicyName(manifest.consumer), manifest.sees
+        policy, visible_roles = PolicyName(manifest.consumer), manifest.visible_roles
         parts = [
             (index, role)
             for index, row in enumerate(manifest.rows)
             for (made_by, role), _ in row.parts
-            if is_seen(made_by, role, policy, sees)
+            if is_seen(made_by, role, policy, visible_roles)
         ]
         names = tuple(sorted({role for _, role in parts}))
         numbers = {name: number for number, name in enumerate(names)}
@@ -133,7 +133,7 @@ def assemble(
     policy: PolicyName,
     vocab_size: int,
     *,
-    ranks: Sums | None = None,
+    ranks: RankReductions | None = None,
 ) -> Batch:
     """The batch of this manifest from its rows as they were served.
 
@@ -144,29 +144,31 @@ def assemble(
     served = dict(_trajectories(manifest, rows))
     roles = Roles.of(manifest)
     numbers = {name: number for number, name in enumerate(roles.names)}
-    samples = told_apart(cut(served.items(), policy, manifest.sees, numbers), groups_R.size)
-    truncated_R, longest_R = _told_of_rows(manifest, served, ranks or Alone())
+    samples = pad_if_ambiguous(
+        make_samples(served.items(), policy, manifest.visible_roles, numbers), groups_R.size
+    )
+    truncated_R, longest_R = _row_lengths(manifest, served, ranks or SingleRank())
     batch = Batch(
         seq=manifest.seq,
         trains_from=manifest.trains_from,
-        samples=_within_vocabulary(samples, vocab_size, manifest.seq),
+        samples=_drop_unknown_ids(samples, vocab_size, manifest.seq),
         groups_R=groups_R,
         staleness_R=_staleness(manifest, policy),
-        costs_R=costs_of(manifest),
+        costs_R=manifest_costs(manifest),
         columns=_row_columns(manifest, truncated_R),
         longest_R=longest_R,
         roles=roles,
-        nodes={index: _life(trajectory) for index, trajectory in served.items()},
+        nodes={index: _boot_key(trajectory) for index, trajectory in served.items()},
     )
     return _with_token_columns(batch, rows, manifest)
 
 
-def _life(trajectory: Trajectory) -> str:
+def _boot_key(trajectory: Trajectory) -> str:
     """No node's name has a slash."""
-    return f"{trajectory.node_id}/{trajectory.session}"
+    return f"{trajectory.node_id}/{trajectory.boot_id}"
 
 
-def told_apart(samples: Samples, num_rows: int) -> Samples:
+def pad_if_ambiguous(samples: Samples, num_rows: int) -> Samples:
     """With one token more, of no sample, where there are as many tokens as rows: the length of a
     column says what it is by."""
     if samples.ids_T.size != num_rows or num_rows == 0:
@@ -194,19 +196,19 @@ def _trajectories(
         yield index, decode(row.payload, Trajectory)
 
 
-def _told_of_rows(
-    manifest: Manifest, served: Mapping[int, Trajectory], ranks: Sums
+def _row_lengths(
+    manifest: Manifest, served: Mapping[int, Trajectory], ranks: RankReductions
 ) -> tuple[Floats, Ints]:
     """(whether each row was cut short, tokens of its longest turn), from whoever has the row. One
     that is gone counts as all in one turn."""
-    policy, sees = PolicyName(manifest.consumer), manifest.sees
+    policy, visible_roles = PolicyName(manifest.consumer), manifest.visible_roles
     lengths_R = np.array([manifest.tokens(row) for row in manifest.rows], np.int64)
     own = np.zeros((2, lengths_R.size))
     for index, trajectory in served.items():
         turns = [
             len(turn.sampled_ids) // 4
             for turn in trajectory.turns
-            if is_data(turn) and is_seen(turn.policy, turn.role, policy, sees)
+            if is_usable(turn) and is_seen(turn.policy, turn.role, policy, visible_roles)
         ]
         own[:, index] = _is_truncated(trajectory), max(turns, default=0)
     truncated_R, longest_R = ranks.sum_over_ranks(own)
@@ -261,7 +263,7 @@ def _with_token_columns(batch: Batch, rows: Sequence[RowPayload], manifest: Mani
     return batch.with_columns(columns)
 
 
-def _within_vocabulary(samples: Samples, vocab_size: int, seq: int) -> Samples:
+def _drop_unknown_ids(samples: Samples, vocab_size: int, seq: int) -> Samples:
     """Leave out samples with ids this model does not have: only here is its vocabulary known."""
     if samples.ids_T.size == 0 or int(samples.ids_T.max()) < vocab_size:
         return samples

@@ -19,29 +19,29 @@ from penstock.errors import ConfigError
 from penstock.trainer.actor import Actor
 from penstock.trainer.advantages.gae import ValueLoss
 from penstock.trainer.batches import Batch
-from penstock.trainer.build_objective import NO_BOUNDS, bounds_of, objective_of, token_weights
+from penstock.trainer.build_objective import NO_BOUNDS, bounds_of, loss_weights_of, objective_of
 from penstock.trainer.critic import Critic
 from penstock.trainer.device import CPU
-from penstock.trainer.forward_pass import Passes
+from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.learner import Learner, Optimizer, Stats
-from penstock.trainer.lora import adapter_off, put_on
+from penstock.trainer.lora import adapter_disabled, attach_adapter
 from penstock.trainer.losses.mismatch import correction_of
-from penstock.trainer.losses.tokens import Budgeted, Objective
-from penstock.trainer.model_folders import initial_folder, is_adapted, load_model
-from penstock.trainer.models import Crew
+from penstock.trainer.losses.tokens import BudgetedObjective, Objective
+from penstock.trainer.model_folders import has_adapter, initial_folder, load_model
+from penstock.trainer.models import Models
 from penstock.trainer.packing_check import require_packable
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.functions import find_function
-from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, Stage, bind, stay
+from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, Stage, bind, keep_rows
 from penstock.trainer.ranks.batch_repartition import move
-from penstock.trainer.ranks.group import Alone, Company, Team
+from penstock.trainer.ranks.group import Ranks, SingleRank, StagedRanks
 from penstock.trainer.ranks.sharding import shard
 from penstock.trainer.ranks.topology import Parallel
-from penstock.trainer.ranks.weight_loading import fill, load_outline
+from penstock.trainer.ranks.weight_loading import load_meta_model, load_weight_slices
 from penstock.trainer.schedules import Schedule, Shape
 from penstock.trainer.signals.alarms import EXCLUDED
-from penstock.trainer.updates import Cut
-from penstock.trainer.vocabulary_check import other_vocabularies
+from penstock.trainer.updates import UpdateSpec
+from penstock.trainer.vocabulary_check import vocabulary_mismatches
 
 CRITIC = "critic"
 CRITIC_RATE = 5.0
@@ -50,57 +50,57 @@ S = TypeVar("S", Actor, Critic)
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def build_crew(
+def build_models(
     config: RunConfig,
     policy: str,
     folder: Path,
-    team: Team | None = None,
+    ranks: Ranks | None = None,
     device: torch.device = CPU,
-) -> Crew:
+) -> Models:
     """One policy's learners, the actor with the weights of this folder, and their pipeline."""
     settings = config.for_policy(policy)
     chain = chain_of(config, policy)
-    if found := list(other_vocabularies(chain.stages, str(folder))):
+    if found := list(vocabulary_mismatches(chain.stages, str(folder))):
         raise ConfigError("; ".join(found))
-    builder = _Builder(settings, config.seed, team or Alone(), device)
+    builder = _Builder(settings, config.seed, ranks or SingleRank(), device)
     learners = builder.learners(folder, chain.stages)
     actor = learners.get(ACTOR)
-    return Crew(
+    return Models(
         learners,
-        Pipeline(builder.bound(chain.stages, learners)),
-        team,
+        Pipeline(builder.bind_stages(chain.stages, learners)),
+        ranks,
         vocab_size=actor.vocab_size if actor else _vocab_size(folder),
         minibatches=settings.training.minibatches,
     )
 
 
-def load_policy(settings: PolicyConfig, folder: Path, *, is_first: bool = True) -> PreTrainedModel:
+def load_policy(settings: PolicyConfig, folder: Path, *, is_rank0: bool = True) -> PreTrainedModel:
     """The model that makes versions, with its adapter if it trains one.
 
     is_first: of its ranks; the others get an outline of it."""
     lora = settings.model.lora
-    if is_adapted(folder) is (lora is None):
+    if has_adapter(folder) is (lora is None):
         trained, held = ("all weights", "an") if lora is None else ("an adapter", "no")
         raise ConfigError(
             f"policy {settings.name} trains {trained}, and {folder} holds {held} adapter; set lora "
             "as it was when that was written, or begin from another folder"
         )
-    model = _load(folder, is_first)
+    model = _load(folder, is_rank0)
     if lora is not None:
-        put_on(model, folder, lora)
+        attach_adapter(model, folder, lora)
     return model
 
 
-def _load(folder: Path, is_first: bool) -> PreTrainedModel:
+def _load(folder: Path, is_rank0: bool) -> PreTrainedModel:
     """Whole on the first rank, which tries for all whether it can be packed."""
-    if not is_first:
-        return load_outline(folder)
+    if not is_rank0:
+        return load_meta_model(folder)
     model = load_model(folder)
     require_packable(model)
     return model
 
 
-def spread_of(stages: Sequence[PipelineStageConfig]) -> list[Parallel]:
+def parallel_layouts(stages: Sequence[PipelineStageConfig]) -> list[Parallel]:
     """How the models of these stages are spread, in the order in which they run."""
     return [_parallel(stage) for stage in stages if _has_model(stage)]
 
@@ -128,32 +128,34 @@ def _stage(
 class _Builder:
     """Makes the models of one policy."""
 
-    def __init__(self, settings: PolicyConfig, seed: int, team: Team, device: torch.device) -> None:
+    def __init__(
+        self, settings: PolicyConfig, seed: int, ranks: Ranks, device: torch.device
+    ) -> None:
         self._settings = settings
         self._seed = seed
-        self._team = team
+        self._ranks = ranks
         self._device = device
 
     def learners(self, folder: Path, stages: tuple[PipelineStageConfig, ...]) -> dict[str, Learner]:
         """Those that this rank has a share of, the actor first."""
         found: dict[str, Learner] = {}
         actor, critic = (_stage(stages, "train", role) for role in (ACTOR, CRITIC))
-        if (team := self._team_of(actor)) is not None:
-            found[ACTOR] = self._actor(folder, actor, team)
-        if critic and (team := self._team_of(critic)) is not None:
-            found[CRITIC] = self._critic(critic, team)
+        if (ranks := self._ranks_of(actor)) is not None:
+            found[ACTOR] = self._actor(folder, actor, ranks)
+        if critic and (ranks := self._ranks_of(critic)) is not None:
+            found[CRITIC] = self._critic(critic, ranks)
         return found
 
-    def bound(
+    def bind_stages(
         self, stages: tuple[PipelineStageConfig, ...], learners: dict[str, Learner]
     ) -> list[Stage]:
         """Each stage ready to be called, with the move before it where its rows lie elsewhere.
         Functions of columns take rows as they lie."""
-        if not isinstance(self._team, Company):
-            total = self._team.sum_over_ranks
+        if not isinstance(self._ranks, StagedRanks):
+            total = self._ranks.sum_over_ranks
             return [bind(one, self._call(one, learners), sum_over_ranks=total) for one in stages]
         found: list[Stage] = []
-        here = self._team.place.parallel
+        here = self._ranks.position.parallel
         for stage in stages:
             there = _parallel(stage) if _has_model(stage) else here
             minibatches = self._settings.training.minibatches
@@ -162,87 +164,89 @@ class _Builder:
                 bind(
                     stage,
                     self._call(stage, learners),
-                    sum_over_ranks=self._team.at(there).sum_over_ranks,
-                    move=stay if there == here else way,
+                    sum_over_ranks=self._ranks.at(there).sum_over_ranks,
+                    move=keep_rows if there == here else way,
                 )
             )
             here = there
         return found
 
-    def _team_of(self, stage: PipelineStageConfig | None) -> Team | None:
+    def _ranks_of(self, stage: PipelineStageConfig | None) -> Ranks | None:
         """Whom its model is spread over; None where this rank sits it out."""
-        if stage is None or not isinstance(self._team, Company):
-            return self._team
-        return self._team.gangs[_parallel(stage)]
+        if stage is None or not isinstance(self._ranks, StagedRanks):
+            return self._ranks
+        return self._ranks.groups[_parallel(stage)]
 
-    def _passes(self, team: Team) -> Passes:
+    def _forward_pass(self, ranks: Ranks) -> ForwardPass:
         training = self._settings.training
-        return Passes(
-            ranks=team,
+        return ForwardPass(
+            ranks=ranks,
             micro_batch_tokens=training.micro_batch_tokens,
             precision=PRECISIONS[training.precision],
         )
 
-    def _actor(self, folder: Path, stage: PipelineStageConfig | None, team: Team) -> Learner:
+    def _actor(self, folder: Path, stage: PipelineStageConfig | None, ranks: Ranks) -> Learner:
         algorithm = self._settings.algorithm
         own = stage and _own_objective(stage)
         objective = own or objective_of(algorithm)
-        is_budgeted = isinstance(objective, Budgeted)
-        model = load_policy(self._settings, folder, is_first=self._team.place.is_first)
+        is_budgeted = isinstance(objective, BudgetedObjective)
+        model = load_policy(self._settings, folder, is_rank0=self._ranks.position.is_rank0)
         actor = Actor(model, learns_entropy=algorithm.entropy_coef > 0)
         return Learner(
-            self._spread(actor, folder, team),
+            self._shard(actor, folder, ranks),
             objective,
             self._optimizer(self._settings.training.learning_rate),
-            cut=Cut(
+            update_spec=UpdateSpec(
                 minibatches=self._settings.training.minibatches,
-                weights=token_weights(algorithm, self._settings.sampling.max_tokens),
+                weights=loss_weights_of(algorithm, self._settings.sampling.max_tokens),
                 correction=None if is_budgeted else correction_of(objective),
                 needs_advantage=algorithm.name != "opd",
             ),
-            passes=self._passes(team),
+            forward_pass=self._forward_pass(ranks),
             bounds=NO_BOUNDS if own else bounds_of(algorithm),
         )
 
-    def _critic(self, stage: PipelineStageConfig, team: Team) -> Learner:
+    def _critic(self, stage: PipelineStageConfig, ranks: Ranks) -> Learner:
         rate = stage.options.get("learning_rate")
         if rate is None:
             rate = CRITIC_RATE * self._settings.training.learning_rate
         return Learner(
-            self._initial(stage, team, Critic),
+            self._initial(stage, ranks, Critic),
             _own_objective(stage) or ValueLoss(),
             self._optimizer(float(rate)),
-            cut=Cut(minibatches=self._settings.training.minibatches, needs_advantage=False),
-            passes=self._passes(team),
+            update_spec=UpdateSpec(
+                minibatches=self._settings.training.minibatches, needs_advantage=False
+            ),
+            forward_pass=self._forward_pass(ranks),
         )
 
     def _call(self, stage: PipelineStageConfig, learners: dict[str, Learner]) -> Call | None:
         """What runs the stage's model; None where it is a function of columns."""
         if not _has_model(stage):
             return None
-        if (team := self._team_of(stage)) is None:
-            return partial(_sit_out, stage)
+        if (ranks := self._ranks_of(stage)) is None:
+            return partial(_idle_result, stage)
         if stage.type == "train":
-            return partial(_train, _of_role(stage, learners))
+            return partial(_train, _learner_for(stage, learners))
         [column] = stage.writes
         if stage.role == CRITIC or stage.role in learners:
-            return partial(_look, column, _of_role(stage, learners).look)
+            return partial(_infer, column, _learner_for(stage, learners).infer)
         if self._settings.model.lora is not None and stage.model is None:
-            return partial(_look, column, partial(_look_bare, learners[ACTOR]))
-        frozen = self._initial(stage, team, _frozen)
-        return partial(_look, column, partial(self._passes(team).look, frozen))
+            return partial(_infer, column, partial(_infer_without_adapter, learners[ACTOR]))
+        frozen = self._initial(stage, ranks, _frozen)
+        return partial(_infer, column, partial(self._forward_pass(ranks).infer, frozen))
 
-    def _initial(self, stage: PipelineStageConfig, team: Team, make: Callable[..., S]) -> S:
+    def _initial(self, stage: PipelineStageConfig, ranks: Ranks, make: Callable[..., S]) -> S:
         """Of the model the stage names, or of the one its policy began with."""
         init = stage.model or self._settings.model.init
         with initial_folder(init, self._seed) as folder:
-            scorer = make(_load(folder, self._team.place.is_first))
-            return self._spread(scorer, folder, team)
+            scorer = make(_load(folder, self._ranks.position.is_rank0))
+            return self._shard(scorer, folder, ranks)
 
-    def _spread(self, scorer: S, folder: Path, team: Team) -> S:
+    def _shard(self, scorer: S, folder: Path, ranks: Ranks) -> S:
         """Its share on each rank, those of the others than the first read from the folder."""
-        shard(scorer, scorer.model, team, self._device)
-        fill(scorer, scorer.model, folder, team, self._device)
+        shard(scorer, scorer.model, ranks, self._device)
+        load_weight_slices(scorer, scorer.model, folder, ranks, self._device)
         return scorer
 
     def _optimizer(self, rate: float) -> Optimizer:
@@ -260,7 +264,7 @@ class _Builder:
         )
 
 
-def _of_role(stage: PipelineStageConfig, learners: dict[str, Learner]) -> Learner:
+def _learner_for(stage: PipelineStageConfig, learners: dict[str, Learner]) -> Learner:
     if stage.role not in learners:
         raise ConfigError(
             f"stage {stage.id} needs the {stage.role}, and this trainer trains only "
@@ -273,7 +277,7 @@ def _frozen(model: PreTrainedModel) -> Actor:
     return Actor(model).requires_grad_(False)
 
 
-def _sit_out(stage: PipelineStageConfig, batch: Batch) -> Stats | dict[str, Any]:
+def _idle_result(stage: PipelineStageConfig, batch: Batch) -> Stats | dict[str, Any]:
     """What a rank without rows says: nothing of no token."""
     if stage.type == "train":
         return Stats(skipped=None, values={})
@@ -288,14 +292,14 @@ def _train(learner: Learner, batch: Batch) -> Stats:
     return replace(stats, values={**stats.values, EXCLUDED: float((excluded_R > 0).sum())})
 
 
-def _look(column: str, look: Callable[[Batch], Any], batch: Batch) -> dict[str, Any]:
-    return {column: look(batch)}
+def _infer(column: str, infer: Callable[[Batch], Any], batch: Batch) -> dict[str, Any]:
+    return {column: infer(batch)}
 
 
-def _look_bare(actor: Learner, batch: Batch) -> Any:
+def _infer_without_adapter(actor: Learner, batch: Batch) -> Any:
     """What the actor's model says without its adapter: where the policy began, held only once."""
-    with adapter_off(actor.model):
-        return actor.look(batch)
+    with adapter_disabled(actor.model):
+        return actor.infer(batch)
 
 
 def _own_objective(stage: PipelineStageConfig) -> Objective | None:

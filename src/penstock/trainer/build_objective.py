@@ -10,58 +10,60 @@ from __future__ import annotations
 import math
 
 from penstock.config import AlgorithmConfig, CorrectionConfig
-from penstock.trainer.losses.aggregation import Aggregation, Weights
-from penstock.trainer.losses.divergence import WithEntropy, WithKl
-from penstock.trainer.losses.m2po import M2po
-from penstock.trainer.losses.mismatch import Corrected, Correction, SequenceRatio, Weighting
+from penstock.trainer.losses.aggregation import Aggregation, LossWeights
+from penstock.trainer.losses.divergence import EntropyBonus, KlPenalty
+from penstock.trainer.losses.m2po import M2poBudget
+from penstock.trainer.losses.mismatch import CorrectedLoss, Correction, SequenceRatio, Weighting
 from penstock.trainer.losses.objectives import (
-    Against,
-    Cispo,
-    Clipped,
-    Decoupled,
-    Distilled,
-    Gspo,
-    Sapo,
-    Wrapped,
+    CispoLoss,
+    ClippedLoss,
+    DecoupledLoss,
+    DistillationLoss,
+    GspoLoss,
+    RatioAgainst,
+    SapoLoss,
+    WrappedBudget,
 )
-from penstock.trainer.losses.tokens import Budgeted, Objective
+from penstock.trainer.losses.tokens import BudgetedObjective, Objective
 
 
-def objective_of(algorithm: AlgorithmConfig) -> Objective | Budgeted:
+def objective_of(algorithm: AlgorithmConfig) -> Objective | BudgetedObjective:
     """The loss that the algorithm's name and numbers stand for."""
 
     def near_reference(inner: Objective) -> Objective:
         if algorithm.beta > 0:
-            inner = WithKl(inner=inner, coef=algorithm.beta)
+            inner = KlPenalty(inner=inner, coef=algorithm.beta)
         if algorithm.entropy_coef > 0:
-            inner = WithEntropy(inner=inner, coef=algorithm.entropy_coef)
+            inner = EntropyBonus(inner=inner, coef=algorithm.entropy_coef)
         return inner
 
     if algorithm.name == "m2po":
         assert algorithm.tau is not None, "the config has seen to it"
-        return Wrapped(budget=M2po(budget=algorithm.tau), wrap=near_reference)
+        return WrappedBudget(budget=M2poBudget(budget=algorithm.tau), wrap=near_reference)
     inner = _policy_loss(algorithm)
     if algorithm.correction is not None:
-        inner = Corrected(inner=inner, correction=_correction(algorithm.correction))
+        inner = CorrectedLoss(inner=inner, correction=_correction(algorithm.correction))
     return near_reference(inner)
 
 
 def _policy_loss(algorithm: AlgorithmConfig) -> Objective:
     high = algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
-    low, against = algorithm.epsilon, Against(algorithm.ratio_against)
+    low, against = algorithm.epsilon, RatioAgainst(algorithm.ratio_against)
     match algorithm.name:
         case "decoupled":
-            return Decoupled(epsilon=low, epsilon_high=high)
+            return DecoupledLoss(epsilon=low, epsilon_high=high)
         case "gspo":
-            return Gspo(epsilon=low, epsilon_high=high, ratio_against=against)
+            return GspoLoss(epsilon=low, epsilon_high=high, ratio_against=against)
         case "cispo":
-            return Cispo(epsilon=low, epsilon_high=high, ratio_against=against)
+            return CispoLoss(epsilon=low, epsilon_high=high, ratio_against=against)
         case "sapo":
-            return Sapo(ratio_against=against)
+            return SapoLoss(ratio_against=against)
         case name:
             delta = math.inf if algorithm.delta is None else algorithm.delta
-            clipped = Clipped(epsilon=low, epsilon_high=high, delta=delta, ratio_against=against)
-            return Distilled(inner=clipped) if name == "opd" else clipped
+            clipped = ClippedLoss(
+                epsilon=low, epsilon_high=high, delta=delta, ratio_against=against
+            )
+            return DistillationLoss(inner=clipped) if name == "opd" else clipped
 
 
 def _correction(config: CorrectionConfig) -> Correction:
@@ -89,7 +91,7 @@ def bounds_of(algorithm: AlgorithmConfig) -> tuple[float, float]:
     return algorithm.epsilon, high
 
 
-def token_weights(algorithm: AlgorithmConfig, max_tokens: int) -> Weights:
+def loss_weights_of(algorithm: AlgorithmConfig, max_tokens: int) -> LossWeights:
     aggregation = Aggregation(algorithm.aggregation)
     is_fixed = aggregation is Aggregation.FIXED_CONSTANT
-    return Weights(aggregation=aggregation, constant_length=max_tokens if is_fixed else 0)
+    return LossWeights(aggregation=aggregation, constant_length=max_tokens if is_fixed else 0)

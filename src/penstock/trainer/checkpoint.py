@@ -29,34 +29,34 @@ from penstock.config import changed
 from penstock.errors import ConfigError, Fenced, StoreError
 from penstock.trainer.checkpoint_manifest import (
     Checkpoint,
+    CheckpointManifest,
     Cursor,
-    TrainerState,
-    Unusable,
-    move_cursor,
-    read_described,
+    UnusableCheckpoint,
+    read_checkpoint_manifest,
     weights_name,
-    write_described,
+    write_checkpoint_manifest,
+    write_cursor,
 )
 from penstock.trainer.durable_files import (
-    bring_back,
-    clear_leftovers,
     digest,
+    move_damaged,
     new_token,
     partial_name,
-    put_in_place,
+    recover_replaced,
     remove,
-    set_aside,
+    remove_partials,
+    replace_folder,
     sync,
 )
 from penstock.trainer.model_folders import link_or_copy
-from penstock.trainer.ranks.regions import Box
+from penstock.trainer.ranks.regions import TensorRegion
 from penstock.trainer.state_shards import (
     OPTIMIZER,
-    Shares,
-    await_shares,
-    put_share,
+    StateShard,
     remove_receipts,
     state_names,
+    wait_for_shards,
+    write_shard,
     write_state,
 )
 
@@ -67,13 +67,13 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Together:
+class ShardedSave:
     """What makes the files of several ranks one checkpoint; the first of them has it."""
 
     num_ranks: int
     token: int
     """Names the hidden folder that all of them write into."""
-    boxes: Mapping[str, Box]
+    regions: Mapping[str, TensorRegion]
     """Of the first rank's share."""
 
 
@@ -88,7 +88,7 @@ class Checkpoints:
         every: int,
         config: Mapping[str, str] | None = None,
         accepts_changes: bool = False,
-        complete_config: Callable[[Mapping[str, str]], Mapping[str, str]] = dict,
+        upgrade_config: Callable[[Mapping[str, str]], Mapping[str, str]] = dict,
     ) -> None:
         """config: by key, what must be as it was when a checkpoint is restored, unless changes are
         accepted.
@@ -97,7 +97,7 @@ class Checkpoints:
         self._policy = policy
         self._config = dict(config or {})
         self._accepts_changes = accepts_changes
-        self._complete_config = complete_config
+        self._complete_config = upgrade_config
         self._every = every
         self._complete: list[Checkpoint] = []
 
@@ -120,22 +120,22 @@ class Checkpoints:
 
         None means that there is not one folder: to begin at number 0 beside checkpoints that
         cannot be read would be to throw them away."""
-        bring_back(self._root)
-        self._complete, unusable = self.look()
+        recover_replaced(self._root)
+        self._complete, unusable = self.scan()
         if unusable and not self._complete:
             raise StoreError(
                 f"{self._root} has checkpoints, but none that could be restored:\n"
-                f"{listed(unusable)}\n"
+                f"{format_unusable(unusable)}\n"
                 "  nothing was changed. Make them readable or bring back a copy; to begin again at "
                 "number 0, move these folders away"
             )
         if self._complete:
             self._refuse_changes(self._complete[-1])
         for folder, why in unusable.items():
-            set_aside(folder, why)
+            move_damaged(folder, why)
         return self._complete[-1] if self._complete else None
 
-    def look(self) -> tuple[list[Checkpoint], dict[Path, str]]:
+    def scan(self) -> tuple[list[Checkpoint], dict[Path, str]]:
         """Those that could be restored, oldest first, and what is wrong with the others, by folder.
         For readers: nothing is set aside."""
         complete: list[Checkpoint] = []
@@ -143,7 +143,7 @@ class Checkpoints:
         for _, folder in sorted(_numbered(self._root)):
             try:
                 complete.append(self._read(folder))
-            except Unusable as error:
+            except UnusableCheckpoint as error:
                 if folder.exists():  # else its trainer let it go meanwhile
                     unusable[folder] = str(error)
         return complete, unusable
@@ -151,7 +151,7 @@ class Checkpoints:
     def at(self, number: int) -> Checkpoint:
         """The one of this number, whose digests another rank has checked just now."""
         folder = self._root / f"step_{number}"
-        return Checkpoint(folder=folder, state=read_described(folder))
+        return Checkpoint(folder=folder, state=read_checkpoint_manifest(folder))
 
     def changes(self, found: Checkpoint) -> list[str]:
         """What of the config is not as it was when this one was saved; empty where nobody wrote it
@@ -169,8 +169,8 @@ class Checkpoints:
         weights: Mapping[str, Tensor],
         state: Mapping[str, Tensor],
         static: Sequence[Path],
-        together: Together | None = None,
-        memory: Mapping[str, Any] | None = None,
+        sharded: ShardedSave | None = None,
+        monitor_state: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Make this state durable; complete when this returns, never half visible.
 
@@ -179,21 +179,25 @@ class Checkpoints:
         adapter's, and those of its model are linked from one checkpoint to the next.
         Raises Fenced when a trainer of a higher incarnation has saved here."""
         self._check_owner(cursor)
-        hidden = self._hidden(together.token if together else new_token())
+        partial = self._partial_folder(sharded.token if sharded else new_token())
         for path in static:
             carry = link_or_copy if path.suffix == ".safetensors" else shutil.copyfile
-            carry(path, hidden / path.name)
+            carry(path, partial / path.name)
         name = weights_name(path.name for path in static)
-        save_file(dict(weights), hidden / name, metadata={"format": "pt"})
-        if together is None:
-            write_state(hidden / OPTIMIZER, Shares(tensors=state, boxes={}))
-            return self._show(hidden, cursor, memory=memory)
-        put_share(hidden, 0, together.num_ranks, Shares(tensors=state, boxes=together.boxes))
-        shares = await_shares(hidden, together.num_ranks)
-        remove_receipts(hidden)
-        return self._show(hidden, cursor, num_ranks=together.num_ranks, known=shares, memory=memory)
+        save_file(dict(weights), partial / name, metadata={"format": "pt"})
+        if sharded is None:
+            write_state(partial / OPTIMIZER, StateShard(tensors=state, regions={}))
+            return self._make_visible(partial, cursor, monitor_state=monitor_state)
+        write_shard(
+            partial, 0, sharded.num_ranks, StateShard(tensors=state, regions=sharded.regions)
+        )
+        shares = wait_for_shards(partial, sharded.num_ranks)
+        remove_receipts(partial)
+        return self._make_visible(
+            partial, cursor, num_ranks=sharded.num_ranks, known=shares, monitor_state=monitor_state
+        )
 
-    def move(self, cursor: Cursor, memory: Mapping[str, Any]) -> Checkpoint:
+    def move(self, cursor: Cursor, monitor_state: Mapping[str, Any]) -> Checkpoint:
         """The newest one further on in its data: batches since then changed nothing else."""
         assert cursor.number == self.last.cursor.number, "another number has other weights"
         unreadable = self._unreadable(cursor)
@@ -203,63 +207,63 @@ class Checkpoints:
                 "\n  it cannot be moved on to later batches, and was left as it is. Start the "
                 "trainer again: it sets this one aside and goes on from the one before it"
             )
-        self._set_aside(unreadable)
-        self._complete[-1] = move_cursor(self.last, cursor, memory)
+        self._move_damaged(unreadable)
+        self._complete[-1] = write_cursor(self.last, cursor, monitor_state)
         return self.last
 
-    def begin_from(self, other: Checkpoint) -> Checkpoint:
+    def fork_from(self, other: Checkpoint) -> Checkpoint:
         """The state of another run as number 0 of this one, digested again in the copy."""
-        hidden = self._hidden(new_token())
-        for name, told in other.state.files.items():
+        partial = self._partial_folder(new_token())
+        for name, expected in other.state.files.items():
             try:
-                shutil.copyfile(other.folder / name, hidden / name)
+                shutil.copyfile(other.folder / name, partial / name)
             except FileNotFoundError as error:
-                raise _let_go(other.folder) from error
-            if digest(hidden / name) != told:
-                raise StoreError(f"{other.folder / name} is damaged: its digest is not {told}")
+                raise _pruned_error(other.folder) from error
+            if digest(partial / name) != expected:
+                raise StoreError(f"{other.folder / name} is damaged: its digest is not {expected}")
         beginning = Cursor(number=0, seq=0, incarnation=0)
-        return self._show(hidden, beginning, num_ranks=other.state.num_ranks)
+        return self._make_visible(partial, beginning, num_ranks=other.state.num_ranks)
 
-    def _hidden(self, token: int) -> Path:
+    def _partial_folder(self, token: int) -> Path:
         """Other ranks may have begun to write into this one."""
-        hidden = self._root / partial_name(token)
-        clear_leftovers(self._root, but=hidden.name)
-        hidden.mkdir(parents=True, exist_ok=True)
-        return hidden
+        partial = self._root / partial_name(token)
+        remove_partials(self._root, keep=partial.name)
+        partial.mkdir(parents=True, exist_ok=True)
+        return partial
 
-    def _show(
+    def _make_visible(
         self,
-        hidden: Path,
+        partial: Path,
         cursor: Cursor,
         *,
         num_ranks: int = 1,
         known: Mapping[str, str] | None = None,
-        memory: Mapping[str, Any] | None = None,
+        monitor_state: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Everything in this folder on disk first, then visible at once. Of known digests the files
         are on disk already."""
         files = dict(known or {})
-        for path in sorted(hidden.iterdir()):
+        for path in sorted(partial.iterdir()):
             if path.name not in files:
                 files[path.name] = self._digest_of(path)
                 sync(path)
-        described = TrainerState(
+        manifest = CheckpointManifest(
             policy=self._policy,
             cursor=cursor,
             config=self._config,
             files=files,
             num_ranks=num_ranks,
-            memory=dict(memory or {}),
+            monitor_state=dict(monitor_state or {}),
         )
-        write_described(hidden, described)
+        write_checkpoint_manifest(partial, manifest)
         folder = self._root / f"step_{cursor.number}"
         self._check_owner(cursor)  # again: writing may have taken minutes
         # What stands beyond this number is of a trainer that was replaced; what stands at it may be
         # our last one, if only a critic has learned since.
         remove(path for number, path in _numbered(self._root) if number > cursor.number)
-        put_in_place(hidden, folder)
+        replace_folder(partial, folder)
         self._complete = [one for one in self._complete if one.folder != folder]
-        self._complete.append(Checkpoint(folder=folder, state=described))
+        self._complete.append(Checkpoint(folder=folder, state=manifest))
         self._prune()
         return self._complete[-1]
 
@@ -280,15 +284,15 @@ class Checkpoints:
     def _check_owner(self, cursor: Cursor) -> None:
         """Before anything is removed: a successor's checkpoint ends us, and what cannot be read is
         set aside."""
-        self._set_aside(self._unreadable(cursor))
+        self._move_damaged(self._unreadable(cursor))
 
     def _unreadable(self, cursor: Cursor) -> dict[Path, str]:
         """Why, by folder; Fenced where a successor has saved one."""
         unreadable: dict[Path, str] = {}
         for _, folder in _numbered(self._root):
             try:
-                incarnation = read_described(folder).cursor.incarnation
-            except Unusable as error:
+                incarnation = read_checkpoint_manifest(folder).cursor.incarnation
+            except UnusableCheckpoint as error:
                 unreadable[folder] = str(error)
                 continue
             if incarnation > cursor.incarnation:
@@ -298,24 +302,24 @@ class Checkpoints:
                 )
         return unreadable
 
-    def _set_aside(self, unreadable: Mapping[Path, str]) -> None:
+    def _move_damaged(self, unreadable: Mapping[Path, str]) -> None:
         """What is not there any more takes no sound one's place among those that are kept."""
         for folder, why in unreadable.items():
-            set_aside(folder, why)
+            move_damaged(folder, why)
         self._complete = [one for one in self._complete if one.folder not in unreadable]
 
     def _read(self, folder: Path) -> Checkpoint:
-        state = read_described(folder)
+        state = read_checkpoint_manifest(folder)
         needed = [weights_name(state.files), *state_names(state.num_ranks)]
-        for name, told in {**dict.fromkeys(needed, ""), **state.files}.items():
+        for name, expected in {**dict.fromkeys(needed, ""), **state.files}.items():
             try:
-                is_whole = digest(folder / name) == told
+                is_whole = digest(folder / name) == expected
             except OSError as error:
-                raise Unusable(f"{name}: {error}") from error
+                raise UnusableCheckpoint(f"{name}: {error}") from error
             if not is_whole:
-                raise Unusable(f"{name} is damaged")
+                raise UnusableCheckpoint(f"{name} is damaged")
         if state.policy != self._policy:
-            raise Unusable(f"it is of policy {state.policy}, not {self._policy}")
+            raise UnusableCheckpoint(f"it is of policy {state.policy}, not {self._policy}")
         return Checkpoint(folder=folder, state=state)
 
     def _refuse_changes(self, found: Checkpoint) -> None:
@@ -330,7 +334,7 @@ class Checkpoints:
             _log.warning("going on with another config", folder=str(found.folder), changes=changes)
 
 
-def _let_go(folder: Path) -> StoreError:
+def _pruned_error(folder: Path) -> StoreError:
     left = ", ".join(path.name for _, path in sorted(_numbered(folder.parent))) or "none"
     return StoreError(
         f"{folder} was let go by its trainer while it was copied; choose one that is left in "
@@ -338,7 +342,7 @@ def _let_go(folder: Path) -> StoreError:
     )
 
 
-def listed(unusable: Mapping[Path, str]) -> str:
+def format_unusable(unusable: Mapping[Path, str]) -> str:
     """What is wrong with each, a line for one."""
     return "\n".join(f"    {folder.name}: {why}" for folder, why in unusable.items())
 

@@ -21,7 +21,7 @@ from blake3 import blake3
 from penstock.errors import BadRequest, StoreError
 from penstock.trainer.durable_files import write_durably
 from penstock.trainer.model_folders import WEIGHTS
-from penstock.trainer.state_shards import Stored, open_state, state_names
+from penstock.trainer.state_shards import ShardedState, open_state, state_names
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from penstock.wire.codec import JSON, decode, encode_json
 
@@ -45,7 +45,7 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerState:
+class CheckpointManifest:
     """`trainer.json`."""
 
     policy: str
@@ -57,7 +57,7 @@ class TrainerState:
     num_ranks: int = 1
     """So many shares make up the learner's other state."""
     format: int = FORMAT
-    memory: dict[str, Any] = field(default_factory=dict[str, Any])
+    monitor_state: dict[str, Any] = field(default_factory=dict[str, Any])
     """Of the batches up to the cursor, for alarms and quarantine; the loop knows its form."""
 
 
@@ -68,7 +68,7 @@ class _Format:
     format: int
 
 
-class Unusable(Exception):
+class UnusableCheckpoint(Exception):
     """Why a folder cannot be restored from."""
 
 
@@ -77,13 +77,13 @@ class Checkpoint:
     """A complete one, its digests checked when it was found or written."""
 
     folder: Path
-    state: TrainerState
+    state: CheckpointManifest
 
     @property
     def cursor(self) -> Cursor:
         return self.state.cursor
 
-    def read_state(self) -> Stored:
+    def read_state(self) -> ShardedState:
         """The learner's other state, for any number of ranks; each tensor is read when it is
         asked for."""
         return open_state([self.folder / name for name in state_names(self.state.num_ranks)])
@@ -94,7 +94,7 @@ def weights_name(beside: Iterable[str]) -> str:
     return ADAPTER_WEIGHTS if ADAPTER_CONFIG in beside else WEIGHTS
 
 
-def read_described(folder: Path) -> TrainerState:
+def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
     try:
         content = (folder / STATE).read_bytes()
         has_digest = _check(content)
@@ -104,26 +104,26 @@ def read_described(folder: Path) -> TrainerState:
                 f"{folder} was written by a newer penstock: its format is {written}, this one "
                 f"reads up to {FORMAT}. Go on with that version; nothing was changed"
             )
-        found = decode(content, TrainerState, media_type=JSON)
+        found = decode(content, CheckpointManifest, media_type=JSON)
     except (OSError, BadRequest) as error:
-        raise Unusable(str(error)) from error
+        raise UnusableCheckpoint(str(error)) from error
     if not has_digest and written >= FIRST_WITH_DIGEST:
-        raise Unusable(f"{STATE} is damaged: it does not begin with its digest")
+        raise UnusableCheckpoint(f"{STATE} is damaged: it does not begin with its digest")
     if found.num_ranks < 1:
-        raise Unusable(f"{STATE} names {found.num_ranks} ranks")
+        raise UnusableCheckpoint(f"{STATE} names {found.num_ranks} ranks")
     return found
 
 
-def move_cursor(known: Checkpoint, cursor: Cursor, memory: Mapping[str, Any]) -> Checkpoint:
+def write_cursor(known: Checkpoint, cursor: Cursor, monitor_state: Mapping[str, Any]) -> Checkpoint:
     """Batches skipped since change nothing but the cursor, and what is remembered of them."""
     if known.cursor == cursor:
         return known
-    state = replace(known.state, cursor=cursor, memory=dict(memory), format=FORMAT)
-    write_described(known.folder, state)
+    state = replace(known.state, cursor=cursor, monitor_state=dict(monitor_state), format=FORMAT)
+    write_checkpoint_manifest(known.folder, state)
     return Checkpoint(folder=known.folder, state=state)
 
 
-def write_described(folder: Path, state: TrainerState) -> None:
+def write_checkpoint_manifest(folder: Path, state: CheckpointManifest) -> None:
     rest = json.dumps({"digest": "", **json.loads(encode_json(state))}, indent=2) + "\n"
     own = blake3(rest.encode()).hexdigest()
     write_durably(folder / STATE, rest.replace('"digest": ""', f'"digest": "{own}"', 1))
@@ -136,5 +136,5 @@ def _check(content: bytes) -> bool:
         return False
     rest = content[: found.start(1)] + content[found.end(1) :]
     if blake3(rest).hexdigest().encode() != found[1]:
-        raise Unusable(f"{STATE} is damaged: its digest is of other bytes")
+        raise UnusableCheckpoint(f"{STATE} is damaged: its digest is of other bytes")
     return True

@@ -17,127 +17,129 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.trainer.background_worker import Beside
-from penstock.trainer.checkpoint import Checkpoints, Cursor, Together
+from penstock.trainer.background_worker import BackgroundWorker
+from penstock.trainer.checkpoint import Checkpoints, Cursor, ShardedSave
 from penstock.trainer.durable_files import partial_name
-from penstock.trainer.state_shards import Shares, copy_shares, put_share
+from penstock.trainer.state_shards import StateShard, copy_shard, write_shard
 
-LEAVE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """A trainer that dies of something else waits no longer for the checkpoint being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Copy:
+class _FullSave:
     """The state at one cursor, which no later step changes."""
 
     cursor: Cursor
     weights: Mapping[str, Tensor]
-    state: Shares
+    state: StateShard
     static: Sequence[Path]
     token: int
-    memory: Mapping[str, Any]
+    monitor_state: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Move:
+class _CursorSave:
     """The state is as it was."""
 
     cursor: Cursor
-    memory: Mapping[str, Any]
+    monitor_state: Mapping[str, Any]
 
 
 class Saver:
     """Writes the checkpoints of one trainer; in its first rank, where it has several.
 
-    `permit` raises when this trainer may not write any more, and `tell` names what is retained to
-    the ledger; both are called in the thread, before and after each write."""
+    `check_allowed` raises when this trainer may not write any more, and `on_saved` names what is
+    retained to the ledger; both are called in the thread, before and after each write."""
 
     def __init__(
         self,
         checkpoints: Checkpoints,
         *,
-        permit: Callable[[], None],
-        tell: Callable[[], None],
+        check_allowed: Callable[[], None],
+        on_saved: Callable[[], None],
         num_ranks: int = 1,
     ) -> None:
         self._checkpoints = checkpoints
-        self._permit = permit
-        self._tell = tell
+        self._permit = check_allowed
+        self._tell = on_saved
         self._num_ranks = num_ranks
-        self._beside = Beside("saver", self._write)
+        self._worker = BackgroundWorker("saver", self._write)
 
     def is_due(self, cursor: Cursor) -> bool:
         """Whether a checkpoint should be taken now; not before the last one is written."""
-        return not self._beside.is_working and self._checkpoints.is_due(cursor)
+        return not self._worker.is_busy and self._checkpoints.is_due(cursor)
 
-    def hand_over(
+    def submit(
         self,
         cursor: Cursor,
         *,
         weights: Mapping[str, Tensor],
         state: Mapping[str, Tensor],
         static: Sequence[Path],
-        memory: Mapping[str, Any],
+        monitor_state: Mapping[str, Any],
         token: int = 0,
     ) -> None:
         """Copy this state once the copy before it is written; the rest happens elsewhere.
 
         token: what the other ranks were given for their shares of the state."""
-        self.finish()
-        copied = _Copy(
+        self.flush()
+        copied = _FullSave(
             cursor=cursor,
             weights={name: value.detach().clone() for name, value in weights.items()},
-            state=copy_shares(state),
+            state=copy_shard(state),
             static=static,
             token=token,
-            memory=memory,
+            monitor_state=monitor_state,
         )
-        self._beside.put(copied)
+        self._worker.put(copied)
 
-    def move(self, cursor: Cursor, memory: Mapping[str, Any]) -> None:
+    def move(self, cursor: Cursor, monitor_state: Mapping[str, Any]) -> None:
         """The last state is also that at this cursor."""
-        self.finish()
-        self._beside.put(_Move(cursor=cursor, memory=memory))
+        self.flush()
+        self._worker.put(_CursorSave(cursor=cursor, monitor_state=monitor_state))
 
-    def finish(self, within_s: float | None = None) -> bool:
+    def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything handed over is complete and told, or no longer than so; whether it
         is."""
-        return self._beside.finish(within_s)
+        return self._worker.flush(timeout_s)
 
     def close(self) -> None:
         """Begin nothing more."""
-        self._beside.close(LEAVE_S)
+        self._worker.close(CLOSE_TIMEOUT_S)
 
-    def _write(self, copied: _Copy | _Move) -> None:
+    def _write(self, copied: _FullSave | _CursorSave) -> None:
         """In the thread."""
         self._permit()
-        if isinstance(copied, _Move):
-            self._checkpoints.move(copied.cursor, copied.memory)
+        if isinstance(copied, _CursorSave):
+            self._checkpoints.move(copied.cursor, copied.monitor_state)
         else:
             self._checkpoints.save(
                 copied.cursor,
                 weights=copied.weights,
                 state=copied.state.tensors,
                 static=copied.static,
-                together=self._together(copied),
-                memory=copied.memory,
+                sharded=self._sharded(copied),
+                monitor_state=copied.monitor_state,
             )
         del copied
         self._tell()
 
-    def _together(self, copied: _Copy) -> Together | None:
+    def _sharded(self, copied: _FullSave) -> ShardedSave | None:
         if self._num_ranks == 1:
             return None
-        return Together(num_ranks=self._num_ranks, token=copied.token, boxes=copied.state.boxes)
+        return ShardedSave(
+            num_ranks=self._num_ranks, token=copied.token, regions=copied.state.regions
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
+class _ShardSave:
     token: int
-    shares: Shares
+    shares: StateShard
 
 
-class ShareSaver:
+class ShardSaver:
     """Writes the shares of a rank that is not the first; what they are part of is complete when the
     first one says so."""
 
@@ -145,21 +147,21 @@ class ShareSaver:
         self._root = root
         self._rank = rank
         self._num_ranks = num_ranks
-        self._beside = Beside("saver", self._write)
+        self._worker = BackgroundWorker("saver", self._write)
 
-    def hand_over(self, token: int, state: Mapping[str, Tensor]) -> None:
+    def submit(self, token: int, state: Mapping[str, Tensor]) -> None:
         """Copy this rank's part of the state; it is written elsewhere."""
-        self._beside.finish()
-        self._beside.put(_Share(token=token, shares=copy_shares(state)))
+        self._worker.flush()
+        self._worker.put(_ShardSave(token=token, shares=copy_shard(state)))
 
-    def refuse_if_failed(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise what went wrong in the thread: the first rank waits for a file that never comes."""
-        self._beside.finish(within_s=0.0)
+        self._worker.flush(timeout_s=0.0)
 
     def close(self) -> None:
-        self._beside.close(LEAVE_S)
+        self._worker.close(CLOSE_TIMEOUT_S)
 
-    def _write(self, share: _Share) -> None:
+    def _write(self, share: _ShardSave) -> None:
         """In the thread."""
         folder = self._root / partial_name(share.token)
-        put_share(folder, self._rank, self._num_ranks, share.shares)
+        write_shard(folder, self._rank, self._num_ranks, share.shares)

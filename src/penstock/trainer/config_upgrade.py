@@ -17,7 +17,7 @@ from penstock.config.error_messages import path_text
 _NOTHING = object()
 
 
-def as_written_now(saved: Mapping[str, str], config: RunConfig) -> dict[str, str]:
+def upgrade_saved_config(saved: Mapping[str, str], config: RunConfig) -> dict[str, str]:
     """The identity of an older config with every key that it lacks at the default of today's, as
     if its file were read again; over how many steps a learning rate fell, nobody wrote down."""
     today = identity(config)

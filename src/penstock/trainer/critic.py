@@ -42,5 +42,5 @@ class Critic(nn.Module):
         return inputs.tokens(nothing_K, nothing_K, **{NEW_VALUES: values_K})
 
     def scores(self, tokens: Tokens) -> Tensor:
-        assert tokens.more is not None
-        return tokens.more[NEW_VALUES]
+        assert tokens.extra_columns is not None
+        return tokens.extra_columns[NEW_VALUES]

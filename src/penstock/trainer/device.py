@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 CPU = torch.device("cpu")
 
 
-def own_device(local_rank: int = 0) -> torch.device:
+def select_device(local_rank: int = 0) -> torch.device:
     """The GPU that is this rank's own among those of its host; the processor where there is none.
     From now on it is the process's current one."""
     if not torch.cuda.is_available():

@@ -43,10 +43,10 @@ def write_durably(path: Path, text: str) -> None:
     sync(path.parent)
 
 
-def clear_leftovers(root: Path, *, but: str) -> None:
+def remove_partials(root: Path, *, keep: str) -> None:
     """Remove what was never completed, except the folder of this name."""
     for leftover in root.glob(f"{PARTIAL}*"):
-        if leftover.name != but:
+        if leftover.name != keep:
             shutil.rmtree(leftover)
 
 
@@ -57,9 +57,9 @@ def remove(folders: Iterable[Path]) -> None:
         shutil.rmtree(hidden)
 
 
-def put_in_place(made: Path, folder: Path) -> None:
+def replace_folder(made: Path, folder: Path) -> None:
     """Give a folder this name. One that has it steps aside first, because no folder can be renamed
-    onto another; after a crash between the two, `bring_back` finds it."""
+    onto another; after a crash between the two, `recover_replaced` finds it."""
     aside = folder.with_name(f"{REPLACED}{folder.name}")
     if folder.exists():
         folder.rename(aside)
@@ -69,7 +69,7 @@ def put_in_place(made: Path, folder: Path) -> None:
         remove([aside])
 
 
-def bring_back(root: Path) -> None:
+def recover_replaced(root: Path) -> None:
     """Undo replacements that a crash cut short, and end those that lacked the removal alone."""
     for aside in root.glob(f"{REPLACED}*"):
         folder = root / aside.name.removeprefix(REPLACED)
@@ -79,7 +79,7 @@ def bring_back(root: Path) -> None:
             aside.rename(folder)
 
 
-def set_aside(folder: Path, why: str) -> None:
+def move_damaged(folder: Path, why: str) -> None:
     aside = folder.with_name(f"{DAMAGED}{folder.name}-{secrets.token_hex(4)}")
     _log.error("checkpoint set aside", folder=str(folder), now=str(aside), why=why)
     folder.rename(aside)

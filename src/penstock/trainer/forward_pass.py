@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from penstock.trainer.batches import Batch
 from penstock.trainer.inputs import Inputs, make_inputs, split
 from penstock.trainer.losses.tokens import Tokens
-from penstock.trainer.ranks.group import Sums
+from penstock.trainer.ranks.group import RankReductions
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -49,22 +49,22 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
+class ForwardPass:
     """How forward passes are made."""
 
-    ranks: Sums
+    ranks: RankReductions
     micro_batch_tokens: int = 4096
     """Most tokens in one; a longer sample goes alone."""
     precision: torch.dtype = torch.float32
     """Of activations; weights and optimizer stay in float32."""
 
-    def over(
+    def run(
         self, scorer: Scorer, batch: Batch, samples: Ints, weights_T: Floats | None = None
     ) -> Iterator[tuple[Inputs, Tokens]]:
         """Each micro-batch of these samples, and what the model says of it."""
         device = scorer.model.device
         parts = split(samples, batch.samples, self.micro_batch_tokens)
-        for index in range(self.ranks.most_over_ranks(len(parts))):
+        for index in range(self.ranks.max_over_ranks(len(parts))):
             chosen = parts[index] if index < len(parts) else samples[:0]
             inputs = make_inputs(batch, chosen, weights_T).to(device)
             is_mixed = self.precision is not torch.float32
@@ -73,9 +73,9 @@ class Passes:
             yield inputs, tokens
 
     @torch.no_grad()
-    def look(self, scorer: Scorer, batch: Batch) -> Floats:
+    def infer(self, scorer: Scorer, batch: Batch) -> Floats:
         """What the model says of each trained token now; 0 elsewhere."""
         scores_T = np.zeros(batch.samples.ids_T.shape)
-        for inputs, tokens in self.over(scorer, batch, np.arange(batch.samples.starts_S.size)):
+        for inputs, tokens in self.run(scorer, batch, np.arange(batch.samples.starts_S.size)):
             scores_T[inputs.token_K.cpu()] = scorer.scores(tokens).double().cpu()
         return scores_T

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.trainer.attention import Rows, lay_out
+from penstock.trainer.attention import AttentionLayout, make_attention_layout
 from penstock.trainer.batches import Batch
 from penstock.trainer.losses.logprobs import Truncation
 from penstock.trainer.losses.tokens import Tokens
@@ -38,10 +38,10 @@ class Inputs:
     """Sample after sample, each without its last token: nothing is predicted from it."""
     positions_P: Tensor
     """Of each token in its own sample."""
-    rows: Rows
+    rows: AttentionLayout
     token_K: Tensor
     """Which token of the batch each trained one is."""
-    picked_K: Tensor
+    predictor_K: Tensor
     """The token of the line from which each trained token is predicted."""
     targets_K: Tensor
     sampling_K: Tensor
@@ -50,10 +50,10 @@ class Inputs:
     sequences_K: Tensor
     weights_K: Tensor
     """What each token's loss is multiplied with."""
-    lags_K: Tensor
+    staleness_K: Tensor
     temperature_K: Tensor | None
     kept: Truncation | None
-    more: Mapping[str, Tensor]
+    extra_columns: Mapping[str, Tensor]
     """The batch's further token columns."""
 
     def to(self, device: torch.device) -> Inputs:
@@ -77,24 +77,24 @@ class Inputs:
     def tokens(self, logprobs_K: Tensor, entropy_K: Tensor, **now: Tensor) -> Tokens:
         """What the objective sees, once the model has spoken."""
         dtype = logprobs_K.dtype
-        more = {name: values.to(dtype) for name, values in self.more.items()}
+        extra_columns = {name: values.to(dtype) for name, values in self.extra_columns.items()}
         return Tokens(
             logprobs_K=logprobs_K,
             entropy_K=entropy_K,
             sampling_K=self.sampling_K.to(dtype),
             advantages_K=self.advantages_K.to(dtype),
             sequences_K=self.sequences_K,
-            lags_K=self.lags_K,
-            proximal_K=more.pop(PROXIMAL, None),
-            reference_K=more.pop(REFERENCE, None),
-            more={**more, **now},
+            staleness_K=self.staleness_K,
+            proximal_K=extra_columns.pop(PROXIMAL, None),
+            reference_K=extra_columns.pop(REFERENCE, None),
+            extra_columns={**extra_columns, **now},
         )
 
 
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
-    if isinstance(value, Rows):
+    if isinstance(value, AttentionLayout):
         return value.to(device)
     if isinstance(value, Truncation):
         return Truncation(
@@ -142,18 +142,20 @@ def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> 
     return Inputs(
         ids_P=torch.from_numpy(ids_P),
         positions_P=torch.from_numpy(_ranges(np.zeros_like(lengths), lengths)),
-        rows=lay_out(lengths),
+        rows=make_attention_layout(lengths),
         token_K=torch.from_numpy(token_K),
-        picked_K=torch.from_numpy(offsets[line_B][sample_K] + column_K - 1),
+        predictor_K=torch.from_numpy(offsets[line_B][sample_K] + column_K - 1),
         targets_K=torch.from_numpy(samples.ids_T[token_K].astype(np.int64)),
         sampling_K=torch.from_numpy(samples.logprobs_T[token_K]),
         advantages_K=torch.from_numpy(advantages_of(batch)[token_K]),
         sequences_K=torch.from_numpy(sequences_K),
         weights_K=_weights(weights_T, token_K),
-        lags_K=torch.from_numpy(batch.trains_from - samples.numbers_T[token_K].astype(np.int64)),
+        staleness_K=torch.from_numpy(
+            batch.trains_from - samples.versions_T[token_K].astype(np.int64)
+        ),
         temperature_K=_temperature(samples, token_K),
         kept=_truncation(samples, token_K),
-        more=columns,
+        extra_columns=columns,
     )
 
 

@@ -28,21 +28,21 @@ from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch
-from penstock.trainer.forward_pass import Passes, Scorer
+from penstock.trainer.forward_pass import ForwardPass, Scorer
 from penstock.trainer.inputs import Inputs, advantages_of
 from penstock.trainer.losses.logprobs import behaviour_kl, log_ratio
-from penstock.trainer.losses.tokens import Budgeted, Objective, TokenLoss, Tokens
-from penstock.trainer.ranks.group import Sums
+from penstock.trainer.losses.tokens import BudgetedObjective, Objective, TokenLoss, Tokens
+from penstock.trainer.ranks.group import RankReductions
 from penstock.trainer.ranks.sharding import clip
 from penstock.trainer.schedules import Schedule
-from penstock.trainer.signals.first_update import FirstLook, first_look
+from penstock.trainer.signals.first_update import FirstUpdateStats, first_update_stats
 from penstock.trainer.signals.mismatch import Gap
-from penstock.trainer.state_shards import take
-from penstock.trainer.updates import Cut, Update, plan_updates
+from penstock.trainer.state_shards import load_shard
+from penstock.trainer.updates import Update, UpdateSpec, plan_updates
 
 Floats = npt.NDArray[np.float64]
 
-Tally = dict[str, Tensor]
+MetricSums = dict[str, Tensor]
 """Sums over trained tokens, by metric."""
 
 
@@ -77,7 +77,7 @@ class Stats:
     values: Mapping[str, float]
     gaps: Mapping[str, Gap] = field(default_factory=dict[str, Gap])
     """Between each node's engine and this trainer, on the tokens of the first update."""
-    others_learned: bool = False
+    other_models_updated: bool = False
     """Whether a model beside the actor's changed: a critic learns from equal rewards too."""
 
 
@@ -87,11 +87,11 @@ class Learner:
     def __init__(
         self,
         scorer: Scorer,
-        objective: Objective | Budgeted,
+        objective: Objective | BudgetedObjective,
         optimizer: Optimizer,
         *,
-        cut: Cut,
-        passes: Passes,
+        update_spec: UpdateSpec,
+        forward_pass: ForwardPass,
         bounds: tuple[float, float] | None = None,
     ) -> None:
         """bounds: how far below and above 1 a ratio may lie; None for a model without ratios."""
@@ -99,8 +99,8 @@ class Learner:
         self._scorer = scorer
         self._objective = objective
         self._spec = optimizer
-        self._cut = cut
-        self._passes = passes
+        self._update_spec = update_spec
+        self._forward_pass = forward_pass
         self._parameters = {name: p for name, p in scorer.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
@@ -123,39 +123,41 @@ class Learner:
         """Train on one batch."""
         started = time.perf_counter()
         rate = self._set_rate(batch.trains_from)
-        plan = plan_updates(batch, self._cut, self._passes.ranks) * self._spec.epochs
+        plan = plan_updates(batch, self._update_spec, self._forward_pass.ranks) * self._spec.epochs
         seen_T = np.full(batch.samples.ids_T.shape, np.nan)
         done = [
             self._update(update, batch, seen_T if index == 0 else None)
             for index, update in enumerate(plan)
         ]
-        sums = reduce([sums for sums, _ in done], self._passes.ranks)
+        sums = reduce_sums([sums for sums, _ in done], self._forward_pass.ranks)
         norms = [norm for _, norm in done if math.isfinite(norm)]
         applied = [one for one, (_, norm) in zip(sums, done, strict=True) if math.isfinite(norm)]
-        values = _describe(batch, self._passes.ranks) | _averages(applied)
+        values = _describe(batch, self._forward_pass.ranks) | _averages(applied)
         values["learning_rate"] = rate
         values["grad_norm"] = math.fsum(norms) / max(len(norms), 1)
         values["updates"] = float(len(applied))
         values["updates/non_finite"] = float(len(done) - len(applied))
         peak_mb = peak_memory_mb(self.model.device)
-        values["memory/peak_mb"] = float(self._passes.ranks.most_over_ranks(math.ceil(peak_mb)))
-        found = FirstLook(figures={})
+        values["memory/peak_mb"] = float(
+            self._forward_pass.ranks.max_over_ranks(math.ceil(peak_mb))
+        )
+        found = FirstUpdateStats(metrics={})
         if self._bounds is not None:
-            found = first_look(batch, seen_T, self._bounds, self._passes.ranks)
+            found = first_update_stats(batch, seen_T, self._bounds, self._forward_pass.ranks)
         values["seconds/train"] = time.perf_counter() - started
         skipped = None if applied else self._reason(values, plan)
-        return Stats(skipped=skipped, values={**values, **found.figures}, gaps=found.gaps)
+        return Stats(skipped=skipped, values={**values, **found.metrics}, gaps=found.gaps)
 
-    def look(self, batch: Batch) -> Floats:
+    def infer(self, batch: Batch) -> Floats:
         """What the model says of each trained token now, by token of the batch."""
-        return self._passes.look(self._scorer, batch)
+        return self._forward_pass.infer(self._scorer, batch)
 
     def _reason(self, values: Mapping[str, float], plan: Sequence[Update]) -> SkipReason:
         if plan:
             return SkipReason.NON_FINITE
         if not values["tokens/trained"]:
             return SkipReason.NO_TOKENS
-        has_credit = not self._cut.needs_advantage or values["advantage/zero_share"] < 1
+        has_credit = not self._update_spec.needs_advantage or values["advantage/zero_share"] < 1
         return SkipReason.REJECTED if has_credit else SkipReason.ZERO_ADVANTAGE
 
     def _set_rate(self, number: int) -> float:
@@ -164,34 +166,40 @@ class Learner:
             group["lr"] = rate
         return rate
 
-    def _update(self, update: Update, batch: Batch, seen_T: Floats | None) -> tuple[Tally, float]:
+    def _update(
+        self, update: Update, batch: Batch, seen_T: Floats | None
+    ) -> tuple[MetricSums, float]:
         """One optimizer call, or none when the gradient is not finite."""
-        objective = self._settle(update, batch)
-        tallies: list[Tally] = []
+        objective = self._resolve_objective(update, batch)
+        tallies: list[MetricSums] = []
         for inputs, tokens in self._forward(update, batch):
             loss = _by_token(objective(tokens), tokens)
-            weigh(loss, inputs).backward()
-            tallies.append(tally(tokens, loss, inputs, has_ratios=self._scorer.gives_logprobs))
+            weighted_sum(loss, inputs).backward()
+            tallies.append(
+                sum_metrics(tokens, loss, inputs, has_ratios=self._scorer.gives_logprobs)
+            )
             if seen_T is not None:
                 seen_T[inputs.token_K.cpu()] = tokens.logprobs_K.detach().double().cpu()
         norm = clip(self._parameters.values(), self._spec.max_grad_norm)
         if math.isfinite(norm):
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return add_up(tallies), norm
+        return add_sums(tallies), norm
 
-    def _settle(self, update: Update, batch: Batch) -> Objective:
+    def _resolve_objective(self, update: Update, batch: Batch) -> Objective:
         """The objective of this update; a budget is settled by a pass over all of it first."""
-        if not isinstance(self._objective, Budgeted):
+        if not isinstance(self._objective, BudgetedObjective):
             return self._objective
         with torch.no_grad():
-            pressures = [
-                self._objective.pressure(tokens) for _, tokens in self._forward(update, batch)
+            terms = [
+                self._objective.budget_terms(tokens) for _, tokens in self._forward(update, batch)
             ]
-        return self._objective.within(self._passes.ranks.gather_pressures(torch.cat(pressures)))
+        return self._objective.with_budget(
+            self._forward_pass.ranks.gather_over_ranks(torch.cat(terms))
+        )
 
     def _forward(self, update: Update, batch: Batch) -> Iterator[tuple[Inputs, Tokens]]:
-        return self._passes.over(self._scorer, batch, update.samples, update.weights_T)
+        return self._forward_pass.run(self._scorer, batch, update.samples, update.weights_T)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What the next step depends on besides the weights: AdamW's state, random generator. In a
@@ -213,12 +221,12 @@ class Learner:
         for index, (name, parameter) in enumerate(self._parameters.items()):
             if f"{name}.step" in tensors:
                 moments = {
-                    key: take(tensors, f"{name}.{key}", parameter.data)
+                    key: load_shard(tensors, f"{name}.{key}", parameter.data)
                     for key in ("exp_avg", "exp_avg_sq")
                 }
                 by_parameter[index] = {"step": tensors[f"{name}.step"], **moments}
             if with_weights:
-                parameter.data.copy_(take(tensors, f"{_WEIGHTS}{name}", parameter.data))
+                parameter.data.copy_(load_shard(tensors, f"{_WEIGHTS}{name}", parameter.data))
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": by_parameter, "param_groups": groups})
         torch.set_rng_state(tensors[_RANDOM])
@@ -228,7 +236,7 @@ _RANDOM = "random_generator"
 _WEIGHTS = "weights/"
 
 
-def first_state() -> dict[str, Tensor]:
+def initial_state() -> dict[str, Tensor]:
     """That of a learner that has learned nothing yet."""
     return {_RANDOM: torch.get_rng_state()}
 
@@ -238,11 +246,12 @@ def _by_token(loss: TokenLoss, tokens: Tokens) -> TokenLoss:
     by token, would be counted once for each of them."""
     if not isinstance(loss, TokenLoss):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
-            f"the loss gave a {type(loss).__name__}; return TokenLoss(loss_K=..., told={{}}) with "
+            f"the loss gave a {type(loss).__name__}; return TokenLoss(loss_K=..., metrics={{}}) "
+            "with "
             "one number per trained token"
         )
     wanted = tokens.logprobs_K.shape
-    for name, values_K in {"loss_K": loss.loss_K, **loss.told}.items():
+    for name, values_K in {"loss_K": loss.loss_K, **loss.metrics}.items():
         if values_K.shape != wanted:
             raise ConfigError(
                 f"the loss gave {name} of shape {tuple(values_K.shape)}, and {tuple(wanted)} is "
@@ -252,18 +261,18 @@ def _by_token(loss: TokenLoss, tokens: Tokens) -> TokenLoss:
     return loss
 
 
-def weigh(loss: TokenLoss, inputs: Inputs) -> Tensor:
+def weighted_sum(loss: TokenLoss, inputs: Inputs) -> Tensor:
     return (loss.loss_K * inputs.weights_K.to(loss.loss_K.dtype)).sum()
 
 
 @torch.no_grad()
-def tally(tokens: Tokens, loss: TokenLoss, inputs: Inputs, *, has_ratios: bool) -> Tally:
+def sum_metrics(tokens: Tokens, loss: TokenLoss, inputs: Inputs, *, has_ratios: bool) -> MetricSums:
     """The sums that a micro-batch adds to the statistics."""
     sums = {
         "tokens": torch.tensor(loss.loss_K.numel()),
-        "loss": weigh(loss, inputs),
+        "loss": weighted_sum(loss, inputs),
         **(_ratio_sums(tokens) if has_ratios else {}),
-        **{name: values.sum() for name, values in loss.told.items()},
+        **{name: values.sum() for name, values in loss.metrics.items()},
     }
     return {name: value.double().cpu() for name, value in sums.items()}
 
@@ -272,7 +281,7 @@ def _ratio_sums(tokens: Tokens) -> dict[str, Tensor]:
     """Of a model that gives log-probs. `mismatch` is over the tokens that the version trained from
     has sampled: there alone trainer and engine hold the same weights."""
     log_ratio_K = log_ratio(tokens.logprobs_K, tokens.sampling_K)
-    is_fresh_K = tokens.lags_K == 0
+    is_fresh_K = tokens.staleness_K == 0
     return {
         "fresh": is_fresh_K.sum(),
         "entropy": tokens.entropy_K.sum(),
@@ -281,11 +290,11 @@ def _ratio_sums(tokens: Tokens) -> dict[str, Tensor]:
     }
 
 
-def add_up(tallies: Sequence[Tally]) -> Tally:
+def add_sums(tallies: Sequence[MetricSums]) -> MetricSums:
     return {name: torch.stack([one[name] for one in tallies]).sum() for name in tallies[0]}
 
 
-def reduce(tallies: Sequence[Tally], ranks: Sums) -> list[dict[str, float]]:
+def reduce_sums(tallies: Sequence[MetricSums], ranks: RankReductions) -> list[dict[str, float]]:
     """The sums of each update over all ranks: the one place where a step's figures meet."""
     if not tallies:
         return []
@@ -318,7 +327,7 @@ def _averages(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return values
 
 
-def _describe(batch: Batch, ranks: Sums) -> dict[str, float]:
+def _describe(batch: Batch, ranks: RankReductions) -> dict[str, float]:
     rewards_R = batch.columns["reward"]
     is_trained_T = batch.samples.mask_T
     credited = np.unique(batch.rows_T[is_trained_T & (advantages_of(batch) != 0)])

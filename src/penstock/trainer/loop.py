@@ -26,23 +26,23 @@ from penstock.dataflow.service.trainers.messages import (
     PolicyState,
     PublishRequest,
     QuarantineRequest,
-    UsedBy,
     VersionsInUse,
+    VersionUser,
 )
-from penstock.errors import Conflict, Fenced, ForkRefused, NeverCommitted
+from penstock.errors import Conflict, Fenced, ResumeRejected, UnknownCommit
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.checkpoint import Checkpoints
 from penstock.trainer.checkpoint_saver import Saver
 from penstock.trainer.durable_files import new_token
 from penstock.trainer.learner import Stats
-from penstock.trainer.models import Crew
+from penstock.trainer.models import Models
 from penstock.trainer.publisher import Publisher
-from penstock.trainer.ranks.group import Alone, Team
-from penstock.trainer.ranks.row_fetch import draw_rows
-from penstock.trainer.ranks.worker_loop import Order, Served, num_ranks, say
-from penstock.trainer.signals.mismatch import Drifting
-from penstock.trainer.signals.monitor import Watch
+from penstock.trainer.ranks.group import Ranks, SingleRank
+from penstock.trainer.ranks.row_fetch import fetch_rows
+from penstock.trainer.ranks.worker_loop import BatchSource, RankOrder, broadcast_order, num_ranks
+from penstock.trainer.signals.mismatch import DriftingNode
+from penstock.trainer.signals.monitor import SignalMonitor
 from penstock.trainer.signals.monitor_state import from_json, to_json
 from penstock.trainer.snapshots import Snapshots
 from penstock.types import NodeId, PolicyName
@@ -53,11 +53,11 @@ _log = structlog.get_logger(__name__)
 
 POLL_S = 5.0
 """A trainer that is told to stop while it waits for a batch goes on waiting no longer than this."""
-SAY_S = 1.0
+KEEPALIVE_S = 1.0
 """How long the other ranks hear nothing while a checkpoint is waited for."""
 
 
-class Batches(Served, Protocol):
+class Batches(BatchSource, Protocol):
     """Sealed batches and what became of them."""
 
     def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None: ...
@@ -83,7 +83,7 @@ class Nodes(Protocol):
     def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None: ...
 
 
-class Dataflow(Batches, Versions, Nodes, Protocol):
+class TrainerDataflow(Batches, Versions, Nodes, Protocol):
     """All that a trainer asks of the dataflow."""
 
 
@@ -94,36 +94,38 @@ class Trainer:
         self,
         *,
         policy: PolicyName,
-        crew: Crew,
-        dataflow: Dataflow,
+        models: Models,
+        dataflow: TrainerDataflow,
         snapshots: Snapshots,
         checkpoints: Checkpoints,
         metrics: MetricsFile,
         is_stopping: Callable[[], bool] = lambda: False,
-        team: Team | None = None,
-        publishes_all: bool = False,
+        ranks: Ranks | None = None,
+        publish_every_version: bool = False,
     ) -> None:
         """publishes_all: no number is left out when publishing lags; the training waits for it."""
         self._policy = policy
-        self._crew = crew
-        self._team = team or Alone()
+        self._models = models
+        self._ranks = ranks or SingleRank()
         self._dataflow = dataflow
         self._snapshots = snapshots
         self._publisher = Publisher(snapshots, self._announce, self._versions_in_use)
         self._checkpoints = checkpoints
         self._saver = Saver(
             checkpoints,
-            permit=self._refuse_if_replaced,
-            tell=self._name_checkpoints,
-            num_ranks=num_ranks(self._team),
+            check_allowed=self._check_not_replaced,
+            on_saved=self._report_checkpoints,
+            num_ranks=num_ranks(self._ranks),
         )
         self._metrics = metrics
-        self._watch = Watch(self._quarantine, from_json(checkpoints.last.state.memory))
+        self._monitor = SignalMonitor(
+            self._quarantine, from_json(checkpoints.last.state.monitor_state)
+        )
         self._is_stopping = is_stopping
-        self._publishes_all = publishes_all
+        self._publishes_all = publish_every_version
         self._has_ended = False
         self._cursor = checkpoints.last.cursor
-        self._have_others_learned = False
+        self._other_models_updated = False
         """Since the last checkpoint, in which case its number alone does not tell its state."""
         self._seconds: dict[str, float] = {}
 
@@ -136,18 +138,18 @@ class Trainer:
         try:
             self._take_over()
             self._publish()
-            self._publisher.finish()
+            self._publisher.flush()
             for batch in self._batches():
-                stats = self._crew.step(batch)
+                stats = self._models.step(batch)
                 self._commit(batch, stats)
                 if stats.skipped is None:
                     self._publish()
                 if self._saver.is_due(self._cursor):
                     self._save()
-            self._publisher.finish()
+            self._publisher.flush()
             self._save()
-            self._finish_saving()
-            say(self._team, Order.LEAVE)
+            self._flush_saver()
+            broadcast_order(self._ranks, RankOrder.EXIT)
         finally:
             self._publisher.close()
             self._saver.close()
@@ -170,8 +172,8 @@ class Trainer:
                 if self._dataflow.state(self._policy).incarnation == known:
                     raise self._refused(error) from error
         self._cursor = replace(self._cursor, incarnation=answer.incarnation)
-        self._snapshots.remove_others()
-        self._name_checkpoints()
+        self._snapshots.remove_stale_folders()
+        self._report_checkpoints()
         _log.info(
             "trainer took over",
             policy=self._policy,
@@ -181,18 +183,18 @@ class Trainer:
             steps=answer.steps,
         )
 
-    def _refused(self, error: Conflict) -> ForkRefused:
+    def _refused(self, error: Conflict) -> ResumeRejected:
         where = f"{self._checkpoints.last.folder}, number {self._cursor.number}, batch"
-        told = (
+        message = (
             f"{self._policy}: the ledger refuses to go on from {where} {self._cursor.seq}: {error}"
         )
-        if isinstance(error, NeverCommitted):
-            told += (
+        if isinstance(error, UnknownCommit):
+            message += (
                 "\n  it is the ledger of another run, or an older copy of this one. Bring back the "
                 "one that belongs to this checkpoint; or move the checkpoint away, and what was "
                 "trained since the one before it is trained anew"
             )
-        return ForkRefused(told)
+        return ResumeRejected(message)
 
     def _batches(self) -> Iterator[Batch]:
         """Each sealed batch after the cursor, until there is no more."""
@@ -211,15 +213,15 @@ class Trainer:
                 self._has_ended = True
                 return
             if answer.manifest is None:
-                say(self._team, Order.WAIT)
+                broadcast_order(self._ranks, RankOrder.WAIT)
                 continue
             came_at = time.perf_counter()
-            say(self._team, Order.TRAIN, request.seq, request.incarnation)
-            rows = draw_rows(
-                self._dataflow, answer.manifest, self._team, minibatches=self._crew.minibatches
+            broadcast_order(self._ranks, RankOrder.TRAIN, request.seq, request.incarnation)
+            rows = fetch_rows(
+                self._dataflow, answer.manifest, self._ranks, minibatches=self._models.minibatches
             )
             batch = assemble(
-                answer.manifest, rows, self._policy, self._crew.vocab_size, ranks=self._team
+                answer.manifest, rows, self._policy, self._models.vocab_size, ranks=self._ranks
             )
             self._seconds["wait"] = came_at - asked_at
             self._seconds["read"] = time.perf_counter() - came_at
@@ -242,8 +244,8 @@ class Trainer:
         )
         self._dataflow.commit(self._policy, batch.seq, body)
         self._cursor = cursor
-        self._have_others_learned |= stats.others_learned
-        alarm = self._watch.see(batch.seq, stats)
+        self._other_models_updated |= stats.other_models_updated
+        alarm = self._monitor.observe(batch.seq, stats)
         self._metrics.append(
             {
                 "policy": self._policy,
@@ -258,21 +260,21 @@ class Trainer:
         if not trained:
             _log.warning("batch skipped", policy=self._policy, seq=batch.seq, why=body.skipped)
 
-    def _quarantine(self, node: Drifting) -> None:
+    def _quarantine(self, node: DriftingNode) -> None:
         body = QuarantineRequest(
             policy=self._policy,
             incarnation=self._cursor.incarnation,
             why=str(node),
-            session=node.session,
+            boot_id=node.boot_id,
         )
         self._dataflow.quarantine(node.node_id, body)
 
     def _publish(self) -> None:
         started = time.perf_counter()
-        say(self._team, Order.WEIGHTS)
-        self._publisher.hand_over(self._crew.weights(), self._cursor.number)
+        broadcast_order(self._ranks, RankOrder.WEIGHTS)
+        self._publisher.submit(self._models.weights(), self._cursor.number)
         if self._publishes_all:
-            self._publisher.finish()
+            self._publisher.flush()
         self._seconds["publish"] = time.perf_counter() - started
 
     def _announce(self, number: int, stored: StoredVersion) -> None:
@@ -286,46 +288,46 @@ class Trainer:
 
     def _versions_in_use(self) -> tuple[list[str], list[str]]:
         versions = self._dataflow.versions_in_use().versions
-        newest = [found.manifest_digest for found in versions if found.by is UsedBy.NEWEST]
+        newest = [found.manifest_digest for found in versions if found.by is VersionUser.NEWEST]
         return [found.manifest_digest for found in versions], newest
 
     def _save(self) -> None:
         """Hand over a copy of everything the next step depends on, each rank its own share; where
         nothing of it has changed since the last time, the cursor alone."""
         started = time.perf_counter()
-        self._finish_saving()
+        self._flush_saver()
         last = self._checkpoints.last.cursor
         if last == self._cursor:
             return
-        if last.number == self._cursor.number and not self._have_others_learned:
-            self._saver.move(self._cursor, to_json(self._watch.memory))
+        if last.number == self._cursor.number and not self._other_models_updated:
+            self._saver.move(self._cursor, to_json(self._monitor.monitor_state))
         else:
             self._save_all()
         self._seconds["checkpoint"] = time.perf_counter() - started
 
     def _save_all(self) -> None:
         token = new_token()
-        say(self._team, Order.WEIGHTS)
-        weights = self._crew.weights()
-        say(self._team, Order.STATE, token)
-        state = self._crew.state_tensors()
-        self._saver.hand_over(
+        broadcast_order(self._ranks, RankOrder.WEIGHTS)
+        weights = self._models.weights()
+        broadcast_order(self._ranks, RankOrder.STATE, token)
+        state = self._models.state_tensors()
+        self._saver.submit(
             self._cursor,
             weights=weights,
             state=state,
             static=self._snapshots.static,
             token=token,
-            memory=to_json(self._watch.memory),
+            monitor_state=to_json(self._monitor.monitor_state),
         )
-        self._have_others_learned = False
+        self._other_models_updated = False
 
-    def _finish_saving(self) -> None:
+    def _flush_saver(self) -> None:
         """Wait for the checkpoint being written, not in silence: a rank that could not write its
         share hears the next word, and ends us all."""
-        while not self._saver.finish(SAY_S):
-            say(self._team, Order.WAIT)
+        while not self._saver.flush(KEEPALIVE_S):
+            broadcast_order(self._ranks, RankOrder.WAIT)
 
-    def _refuse_if_replaced(self) -> None:
+    def _check_not_replaced(self) -> None:
         """A trainer may have slept for long before it saves: its successor's folders are not ours.
 
         Saving removes older checkpoints, and no fenced call stands between a stop and the save."""
@@ -336,7 +338,7 @@ class Trainer:
                 f"{incarnation}; no checkpoint is saved"
             )
 
-    def _name_checkpoints(self) -> None:
+    def _report_checkpoints(self) -> None:
         """Tell the ledger what could be restored, so that it keeps the rows after the oldest."""
         # Without any, the initial model is what a successor would restore.
         retained = self._checkpoints.retained or ((0, 0),)

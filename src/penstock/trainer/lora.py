@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.config import LoraConfig
 from penstock.errors import ConfigError, WeightsError
-from penstock.weights.lora import PLAIN, A, B, other_kind
+from penstock.weights.lora import PLAIN_LORA_CONFIG, A, B, unsupported_setting
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 
 
@@ -65,7 +65,7 @@ class LoraLinear(nn.Linear):
         return plain + self.scale * self.lora_B(self.lora_A(input)) if self.is_on else plain
 
 
-def put_on(model: PreTrainedModel, folder: Path, wanted: LoraConfig) -> None:
+def attach_adapter(model: PreTrainedModel, folder: Path, wanted: LoraConfig) -> None:
     """Give the model the adapter of this folder and freeze everything else."""
     adapter = read_adapter(folder)
     _check_wanted(adapter, wanted, folder)
@@ -94,7 +94,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @contextmanager
-def adapter_off(model: nn.Module) -> Generator[None]:
+def adapter_disabled(model: nn.Module) -> Generator[None]:
     """Inside, the model is what it was before its adapter."""
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     for layer in layers:
@@ -106,12 +106,12 @@ def adapter_off(model: nn.Module) -> Generator[None]:
             layer.is_on = True
 
 
-def begin_adapter(folder: Path, wanted: LoraConfig, seed: int) -> None:
+def init_adapter(folder: Path, wanted: LoraConfig, seed: int) -> None:
     """Write the adapter of number 0 beside the model in this folder, unless there is one: then the
     policy goes on with that."""
     if (folder / ADAPTER_CONFIG).exists():
         return
-    model = _outline(folder)
+    model = _meta_model(folder)
     targets = wanted.targets or tuple({name.rpartition(".")[2] for name in _linears(model)})
     adapter = Adapter(rank=wanted.rank, alpha=wanted.alpha, targets=tuple(sorted(set(targets))))
     draw = torch.Generator().manual_seed(seed)
@@ -134,7 +134,7 @@ def read_adapter(folder: Path) -> Adapter:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"{folder / ADAPTER_CONFIG} is no adapter's: {error!r}") from error
-    if why := other_kind(found):
+    if why := unsupported_setting(found):
         raise WeightsError(
             f"{folder / ADAPTER_CONFIG} describes another kind of adapter ({why}); train that one "
             "elsewhere, or begin from the model alone"
@@ -144,7 +144,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 def _peft_config(adapter: Adapter) -> dict[str, Any]:
     return {
-        **PLAIN,
+        **PLAIN_LORA_CONFIG,
         "base_model_name_or_path": None,
         "inference_mode": True,
         "lora_alpha": adapter.alpha,
@@ -165,7 +165,7 @@ def _check_wanted(adapter: Adapter, wanted: LoraConfig, folder: Path) -> None:
         )
 
 
-def _outline(folder: Path) -> nn.Module:
+def _meta_model(folder: Path) -> nn.Module:
     """The model of a folder without its weights."""
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):

@@ -75,7 +75,7 @@ def _source(init: str) -> Path:
     return source
 
 
-def name_precision(folder: Path, name: str) -> None:
+def set_config_dtype(folder: Path, name: str) -> None:
     """Say in config.json in which precision this model's versions are written and served.
 
     It is the one that the trainer computes in: an engine with weights rounded further would sample
@@ -106,7 +106,7 @@ def weight_files(folder: Path) -> list[Path]:
     return [index, *(folder / part for part in sorted(parts))]
 
 
-def is_adapted(folder: Path) -> bool:
+def has_adapter(folder: Path) -> bool:
     """Whether an adapter lies beside the model, and the model's own weights never change."""
     return (folder / ADAPTER_CONFIG).is_file()
 
@@ -121,7 +121,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 @contextmanager
 def _without_adapter(folder: Path) -> Generator[Path]:
     """Where PEFT is installed, transformers would put the adapter on by itself."""
-    if not is_adapted(folder):
+    if not has_adapter(folder):
         yield folder
         return
     with tempfile.TemporaryDirectory() as temporary:

@@ -16,27 +16,27 @@ from penstock.trainer.batches import Batch
 from penstock.trainer.learner import Learner, SkipReason, Stats
 from penstock.trainer.lora import adapter_tensors
 from penstock.trainer.pipeline.run import ACTOR, Pipeline
-from penstock.trainer.ranks.group import Alone, Team
+from penstock.trainer.ranks.group import Ranks, SingleRank
 from penstock.trainer.ranks.sharding import gather
 from penstock.trainer.snapshots import weights_of
-from penstock.trainer.state_shards import Stored, under
+from penstock.trainer.state_shards import ShardedState, with_prefix
 
 
-class Crew:
+class Models:
     """One trainer's learners by role, bound into its pipeline."""
 
     def __init__(
         self,
         learners: Mapping[str, Learner],
         pipeline: Pipeline,
-        team: Team | None = None,
+        ranks: Ranks | None = None,
         *,
         vocab_size: int,
         minibatches: int,
     ) -> None:
         """learners: those of which this rank has a share; the first rank has one of all.
         vocab_size: the actor's. minibatches: updates that a batch is cut into."""
-        self._team = team or Alone()
+        self._ranks = ranks or SingleRank()
         self._actor = learners.get(ACTOR)
         self._others = {role: found for role, found in learners.items() if role != ACTOR}
         self._pipeline = pipeline
@@ -63,10 +63,10 @@ class Crew:
         if self._actor is None:
             return {}
         if adapter := adapter_tensors(self.model):
-            return gather(adapter, self._team)
-        if isinstance(self._team, Alone):
+            return gather(adapter, self._ranks)
+        if isinstance(self._ranks, SingleRank):
             return weights_of(self.model)
-        whole = gather(self.model.state_dict(keep_vars=True), self._team)
+        whole = gather(self.model.state_dict(keep_vars=True), self._ranks)
         return weights_of(self.model, whole) if whole else {}
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -81,10 +81,10 @@ class Crew:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on bit for bit, given the same weights of the actor; from files, each rank reads its
         share alone. A learner of which they say nothing begins."""
-        if isinstance(tensors, Stored):
-            tensors = tensors.seen_by(self._team.place.rank)
+        if isinstance(tensors, ShardedState):
+            tensors = tensors.for_rank(self._ranks.position.rank)
         for role, learner in self._others.items():
-            if own := under(tensors, f"{role}/"):
+            if own := with_prefix(tensors, f"{role}/"):
                 learner.restore(own, with_weights=True)
         if self._actor is not None:
             self._actor.restore(tensors)

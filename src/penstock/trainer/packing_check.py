@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
-from penstock.trainer.attention import lay_out, use_packed_attention
+from penstock.trainer.attention import make_attention_layout, use_packed_attention
 
 LENGTHS = (5, 12)
 """Of the samples it is tried on, one behind the other."""
-MOST_APART = 1e-3
+MAX_DIFFERENCE = 1e-3
 """Of log-probs in float32; models that fit stay below a tenth of it."""
-BY_LENGTH = ("dynamic", "longrope")
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary encodings that look at the longest sample beside a token."""
 _STRIDE = 7919
 """Token ids far apart, the same on every machine."""
@@ -37,7 +37,7 @@ _STRIDE = 7919
 def require_packable(model: PreTrainedModel) -> None:
     """Refuse a model of which packed samples would be trained on log-probs that are not its own.
     It has packed attention afterwards."""
-    _refuse_encodings_by_length(model)
+    _check_rope_type(model)
     ids_P = torch.arange(1, sum(LENGTHS) + 1, device=model.device) * _STRIDE % _vocab_size(model)
     samples = ids_P.split(LENGTHS)
     alone: Any = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in samples]
@@ -46,22 +46,22 @@ def require_packable(model: PreTrainedModel) -> None:
         packed_PV = _packed_logits(model, ids_P)
     except (AttributeError, TypeError) as error:
         raise _refused(model, f"its layers do not take a line of samples ({error})") from error
-    apart = (torch.cat(alone).log_softmax(-1) - packed_PV.log_softmax(-1)).abs().max().item()
-    if not apart <= MOST_APART:
+    difference = (torch.cat(alone).log_softmax(-1) - packed_PV.log_softmax(-1)).abs().max().item()
+    if not difference <= MAX_DIFFERENCE:
         raise _refused(
             model,
-            f"the log-probs of a sample among others differ by {apart:.2g} from those of the "
+            f"the log-probs of a sample among others differ by {difference:.2g} from those of the "
             "sample alone. Its layers mix tokens outside attention, or it scales or bends scores "
             "in its own way",
         )
 
 
-def _refuse_encodings_by_length(model: PreTrainedModel) -> None:
+def _check_rope_type(model: PreTrainedModel) -> None:
     """Found where transformers keeps them, for all layers or by kind of layer."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if kind in BY_LENGTH:
+            if kind in LENGTH_DEPENDENT_ROPE:
                 raise _refused(
                     model,
                     f"its positions are encoded by the {kind} rule, after the longest sample of a "
@@ -79,7 +79,7 @@ def _refused(model: PreTrainedModel, why: str) -> ConfigError:
 def _packed_logits(model: PreTrainedModel, ids_P: Tensor) -> Tensor:
     """As the actor makes them: see `last_hidden` and `Actor`."""
     decoder: Any = model.get_decoder()
-    rows = lay_out(np.array(LENGTHS, np.int64))
+    rows = make_attention_layout(np.array(LENGTHS, np.int64))
     positions = [torch.arange(length, device=ids_P.device) for length in LENGTHS]
     line = decoder(
         input_ids=ids_P[None],

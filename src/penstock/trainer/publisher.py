@@ -15,7 +15,7 @@ import structlog
 from torch import Tensor
 
 from penstock.errors import WeightsError, WireError
-from penstock.trainer.background_worker import Beside
+from penstock.trainer.background_worker import BackgroundWorker
 from penstock.trainer.snapshots import Snapshots
 from penstock.weights.publish import StoredVersion
 
@@ -26,9 +26,9 @@ Announce = Callable[[int, StoredVersion], None]
 InUse = Callable[[], tuple[list[str], list[str]]]
 """Manifests that somebody refers to, and the newest of them."""
 
-TIDY_S = 10.0
+GC_INTERVAL_S = 10.0
 """Between two looks for what the store need not keep."""
-LEAVE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """A trainer that ends waits no longer for a version that nobody will miss."""
 
 
@@ -37,22 +37,24 @@ class Publisher:
         self._snapshots = snapshots
         self._announce = announce
         self._in_use = in_use
-        self._tidied_at = time.monotonic()
-        self._beside = Beside("publisher", self._publish, afterwards=self._tidy)
+        self._collected_at = time.monotonic()
+        self._worker = BackgroundWorker(
+            "publisher", self._publish, after_each=self._collect_garbage
+        )
 
-    def hand_over(self, weights: Mapping[str, Tensor], number: int) -> None:
+    def submit(self, weights: Mapping[str, Tensor], number: int) -> None:
         """Copy the weights; the rest happens elsewhere."""
-        skipped = self._beside.put((number, self._snapshots.copy(weights)))
+        skipped = self._worker.put((number, self._snapshots.copy(weights)))
         if skipped is not None:
             _log.info("version skipped: publishing lags", number=skipped[0], newer=number)
 
-    def finish(self) -> None:
+    def flush(self) -> None:
         """Wait until everything handed over is announced."""
-        self._beside.finish()
+        self._worker.flush()
 
     def close(self) -> None:
         """Begin nothing more."""
-        self._beside.close(LEAVE_S)
+        self._worker.close(CLOSE_TIMEOUT_S)
 
     # --- in the thread ------------------------------------------------------------------------
 
@@ -63,12 +65,12 @@ class Publisher:
         del weights
         self._announce(number, stored)
 
-    def _tidy(self) -> None:
+    def _collect_garbage(self) -> None:
         """A store that grows is no reason to stop training."""
-        if time.monotonic() - self._tidied_at < TIDY_S:
+        if time.monotonic() - self._collected_at < GC_INTERVAL_S:
             return
         try:
-            self._snapshots.tidy(*self._in_use())
+            self._snapshots.collect_garbage(*self._in_use())
         except (WeightsError, WireError) as error:
             _log.warning("the weight store was not tidied", why=str(error))
-        self._tidied_at = time.monotonic()
+        self._collected_at = time.monotonic()

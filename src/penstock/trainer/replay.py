@@ -15,24 +15,24 @@ from typing import Protocol
 
 from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.errors import ConfigError, PenstockError, StoreError
-from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor, listed
+from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor, format_unusable
 from penstock.trainer.learner import Stats
-from penstock.trainer.ranks.group import Team
+from penstock.trainer.ranks.group import Ranks
 from penstock.types import Manifest, PolicyName, RowPayload
 from penstock.weights.publish import StoredVersion
 
 _REFUSED = -1
 """The first rank's word for no checkpoint at all."""
-_OF_THE_MACHINE = frozenset({"seconds", "memory"})
+_MACHINE_METRICS = frozenset({"seconds", "memory"})
 
 
 def is_compared(name: str) -> bool:
     """Whether a statistic tells about the training, and not about the machine."""
-    return _OF_THE_MACHINE.isdisjoint(name.split("/"))
+    return _MACHINE_METRICS.isdisjoint(name.split("/"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class RecordedCommit:
     """What the trainer told the ledger about one batch, on the surviving lineage."""
 
     number: int
@@ -40,21 +40,21 @@ class Committed:
     stats: Mapping[str, float]
 
 
-class Record(Protocol):
+class RunRecord(Protocol):
     """One policy's batches as the run kept them."""
 
     def manifest(self, seq: int) -> Manifest | None: ...
 
     def rows(self, manifest: Manifest) -> Sequence[RowPayload]: ...
 
-    def committed(self, seq: int) -> Committed | None: ...
+    def committed(self, seq: int) -> RecordedCommit | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRows:
     """A record as ranks draw their rows from it."""
 
-    record: Record
+    record: RunRecord
 
     def rows(
         self, policy: PolicyName, seq: int, indexes: Sequence[int] | None = None
@@ -78,8 +78,8 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    begun_at: Cursor
+class ReplayResult:
+    started_at: Cursor
     """Of the checkpoint that it started from."""
     ended_at: Cursor
     differences: Sequence[Difference]
@@ -87,7 +87,7 @@ class Replayed:
     """The weights that came out."""
 
 
-def refuse_other_ranks(have: int, trained: int) -> None:
+def check_num_ranks(have: int, trained: int) -> None:
     if have != trained:
         raise StoreError(
             f"{trained} ranks trained this, and {have} would compute it again: sums over other "
@@ -96,31 +96,33 @@ def refuse_other_ranks(have: int, trained: int) -> None:
         )
 
 
-def agree_on_beginning(checkpoints: Checkpoints, number: int, team: Team) -> Checkpoint | None:
+def choose_start_checkpoint(
+    checkpoints: Checkpoints, number: int, ranks: Ranks
+) -> Checkpoint | None:
     """The newest before this number, which the first rank chooses; where it refuses, it says why,
     and the others get None."""
-    if not team.place.is_first:
-        [chosen] = team.first_says([0])
+    if not ranks.position.is_rank0:
+        [chosen] = ranks.broadcast_from_rank0([0])
         return None if chosen == _REFUSED else checkpoints.at(chosen)
     try:
         found = _last_before(checkpoints, number)
     except PenstockError:
-        team.first_says([_REFUSED])
+        ranks.broadcast_from_rank0([_REFUSED])
         raise
-    team.first_says([found.cursor.number])
+    ranks.broadcast_from_rank0([found.cursor.number])
     return found
 
 
 def _last_before(checkpoints: Checkpoints, number: int) -> Checkpoint:
     """The newest before this number, if the step was trained under the config of today."""
-    complete, unusable = checkpoints.look()
+    complete, unusable = checkpoints.scan()
     before = [found for found in complete if found.cursor.number < number]
     if not before:
         known = ", ".join(str(found.cursor.number) for found in complete) or "none"
         raise StoreError(
             f"no checkpoint before number {number} is left in {checkpoints.root} (kept: {known}); "
             "a step can be computed again only after the oldest of them"
-            + (f"\n  these cannot be used:\n{listed(unusable)}" if unusable else "")
+            + (f"\n  these cannot be used:\n{format_unusable(unusable)}" if unusable else "")
         )
     # A life restores one and trains until it saves the next, which holds that life's config; what
     # none was saved after was trained under the config of the run.
@@ -136,7 +138,7 @@ def _last_before(checkpoints: Checkpoints, number: int) -> Checkpoint:
 
 
 def replay(
-    record: Record,
+    record: RunRecord,
     cursor: Cursor,
     number: int,
     *,
@@ -161,16 +163,18 @@ def replay(
     return cursor, found
 
 
-def compare(seq: int, committed: Committed, stats: Stats) -> list[Difference]:
+def compare(seq: int, committed: RecordedCommit, stats: Stats) -> list[Difference]:
     """What of a step is not bit for bit as the trainer told it then."""
     found: list[Difference] = []
     if committed.skipped != (stats.skipped or ""):
         was, now = (word or "trained" for word in (committed.skipped, stats.skipped))
         found.append(Difference(seq=seq, what="the step", recorded=was, computed=now))
-    for name, told in committed.stats.items():
+    for name, recorded in committed.stats.items():
         if not is_compared(name):
             continue
         again = stats.values.get(name, math.nan)
-        if again != told:
-            found.append(Difference(seq=seq, what=name, recorded=repr(told), computed=repr(again)))
+        if again != recorded:
+            found.append(
+                Difference(seq=seq, what=name, recorded=repr(recorded), computed=repr(again))
+            )
     return found

@@ -41,7 +41,7 @@ class Samples:
     """True where the token was sampled and is to be trained."""
     logprobs_T: Floats
     """As sampled, under the token's own sampling spec."""
-    numbers_T: npt.NDArray[np.int32]
+    versions_T: npt.NDArray[np.int32]
     """Number of the version that sampled it; -1 where another policy did."""
     turns_T: npt.NDArray[np.int32]
     """Index of the token's turn in its trajectory, its prompt included."""
@@ -63,8 +63,9 @@ TOKEN_COLUMNS = tuple(one.name for one in fields(Samples) if one.name.endswith("
 
 
 @dataclass(slots=True)
-class _Pieces:
-    """What `cut` collects before it is joined once: a segment is one prompt part or one answer."""
+class _SampleBuilder:
+    """What `make_samples` collects before it is joined once: a segment is one prompt part or one
+    answer."""
 
     ids: list[bytes] = field(default_factory=list[bytes])
     logprobs: list[bytes] = field(default_factory=list[bytes])
@@ -114,19 +115,19 @@ class _Pieces:
 _CONTEXT = (False, 1.0, 0, 1.0, 0.0)
 
 
-def cut(
+def make_samples(
     rows: Iterable[tuple[int, Trajectory]],
     policy: PolicyName,
-    sees: Seen | None = None,
+    visible_roles: Seen | None = None,
     roles: Mapping[str, int] = NO_ROLES,
 ) -> Samples:
     """Samples of these (manifest index, trajectory) pairs, in their order. `roles` numbers those of
     the batch; one that is not among them is 0."""
-    pieces = _Pieces()
+    pieces = _SampleBuilder()
     for row, trajectory in rows:
         lengths = [len(turn.sampled_ids) // 4 for turn in trajectory.turns]
         before = [0, *accumulate(lengths)]
-        for path, trained in _paths(trajectory.turns, policy, sees):
+        for path, trained in _paths(trajectory.turns, policy, visible_roles):
             num_ids = 0
             for index in path:
                 turn = trajectory.turns[index]
@@ -142,24 +143,24 @@ def cut(
     return _join(pieces)
 
 
-def is_seen(made_by: PolicyName, role: str, policy: PolicyName, sees: Seen | None) -> bool:
+def is_seen(made_by: PolicyName, role: str, policy: PolicyName, visible_roles: Seen | None) -> bool:
     """Whether the trainer of `policy` sees what `made_by` did in this role."""
-    return made_by == policy if sees is None else (made_by, role) in sees
+    return made_by == policy if visible_roles is None else (made_by, role) in visible_roles
 
 
-def is_trained(turn: Turn, policy: PolicyName, sees: Seen | None = None) -> bool:
+def is_trained(turn: Turn, policy: PolicyName, visible_roles: Seen | None = None) -> bool:
     """Whether this policy learns from the turn's answer."""
-    return is_seen(turn.policy, turn.role, policy, sees) and is_trainable(turn)
+    return is_seen(turn.policy, turn.role, policy, visible_roles) and is_trainable(turn)
 
 
 def _paths(
-    turns: Sequence[Turn], policy: PolicyName, sees: Seen | None
+    turns: Sequence[Turn], policy: PolicyName, visible_roles: Seen | None
 ) -> Iterator[tuple[Sequence[int], frozenset[int]]]:
     """Each root-to-leaf path with the turns to train in it, cut behind the last of these.
 
     A turn shared by several branches is trained in the first; a path left with none is left out.
     """
-    left = {index for index, turn in enumerate(turns) if is_trained(turn, policy, sees)}
+    left = {index for index, turn in enumerate(turns) if is_trained(turn, policy, visible_roles)}
     if len(turns) == 1:
         if left:
             yield (0,), frozenset(left)
@@ -183,7 +184,7 @@ def _path_to(leaf: int, turns: Sequence[Turn]) -> list[int]:
     return path[::-1]
 
 
-def _join(pieces: _Pieces) -> Samples:
+def _join(pieces: _SampleBuilder) -> Samples:
     lengths = np.array(pieces.lengths, np.int64)
     specs = np.array(pieces.specs, np.float64).reshape(-1, 5)
     ends = np.cumsum(np.array(pieces.sample_lengths, np.int64))
@@ -198,7 +199,7 @@ def _join(pieces: _Pieces) -> Samples:
         ids_T=np.frombuffer(b"".join(pieces.ids), "<i4"),
         mask_T=mask,
         logprobs_T=np.frombuffer(b"".join(pieces.logprobs), "<f4"),
-        numbers_T=np.repeat(np.array(pieces.span_numbers, np.int32), span_lengths),
+        versions_T=np.repeat(np.array(pieces.span_numbers, np.int32), span_lengths),
         turns_T=np.repeat(np.array(pieces.turns, np.int32), lengths),
         roles_T=np.repeat(np.array(pieces.roles, np.int32), lengths),
         sampled_T=_counted_from(np.array(pieces.sampled, np.int64), lengths),

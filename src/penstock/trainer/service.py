@@ -17,29 +17,29 @@ from penstock.dataflow.client.dataflow import TrainerClient
 from penstock.errors import Fenced, Unreachable
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import assemble
-from penstock.trainer.build import build_crew, load_policy, spread_of
+from penstock.trainer.build import build_models, load_policy, parallel_layouts
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
-from penstock.trainer.config_upgrade import as_written_now
-from penstock.trainer.device import CPU, own_device
-from penstock.trainer.learner import SkipReason, Stats, first_state
+from penstock.trainer.config_upgrade import upgrade_saved_config
+from penstock.trainer.device import CPU, select_device
+from penstock.trainer.learner import SkipReason, Stats, initial_state
 from penstock.trainer.loop import Trainer
-from penstock.trainer.lora import adapter_tensors, begin_adapter
-from penstock.trainer.model_folders import init_model, name_precision
-from penstock.trainer.models import Crew
+from penstock.trainer.lora import adapter_tensors, init_adapter
+from penstock.trainer.model_folders import init_model, set_config_dtype
+from penstock.trainer.models import Models
 from penstock.trainer.pipeline.builtin import chain_of
-from penstock.trainer.ranks.group import Alone, Team, form_all, join
-from penstock.trainer.ranks.row_fetch import draw_rows
-from penstock.trainer.ranks.supervisor import Membership
-from penstock.trainer.ranks.worker_loop import follow, num_ranks
+from penstock.trainer.ranks.group import Ranks, SingleRank, join, make_ranks
+from penstock.trainer.ranks.row_fetch import fetch_rows
+from penstock.trainer.ranks.supervisor import RankEnv
+from penstock.trainer.ranks.worker_loop import num_ranks, worker_loop
 from penstock.trainer.replay import (
-    Record,
     RecordedRows,
-    Replayed,
-    agree_on_beginning,
-    refuse_other_ranks,
+    ReplayResult,
+    RunRecord,
+    check_num_ranks,
+    choose_start_checkpoint,
     replay,
 )
-from penstock.trainer.snapshots import Snapshots, constant_files, weights_of
+from penstock.trainer.snapshots import Snapshots, unchanged_files, weights_of
 from penstock.types import Manifest, PolicyName
 
 EXIT_FENCED = 3
@@ -59,7 +59,7 @@ def run_trainer(
     token: str,
     run_dir: Path,
     store_root: Path,
-    member: Membership | None = None,
+    rank_env: RankEnv | None = None,
     accepts_changes: bool = False,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> int:
@@ -71,11 +71,11 @@ def run_trainer(
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     torch.set_num_threads(config.for_policy(policy).model.torch_threads)
     checkpoints = make_checkpoints(config, policy, run_dir, accepts_changes=accepts_changes)
-    device = own_device(member.local_rank if member else 0)
-    team = form_team(config, policy, member, device)
-    crew, checkpoint = make_crew(config, policy, checkpoints, team, device)
-    if not team.place.is_first:
-        follow(PolicyName(policy), crew, client, team, checkpoints.root)
+    device = select_device(rank_env.local_rank if rank_env else 0)
+    ranks = join_ranks(config, policy, rank_env, device)
+    models, checkpoint = restore_models(config, policy, checkpoints, ranks, device)
+    if not ranks.position.is_rank0:
+        worker_loop(PolicyName(policy), models, client, ranks, checkpoints.root)
         return 0
     snapshots = Snapshots(
         store_root,
@@ -86,14 +86,14 @@ def run_trainer(
     try:
         is_complete = Trainer(
             policy=PolicyName(policy),
-            crew=crew,
-            team=team,
+            models=models,
+            ranks=ranks,
             dataflow=client,
             snapshots=snapshots,
             checkpoints=checkpoints,
             metrics=metrics,
             is_stopping=is_stopping,
-            publishes_all=config.deterministic,
+            publish_every_version=config.deterministic,
         ).run()
     except Fenced as error:
         _log.error("trainer was replaced and exits", policy=policy, why=str(error))
@@ -119,46 +119,48 @@ def run_trainer(
 def replay_step(
     config: RunConfig,
     policy: str,
-    record: Record,
+    record: RunRecord,
     *,
     number: int,
     run_dir: Path,
     scratch: Path,
-    team: Team | None = None,
+    ranks: Ranks | None = None,
     device: torch.device = CPU,
-) -> Replayed | None:
+) -> ReplayResult | None:
     """Compute `number` again, from the newest checkpoint before it, into a store in `scratch`. All
     ranks of a team call it, and the first one gets what came of it."""
-    team = team or Alone()
+    ranks = ranks or SingleRank()
     torch.set_num_threads(config.for_policy(policy).model.torch_threads)
     checkpoints = make_checkpoints(config, policy, run_dir)
-    refuse_other_ranks(num_ranks(team), chain_of(config, policy).num_ranks)
-    checkpoint = agree_on_beginning(checkpoints, number, team)
+    check_num_ranks(num_ranks(ranks), chain_of(config, policy).num_ranks)
+    checkpoint = choose_start_checkpoint(checkpoints, number, ranks)
     if checkpoint is None:
         return None
-    crew = build_crew(config, policy, checkpoint.folder, team, device)
-    crew.restore(checkpoint.read_state())
+    models = build_models(config, policy, checkpoint.folder, ranks, device)
+    models.restore(checkpoint.read_state())
 
     def step(manifest: Manifest) -> Stats:
-        rows = draw_rows(RecordedRows(record=record), manifest, team, minibatches=crew.minibatches)
-        batch = assemble(manifest, rows, PolicyName(policy), crew.vocab_size, ranks=team)
-        stats = crew.step(batch)
-        [is_trained] = team.first_says([int(stats.skipped is None)])
-        if team.place.is_first or is_trained:
+        rows = fetch_rows(
+            RecordedRows(record=record), manifest, ranks, minibatches=models.minibatches
+        )
+        batch = assemble(manifest, rows, PolicyName(policy), models.vocab_size, ranks=ranks)
+        stats = models.step(batch)
+        [is_trained] = ranks.broadcast_from_rank0([int(stats.skipped is None)])
+        if ranks.position.is_rank0 or is_trained:
             return stats
         return replace(stats, skipped=SkipReason.NO_TOKENS)  # for a rank that sat the actor out
 
     cursor, differences = replay(record, checkpoint.cursor, number, step=step)
-    weights = crew.weights()
-    if not team.place.is_first:
+    weights = models.weights()
+    if not ranks.position.is_rank0:
         return None
     snapshots = Snapshots(scratch / "weights", PolicyName(policy), checkpoint.folder)
     try:
         stored = snapshots.put(snapshots.copy(weights), cursor.number)
     finally:
         snapshots.close()
-    return Replayed(
-        begun_at=checkpoint.cursor, ended_at=cursor, differences=differences, stored=stored
+    return ReplayResult(
+        started_at=checkpoint.cursor, ended_at=cursor, differences=differences, stored=stored
     )
 
 
@@ -172,40 +174,40 @@ def make_checkpoints(
         policy=policy,
         config=identity(config),
         accepts_changes=accepts_changes,
-        complete_config=lambda saved: as_written_now(saved, config),
+        upgrade_config=lambda saved: upgrade_saved_config(saved, config),
         every=config.for_policy(policy).training.checkpoint_every,
     )
 
 
-def make_crew(
+def restore_models(
     config: RunConfig,
     policy: str,
     checkpoints: Checkpoints,
-    team: Team,
+    ranks: Ranks,
     device: torch.device = CPU,
-) -> tuple[Crew, Checkpoint]:
+) -> tuple[Models, Checkpoint]:
     """The learners as the newest checkpoint left them; the first start makes the one of number
     0."""
-    if team.place.is_first:
-        checkpoint = checkpoints.newest() or _begin(config, policy, checkpoints)
-        team.first_says([checkpoint.cursor.number])
+    if ranks.position.is_rank0:
+        checkpoint = checkpoints.newest() or _init_checkpoint(config, policy, checkpoints)
+        ranks.broadcast_from_rank0([checkpoint.cursor.number])
     else:
-        [number] = team.first_says([0])
+        [number] = ranks.broadcast_from_rank0([0])
         checkpoint = checkpoints.at(number)
-    crew = build_crew(config, policy, checkpoint.folder, team, device)
-    crew.restore(checkpoint.read_state())
-    return crew, checkpoint
+    models = build_models(config, policy, checkpoint.folder, ranks, device)
+    models.restore(checkpoint.read_state())
+    return models, checkpoint
 
 
-def _begin(config: RunConfig, policy: str, checkpoints: Checkpoints) -> Checkpoint:
+def _init_checkpoint(config: RunConfig, policy: str, checkpoints: Checkpoints) -> Checkpoint:
     torch.manual_seed(config.seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         init_model(config.for_policy(policy).model.init, folder, config.seed)
-        return begin_with(config, policy, checkpoints, folder)
+        return save_initial_checkpoint(config, policy, checkpoints, folder)
 
 
-def begin_with(
+def save_initial_checkpoint(
     config: RunConfig, policy: str, checkpoints: Checkpoints, folder: Path
 ) -> Checkpoint:
     """Number 0, of the model in this folder alone: what else learns begins when it is built, each
@@ -213,24 +215,24 @@ def begin_with(
     torch.manual_seed(config.seed)
     settings = config.for_policy(policy)
     if settings.model.lora is not None:
-        begin_adapter(folder, settings.model.lora, config.seed)
+        init_adapter(folder, settings.model.lora, config.seed)
     else:
-        name_precision(folder, settings.training.precision)
+        set_config_dtype(folder, settings.training.precision)
     model = load_policy(settings, folder)
     adapter = {name: tensor.detach() for name, tensor in adapter_tensors(model).items()}
     return checkpoints.save(
         Cursor(number=0, seq=0, incarnation=0),
         weights=adapter or weights_of(model),
-        state=first_state(),
-        static=constant_files(folder),
+        state=initial_state(),
+        static=unchanged_files(folder),
     )
 
 
-def form_team(
-    config: RunConfig, policy: str, member: Membership | None, device: torch.device
-) -> Team:
+def join_ranks(
+    config: RunConfig, policy: str, rank_env: RankEnv | None, device: torch.device
+) -> Ranks:
     """The gang this process is a rank of, or a team of its own."""
-    if member is None:
-        return Alone()
-    join(member, device=device.type)
-    return form_all(spread_of(chain_of(config, policy).stages), device=device.type)
+    if rank_env is None:
+        return SingleRank()
+    join(rank_env, device=device.type)
+    return make_ranks(parallel_layouts(chain_of(config, policy).stages), device=device.type)

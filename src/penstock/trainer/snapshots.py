@@ -22,14 +22,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.trainer.model_folders import (
     WEIGHTS,
-    is_adapted,
+    has_adapter,
     link_or_copy,
     static_files,
     weight_files,
 )
 from penstock.types import PolicyName
 from penstock.weights.manifest import ADAPTER_WEIGHTS
-from penstock.weights.publish import StoredVersion, let_go, put_snapshot
+from penstock.weights.publish import StoredVersion, delete_unreferenced, put_snapshot
 
 _PREFIX = ".snapshot-"
 
@@ -59,21 +59,21 @@ class Snapshots:
         self._store_root = store_root
         self._anchor_every = anchor_every
         self._policy = policy
-        self._beside = store_root.parent
+        self._parent = store_root.parent
         self._prefix = f"{_PREFIX}{policy}-"
-        self._beside.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._beside))
-        for path in constant_files(model_folder):
+        self._parent.mkdir(parents=True, exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._parent))
+        for path in unchanged_files(model_folder):
             if path.name not in _NOT_SERVED:
                 link_or_copy(path, self._folder / path.name)
-        self._weights_name = ADAPTER_WEIGHTS if is_adapted(model_folder) else WEIGHTS
-        self._dtype = torch.float32 if is_adapted(model_folder) else _dtype(model_folder)
+        self._weights_name = ADAPTER_WEIGHTS if has_adapter(model_folder) else WEIGHTS
+        self._dtype = torch.float32 if has_adapter(model_folder) else _dtype(model_folder)
         self._last: StoredVersion | None = None
 
     @property
     def static(self) -> list[Path]:
         """Files that every folder of this policy's weights carries unchanged."""
-        return constant_files(self._folder)
+        return unchanged_files(self._folder)
 
     def copy(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """These weights as they are now, in the precision that config.json names; an adapter's in
@@ -96,9 +96,9 @@ class Snapshots:
         )
         return self._last
 
-    def tidy(self, in_use: Collection[str], newest: Collection[str]) -> None:
+    def collect_garbage(self, in_use: Collection[str], newest: Collection[str]) -> None:
         """Let go of what the store need not keep: these are the manifests that it must."""
-        let_go(self._store_root, in_use, newest, anchor_every=self._anchor_every)
+        delete_unreferenced(self._store_root, in_use, newest, anchor_every=self._anchor_every)
 
     def _write(self, weights: Mapping[str, Tensor]) -> Path:
         """The folder with these weights."""
@@ -107,9 +107,9 @@ class Snapshots:
         temporary.replace(self._folder / self._weights_name)
         return self._folder
 
-    def remove_others(self) -> None:
+    def remove_stale_folders(self) -> None:
         """Delete what earlier lives of this trainer left; call it once they are fenced."""
-        for path in self._beside.glob(f"{self._prefix}*"):
+        for path in self._parent.glob(f"{self._prefix}*"):
             if path != self._folder:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -121,13 +121,13 @@ _NOT_SERVED = ("trainer.json",)
 """In a checkpoint's folder beside the model, and of no use to an engine."""
 
 
-def constant_files(folder: Path) -> list[Path]:
+def unchanged_files(folder: Path) -> list[Path]:
     """What is the same in all versions: the static files, and under an adapter its model."""
     return static_files(folder) + _frozen_files(folder)
 
 
 def _frozen_files(folder: Path) -> list[Path]:
-    return weight_files(folder) if is_adapted(folder) else []
+    return weight_files(folder) if has_adapter(folder) else []
 
 
 def _dtype(model_folder: Path) -> torch.dtype:

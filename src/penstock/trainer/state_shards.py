@@ -26,14 +26,14 @@ from torch import Tensor
 
 from penstock.errors import BadRequest, StoreError
 from penstock.trainer.durable_files import digest, sync, write_durably
-from penstock.trainer.ranks.regions import Box, box_of, is_kept_here, lay_out, local
-from penstock.trainer.ranks.sharding import spread
+from penstock.trainer.ranks.regions import TensorRegion, as_dtensor, is_owner, local, region_of
+from penstock.trainer.ranks.sharding import shard_like
 from penstock.wire.codec import JSON, decode, encode_json
 
 OPTIMIZER = "optimizer.safetensors"
 """All of it, where one rank has all of it."""
-LOOK_S = 0.02
-_BOXES = "boxes"
+POLL_S = 0.02
+_REGIONS = "regions"
 _RECEIPT = ".written-by-rank-"
 
 
@@ -46,29 +46,29 @@ def state_names(num_ranks: int) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class StateShard:
     """What one rank keeps of the state; no later step changes it."""
 
     tensors: Mapping[str, Tensor]
-    boxes: Mapping[str, Box]
+    regions: Mapping[str, TensorRegion]
     """Where a tensor lies in the whole; those not named here are whole, and every rank's own."""
 
 
-def copy_shares(state: Mapping[str, Tensor]) -> Shares:
+def copy_shard(state: Mapping[str, Tensor]) -> StateShard:
     """This rank's part of each tensor, in host memory. What a lower rank has too is left to it."""
-    kept = {name: tensor.detach() for name, tensor in state.items() if is_kept_here(tensor)}
-    boxes = {name: box_of(tensor) for name, tensor in kept.items()}
-    return Shares(
+    kept = {name: tensor.detach() for name, tensor in state.items() if is_owner(tensor)}
+    regions = {name: region_of(tensor) for name, tensor in kept.items()}
+    return StateShard(
         tensors={
             name: local(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format)
             for name, tensor in kept.items()
         },
-        boxes={name: box for name, box in boxes.items() if box is not None},
+        regions={name: region for name, region in regions.items() if region is not None},
     )
 
 
-def write_state(path: Path, shares: Shares) -> None:
-    header = {_BOXES: encode_json(shares.boxes).decode()} if shares.boxes else None
+def write_state(path: Path, shares: StateShard) -> None:
+    header = {_REGIONS: encode_json(shares.regions).decode()} if shares.regions else None
     save_file(dict(shares.tensors), path, metadata=header)
 
 
@@ -81,7 +81,7 @@ class _Receipt:
     digest: str
 
 
-def put_share(folder: Path, rank: int, num_ranks: int, shares: Shares) -> None:
+def write_shard(folder: Path, rank: int, num_ranks: int, shares: StateShard) -> None:
     """Write one rank's file; the receipt comes last, when it is durable."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / state_names(num_ranks)[rank]
@@ -91,7 +91,7 @@ def put_share(folder: Path, rank: int, num_ranks: int, shares: Shares) -> None:
     write_durably(folder / f"{_RECEIPT}{rank}", encode_json(receipt).decode())
 
 
-def await_shares(folder: Path, num_ranks: int) -> dict[str, str]:
+def wait_for_shards(folder: Path, num_ranks: int) -> dict[str, str]:
     """The digest of every rank's file, by name, once all of them are durable.
 
     waits for: receipts · ends: when all are there. A rank that dies is noticed elsewhere, and ends
@@ -106,7 +106,7 @@ def await_shares(folder: Path, num_ranks: int) -> dict[str, str]:
         found = [receipt for receipt in receipts if receipt is not None]
         if len(found) == num_ranks:
             return {receipt.name: receipt.digest for receipt in found}
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def remove_receipts(folder: Path) -> None:
@@ -129,7 +129,7 @@ def _read_receipt(folder: Path, rank: int) -> _Receipt | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
+class _ShardTensor:
     """One tensor of one file."""
 
     file: Any
@@ -137,31 +137,31 @@ class _Piece:
     rank: int
     """Which rank wrote it."""
     name: str
-    box: Box | None = None
+    region: TensorRegion | None = None
 
-    def read(self, box: Box) -> Tensor:
+    def read(self, region: TensorRegion) -> Tensor:
         """The part of it that lies in this box, which touches it."""
-        if not box.shape:
+        if not region.shape:
             return self.file.get_tensor(self.name)
-        own = self.box or Box.all_of(box.whole)
-        return self.file.get_slice(self.name)[box.slices_in(own)]
+        own = self.region or TensorRegion.full(region.whole)
+        return self.file.get_slice(self.name)[region.slices_in(own)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored(Mapping[str, Tensor]):
+class ShardedState(Mapping[str, Tensor]):
     """The state in the files of all ranks: whole tensors by name, each read when it is asked for,
     or any part of one."""
 
-    pieces: Mapping[str, Sequence[_Piece]]
+    pieces: Mapping[str, Sequence[_ShardTensor]]
     rank: int = 0
     """Whose own tensors are read, where every rank has its own."""
 
     def __getitem__(self, name: str) -> Tensor:
         pieces = self.pieces[name]
-        if pieces[0].box is None:
+        if pieces[0].region is None:
             own = self._own(pieces)
             return own.file.get_tensor(own.name)
-        return self.part(name, Box.all_of(pieces[0].box.whole))
+        return self.part(name, TensorRegion.full(pieces[0].region.whole))
 
     def __contains__(self, name: object) -> bool:
         return name in self.pieces
@@ -172,21 +172,21 @@ class Stored(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.pieces)
 
-    def part(self, name: str, wanted: Box) -> Tensor:
+    def part(self, name: str, wanted: TensorRegion) -> Tensor:
         """One box of a tensor, from all files that hold some of it."""
         pieces = self.pieces[name]
-        if pieces[0].box is None:
+        if pieces[0].region is None:
             return self._own(pieces).read(wanted)
         made: Tensor | None = None
         num_read = 0
         for piece in pieces:
-            assert piece.box is not None, "every rank writes its box, or every rank the whole"
-            common = piece.box.common(wanted)
-            if common is None:
+            assert piece.region is not None, "every rank writes its box, or every rank the whole"
+            intersect = piece.region.intersect(wanted)
+            if intersect is None:
                 continue
-            found = piece.read(common)
+            found = piece.read(intersect)
             made = torch.empty(wanted.shape, dtype=found.dtype) if made is None else made
-            made[common.slices_in(wanted)] = found
+            made[intersect.slices_in(wanted)] = found
             num_read += found.numel()
         if num_read != math.prod(wanted.shape):
             raise StoreError(
@@ -195,50 +195,52 @@ class Stored(Mapping[str, Tensor]):
             )
         return torch.empty(wanted.shape) if made is None else made
 
-    def seen_by(self, rank: int) -> Stored:
-        return Stored(pieces=self.pieces, rank=rank)
+    def for_rank(self, rank: int) -> ShardedState:
+        return ShardedState(pieces=self.pieces, rank=rank)
 
-    def _own(self, pieces: Sequence[_Piece]) -> _Piece:
+    def _own(self, pieces: Sequence[_ShardTensor]) -> _ShardTensor:
         return next((piece for piece in pieces if piece.rank == self.rank), pieces[0])
 
 
-def open_state(paths: Sequence[Path]) -> Stored:
+def open_state(paths: Sequence[Path]) -> ShardedState:
     """Files of which the digests were checked, by rank; nothing but headers is read yet."""
-    pieces: dict[str, list[_Piece]] = {}
+    pieces: dict[str, list[_ShardTensor]] = {}
     for rank, path in enumerate(paths):
         file: Any = safe_open(path, framework="pt")
-        boxes = _boxes(path, file.metadata() or {})
+        regions = _regions(path, file.metadata() or {})
         for name in cast(list[str], file.keys()):
-            piece = _Piece(file=file, path=path, rank=rank, name=name, box=boxes.get(name))
+            piece = _ShardTensor(
+                file=file, path=path, rank=rank, name=name, region=regions.get(name)
+            )
             known = pieces.setdefault(name, [])
-            if piece.box is None or all(piece.box != other.box for other in known):
+            if piece.region is None or all(piece.region != other.region for other in known):
                 known.append(piece)  # ranks inside one part may have written the same box
-    return Stored(pieces=pieces)
+    return ShardedState(pieces=pieces)
 
 
-def _boxes(path: Path, header: Mapping[str, str]) -> dict[str, Box]:
+def _regions(path: Path, header: Mapping[str, str]) -> dict[str, TensorRegion]:
     try:
-        return decode(header.get(_BOXES, "{}").encode(), dict[str, Box], media_type=JSON)
+        return decode(header.get(_REGIONS, "{}").encode(), dict[str, TensorRegion], media_type=JSON)
     except BadRequest as error:
         raise StoreError(f"the header of {path} does not say where its tensors lie") from error
 
 
-def under(state: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
+def with_prefix(state: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
     """Those whose names begin so, by the rest of their names."""
-    if isinstance(state, Stored):
-        return Stored(pieces=_cut_off(state.pieces, prefix), rank=state.rank)
-    return _cut_off(state, prefix)
+    if isinstance(state, ShardedState):
+        return ShardedState(pieces=_strip_prefix(state.pieces, prefix), rank=state.rank)
+    return _strip_prefix(state, prefix)
 
 
-def _cut_off(named: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _strip_prefix(named: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {
         name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)
     }
 
 
-def take(state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+def load_shard(state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
     """This rank's share of a tensor, laid out as another is; of files only that much is read."""
-    box = box_of(like)
-    if box is None or not isinstance(state, Stored):
-        return spread(state[name], like)
-    return lay_out(state.part(name, box), like)
+    region = region_of(like)
+    if region is None or not isinstance(state, ShardedState):
+        return shard_like(state[name], like)
+    return as_dtensor(state.part(name, region), like)

@@ -18,9 +18,9 @@ import torch
 
 from penstock.trainer.batches import Batch
 from penstock.trainer.inputs import PROXIMAL, advantages_of, tokens_of, trained_tokens
-from penstock.trainer.losses.aggregation import Counts, Weights, count
+from penstock.trainer.losses.aggregation import Counts, LossWeights, count
 from penstock.trainer.losses.mismatch import Correction
-from penstock.trainer.ranks.group import Sums
+from penstock.trainer.ranks.group import RankReductions
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -37,28 +37,28 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class UpdateSpec:
     """How a batch becomes updates."""
 
     minibatches: int = 1
     """Parts of a batch, one update each."""
-    weights: Weights = field(default_factory=Weights)
+    weights: LossWeights = field(default_factory=LossWeights)
     correction: Correction | None = None
     """What of the data is rejected."""
     needs_advantage: bool = True
     """An update in which no token has one teaches nothing; false for a critic or a student."""
 
 
-def plan_updates(batch: Batch, cut: Cut, ranks: Sums) -> list[Update]:
+def plan_updates(batch: Batch, update_spec: UpdateSpec, ranks: RankReductions) -> list[Update]:
     """One pass over the batch; an update that teaches nothing on any rank is left out."""
-    is_kept_T = _survivors(batch, cut.correction)
-    shares = list(_shares(batch, cut.minibatches))
+    is_kept_T = _survivors(batch, update_spec.correction)
+    shares = list(_shares(batch, update_spec.minibatches))
     local = [_count(batch, samples, is_kept_T) for samples in shares]
     whole = ranks.sum_over_ranks(np.array(local, np.float64)).astype(np.int64)
     return [
-        _update(batch, samples, counts, cut.weights, is_kept_T)
+        _update(batch, samples, counts, update_spec.weights, is_kept_T)
         for samples, counts, num_credited in zip(shares, _counts(whole), whole[:, -1], strict=True)
-        if not counts.is_empty and (num_credited > 0 or not cut.needs_advantage)
+        if not counts.is_empty and (num_credited > 0 or not update_spec.needs_advantage)
     ]
 
 
@@ -96,7 +96,7 @@ def _counts(whole: Ints) -> Sequence[Counts]:
 
 
 def _update(
-    batch: Batch, samples: Ints, counts: Counts, weights: Weights, is_kept_T: Bools | None
+    batch: Batch, samples: Ints, counts: Counts, weights: LossWeights, is_kept_T: Bools | None
 ) -> Update:
     token_K = tokens_of(batch.samples, samples)
     kept_K = None if is_kept_T is None else is_kept_T[token_K]

@@ -15,7 +15,7 @@ from penstock.config.pipeline import PipelineStageConfig
 from penstock.trainer.model_folders import TINY_QWEN3, initial_folder
 
 
-def other_vocabularies(stages: Iterable[PipelineStageConfig], init: str) -> Iterator[str]:
+def vocabulary_mismatches(stages: Iterable[PipelineStageConfig], init: str) -> Iterator[str]:
     """Why models that stages of a policy name cannot be asked about its tokens; the policy's own is
     `init`. Sizes may differ where the tokenizers are equal: some makers pad larger models more."""
     for stage in stages:

@@ -18,27 +18,27 @@ from penstock.errors import WeightsError
 from penstock.types import PolicyName
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import FileEntry, SnapshotManifest, parse_manifest
-from penstock.weights.rebuild import follow, way_from_whole
+from penstock.weights.rebuild import apply_chain, chain_from_full
 from penstock.weights.store import DirectoryStore
 
-SHORT = 12
+SHORT_DIGEST_CHARS = 12
 """Digits of a digest that people are shown."""
 MIN_PREFIX = 4
 NUM_SUGGESTED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptFile:
+class CatalogFile:
     entry: FileEntry
-    is_whole: bool
-    way: tuple[DeltaEntry, ...]
+    is_full: bool
+    chain: tuple[DeltaEntry, ...]
     """From a whole file to this one, if it is not whole itself."""
     deltas: tuple[DeltaEntry, ...]
     """All that lead to it."""
 
     @property
-    def is_there(self) -> bool:
-        return self.is_whole or bool(self.way)
+    def is_available(self) -> bool:
+        return self.is_full or bool(self.chain)
 
     @property
     def delta_bytes(self) -> int:
@@ -47,11 +47,11 @@ class KeptFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptVersion:
+class CatalogVersion:
     digest: str
     """Of its manifest."""
     manifest: SnapshotManifest
-    files: tuple[KeptFile, ...]
+    files: tuple[CatalogFile, ...]
 
     @property
     def name(self) -> str:
@@ -66,17 +66,17 @@ class KeptVersion:
         return sum(file.delta_bytes for file in self.files)
 
     @property
-    def is_whole(self) -> bool:
-        return all(file.is_whole for file in self.files)
+    def is_full(self) -> bool:
+        return all(file.is_full for file in self.files)
 
     @property
-    def is_there(self) -> bool:
-        return all(file.is_there for file in self.files)
+    def is_available(self) -> bool:
+        return all(file.is_available for file in self.files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
-    versions: tuple[KeptVersion, ...]
+    versions: tuple[CatalogVersion, ...]
     """By policy and number."""
     damaged: tuple[str, ...]
     """Digests of manifests that cannot be read."""
@@ -87,7 +87,7 @@ class Catalog:
 
 
 def read_catalog(store: DirectoryStore) -> Catalog:
-    versions: list[KeptVersion] = []
+    versions: list[CatalogVersion] = []
     damaged: list[str] = []
     for digest in store.manifests():
         try:
@@ -97,66 +97,80 @@ def read_catalog(store: DirectoryStore) -> Catalog:
         except (WeightsError, OSError):
             damaged.append(digest)
             continue
-        files = tuple(_keep(store, entry) for entry in manifest.files)
-        versions.append(KeptVersion(digest=digest, manifest=manifest, files=files))
+        files = tuple(_catalog_file(store, entry) for entry in manifest.files)
+        versions.append(CatalogVersion(digest=digest, manifest=manifest, files=files))
     versions.sort(key=lambda found: (found.manifest.policy, found.manifest.number, found.digest))
     return Catalog(versions=tuple(versions), damaged=tuple(damaged))
 
 
-def _keep(store: DirectoryStore, entry: FileEntry) -> KeptFile:
-    is_whole = store.has_blob(entry.blob)
-    way = () if is_whole else way_from_whole(store, entry.blob)
+def _catalog_file(store: DirectoryStore, entry: FileEntry) -> CatalogFile:
+    is_full = store.has_blob(entry.blob)
+    chain = () if is_full else chain_from_full(store, entry.blob)
     deltas = tuple(store.entries_to(entry.blob))
-    return KeptFile(entry=entry, is_whole=is_whole, way=way, deltas=deltas)
+    return CatalogFile(entry=entry, is_full=is_full, chain=chain, deltas=deltas)
 
 
 # --- which version somebody means -----------------------------------------------------------------
 
 
-def find_version(catalog: Catalog, word: str) -> KeptVersion:
+def find_version(catalog: Catalog, reference: str) -> CatalogVersion:
     """`policy@number`, the number alone where there is one policy, or how a manifest's digest
     begins."""
-    found = [version for version in catalog.versions if _is_meant(version, word, catalog.policies)]
-    if not found and len(word) >= MIN_PREFIX:
-        found = [version for version in catalog.versions if version.digest.startswith(word)]
+    found = [
+        version
+        for version in catalog.versions
+        if _matches_reference(version, reference, catalog.policies)
+    ]
+    if not found and len(reference) >= MIN_PREFIX:
+        found = [version for version in catalog.versions if version.digest.startswith(reference)]
     if len(found) == 1:
         return found[0]
     if found:
         raise WeightsError(
-            f"{word} means {len(found)} versions; give one by its manifest: "
-            + ", ".join(f"{version.digest[:SHORT]} ({version.name})" for version in found)
+            f"{reference} means {len(found)} versions; give one by its manifest: "
+            + ", ".join(
+                f"{version.digest[:SHORT_DIGEST_CHARS]} ({version.name})" for version in found
+            )
         )
-    raise WeightsError(f"no version {word[:80]!r} in this store; {_suggestion(catalog, word)}")
+    raise WeightsError(
+        f"no version {reference[:80]!r} in this store; {_suggestion(catalog, reference)}"
+    )
 
 
-def _is_meant(version: KeptVersion, word: str, policies: Sequence[PolicyName]) -> bool:
-    return word == version.name or (len(policies) == 1 and word == str(version.manifest.number))
+def _matches_reference(
+    version: CatalogVersion, reference: str, policies: Sequence[PolicyName]
+) -> bool:
+    return reference == version.name or (
+        len(policies) == 1 and reference == str(version.manifest.number)
+    )
 
 
-def _suggestion(catalog: Catalog, word: str) -> str:
+def _suggestion(catalog: Catalog, reference: str) -> str:
     names = list(dict.fromkeys(version.name for version in catalog.versions))
     if not names:
         return "it has none at all"
-    policy, _, number = word.rpartition("@")
-    if "." in number and (named := [name for name in names if name == _without_life(word)]):
+    policy, _, number = reference.rpartition("@")
+    if "." in number and (
+        named := [name for name in names if name == _without_incarnation(reference)]
+    ):
         return f"manifests know no incarnation, write {named[0]}"
     if not policy and number.isdecimal() and len(catalog.policies) > 1:
         near = [f"{policy}@{number}" for policy in catalog.policies]
         near = [name for name in near if name in names]
     else:
         near = []
-    near = near or _nearest(names, word if policy else f"{catalog.policies[0]}@{word}")
+    near = near or _nearest(names, reference if policy else f"{catalog.policies[0]}@{reference}")
     return f"did you mean {' or '.join(near)}? `penstock weights ls RUN` lists all"
 
 
-def _without_life(word: str) -> str:
-    policy, _, number = word.rpartition("@")
+def _without_incarnation(reference: str) -> str:
+    policy, _, number = reference.rpartition("@")
     return f"{policy}@{number.rpartition('.')[2]}"
 
 
-def _nearest(names: Sequence[str], word: str) -> list[str]:
+def _nearest(names: Sequence[str], reference: str) -> list[str]:
     """By number within the policy that was meant."""
-    policy, _, number = word.rpartition("@")
+    policy, _, number = reference.rpartition("@")
     policies = list(dict.fromkeys(name.rpartition("@")[0] for name in names))
     [meant] = difflib.get_close_matches(policy, policies, 1, 0.0) or policies[:1]
     same = [name for name in names if name.rpartition("@")[0] == meant]
@@ -179,7 +193,7 @@ def names_by_blob(catalog: Catalog, policy: PolicyName) -> dict[str, str]:
 
 
 @contextmanager
-def undisturbed(store: DirectoryStore) -> Generator[None]:
+def deletion_paused(store: DirectoryStore) -> Generator[None]:
     """Nothing is deleted meanwhile, if this user may write there at all."""
     with ExitStack() as held:
         with suppress(OSError):
@@ -188,18 +202,18 @@ def undisturbed(store: DirectoryStore) -> Generator[None]:
 
 
 @contextmanager
-def whole_file(store: DirectoryStore, blob: str, scratch: Path) -> Generator[Path]:
+def full_file(store: DirectoryStore, blob: str, scratch: Path) -> Generator[Path]:
     """The file where it lies, or one made from deltas for as long as it is read."""
     path = store.blob_path(blob)
     if path.exists():
         yield path
         return
-    way = way_from_whole(store, blob)
-    if not way:
+    chain = chain_from_full(store, blob)
+    if not chain:
         raise WeightsError(f"blob {blob} is gone, and no deltas lead to it")
     made = scratch / blob
     try:
-        follow(store, way, made)
+        apply_chain(store, chain, made)
         yield made
     finally:
         made.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import WeightsError
-from penstock.weights.catalog import KeptVersion, undisturbed, whole_file
+from penstock.weights.catalog import CatalogVersion, deletion_paused, full_file
 from penstock.weights.deltas.file_delta import layout_of
 from penstock.weights.manifest import SnapshotManifest
 from penstock.weights.store import DirectoryStore
@@ -25,7 +25,7 @@ from penstock.weights.tensors import ITEM_BYTES, TensorEntry
 PIECE_ITEMS = 1 << 20
 FLOATS = {"BF16": np.dtype("<u2"), "F16": np.dtype("<u2"), "F32": np.dtype("<u4")}
 """Bit patterns of the types whose neighbours can be counted."""
-WHOLE_NUMBERS = {"U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4"}
+INTEGERS = {"U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,8 @@ class TensorChange:
 class Comparison:
     changes: tuple[TensorChange, ...]
     """Of all tensors that both have in one shape and type; most changed first."""
-    only_old: tuple[str, ...]
-    only_new: tuple[str, ...]
+    removed: tuple[str, ...]
+    added: tuple[str, ...]
     reshaped: tuple[str, ...]
     """Of another shape or type."""
 
@@ -61,12 +61,14 @@ class Comparison:
         return sum(change.num_changed for change in self.changes)
 
 
-def compare(store: DirectoryStore, old: KeptVersion, new: KeptVersion, scratch: Path) -> Comparison:
+def compare(
+    store: DirectoryStore, old: CatalogVersion, new: CatalogVersion, scratch: Path
+) -> Comparison:
     olds, news = _by_name(old.manifest), _by_name(new.manifest)
     both = [name for name in news if name in olds]
     same_kind = [name for name in both if _kind(olds[name]) == _kind(news[name])]
     changes: list[TensorChange] = []
-    with undisturbed(store), ExitStack() as opened:
+    with deletion_paused(store), ExitStack() as opened:
         differing = {name for name in same_kind if olds[name].digest != news[name].digest}
         before = _tensors(opened, store, old, scratch / "old", differing)
         after = _tensors(opened, store, new, scratch / "new", differing)
@@ -77,8 +79,8 @@ def compare(store: DirectoryStore, old: KeptVersion, new: KeptVersion, scratch: 
                 changes.append(_unchanged(news[name]))
     return Comparison(
         changes=tuple(sorted(changes, key=lambda change: (-change.share, change.name))),
-        only_old=tuple(name for name in olds if name not in news),
-        only_new=tuple(name for name in news if name not in olds),
+        removed=tuple(name for name in olds if name not in news),
+        added=tuple(name for name in news if name not in olds),
         reshaped=tuple(name for name in both if name not in set(same_kind)),
     )
 
@@ -92,7 +94,11 @@ def _kind(tensor: TensorEntry) -> tuple[str, tuple[int, ...]]:
 
 
 def _tensors(
-    opened: ExitStack, store: DirectoryStore, version: KeptVersion, scratch: Path, wanted: set[str]
+    opened: ExitStack,
+    store: DirectoryStore,
+    version: CatalogVersion,
+    scratch: Path,
+    wanted: set[str],
 ) -> Mapping[str, NDArray[np.uint8]]:
     """Raw bytes of the wanted tensors, mapped."""
     found: dict[str, NDArray[np.uint8]] = {}
@@ -100,10 +106,14 @@ def _tensors(
     for file in version.files:
         if not file.entry.name.endswith(".safetensors") or wanted <= found.keys():
             continue
-        path = opened.enter_context(whole_file(store, file.entry.blob, scratch))
+        path = opened.enter_context(full_file(store, file.entry.blob, scratch))
         mapped = np.memmap(path, np.uint8, "r")
-        spans = layout_of(path).spans.items()
-        found |= {name: mapped[span.start : span.end] for name, span in spans if name in wanted}
+        byte_ranges = layout_of(path).byte_ranges.items()
+        found |= {
+            name: mapped[byte_range.start : byte_range.end]
+            for name, byte_range in byte_ranges
+            if name in wanted
+        }
     if missing := wanted - found.keys():
         raise WeightsError(
             f"{version.name}: {min(missing)} is in none of its files; `penstock weights verify` "
@@ -124,7 +134,7 @@ def _change(tensor: TensorEntry, old: NDArray[np.uint8], new: NDArray[np.uint8])
     bits = np.dtype(f"<u{item_bytes}")
     num_changed, max_ulps, max_abs = 0, 0, 0.0
     has_ulps = tensor.dtype in FLOATS
-    has_values = has_ulps or tensor.dtype in WHOLE_NUMBERS
+    has_values = has_ulps or tensor.dtype in INTEGERS
     step = PIECE_ITEMS * item_bytes
     for start in range(0, len(new), step):
         one, two = old[start : start + step].view(bits), new[start : start + step].view(bits)
@@ -158,5 +168,5 @@ def _ordered(bits: NDArray[Any]) -> NDArray[np.int64]:
 def _values(bits: NDArray[Any], dtype: str) -> NDArray[np.float64]:
     if dtype == "BF16":
         bits, dtype = bits.astype(np.uint32) << np.uint32(16), "F32"
-    kinds = {"F16": "<f2", "F32": "<f4", **WHOLE_NUMBERS}
+    kinds = {"F16": "<f2", "F32": "<f4", **INTEGERS}
     return bits.view(kinds[dtype]).astype(np.float64)

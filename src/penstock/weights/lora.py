@@ -10,7 +10,7 @@ from penstock.types import JsonObject
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of a layer's two factors."""
-PLAIN: JsonObject = {
+PLAIN_LORA_CONFIG: JsonObject = {
     "peft_type": "LORA",
     "bias": "none",
     "use_dora": False,
@@ -24,9 +24,9 @@ PLAIN: JsonObject = {
 }
 
 
-def other_kind(config: Mapping[str, object]) -> str | None:
+def unsupported_setting(config: Mapping[str, object]) -> str | None:
     """Where this config is not plain LoRA's; a word left out or empty is as good."""
-    for word, plain in PLAIN.items():
+    for word, plain in PLAIN_LORA_CONFIG.items():
         if (config.get(word) or plain) != plain:
             return f"{word} is {config[word]!r}, and plain LoRA's is {plain!r}"
     return None

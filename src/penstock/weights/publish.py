@@ -17,9 +17,9 @@ from pathlib import Path
 import structlog
 from blake3 import blake3
 
-from penstock.errors import WeightsError, boundary
+from penstock.errors import WeightsError, wrap_errors
 from penstock.types import PolicyName
-from penstock.weights.deltas.file_delta import has_one_layout, make_delta
+from penstock.weights.deltas.file_delta import has_same_layout, make_delta
 from penstock.weights.manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -31,7 +31,7 @@ from penstock.weights.manifest import (
     make_manifest,
     parse_manifest,
 )
-from penstock.weights.retention import carry_out, plan
+from penstock.weights.retention import execute_plan, plan_deletion
 from penstock.weights.store import DirectoryStore, open_regular
 from penstock.weights.tensors import Scan
 
@@ -71,7 +71,7 @@ def put_snapshot(
         raise WeightsError(f"no .safetensors file in {folder}; save the model there first")
     _check_base(folder, names, base)
     known = {name: after.scans[name] for name in unchanged if name in after.scans} if after else {}
-    with boundary(WeightsError, f"putting {folder} into the weight store {store_root}"):
+    with wrap_errors(WeightsError, f"putting {folder} into the weight store {store_root}"):
         store = DirectoryStore(store_root)
         store.prepare()
         with store.writing():
@@ -85,17 +85,17 @@ def put_snapshot(
     )
 
 
-def let_go(
+def delete_unreferenced(
     store_root: Path, in_use: Collection[str], newest: Collection[str], *, anchor_every: int
 ) -> None:
     """Delete what the store need not keep; nothing while somebody writes, the next call will.
 
     in_use: manifests of every policy that somebody refers to · newest: those kept whole."""
-    with boundary(WeightsError, f"tidying the weight store {store_root}"):
+    with wrap_errors(WeightsError, f"tidying the weight store {store_root}"):
         store = DirectoryStore(store_root)
         with store.deleting() as is_alone:
             if is_alone:
-                carry_out(store, plan(store, in_use, newest, anchor_every=anchor_every))
+                execute_plan(store, plan_deletion(store, in_use, newest, anchor_every=anchor_every))
 
 
 def _check_base(folder: Path, names: Sequence[str], base: str) -> None:
@@ -138,7 +138,7 @@ def _put_delta(store: DirectoryStore, base: FileEntry, file: FileEntry) -> None:
     found = blake3(max_threads=blake3.AUTO).update_mmap(paths[0]).hexdigest()
     if found != base.blob:
         raise WeightsError(f"{paths[0]} is damaged: its digest is {found}; delete it")
-    if has_one_layout(*paths):
+    if has_same_layout(*paths):
         make = partial(make_delta, *paths, base_blob=base.blob, target_blob=file.blob)
         store.put_delta(base.blob, file.blob, make)
 

@@ -26,14 +26,14 @@ import structlog
 from blake3 import blake3
 
 from penstock.errors import WeightsError
-from penstock.weights.deltas.chain import DeltaEntry, cheapest
+from penstock.weights.deltas.chain import DeltaEntry, cheapest_chain
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of, is_digest
 from penstock.weights.tensors import Scan, Sink, scan
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
-READ_S = 120.0
+READ_WINDOW_S = 120.0
 """Who asks for no more of a blob for so long has it, or has given it up."""
 ABANDONED_S = 86_400.0
 """A file still incoming after a day belongs to a writer that died."""
@@ -71,12 +71,12 @@ class DirectoryStore:
     def deleting(self) -> Generator[bool]:
         """Unset while somebody writes: the next time will do."""
         with self._lock_file() as descriptor:
-            is_alone = True
+            has_lock = True
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                is_alone = False
-            yield is_alone
+                has_lock = False
+            yield has_lock
 
     @contextmanager
     def _lock_file(self) -> Generator[int]:
@@ -106,11 +106,13 @@ class DirectoryStore:
         _sync_folder(self._manifests)
         return digest
 
-    def put_delta(self, base: str, target: str, write: Callable[[Output], None]) -> DeltaEntry:
+    def put_delta(
+        self, base: str, target: str, write: Callable[[DigestingWriter], None]
+    ) -> DeltaEntry:
         """Keep what `write` writes as the delta between these blobs, lasting when this returns."""
 
-        def fill(sink: Sink) -> Output:
-            out = Output(sink)
+        def fill(sink: Sink) -> DigestingWriter:
+            out = DigestingWriter(sink)
             write(out)
             return out
 
@@ -141,9 +143,9 @@ class DirectoryStore:
                 found.append(_entry_decoder.decode(path.read_bytes()))
         return found
 
-    def way_to(self, file: str, num_bytes: int, have: Collection[str]) -> tuple[DeltaEntry, ...]:
+    def chain_to(self, file: str, num_bytes: int, have: Collection[str]) -> tuple[DeltaEntry, ...]:
         """Deltas from one of these blobs to this file, if they take less than its bytes."""
-        return cheapest(file, lambda blob: blob in have, self.deltas_to, below=num_bytes)
+        return cheapest_chain(file, lambda blob: blob in have, self.deltas_to, below=num_bytes)
 
     def blob_path(self, digest: str) -> Path:
         return self._blobs / digest
@@ -183,18 +185,18 @@ class DirectoryStore:
         for folder in _files(self._deltas):
             yield from self.entries_to(folder.name)
 
-    def note_read(self, digest: str) -> None:
+    def mark_read(self, digest: str) -> None:
         """Somebody reads this blob, and will want more of it."""
         with suppress(OSError):  # a full disk is no reader's fault
             self._reading.mkdir(exist_ok=True)
             (self._reading / digest).touch()
 
-    def read_lately(self) -> set[str]:
+    def recently_read(self) -> set[str]:
         """Blobs that somebody has read within the last minutes; older notes are dropped."""
         found: set[str] = set()
         for path in _files(self._reading):
             with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime < READ_S:
+                if time.time() - path.stat().st_mtime < READ_WINDOW_S:
                     found.add(path.name)
                 else:
                     path.unlink()
@@ -254,7 +256,7 @@ class DirectoryStore:
             temporary.unlink(missing_ok=True)
 
 
-class Output:
+class DigestingWriter:
     """What is written goes to a sink and into a digest."""
 
     def __init__(self, sink: Sink) -> None:

@@ -67,12 +67,12 @@ class Scan:
     """BLAKE3 (hex) of the whole file."""
     num_bytes: int
     tensors: tuple[TensorEntry, ...]
-    written_ns: int = field(default=0, compare=False)
+    mtime_ns: int = field(default=0, compare=False)
     """When the file was last written to, as of the moment before this pass; 0: nobody looked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TensorRange:
     """Where a tensor lies in its file."""
 
     dtype: str
@@ -90,15 +90,17 @@ class Layout:
 
     head: bytes
     """Everything before the first tensor."""
-    spans: Mapping[str, Span]
+    byte_ranges: Mapping[str, TensorRange]
 
     @property
     def num_bytes(self) -> int:
-        return len(self.head) + sum(span.num_bytes for span in self.spans.values())
+        return len(self.head) + sum(
+            byte_range.num_bytes for byte_range in self.byte_ranges.values()
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Range:
+class _HeaderEntry:
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -121,29 +123,29 @@ def check_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
 
 def read_layout(source: BinaryIO, name: str) -> Layout:
     """From the front of a file; its weights are left unread."""
-    reading = _Reading(source, name, None)
-    length, header = _read_header(reading)
-    spans = {
-        tensor: Span(
+    reader = _DigestingReader(source, name, None)
+    length, header = _read_header(reader)
+    byte_ranges = {
+        tensor: TensorRange(
             dtype=found.dtype,
-            start=reading.num_bytes + found.data_offsets[0],
-            end=reading.num_bytes + found.data_offsets[1],
+            start=reader.num_bytes + found.data_offsets[0],
+            end=reader.num_bytes + found.data_offsets[1],
         )
         for tensor, found in parse_header(header, name)
     }
-    return Layout(head=length + header, spans=spans)
+    return Layout(head=length + header, byte_ranges=byte_ranges)
 
 
 def scan(source: BinaryIO, name: str, sink: Sink | None = None) -> Scan:
     """Digest the file, and its tensors if it has any; `sink` gets exactly the bytes digested."""
-    reading = _Reading(source, name, sink)
-    tensors = _scan_tensors(reading) if name.endswith(".safetensors") else ()
-    while reading.take(PIECE_BYTES):
+    reader = _DigestingReader(source, name, sink)
+    tensors = _scan_tensors(reader) if name.endswith(".safetensors") else ()
+    while reader.read_up_to(PIECE_BYTES):
         pass
-    return Scan(blob=reading.digest(), num_bytes=reading.num_bytes, tensors=tensors)
+    return Scan(blob=reader.digest(), num_bytes=reader.num_bytes, tensors=tensors)
 
 
-class _Reading:
+class _DigestingReader:
     """One pass over a file: each piece goes to the file's digest, the sink and the caller."""
 
     def __init__(self, source: BinaryIO, name: str, sink: Sink | None) -> None:
@@ -153,7 +155,7 @@ class _Reading:
         self._sink = sink
         self._hash = blake3()
 
-    def take(self, max_bytes: int) -> bytes:
+    def read_up_to(self, max_bytes: int) -> bytes:
         piece = self._source.read(max_bytes)
         self.num_bytes += len(piece)
         self._hash.update(piece)
@@ -161,10 +163,10 @@ class _Reading:
             self._sink(piece)
         return piece
 
-    def exactly(self, num_bytes: int) -> bytes:
+    def read_exactly(self, num_bytes: int) -> bytes:
         pieces: list[bytes] = []
         while num_bytes > 0:
-            piece = self.take(min(num_bytes, PIECE_BYTES))
+            piece = self.read_up_to(min(num_bytes, PIECE_BYTES))
             if not piece:
                 raise WeightsError(f"{self.name} is cut off at byte {self.num_bytes}")
             pieces.append(piece)
@@ -175,45 +177,45 @@ class _Reading:
         return self._hash.hexdigest()
 
 
-def _read_header(reading: _Reading) -> tuple[bytes, bytes]:
+def _read_header(reader: _DigestingReader) -> tuple[bytes, bytes]:
     """Its length, and itself."""
-    length = reading.exactly(8)
+    length = reader.read_exactly(8)
     header_bytes = int.from_bytes(length, "little")
     if not 2 <= header_bytes <= MAX_HEADER_BYTES:
         raise WeightsError(
-            f"{reading.name}: header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} allowed; "
+            f"{reader.name}: header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} allowed; "
             "this is no safetensors file"
         )
-    return length, reading.exactly(header_bytes)
+    return length, reader.read_exactly(header_bytes)
 
 
-def _scan_tensors(reading: _Reading) -> tuple[TensorEntry, ...]:
-    _, header = _read_header(reading)
-    ranges = parse_header(header, reading.name)
-    tensors = tuple(_digest_tensor(reading, name, found) for name, found in ranges)
-    if reading.take(1):
-        raise WeightsError(f"{reading.name}: bytes after the last tensor belong to none")
+def _scan_tensors(reader: _DigestingReader) -> tuple[TensorEntry, ...]:
+    _, header = _read_header(reader)
+    ranges = parse_header(header, reader.name)
+    tensors = tuple(_digest_tensor(reader, name, found) for name, found in ranges)
+    if reader.read_up_to(1):
+        raise WeightsError(f"{reader.name}: bytes after the last tensor belong to none")
     return tensors
 
 
-def _digest_tensor(reading: _Reading, name: str, found: _Range) -> TensorEntry:
+def _digest_tensor(reader: _DigestingReader, name: str, found: _HeaderEntry) -> TensorEntry:
     start, end = found.data_offsets
     left = end - start
     digest = blake3()
     while left > 0:
-        piece = reading.take(min(left, PIECE_BYTES))
+        piece = reader.read_up_to(min(left, PIECE_BYTES))
         if not piece:
-            raise WeightsError(f"{reading.name} is cut off inside tensor {name}")
+            raise WeightsError(f"{reader.name} is cut off inside tensor {name}")
         digest.update(piece)
         left -= len(piece)
     return TensorEntry(name=name, dtype=found.dtype, shape=found.shape, digest=digest.hexdigest())
 
 
 _raw_header = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_raw_range = msgspec.json.Decoder(_Range)
+_raw_range = msgspec.json.Decoder(_HeaderEntry)
 
 
-def parse_header(header: bytes, where: str) -> list[tuple[str, _Range]]:
+def parse_header(header: bytes, where: str) -> list[tuple[str, _HeaderEntry]]:
     """The tensors in file order; together they must cover the data without gap or overlap."""
     try:
         raw = _raw_header.decode(header)

@@ -11,18 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import WeightsError
-from penstock.weights.catalog import SHORT, KeptFile, KeptVersion, undisturbed, whole_file
+from penstock.weights.catalog import (
+    SHORT_DIGEST_CHARS,
+    CatalogFile,
+    CatalogVersion,
+    deletion_paused,
+    full_file,
+)
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import SnapshotManifest, parse_manifest
-from penstock.weights.rebuild import way_from_whole
+from penstock.weights.rebuild import chain_from_full
 from penstock.weights.store import DirectoryStore, open_regular
 from penstock.weights.tensors import Scan, TensorEntry, scan
 
-NUM_NAMED = 3
+MAX_NAMED_TENSORS = 3
 """Tensors that a line of damage names."""
-AGAIN = "publish the version again, or copy the file from a relay or node that has it"
+REPUBLISH = "publish the version again, or copy the file from a relay or node that has it"
 
-Report = Callable[[str, str, int], object]
+ProgressCallback = Callable[[str, str, int], object]
 """Told before each file is read: version, file name, bytes."""
 
 
@@ -33,13 +39,13 @@ class Damage:
     """File of the version, or what else is wrong."""
     path: str
     why: str
-    cure: str
+    fix: str
 
 
 class Verifier:
     """Files that versions share are read once."""
 
-    def __init__(self, store: DirectoryStore, scratch: Path, report: Report) -> None:
+    def __init__(self, store: DirectoryStore, scratch: Path, report: ProgressCallback) -> None:
         self.num_bytes = 0
         """Read so far."""
         self._store = store
@@ -49,9 +55,9 @@ class Verifier:
         """What was found in each blob, or why nothing could be."""
         self._deltas: set[str] = set()
 
-    def verify(self, version: KeptVersion) -> list[Damage]:
+    def verify(self, version: CatalogVersion) -> list[Damage]:
         """Nothing when it is sound, or was deleted meanwhile by whoever may."""
-        with undisturbed(self._store):
+        with deletion_paused(self._store):
             try:
                 self._store.read_manifest(version.digest)
             except FileNotFoundError:
@@ -59,26 +65,26 @@ class Verifier:
             found = [wrong for file in version.files for wrong in self._file(version, file)]
             return found or list(self._tensors(version))
 
-    def _file(self, version: KeptVersion, file: KeptFile) -> Iterator[Damage]:
+    def _file(self, version: CatalogVersion, file: CatalogFile) -> Iterator[Damage]:
         entry = file.entry
         scanned = self._scan(version.name, file)
         if isinstance(scanned, str):
             yield self._damage(version, file, scanned)
         elif scanned.blob != entry.blob:
-            why = f"its digest is {scanned.blob[:SHORT]}"
+            why = f"its digest is {scanned.blob[:SHORT_DIGEST_CHARS]}"
             named = _differing(version.manifest, scanned.tensors)
             yield self._damage(version, file, f"{why}; {named}" if named else why)
         for step in file.deltas:
             yield from self._delta(version, file, step)
 
-    def _scan(self, name: str, file: KeptFile) -> Scan | str:
+    def _scan(self, name: str, file: CatalogFile) -> Scan | str:
         blob = file.entry.blob
         if blob not in self._scans:
             self._report(name, file.entry.name, file.entry.bytes)
             self.num_bytes += file.entry.bytes
             try:
                 with (
-                    whole_file(self._store, blob, self._scratch) as path,
+                    full_file(self._store, blob, self._scratch) as path,
                     open_regular(path) as opened,
                 ):
                     self._scans[blob] = scan(opened, file.entry.name)
@@ -86,7 +92,9 @@ class Verifier:
                 self._scans[blob] = str(error)
         return self._scans[blob]
 
-    def _delta(self, version: KeptVersion, file: KeptFile, step: DeltaEntry) -> Iterator[Damage]:
+    def _delta(
+        self, version: CatalogVersion, file: CatalogFile, step: DeltaEntry
+    ) -> Iterator[Damage]:
         if step.blob in self._deltas:
             return
         self._deltas.add(step.blob)
@@ -97,30 +105,30 @@ class Verifier:
                 found = scan(opened, "")
             self.num_bytes += found.num_bytes
             if (found.blob, found.num_bytes) != (step.blob, step.bytes):
-                why = f"its digest is {found.blob[:SHORT]}"
+                why = f"its digest is {found.blob[:SHORT_DIGEST_CHARS]}"
         except OSError as error:
             why = str(error)
         if why:
             yield Damage(
                 version=version.name,
-                what=f"delta to {file.entry.name} from {step.base[:SHORT]}",
+                what=f"delta to {file.entry.name} from {step.base[:SHORT_DIGEST_CHARS]}",
                 path=str(path),
                 why=why,
-                cure="delete it; nodes fetch the whole file instead" if file.is_whole else AGAIN,
+                fix="delete it; nodes fetch the whole file instead" if file.is_full else REPUBLISH,
             )
 
-    def _damage(self, version: KeptVersion, file: KeptFile, why: str) -> Damage:
+    def _damage(self, version: CatalogVersion, file: CatalogFile, why: str) -> Damage:
         path = self._store.blob_path(file.entry.blob)
-        if not file.is_whole:
-            cure = AGAIN
-        elif way_from_whole(self._store, file.entry.blob):
-            cure = "delete it; it is made again from deltas when somebody asks for it"
+        if not file.is_full:
+            fix = REPUBLISH
+        elif chain_from_full(self._store, file.entry.blob):
+            fix = "delete it; it is made again from deltas when somebody asks for it"
         else:
-            cure = f"delete it and {AGAIN}"
-        what = file.entry.name if file.is_whole else f"{file.entry.name} (from deltas)"
-        return Damage(version=version.name, what=what, path=str(path), why=why, cure=cure)
+            fix = f"delete it and {REPUBLISH}"
+        what = file.entry.name if file.is_full else f"{file.entry.name} (from deltas)"
+        return Damage(version=version.name, what=what, path=str(path), why=why, fix=fix)
 
-    def _tensors(self, version: KeptVersion) -> Iterator[Damage]:
+    def _tensors(self, version: CatalogVersion) -> Iterator[Damage]:
         """Files may be what the manifest says while it lies about the tensors in them."""
         scans = [self._scans[file.entry.blob] for file in version.files]
         found = [tensor for each in scans if isinstance(each, Scan) for tensor in each.tensors]
@@ -134,7 +142,7 @@ class Verifier:
                 what="manifest",
                 path=version.digest,
                 why=f"{named}, though its files are as it says",
-                cure="no node takes this version; publish it again",
+                fix="no node takes this version; publish it again",
             )
 
 
@@ -144,8 +152,8 @@ def _differing(manifest: SnapshotManifest, found: Iterable[TensorEntry]) -> str:
     wrong = [tensor.name for tensor in found if listed.get(tensor.name) != tensor]
     if not wrong:
         return ""
-    more = f" and {len(wrong) - NUM_NAMED} more" if len(wrong) > NUM_NAMED else ""
-    return f"other bits in {', '.join(wrong[:NUM_NAMED])}{more}"
+    more = f" and {len(wrong) - MAX_NAMED_TENSORS} more" if len(wrong) > MAX_NAMED_TENSORS else ""
+    return f"other bits in {', '.join(wrong[:MAX_NAMED_TENSORS])}{more}"
 
 
 def damaged_manifest(root: Path, store: DirectoryStore, digest: str) -> Damage:
@@ -156,9 +164,9 @@ def damaged_manifest(root: Path, store: DirectoryStore, digest: str) -> Damage:
     except (WeightsError, OSError) as error:
         why = str(error).partition("; ")[0]
     return Damage(
-        version=digest[:SHORT],
+        version=digest[:SHORT_DIGEST_CHARS],
         what="manifest",
         path=str(root / "manifests" / f"{digest}.json"),
         why=why,
-        cure=f"delete it and {AGAIN}",
+        fix=f"delete it and {REPUBLISH}",
     )

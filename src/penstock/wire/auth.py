@@ -65,11 +65,11 @@ class Credential:
     subject: str = ""
 
 
-def _pack(data: bytes) -> str:
+def _b64encode(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
-def _unpack(text: str) -> bytes:
+def _b64decode(text: str) -> bytes:
     return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
 
 
@@ -90,19 +90,19 @@ class Signer:
             key = Ed25519PrivateKey.generate()
             raw = key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
             public = key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
-            (folder / "public.key").write_text(_pack(public) + "\n")
+            (folder / "public.key").write_text(_b64encode(public) + "\n")
             partial = folder / "signing.key.partial"
             partial.unlink(missing_ok=True)
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as out:
-                out.write(_pack(raw) + "\n")
+                out.write(_b64encode(raw) + "\n")
             partial.rename(private)
         return cls.read(folder, run)
 
     @classmethod
     def read(cls, folder: Path, run: str) -> Signer:
         try:
-            raw = _unpack((folder / "signing.key").read_text().strip())
+            raw = _b64decode((folder / "signing.key").read_text().strip())
         except OSError as error:
             raise ConfigError(
                 f"no signing key in {folder}: {error.strerror}; "
@@ -120,8 +120,8 @@ class Signer:
             expires_at=time.time() + ttl_s,
             subject=subject,
         )
-        body = _pack(msgspec.json.encode(credential))
-        return f"{PREFIX}.{body}.{_pack(self._key.sign(body.encode()))}"
+        body = _b64encode(msgspec.json.encode(credential))
+        return f"{PREFIX}.{body}.{_b64encode(self._key.sign(body.encode()))}"
 
     def verifier(self, audience: Audience) -> Verifier:
         return Verifier(self._key.public_key(), run=self.run, audience=audience)
@@ -134,19 +134,19 @@ class Verifier:
         self._key = key
         self.run = run
         self._audience = audience
-        self._seen: dict[str, Credential] = {}
+        self._verified: dict[str, Credential] = {}
 
     @classmethod
     def read(cls, folder: Path, *, run: str, audience: Audience) -> Verifier:
-        raw = _unpack((folder / "public.key").read_text().strip())
+        raw = _b64decode((folder / "public.key").read_text().strip())
         return cls(Ed25519PublicKey.from_public_bytes(raw), run=run, audience=audience)
 
     @classmethod
-    def beside(cls, token: str, public_key: str, *, audience: Audience) -> Verifier:
+    def from_token(cls, token: str, public_key: str, *, audience: Audience) -> Verifier:
         """For who has no run folder, only the run's public key and a token of his own, which names
         the run."""
         try:
-            key = Ed25519PublicKey.from_public_bytes(_unpack(public_key.strip()))
+            key = Ed25519PublicKey.from_public_bytes(_b64decode(public_key.strip()))
         except ValueError:
             raise ConfigError(
                 f"{public_key[:80]!r} is no public key of a run; it is the line in keys/public.key "
@@ -161,16 +161,16 @@ class Verifier:
 
     def verify(self, token: str, *, now: float | None = None) -> Credential:
         """The credential, or Unauthorized (no valid token) or Forbidden (valid, but not here)."""
-        credential = self._seen.get(token) or self._check_signature(token)
+        credential = self._verified.get(token) or self._check_signature(token)
         if credential.expires_at <= (time.time() if now is None else now):
-            self._seen.pop(token, None)
+            self._verified.pop(token, None)
             raise Unauthorized("token has expired; mint a new one with `penstock token RUN`")
         if credential.run != self.run:
             raise Forbidden(f"token belongs to run {credential.run!r}, this is {self.run!r}")
         if self._audience not in credential.audiences:
             raise Forbidden(f"token is not for the {self._audience} service")
-        if len(self._seen) < 4096:  # signature checks cost 100 µs; live tokens are few
-            self._seen[token] = credential
+        if len(self._verified) < 4096:  # signature checks cost 100 µs; live tokens are few
+            self._verified[token] = credential
         return credential
 
     def _check_signature(self, token: str) -> Credential:
@@ -181,8 +181,8 @@ class Verifier:
         if prefix != PREFIX or len(token) > MAX_TOKEN_CHARS:
             raise Unauthorized("this is not a penstock token; mint one with `penstock token RUN`")
         try:
-            self._key.verify(_unpack(signature), body.encode())
-            return msgspec.json.decode(_unpack(body), type=Credential)
+            self._key.verify(_b64decode(signature), body.encode())
+            return msgspec.json.decode(_b64decode(body), type=Credential)
         except (InvalidSignature, ValueError, msgspec.MsgspecError):
             raise Unauthorized(
                 "token signature does not match this run's key; it was minted for another run"

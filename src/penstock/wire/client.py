@@ -28,15 +28,15 @@ from penstock.errors import (
     WireError,
 )
 from penstock.wire.codec import JSON, MSGPACK, decode, encode
-from penstock.wire.routes import ErrorAnswer
+from penstock.wire.routes import ErrorResponse
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
-OUTAGE_S = 600.0
+RETRY_DEADLINE_S = 600.0
 """How long a caller sits out an outage of a service before it gives up."""
-REQUEST_S = 30.0
-SILENT_S = 3.0
+REQUEST_TIMEOUT_S = 30.0
+WARN_AFTER_S = 3.0
 """A caller who waits longer than this is told what for, and again ten times as long after."""
 
 
@@ -44,11 +44,11 @@ def _headers(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}", "accept": MSGPACK, "content-type": MSGPACK}
 
 
-def _raise_for(response: httpx2.Response, url: str) -> None:
+def _raise_for_status(response: httpx2.Response, url: str) -> None:
     if response.status_code < 400:
         return
     try:
-        error = decode(response.content, ErrorAnswer, media_type=JSON).error
+        error = decode(response.content, ErrorResponse, media_type=JSON).error
         code, message = error.code, error.message
     except BadRequest:
         code, message = "", response.text[:200]
@@ -70,48 +70,48 @@ def _check_length(response: httpx2.Response, url: str, max_bytes: int | None) ->
         raise TooLarge(f"{url}: an answer of {declared} bytes, at most {max_bytes} are taken")
 
 
-def _is_passing(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     """Worth another try: nobody answered, or the service said 'later'."""
     if isinstance(error, (httpx2.TransportError, Busy, StorageFull, Unreachable)):
         return True
     return isinstance(error, WireError) and type(error) is WireError
 
 
-class _Patience:
+class _RetryState:
     """One call's retries: how long to wait after an error, when to say so, when to give up."""
 
     def __init__(self, url: str, deadline_s: float, is_stopping: Callable[[], bool]) -> None:
         self._url = url
         self._deadline_s = deadline_s
         self._is_stopping = is_stopping
-        self._began_at = time.monotonic()
-        self._speak_at = self._began_at + SILENT_S
+        self._started_at = time.monotonic()
+        self._warn_at = self._started_at + WARN_AFTER_S
         self._attempt = 0
 
-    def after(self, error: Exception) -> float:
+    def next_delay_s(self, error: Exception) -> float:
         """Seconds until the next try; raises when there is none."""
-        if not _is_passing(error):
+        if not _is_transient(error):
             raise error
-        hinted = error.retry_after_s if isinstance(error, WireError) else None
-        delay_s = hinted or random.uniform(0.5, 1.0) * min(2.0, 0.05 * 2**self._attempt)
+        suggested_s = error.retry_after_s if isinstance(error, WireError) else None
+        delay_s = suggested_s or random.uniform(0.5, 1.0) * min(2.0, 0.05 * 2**self._attempt)
         self._attempt += 1
         now = time.monotonic()
         why = f"{type(error).__name__}: {error}"
         if self._is_stopping():
             raise Unreachable(f"told to stop while {self._url} gave no answer ({why})") from error
-        if now + delay_s > self._began_at + self._deadline_s:
+        if now + delay_s > self._started_at + self._deadline_s:
             raise Unreachable(
                 f"no answer from {self._url} for {self._deadline_s:g} s ({why}); "
                 "is the service running? `penstock status RUN` tells"
             ) from error
-        if now >= self._speak_at:
-            left_s = round(self._began_at + self._deadline_s - now)
+        if now >= self._warn_at:
+            left_s = round(self._started_at + self._deadline_s - now)
             log.warning("no answer yet, trying on", url=self._url, why=why, for_s=left_s)
-            self._speak_at = now + 10 * SILENT_S
+            self._warn_at = now + 10 * WARN_AFTER_S
         return delay_s
 
 
-class AsyncCaller:
+class AsyncServiceClient:
     """Calls one service from an event loop."""
 
     def __init__(self, base_url: str, token: str, *, max_connections: int = 64) -> None:
@@ -133,8 +133,8 @@ class AsyncCaller:
         body: object,
         kind: type[T],
         *,
-        deadline_s: float = OUTAGE_S,
-        timeout_s: float = REQUEST_S,
+        deadline_s: float = RETRY_DEADLINE_S,
+        timeout_s: float = REQUEST_TIMEOUT_S,
         headers: dict[str, str] | None = None,
     ) -> T:
         content = None if body is None else encode(body)
@@ -149,30 +149,31 @@ class AsyncCaller:
         path: str,
         content: bytes | None = None,
         *,
-        deadline_s: float = OUTAGE_S,
-        timeout_s: float = REQUEST_S,
+        deadline_s: float = RETRY_DEADLINE_S,
+        timeout_s: float = REQUEST_TIMEOUT_S,
         headers: dict[str, str] | None = None,
-        max_answer_bytes: int | None = None,
+        max_response_bytes: int | None = None,
     ) -> httpx2.Response:
-        """With `max_answer_bytes`, a longer answer, or one of undeclared length, is never read."""
+        """With `max_response_bytes`, a longer answer, or one of undeclared length, is never
+        read."""
         url = self.base_url + path
-        patience = _Patience(url, deadline_s, lambda: False)
+        retry = _RetryState(url, deadline_s, lambda: False)
         while True:
             try:
                 async with self._http.stream(
                     method, url, content=content, timeout=timeout_s, headers=headers
                 ) as response:
-                    _check_length(response, url, max_answer_bytes)
+                    _check_length(response, url, max_response_bytes)
                     await response.aread()
-                _raise_for(response, url)
+                _raise_for_status(response, url)
                 return response
             except (httpx2.TransportError, WireError) as error:
-                delay_s = patience.after(error)
+                delay_s = retry.next_delay_s(error)
             await asyncio.sleep(delay_s)
 
     @asynccontextmanager
     async def stream(
-        self, path: str, *, headers: dict[str, str], timeout_s: float = REQUEST_S
+        self, path: str, *, headers: dict[str, str], timeout_s: float = REQUEST_TIMEOUT_S
     ) -> AsyncGenerator[httpx2.Response]:
         """One GET whose body is read while it comes; asked once, without a second try."""
         url = self.base_url + path
@@ -182,22 +183,22 @@ class AsyncCaller:
             ) as response:
                 if response.status_code >= 400:
                     await response.aread()
-                _raise_for(response, url)
+                _raise_for_status(response, url)
                 yield response
         except httpx2.TransportError as error:
             raise Unreachable(f"{url}: {type(error).__name__}: {error}") from error
 
 
 @asynccontextmanager
-async def connect(base_url: str, token: str) -> AsyncGenerator[AsyncCaller]:
-    caller = AsyncCaller(base_url, token)
+async def connect(base_url: str, token: str) -> AsyncGenerator[AsyncServiceClient]:
+    caller = AsyncServiceClient(base_url, token)
     try:
         yield caller
     finally:
         await caller.close()
 
 
-class Caller:
+class ServiceClient:
     """Calls one service from plain synchronous code: the trainer, the command line."""
 
     def __init__(
@@ -217,18 +218,18 @@ class Caller:
         body: object,
         kind: type[T],
         *,
-        deadline_s: float = OUTAGE_S,
-        timeout_s: float = REQUEST_S,
+        deadline_s: float = RETRY_DEADLINE_S,
+        timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> T:
         url = self.base_url + path
         content = None if body is None else encode(body)
-        patience = _Patience(url, deadline_s, self._is_stopping)
+        retry = _RetryState(url, deadline_s, self._is_stopping)
         while True:
             try:
                 response = self._http.request(method, url, content=content, timeout=timeout_s)
-                _raise_for(response, url)
+                _raise_for_status(response, url)
                 media_type: Any = response.headers.get("content-type", MSGPACK)
                 return decode(response.content, kind, media_type=media_type)
             except (httpx2.TransportError, WireError) as error:
-                delay_s = patience.after(error)
+                delay_s = retry.next_delay_s(error)
             time.sleep(delay_s)

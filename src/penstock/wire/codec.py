@@ -45,10 +45,10 @@ def decode(data: bytes | memoryview, kind: type[T], *, media_type: str = MSGPACK
     return _decode(_json_decoder(kind) if is_json else _decoder(kind), data, kind, is_json=is_json)
 
 
-def decode_views(data: bytes | memoryview, kind: type[T]) -> T:
+def decode_zero_copy(data: bytes | memoryview, kind: type[T]) -> T:
     """As `decode`, for a look at a large msgpack record: its arrays are views of `data` instead of
     copies, in classes made for it that have the fields and no more."""
-    return _decode(_decoder(_viewing(kind)), data, kind)
+    return _decode(_decoder(_view_type(kind)), data, kind)
 
 
 def _decode(decoder: Any, data: bytes | memoryview, kind: type[T], *, is_json: bool = False) -> T:
@@ -64,22 +64,22 @@ def _decode(decoder: Any, data: bytes | memoryview, kind: type[T], *, is_json: b
 
 
 @cache
-def _viewing(kind: Any) -> Any:
+def _view_type(kind: Any) -> Any:
     """The type with memoryviews for bytes; itself where it has none."""
     if getattr(kind, "__supertype__", kind) is bytes:
         return memoryview
     if get_origin(kind) is tuple:
-        return tuple[tuple(part if part is ... else _viewing(part) for part in get_args(kind))]
+        return tuple[tuple(part if part is ... else _view_type(part) for part in get_args(kind))]
     if not dataclasses.is_dataclass(kind):
         return kind
     hints = get_type_hints(kind)
-    viewing = {field.name: _viewing(hints[field.name]) for field in dataclasses.fields(kind)}
-    if viewing == {name: hints[name] for name in viewing}:
+    view_types = {field.name: _view_type(hints[field.name]) for field in dataclasses.fields(kind)}
+    if view_types == {name: hints[name] for name in view_types}:
         return kind
     fields = [
-        (field.name, viewing[field.name])
+        (field.name, view_types[field.name])
         if field.default is dataclasses.MISSING
-        else (field.name, viewing[field.name], field.default)
+        else (field.name, view_types[field.name], field.default)
         for field in dataclasses.fields(kind)
     ]
     return msgspec.defstruct("View", fields, frozen=True, kw_only=True)

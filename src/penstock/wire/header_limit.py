@@ -10,28 +10,28 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-MAX_HEAD_BYTES = 64 << 10
+MAX_HEADER_BYTES = 64 << 10
 
 
-class BoundedHeads(HttpToolsProtocol):
+class HeaderLimitProtocol(HttpToolsProtocol):
     """As its base, but a request whose head is longer is refused and its connection closed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_in_head = False
-        self._head_bytes = 0
+        self._is_in_headers = False
+        self._header_bytes = 0
 
     def on_message_begin(self) -> None:
-        self._is_in_head, self._head_bytes = True, 0
+        self._is_in_headers, self._header_bytes = True, 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
+        self._is_in_headers = False
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._is_in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self.send_400_response(f"a request's head has at most {MAX_HEAD_BYTES} bytes")
+        if self._is_in_headers:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self.send_400_response(f"a request's head has at most {MAX_HEADER_BYTES} bytes")

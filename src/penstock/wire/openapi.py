@@ -9,26 +9,26 @@ from typing import Any
 import msgspec
 
 from penstock.wire.codec import JSON, MSGPACK
-from penstock.wire.routes import ErrorAnswer, Health, Route
+from penstock.wire.routes import ErrorResponse, Health, Route
 
 
-def describe(routes: Sequence[Route], title: str) -> dict[str, Any]:
+def openapi_document(routes: Sequence[Route], title: str) -> dict[str, Any]:
     kinds = [kind for r in routes for kind in (r.request, r.response) if kind is not None]
     schemas, components = msgspec.json.schema_components(
-        [*kinds, Health, ErrorAnswer], ref_template="#/components/schemas/{name}"
+        [*kinds, Health, ErrorResponse], ref_template="#/components/schemas/{name}"
     )
-    by_kind = dict(zip([*kinds, Health, ErrorAnswer], schemas, strict=True))
+    schema_by_type = dict(zip([*kinds, Health, ErrorResponse], schemas, strict=True))
     paths: dict[str, Any] = {
         "/healthz": {
             "get": {
                 "summary": "Alive; the only route without a credential.",
                 "security": [],
-                "responses": {"200": _content(by_kind[Health])},
+                "responses": {"200": _content(schema_by_type[Health])},
             }
         }
     }
     for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, by_kind)
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_by_type)
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": "1"},
@@ -54,7 +54,7 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
         "summary": route.summary,
         "x-roles": sorted(route.roles),
         "parameters": parameters,
-        "responses": {"200": answer, "4XX": _content(schemas[ErrorAnswer])},
+        "responses": {"200": answer, "4XX": _content(schemas[ErrorResponse])},
     }
     if route.request is not None:
         schema = {"schema": schemas[route.request]}

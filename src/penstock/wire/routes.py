@@ -11,8 +11,8 @@ from typing import Any
 from penstock.wire.auth import Credential, Role
 from penstock.wire.codec import MSGPACK
 
-DEFAULT_BODY_BYTES = 1 << 20
-EVERYBODY = frozenset(Role)
+DEFAULT_MAX_BODY_BYTES = 1 << 20
+ALL_ROLES = frozenset(Role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Call:
     path: dict[str, str]
     query: dict[str, str]
     headers: dict[str, str]
-    is_gone: Callable[[], Awaitable[bool]]
+    is_disconnected: Callable[[], Awaitable[bool]]
     """Has the caller hung up? Asked before acting for somebody who may not be there."""
 
 
@@ -38,7 +38,7 @@ class Route:
     summary: str
     request: type[Any] | None = None
     response: type[Any] | None = None
-    max_body_bytes: int = DEFAULT_BODY_BYTES
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     query: tuple[str, ...] = ()
     is_streamed: bool = False
     """The handler reads the body itself: an async iterator of bytes, however long."""
@@ -51,7 +51,7 @@ class ErrorBody:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorAnswer:
+class ErrorResponse:
     error: ErrorBody
 
 
@@ -61,7 +61,7 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
+class RawResponse:
     """An answer that is already msgpack bytes (a sealed manifest, rows)."""
 
     body: bytes
@@ -70,9 +70,9 @@ class Raw:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class StreamedResponse:
     """An answer that is already msgpack bytes and is sent while it is made."""
 
-    pieces: AsyncGenerator[bytes | memoryview]
+    chunks: AsyncGenerator[bytes | memoryview]
     num_bytes: int | None = None
     """Of all of them, when that is known before."""

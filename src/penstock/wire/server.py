@@ -23,8 +23,17 @@ from starlette.types import Receive, Scope, Send
 from penstock.errors import BadRequest, Forbidden, TooLarge, WireError
 from penstock.wire.auth import Credential, Verifier
 from penstock.wire.codec import JSON, MSGPACK, decode, encode, encode_json
-from penstock.wire.openapi import describe
-from penstock.wire.routes import EVERYBODY, Call, ErrorAnswer, ErrorBody, Health, Pieces, Raw, Route
+from penstock.wire.openapi import openapi_document
+from penstock.wire.routes import (
+    ALL_ROLES,
+    Call,
+    ErrorBody,
+    ErrorResponse,
+    Health,
+    RawResponse,
+    Route,
+    StreamedResponse,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +47,7 @@ def build_app(
     document: dict[str, Any] = {}
 
     async def openapi(call: Call) -> object:
-        return Raw(encode_json(document), JSON)
+        return RawResponse(encode_json(document), JSON)
 
     published = [
         *routes,
@@ -46,11 +55,11 @@ def build_app(
             method="GET",
             path="/openapi.json",
             handler=openapi,
-            roles=EVERYBODY,
+            roles=ALL_ROLES,
             summary="This document.",
         ),
     ]
-    document.update(describe(published, title))
+    document.update(openapi_document(published, title))
     endpoints = [_Endpoint(route, verifier) for route in published]
     app = _App(
         routes=[
@@ -60,39 +69,39 @@ def build_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # it would answer without a token
-    app.direct = _Table(endpoints)
+    app.route_table = _RouteTable(endpoints)
     return app
 
 
-class _Table:
+class _RouteTable:
     """Endpoints by method and path; of several the first that fits, as Starlette would have it."""
 
     def __init__(self, endpoints: Iterable[_Endpoint]) -> None:
-        self._fixed: dict[tuple[str, str], _Endpoint] = {}
-        self._named: dict[tuple[str, int], list[tuple[list[str], _Endpoint]]] = {}
+        self._static: dict[tuple[str, str], _Endpoint] = {}
+        self._parametric: dict[tuple[str, int], list[tuple[list[str], _Endpoint]]] = {}
         """With `{name}` among their parts, by the number of parts."""
         for endpoint in endpoints:
-            method, path = endpoint.table.method, endpoint.table.path
+            method, path = endpoint.spec.method, endpoint.spec.path
             if "{" in path:
                 parts = path.split("/")
-                self._named.setdefault((method, len(parts)), []).append((parts, endpoint))
+                self._parametric.setdefault((method, len(parts)), []).append((parts, endpoint))
             else:
-                self._fixed[method, path] = endpoint
+                self._static[method, path] = endpoint
 
     def find(self, method: str, path: str) -> tuple[_Endpoint, dict[str, str]] | None:
         """And what stands for each name in the path."""
-        endpoint = self._fixed.get((method, path))
+        endpoint = self._static.get((method, path))
         if endpoint is not None:
             return endpoint, {}
         parts = path.split("/")
-        for template, endpoint in self._named.get((method, len(parts)), ()):
-            names = _names(template, parts)
+        for template, endpoint in self._parametric.get((method, len(parts)), ()):
+            names = _match_path(template, parts)
             if names is not None:
                 return endpoint, names
         return None
 
 
-def _names(template: Sequence[str], parts: Sequence[str]) -> dict[str, str] | None:
+def _match_path(template: Sequence[str], parts: Sequence[str]) -> dict[str, str] | None:
     names: dict[str, str] = {}
     for wanted, part in zip(template, parts, strict=True):
         if wanted.startswith("{") and part:
@@ -106,11 +115,11 @@ class _App(Starlette):
     """Calls go straight to their endpoint, which answers for its own errors; Starlette's layers
     cost more than a small call. They answer for what is nobody's."""
 
-    direct = _Table(())
+    route_table = _RouteTable(())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not scope.get("root_path"):
-            found = self.direct.find(scope["method"], scope["path"])
+            found = self.route_table.find(scope["method"], scope["path"])
             if found is not None:
                 endpoint, scope["path_params"] = found
                 await endpoint(scope, receive, send)
@@ -125,46 +134,46 @@ async def _healthz(request: Request) -> Response:
 class _Endpoint:
     """One route as an ASGI app."""
 
-    def __init__(self, table: Route, verifier: Verifier) -> None:
-        self.table = table
+    def __init__(self, spec: Route, verifier: Verifier) -> None:
+        self.spec = spec
         self._verifier = verifier
 
     def route(self) -> StarletteRoute:
-        starlette_route = StarletteRoute(self.table.path, self, methods=[self.table.method])
+        starlette_route = StarletteRoute(self.spec.path, self, methods=[self.spec.method])
         starlette_route.methods = {
-            self.table.method
+            self.spec.method
         }  # Starlette adds HEAD to GET; the table is exact
         return starlette_route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = await self._answer(scope, receive)
+        answer = await self._respond(scope, receive)
         await answer(scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Response:
-        table = self.table
+    async def _respond(self, scope: Scope, receive: Receive) -> Response:
+        spec = self.spec
         # The first of several headers with one name counts.
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in reversed(scope["headers"])}
         try:
-            credential = _authorise(headers, table, self._verifier)
+            credential = _authorise(headers, spec, self._verifier)
             request = Request(scope, receive)
-            body: Any = request.stream() if table.is_streamed else None
-            if table.request is not None and not table.is_streamed:
-                body = _decode_body(await _read_body(receive, headers, table), headers, table)
+            body: Any = request.stream() if spec.is_streamed else None
+            if spec.request is not None and not spec.is_streamed:
+                body = _decode_body(await _read_body(receive, headers, spec), headers, spec)
             call = Call(
                 body=body,
                 credential=credential,
                 path={name: str(value) for name, value in request.path_params.items()},
                 query=dict(request.query_params) if scope["query_string"] else {},
                 headers=headers,
-                is_gone=request.is_disconnected,
+                is_disconnected=request.is_disconnected,
             )
-            return _response(headers, await table.handler(call))
+            return _response(headers, await spec.handler(call))
         except WireError as error:
             return error_response(error)
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception:
-            log.exception("handler failed", method=table.method, path=table.path)
+            log.exception("handler failed", method=spec.method, path=spec.path)
             return error_response(WireError("internal error; see this service's log"))
 
 
@@ -211,22 +220,22 @@ def _decode_body(body: bytes, headers: Mapping[str, str], route: Route) -> Any:
 def _response(headers: Mapping[str, str], value: object) -> Response:
     if isinstance(value, Response):
         return value
-    if isinstance(value, Raw):
+    if isinstance(value, RawResponse):
         return Response(value.body, media_type=value.media_type, headers=value.headers)
-    if isinstance(value, Pieces):
-        return _Streamed(value)
+    if isinstance(value, StreamedResponse):
+        return _ChunkedResponse(value)
     if MSGPACK in headers.get("accept", ""):
         return Response(encode(value), media_type=MSGPACK)
     return Response(encode_json(value), media_type=JSON)
 
 
-class _Streamed(Response):
+class _ChunkedResponse(Response):
     """As Starlette's own, without its task group, which costs more than a small answer."""
 
     media_type = MSGPACK
 
-    def __init__(self, answer: Pieces) -> None:
-        self._pieces = answer.pieces
+    def __init__(self, answer: StreamedResponse) -> None:
+        self._chunks = answer.chunks
         self.status_code = 200
         self.background = None
         size = answer.num_bytes
@@ -237,26 +246,26 @@ class _Streamed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        hung_up = asyncio.create_task(_hung_up(receive))
+        disconnected = asyncio.create_task(_wait_for_disconnect(receive))
         try:
             await send(start)
-            async for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            async for chunk in self._chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await asyncio.sleep(0)  # while the socket takes all, nobody else had a turn
-                if hung_up.done():
+                if disconnected.done():
                     return  # nobody is there for the rest
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            hung_up.cancel()
-            await self._pieces.aclose()
+            disconnected.cancel()
+            await self._chunks.aclose()
 
 
-async def _hung_up(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def error_response(error: WireError) -> Response:
     headers = {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
-    body = ErrorAnswer(error=ErrorBody(code=error.code, message=str(error)))
+    body = ErrorResponse(error=ErrorBody(code=error.code, message=str(error)))
     return Response(encode_json(body), status_code=error.status, media_type=JSON, headers=headers)

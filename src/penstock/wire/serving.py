@@ -17,9 +17,9 @@ import uvicorn
 from starlette.applications import Starlette
 
 from penstock.errors import ConfigError
-from penstock.wire.header_limit import BoundedHeads
+from penstock.wire.header_limit import HeaderLimitProtocol
 
-LARGE_BLOCK = 31 << 20
+MALLOC_WARMUP_BYTES = 31 << 20
 """Bytes; glibc learns from blocks up to 32 MB what is worth keeping."""
 
 
@@ -29,7 +29,7 @@ class Tls:
     key: Path
 
 
-def check_bind(host: str, tls: Tls | None) -> None:
+def require_tls_off_loopback(host: str, tls: Tls | None) -> None:
     """Nothing listens beyond loopback without TLS; credentials are part of every app."""
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
@@ -42,7 +42,7 @@ def check_bind(host: str, tls: Tls | None) -> None:
         )
 
 
-def calm_collector() -> None:
+def tune_memory() -> None:
     """For a process that is one service, once its state is built: what lives now lives on, so the
     collector of cycles need not walk it again and again; counting references frees the rest. After
     one large block the allocator keeps what large bodies free, and need not ask for it page by page
@@ -50,28 +50,28 @@ def calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    bytearray(LARGE_BLOCK)
+    bytearray(MALLOC_WARMUP_BYTES)
 
 
 async def serve(app: Starlette, host: str, port: int, tls: Tls | None = None) -> None:
     """Serve until SIGTERM or cancellation; open long-polls are cut after two seconds."""
-    calm_collector()
+    tune_memory()
     await server(app, host, port, tls).serve()
 
 
-async def serve_on(app: Starlette, listener: socket.socket, tls: Tls | None = None) -> None:
+async def serve_on_socket(app: Starlette, listener: socket.socket, tls: Tls | None = None) -> None:
     """Serve inside somebody else's process until cancelled; signals stay the host's business."""
     host, port, *_ = listener.getsockname()
-    guest = _Guest(_config(app, host, port, tls))
+    embedded = _EmbeddedServer(_config(app, host, port, tls))
     try:
-        await guest.serve(sockets=[listener])
+        await embedded.serve(sockets=[listener])
     except asyncio.CancelledError:
-        if guest.started:
-            await guest.shutdown(sockets=[listener])
+        if embedded.started:
+            await embedded.shutdown(sockets=[listener])
         raise
 
 
-class _Guest(uvicorn.Server):
+class _EmbeddedServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
@@ -82,13 +82,13 @@ def server(app: Starlette, host: str, port: int, tls: Tls | None = None) -> uvic
 
 
 def _config(app: Starlette, host: str, port: int, tls: Tls | None = None) -> uvicorn.Config:
-    check_bind(host, tls)
+    require_tls_off_loopback(host, tls)
     return uvicorn.Config(
         cast(Any, app),
         host=host,
         port=port,
         loop="uvloop",
-        http=BoundedHeads,
+        http=HeaderLimitProtocol,
         log_config=None,
         access_log=False,
         proxy_headers=False,

@@ -6,17 +6,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.unit.audit.tampering import (
-    RUNS,
-    UNSEALED,
+    ADMITTED_GROUPS,
+    LEASE_IS_RUNNING,
     Record,
     change,
+    fetch_record,
     forget_acknowledgement,
     insert,
     one,
     payload,
     running_lease,
     store,
-    whole,
 )
 
 SEALED = "SELECT group_id FROM fates WHERE state = 'sealed' AND seq = 1"
@@ -26,7 +26,9 @@ SEALED = "SELECT group_id FROM fates WHERE state = 'sealed' AND seq = 1"
 
 def next_lease(run_dir: Path, group_id: str, ended: str) -> Record:
     """One more lease for slot 0 of a closed group."""
-    lease = whole(run_dir, "leases", "group_id = ? AND slot = 0 ORDER BY epoch DESC", group_id)
+    lease = fetch_record(
+        run_dir, "leases", "group_id = ? AND slot = 0 ORDER BY epoch DESC", group_id
+    )
     lease |= {"epoch": lease["epoch"] + 1, "ended": ended}
     insert(run_dir, "leases", lease)
     return lease
@@ -35,7 +37,7 @@ def next_lease(run_dir: Path, group_id: str, ended: str) -> Record:
 def deliver_slot_twice(run_dir: Path) -> str:
     (group_id,) = one(run_dir, "SELECT group_id FROM fates WHERE reason = 'stale'")
     lease = next_lease(run_dir, group_id, "delivered")
-    row = whole(run_dir, "rows", "group_id = ? AND slot = 0 ORDER BY epoch DESC", group_id)
+    row = fetch_record(run_dir, "rows", "group_id = ? AND slot = 0 ORDER BY epoch DESC", group_id)
     row_id = f"{group_id}.0.{lease['epoch']}"
     body = payload(run_dir, row) | {"row_id": row_id, "epoch": lease["epoch"]}
     insert(run_dir, "rows", store(run_dir, row | {"row_id": row_id, "epoch": body["epoch"]}, body))
@@ -58,7 +60,7 @@ def leave_lease_running(run_dir: Path) -> str:
 
 
 def lose_an_epoch(run_dir: Path) -> str:
-    lease = whole(run_dir, "leases", "ended = 'expired'")
+    lease = fetch_record(run_dir, "leases", "ended = 'expired'")
     key = (lease["group_id"], lease["slot"], lease["epoch"])
     change(run_dir, "DELETE FROM leases WHERE group_id = ? AND slot = ? AND epoch = ?", *key)
     return f"{lease['group_id']}.{lease['slot']}"
@@ -72,7 +74,7 @@ def run_two_leases(run_dir: Path) -> str:
 
 def grant_a_lease_twice(run_dir: Path) -> str:
     """The same epoch of a slot was granted twice."""
-    grant = whole(run_dir, "grants", f"{RUNS} AND num_slots > 1")
+    grant = fetch_record(run_dir, "grants", f"{LEASE_IS_RUNNING} AND num_slots > 1")
     again = {"slot": grant["slot"] + 1, "num_slots": 1}
     insert(run_dir, "grants", grant | again)
     return f"{grant['group_id']}.{again['slot']}"
@@ -80,8 +82,8 @@ def grant_a_lease_twice(run_dir: Path) -> str:
 
 def close_without_a_slot(run_dir: Path) -> str:
     """A group closed over a slot that expired, although its run demands every member."""
-    (group_id,) = one(run_dir, UNSEALED)
-    lease = whole(run_dir, "leases", "group_id = ? AND ended = 'delivered'", group_id)
+    (group_id,) = one(run_dir, ADMITTED_GROUPS)
+    lease = fetch_record(run_dir, "leases", "group_id = ? AND ended = 'delivered'", group_id)
     row_id = f"{group_id}.{lease['slot']}.{lease['epoch']}"
     change(
         run_dir,
@@ -94,7 +96,7 @@ def close_without_a_slot(run_dir: Path) -> str:
 
 
 def miscount_attempts(run_dir: Path) -> str:
-    lease = whole(run_dir, "leases", "attempt = 2")
+    lease = fetch_record(run_dir, "leases", "attempt = 2")
     key = (lease["group_id"], lease["slot"], lease["epoch"])
     where = "group_id = ? AND slot = ? AND epoch = ?"
     change(run_dir, f"UPDATE leases SET attempt = 1 WHERE {where}", *key)
@@ -115,13 +117,13 @@ def lose_group(run_dir: Path) -> str:
 
 
 def lose_fate(run_dir: Path) -> str:
-    (group_id,) = one(run_dir, UNSEALED)
+    (group_id,) = one(run_dir, ADMITTED_GROUPS)
     change(run_dir, "DELETE FROM fates WHERE group_id = ?", group_id)
     return group_id
 
 
 def seal_into_nothing(run_dir: Path) -> str:
-    (group_id,) = one(run_dir, UNSEALED)
+    (group_id,) = one(run_dir, ADMITTED_GROUPS)
     change(run_dir, "UPDATE fates SET state = 'sealed', seq = 99 WHERE group_id = ?", group_id)
     return group_id
 
@@ -142,7 +144,7 @@ def issue_task_twice(run_dir: Path) -> str:
 
 def issue_another_task(run_dir: Path) -> str:
     """The partition runs something else than home chose."""
-    group = whole(run_dir, "groups", "state = 'open'")
+    group = fetch_record(run_dir, "groups", "state = 'open'")
     change(run_dir, "UPDATE groups SET ordinal = 999 WHERE group_id = ?", group["group_id"])
     return group["group_id"]
 
@@ -154,6 +156,6 @@ def skip_an_issue(run_dir: Path) -> str:
 
 
 def judge_without_saying_so(run_dir: Path) -> str:
-    (group_id,) = one(run_dir, UNSEALED)
+    (group_id,) = one(run_dir, ADMITTED_GROUPS)
     change(run_dir, "UPDATE issued SET judged = 0 WHERE group_id = ?", group_id)
     return group_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.unit.audit.tampering import UNSEALED, change, insert, manifest, one
+from tests.unit.audit.tampering import ADMITTED_GROUPS, change, insert, manifest, one
 
 
 def free(run_dir: Path, group_id: str) -> str:
@@ -32,7 +32,7 @@ def keep_checkpoint(run_dir: Path, seq: int) -> None:
 
 
 def free_admitted_group(run_dir: Path) -> str:
-    (group_id,) = one(run_dir, UNSEALED)
+    (group_id,) = one(run_dir, ADMITTED_GROUPS)
     return free(run_dir, group_id)
 
 

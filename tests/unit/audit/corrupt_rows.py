@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.unit.audit.tampering import (
-    UNSEALED,
+    ADMITTED_GROUPS,
     change,
+    fetch_record,
     forget_acknowledgement,
     last_turn,
     one,
@@ -17,7 +18,6 @@ from tests.unit.audit.tampering import (
     row_in_batch,
     segment,
     store,
-    whole,
 )
 
 # --- lost -----------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ def acknowledge_unknown(run_dir: Path) -> str:
 
 def flip_payload_byte(run_dir: Path) -> str:
     row_id = row_in_batch(run_dir, 1)
-    row = whole(run_dir, "rows", "row_id = ?", row_id)
+    row = fetch_record(run_dir, "rows", "row_id = ?", row_id)
     with segment(run_dir, row["segment"]).open("r+b") as file:
         file.seek(row["offset"] + 12 + row["length"] // 2)
         byte = file.read(1)
@@ -41,7 +41,7 @@ def flip_payload_byte(run_dir: Path) -> str:
 
 
 def cut_segment(run_dir: Path) -> str:
-    row = whole(run_dir, "rows", "1 ORDER BY segment DESC, offset DESC")
+    row = fetch_record(run_dir, "rows", "1 ORDER BY segment DESC, offset DESC")
     path = segment(run_dir, row["segment"])
     path.write_bytes(path.read_bytes()[:-1])
     return row["row_id"]
@@ -61,7 +61,7 @@ def change_row_digest(run_dir: Path) -> str:
 def rewrite_behind_digest(run_dir: Path) -> str:
     """A record with a fitting checksum that is not what was delivered."""
     row_id = row_in_batch(run_dir, 1)
-    row = whole(run_dir, "rows", "row_id = ?", row_id)
+    row = fetch_record(run_dir, "rows", "row_id = ?", row_id)
     new = store(run_dir, row, {**payload(run_dir, row), "attempt": 9})
     change(
         run_dir,
@@ -82,7 +82,7 @@ def damage_unacknowledged(run_dir: Path) -> str:
 
 def expire_lease_of_failed_row(run_dir: Path) -> str:
     """Two ends for one lease: it expired, and its result was stored."""
-    row = whole(run_dir, "rows", "outcome = 'failed'")
+    row = fetch_record(run_dir, "rows", "outcome = 'failed'")
     where = "group_id = ? AND slot = ? AND epoch = ?"
     key = (row["group_id"], row["slot"], row["epoch"])
     change(run_dir, f"UPDATE leases SET ended = 'expired' WHERE {where}", *key)
@@ -90,14 +90,14 @@ def expire_lease_of_failed_row(run_dir: Path) -> str:
 
 
 def change_row_reward(run_dir: Path) -> str:
-    (group_id,) = one(run_dir, UNSEALED)
+    (group_id,) = one(run_dir, ADMITTED_GROUPS)
     change(run_dir, "UPDATE rows SET reward = 1.0 WHERE group_id = ?", group_id)
     return group_id
 
 
 def deliver_for_another_node(run_dir: Path) -> str:
-    (group_id,) = one(run_dir, UNSEALED)
-    row = whole(run_dir, "rows", "group_id = ?", group_id)
+    (group_id,) = one(run_dir, ADMITTED_GROUPS)
+    row = fetch_record(run_dir, "rows", "group_id = ?", group_id)
     other = "node-1" if row["node_id"] == "node-0" else "node-0"
     change(run_dir, "UPDATE rows SET node_id = ? WHERE row_id = ?", other, row["row_id"])
     rewrite_payload(run_dir, row["row_id"], lambda body: body.update(node_id=other))
@@ -115,8 +115,8 @@ def sample_by_another_policy(run_dir: Path) -> str:
 
 def sample_under_unpublished_version(run_dir: Path) -> str:
     row_id = row_in_batch(run_dir, 2, 5)
-    spoil = last_turn(lambda turn: turn["spans"][-1].update(number=77))
-    rewrite_payload(run_dir, row_id, spoil)
+    edit = last_turn(lambda turn: turn["spans"][-1].update(number=77))
+    rewrite_payload(run_dir, row_id, edit)
     return row_id
 
 
@@ -127,13 +127,13 @@ def leave_a_token_without_version(run_dir: Path) -> str:
 
 
 def sample_with_odd_log_prob(value: bytes) -> Callable[[Path], str]:
-    def plant(run_dir: Path) -> str:
+    def corrupt(run_dir: Path) -> str:
         row_id = row_in_batch(run_dir, 1)
-        spoil = last_turn(lambda turn: turn.update(logprobs=turn["logprobs"][:8] + value))
-        rewrite_payload(run_dir, row_id, spoil)
+        edit = last_turn(lambda turn: turn.update(logprobs=turn["logprobs"][:8] + value))
+        rewrite_payload(run_dir, row_id, edit)
         return row_id
 
-    return plant
+    return corrupt
 
 
 def train_what_was_aborted(run_dir: Path) -> str:

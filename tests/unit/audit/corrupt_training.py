@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.unit.audit.tampering import (
     Record,
     change,
+    fetch_record,
     insert,
     last_turn,
     ledger,
@@ -17,7 +18,6 @@ from tests.unit.audit.tampering import (
     rewrite_manifest,
     rewrite_payload,
     row_in_batch,
-    whole,
 )
 
 # --- batches --------------------------------------------------------------------------------------
@@ -25,17 +25,17 @@ from tests.unit.audit.tampering import (
 
 def summary_of(run_dir: Path, group_id: str) -> Record:
     """A group as a manifest would name it."""
-    group = whole(run_dir, "groups", "group_id = ?", group_id)
+    group = fetch_record(run_dir, "groups", "group_id = ?", group_id)
     with ledger(run_dir) as connection:
         rows = connection.execute(
-            "SELECT row_id, digest, reward, outcome, sampled, versions, computed FROM rows "
+            "SELECT row_id, digest, reward, outcome, sampled, versions, compute_cost FROM rows "
             "WHERE group_id = ? AND reward IS NOT NULL ORDER BY slot",
             (group_id,),
         ).fetchall()
-    names = ("row_id", "digest", "reward", "outcome", "sampled", "versions", "computed")
+    names = ("row_id", "digest", "reward", "outcome", "sampled", "versions", "compute_cost")
     members = [dict(zip(names, row, strict=True)) for row in rows]
     for member in members:
-        for name in ("sampled", "versions", "computed"):
+        for name in ("sampled", "versions", "compute_cost"):
             member[name] = json.loads(member[name])
     return {"group_id": group_id, "task_key": group["task_key"], "rows": members}
 
@@ -75,18 +75,18 @@ def lose_manifest(run_dir: Path) -> str:
 
 
 def change_sealed_reward(run_dir: Path) -> str:
-    def spoil(body: Record) -> None:
+    def edit(body: Record) -> None:
         body["groups"][0]["rows"][0]["reward"] = 0.9
 
-    rewrite_manifest(run_dir, 4, spoil)
+    rewrite_manifest(run_dir, 4, edit)
     return "policy.4"
 
 
 def change_sealed_work(run_dir: Path) -> str:
-    def spoil(body: Record) -> None:
-        body["groups"][0]["rows"][0]["computed"]["policy"][0] += 1
+    def edit(body: Record) -> None:
+        body["groups"][0]["rows"][0]["compute_cost"]["policy"][0] += 1
 
-    rewrite_manifest(run_dir, 4, spoil)
+    rewrite_manifest(run_dir, 4, edit)
     return "policy.4"
 
 
@@ -95,7 +95,7 @@ def change_sealed_work(run_dir: Path) -> str:
 
 def commit_twice_along_the_lineage(run_dir: Path) -> str:
     """The second life commits a batch that the checkpoint it restored already holds."""
-    commit = whole(run_dir, "commits", "seq = 2 AND incarnation = 1")
+    commit = fetch_record(run_dir, "commits", "seq = 2 AND incarnation = 1")
     insert(run_dir, "commits", commit | {"incarnation": 2})
     return "policy.2"
 
@@ -128,8 +128,8 @@ def fork_past_the_commits(run_dir: Path) -> str:
 
 def sample_too_early(run_dir: Path) -> str:
     """Tokens of batch 4, which trains from number 3, by number 0."""
-    spoil = last_turn(lambda turn: [span.update(number=0) for span in turn["spans"]])
-    rewrite_payload(run_dir, row_in_batch(run_dir, 4), spoil)
+    edit = last_turn(lambda turn: [span.update(number=0) for span in turn["spans"]])
+    rewrite_payload(run_dir, row_in_batch(run_dir, 4), edit)
     return "policy.4"
 
 
@@ -161,26 +161,26 @@ def train_from_nowhere(run_dir: Path) -> str:
 
 
 def publish_uncommitted(run_dir: Path) -> str:
-    version = whole(run_dir, "versions", "incarnation = 1 AND number = 5")
+    version = fetch_record(run_dir, "versions", "incarnation = 1 AND number = 5")
     change(run_dir, "DELETE FROM commits WHERE incarnation = 1 AND seq = 5")
     return f"policy@1.{version['number']}"
 
 
 def lose_weights(run_dir: Path) -> str:
-    version = whole(run_dir, "versions", "incarnation = 1 AND number = 1")
+    version = fetch_record(run_dir, "versions", "incarnation = 1 AND number = 1")
     (run_dir / "weights" / "manifests" / f"{version['manifest_digest']}.json").unlink()
     return "policy@1.1"
 
 
 def damage_weights(run_dir: Path) -> str:
-    version = whole(run_dir, "versions", "incarnation = 1 AND number = 2")
+    version = fetch_record(run_dir, "versions", "incarnation = 1 AND number = 2")
     path = run_dir / "weights" / "manifests" / f"{version['manifest_digest']}.json"
     path.write_bytes(path.read_bytes() + b" ")
     return "policy@1.2"
 
 
 def publish_other_weights(run_dir: Path) -> str:
-    other = whole(run_dir, "versions", "incarnation = 1 AND number = 4")
+    other = fetch_record(run_dir, "versions", "incarnation = 1 AND number = 4")
     change(
         run_dir,
         "UPDATE versions SET manifest_digest = ? WHERE incarnation = 1 AND number = 3",

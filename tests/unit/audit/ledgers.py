@@ -12,10 +12,16 @@ from pathlib import Path
 from blake3 import blake3
 
 from penstock.config import RunConfig, demo, dump
-from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
+from penstock.dataflow.core.leasing import (
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+    RegisterRequest,
+)
 from penstock.dataflow.records import row_id
 from penstock.dataflow.service.build import build
-from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
@@ -68,7 +74,7 @@ def always_completed(grant: Grant) -> OutcomeKind:
     return OutcomeKind.COMPLETED
 
 
-def trouble(grant: Grant) -> OutcomeKind:
+def some_failures(grant: Grant) -> OutcomeKind:
     """Group 2 fails for good in one slot, some others at the first attempt; one hands back."""
     if grant.group_id == "p0-2" and grant.slot == 1:
         return OutcomeKind.FAILED
@@ -85,11 +91,11 @@ def trouble(grant: Grant) -> OutcomeKind:
 class FakeNode:
     """Leases, answers at once, and keeps the ids it was acknowledged, as a real node does."""
 
-    service: Dataflow | PartitionService
+    service: DataflowService | PartitionService
     run_dir: Path
     node_id: NodeId
     choose: Choose = always_completed
-    session: str = "first"
+    boot_id: str = "first"
     held: list[Grant] = field(default_factory=list[Grant])
     live: tuple[LiveVersion, ...] = ()
     earlier: tuple[LiveVersion, ...] = ()
@@ -97,7 +103,7 @@ class FakeNode:
     num_requests: int = 0
 
     async def join(self) -> None:
-        body = Register(node_id=self.node_id, session=self.session, capacity=64, policies=())
+        body = RegisterRequest(node_id=self.node_id, boot_id=self.boot_id, capacity=64, policies=())
         await self.service.nodes.register(body)
         self.held.clear()
         await self.load()
@@ -110,16 +116,16 @@ class FakeNode:
             LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number) for v in wanted
         )
         state = NodeState.LIVE if self.live else NodeState.STARTING
-        body = Heartbeat(session=self.session, state=state, live=self.live)
+        body = Heartbeat(boot_id=self.boot_id, state=state, live=self.live)
         await self.service.nodes.heartbeat(self.node_id, body)
 
     async def lease(self, num_slots: int) -> None:
         self.num_requests += 1
         answer = await self.service.nodes.lease(
             LeaseRequest(
-                request_id=f"{self.node_id}-{self.session}-{self.num_requests}",
+                request_id=f"{self.node_id}-{self.boot_id}-{self.num_requests}",
                 node_id=self.node_id,
-                session=self.session,
+                boot_id=self.boot_id,
                 max_slots=num_slots,
                 wait_s=0.0,
                 live=self.live,
@@ -136,7 +142,7 @@ class FakeNode:
         answer = await self.service.nodes.deliver(
             DeliveryRequest(
                 node_id=self.node_id,
-                session=self.session,
+                boot_id=self.boot_id,
                 deliveries=tuple(
                     Delivery(row_id=t.row_id, payload=memoryview(encode(t))) for t in rows
                 ),
@@ -151,7 +157,7 @@ class FakeNode:
         await self.service.nodes.deliver(
             DeliveryRequest(
                 node_id=self.node_id,
-                session=self.session,
+                boot_id=self.boot_id,
                 deliveries=(),
                 released=tuple(row_id(g.group_id, g.slot, g.epoch) for g in handed_back),
             )
@@ -204,7 +210,7 @@ class FakeNode:
 class FakeTrainer:
     """Commits what it is given and publishes a manifest for every number."""
 
-    service: Dataflow
+    service: DataflowService
     run_dir: Path
     makes_same_weights: bool = False
     """A replay after a rewind gives the same bits as before."""
@@ -273,7 +279,7 @@ class FakeTrainer:
 class Run:
     """One run folder with its service, two nodes and a trainer."""
 
-    def __init__(self, run_dir: Path, config: RunConfig, *, choose: Choose = trouble) -> None:
+    def __init__(self, run_dir: Path, config: RunConfig, *, choose: Choose = some_failures) -> None:
         self.run_dir = run_dir
         self.config = config
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -300,7 +306,9 @@ class Run:
                     await node.deliver(across_load=across_load)
                 return True
             delivered = sum([await node.work(11) for node in self.nodes])
-            if not delivered and self.service.home.has_ended(self.service.home.consumers[POLICY]):
+            if not delivered and self.service.coordinator.has_ended(
+                self.service.coordinator.consumers[POLICY]
+            ):
                 return False
         raise AssertionError("no batch after 100 rounds")
 
@@ -326,7 +334,7 @@ async def eventful_run(run_dir: Path, *, finish: bool = False, same_weights: boo
         await run.step(across_load=True)
     await run.nodes[0].lease(5)
     await run.nodes[0].release(2)
-    run.nodes[0].session = "second"
+    run.nodes[0].boot_id = "second"
     await run.nodes[0].join()
     for _ in range(3):
         await run.step(across_load=True)

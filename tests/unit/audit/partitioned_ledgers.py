@@ -11,40 +11,40 @@ from pathlib import Path
 from tests.unit.audit.ledgers import FakeNode, Run, always_completed, small_config
 
 from penstock.config import RunConfig
-from penstock.dataflow.core.home import Shard
+from penstock.dataflow.core.home import PartitionState
 from penstock.dataflow.ledger.sealed_batches import partition_folder
 from penstock.dataflow.service.build import build_partition
-from penstock.dataflow.service.messages import Done
-from penstock.dataflow.service.partitions.handlers import PartitionSide
+from penstock.dataflow.service.messages import Ack
+from penstock.dataflow.service.partitions.handlers import PartitionHandlers
 from penstock.dataflow.service.partitions.messages import (
     LinkPull,
-    LinkPulled,
+    LinkPullAnswer,
     LinkPush,
-    LinkPushed,
+    LinkPushAnswer,
     PartitionJoin,
 )
 from penstock.dataflow.service.trainers.messages import CheckpointsRequest
 from penstock.types import NodeId
 
 
-class Line:
+class FakeLink:
     """Home as a partition calls it. Once cut, no answer arrives any more in either direction."""
 
-    def __init__(self, side: PartitionSide) -> None:
+    def __init__(self, side: PartitionHandlers) -> None:
         self._side = side
         self._cut = asyncio.Event()
 
     def cut(self) -> None:
         self._cut.set()
 
-    async def join(self, index: int, body: PartitionJoin) -> Done:
+    async def join(self, index: int, body: PartitionJoin) -> Ack:
         return await self._side.join(index, body)
 
-    async def push(self, index: int, body: LinkPush) -> LinkPushed:
+    async def push(self, index: int, body: LinkPush) -> LinkPushAnswer:
         await self._hang_if_cut()
         return await self._side.push(index, body)
 
-    async def pull(self, index: int, body: LinkPull) -> LinkPulled:
+    async def pull(self, index: int, body: LinkPull) -> LinkPullAnswer:
         answer = await self._side.pull(index, body)
         await self._hang_if_cut()
         return answer
@@ -56,35 +56,40 @@ class Line:
             await asyncio.Event().wait()
 
 
-class FarRun(Run):
+class PartitionedRun(Run):
     """As Run, with partition 1 beside home's own and a node that serves it."""
 
     def __init__(self, run_dir: Path, config: RunConfig) -> None:
         super().__init__(run_dir, config, choose=always_completed)
-        self.line = Line(self.service.partitions)
+        self.line = FakeLink(self.service.partitions)
         folder = partition_folder(run_dir / "ledger", 1)
-        self.far = build_partition(config, folder, 1, self.line, url="http://127.0.0.1:1")
-        self.far_node = FakeNode(self.far, run_dir, NodeId("node-far"), always_completed)
+        self.partition_service = build_partition(
+            config, folder, 1, self.line, url="http://127.0.0.1:1"
+        )
+        self.partition_node = FakeNode(
+            self.partition_service, run_dir, NodeId("node-far"), always_completed
+        )
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await self.trainer.incarnate(0, 0)
-        self._task = asyncio.create_task(self.far.run())
-        await self._until(lambda: 1 in self.service.home.shards)
+        self._task = asyncio.create_task(self.partition_service.run())
+        await self._until(lambda: 1 in self.service.coordinator.partition_states)
         for node in self.nodes:
             await node.join()
         await self.exchange()
-        await self.far_node.join()
+        await self.partition_node.join()
 
     async def exchange(self) -> None:
         """Until neither side knows anything that the other lacks."""
         await self._until(
             lambda: (
-                not self.service.board.links[1].unacknowledged(0)
-                and self.far.partition.groups.keys() == self.service.home.open_at[1]
+                not self.service.router.links[1].unacknowledged(0)
+                and self.partition_service.partition.groups.keys()
+                == self.service.coordinator.open_by_partition[1]
             )
         )
-        await self.far.process.repeat()
+        await self.partition_service.process.repeat()
         await self.service.process.repeat()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
@@ -99,11 +104,11 @@ class FarRun(Run):
             if await self.trainer.batch() is not None:
                 await self.trainer.commit(skipped=skipped)
                 await self.exchange()
-                for node in (*self.nodes, self.far_node):
+                for node in (*self.nodes, self.partition_node):
                     await node.load()
                 return True
-            delivered = sum([await node.work(7) for node in (*self.nodes, self.far_node)])
-            if not delivered and self.service.home.is_finished:
+            delivered = sum([await node.work(7) for node in (*self.nodes, self.partition_node)])
+            if not delivered and self.service.coordinator.is_finished:
                 return False
         raise AssertionError("no batch after 100 rounds")
 
@@ -111,39 +116,41 @@ class FarRun(Run):
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self.far.close()
+        self.partition_service.close()
         self.service.close()
 
 
-async def quiet_run(run_dir: Path) -> None:
+async def synced_run(run_dir: Path) -> None:
     """Left in the middle of its work, with nothing on its way between the partitions; some groups
     of both are freed."""
-    run = FarRun(run_dir, small_config())
+    run = PartitionedRun(run_dir, small_config())
     await run.start()
     for _ in range(5):
         await run.step()
     retained = CheckpointsRequest(incarnation=1, retained=((4, 4), (5, 5)))
     await run.service.trainers.checkpoints("policy", retained)
-    await run.far_node.lease(2)
+    await run.partition_node.lease(2)
     await run.exchange()
     await run.stop()
 
 
-async def cut_run(run_dir: Path) -> None:
+async def disconnected_run(run_dir: Path) -> None:
     """The line was cut: home committed and issued what the partition never heard of, and groups
     ended there that home never judged."""
-    run = FarRun(run_dir, small_config())
+    run = PartitionedRun(run_dir, small_config())
     await run.start()
     for _ in range(2):
         await run.step()
     await run.exchange()
     run.line.cut()
-    while await run.far_node.work(7):
+    while await run.partition_node.work(7):
         pass
-    run.service.home.shards[0] = Shard.DRAINING  # so that what is issued now goes to partition 1
+    run.service.coordinator.partition_states[0] = (
+        PartitionState.DRAINING
+    )  # so that what is issued now goes to partition 1
     while await run.trainer.batch() is None:
         assert sum([await node.work(7) for node in run.nodes]), "partition 0 has enough for a batch"
     await run.trainer.commit()
-    await run.far.process.repeat()
+    await run.partition_service.process.repeat()
     await run.service.process.repeat()
     await run.stop()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing into the files of a run behind the back of its service, digests made to fit.
 
-Each takes the folder of a run and means home's ledger, or `far(run_dir)` and means that of
+Each takes the folder of a run and means home's ledger, or `partition_1(run_dir)` and means that of
 partition 1."""
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import msgspec
 from blake3 import blake3
 
 Record = dict[str, Any]
-UNSEALED = (
+ADMITTED_GROUPS = (
     "SELECT g.group_id FROM groups g JOIN fates f ON f.group_id = g.group_id "
     "WHERE g.state = 'closed' AND f.state = 'admitted'"
 )
 """Groups that are complete and in no batch: spoiling one spoils nothing else."""
 
-RUNS = "(group_id, slot, epoch) NOT IN (SELECT group_id, slot, epoch FROM leases)"
+LEASE_IS_RUNNING = "(group_id, slot, epoch) NOT IN (SELECT group_id, slot, epoch FROM leases)"
 """Grants of one slot each whose lease has not ended."""
 
 
-def far(run_dir: Path) -> Path:
+def partition_1(run_dir: Path) -> Path:
     return run_dir / "ledger" / "p1"
 
 
@@ -65,7 +65,7 @@ def insert(run_dir: Path, table: str, record: Record) -> None:
     change(run_dir, f"INSERT INTO {table} ({columns}) VALUES ({marks})", *record.values())
 
 
-def whole(run_dir: Path, table: str, where: str, *values: object) -> Record:
+def fetch_record(run_dir: Path, table: str, where: str, *values: object) -> Record:
     """One row of a table with all its columns."""
     with ledger(run_dir) as connection:
         connection.row_factory = sqlite3.Row
@@ -89,7 +89,7 @@ def split_grants(run_dir: Path) -> None:
 def running_lease(run_dir: Path) -> Record:
     """A grant of one slot that has not ended."""
     split_grants(run_dir)
-    return whole(run_dir, "grants", RUNS)
+    return fetch_record(run_dir, "grants", LEASE_IS_RUNNING)
 
 
 def forget_acknowledgement(run_dir: Path, row_id: str) -> None:
@@ -125,11 +125,11 @@ def store(run_dir: Path, row: Record, body: Record) -> Record:
     }
 
 
-def rewrite_payload(run_dir: Path, row_id: str, spoil: Callable[[Record], None]) -> None:
+def rewrite_payload(run_dir: Path, row_id: str, edit: Callable[[Record], None]) -> None:
     """Other content for a row, with every digest that names it made to fit."""
-    row = whole(run_dir, "rows", "row_id = ?", row_id)
+    row = fetch_record(run_dir, "rows", "row_id = ?", row_id)
     body = payload(run_dir, row)
-    spoil(body)
+    edit(body)
     new = store(run_dir, row, body)
     change(
         run_dir,
@@ -149,8 +149,8 @@ def rewrite_payload(run_dir: Path, row_id: str, spoil: Callable[[Record], None])
         rewrite_manifest(run_dir, seq, refresh)
 
 
-def last_turn(spoil: Callable[[Record], Any]) -> Callable[[Record], None]:
-    return lambda body: spoil(body["turns"][-1])
+def last_turn(edit: Callable[[Record], Any]) -> Callable[[Record], None]:
+    return lambda body: edit(body["turns"][-1])
 
 
 # --- batches ------------------------------------------------------------------------------------
@@ -161,10 +161,10 @@ def manifest(run_dir: Path, seq: int) -> Record:
     return msgspec.msgpack.decode(body)
 
 
-def rewrite_manifest(run_dir: Path, seq: int, spoil: Callable[[Record], None]) -> None:
+def rewrite_manifest(run_dir: Path, seq: int, edit: Callable[[Record], None]) -> None:
     """Other content for a batch, under a digest that fits it."""
     content = manifest(run_dir, seq)
-    spoil(content)
+    edit(content)
     body = msgspec.msgpack.encode(content)
     rows = [row for group in content["groups"] for row in group["rows"]]
     change(

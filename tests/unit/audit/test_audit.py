@@ -9,10 +9,11 @@ import pytest
 from tests.unit.audit.corrupt_freed import free_batch
 from tests.unit.audit.ledgers import Run, always_completed, eventful_run, small_config
 from tests.unit.audit.tampering import (
-    RUNS,
-    UNSEALED,
+    ADMITTED_GROUPS,
+    LEASE_IS_RUNNING,
     Record,
     change,
+    fetch_record,
     forget_acknowledgement,
     insert,
     ledger,
@@ -24,12 +25,11 @@ from tests.unit.audit.tampering import (
     segment,
     split_grants,
     store,
-    whole,
 )
 
 from penstock.audit import audit, summary
 from penstock.audit.evidence import read_contents
-from penstock.audit.ledger import opened
+from penstock.audit.ledger import open_ledger
 from penstock.errors import StoreError
 
 
@@ -141,7 +141,7 @@ def test_versions_that_nobody_needs_may_be_gone(run_dir: Path) -> None:
     insert(run_dir, "checkpoints", retained)
     oldest = 4 - small_config().training.max_staleness
     for number, is_needed in ((oldest - 1, False), (oldest, True)):
-        version = whole(run_dir, "versions", f"incarnation = 1 AND number = {number}")
+        version = fetch_record(run_dir, "versions", f"incarnation = 1 AND number = {number}")
         (run_dir / "weights" / "manifests" / f"{version['manifest_digest']}.json").unlink()
         found = next(check for check in audit(run_dir).checks if check.name == "versions")
         assert found.ok is not is_needed
@@ -182,7 +182,7 @@ def test_a_ledger_of_format_1_is_read(run_dir: Path) -> None:
     def as_it_was(body: Record) -> None:
         for group in body["groups"]:
             for row in group["rows"]:
-                del row["computed"]
+                del row["compute_cost"]
 
     (last,) = one(run_dir, "SELECT max(seq) FROM batches")
     for seq in range(1, last + 1):
@@ -192,12 +192,12 @@ def test_a_ledger_of_format_1_is_read(run_dir: Path) -> None:
     with ledger(run_dir) as connection:
         connection.execute(
             "INSERT INTO leases SELECT group_id, slot, epoch, attempt, node_id, session, "
-            f"request_id, granted_at, '', 0.0, '', 0 FROM grants WHERE {RUNS}"
+            f"request_id, granted_at, '', 0.0, '', 0 FROM grants WHERE {LEASE_IS_RUNNING}"
         )
         connection.execute("DROP TABLE grants")
         for table in tables:
             connection.execute(f"DROP TABLE {table}")
-        for column in ("blob", "roles", "computed"):
+        for column in ("blob", "roles", "compute_cost"):
             connection.execute(f"ALTER TABLE rows DROP COLUMN {column}")
         connection.execute("ALTER TABLE sources DROP COLUMN skipped")
         connection.execute("UPDATE meta SET value = '1' WHERE key = 'format'")
@@ -209,7 +209,7 @@ def test_a_ledger_of_format_1_is_read(run_dir: Path) -> None:
 def test_survivors_may_close_without_all(run_dir: Path) -> None:
     """The same ledger under another closing policy: members that failed for good, were cut while
     they ran or before they started are excused, as long as enough remain."""
-    (group_id,) = one(run_dir, UNSEALED)
+    (group_id,) = one(run_dir, ADMITTED_GROUPS)
     split_grants(run_dir)
     for table in ("grants", "leases"):
         change(run_dir, f"DELETE FROM {table} WHERE group_id = ? AND slot = 2", group_id)
@@ -233,7 +233,7 @@ def test_survivors_may_close_without_all(run_dir: Path) -> None:
 
 
 def test_payload_may_lie_in_a_blob(run_dir: Path) -> None:
-    row = whole(run_dir, "rows", "row_id = ?", row_in_batch(run_dir, 1))
+    row = fetch_record(run_dir, "rows", "row_id = ?", row_in_batch(run_dir, 1))
     start = row["offset"] + 12
     data = segment(run_dir, row["segment"]).read_bytes()[start : start + row["length"]]
     blob = run_dir / "ledger" / "blobs" / row["digest"][:2] / row["digest"]
@@ -251,10 +251,10 @@ def test_payload_may_lie_in_a_blob(run_dir: Path) -> None:
 def test_payload_moved_while_the_audit_reads_is_found(run_dir: Path) -> None:
     """Compaction of a running service: one row lies elsewhere by now, one is freed and gone."""
     folder = run_dir / "ledger"
-    with opened(folder) as moment:
+    with open_ledger(folder) as moment:
         before = moment.rows()
     moved, freed = row_in_batch(run_dir, 1), row_in_batch(run_dir, 2)
-    row = whole(run_dir, "rows", "row_id = ?", moved)
+    row = fetch_record(run_dir, "rows", "row_id = ?", moved)
     elsewhere = store(run_dir, row, payload(run_dir, row))
     assert elsewhere["digest"] == row["digest"]
     change(run_dir, "UPDATE rows SET segment = 900, offset = 0 WHERE row_id = ?", moved)

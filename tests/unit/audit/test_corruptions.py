@@ -9,21 +9,20 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.unit.audit import (
-    corrupt_flow as spoil_flow,
+    corrupt_flow,
+    corrupt_freed,
+    corrupt_partitions,
+    corrupt_rows,
+    corrupt_training,
 )
-from tests.unit.audit import (
-    corrupt_freed as spoil_freed,
+from tests.unit.audit.tampering import (
+    ADMITTED_GROUPS,
+    change,
+    fetch_record,
+    manifest,
+    one,
+    rewrite_manifest,
 )
-from tests.unit.audit import (
-    corrupt_partitions as spoil_partitions,
-)
-from tests.unit.audit import (
-    corrupt_rows as spoil_rows,
-)
-from tests.unit.audit import (
-    corrupt_training as spoil_training,
-)
-from tests.unit.audit.tampering import UNSEALED, change, manifest, one, rewrite_manifest, whole
 
 from penstock.audit import AuditReport, audit
 
@@ -36,97 +35,97 @@ def first(report: AuditReport, name: str) -> str:
     return next(check.first[0] for check in report.checks if check.name == name)
 
 
-PLANTS: dict[str, tuple[Callable[[Path], str], ...]] = {
+CORRUPTIONS: dict[str, tuple[Callable[[Path], str], ...]] = {
     "lost": (
-        spoil_rows.acknowledge_unknown,
-        spoil_rows.flip_payload_byte,
-        spoil_rows.cut_segment,
-        spoil_rows.delete_segment,
-        spoil_rows.change_row_digest,
-        spoil_rows.rewrite_behind_digest,
+        corrupt_rows.acknowledge_unknown,
+        corrupt_rows.flip_payload_byte,
+        corrupt_rows.cut_segment,
+        corrupt_rows.delete_segment,
+        corrupt_rows.change_row_digest,
+        corrupt_rows.rewrite_behind_digest,
     ),
     "rows": (
-        spoil_rows.damage_unacknowledged,
-        spoil_rows.expire_lease_of_failed_row,
-        spoil_rows.change_row_reward,
-        spoil_rows.deliver_for_another_node,
+        corrupt_rows.damage_unacknowledged,
+        corrupt_rows.expire_lease_of_failed_row,
+        corrupt_rows.change_row_reward,
+        corrupt_rows.deliver_for_another_node,
     ),
     "slots": (
-        spoil_flow.deliver_slot_twice,
-        spoil_flow.end_slot_twice,
-        spoil_flow.leave_lease_running,
-        spoil_flow.lose_an_epoch,
-        spoil_flow.run_two_leases,
-        spoil_flow.grant_a_lease_twice,
-        spoil_flow.close_without_a_slot,
-        spoil_flow.miscount_attempts,
+        corrupt_flow.deliver_slot_twice,
+        corrupt_flow.end_slot_twice,
+        corrupt_flow.leave_lease_running,
+        corrupt_flow.lose_an_epoch,
+        corrupt_flow.run_two_leases,
+        corrupt_flow.grant_a_lease_twice,
+        corrupt_flow.close_without_a_slot,
+        corrupt_flow.miscount_attempts,
     ),
     "groups": (
-        spoil_flow.lose_group,
-        spoil_flow.lose_fate,
-        spoil_flow.seal_into_nothing,
-        spoil_flow.admit_dropped_group,
-        spoil_flow.issue_task_twice,
-        spoil_flow.issue_another_task,
-        spoil_flow.skip_an_issue,
-        spoil_flow.judge_without_saying_so,
+        corrupt_flow.lose_group,
+        corrupt_flow.lose_fate,
+        corrupt_flow.seal_into_nothing,
+        corrupt_flow.admit_dropped_group,
+        corrupt_flow.issue_task_twice,
+        corrupt_flow.issue_another_task,
+        corrupt_flow.skip_an_issue,
+        corrupt_flow.judge_without_saying_so,
     ),
     "freed": (
-        spoil_freed.free_admitted_group,
-        spoil_freed.free_open_group,
-        spoil_freed.free_unknown_group,
-        spoil_freed.free_uncommitted_batch,
-        spoil_freed.free_batch_after_a_checkpoint,
+        corrupt_freed.free_admitted_group,
+        corrupt_freed.free_open_group,
+        corrupt_freed.free_unknown_group,
+        corrupt_freed.free_uncommitted_batch,
+        corrupt_freed.free_batch_after_a_checkpoint,
     ),
     "batches": (
-        spoil_training.reseal_with_another_group,
-        spoil_training.reseal_without_a_row,
-        spoil_training.flip_manifest_byte,
-        spoil_training.lose_manifest,
-        spoil_training.change_sealed_reward,
-        spoil_training.change_sealed_work,
+        corrupt_training.reseal_with_another_group,
+        corrupt_training.reseal_without_a_row,
+        corrupt_training.flip_manifest_byte,
+        corrupt_training.lose_manifest,
+        corrupt_training.change_sealed_reward,
+        corrupt_training.change_sealed_work,
     ),
     "trained_twice": (
-        spoil_training.commit_twice_along_the_lineage,
-        spoil_training.commit_out_of_order,
-        spoil_training.count_a_skipped_batch,
-        spoil_training.fork_past_the_commits,
+        corrupt_training.commit_twice_along_the_lineage,
+        corrupt_training.commit_out_of_order,
+        corrupt_training.count_a_skipped_batch,
+        corrupt_training.fork_past_the_commits,
     ),
     "sampled_by_policy": (
-        spoil_rows.sample_by_another_policy,
-        spoil_rows.sample_under_unpublished_version,
-        spoil_rows.leave_a_token_without_version,
-        spoil_rows.train_what_was_aborted,
-        spoil_rows.sample_with_odd_log_prob(b"\x00\x00\xc0\x7f"),  # NaN
-        spoil_rows.sample_with_odd_log_prob(b"\x00\x00\x80\xff"),  # minus infinity
-        spoil_rows.sample_with_odd_log_prob(b"\x00\x00\x80\x3f"),  # 1.0
+        corrupt_rows.sample_by_another_policy,
+        corrupt_rows.sample_under_unpublished_version,
+        corrupt_rows.leave_a_token_without_version,
+        corrupt_rows.train_what_was_aborted,
+        corrupt_rows.sample_with_odd_log_prob(b"\x00\x00\xc0\x7f"),  # NaN
+        corrupt_rows.sample_with_odd_log_prob(b"\x00\x00\x80\xff"),  # minus infinity
+        corrupt_rows.sample_with_odd_log_prob(b"\x00\x00\x80\x3f"),  # 1.0
     ),
     "staleness": (
-        spoil_training.sample_too_early,
-        spoil_training.understate_staleness,
-        spoil_training.overstate_mean_staleness,
-        spoil_training.lower_the_bound,
-        spoil_training.train_from_nowhere,
+        corrupt_training.sample_too_early,
+        corrupt_training.understate_staleness,
+        corrupt_training.overstate_mean_staleness,
+        corrupt_training.lower_the_bound,
+        corrupt_training.train_from_nowhere,
     ),
     "versions": (
-        spoil_training.publish_uncommitted,
-        spoil_training.lose_weights,
-        spoil_training.damage_weights,
-        spoil_training.publish_other_weights,
+        corrupt_training.publish_uncommitted,
+        corrupt_training.lose_weights,
+        corrupt_training.damage_weights,
+        corrupt_training.publish_other_weights,
     ),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "plant"),
+    ("name", "corrupt"),
     [
-        pytest.param(name, plant, id=f"{name}-{index}-{plant.__name__}")
-        for name, plants in PLANTS.items()
-        for index, plant in enumerate(plants)
+        pytest.param(name, corrupt, id=f"{name}-{index}-{corrupt.__name__}")
+        for name, corruptions in CORRUPTIONS.items()
+        for index, corrupt in enumerate(corruptions)
     ],
 )
-def test_plant_fails_by_its_name(run_dir: Path, name: str, plant: Callable[[Path], str]) -> None:
-    culprit = plant(run_dir)
+def test_corruption_is_named(run_dir: Path, name: str, corrupt: Callable[[Path], str]) -> None:
+    culprit = corrupt(run_dir)
     report = audit(run_dir)
     assert failed(report) == {name}, "\n".join(report.lines())
     assert culprit in first(report, name)
@@ -134,8 +133,8 @@ def test_plant_fails_by_its_name(run_dir: Path, name: str, plant: Callable[[Path
     assert any(name in line and "FAILED" in line for line in report.lines())
 
 
-def test_every_law_has_a_plant(original: Path) -> None:
-    planted = dict.fromkeys([*PLANTS, *spoil_partitions.IN_QUIET])
+def test_every_check_has_a_corruption(original: Path) -> None:
+    planted = dict.fromkeys([*CORRUPTIONS, *corrupt_partitions.IN_QUIET])
     assert [check.name for check in audit(original).checks] == list(planted)
 
 
@@ -146,7 +145,7 @@ def test_row_in_two_committed_batches(run_dir: Path) -> None:
     change(
         run_dir,
         "UPDATE batches SET staleness_mean = ? WHERE seq = 2",
-        spoil_training.mean_age(run_dir, 2),
+        corrupt_training.mean_age(run_dir, 2),
     )
     report = audit(run_dir)
     assert failed(report) == {"batches", "trained_twice"}, "\n".join(report.lines())
@@ -154,8 +153,8 @@ def test_row_in_two_committed_batches(run_dir: Path) -> None:
 
 
 def test_row_deleted_from_the_ledger_is_lost(run_dir: Path) -> None:
-    (group_id,) = one(run_dir, UNSEALED)
-    row = whole(run_dir, "rows", "group_id = ?", group_id)
+    (group_id,) = one(run_dir, ADMITTED_GROUPS)
+    row = fetch_record(run_dir, "rows", "group_id = ?", group_id)
     change(run_dir, "DELETE FROM rows WHERE row_id = ?", row["row_id"])
     report = audit(run_dir)
     assert failed(report) == {"lost", "slots"}
@@ -164,7 +163,7 @@ def test_row_deleted_from_the_ledger_is_lost(run_dir: Path) -> None:
 
 
 def test_many_offenders_are_counted_and_few_are_shown(run_dir: Path) -> None:
-    spoil_rows.delete_segment(run_dir)
+    corrupt_rows.delete_segment(run_dir)
     report = audit(run_dir)
     lost = report.checks[0]
     assert lost.num_violations > 5 == len(lost.first)

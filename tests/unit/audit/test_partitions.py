@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from tests.unit.audit import corrupt_partitions as spoil
+from tests.unit.audit import corrupt_partitions
 from tests.unit.audit.ledgers import small_config
-from tests.unit.audit.partitioned_ledgers import FarRun, cut_run, quiet_run
-from tests.unit.audit.tampering import change, far, one
+from tests.unit.audit.partitioned_ledgers import PartitionedRun, disconnected_run, synced_run
+from tests.unit.audit.tampering import change, one, partition_1
 
 from penstock.audit import AuditReport, audit, evidence
-from penstock.audit.ledger import Moment, opened
+from penstock.audit.ledger import LedgerReader, open_ledger
 from penstock.errors import StoreError
 
 
@@ -33,31 +33,31 @@ def assert_passes(run_dir: Path) -> AuditReport:
 @pytest.fixture(scope="session")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "quiet"
-    asyncio.run(quiet_run(run_dir))
+    asyncio.run(synced_run(run_dir))
     return run_dir
 
 
 @pytest.fixture(scope="session")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "cut"
-    asyncio.run(cut_run(run_dir))
+    asyncio.run(disconnected_run(run_dir))
     return run_dir
 
 
-PLANTS = [
-    pytest.param(kind, name, plant, id=f"{kind}-{name}-{plant.__name__}")
-    for kind, laws in (("quiet", spoil.IN_QUIET), ("cut", spoil.IN_CUT))
-    for name, plants in laws.items()
-    for plant in plants
+CORRUPTIONS = [
+    pytest.param(kind, name, corrupt, id=f"{kind}-{name}-{corrupt.__name__}")
+    for kind, laws in (("quiet", corrupt_partitions.IN_QUIET), ("cut", corrupt_partitions.IN_CUT))
+    for name, corruptions in laws.items()
+    for corrupt in corruptions
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "plant"), PLANTS)
-def test_plant_fails_by_its_name(
-    quiet: Path, cut: Path, tmp_path: Path, kind: str, name: str, plant: Callable[[Path], str]
+@pytest.mark.parametrize(("kind", "name", "corrupt"), CORRUPTIONS)
+def test_corruption_is_named(
+    quiet: Path, cut: Path, tmp_path: Path, kind: str, name: str, corrupt: Callable[[Path], str]
 ) -> None:
     run_dir = shutil.copytree(quiet if kind == "quiet" else cut, tmp_path / "run")
-    culprit = plant(run_dir)
+    culprit = corrupt(run_dir)
     report = audit(run_dir)
     assert failed(report) == {name}, "\n".join(report.lines())
     told = next(check.first for check in report.checks if check.name == name)
@@ -66,25 +66,25 @@ def test_plant_fails_by_its_name(
 
 def test_quiet_run_passes(quiet: Path) -> None:
     report = assert_passes(quiet)
-    rows = [one(path, "SELECT count(*) FROM rows")[0] for path in (quiet, far(quiet))]
+    rows = [one(path, "SELECT count(*) FROM rows")[0] for path in (quiet, partition_1(quiet))]
     assert report.summary.trajectories == sum(rows) and min(rows) > 0
-    assert one(far(quiet), "SELECT count(*) FROM freed")[0] > 0
+    assert one(partition_1(quiet), "SELECT count(*) FROM freed")[0] > 0
     assert one(quiet, "SELECT count(*) FROM fates WHERE state = 'sealed' AND group_id LIKE 'p1-%'")
 
 
 def test_cut_run_passes(cut: Path) -> None:
     """Facts under way are lawful in both directions, and each kind is really there."""
     assert_passes(cut)
-    for path, kind in ((cut, "Issue"), (cut, "Committed"), (far(cut), "Report")):
-        spoil.under_way(path, kind)
+    for path, kind in ((cut, "IssueGroup"), (cut, "Committed"), (partition_1(cut), "GroupEnded")):
+        corrupt_partitions.undelivered(path, kind)
     unjudged = "SELECT group_id FROM issued WHERE NOT judged AND group_id = ?"
-    _, letter = spoil.under_way(far(cut), "Report")
-    one(cut, unjudged, letter["group_id"])
+    _, message = corrupt_partitions.undelivered(partition_1(cut), "GroupEnded")
+    one(cut, unjudged, message["group_id"])
 
 
 async def test_running_run_passes(tmp_path: Path) -> None:
     """Read again and again while both partitions and their link are at work."""
-    run = FarRun(tmp_path, small_config())
+    run = PartitionedRun(tmp_path, small_config())
     await run.start()
     steps = asyncio.create_task(_steps(run, 6))
     num_audits = 0
@@ -99,7 +99,7 @@ async def test_partitions_may_be_ahead_of_the_first_look_at_home_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ledgers of two moments of one run, in the order a slow audit would read them."""
-    run = FarRun(tmp_path / "after", small_config())
+    run = PartitionedRun(tmp_path / "after", small_config())
     await run.start()
     assert await _steps(run, 1)
     await run.exchange()
@@ -112,15 +112,15 @@ async def test_partitions_may_be_ahead_of_the_first_look_at_home_only(
     assert_passes(after)
 
     def read_as(first: Path, partition: Path, second: Path) -> set[str]:
-        looks = iter([first / "ledger", far(partition), second / "ledger"])
+        looks = iter([first / "ledger", partition_1(partition), second / "ledger"])
 
-        def next_look(folder: Path) -> AbstractContextManager[Moment]:
-            return opened(next(looks, folder))
+        def next_look(folder: Path) -> AbstractContextManager[LedgerReader]:
+            return open_ledger(next(looks, folder))
 
-        monkeypatch.setattr(evidence, "opened", next_look)
+        monkeypatch.setattr(evidence, "open_ledger", next_look)
         mixed = shutil.copytree(first, tmp_path / f"{first.name}-{partition.name}-{second.name}")
-        shutil.rmtree(far(mixed))
-        shutil.copytree(far(partition), far(mixed))
+        shutil.rmtree(partition_1(mixed))
+        shutil.copytree(partition_1(partition), partition_1(mixed))
         return failed(audit(mixed))
 
     assert read_as(before, after, after) == set()
@@ -129,7 +129,7 @@ async def test_partitions_may_be_ahead_of_the_first_look_at_home_only(
 
 
 async def test_finished_run_passes(tmp_path: Path) -> None:
-    run = FarRun(tmp_path, small_config())
+    run = PartitionedRun(tmp_path, small_config())
     await run.start()
     while await run.step():
         pass
@@ -137,21 +137,21 @@ async def test_finished_run_passes(tmp_path: Path) -> None:
     assert assert_passes(tmp_path).summary.steps == 8
 
 
-async def _steps(run: FarRun, count: int) -> bool:
+async def _steps(run: PartitionedRun, count: int) -> bool:
     return all([await run.step() for _ in range(count)])
 
 
 async def test_lost_partition_excuses_its_rows(tmp_path: Path) -> None:
-    run = FarRun(tmp_path, small_config())
+    run = PartitionedRun(tmp_path, small_config())
     await run.start()
     assert await _steps(run, 3)
-    await run.far_node.work(2)
+    await run.partition_node.work(2)
     run.line.cut()
     await run.service.partitions.lose(1)
     await run.stop()
     assert one(tmp_path, "SELECT count(*) FROM batches WHERE instr(manifest, 'p1-')")[0] > 0
     whole = audit(tmp_path).summary
-    shutil.rmtree(far(tmp_path))
+    shutil.rmtree(partition_1(tmp_path))
     report = assert_passes(tmp_path)
     assert report.summary == whole and report.summary.lost == 0
     change(tmp_path, "UPDATE partitions SET state = 'gone'")
@@ -162,7 +162,7 @@ async def test_lost_partition_excuses_its_rows(tmp_path: Path) -> None:
 
 
 async def test_lost_partition_excuses_nothing_else(tmp_path: Path) -> None:
-    run = FarRun(tmp_path, small_config())
+    run = PartitionedRun(tmp_path, small_config())
     await run.start()
     assert await _steps(run, 2)
     await run.service.partitions.lose(1)

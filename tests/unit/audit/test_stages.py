@@ -15,7 +15,7 @@ import pytest
 import yaml
 from blake3 import blake3
 from tests.unit.audit.tampering import (
-    UNSEALED,
+    ADMITTED_GROUPS,
     Record,
     change,
     insert,
@@ -135,7 +135,7 @@ def test_failed_rows_have_no_reward_with_stages_either(staged: Path) -> None:
 
 
 def test_group_that_waits_for_columns_is_not_judged(staged: Path) -> None:
-    (group_id,) = one(staged, UNSEALED)
+    (group_id,) = one(staged, ADMITTED_GROUPS)
     change(staged, "DELETE FROM fates WHERE group_id = ?", group_id)
     change(staged, "UPDATE issued SET judged = 0 WHERE group_id = ?", group_id)
     assert failed(audit(staged)) == {"groups"}

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from benchmarks.async_overlap import equal_machines, per_slot, point
-from benchmarks.overlap_real import on_the_clock
+from benchmarks.overlap_real import run_on_wall_clock
 from benchmarks.overlap_virtual import flow
 from benchmarks.overlap_workload import (
-    Spell,
+    BusyInterval,
     Window,
     Workload,
     barrier_s,
@@ -71,9 +71,12 @@ def test_schedules_with_a_barrier() -> None:
 
 def test_a_window_counts_only_what_lies_in_it() -> None:
     window = Window(begin=10.0, end=20.0, num_batches=2)
-    spells = [Spell(began_at=5.0, seconds=10.0), Spell(began_at=18.0, seconds=float("inf"))]
-    assert window.fraction(spells, num_slots=1, train_s=1.0) == pytest.approx(0.7)
-    assert window.fraction(spells, num_slots=1, train_s=4.5) == pytest.approx(0.9)
+    busy_intervals = [
+        BusyInterval(began_at=5.0, seconds=10.0),
+        BusyInterval(began_at=18.0, seconds=float("inf")),
+    ]
+    assert window.fraction(busy_intervals, num_slots=1, train_s=1.0) == pytest.approx(0.7)
+    assert window.fraction(busy_intervals, num_slots=1, train_s=4.5) == pytest.approx(0.9)
 
 
 def test_expected_length_is_that_of_the_draws() -> None:
@@ -96,7 +99,7 @@ def test_gains_multiply_and_each_has_its_cause() -> None:
 def test_the_core_comes_near_the_bound_and_a_slower_one_does_not(ratio: float) -> None:
     workload = replace(SMALL, rollout_to_train=ratio)
     found = flow(workload)
-    assert len(found.spells) == workload.steps * workload.rows_per_batch
+    assert len(found.busy_intervals) == workload.steps * workload.rows_per_batch
     assert found.whole_fraction < found.fraction <= 1.0 + 1e-9
     assert found.fraction > 0.97
     slowed = flow(workload, call_s=1.0)
@@ -133,6 +136,6 @@ def test_the_point_on_the_clock_runs_the_real_service(tmp_path: Path) -> None:
     tiny = Workload(
         steps=3, groups_per_batch=4, group_size=4, num_slots=8, mean_tokens=20, max_tokens=60
     )
-    found = on_the_clock(tmp_path, tiny, token_s=0.02)
+    found = run_on_wall_clock(tmp_path, tiny, token_s=0.02)
     assert 0.2 < found.fraction <= 1.0
     assert found.gap_ms > 0.0

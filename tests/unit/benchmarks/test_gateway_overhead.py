@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import gateway_upstream
-from benchmarks.gateway_load import Heard, Window
+from benchmarks.gateway_load import TimedAnswer, Window
 from benchmarks.gateway_overhead import Load, Pairs, checked, paced_load
 from benchmarks.harness import process
 from tests.unit.gateway.chatml import write_snapshot
@@ -34,8 +34,8 @@ def test_the_bare_server_is_short_and_knows_nothing_of_penstock() -> None:
 
 
 def test_tokens_are_counted_as_each_side_writes_them() -> None:
-    ours = Heard(0.1, 0.2, b'{"usage":{"prompt_tokens":7,"completion_tokens":12}}')
-    engines = Heard(0.1, 0.2, gateway_upstream.choice(12, False, 0, 0, 12, "v"))
+    ours = TimedAnswer(0.1, 0.2, b'{"usage":{"prompt_tokens":7,"completion_tokens":12}}')
+    engines = TimedAnswer(0.1, 0.2, gateway_upstream.choice(12, False, 0, 0, 12, "v"))
     assert ours.num_tokens == engines.num_tokens == 12
     window = Window(seconds=2.0, cpu_s=0.0, calls=[ours, engines])
     assert (window.calls_per_s, window.tokens_per_s) == (1.0, 12.0)
@@ -43,7 +43,9 @@ def test_tokens_are_counted_as_each_side_writes_them() -> None:
 
 def test_an_answer_cut_short_spoils_the_figure() -> None:
     of = Load(num_calls=1, num_clients=1, num_tokens=13)
-    window = Window(seconds=1.0, cpu_s=0.0, calls=[Heard(0.1, 0.2, b'"completion_tokens":12')])
+    window = Window(
+        seconds=1.0, cpu_s=0.0, calls=[TimedAnswer(0.1, 0.2, b'"completion_tokens":12')]
+    )
     with pytest.raises(RuntimeError, match="12"):
         checked([(window, window)], of)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import staleness_sweep
-from benchmarks.lagged_training import NUM_GENERATIONS, Sampler, Trainee, train
+from benchmarks.lagged_training import NUM_GENERATIONS, ActorCritic, Sampler, train
 from benchmarks.plot import Curve, Point, curves
 from benchmarks.staleness_sweep import (
     POINTS,
@@ -49,7 +49,7 @@ def test_the_figure_is_well_formed_and_has_every_point() -> None:
     ElementTree.fromstring(curves("t", [line], unit="u", x_label="x"))
 
 
-class Watching(Trainee):
+class Watching(ActorCritic):
     """Notes how old each batch says it is, and which version's log-probs it carries."""
 
     def __init__(self, actor: Learner, other: Learner) -> None:
@@ -70,7 +70,7 @@ class Watching(Trainee):
     def _fits(self, number: int, batch: Batch) -> bool:
         self._other.model.load_state_dict(self._versions[number])
         mask_T = batch.samples.mask_T
-        gap_K = self._other.look(batch)[mask_T] - batch.samples.logprobs_T[mask_T]
+        gap_K = self._other.infer(batch)[mask_T] - batch.samples.logprobs_T[mask_T]
         return bool(np.abs(gap_K).max() < 1e-4)
 
 
@@ -81,19 +81,19 @@ class Watching(Trainee):
 def test_every_batch_is_sampled_by_the_version_named(
     lag: int, said: list[int], sampled_by: list[list[int]], tmp_path: Path
 ) -> None:
-    home = tmp_path / "model"
-    init_model(TINY_QWEN3, home, 0)
-    trainee = Watching(new_learner("ppo", home, TINY), new_learner("ppo", home, TINY))
-    sampler = Sampler(load_model(home), home / "tokenizer.json", 0)
+    coordinator = tmp_path / "model"
+    init_model(TINY_QWEN3, coordinator, 0)
+    trainee = Watching(new_learner("ppo", coordinator, TINY), new_learner("ppo", coordinator, TINY))
+    sampler = Sampler(load_model(coordinator), coordinator / "tokenizer.json", 0)
     train(trainee, sampler, lag=lag, steps=4, num_groups=8)
     assert trainee.said == said
     assert trainee.sampled_by == sampled_by
 
 
 def test_an_answer_ends_with_its_end_token(tmp_path: Path) -> None:
-    home = tmp_path / "model"
-    init_model(TINY_QWEN3, home, 0)
-    sampler = Sampler(load_model(home), home / "tokenizer.json", 0)
+    coordinator = tmp_path / "model"
+    init_model(TINY_QWEN3, coordinator, 0)
+    sampler = Sampler(load_model(coordinator), coordinator / "tokenizer.json", 0)
     batch = sampler.batch(16, number=3, trains_from=5)
     samples = batch.samples
     assert batch.num_groups == 16 and samples.rows_S.size == 16 * NUM_GENERATIONS
@@ -104,7 +104,7 @@ def test_an_answer_ends_with_its_end_token(tmp_path: Path) -> None:
         assert one.size == 7 or one[-1] == 1
         assert 1 not in one[4:-1]
     assert {one.size for one in ids} == {5, 6, 7}
-    assert set(samples.numbers_T[samples.mask_T]) == {3}
+    assert set(samples.versions_T[samples.mask_T]) == {3}
 
 
 @pytest.mark.parametrize("name", ["ppo", "ppo_critic", "decoupled", "m2po"])

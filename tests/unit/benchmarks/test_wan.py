@@ -148,7 +148,7 @@ def test_a_cut_drops_all_until_it_is_mended() -> None:
         link.cut()
         assert ping(link, patience_s=0.05) == []
         assert link.stats()["ab"]["cut"] == 5
-        link.mend()
+        link.restore()
         assert len(ping(link)) == 5
 
 

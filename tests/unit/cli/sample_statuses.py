@@ -8,9 +8,9 @@ from penstock.dataflow.service.operators.messages import (
     NodeStatus,
     PolicyStatus,
     Status,
-    Waiting,
+    WaitStatus,
 )
-from penstock.runs.monitor import View
+from penstock.runs.monitor import RunView
 from penstock.types import NodeId, PolicyName
 
 POLICY = PolicyName("policy")
@@ -50,7 +50,7 @@ def status(*policies: PolicyStatus, finished: bool = False, since_s: float = 12.
         finished=finished,
         policies=policies or (policy_status(),),
         nodes=(node,),
-        waiting=(Waiting(who="trainer policy", on="4 groups on node-0", since_s=since_s),),
+        waiting=(WaitStatus(who="trainer policy", on="4 groups on node-0", since_s=since_s),),
         trajectories=3072,
         sampled_tokens=9000,
         wasted_tokens={"stale": 450},
@@ -59,13 +59,13 @@ def status(*policies: PolicyStatus, finished: bool = False, since_s: float = 12.
 
 
 def view(
-    now: Status | None, *, elapsed_s: float = 42.0, away_s: float = 0.0, note: str = ""
-) -> View:
-    return View(
+    now: Status | None, *, elapsed_s: float = 42.0, unreachable_s: float = 0.0, note: str = ""
+) -> RunView:
+    return RunView(
         name="reverse",
         elapsed_s=elapsed_s,
         status=now,
-        away_s=away_s,
+        unreachable_s=unreachable_s,
         curves={"policy": [0.1, 0.2, 0.4, 0.5]},
         eta_s=61.0,
         note=note,

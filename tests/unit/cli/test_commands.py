@@ -19,7 +19,7 @@ from penstock.cli.main import COMMANDS, build, main
 from penstock.config import demo, load
 from penstock.errors import Forbidden
 from penstock.fleet.processes import cpu_s
-from penstock.fleet.run_folder import Finish, RunFolder
+from penstock.fleet.run_folder import FinishRecord, RunFolder
 from penstock.wire.auth import Audience, Role, Signer
 
 ALL = [name for name, _, _ in COMMANDS] + [
@@ -47,7 +47,7 @@ def run_folder(tmp_path: Path) -> RunFolder:
     """A run that was started once."""
     folder = RunFolder(tmp_path / "outputs" / "reverse")
     folder.write_config(demo(0))
-    folder.choose_endpoints(tmp_path, ())
+    folder.allocate_endpoints(tmp_path, ())
     Signer.create(folder.keys, "reverse")
     return folder
 
@@ -264,7 +264,7 @@ def test_check_does_not_hang_with_the_users_code(
 def test_a_finished_run_exits_0_at_once_and_says_so(
     capsys: pytest.CaptureFixture[str], run_folder: RunFolder
 ) -> None:
-    run_folder.write_finish(Finish(finished_at=1.0, steps=70, trajectories=71_680))
+    run_folder.write_finish(FinishRecord(finished_at=1.0, steps=70, trajectories=71_680))
     code, out, err = run_main(capsys, "run", str(run_folder.path), "--json")
     assert code == 0
     assert "finished before: 70 steps, 71,680 trajectories" in err

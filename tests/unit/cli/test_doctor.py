@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.doctor import doctor, vllm_at
+from penstock.cli.doctor import check_vllm, doctor
 
 
 def write_environment(folder: Path, version: str) -> Path:
@@ -21,13 +21,13 @@ def write_environment(folder: Path, version: str) -> Path:
 
 
 def test_an_environment_with_vllm_is_told_with_its_version(tmp_path: Path) -> None:
-    found = vllm_at(write_environment(tmp_path, "0.32.1"))
-    assert found.is_there and "0.32.1" in found.says and not found.cure
+    found = check_vllm(write_environment(tmp_path, "0.32.1"))
+    assert found.is_present and "0.32.1" in found.detail and not found.fix
 
 
 def test_another_version_is_told_with_a_word_of_caution(tmp_path: Path) -> None:
-    found = vllm_at(write_environment(tmp_path, "0.29.0"))
-    assert found.is_there and "vLLM 0.32" in found.cure[0]
+    found = check_vllm(write_environment(tmp_path, "0.29.0"))
+    assert found.is_present and "vLLM 0.32" in found.fix[0]
 
 
 def test_what_is_missing_comes_with_the_steps_to_get_it(

@@ -10,12 +10,12 @@ from rich.console import Console
 from tests.unit.cli.sample_statuses import policy_status, status, view
 
 from penstock.cli.live_panel import LIVE_HINT, draw, sparkline
-from penstock.cli.output import clock, counted, span
-from penstock.cli.progress_lines import Lines, line
-from penstock.runs.monitor import View
+from penstock.cli.output import format_clock, format_duration, pluralise
+from penstock.cli.progress_lines import ProgressLines, progress_line
+from penstock.runs.monitor import RunView
 
 
-def drawn(seen: View, width: int = 100, hint: str = LIVE_HINT) -> str:
+def drawn(seen: RunView, width: int = 100, hint: str = LIVE_HINT) -> str:
     console = Console(width=width, record=True, file=None, quiet=True)
     with console.capture() as capture:
         console.quiet = False
@@ -79,7 +79,7 @@ def test_the_panel_keeps_its_height_while_nobody_waits() -> None:
 
 def test_the_panel_says_when_the_dataflow_is_away_and_what_went_wrong() -> None:
     assert "starting" in drawn(view(None))
-    text = drawn(view(status(), away_s=7.0, note="node-1 was killed by SIGKILL"))
+    text = drawn(view(status(), unreachable_s=7.0, note="node-1 was killed by SIGKILL"))
     assert "has not answered for 7.0 s" in text
     assert "node-1 was killed by SIGKILL" in text
     assert "finished in 0:42" in drawn(view(status(finished=True)))
@@ -106,7 +106,7 @@ def test_a_long_curve_is_squeezed_into_the_width() -> None:
 def test_a_line_is_written_per_step_and_when_something_else_moves(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines = Lines()
+    lines = ProgressLines()
     lines.update(view(status(policy_status(number=1)), elapsed_s=10.0))
     lines.update(view(status(policy_status(number=1)), elapsed_s=10.5))  # nothing new
     lines.update(view(status(policy_status(number=2)), elapsed_s=11.0))  # a step
@@ -125,9 +125,9 @@ def test_a_line_is_written_per_step_and_when_something_else_moves(
 
 
 def test_lines_write_a_note_once_when_it_changes(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines()
+    lines = ProgressLines()
     now = status(policy_status(number=1))
-    lines.tell("node-1 was killed")
+    lines.notify("node-1 was killed")
     for elapsed_s, text in ((10.0, "node-1 was killed"), (10.1, "boom"), (10.2, "boom")):
         lines.update(view(now, elapsed_s=elapsed_s, note=text))
     written = [text.split(maxsplit=1) for text in capsys.readouterr().err.splitlines()]
@@ -137,17 +137,24 @@ def test_lines_write_a_note_once_when_it_changes(capsys: pytest.CaptureFixture[s
 
 
 def test_the_line_says_who_waits_for_whom() -> None:
-    assert line(view(status())) == (
+    assert progress_line(view(status())) == (
         "step 3/10 · reward 0.500 · staleness 0.60 (max 1) · 3,072 trajectories · 2,145 tokens/s · "
         "1 node live · trainer policy waits for 4 groups on node-0"
     )
-    assert line(view(None)).startswith("starting")
-    assert line(view(status(finished=True))).endswith("2,145 tokens/s · finished")
-    assert line(view(status(), away_s=8.2)) == "the dataflow has not answered for 8.0 s"
-    assert "reward" not in line(view(status(policy_status(number=0, reward=None))))
+    assert progress_line(view(None)).startswith("starting")
+    assert progress_line(view(status(finished=True))).endswith("2,145 tokens/s · finished")
+    assert (
+        progress_line(view(status(), unreachable_s=8.2))
+        == "the dataflow has not answered for 8.0 s"
+    )
+    assert "reward" not in progress_line(view(status(policy_status(number=0, reward=None))))
 
 
 def test_times_and_counts_as_people_read_them() -> None:
-    assert (clock(42.4), clock(3723)) == ("0:42", "1:02:03")
-    assert (span(0.42), span(42.2), span(600)) == ("0.4 s", "42 s", "10 min")
-    assert (counted(1, "node"), counted(2048, "node")) == ("1 node", "2,048 nodes")
+    assert (format_clock(42.4), format_clock(3723)) == ("0:42", "1:02:03")
+    assert (format_duration(0.42), format_duration(42.2), format_duration(600)) == (
+        "0.4 s",
+        "42 s",
+        "10 min",
+    )
+    assert (pluralise(1, "node"), pluralise(2048, "node")) == ("1 node", "2,048 nodes")

@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 from tests.unit.cli.test_commands import run_main
 
-from penstock.cli.stage import placed_stage
+from penstock.cli.stage import find_service_stage
 from penstock.config import load
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
-from penstock.fleet.services import TOKEN, Kind, local_services
+from penstock.fleet.services import TOKEN_ENV, ServiceKind, local_services
 from penstock.wire.auth import Audience, Role, Signer
 
 RUN = """\
@@ -54,7 +54,7 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_plan_is_printed_and_drawn(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     code, out, err = run_main(capsys, "plan", str(run_file))
     assert code == 0 and "run.svg" in err
-    for text in ("own: own pipeline", "gang of policy: 1 rank", "1. shape", "3. train",
+    for text in ("own: own pipeline", "trainer for policy: 1 rank", "1. shape", "3. train",
                  "weights 403 kB", "AdamW 806 kB", "judge on [gpu]: no model"):  # fmt: skip
         assert text in out
     drawn = run_file.with_suffix(".svg").read_text()
@@ -146,16 +146,16 @@ def test_the_launcher_starts_a_worker_of_every_service(run_file: Path, tmp_path:
     Signer.create(folder.keys, "own")
     services = {one.name: one for one in local_services(load(run_file), folder)}
     worker = services["stage-judge"]
-    assert worker.kind is Kind.SERVER
+    assert worker.kind is ServiceKind.SERVER
     assert worker.command[-3:] == ("stage", str(folder.path), "judge")
     verifier = Signer.read(folder.keys, "own").verifier(Audience.DATAFLOW)
-    assert verifier.verify(worker.make_env()[TOKEN]).role is Role.STAGE
+    assert verifier.verify(worker.build_env()[TOKEN_ENV]).role is Role.STAGE
 
 
 def test_only_stages_placed_elsewhere_have_workers(run_file: Path) -> None:
     config = load(run_file)
-    assert placed_stage(config, "judge")[1].writes == ("score",)
+    assert find_service_stage(config, "judge")[1].writes == ("score",)
     with pytest.raises(ConfigError, match='did you mean "judge"'):
-        placed_stage(config, "judg")
+        find_service_stage(config, "judg")
     with pytest.raises(ConfigError, match="stages placed elsewhere: judge"):
-        placed_stage(config, "train")
+        find_service_stage(config, "train")

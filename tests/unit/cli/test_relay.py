@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> RunFolder:
     """A run that was started once."""
     folder = RunFolder(tmp_path / "run")
     folder.write_config(demo(0))
-    folder.choose_endpoints(tmp_path, ())
+    folder.allocate_endpoints(tmp_path, ())
     Signer.create(folder.keys, RUN)
     return folder
 
@@ -60,7 +60,9 @@ def test_a_relay_token_opens_weights_and_relays_alone(
     out, _ = minted(capsys, folder.path, "--role", "relay", "--json")
     found = json.loads(out)
     assert (found["url"], found["public_key"]) == (folder.endpoints().weights, folder.public_key())
-    assert Verifier.beside(found["token"], found["public_key"], audience=Audience.RELAY).run == RUN
+    assert (
+        Verifier.from_token(found["token"], found["public_key"], audience=Audience.RELAY).run == RUN
+    )
 
 
 def test_what_a_node_shows_to_a_relay_opens_relays_alone(

@@ -16,7 +16,7 @@ from tests.unit.dataflow.report.report_factories import figures
 from penstock.cli.main import main
 from penstock.config import demo
 from penstock.dataflow.report.build import make_report
-from penstock.dataflow.report.figures import Terms
+from penstock.dataflow.report.figures import BalanceSettings
 from penstock.dataflow.report.shape import BalanceReport
 from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Audience, Role, Signer
@@ -27,7 +27,7 @@ SCHEMA = Path(__file__).parents[3] / "docs" / "report.schema.json"
 
 
 async def _report(call: Call) -> BalanceReport:
-    return make_report(figures(), Terms(), 1101.0)
+    return make_report(figures(), BalanceSettings(), 1101.0)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> RunFolder:
     """A run that was started once."""
     made = RunFolder(tmp_path / "outputs" / "reverse")
     made.write_config(demo(0))
-    made.choose_endpoints(tmp_path, ())
+    made.allocate_endpoints(tmp_path, ())
     Signer.create(made.keys, "reverse")
     return made
 

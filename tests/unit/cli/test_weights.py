@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 from tests.unit.cli.test_commands import run_main
-from tests.unit.weights.version_history import WEIGHTS, History
+from tests.unit.weights.version_history import WEIGHTS, VersionHistory
 
-from penstock.cli.output import size, table
+from penstock.cli.output import format_bytes, table
 from penstock.cli.weights_format import percent, shorten
 from penstock.config import demo
 from penstock.fleet.run_folder import RunFolder
 from penstock.types import PolicyName
 from penstock.weights.manifest import encode_manifest, make_manifest, parse_manifest
 from penstock.weights.publish import put_snapshot
-from penstock.weights.retention import carry_out, plan
+from penstock.weights.retention import execute_plan, plan_deletion
 from penstock.weights.tensors import TensorEntry
 
 WIDTH = 80
@@ -32,13 +32,13 @@ class Run:
     def __init__(self, tmp_path: Path) -> None:
         self.folder = RunFolder(tmp_path / "reverse")
         self.folder.write_config(demo(0))
-        self.history = History(self.folder.weights)
-        self.history.go_on(5)
+        self.history = VersionHistory(self.folder.weights)
+        self.history.add_versions(5)
         self.store = self.history.store
-        with self.store.deleting() as is_alone:
-            assert is_alone
+        with self.store.deleting() as has_lock:
+            assert has_lock
             digests = [self.history.digest(number) for number in range(5)]
-            carry_out(self.store, plan(self.store, digests, digests[-1:]))
+            execute_plan(self.store, plan_deletion(self.store, digests, digests[-1:]))
 
     def blob(self, number: int) -> Path:
         return self.store.blob_path(self.history.file(number).blob)
@@ -188,7 +188,7 @@ def test_an_unknown_version_gets_a_suggestion(weights: Any, word: str, expected:
 
 
 def test_a_number_alone_is_not_enough_for_two_policies(run: Run, weights: Any) -> None:
-    History(run.folder.weights, policy="judge").go_on(2)
+    VersionHistory(run.folder.weights, policy="judge").add_versions(2)
     code, _, err = weights("show", "1")
     assert code == 1
     assert "did you mean judge@1 or policy@1?" in err
@@ -231,7 +231,7 @@ def test_show_for_programs_has_everything(run: Run, as_json: Any) -> None:
         "config.json": "whole",
     }
     [file] = [file for file in found["files"] if file["name"] == WEIGHTS]
-    assert len(file["way"]) == 3 and len(file["deltas"]) == 1
+    assert len(file["chain"]) == 3 and len(file["deltas"]) == 1
     assert [tensor["name"] for tensor in found["tensors"]] == ["a.weight", "b.weight", "c.weight"]
 
 
@@ -369,7 +369,7 @@ def test_every_documented_command_runs(run: Run, capsys: pytest.CaptureFixture[s
 
 def test_sizes_shares_and_names() -> None:
     sizes = [0, 999, 1000, 9_949, 9_950, 999_499, 999_500, 28_000_000_000, 10**13]
-    assert [size(number) for number in sizes] == [
+    assert [format_bytes(number) for number in sizes] == [
         "0 B",
         "999 B",
         "1.0 kB",

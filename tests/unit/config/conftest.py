@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config import RunConfig, load
 
-DESIGN = """\
+EXAMPLE = """\
 name: reverse
 output_dir: outputs
 launcher: local
@@ -43,9 +43,9 @@ LoadStages = Callable[..., RunConfig]
 
 
 @pytest.fixture
-def design() -> str:
+def example() -> str:
     """The text of the design's example."""
-    return DESIGN
+    return EXAMPLE
 
 
 @pytest.fixture
@@ -53,19 +53,19 @@ def load_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadText:
     """Load a text as the file `run.yaml`."""
     monkeypatch.chdir(tmp_path)
 
-    def load_it(text: str, overrides: Sequence[str] = ()) -> RunConfig:
+    def load_run_yaml(text: str, overrides: Sequence[str] = ()) -> RunConfig:
         Path("run.yaml").write_text(text, encoding="utf-8")
         return load(Path("run.yaml"), overrides)
 
-    return load_it
+    return load_run_yaml
 
 
 @pytest.fixture
-def load_stages(design: str, load_text: LoadText) -> LoadStages:
+def load_stages(example: str, load_text: LoadText) -> LoadStages:
     """Load the design's file with these stages; one line each, from line 27 on."""
 
     def load(*stages: str, overrides: tuple[str, ...] = ()) -> RunConfig:
         text = "pipeline:\n  stages:\n" + "".join(f"    - {stage}\n" for stage in stages)
-        return load_text(design.replace("pipeline: null\n", text), overrides)
+        return load_text(example.replace("pipeline: null\n", text), overrides)
 
     return load

@@ -11,10 +11,10 @@ from tests.unit.config.test_pipeline import (
     TRAIN,
     TRAIN_CRITIC,
     VALUES,
-    refusal,
+    load_error,
 )
 
-from penstock.config.builtin_stages import CREDITS
+from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 
 OVERLONG = (
     "{id: long, type: compute, role: overlong, reads: [reward, truncated], "
@@ -24,12 +24,12 @@ LIMITS = "max_length: 9, margin: 3"
 
 
 def credit(name: str, options: str, reads: str = "reward") -> str:
-    fn = f"fn: '{CREDITS}:{name}', options: {options}, type"
+    fn = f"fn: '{STAGE_FUNCTIONS_MODULE}:{name}', options: {options}, type"
     return ADVANTAGE.replace("type", fn, 1).replace("reads: [reward]", f"reads: [{reads}]")
 
 
 @pytest.mark.parametrize(
-    ("stage", "key", "says"),
+    ("stage", "key", "expected_text"),
     [
         (credit("step_advantage", "{how: weight}", "reward, length"), "how",
          'is not one of weighted | return | shaping | min | outcome; did you mean "weighted"?'),
@@ -47,22 +47,27 @@ def credit(name: str, options: str, reads: str = "reward") -> str:
     ],
 )  # fmt: skip
 def test_options_that_a_shipped_function_would_refuse_at_its_first_batch(
-    load_stages: LoadStages, stage: str, key: str, says: str
+    load_stages: LoadStages, stage: str, key: str, expected_text: str
 ) -> None:
-    message = refusal(load_stages, stage, TRAIN)
-    assert f"run.yaml:27: pipeline.stages[0].options.{key}: " in message and says in message
+    message = load_error(load_stages, stage, TRAIN)
+    assert (
+        f"run.yaml:27: pipeline.stages[0].options.{key}: " in message and expected_text in message
+    )
 
 
 @pytest.mark.parametrize(
-    ("rate", "says"),
+    ("rate", "expected_text"),
     [("fast", '"fast" is text; must be a number'), ("-1", "must be at least 0")],
 )
 def test_the_learning_rate_of_a_critic_is_a_number(
-    load_stages: LoadStages, rate: str, says: str
+    load_stages: LoadStages, rate: str, expected_text: str
 ) -> None:
     critic = TRAIN_CRITIC.replace("type", f"options: {{learning_rate: {rate}}}, type")
-    message = refusal(load_stages, VALUES, GAE, critic, TRAIN)
-    assert "run.yaml:29: pipeline.stages[2].options.learning_rate: " in message and says in message
+    message = load_error(load_stages, VALUES, GAE, critic, TRAIN)
+    assert (
+        "run.yaml:29: pipeline.stages[2].options.learning_rate: " in message
+        and expected_text in message
+    )
     for good in ("0", "1.0e-5", "null"):
         assert load_stages(VALUES, GAE, critic.replace(f": {rate}}}", f": {good}}}"), TRAIN)
 
@@ -72,20 +77,20 @@ def test_what_is_shipped_writes_all_its_columns(load_stages: LoadStages, how: st
     long = OVERLONG.replace(LIMITS, f"{LIMITS}, how: {how}")
     advantage = ADVANTAGE.replace("[reward]", "[shaped_reward], rename: {shaped_reward: reward}")
     assert load_stages(long, advantage, TRAIN)
-    message = refusal(load_stages, long.replace(", excluded", ""), advantage, TRAIN)
+    message = load_error(load_stages, long.replace(", excluded", ""), advantage, TRAIN)
     assert (
         "run.yaml:27: pipeline.stages[0].writes: stage long: what is shipped for it writ" in message
     )
     assert "set writes: [shaped_reward, excluded]" in message
-    named = long.replace("role: overlong", f"role: own, fn: '{CREDITS}:overlong'")
-    assert "set writes: [shaped_reward, excluded]" in refusal(
+    named = long.replace("role: overlong", f"role: own, fn: '{STAGE_FUNCTIONS_MODULE}:overlong'")
+    assert "set writes: [shaped_reward, excluded]" in load_error(
         load_stages, named.replace(", excluded", ""), advantage, TRAIN
     )
 
 
 # --- who compares the members of a group ----------------------------------------------------------
 
-ONCE = "algorithm={{name: {}, num_generations: 1, beta: 0.0}}"
+SINGLE_GENERATION = "algorithm={{name: {}, num_generations: 1, beta: 0.0}}"
 NO_RULES = "dataflow.rules=[]"
 PROXIMAL = "{id: look, type: infer, role: actor, reads: [turns], writes: [proximal_logprobs]}"
 
@@ -95,17 +100,17 @@ def test_groups_of_one_with_a_critic_under_any_loss(load_stages: LoadStages, nam
     """The stage that makes the advantages says whether members are compared, not the loss."""
     train = TRAIN.replace("advantage]", "advantage, proximal_logprobs]")
     stages = (PROXIMAL, VALUES, GAE, TRAIN_CRITIC, train)
-    told = (ONCE.format(name), NO_RULES)
+    told = (SINGLE_GENERATION.format(name), NO_RULES)
     assert load_stages(*stages, overrides=told).algorithm.num_generations == 1
-    message = refusal(load_stages, PROXIMAL, ADVANTAGE, train, overrides=told)
+    message = load_error(load_stages, PROXIMAL, ADVANTAGE, train, overrides=told)
     assert "algorithm.num_generations: stage advantage compares the members of a grou" in message
     own = ADVANTAGE.replace("type", "fn: 'm:credit', type", 1)
     assert load_stages(PROXIMAL, own, train, overrides=told), "nothing is known of it"
 
 
 def test_no_group_of_one_has_a_spread(load_stages: LoadStages) -> None:
-    told = (ONCE.format("ppo"),)
-    message = refusal(load_stages, VALUES, GAE, TRAIN_CRITIC, TRAIN, overrides=told)
+    told = (SINGLE_GENERATION.format("ppo"),)
+    message = load_error(load_stages, VALUES, GAE, TRAIN_CRITIC, TRAIN, overrides=told)
     assert "reward-spread drops every group without spread, and one of 1 has none" in message
 
 
@@ -113,7 +118,7 @@ def test_sessions_with_stages_of_ones_own(load_stages: LoadStages) -> None:
     live = "sources=[{name: live, session: {reward_deadline_s: 60, default_reward: -1.0}}]"
     told = (live, NO_RULES, "algorithm={name: grpo}")
     assert load_stages(VALUES, GAE, TRAIN_CRITIC, TRAIN, overrides=told).session_source
-    message = refusal(load_stages, ADVANTAGE, TRAIN, overrides=told)
+    message = load_error(load_stages, ADVANTAGE, TRAIN, overrides=told)
     assert "stage advantage compares the members of a group, and a session is a group of" in message
-    assert f"give it fn: {CREDITS}:batch_advantage" in message
+    assert f"give it fn: {STAGE_FUNCTIONS_MODULE}:batch_advantage" in message
     assert load_stages(credit("batch_advantage", "{}"), TRAIN, overrides=told)

@@ -13,7 +13,7 @@ from penstock.config import RunConfig, demo, dump
 from penstock.config.loader import parse
 from penstock.errors import ConfigError
 
-GOOD = dump(demo(0))
+VALID_CONFIG = dump(demo(0))
 LINE = re.compile(r"(run\.yaml:\d+: |override \").+")
 
 JUNK = st.recursive(
@@ -90,7 +90,7 @@ def read(text: str, overrides: list[str]) -> RunConfig | None:
         return None
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def key_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every place of a tree, the root left out."""
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
@@ -99,7 +99,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         items = list(enumerate(cast(list[Any], value)))
     for key, below in items:
         yield (*path, key)
-        yield from places(below, (*path, key))
+        yield from key_paths(below, (*path, key))
 
 
 def change(tree: Any, path: tuple[Any, ...], action: str, junk: Any) -> None:
@@ -118,9 +118,9 @@ def change(tree: Any, path: tuple[Any, ...], action: str, junk: Any) -> None:
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_changed_trees(data: st.DataObject) -> None:
-    tree = yaml.safe_load(GOOD)
+    tree = yaml.safe_load(VALID_CONFIG)
     for _ in range(data.draw(st.integers(1, 4))):
-        known = list(places(tree))
+        known = list(key_paths(tree))
         if not known:
             break
         action = data.draw(st.sampled_from(["replace", "delete", "add"]))
@@ -131,7 +131,7 @@ def test_changed_trees(data: st.DataObject) -> None:
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_changed_texts(data: st.DataObject) -> None:
-    text = GOOD
+    text = VALID_CONFIG
     for _ in range(data.draw(st.integers(1, 5))):
         start = data.draw(st.integers(0, len(text)))
         end = start + data.draw(st.sampled_from([0, 0, 1, 3, 40]))
@@ -178,10 +178,10 @@ VALUES = (
 @settings(deadline=None, max_examples=60)
 @given(pairs=st.lists(st.tuples(KEYS, VALUES), min_size=1, max_size=3))
 def test_any_overrides(pairs: list[tuple[str, str]]) -> None:
-    read(GOOD, [f"{key}={value}" for key, value in pairs])
+    read(VALID_CONFIG, [f"{key}={value}" for key, value in pairs])
 
 
 @settings(deadline=None, max_examples=40)
 @given(overrides=st.lists(st.text(max_size=8), min_size=1, max_size=2))
 def test_any_text_as_override(overrides: list[str]) -> None:
-    read(GOOD, overrides)
+    read(VALID_CONFIG, overrides)

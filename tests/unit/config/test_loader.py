@@ -29,14 +29,14 @@ training: {steps: 1}
 """
 
 
-def refusal(load_text: LoadText, text: str, overrides: Sequence[str] = ()) -> str:
+def load_error(load_text: LoadText, text: str, overrides: Sequence[str] = ()) -> str:
     with pytest.raises(ConfigError) as caught:
         load_text(text, overrides)
     return str(caught.value)
 
 
-def test_design_example_loads(design: str, load_text: LoadText) -> None:
-    config = load_text(design)
+def test_design_example_loads(example: str, load_text: LoadText) -> None:
+    config = load_text(example)
     assert config.models["policy"].replicas == 2
     assert config.training.learning_rate == 2e-3
     assert config.dataflow.lease.ttl_s == 12.0
@@ -96,15 +96,15 @@ def test_defaults(load_text: LoadText) -> None:
         ("name: reverse", "\N{BYTE ORDER MARK}name: reverse"),
     ],
 )
-def test_good_variants_load(old: str, new: str, design: str, load_text: LoadText) -> None:
-    text = design.replace(old, new, 1)
-    assert text != design
+def test_good_variants_load(old: str, new: str, example: str, load_text: LoadText) -> None:
+    text = example.replace(old, new, 1)
+    assert text != example
     load_text(text)
 
 
-def test_both_forms_of_survivors_are_one(design: str, load_text: LoadText) -> None:
+def test_both_forms_of_survivors_are_one(example: str, load_text: LoadText) -> None:
     short, long = (
-        load_text(design, [f"dataflow.closing={form}"])
+        load_text(example, [f"dataflow.closing={form}"])
         for form in ("survivors(4)", "{survivors: {min: 4}}")
     )
     assert short == long
@@ -136,7 +136,7 @@ def test_yaml_merge_keys(load_text: LoadText) -> None:
     assert (config.models["b"].init, config.models["b"].replicas) == ("x", 4)
 
 
-def test_overrides_win_in_order(design: str, load_text: LoadText) -> None:
+def test_overrides_win_in_order(example: str, load_text: LoadText) -> None:
     overrides = [
         "training.steps=5",
         "training.steps=6",
@@ -148,7 +148,7 @@ def test_overrides_win_in_order(design: str, load_text: LoadText) -> None:
         "training.learning_rate=1e-4",
         "output_dir=a=b",
     ]
-    config = load_text(design, overrides)
+    config = load_text(example, overrides)
     assert config.training.steps == 6
     assert config.models["policy"].replicas == 1
     assert (config.sources[0].weight, config.sources[0].limit) == (2.0, 10)
@@ -159,7 +159,7 @@ def test_overrides_win_in_order(design: str, load_text: LoadText) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "key", "says"),
+    ("override", "key", "expected_text"),
     [
         ("training.stesp=5", "training.stesp: ", 'did you mean "steps"?'),
         ("trainng.steps=3", "trainng: ", 'did you mean "training"?'),
@@ -188,26 +188,28 @@ def test_overrides_win_in_order(design: str, load_text: LoadText) -> None:
     ],
 )
 def test_bad_overrides_are_named(
-    override: str, key: str, says: str, design: str, load_text: LoadText
+    override: str, key: str, expected_text: str, example: str, load_text: LoadText
 ) -> None:
-    message = refusal(load_text, design, [override])
+    message = load_error(load_text, example, [override])
     assert message.startswith(f'override "{override}": {key}'), message
-    assert says in message
+    assert expected_text in message
     assert len(message.splitlines()) == 1, message
 
 
 def test_an_override_that_completes_a_contradiction_is_named(
-    design: str, load_text: LoadText
+    example: str, load_text: LoadText
 ) -> None:
-    message = refusal(
-        load_text, design.replace("minibatches: 1", "minibatches: 8"),
+    message = load_error(
+        load_text, example.replace("minibatches: 1", "minibatches: 8"),
         ["training.groups_per_batch=4"],
     )  # fmt: skip
     assert message.startswith('override "training.groups_per_batch=4": training.groups_per_batch: ')
 
 
-def test_file_and_override_mistakes_are_listed_together(design: str, load_text: LoadText) -> None:
-    message = refusal(load_text, design.replace("seed: 0", "seed: x"), ["training.steps=0", "zz"])
+def test_file_and_override_mistakes_are_listed_together(example: str, load_text: LoadText) -> None:
+    message = load_error(
+        load_text, example.replace("seed: 0", "seed: x"), ["training.steps=0", "zz"]
+    )
     assert [line.split(":")[0] for line in message.splitlines()] == [
         "run.yaml",
         'override "training.steps=0"',
@@ -236,33 +238,33 @@ def test_not_utf8(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "---\n"])
 def test_empty_file(text: str, load_text: LoadText) -> None:
-    assert refusal(load_text, text).startswith("run.yaml:1: ")
+    assert load_error(load_text, text).startswith("run.yaml:1: ")
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "hello\n", "3\n", "[]"])
 def test_not_a_mapping(text: str, load_text: LoadText) -> None:
-    assert refusal(load_text, text).startswith("run.yaml:1: must be a mapping at its top")
+    assert load_error(load_text, text).startswith("run.yaml:1: must be a mapping at its top")
 
 
 @pytest.mark.parametrize(
     ("text", "line"), [("a: b\nc: [\n", 3), ("a: b\n\tc: d\n", 2), ("a: 'b\n", 2), ("a: \0", 1)]
 )
 def test_syntax_error_has_its_line(text: str, line: int, load_text: LoadText) -> None:
-    assert refusal(load_text, text).startswith(f"run.yaml:{line}: not YAML: ")
+    assert load_error(load_text, text).startswith(f"run.yaml:{line}: not YAML: ")
 
 
 def test_alias_bomb_is_refused_quickly(load_text: LoadText) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
-    assert "too large for a run file" in refusal(load_text, "\n".join(lines))
+    assert "too large for a run file" in load_error(load_text, "\n".join(lines))
 
 
-def test_policy_settings_win(design: str, load_text: LoadText) -> None:
+def test_policy_settings_win(example: str, load_text: LoadText) -> None:
     own = (
         "{init: x, algorithm: {epsilon: 0.1}, training: {steps: 3, minibatches: 4}, "
         "dataflow: {rules: [{select: fifo}]}}"
     )
-    config = load_text(design, [f"models.second={own}", "dataflow.rules=[{admit: reward-spread}]"])
+    config = load_text(example, [f"models.second={own}", "dataflow.rules=[{admit: reward-spread}]"])
     first, second = config.for_policy("policy"), config.for_policy("second")
     assert first.algorithm == config.algorithm
     assert first.training == config.training
@@ -286,13 +288,13 @@ def test_policy_settings_win(design: str, load_text: LoadText) -> None:
     }
 
 
-def test_unknown_policy_is_suggested(design: str, load_text: LoadText) -> None:
+def test_unknown_policy_is_suggested(example: str, load_text: LoadText) -> None:
     with pytest.raises(ConfigError, match='did you mean "policy"'):
-        load_text(design).for_policy("poliy")
+        load_text(example).for_policy("poliy")
 
 
-def test_configs_are_frozen(design: str, load_text: LoadText) -> None:
-    config = load_text(design)
+def test_configs_are_frozen(example: str, load_text: LoadText) -> None:
+    config = load_text(example)
     with pytest.raises(ValidationError, match="frozen"):
         config.training.steps = 3
 
@@ -314,7 +316,7 @@ def test_demo_refuses_a_bad_seed() -> None:
 def test_import_is_quick_and_brings_no_torch() -> None:
     """Measured by what pydantic alone takes: machines differ."""
 
-    def least_s(module: str) -> float:
+    def fastest_s(module: str) -> float:
         code = (
             f"import sys, time; import {module}; "
             "print(time.process_time(), [m for m in ('torch', 'transformers') if m in sys.modules])"
@@ -327,4 +329,4 @@ def test_import_is_quick_and_brings_no_torch() -> None:
         assert set(heavy) == {"[]"}
         return min(map(float, seconds))
 
-    assert least_s("penstock.config") < 9 * least_s("pydantic")
+    assert fastest_s("penstock.config") < 9 * fastest_s("pydantic")

@@ -22,10 +22,10 @@ SCORE = (
 )
 
 
-def two_policies(design: str, load_text: LoadText) -> LoadStages:
+def two_policies(example: str, load_text: LoadText) -> LoadStages:
     """As `load_stages`, with the policies a and b."""
     models = "  a: {init: builtin:tiny-qwen3}\n  b: {init: builtin:tiny-qwen3}"
-    text = design.replace("  policy: {init: builtin:tiny-qwen3, engine: hf, replicas: 2}", models)
+    text = example.replace("  policy: {init: builtin:tiny-qwen3, engine: hf, replicas: 2}", models)
 
     def load(*stages: str, overrides: tuple[str, ...] = ()) -> RunConfig:
         lines = "".join(f"    - {stage}\n" for stage in stages)
@@ -36,7 +36,7 @@ def two_policies(design: str, load_text: LoadText) -> LoadStages:
     return load
 
 
-def refusal(load: LoadStages, *stages: str, overrides: tuple[str, ...] = ()) -> str:
+def load_error(load: LoadStages, *stages: str, overrides: tuple[str, ...] = ()) -> str:
     with pytest.raises(ConfigError) as caught:
         load(*stages, overrides=overrides)
     return str(caught.value)
@@ -51,7 +51,7 @@ def test_a_pipeline_is_kept_as_it_was_written(load_stages: LoadStages) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "at", "says"),
+    ("stages", "at", "expected_text"),
     [
         (
             (SHAPE.replace("READS", "advantage"), ADVANTAGE.replace("[reward]", "[shaped]"), TRAIN),
@@ -124,10 +124,10 @@ def test_a_pipeline_is_kept_as_it_was_written(load_stages: LoadStages) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_work_names_stages_and_draws_the_path(
-    load_stages: LoadStages, stages: tuple[str, ...], at: str, says: str
+    load_stages: LoadStages, stages: tuple[str, ...], at: str, expected_text: str
 ) -> None:
-    message = refusal(load_stages, *stages)
-    line = next(line for line in message.splitlines() if says in line)
+    message = load_error(load_stages, *stages)
+    line = next(line for line in message.splitlines() if expected_text in line)
     assert at in line
 
 
@@ -137,7 +137,7 @@ GAE = (
 )
 TRAIN_CRITIC = "{id: learn, type: train, role: critic, reads: [turns, values, returns]}"
 TEACHER = "{id: teacher, type: infer, role: teacher, reads: [turns], writes: [teacher_logprobs]}"
-TAUGHT = TRAIN.replace("advantage]", "advantage, teacher_logprobs]")
+TRAIN_WITH_TEACHER = TRAIN.replace("advantage]", "advantage, teacher_logprobs]")
 OWN_LOSS = TRAIN.replace("role: actor", "role: actor, fn: 'm:loss'")
 OPD = ("algorithm={name: opd, teacher: builtin:tiny-qwen3}",)
 
@@ -145,7 +145,7 @@ OPD = ("algorithm={name: opd, teacher: builtin:tiny-qwen3}",)
 @pytest.mark.parametrize("train", [TRAIN, OWN_LOSS])
 def test_an_actor_reads_the_advantage(load_stages: LoadStages, train: str) -> None:
     """Also one whose loss is the user's: an update without any is left out."""
-    message = refusal(load_stages, ADVANTAGE, train.replace(", advantage]", "]"))
+    message = load_error(load_stages, ADVANTAGE, train.replace(", advantage]", "]"))
     assert "run.yaml:28: pipeline.stages[1].reads: stage train: an actor learns from " in message
     assert "advantage, which it does not read; add it to reads" in message
     assert "add one with type: compute and role: advantage" in message
@@ -154,7 +154,7 @@ def test_an_actor_reads_the_advantage(load_stages: LoadStages, train: str) -> No
 def test_a_critic_reads_values_and_returns(load_stages: LoadStages) -> None:
     assert load_stages(VALUES, GAE, TRAIN_CRITIC, TRAIN).pipeline is not None
     critic = TRAIN_CRITIC.replace("[turns, values, returns]", "[turns]")
-    message = refusal(load_stages, VALUES, GAE, critic, TRAIN)
+    message = load_error(load_stages, VALUES, GAE, critic, TRAIN)
     for column, kind in (("values", "infer"), ("returns", "compute")):
         assert f"stage learn: a critic learns from {column}, which it does not read" in message
         assert f"add one with type: {kind} and role: critic" in message
@@ -163,31 +163,31 @@ def test_a_critic_reads_values_and_returns(load_stages: LoadStages) -> None:
 
 
 def test_a_critic_that_nobody_trains_says_nothing(load_stages: LoadStages) -> None:
-    message = refusal(load_stages, VALUES, GAE, TRAIN)
+    message = load_error(load_stages, VALUES, GAE, TRAIN)
     assert "run.yaml:27: pipeline.stages[0].role: stage values asks the critic for val" in message
     assert "no stage trains that of policy policy; add one with type: train, role: c" in message
     own = VALUES.replace("role: critic", "role: critic, fn: 'm:values'")
     assert load_stages(own, GAE, TRAIN).pipeline is not None
 
 
-def test_the_critic_of_another_policy_says_nothing_here(design: str, load_text: LoadText) -> None:
+def test_the_critic_of_another_policy_says_nothing_here(example: str, load_text: LoadText) -> None:
     own = TRAIN_CRITIC.replace("type", "policy: a, type")
-    message = refusal(two_policies(design, load_text), VALUES, GAE, own, TRAIN)
+    message = load_error(two_policies(example, load_text), VALUES, GAE, own, TRAIN)
     assert (
         "stage values asks the critic for values, and no stage trains that of policy b" in message
     )
     assert "policy a" not in message
-    shared = two_policies(design, load_text)(VALUES, GAE, TRAIN_CRITIC, TRAIN)
+    shared = two_policies(example, load_text)(VALUES, GAE, TRAIN_CRITIC, TRAIN)
     assert shared.pipeline is not None
 
 
 def test_the_loss_of_the_algorithm_says_what_is_read(load_stages: LoadStages) -> None:
     asked = TEACHER.replace("role", "model: builtin:tiny-qwen3, role")
-    message = refusal(load_stages, asked, ADVANTAGE, TRAIN, overrides=OPD)
+    message = load_error(load_stages, asked, ADVANTAGE, TRAIN, overrides=OPD)
     assert "stage train: opd learns from teacher_logprobs, which it does not read" in message
-    assert load_stages(asked, ADVANTAGE, TAUGHT, overrides=OPD).algorithm.name == "opd"
+    assert load_stages(asked, ADVANTAGE, TRAIN_WITH_TEACHER, overrides=OPD).algorithm.name == "opd"
     near = ("algorithm={name: m2po}",)
-    message = refusal(load_stages, ADVANTAGE, TRAIN, overrides=near)
+    message = load_error(load_stages, ADVANTAGE, TRAIN, overrides=near)
     assert "stage train: beta 0.001 weighs the distance to reference_logprobs, which" in message
     assert "type: infer and role: reference, or set algorithm.beta: 0.0" in message
     assert load_stages(ADVANTAGE, TRAIN, overrides=("algorithm={name: m2po, beta: 0.0}",))
@@ -202,7 +202,7 @@ def test_the_loss_of_the_algorithm_says_what_is_read(load_stages: LoadStages) ->
 def test_a_loss_around_the_start_of_the_step_reads_it(
     load_stages: LoadStages, algorithm: str
 ) -> None:
-    message = refusal(load_stages, ADVANTAGE, TRAIN, overrides=(f"algorithm={algorithm}",))
+    message = load_error(load_stages, ADVANTAGE, TRAIN, overrides=(f"algorithm={algorithm}",))
     assert "compares with proximal_logprobs, which it does not read" in message
     look = "{id: look, type: infer, role: actor, reads: [turns], writes: [proximal_logprobs]}"
     train = TRAIN.replace("advantage]", "advantage, proximal_logprobs]")
@@ -213,19 +213,19 @@ def test_a_loss_around_the_start_of_the_step_reads_it(
 
 
 def test_the_teacher_is_the_stages_model(load_stages: LoadStages) -> None:
-    message = refusal(load_stages, TEACHER, ADVANTAGE, TAUGHT, overrides=OPD)
+    message = load_error(load_stages, TEACHER, ADVANTAGE, TRAIN_WITH_TEACHER, overrides=OPD)
     assert "stage teacher has no model and asks the policy's own, so that algorithm.t" in message
     assert "write model: builtin:tiny-qwen3 at the stage" in message
     other = TEACHER.replace("role", "model: other, role")
-    message = refusal(load_stages, other, ADVANTAGE, TAUGHT, overrides=OPD)
+    message = load_error(load_stages, other, ADVANTAGE, TRAIN_WITH_TEACHER, overrides=OPD)
     assert "stage teacher asks other, so that algorithm.teacher would be without" in message
     own = TEACHER.replace("role", "fn: 'm:teach', role")
-    assert load_stages(own, ADVANTAGE, TAUGHT, overrides=OPD)
+    assert load_stages(own, ADVANTAGE, TRAIN_WITH_TEACHER, overrides=OPD)
 
 
 def test_numbers_of_the_algorithm_that_are_options_of_stages(load_stages: LoadStages) -> None:
     ppo = "algorithm={name: ppo, beta: 0.0, gamma: 1.0, lam: 0.5}"
-    message = refusal(load_stages, VALUES, GAE, TRAIN_CRITIC, TRAIN, overrides=(ppo,))
+    message = load_error(load_stages, VALUES, GAE, TRAIN_CRITIC, TRAIN, overrides=(ppo,))
     assert "algorithm.lam: the pipeline has a stage of its own" in message
     assert "write options: {lam: 0.5} at that stage" in message and "algorithm.gamma" not in message
 
@@ -233,7 +233,7 @@ def test_numbers_of_the_algorithm_that_are_options_of_stages(load_stages: LoadSt
 def test_beside_an_own_loss_no_ratio_is_set(load_stages: LoadStages) -> None:
     own = TRAIN.replace("type: train", "type: train, fn: 'm:loss'")
     chosen = "algorithm={ratio_against: proximal, correction: {}}"
-    message = refusal(load_stages, ADVANTAGE, own, overrides=(chosen,))
+    message = load_error(load_stages, ADVANTAGE, own, overrides=(chosen,))
     assert "ratio_against would be without effect" in message
     assert "correction would be without effect" in message
 
@@ -243,7 +243,7 @@ def test_numbers_of_the_algorithm_beside_a_loss_of_ones_own(
     load_stages: LoadStages, key: str
 ) -> None:
     told = (f"algorithm.{key}={3.0 if key == 'delta' else 0.3}",)
-    message = refusal(load_stages, ADVANTAGE, OWN_LOSS, overrides=told)
+    message = load_error(load_stages, ADVANTAGE, OWN_LOSS, overrides=told)
     assert f"algorithm.{key}: stage train has a loss of its own, and {key} would be with" in message
     if key != "beta":
         assert load_stages(ADVANTAGE, TRAIN, overrides=told)
@@ -254,12 +254,12 @@ def test_what_a_name_stands_for_is_not_refused_beside_own_stages(load_stages: Lo
         config = load_stages(ADVANTAGE, OWN_LOSS, overrides=(f"algorithm={{name: {name}}}",))
         assert parse(dump(config), origin="config.yaml") == config, "where all keys are written"
     own = "models.policy.algorithm={name: m2po, tau: 0.5}"
-    message = refusal(load_stages, ADVANTAGE, OWN_LOSS, overrides=(own,))
+    message = load_error(load_stages, ADVANTAGE, OWN_LOSS, overrides=(own,))
     assert "tau would be without effect here" in message
 
 
 @pytest.mark.parametrize(
-    ("stage", "key", "says"),
+    ("stage", "key", "expected_text"),
     [
         (ADVANTAGE, "model: x", "compute stages run no model"),
         (TRAIN, "model: x", "the actor is the policy itself"),
@@ -272,14 +272,14 @@ def test_what_a_name_stands_for_is_not_refused_beside_own_stages(load_stages: Lo
     ],
 )
 def test_settings_of_what_a_stage_does_not_have(
-    load_stages: LoadStages, stage: str, key: str, says: str
+    load_stages: LoadStages, stage: str, key: str, expected_text: str
 ) -> None:
     stages = [VALUES, GAE, TRAIN_CRITIC, TRAIN]
     if stage == ADVANTAGE:
         stages = [ADVANTAGE, TRAIN]
     stages[stages.index(stage)] = stage.replace("type", f"{key}, type", 1)
-    message = refusal(load_stages, *stages)
-    assert says in message and "would be without effect" in message
+    message = load_error(load_stages, *stages)
+    assert expected_text in message and "would be without effect" in message
 
 
 def test_models_that_stages_do_have(load_stages: LoadStages) -> None:
@@ -293,24 +293,24 @@ def test_what_is_far_from_the_trainer_cannot_have_what_is_inside(load_stages: Lo
     reading = SCORE.replace("[turns]", "[turns, advantage]")
     assert (
         "score is placed elsewhere and reads advantage, which stage advantage writes in the "
-        in (refusal(load_stages, ADVANTAGE, reading, TRAIN))
+        in (load_error(load_stages, ADVANTAGE, reading, TRAIN))
     )
     critic = SCORE.replace("role: reward", "role: critic")
-    assert "the critic's weights change with every batch" in refusal(
+    assert "the critic's weights change with every batch" in load_error(
         load_stages, ADVANTAGE, critic, TRAIN
     )
     compute = SCORE.replace("type: infer", "type: compute")
-    assert "compute stages see whole groups, and a service single rows" in refusal(
+    assert "compute stages see whole groups, and a service single rows" in load_error(
         load_stages, ADVANTAGE, compute, TRAIN
     )
-    assert "runs a scorer row by row; give fn" in refusal(
+    assert "runs a scorer row by row; give fn" in load_error(
         load_stages, ADVANTAGE, SCORE.replace("fn: 'm:score', ", ""), TRAIN
     )
 
 
 @pytest.mark.parametrize("where", ["training", "models.policy.training"])
 def test_own_stages_say_how_they_are_spread(load_stages: LoadStages, where: str) -> None:
-    message = refusal(load_stages, ADVANTAGE, TRAIN, overrides=(f"{where}.parallel.dp=2",))
+    message = load_error(load_stages, ADVANTAGE, TRAIN, overrides=(f"{where}.parallel.dp=2",))
     assert "each says its own parallel; write it at the stages" in message
     spread = TRAIN.replace("role: actor", "role: actor, parallel: {dp: 2}")
     assert load_stages(ADVANTAGE, spread).pipeline is not None
@@ -326,13 +326,13 @@ def test_a_stage_placed_elsewhere_is_a_stage_of_the_ledger(load_stages: LoadStag
 
 def test_the_ledger_judges_a_service_as_any_of_its_stages(load_stages: LoadStages) -> None:
     unknown = SCORE.replace("[turns]", "[turns, mark]")
-    message = refusal(load_stages, unknown, ADVANTAGE, TRAIN)
+    message = load_error(load_stages, unknown, ADVANTAGE, TRAIN)
     assert "pipeline.stages[0].reads[1]: stage score: no row is born with mark" in message
     late = SCORE.replace("[score]", "[reward]").replace("place", "on: admitted, place")
-    message = refusal(load_stages, late, ADVANTAGE, TRAIN, overrides=("reward=null",))
+    message = load_error(load_stages, late, ADVANTAGE, TRAIN, overrides=("reward=null",))
     assert "stage score: reward decides what is admitted" in message
     twice = SCORE.replace("[score]", "[reward]")
-    assert "the nodes score with penstock.tasks.reverse:reward already" in refusal(
+    assert "the nodes score with penstock.tasks.reverse:reward already" in load_error(
         load_stages, twice, ADVANTAGE, TRAIN
     )
 
@@ -341,7 +341,7 @@ def test_an_entry_of_the_dataflow_gives_a_service_its_deadline(load_stages: Load
     entry = "dataflow.stages=[{name: score, reads: [turns], writes: [score], deadline_s: 5}]"
     config = load_stages(SCORE, ADVANTAGE, TRAIN, overrides=(entry,))
     assert [(stage.name, stage.deadline_s) for stage in config.dataflow.stages] == [("score", 5.0)]
-    message = refusal(
+    message = load_error(
         load_stages, SCORE, ADVANTAGE, TRAIN, overrides=(entry.replace("[score]", "[mark]"),)
     )
     assert "stage score stands under dataflow.stages too, with other writes" in message
@@ -351,18 +351,18 @@ def test_trainers_are_not_sent_columns_that_they_do_not_require(load_stages: Loa
     entry = "dataflow.stages=[{name: score, reads: [turns], writes: [score], required: false}]"
     reading = ADVANTAGE.replace("[reward]", "[score], rename: {score: reward}")
     for stages in ((reading, TRAIN), (SCORE, reading, TRAIN)):
-        message = refusal(load_stages, *stages, overrides=(entry,))
+        message = load_error(load_stages, *stages, overrides=(entry,))
         assert f"pipeline.stages[{len(stages) - 2}].reads[0]: stage advantage reads sco" in message
         assert "score ─[score]─► advantage; set required: true there" in message
         assert load_stages(*stages, overrides=(entry.replace("false", "true"),))
     assert load_stages(SCORE, ADVANTAGE, TRAIN, overrides=(entry,)), "for other readers"
 
 
-def test_stages_of_two_policies_do_not_meet(design: str, load_text: LoadText) -> None:
+def test_stages_of_two_policies_do_not_meet(example: str, load_text: LoadText) -> None:
     stages = [
         text.replace("id: ", f"policy: {p}, id: {p}_") for p in "ab" for text in (ADVANTAGE, TRAIN)
     ]
-    config = two_policies(design, load_text)(*stages)
+    config = two_policies(example, load_text)(*stages)
     assert config.pipeline is not None
     assert [stage.id for stage in config.pipeline.of_policy("b")] == ["b_advantage", "b_train"]
 
@@ -371,8 +371,8 @@ def test_stages_of_two_policies_do_not_meet(design: str, load_text: LoadText) ->
 
 
 @pytest.mark.parametrize(("mode", "max_staleness"), [("sync", 0), ("one_step", 1), ("async", 8)])
-def test_a_mode_is_a_pace(design: str, load_text: LoadText, mode: str, max_staleness: int) -> None:
-    text = design.replace("max_staleness: 1", f"mode: {mode}")
+def test_a_mode_is_a_pace(example: str, load_text: LoadText, mode: str, max_staleness: int) -> None:
+    text = example.replace("max_staleness: 1", f"mode: {mode}")
     config = load_text(text)
     assert config.training.max_staleness == max_staleness
     assert parse(dump(config), origin="config.yaml") == config
@@ -381,56 +381,56 @@ def test_a_mode_is_a_pace(design: str, load_text: LoadText, mode: str, max_stale
         load_text(text, [f"training.max_staleness={wrong}"])
 
 
-def test_async_takes_the_bound_that_is_written(design: str, load_text: LoadText) -> None:
-    config = load_text(design.replace("max_staleness: 1", "mode: async\n  max_staleness: 4"))
+def test_async_takes_the_bound_that_is_written(example: str, load_text: LoadText) -> None:
+    config = load_text(example.replace("max_staleness: 1", "mode: async\n  max_staleness: 4"))
     assert config.training.max_staleness == 4
 
 
-def named(design: str, name: str, more: str = "") -> str:
+def named(example: str, name: str, more: str = "") -> str:
     old = (
         "algorithm: {name: grpo, num_generations: 16, epsilon: 0.2, entropy_coef: 0.01, beta: 0.0}"
     )
-    text = design.replace(old, f"algorithm: {{name: {name}{more}}}")
+    text = example.replace(old, f"algorithm: {{name: {name}{more}}}")
     return text.replace("  minibatches: 1\n", "").replace("{admit: reward-spread}, ", "")
 
 
-def test_dapo_turns_on_all_its_parts(design: str, load_text: LoadText) -> None:
-    config = load_text(named(design, "dapo"))
+def test_dapo_turns_on_all_its_parts(example: str, load_text: LoadText) -> None:
+    config = load_text(named(example, "dapo"))
     algorithm = config.algorithm
     assert (algorithm.epsilon, algorithm.epsilon_high) == (0.2, 0.28)
     assert (algorithm.beta, algorithm.aggregation) == (0.0, "token-mean")
     admit = [rule.name for rule in config.for_policy("policy").rules if rule.hook is Hook.ADMIT]
     assert admit == ["reward-spread"]
-    own = load_text(named(design, "dapo").replace("[{select", "[{admit: all}, {select"))
+    own = load_text(named(example, "dapo").replace("[{select", "[{admit: all}, {select"))
     admit = [rule.name for rule in own.for_policy("policy").rules if rule.hook is Hook.ADMIT]
     assert admit == ["all"], "what the file says wins"
 
 
 @pytest.mark.parametrize("name", ["ppo", "dapo", "m2po", "gspo", "rloo", "opd"])
 def test_presets_carry_the_numbers_of_their_papers(
-    design: str, load_text: LoadText, name: str
+    example: str, load_text: LoadText, name: str
 ) -> None:
     teacher = ", teacher: builtin:tiny-qwen3" if name == "opd" else ""
-    config = load_text(named(design, name, teacher))
+    config = load_text(named(example, name, teacher))
     training = config.training
     assert config.algorithm.num_generations == 8
     assert (training.minibatches, training.weight_decay, training.max_grad_norm) == (4, 0.01, 1.0)
     beta = {"ppo": 1e-3, "m2po": 1e-3, "rloo": 1e-3}.get(name, 0.0)
     assert config.algorithm.beta == beta
     assert config.algorithm.tau == (0.01 if name == "m2po" else None)
-    few = load_text(named(design, name, teacher), ["training.groups_per_batch=2"])
+    few = load_text(named(example, name, teacher), ["training.groups_per_batch=2"])
     assert few.training.minibatches == 2
     assert parse(dump(config), origin="config.yaml") == config
 
 
-def models(design: str, *entries: str) -> str:
+def models(example: str, *entries: str) -> str:
     """Policies of their own, in place of the one."""
-    before, _, after = design.partition("models:\n")
+    before, _, after = example.partition("models:\n")
     rest = after[after.index("sources:") :]
     return f"{before}models:\n" + "".join(f"  {entry}\n" for entry in entries) + rest
 
 
-def test_minibatches_follow_a_policys_own_algorithm(design: str, load_text: LoadText) -> None:
+def test_minibatches_follow_a_policys_own_algorithm(example: str, load_text: LoadText) -> None:
     init = "init: builtin:tiny-qwen3"
     entries = (
         f"plain: {{{init}}}",
@@ -439,7 +439,7 @@ def test_minibatches_follow_a_policys_own_algorithm(design: str, load_text: Load
         f"same: {{{init}, algorithm: {{name: grpo}}}}",
         f"told: {{{init}, algorithm: {{name: m2po}}, training: {{minibatches: 3}}}}",
     )
-    text = models(named(design, "grpo"), *entries)
+    text = models(named(example, "grpo"), *entries)
     config = load_text(text)
     found = {name: config.for_policy(name).training.minibatches for name in config.models}
     assert found == {"plain": 1, "own": 4, "few": 2, "same": 1, "told": 3}
@@ -450,22 +450,24 @@ def test_minibatches_follow_a_policys_own_algorithm(design: str, load_text: Load
     assert found == {"plain": 2, "own": 2, "few": 2, "same": 2, "told": 3}, "the file wins"
 
 
-def test_the_file_wins_over_the_preset(design: str, load_text: LoadText) -> None:
-    config = load_text(named(design, "m2po", ", tau: 0.002, beta: 0.0"), ["training.minibatches=1"])
+def test_the_file_wins_over_the_preset(example: str, load_text: LoadText) -> None:
+    config = load_text(
+        named(example, "m2po", ", tau: 0.002, beta: 0.0"), ["training.minibatches=1"]
+    )
     assert (config.algorithm.tau, config.algorithm.beta) == (0.002, 0.0)
     assert config.training.minibatches == 1
-    even = load_text(named(design, "dapo", ", epsilon: 0.3, epsilon_high: null")).algorithm
+    even = load_text(named(example, "dapo", ", epsilon: 0.3, epsilon_high: null")).algorithm
     assert (even.epsilon, even.epsilon_high) == (0.3, None)
 
 
-def test_every_name_has_a_preset_and_grpo_stays_plain(design: str, load_text: LoadText) -> None:
+def test_every_name_has_a_preset_and_grpo_stays_plain(example: str, load_text: LoadText) -> None:
     assert set(PRESETS) == {*get_args(AlgorithmConfig.model_fields["name"].annotation)}
-    config = load_text(named(design, "grpo"))
+    config = load_text(named(example, "grpo"))
     assert (config.algorithm.beta, config.training.minibatches) == (0.0, 1)
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "says"),
+    ("name", "more", "expected_text"),
     [
         ("grpo", ", tau: 0.1", "tau belongs to m2po, and the algorithm is grpo"),
         ("m2po", ", tau: null", "m2po needs tau"),
@@ -495,8 +497,8 @@ def test_every_name_has_a_preset_and_grpo_stays_plain(design: str, load_text: Lo
     ],
 )
 def test_keys_without_effect_or_of_another_algorithm_are_refused(
-    design: str, load_text: LoadText, name: str, more: str, says: str
+    example: str, load_text: LoadText, name: str, more: str, expected_text: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_text(named(design, name, more))
-    assert says in str(caught.value)
+        load_text(named(example, name, more))
+    assert expected_text in str(caught.value)

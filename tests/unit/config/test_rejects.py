@@ -22,12 +22,12 @@ class Case:
     """What stands there instead, `#@` at the end of the line to be named."""
     key: str
     """Path that the message names."""
-    says: str
+    expected_text: str
     """Words of the message: what is wrong, or the cure."""
 
 
-def case(old: str, new: str, key: str, says: str) -> Case:
-    return Case(old=old, new=new, key=key, says=says)
+def case(old: str, new: str, key: str, expected_text: str) -> Case:
+    return Case(old=old, new=new, key=key, expected_text=expected_text)
 
 
 POLICY = "  policy: {init: builtin:tiny-qwen3, engine: hf, replicas: 2}"
@@ -141,7 +141,7 @@ RANGES = [
     case(f"models:\n{POLICY}", "models: {} #@", "models", "give at least one entry"),
 ]  # fmt: skip
 
-WORDS = [
+CHOICES = [
     case("name: reverse", "name: ../escape #@", "name", "it names the run folder"),
     case("name: reverse", "name: a/b #@", "name", "use up to 100 letters"),
     case("output_dir: outputs", "output_dir: '' #@", "output_dir", "is empty; give a value"),
@@ -172,7 +172,7 @@ WORDS = [
     case("max_staleness: 1", "mode: on_policy #@", "training.mode", "use sync | one_step | async"),
 ]  # fmt: skip
 
-NOT_SERVED = [
+NOT_SUPPORTED = [
     case("launcher: local", "launcher: ray #@", "launcher", "is not served yet; use local"),
     case(POLICY, policy("frozen: true"), "models.policy.frozen", "is not served yet"),
     case("eval: null", "eval: {every: 10} #@", "eval", "leave eval null"),
@@ -277,7 +277,9 @@ RULE_OPTIONS = [
 
 
 def dataflow(inside: str) -> Callable[[str, str], Case]:
-    return lambda key, says: case("  store: sqlite", f"{inside} #@", f"dataflow.{key}", says)
+    return lambda key, expected_text: case(
+        "  store: sqlite", f"{inside} #@", f"dataflow.{key}", expected_text
+    )
 
 
 def stages(*entries: str) -> Callable[[str, str], Case]:
@@ -345,7 +347,7 @@ YAML = [
     case("seed: 0", f"seed: {'[' * 50} #@", "", "too deep"),
 ]  # fmt: skip
 
-VALUES = UNKNOWN + MISSING + TYPES + RANGES + WORDS + NOT_SERVED + CONTRADICTIONS
+VALUES = UNKNOWN + MISSING + TYPES + RANGES + CHOICES + NOT_SUPPORTED + CONTRADICTIONS
 ALL = VALUES + RULE_OPTIONS + DATAFLOW + YAML
 
 
@@ -361,16 +363,16 @@ def expected_line(text: str, key: str) -> int:
 
 @pytest.mark.parametrize("broken", ALL, ids=[f"{c.key or 'file'}-{c.new[:30]!r}" for c in ALL])
 def test_names_line_key_and_cure(
-    broken: Case, design: str, load_text: Callable[[str], RunConfig]
+    broken: Case, example: str, load_text: Callable[[str], RunConfig]
 ) -> None:
-    text = design.replace(broken.old, broken.new, 1)
-    assert text != design
+    text = example.replace(broken.old, broken.new, 1)
+    assert text != example
     with pytest.raises(ConfigError) as caught:
         load_text(text)
     where = f"{broken.key}: " if broken.key else ""
     message = str(caught.value)
     assert message.startswith(f"run.yaml:{expected_line(text, broken.key)}: {where}"), message
-    assert broken.says in message
+    assert broken.expected_text in message
     assert len(message.splitlines()) == 1, message
 
 
@@ -379,9 +381,9 @@ def test_there_are_many_cases() -> None:
 
 
 def test_every_problem_is_listed_in_order_of_lines(
-    design: str, load_text: Callable[[str], RunConfig]
+    example: str, load_text: Callable[[str], RunConfig]
 ) -> None:
-    text = design.replace("seed: 0", "seed: x").replace("store: sqlite", "stor: sqlite")
+    text = example.replace("seed: 0", "seed: x").replace("store: sqlite", "stor: sqlite")
     text = text.replace("steps: 80", "steps: 0").replace("name: reverse", "name: a b")
     with pytest.raises(ConfigError) as caught:
         load_text(text)
@@ -395,16 +397,16 @@ def test_every_problem_is_listed_in_order_of_lines(
 
 
 def test_two_contradictions_of_one_section_are_both_listed(
-    design: str, load_text: Callable[[str], RunConfig]
+    example: str, load_text: Callable[[str], RunConfig]
 ) -> None:
-    text = design.replace(ALGORITHM, algorithm("epsilon_high: 0.1, delta: 1.05"))
+    text = example.replace(ALGORITHM, algorithm("epsilon_high: 0.1, delta: 1.05"))
     with pytest.raises(ConfigError) as caught:
         load_text(text)
     assert len(str(caught.value).splitlines()) == 2
 
 
-def test_a_shared_mistake_is_told_once(design: str, load_text: Callable[[str], RunConfig]) -> None:
-    text = design.replace(POLICY, policy("training: {epochs: 2}").removesuffix(" #@"))
+def test_a_shared_mistake_is_told_once(example: str, load_text: Callable[[str], RunConfig]) -> None:
+    text = example.replace(POLICY, policy("training: {epochs: 2}").removesuffix(" #@"))
     text = text.replace("  steps: 80\n", "").replace("max_staleness: 1", "max_staleness: -1")
     with pytest.raises(ConfigError) as caught:
         load_text(text)

@@ -98,21 +98,21 @@ def test_digest_is_the_same_in_every_process() -> None:
     assert len(digest(demo(0))) == 64
 
 
-def test_writing_out_a_default_changes_nothing(design: str, load_text: LoadText) -> None:
-    written_out = load_text(design, ["sampling.top_p=1", "models.policy.capacity=256"])
-    assert digest(load_text(design)) == digest(written_out)
+def test_writing_out_a_default_changes_nothing(example: str, load_text: LoadText) -> None:
+    written_out = load_text(example, ["sampling.top_p=1", "models.policy.capacity=256"])
+    assert digest(load_text(example)) == digest(written_out)
 
 
-def test_moving_the_folder_changes_nothing(design: str, load_text: LoadText) -> None:
-    here, there = load_text(design), load_text(design, ["output_dir=/elsewhere"])
+def test_moving_the_folder_changes_nothing(example: str, load_text: LoadText) -> None:
+    here, there = load_text(example), load_text(example, ["output_dir=/elsewhere"])
     assert digest(here) == digest(there)
     assert differences(here, there) == []
 
 
-def test_differences_name_keys_and_values(design: str, load_text: LoadText) -> None:
-    old = load_text(design)
+def test_differences_name_keys_and_values(example: str, load_text: LoadText) -> None:
+    old = load_text(example)
     new = load_text(
-        design,
+        example,
         ["training.steps=81", "reward=null", "models.b={init: x}", "dataflow.rules=[{admit: all}]"],
     )
     assert digest(old) != digest(new)
@@ -125,27 +125,27 @@ def test_differences_name_keys_and_values(design: str, load_text: LoadText) -> N
 
 
 def test_what_may_change_freely_is_no_part_of_what_a_run_is(
-    design: str, load_text: LoadText
+    example: str, load_text: LoadText
 ) -> None:
-    old = load_text(design)
+    old = load_text(example)
     free = ["training.steps=81", "models.policy.capacity=9", "dataflow.lease.ttl_s=3"]
-    assert digest(load_text(design, free)) == digest(old)
-    assert len(differences(old, load_text(design, free))) == 3
+    assert digest(load_text(example, free)) == digest(old)
+    assert len(differences(old, load_text(example, free))) == 3
     for name in ("training.learning_rate=1", "seed=5", "algorithm.epsilon=0.3", "reward=null"):
-        assert digest(load_text(design, [*free, name])) != digest(old), name
-        (found,) = changed(identity(old), identity(load_text(design, [*free, name])))
+        assert digest(load_text(example, [*free, name])) != digest(old), name
+        (found,) = changed(identity(old), identity(load_text(example, [*free, name])))
         assert found.startswith(name.partition("=")[0])
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
 @pytest.mark.parametrize("where", ["training", "models.policy.training"])
 def test_steps_are_free_while_the_learning_rate_stays(
-    design: str, load_text: LoadText, shape: str, where: str
+    example: str, load_text: LoadText, shape: str, where: str
 ) -> None:
     more, falls = f"{where}.steps=81", f"{where}.lr_scheduler_type={shape}"
     same = f"{where}.steps=80"
-    assert digest(load_text(design, [more])) == digest(load_text(design, [same]))
-    old, new = (load_text(design, [falls, steps]) for steps in (same, more))
+    assert digest(load_text(example, [more])) == digest(load_text(example, [same]))
+    old, new = (load_text(example, [falls, steps]) for steps in (same, more))
     assert digest(old) != digest(new)
     (found,) = changed(identity(old), identity(new))
     key = f"{where}.lr_scheduler_type"

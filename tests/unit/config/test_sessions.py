@@ -14,26 +14,28 @@ Load = Callable[[str], RunConfig]
 
 
 @pytest.fixture
-def online(design: str) -> str:
+def with_sessions(example: str) -> str:
     """The design's run, fed by sessions."""
-    text = design.replace(SOURCE, LIVE).replace("name: grpo", "name: reinforce")
+    text = example.replace(SOURCE, LIVE).replace("name: grpo", "name: reinforce")
     return text.replace("{admit: reward-spread}, ", "")
 
 
-def test_a_run_may_learn_from_sessions_alone_or_beside_tasks(online: str, load_text: Load) -> None:
-    config = load_text(online)
+def test_a_run_may_learn_from_sessions_alone_or_beside_tasks(
+    with_sessions: str, load_text: Load
+) -> None:
+    config = load_text(with_sessions)
     assert config.session_source is not None and config.session_source.session is not None
     assert config.session_source.session.default_reward == -1.0
     assert config.session_source.session.idle_s == 600.0
-    assert load_text(online.replace(LIVE, f"{SOURCE}\n{LIVE}")).session_source is not None
+    assert load_text(with_sessions.replace(LIVE, f"{SOURCE}\n{LIVE}")).session_source is not None
 
 
-def test_runs_without_sessions_have_no_such_source(design: str, load_text: Load) -> None:
-    assert load_text(design).session_source is None
+def test_runs_without_sessions_have_no_such_source(example: str, load_text: Load) -> None:
+    assert load_text(example).session_source is None
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "expected_text"),
     [
         ("name: reinforce", "name: grpo", "set algorithm.name: reinforce"),
         ("rules: [", "rules: [{admit: reward-spread}, ", "take the rule out"),
@@ -45,9 +47,9 @@ def test_runs_without_sessions_have_no_such_source(design: str, load_text: Load)
     ],
 )
 def test_what_it_cannot_go_with(
-    online: str, load_text: Load, old: str, new: str, says: str
+    with_sessions: str, load_text: Load, old: str, new: str, expected_text: str
 ) -> None:
-    text = online.replace(old, new, 1)
-    assert text != online
-    with pytest.raises(ConfigError, match=says):
+    text = with_sessions.replace(old, new, 1)
+    assert text != with_sessions
+    with pytest.raises(ConfigError, match=expected_text):
         load_text(text)

@@ -14,7 +14,7 @@ from benchmarks.local_run import LocalNode, LocalTrainer, run_config, write_task
 from penstock.config import RunConfig
 from penstock.dataflow.core.leasing import Grant, LiveVersion
 from penstock.dataflow.core.manifests import manifest_of
-from penstock.dataflow.ledger.recorded import open_recorded
+from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.records import BatchRecord, FateRecord, IssuedRecord
 from penstock.dataflow.service.build import build
 from penstock.types import DropReason, GroupId, PolicyName, Task
@@ -78,11 +78,11 @@ async def tries(folder: Path, config: RunConfig) -> list[Try]:
 
 
 def read_tries(folder: Path, sampled_by: Mapping[GroupId, int]) -> list[Try]:
-    recorded = open_recorded(folder / "ledger")
+    recorded = open_recorded_run(folder / "ledger")
     try:
-        issued = {one.group_id: one.issue for one in recorded.home.read(IssuedRecord)}
-        fates = {one.group_id: one for one in recorded.home.read(FateRecord)}
-        batches = recorded.home.read(BatchRecord)
+        issued = {one.group_id: one.issue for one in recorded.coordinator.read(IssuedRecord)}
+        fates = {one.group_id: one for one in recorded.coordinator.read(FateRecord)}
+        batches = recorded.coordinator.read(BatchRecord)
     finally:
         recorded.close()
     assert [batch.num_groups for batch in batches] == [GROUPS_PER_BATCH] * STEPS, "always full"

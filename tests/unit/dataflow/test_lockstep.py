@@ -8,14 +8,14 @@ import pytest
 from tests.unit.dataflow.core.test_gate import A, lineage, live
 
 from penstock.config import RunConfig, demo
-from penstock.dataflow.core.gate import Gate
+from penstock.dataflow.core.gate import VersionGate
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import IncarnationRecord
 from penstock.errors import Conflict
 
 
-def lockstep(found: Lineage, *, lag: int = 1) -> Gate:
-    return Gate({A: found}, {A: lag}, is_lockstep=True)
+def lockstep(found: Lineage, *, lag: int = 1) -> VersionGate:
+    return VersionGate({A: found}, {A: lag}, is_lockstep=True)
 
 
 def rewind(found: Lineage, number: int) -> None:
@@ -46,7 +46,7 @@ def publish(found: Lineage, number: int, digest: str | None = None) -> None:
 def test_a_group_is_for_one_version_alone(lag: int) -> None:
     gate = lockstep(lineage(A, committed=6, published=6), lag=lag)
     for due in range(12):
-        allowed = [number for number in range(7) if gate.may_run({A: due}, live(a=number))]
+        allowed = [number for number in range(7) if gate.can_lease({A: due}, live(a=number))]
         needed = max(0, due - lag)
         assert allowed == ([needed] if needed <= 6 else []), (due, lag)
 
@@ -69,20 +69,20 @@ def test_a_rewind_changes_nothing_for_an_answer_that_is_being_sampled() -> None:
     rewind(found, 2)
     publish(found, 2)
     assert gate.wanted == before, "not to the restore point"
-    assert not gate.may_run({A: 7}, live(a=6)), "number 6 is not made again yet"
+    assert not gate.can_lease({A: 7}, live(a=6)), "number 6 is not made again yet"
     repeated = lineage(A, committed=6, published=6)
     rewind(repeated, 6)
     publish(repeated, 6)
     gate = lockstep(repeated)
     gate.oldest_due = lambda: {A: 7}
     assert gate.wanted == before, "nor to its twin, whose bits are the same"
-    assert gate.may_run({A: 7}, live(a=6))
+    assert gate.can_lease({A: 7}, live(a=6))
 
 
 def test_a_life_that_does_not_repeat_the_one_before_is_refused() -> None:
     found = lineage(A, committed=6, published=6)
     rewind(found, 3)
-    found.must_repeat = True
+    found.is_deterministic = True
     publish(found, 3)
     rewind(found, 3)
     with pytest.raises(Conflict, match="number 3 came out otherwise than in incarnation 1"):
@@ -93,18 +93,20 @@ def test_a_life_that_does_not_repeat_the_one_before_is_refused() -> None:
 def test_versions_made_again_bit_for_bit_are_one_version_over_any_number_of_lives() -> None:
     """The second life died before it came to number 5; the third made it again."""
     found = lineage(A, committed=6, published=6)
-    found.must_repeat = True
+    found.is_deterministic = True
     rewind(found, 3)
     publish(found, 3)
     rewind(found, 3)
-    assert found.effective(1, 5) == 3
+    assert found.effective_number(1, 5) == 3
     found.number = 5
     for number in (3, 4, 5):
         publish(found, number)
-    assert found.effective(1, 5) == 5
-    assert found.effective(1, 6) == 3, "which nobody made again"
-    found.must_repeat = False
-    assert found.effective(1, 5) == 3, "an age that could fall again would confuse all others"
+    assert found.effective_number(1, 5) == 5
+    assert found.effective_number(1, 6) == 3, "which nobody made again"
+    found.is_deterministic = False
+    assert found.effective_number(1, 5) == 3, (
+        "an age that could fall again would confuse all others"
+    )
 
 
 @pytest.mark.parametrize(

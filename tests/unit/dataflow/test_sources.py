@@ -6,52 +6,52 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.unit.dataflow import numbered_tasks as counted_tasks
+from tests.unit.dataflow import numbered_tasks
 
 from penstock.dataflow import sources
-from penstock.dataflow.sources import NUM_LOOKED_AT, are_same_tasks, open_source
+from penstock.dataflow.sources import NUM_SAMPLED_TASKS, are_same_tasks, open_source
 
 LIMIT = 200
 
 
 def digest(limit: int | None = LIMIT) -> str:
-    return open_source("train", counted_tasks.__name__, limit=limit).digest(0)
+    return open_source("train", numbered_tasks.__name__, limit=limit).digest(0)
 
 
-@pytest.mark.parametrize("place", [0, NUM_LOOKED_AT - 1, NUM_LOOKED_AT, LIMIT - 1])
+@pytest.mark.parametrize("place", [0, NUM_SAMPLED_TASKS - 1, NUM_SAMPLED_TASKS, LIMIT - 1])
 def test_a_change_up_to_the_limit_is_noticed(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     before = digest()
     assert are_same_tasks(before, digest())
-    monkeypatch.setattr(counted_tasks, "changed_from", place)
+    monkeypatch.setattr(numbered_tasks, "changed_from", place)
     assert not are_same_tasks(before, digest())
 
 
 def test_a_change_behind_what_is_looked_at_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     before, endless = digest(), digest(None)
-    monkeypatch.setattr(counted_tasks, "changed_from", LIMIT)
+    monkeypatch.setattr(numbered_tasks, "changed_from", LIMIT)
     assert are_same_tasks(before, digest())
-    monkeypatch.setattr(counted_tasks, "changed_from", NUM_LOOKED_AT)
+    monkeypatch.setattr(numbered_tasks, "changed_from", NUM_SAMPLED_TASKS)
     assert are_same_tasks(endless, digest(None))
 
 
 def test_who_looked_less_far_is_compared_by_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow module, another limit, or a run of an earlier release."""
     whole, endless = digest(), digest(None)
-    monkeypatch.setattr(sources, "LOOK_S", -1.0)
+    monkeypatch.setattr(sources, "HASH_BUDGET_S", -1.0)
     assert digest() == endless
     assert are_same_tasks(whole, endless) and are_same_tasks(endless, whole)
     monkeypatch.undo()
     assert are_same_tasks(whole, digest(LIMIT + 1))
-    monkeypatch.setattr(counted_tasks, "changed_from", NUM_LOOKED_AT - 1)
+    monkeypatch.setattr(numbered_tasks, "changed_from", NUM_SAMPLED_TASKS - 1)
     assert not are_same_tasks(whole, digest(None))
     assert not are_same_tasks(endless, digest())
 
 
 def test_a_module_may_have_fewer_tasks_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counted_tasks, "num_tasks", 100)
+    monkeypatch.setattr(numbered_tasks, "num_tasks", 100)
     before = digest()
     assert are_same_tasks(before, digest())
-    monkeypatch.setattr(counted_tasks, "num_tasks", 101)
+    monkeypatch.setattr(numbered_tasks, "num_tasks", 101)
     assert not are_same_tasks(before, digest())
 
 

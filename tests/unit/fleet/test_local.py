@@ -17,17 +17,17 @@ import pytest
 
 from penstock.errors import LaunchError
 from penstock.fleet.launchers import local
-from penstock.fleet.launchers.local import Death, LocalLauncher, describe_exit
-from penstock.fleet.services import Kind, Service
+from penstock.fleet.launchers.local import LocalLauncher, ServiceExit, describe_exit
+from penstock.fleet.services import ServiceKind, ServiceSpec
 
 FOREVER = "import time\ntime.sleep(600)"
-FAMILY = """
+PARENT_WITH_CHILD = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open(sys.argv[1], "a").write(f"{os.getpid()} {child.pid}\\n")
 time.sleep(600)
 """
-NOTES = """
+SIGNAL_LOGGER = """
 import signal, sys, time
 def end(number, frame):
     open(sys.argv[1], "a").write(sys.argv[2] + "\\n")
@@ -40,7 +40,7 @@ Launch = Callable[..., LocalLauncher]
 
 
 @dataclass
-class Told:
+class FakeMonitor:
     """A run that is as the test says."""
 
     advance: Callable[[], int] = lambda: 0
@@ -53,23 +53,25 @@ class Told:
         return self.is_over
 
 
-def stand_in(name: str, code: str, *words: str, kind: Kind = Kind.SERVER) -> Service:
-    command = (sys.executable, "-S", "-c", code, *words)
-    return Service(name=name, kind=kind, command=command, make_env=lambda: dict(os.environ))
+def fake_service(
+    name: str, code: str, *args: str, kind: ServiceKind = ServiceKind.SERVER
+) -> ServiceSpec:
+    command = (sys.executable, "-S", "-c", code, *args)
+    return ServiceSpec(name=name, kind=kind, command=command, build_env=lambda: dict(os.environ))
 
 
 @pytest.fixture
-def deaths() -> list[Death]:
+def exits() -> list[ServiceExit]:
     return []
 
 
 @pytest.fixture
-def launch(tmp_path: Path, deaths: list[Death]) -> Iterator[Launch]:
+def launch(tmp_path: Path, exits: list[ServiceExit]) -> Iterator[Launch]:
     made: list[LocalLauncher] = []
 
-    def start(*services: Service, view: Told | None = None) -> LocalLauncher:
+    def start(*services: ServiceSpec, monitor: FakeMonitor | None = None) -> LocalLauncher:
         launcher = LocalLauncher(
-            services, log_dir=tmp_path, on_death=deaths.append, view=view or Told()
+            services, log_dir=tmp_path, on_exit=exits.append, monitor=monitor or FakeMonitor()
         )
         made.append(launcher)
         launcher.start()
@@ -80,14 +82,14 @@ def launch(tmp_path: Path, deaths: list[Death]) -> Iterator[Launch]:
         launcher.kill()
 
 
-def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at, "did not happen in time"
         time.sleep(0.02)
 
 
-def lines_of(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
@@ -98,21 +100,23 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_a_killed_service_comes_back(launch: Launch, deaths: list[Death]) -> None:
-    launcher = launch(stand_in("dataflow", FOREVER))
+def test_a_killed_service_comes_back(launch: Launch, exits: list[ServiceExit]) -> None:
+    launcher = launch(fake_service("dataflow", FOREVER))
     first = launcher.pids()["dataflow"]
     os.kill(first, signal.SIGKILL)
-    until(lambda: launcher.poll() and launcher.pids().get("dataflow", first) != first)
-    assert [(death.service, death.code) for death in deaths] == [("dataflow", -9)]
-    assert "was killed by SIGKILL" in str(deaths[0])
-    assert "dataflow.log" in str(deaths[0])
+    wait_until(lambda: launcher.poll() and launcher.pids().get("dataflow", first) != first)
+    assert [(death.service, death.code) for death in exits] == [("dataflow", -9)]
+    assert "was killed by SIGKILL" in str(exits[0])
+    assert "dataflow.log" in str(exits[0])
 
 
 def test_back_off_doubles_and_ends_with_the_last_log_lines(
-    launch: Launch, deaths: list[Death], monkeypatch: pytest.MonkeyPatch
+    launch: Launch, exits: list[ServiceExit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "MAX_DELAY_S", 0.3)
-    launcher = launch(stand_in("node-0", "raise SystemExit('no such model')", kind=Kind.NODE))
+    monkeypatch.setattr(local, "MAX_BACKOFF_S", 0.3)
+    launcher = launch(
+        fake_service("node-0", "raise SystemExit('no such model')", kind=ServiceKind.NODE)
+    )
 
     def poll_for_ever() -> None:
         while True:
@@ -122,101 +126,112 @@ def test_back_off_doubles_and_ends_with_the_last_log_lines(
     with pytest.raises(LaunchError, match=r"node-0 ended with exit code 1, for the 8th time") as e:
         poll_for_ever()
     assert "no such model" in str(e.value)
-    assert [death.delay_s for death in deaths] == [0.2, *[0.3] * 6]
-    assert "node-0 ended with exit code 1 after 0." in str(deaths[0])
-    assert ": no such model; starting it again in 0.2 s (log: " in str(deaths[0])
+    assert [death.delay_s for death in exits] == [0.2, *[0.3] * 6]
+    assert "node-0 ended with exit code 1 after 0." in str(exits[0])
+    assert ": no such model; starting it again in 0.2 s (log: " in str(exits[0])
 
 
 def test_failures_with_progress_between_them_never_end_the_run(
-    launch: Launch, deaths: list[Death], monkeypatch: pytest.MonkeyPatch
+    launch: Launch, exits: list[ServiceExit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "MAX_DELAY_S", 0.01)
-    launcher = launch(stand_in("weights", ""), view=Told(lambda: len(deaths)))
+    monkeypatch.setattr(local, "MAX_BACKOFF_S", 0.01)
+    launcher = launch(fake_service("weights", ""), monitor=FakeMonitor(lambda: len(exits)))
 
-    def is_often() -> bool:
+    def has_restarted_repeatedly() -> bool:
         launcher.poll()
-        return len(deaths) >= local.MAX_FAILURES + 4
+        return len(exits) >= local.MAX_FAILURES + 4
 
-    until(is_often, timeout_s=30.0)
+    wait_until(has_restarted_repeatedly, timeout_s=30.0)
 
 
 def test_a_trainer_that_ends_well_is_done_and_one_that_fails_is_not(launch: Launch) -> None:
-    launcher = launch(stand_in("trainer-a", "", kind=Kind.TRAINER), stand_in("dataflow", FOREVER))
-    assert not launcher.is_trained()
-    until(lambda: launcher.poll() or launcher.is_trained())
-    until(launcher.is_trained)
+    launcher = launch(
+        fake_service("trainer-a", "", kind=ServiceKind.TRAINER), fake_service("dataflow", FOREVER)
+    )
+    assert not launcher.has_finished_training()
+    wait_until(lambda: launcher.poll() or launcher.has_finished_training())
+    wait_until(launcher.has_finished_training)
     assert list(launcher.pids()) == ["dataflow"]
-    failing = launch(stand_in("trainer-b", "raise SystemExit(1)", kind=Kind.TRAINER))
-    until(failing.poll)
-    assert not failing.is_trained()
+    failing = launch(fake_service("trainer-b", "raise SystemExit(1)", kind=ServiceKind.TRAINER))
+    wait_until(failing.poll)
+    assert not failing.has_finished_training()
 
 
 def test_a_trainer_that_was_replaced_ends_the_run_instead_of_coming_back(
-    launch: Launch, deaths: list[Death]
+    launch: Launch, exits: list[ServiceExit]
 ) -> None:
     launcher = launch(
-        stand_in("trainer-a", f"raise SystemExit({local.EXIT_FENCED})", kind=Kind.TRAINER)
+        fake_service(
+            "trainer-a", f"raise SystemExit({local.EXIT_FENCED})", kind=ServiceKind.TRAINER
+        )
     )
     with pytest.raises(LaunchError, match=r"trainer-a.*another trainer took over.*trainer-a\.log"):
-        until(launcher.poll)
-    assert deaths == [] and launcher.pids() == {}
+        wait_until(launcher.poll)
+    assert exits == [] and launcher.pids() == {}
 
 
 def test_a_trainer_whose_checkpoint_the_ledger_refuses_ends_the_run_and_says_why(
-    launch: Launch, deaths: list[Death]
+    launch: Launch, exits: list[ServiceExit]
 ) -> None:
-    code = f"import sys; sys.stderr.write('the ledger refuses'); sys.exit({local.EXIT_REFUSED})"
-    launcher = launch(stand_in("trainer-a", code, kind=Kind.TRAINER))
+    code = (
+        "import sys; sys.stderr.write('the ledger refuses'); "
+        f"sys.exit({local.EXIT_RESUME_REJECTED})"
+    )
+    launcher = launch(fake_service("trainer-a", code, kind=ServiceKind.TRAINER))
     with pytest.raises(
         LaunchError, match=r"(?s)refuses to go on.*change nothing.*the ledger refuses"
     ):
-        until(launcher.poll)
-    assert deaths == [] and launcher.pids() == {}
+        wait_until(launcher.poll)
+    assert exits == [] and launcher.pids() == {}
 
 
 def test_a_run_that_only_goes_back_and_forth_makes_no_progress(
-    launch: Launch, deaths: list[Death], monkeypatch: pytest.MonkeyPatch
+    launch: Launch, exits: list[ServiceExit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "MAX_DELAY_S", 0.01)
-    told = Told(lambda: 7 - 2 * (len(deaths) % 2))
-    launcher = launch(stand_in("trainer-a", "raise SystemExit(1)", kind=Kind.TRAINER), view=told)
+    monkeypatch.setattr(local, "MAX_BACKOFF_S", 0.01)
+    told = FakeMonitor(lambda: 7 - 2 * (len(exits) % 2))
+    launcher = launch(
+        fake_service("trainer-a", "raise SystemExit(1)", kind=ServiceKind.TRAINER), monitor=told
+    )
 
-    def has_died_often() -> bool:
+    def has_exited_repeatedly() -> bool:
         launcher.poll()
-        return len(deaths) > local.MAX_FAILURES
+        return len(exits) > local.MAX_FAILURES
 
     with pytest.raises(LaunchError, match="for the 8th time without any progress"):
-        until(has_died_often, timeout_s=30.0)
+        wait_until(has_exited_repeatedly, timeout_s=30.0)
 
 
 def test_nodes_that_leave_are_called_back_before_the_end_and_not_after_it(
-    launch: Launch, deaths: list[Death], monkeypatch: pytest.MonkeyPatch
+    launch: Launch, exits: list[ServiceExit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "LEFT_S", 0.2)
-    told = Told()
-    node = stand_in("node-0", "import time; time.sleep(0.2)", kind=Kind.NODE)
-    launcher = launch(node, stand_in("trainer-a", FOREVER, kind=Kind.TRAINER), view=told)
-    until(lambda: (launcher.poll(), "node-0" not in launcher.pids())[1])
-    until(lambda: (launcher.poll(), "node-0" in launcher.pids())[1])
+    monkeypatch.setattr(local, "NODE_RESTART_DELAY_S", 0.2)
+    told = FakeMonitor()
+    node = fake_service("node-0", "import time; time.sleep(0.2)", kind=ServiceKind.NODE)
+    launcher = launch(
+        node, fake_service("trainer-a", FOREVER, kind=ServiceKind.TRAINER), monitor=told
+    )
+    wait_until(lambda: (launcher.poll(), "node-0" not in launcher.pids())[1])
+    wait_until(lambda: (launcher.poll(), "node-0" in launcher.pids())[1])
     told.is_over = True
-    until(lambda: (launcher.poll(), "node-0" not in launcher.pids())[1])
+    wait_until(lambda: (launcher.poll(), "node-0" not in launcher.pids())[1])
     give_up_at = time.monotonic() + 0.6
     while time.monotonic() < give_up_at:
         launcher.poll()
         assert "node-0" not in launcher.pids()
-    assert deaths == []
+    assert exits == []
 
 
 def test_what_a_dead_service_left_behind_dies_before_it_comes_back(
     launch: Launch, tmp_path: Path
 ) -> None:
     pids = tmp_path / "pids"
-    launcher = launch(stand_in("node-0", FAMILY, str(pids), kind=Kind.NODE))
-    until(lambda: lines_of(pids))
-    parent, grandchild = map(int, lines_of(pids)[0].split())
+    launcher = launch(fake_service("node-0", PARENT_WITH_CHILD, str(pids), kind=ServiceKind.NODE))
+    wait_until(lambda: read_lines(pids))
+    parent, grandchild = map(int, read_lines(pids)[0].split())
     os.kill(parent, signal.SIGKILL)
-    until(launcher.poll)
-    until(lambda: is_gone(grandchild))
+    wait_until(launcher.poll)
+    wait_until(lambda: is_gone(grandchild))
 
 
 def test_stop_ends_workers_before_servers_and_the_dataflow_last(
@@ -225,18 +240,18 @@ def test_stop_ends_workers_before_servers_and_the_dataflow_last(
     notes = tmp_path / "notes"
     launcher = launch(
         *(
-            stand_in(name, NOTES, str(notes), name, kind=kind)
+            fake_service(name, SIGNAL_LOGGER, str(notes), name, kind=kind)
             for name, kind in [
-                ("dataflow", Kind.SERVER),
-                ("weights", Kind.SERVER),
-                ("trainer-a", Kind.TRAINER),
-                ("node-0", Kind.NODE),
+                ("dataflow", ServiceKind.SERVER),
+                ("weights", ServiceKind.SERVER),
+                ("trainer-a", ServiceKind.TRAINER),
+                ("node-0", ServiceKind.NODE),
             ]
         )
     )
-    until(lambda: lines_of(notes).count("up") == 4)
+    wait_until(lambda: read_lines(notes).count("up") == 4)
     launcher.stop()
-    order = [line for line in lines_of(notes) if line != "up"]
+    order = [line for line in read_lines(notes) if line != "up"]
     assert set(order[:2]) == {"trainer-a", "node-0"}
     assert order[2:] == ["weights", "dataflow"]
     assert launcher.pids() == {}
@@ -245,14 +260,15 @@ def test_stop_ends_workers_before_servers_and_the_dataflow_last(
 def test_stop_does_not_wait_for_ever(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("DRAIN_S", "COMMIT_S", "SERVER_S"):
+    for name in ("NODE_STOP_TIMEOUT_S", "TRAINER_STOP_TIMEOUT_S", "SERVER_STOP_TIMEOUT_S"):
         monkeypatch.setattr(local, name, 0.2)
     up = tmp_path / "up"
     deaf = f"import signal; signal.signal(15, signal.SIG_IGN); open({str(up)!r}, 'w').write('up')\n"
     launcher = launch(
-        stand_in("dataflow", deaf + FOREVER), stand_in("node-0", FOREVER, kind=Kind.NODE)
+        fake_service("dataflow", deaf + FOREVER),
+        fake_service("node-0", FOREVER, kind=ServiceKind.NODE),
     )
-    until(up.exists)
+    wait_until(up.exists)
     launcher.stop()
     assert launcher.pids() == {}
 
@@ -267,53 +283,61 @@ import os
 folder = Path({folder!r})
 code = {prologue!r} + {family!r}
 command = (sys.executable, "-c", code, str(folder / "pids"))
-service = Service(name="node-0", kind=Kind.NODE, command=command, make_env=lambda: dict(os.environ))
-class Told:
+service = ServiceSpec(name="node-0", kind=ServiceKind.NODE, command=command, build_env=lambda:
+dict(os.environ)) class FakeMonitor:
     def progress(self): return 0
     def is_finished(self): return False
-launcher = LocalLauncher([service], log_dir=folder, on_death=print, view=Told())
+launcher = LocalLauncher([service], log_dir=folder, on_exit=print, monitor=FakeMonitor())
 launcher.start()
 while True:
     launcher.poll()
     time.sleep(0.05)
 """
-POLITE = "from penstock.fleet.processes import exit_with_parent\ndie_with_parent()\n"
+EXITS_WITH_PARENT = "from penstock.fleet.processes import exit_with_parent\nexit_with_parent()\n"
 
 
-@pytest.mark.parametrize("prologue", [POLITE, ""], ids=["dies with parent", "does not care"])
+@pytest.mark.parametrize(
+    "prologue", [EXITS_WITH_PARENT, ""], ids=["dies with parent", "does not care"]
+)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_no_process_outlives_a_killed_launcher(
     tmp_path: Path, prologue: str, number: signal.Signals
 ) -> None:
     code = LAUNCHER.format(
-        here=str(Path(__file__).parent), folder=str(tmp_path), prologue=prologue, family=FAMILY
+        here=str(Path(__file__).parent),
+        folder=str(tmp_path),
+        prologue=prologue,
+        family=PARENT_WITH_CHILD,
     )
     launcher = subprocess.Popen([sys.executable, "-c", code])
     try:
-        until(lambda: lines_of(tmp_path / "pids"))
-        family = list(map(int, lines_of(tmp_path / "pids")[0].split()))
+        wait_until(lambda: read_lines(tmp_path / "pids"))
+        family = list(map(int, read_lines(tmp_path / "pids")[0].split()))
         assert not any(map(is_gone, family))
     finally:
         launcher.send_signal(number)
         launcher.wait()
-    until(lambda: all(map(is_gone, family)))
+    wait_until(lambda: all(map(is_gone, family)))
 
 
 def test_the_parent_death_signal_alone_ends_a_service(tmp_path: Path) -> None:
     """The guard is killed first, so that only what the service asked of the kernel is left."""
     code = LAUNCHER.format(
-        here=str(Path(__file__).parent), folder=str(tmp_path), prologue=POLITE, family=FAMILY
+        here=str(Path(__file__).parent),
+        folder=str(tmp_path),
+        prologue=EXITS_WITH_PARENT,
+        family=PARENT_WITH_CHILD,
     )
     launcher = subprocess.Popen([sys.executable, "-c", code])
     try:
-        until(lambda: lines_of(tmp_path / "pids"))
-        service, grandchild = map(int, lines_of(tmp_path / "pids")[0].split())
+        wait_until(lambda: read_lines(tmp_path / "pids"))
+        service, grandchild = map(int, read_lines(tmp_path / "pids")[0].split())
         (guard,) = [p for p in psutil.Process(launcher.pid).children() if p.pid != service]
         guard.kill()
     finally:
         launcher.kill()
         launcher.wait()
-    until(lambda: is_gone(service))
+    wait_until(lambda: is_gone(service))
     os.kill(grandchild, signal.SIGKILL)
 
 

@@ -19,15 +19,15 @@ from penstock.errors import ConfigError, Forbidden, LaunchError
 from penstock.fleet.run_folder import (
     LOOPBACK,
     Endpoints,
-    Finish,
+    FinishRecord,
     RunFolder,
     free_port,
-    is_free,
-    wait_free,
+    is_port_free,
+    wait_for_port,
 )
 from penstock.wire.auth import Audience, Role, Signer
 
-HOLD = """
+LOCK_HOLDER = """
 import sys, time
 from pathlib import Path
 from penstock.fleet.run_folder import RunFolder
@@ -39,23 +39,23 @@ with RunFolder(Path(sys.argv[1])).locked():
 
 def test_a_second_launcher_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
-    assert folder.holder() is None
+    assert folder.launcher_pid() is None
     with folder.locked():
-        assert folder.holder() == os.getpid()
+        assert folder.launcher_pid() == os.getpid()
         with (
             pytest.raises(LaunchError, match=rf"pid {os.getpid()}\).*penstock stop"),
             RunFolder(tmp_path / "r").locked(),
         ):
             pass
-    assert folder.holder() is None
+    assert folder.launcher_pid() is None
 
 
 def test_the_lock_ends_with_its_process_however_that_dies(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    command = [sys.executable, "-c", LOCK_HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "held\n"
-        assert RunFolder(tmp_path).holder() == first.pid
+        assert RunFolder(tmp_path).launcher_pid() == first.pid
         first.kill()
     with RunFolder(tmp_path).locked():
         pass
@@ -70,7 +70,7 @@ def test_to_ask_who_holds_a_run_keeps_nobody_from_holding_it(tmp_path: Path) -> 
         answered = threading.Timer(0.1, fcntl.flock, (asking, fcntl.LOCK_UN))
         answered.start()
         with folder.locked():
-            assert folder.holder() == os.getpid()
+            assert folder.launcher_pid() == os.getpid()
         answered.join()
 
 
@@ -80,7 +80,7 @@ def test_two_who_ask_do_not_take_each_other_for_the_holder(tmp_path: Path) -> No
         pass
     with (tmp_path / "run" / "lock").open() as asking:
         fcntl.flock(asking, fcntl.LOCK_SH)
-        assert folder.holder() is None
+        assert folder.launcher_pid() is None
 
 
 def test_a_pid_that_cannot_be_written_does_not_end_the_run(
@@ -98,9 +98,9 @@ def test_endpoints_are_chosen_once(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     with pytest.raises(ConfigError, match="never started"):
         folder.endpoints()
-    first = folder.choose_endpoints(tmp_path, ("a",))
+    first = folder.allocate_endpoints(tmp_path, ("a",))
     assert first.dataflow != first.weights
-    assert RunFolder(tmp_path / "r").choose_endpoints(tmp_path / "other", ("b",)) == first
+    assert RunFolder(tmp_path / "r").allocate_endpoints(tmp_path / "other", ("b",)) == first
     assert folder.endpoints() == first
 
 
@@ -109,10 +109,10 @@ def test_a_taken_port_is_named_with_the_cure(tmp_path: Path) -> None:
     with socket.socket() as stranger:
         stranger.bind((LOOPBACK, port))
         stranger.listen()
-        assert not is_free(port)
+        assert not is_port_free(port)
         with pytest.raises(LaunchError, match=rf"port {port}.*delete run/endpoints.json"):
-            wait_free(f"http://{LOOPBACK}:{port}", timeout_s=0.1, what="dataflow")
-    wait_free(f"http://{LOOPBACK}:{port}", timeout_s=0.1, what="dataflow")
+            wait_for_port(f"http://{LOOPBACK}:{port}", timeout_s=0.1, what="dataflow")
+    wait_for_port(f"http://{LOOPBACK}:{port}", timeout_s=0.1, what="dataflow")
 
 
 def test_each_start_has_logs_of_its_own(tmp_path: Path) -> None:
@@ -125,15 +125,15 @@ def test_each_start_has_logs_of_its_own(tmp_path: Path) -> None:
 def test_config_and_finish_are_kept(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     with pytest.raises(ConfigError, match="no run folder"):
-        RunFolder.existing(tmp_path / "r")
+        RunFolder.open_existing(tmp_path / "r")
     config = demo(3)
     folder.write_config(config)
-    assert RunFolder.existing(tmp_path / "r").read_config() == config
+    assert RunFolder.open_existing(tmp_path / "r").read_config() == config
     assert folder.finish() is None
-    finish = Finish(finished_at=1.0, steps=2, trajectories=3)
+    finish = FinishRecord(finished_at=1.0, steps=2, trajectories=3)
     folder.write_finish(finish)
     assert folder.finish() == finish
-    folder.forget_finish()
+    folder.clear_finish()
     assert folder.finish() is None
 
 
@@ -158,6 +158,6 @@ def test_a_rollout_token_opens_dataflow_and_weights_and_a_reader_only_the_datafl
 
 
 def test_endpoints_record_where_the_user_was(tmp_path: Path) -> None:
-    chosen = RunFolder(tmp_path).choose_endpoints(tmp_path / "work", ("x",))
+    chosen = RunFolder(tmp_path).allocate_endpoints(tmp_path / "work", ("x",))
     assert isinstance(chosen, Endpoints)
     assert (chosen.work_dir, chosen.python_path) == (str(tmp_path / "work"), ("x",))

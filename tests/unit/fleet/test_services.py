@@ -10,7 +10,7 @@ import pytest
 from penstock.config import RunConfig, demo
 from penstock.config.store_password import PASSWORD_ENV
 from penstock.fleet.run_folder import RunFolder
-from penstock.fleet.services import TOKEN, Kind, local_services
+from penstock.fleet.services import TOKEN_ENV, ServiceKind, local_services
 from penstock.wire.auth import Audience, Role, Signer
 
 
@@ -24,11 +24,11 @@ def folder(tmp_path: Path) -> RunFolder:
 def test_the_demo_has_two_servers_a_trainer_and_two_nodes(folder: RunFolder) -> None:
     services = local_services(demo(0), folder)
     assert [(service.name, service.kind) for service in services] == [
-        ("dataflow", Kind.SERVER),
-        ("weights", Kind.SERVER),
-        ("trainer-policy", Kind.TRAINER),
-        ("node-0", Kind.NODE),
-        ("node-1", Kind.NODE),
+        ("dataflow", ServiceKind.SERVER),
+        ("weights", ServiceKind.SERVER),
+        ("trainer-policy", ServiceKind.TRAINER),
+        ("node-0", ServiceKind.NODE),
+        ("node-1", ServiceKind.NODE),
     ]
 
 
@@ -45,14 +45,14 @@ def test_every_policy_has_a_trainer_and_nodes_of_its_own(folder: RunFolder) -> N
 def test_tokens_are_in_environments_and_never_in_commands(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TOKEN, "the user's own")
+    monkeypatch.setenv(TOKEN_ENV, "the user's own")
     verifier = Signer.read(folder.keys, "reverse").verifier(Audience.DATAFLOW)
     roles: dict[str, Role | None] = {}
     for service in local_services(demo(0), folder):
-        env = service.make_env()
+        env = service.build_env()
         assert not any("penstock1." in word for word in service.command)
         assert env["OMP_NUM_THREADS"] == "1"
-        roles[service.name] = verifier.verify(env[TOKEN]).role if TOKEN in env else None
+        roles[service.name] = verifier.verify(env[TOKEN_ENV]).role if TOKEN_ENV in env else None
     assert roles == {
         "dataflow": None,
         "weights": None,
@@ -75,7 +75,7 @@ def test_only_services_with_a_ledger_get_the_password_of_the_store(
     assert "secret" not in folder.config_file.read_text()
     services = local_services(folder.read_config(), folder), local_services(config, folder)
     told = [
-        {service.name for service in found if service.make_env().get(PASSWORD_ENV) == "secret"}
+        {service.name for service in found if service.build_env().get(PASSWORD_ENV) == "secret"}
         for found in services
     ]
     assert told == [set(), {"dataflow", "partition-1"}]

@@ -97,7 +97,7 @@ def id_of(token: str) -> int:
 @cache
 def _pieces() -> dict[bytes, int]:
     """Every ordinary token by its bytes."""
-    letters = {letter: bytes([at]) for at, letter in _byte_letters().items()}
+    letters = {letter: bytes([at]) for at, letter in _byte_alphabet().items()}
     return {
         b"".join(letters[letter] for letter in piece): token
         for piece, token in tokenizer().get_vocab().items()
@@ -105,7 +105,7 @@ def _pieces() -> dict[bytes, int]:
     }
 
 
-def _byte_letters() -> dict[int, str]:
+def _byte_alphabet() -> dict[int, str]:
     """The letter that byte-level BPE writes for each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [at for at in range(256) if at not in plain]

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.unit.gateway.gateway_harness import Stage, on_stage
+from tests.unit.gateway.gateway_harness import GatewayHarness, running_gateway
 
 
 @pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    async with on_stage(tmp_path) as running:
+async def harness(tmp_path: Path) -> AsyncIterator[GatewayHarness]:
+    async with running_gateway(tmp_path) as running:
         yield running

@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 
 from penstock.errors import EngineError
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import Completion, Listen, Piece
+from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.server import build_app
 from penstock.gateway.session import Session
@@ -86,7 +86,7 @@ def write_snapshot(folder: Path) -> Path:
     return folder
 
 
-class Actor:
+class FakeEngine:
     """Says its lines in turn, the last one for ever; holds back while `gate` is shut."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Actor:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         self.num_started += 1
         self.specs.append(sampling)
@@ -122,9 +122,9 @@ class Actor:
                 await self.gate.wait()
             if at == 2 and sampling.temperature == ON_FIRE:
                 raise EngineError("the engine is on fire")
-            if listen is not None and self.is_live:
+            if on_chunk is not None and self.is_live:
                 version = Version(policy=policy, incarnation=1, number=0)
-                listen(Piece(sampled_ids=[token], logprobs=[-0.25], version=version))
+                on_chunk(TokenChunk(sampled_ids=[token], logprobs=[-0.25], version=version))
                 await asyncio.sleep(0)
         return Completion(
             sampled_ids=token_ids(ids),
@@ -135,13 +135,13 @@ class Actor:
 
 
 @dataclass
-class Stage:
+class GatewayHarness:
     """A running gateway with one session."""
 
     url: str
     app: Starlette
     gateway: Gateway
-    actor: Actor
+    engine: FakeEngine
     session: Session
 
     def openai(self, *, path: str = "/v1", api_key: str = "") -> openai.AsyncOpenAI:
@@ -162,13 +162,13 @@ class Stage:
 
     def prompt(self, index: int = -1) -> str:
         """A prompt as the engine got it."""
-        return self.gateway.renderer(POLICY).decode(self.actor.prompts[index])
+        return self.gateway.renderer(POLICY).decode(self.engine.prompts[index])
 
 
 @asynccontextmanager
-async def on_stage(folder: Path, **quotas: int) -> AsyncGenerator[Stage]:
-    actor = Actor()
-    gateway = Gateway(actor)
+async def running_gateway(folder: Path, **quotas: int) -> AsyncGenerator[GatewayHarness]:
+    engine = FakeEngine()
+    gateway = Gateway(engine)
     gateway.set_renderer(POLICY, Renderer.load(write_snapshot(folder)))
     session = gateway.open(policies=[POLICY], sampling=SamplingSpec(max_tokens=512), seed=3)
     app = build_app(gateway, **quotas)
@@ -177,10 +177,10 @@ async def on_stage(folder: Path, **quotas: int) -> AsyncGenerator[Stage]:
     await until(lambda: service.started)
     port = service.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Stage(f"http://127.0.0.1:{port}", app, gateway, actor, session)
+        yield GatewayHarness(f"http://127.0.0.1:{port}", app, gateway, engine, session)
     finally:
         service.should_exit = True
-        actor.gate.set()
+        engine.gate.set()
         await task
 
 

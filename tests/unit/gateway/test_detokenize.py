@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from penstock.gateway.detokenize import decoder_of
+from penstock.gateway.detokenize import make_decoder
 from penstock.gateway.renderer import Renderer
 from penstock.types import FinishReason
 
@@ -28,7 +28,7 @@ def byte_level() -> Any:
 
 def test_bytes_in_any_order_decode_as_the_tokenizer_does() -> None:
     tokenizer = byte_level()
-    decode = decoder_of(tokenizer)
+    decode = make_decoder(tokenizer)
     num_ids, draw = tokenizer.get_vocab_size(), random.Random(0)
     for _ in range(500):
         ids = [draw.randrange(num_ids + 2) for _ in range(draw.randrange(12))]
@@ -38,7 +38,7 @@ def test_bytes_in_any_order_decode_as_the_tokenizer_does() -> None:
 def test_other_decoders_are_left_to_the_tokenizer() -> None:
     tokenizer: Any = Tokenizer(BPE(vocab={"a": 0, "Ġ": 1}, merges=[]))
     tokenizer.decoder = decoders.Fuse()
-    assert decoder_of(tokenizer)([0, 1, 0]) == "aĠa"
+    assert make_decoder(tokenizer)([0, 1, 0]) == "aĠa"
 
 
 def test_an_answer_decoded_once_reads_as_one_decoded_in_every_way() -> None:
@@ -52,6 +52,6 @@ def test_an_answer_decoded_once_reads_as_one_decoded_in_every_way() -> None:
                 for finish in (FinishReason.STOP, FinishReason.LENGTH):
                     texts = renderer.decode_answer(middle, finish)
                     own = middle[:-1] if renderer.ends(middle, finish) else middle
-                    assert texts.marked == renderer.decode_marked(middle)
+                    assert texts.escaped == renderer.decode_escaped(middle)
                     assert texts.visible == renderer.decode_visible(middle)
-                    assert texts.own == renderer.decode_marked(own)
+                    assert texts.own == renderer.decode_escaped(own)

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from tests.unit.gateway.gateway_harness import ON_FIRE, WINDOW, Stage
+from tests.unit.gateway.gateway_harness import ON_FIRE, WINDOW, GatewayHarness
 
 from penstock.errors import BadRequest
 from penstock.gateway.dialects.responses import RESPONSES
@@ -17,19 +17,21 @@ TOOLS: Any = [{"type": "function", "name": "add", "parameters": {"type": "object
 CALL = '<tool_call>{"name": "add", "arguments": {"a":1}}</tool_call>'
 
 
-async def test_a_plain_response(stage: Stage) -> None:
-    async with stage.openai() as agent:
+async def test_a_plain_response(harness: GatewayHarness) -> None:
+    async with harness.openai() as agent:
         answer = await agent.responses.create(
             model="policy", input="hi", instructions="be nice", max_output_tokens=9, store=False
         )
     assert (answer.status, answer.output_text) == ("completed", "abc")
     assert answer.usage is not None and answer.usage.output_tokens == 4
-    assert stage.prompt().startswith("<|im_start|>system\nbe nice<|im_end|>\n<|im_start|>user\nhi")
-    assert stage.actor.specs[-1].max_tokens == 9
+    assert harness.prompt().startswith(
+        "<|im_start|>system\nbe nice<|im_end|>\n<|im_start|>user\nhi"
+    )
+    assert harness.engine.specs[-1].max_tokens == 9
 
 
-async def test_a_cut_response_is_incomplete(stage: Stage) -> None:
-    async with stage.openai() as agent:
+async def test_a_cut_response_is_incomplete(harness: GatewayHarness) -> None:
+    async with harness.openai() as agent:
         answer = await agent.responses.create(model="policy", input="hi", max_output_tokens=2)
     assert answer.status == "incomplete" and answer.output_text == "ab"
     assert answer.incomplete_details is not None
@@ -37,10 +39,12 @@ async def test_a_cut_response_is_incomplete(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_conversation_with_reasoning_and_tools(stage: Stage, is_stream: bool) -> None:
-    stage.actor.lines = [f"<think>hm</think>I add.{CALL}", "done"]
+async def test_a_conversation_with_reasoning_and_tools(
+    harness: GatewayHarness, is_stream: bool
+) -> None:
+    harness.engine.lines = [f"<think>hm</think>I add.{CALL}", "done"]
     items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]
-    async with stage.openai() as agent:
+    async with harness.openai() as agent:
         if is_stream:
             async with agent.responses.stream(model="policy", input=items, tools=TOOLS) as stream:
                 answer: Any = await stream.get_final_response()
@@ -58,15 +62,15 @@ async def test_a_conversation_with_reasoning_and_tools(stage: Stage, is_stream: 
         items.append({"type": "function_call_output", "call_id": call.call_id, "output": "3"})
         last = await agent.responses.create(model="policy", input=items, tools=TOOLS)
     assert last.output_text == "done"
-    assert stage.prompt().endswith("<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n")
-    assert [turn.parent for turn in stage.session.turns()] == [-1, 0]
+    assert harness.prompt().endswith("<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n")
+    assert [turn.parent for turn in harness.session.turns()] == [-1, 0]
 
 
 @pytest.mark.parametrize("is_live", [True, False])
-async def test_events_come_in_the_documented_order(stage: Stage, is_live: bool) -> None:
-    stage.actor.is_live = is_live
-    stage.actor.lines = [f"<think>h</think>x{CALL}"]
-    async with stage.openai() as agent:
+async def test_events_come_in_the_documented_order(harness: GatewayHarness, is_live: bool) -> None:
+    harness.engine.is_live = is_live
+    harness.engine.lines = [f"<think>h</think>x{CALL}"]
+    async with harness.openai() as agent:
         stream = await agent.responses.create(model="policy", input="hi", tools=TOOLS, stream=True)
         events: list[Any] = [event async for event in stream]
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -98,24 +102,24 @@ async def test_events_come_in_the_documented_order(stage: Stage, is_live: bool) 
     assert done == [item.id for item in events[-1].response.output]
 
 
-async def test_formats_and_thinking(stage: Stage) -> None:
+async def test_formats_and_thinking(harness: GatewayHarness) -> None:
     schema: Any = {"type": "object", "properties": {}}
     format: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
-    async with stage.openai() as agent:
+    async with harness.openai() as agent:
         await agent.responses.create(model="policy", input="hi", text=format)
-        assert json.loads(stage.actor.specs[-1].json_schema) == schema
+        assert json.loads(harness.engine.specs[-1].json_schema) == schema
         await agent.responses.create(model="policy", input="hi", reasoning={"effort": "none"})
-        assert stage.prompt().endswith("<think></think>")
+        assert harness.prompt().endswith("<think></think>")
 
 
-async def test_errors(stage: Stage) -> None:
-    async with stage.openai() as agent:
+async def test_errors(harness: GatewayHarness) -> None:
+    async with harness.openai() as agent:
         with pytest.raises(openai.BadRequestError, match="whole conversation"):
             await agent.responses.create(model="policy", input="hi", previous_response_id="r")
         with pytest.raises(openai.BadRequestError) as over:
             await agent.responses.create(model="policy", input="x" * WINDOW)
         assert over.value.code == "context_length_exceeded"
-        stage.actor.lines = ["abcdef"]
+        harness.engine.lines = ["abcdef"]
         stream = await agent.responses.create(
             model="policy", input="hi", stream=True, temperature=ON_FIRE
         )
@@ -124,7 +128,7 @@ async def test_errors(stage: Stage) -> None:
     assert "on fire" in events[-1].response.error.message
 
 
-REFUSED: list[Any] = [
+UNSUPPORTED: list[Any] = [
     {"background": True},
     {"conversation": "c"},
     {"truncation": "auto"},
@@ -140,7 +144,7 @@ REFUSED: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("extra", REFUSED, ids=str)
+@pytest.mark.parametrize("extra", UNSUPPORTED, ids=str)
 def test_what_would_change_the_answer_is_refused(extra: Any) -> None:
     with pytest.raises(BadRequest):
         RESPONSES.read({"model": "policy", "input": "hi", **extra})

@@ -18,11 +18,11 @@ import pytest
 from tests.unit.gateway.bpe import END, PAD, START, id_of, renderer, split_anyhow
 
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import Completion, Listen, Piece
+from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
 from penstock.gateway.model_calls import Answer, Call, Delta
 from penstock.gateway.session import Session
 from penstock.gateway.template_probe import TOOL
-from penstock.trainer.samples import cut
+from penstock.trainer.samples import make_samples
 from penstock.types import (
     FinishReason,
     GroupId,
@@ -65,7 +65,7 @@ class Recorder:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         ids, finish = self._sample()
         first = self.num_sampled
@@ -73,9 +73,9 @@ class Recorder:
         self.prompts[token_ids(ids)] = list(prompt_ids)
         version = Version(policy=policy, incarnation=1, number=0)
         at = 0
-        while listen is not None and at < len(ids):
+        while on_chunk is not None and at < len(ids):
             size = self.rng.randint(1, 5)
-            listen(Piece(sampled_ids=ids[at : at + size], logprobs=[], version=version))
+            on_chunk(TokenChunk(sampled_ids=ids[at : at + size], logprobs=[], version=version))
             at += size
         await asyncio.sleep(0)
         return Completion(
@@ -163,7 +163,9 @@ class Agent:
 
     async def _listen(self, messages: list[JsonObject]) -> Answer:
         heard: list[Delta] = []
-        answer = await self.session.ask(Call(messages=messages, tools=[TOOL], listen=heard.append))
+        answer = await self.session.ask(
+            Call(messages=messages, tools=[TOOL], on_chunk=heard.append)
+        )
         assert answer.text.startswith("".join(delta.text for delta in heard))
         assert answer.reasoning.startswith("".join(delta.reasoning for delta in heard))
         self.num_heard += len(heard)
@@ -261,7 +263,7 @@ def check_training(engine: Recorder, agent: Agent) -> None:
         reward=1.0,
         outcome=Outcome(kind=OutcomeKind.COMPLETED),
     )
-    samples = cut([(0, trajectory)], POLICY)
+    samples = make_samples([(0, trajectory)], POLICY)
     trained = [int(-value) for value in samples.logprobs_T[samples.mask_T]]
     first = {int(-view_log_probs(turn.logprobs)[0]): turn for turn in turns if turn.reached_agent}
     wanted = [at + n for at, turn in first.items() for n in range(len(view_ids(turn.sampled_ids)))]

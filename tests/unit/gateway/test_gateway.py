@@ -13,7 +13,7 @@ from tests.unit.gateway.chatml import AB, END_ID, ids_of, write_snapshot
 
 from penstock.errors import BadRequest, EngineError, NotFound, Unauthorized
 from penstock.gateway.gateway import Gateway, Session
-from penstock.gateway.generation import Completion, Listen
+from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.gateway.renderer import Renderer
 from penstock.types import (
     FinishReason,
@@ -47,7 +47,7 @@ class FakeEngine:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         self.prompts.append(list(prompt_ids))
         self.specs.append(sampling)

@@ -13,8 +13,8 @@ from tests.unit.rollout.snapshot_files import write_snapshot
 
 from penstock.errors import BadRequest, Conflict, Unauthorized
 from penstock.gateway import online as module
-from penstock.gateway.generation import Completion, Listen
-from penstock.gateway.online import Ended, Held, Online, State, Terms
+from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.online import EndedSession, OnlineGateway, OnlineSession, SessionTerms, State
 from penstock.gateway.renderer import Renderer
 from penstock.types import (
     FinishReason,
@@ -27,7 +27,7 @@ from penstock.types import (
 )
 from penstock.wire.auth import Credential
 
-TERMS = Terms(reward_deadline_s=100.0, idle_s=10.0, default_reward=None)
+TERMS = SessionTerms(reward_deadline_s=100.0, idle_s=10.0, default_reward=None)
 
 
 class Engine:
@@ -44,7 +44,7 @@ class Engine:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         await self.may_answer.wait()
         return Completion(
@@ -58,14 +58,14 @@ class Engine:
 class Desk:
     """A gateway, and the keeper of its places."""
 
-    def __init__(self, folder: Path, terms: Terms = TERMS, num_places: int = 99) -> None:
+    def __init__(self, folder: Path, terms: SessionTerms = TERMS, num_places: int = 99) -> None:
         self.now = 1000.0
         self.engine = Engine()
         self.num_places = num_places
         self.num_taken = 0
-        self.delivered: list[Ended] = []
+        self.delivered: list[EndedSession] = []
         self.given_back: list[RowId] = []
-        self.online = Online(
+        self.online = OnlineGateway(
             self.engine,
             self,
             terms,
@@ -85,20 +85,20 @@ class Desk:
         self.num_taken += 1
         return RowId(f"p0-{self.num_taken}.0.1")
 
-    def give_back(self, row_id: RowId) -> None:
+    def release_slot(self, row_id: RowId) -> None:
         self.given_back.append(row_id)
 
-    def deliver(self, ended: Ended) -> None:
+    def deliver(self, ended: EndedSession) -> None:
         self.delivered.append(ended)
 
-    async def begin(self, *, says: bool = True) -> Held:
-        held = self.online.begin("owner")
+    async def begin(self, *, says: bool = True) -> OnlineSession:
+        entry = self.online.begin("owner")
         if says:
-            await self.say(held)
-        return held
+            await self.say(entry)
+        return entry
 
-    async def say(self, held: Held) -> None:
-        await self.online.find(held.api_key).chat([{"role": "user", "content": "ab"}])
+    async def say(self, entry: OnlineSession) -> None:
+        await self.online.find(entry.api_key).chat([{"role": "user", "content": "ab"}])
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -111,96 +111,96 @@ def desk(tmp_path: Path) -> Desk:
 
 
 async def test_silence_ends_a_session_and_calls_keep_it_open(desk: Desk) -> None:
-    held = await desk.begin()
+    entry = await desk.begin()
     desk.pass_time(9.0)
-    await desk.say(held)
+    await desk.say(entry)
     desk.pass_time(9.0)
-    assert held.state is State.OPEN
+    assert entry.state is State.OPEN
     desk.pass_time(1.0)
-    assert held.state is State.WAITING
+    assert entry.state is State.WAITING
     with pytest.raises(Unauthorized):
-        await desk.say(held)
-    desk.online.reward(held, 0.5)
-    assert [(e.row_id, e.reward, len(e.turns)) for e in desk.delivered] == [(held.id, 0.5, 2)]
+        await desk.say(entry)
+    desk.online.reward(entry, 0.5)
+    assert [(e.row_id, e.reward, len(e.turns)) for e in desk.delivered] == [(entry.id, 0.5, 2)]
 
 
 async def test_a_call_on_its_way_is_no_silence(desk: Desk) -> None:
-    held = await desk.begin(says=False)
+    entry = await desk.begin(says=False)
     desk.engine.may_answer.clear()
-    calling = asyncio.create_task(desk.say(held))
+    calling = asyncio.create_task(desk.say(entry))
     await asyncio.sleep(0)
     desk.pass_time(50.0)
-    assert held.state is State.OPEN
+    assert entry.state is State.OPEN
     desk.engine.may_answer.set()
     await calling
     desk.pass_time(9.0)
-    assert held.state is State.OPEN
+    assert entry.state is State.OPEN
 
 
 async def test_nobody_is_idle_or_late_while_the_gateway_stands_still(desk: Desk) -> None:
-    held, waiting = await desk.begin(), await desk.begin()
+    entry, waiting = await desk.begin(), await desk.begin()
     desk.online.end(waiting)
     desk.now += 1_000.0
-    desk.online.forgive(1_000.0)
+    desk.online.extend_deadlines(1_000.0)
     desk.pass_time(9.0)
-    assert (held.state, waiting.state) == (State.OPEN, State.WAITING)
+    assert (entry.state, waiting.state) == (State.OPEN, State.WAITING)
     desk.pass_time(1.0)
-    assert held.state is State.WAITING
+    assert entry.state is State.WAITING
     fresh = await desk.begin()
-    desk.online.forgive(1_000.0)
+    desk.online.extend_deadlines(1_000.0)
     desk.pass_time(10.0)
     assert fresh.state is State.WAITING, "what began after the stall gains nothing"
 
 
 async def test_the_deadline_counts_from_the_opening(desk: Desk) -> None:
-    held = await desk.begin()
-    desk.online.end(held)
+    entry = await desk.begin()
+    desk.online.end(entry)
     desk.pass_time(99.0)
-    assert held.state is State.WAITING and not desk.delivered
+    assert entry.state is State.WAITING and not desk.delivered
     desk.pass_time(1.0)
-    assert held.state is State.EXPIRED
+    assert entry.state is State.EXPIRED
     assert [ended.reward for ended in desk.delivered] == [None]
     with pytest.raises(Conflict):
-        desk.online.reward(held, 1.0)
+        desk.online.reward(entry, 1.0)
     assert len(desk.delivered) == 1
     assert desk.online.counts["expired"] == 1
 
 
 async def test_who_talks_beyond_the_deadline_is_served_unrecorded(desk: Desk) -> None:
-    held = await desk.begin()
+    entry = await desk.begin()
     for _ in range(20):
         desk.pass_time(9.0)
-        await desk.say(held)
-    assert held.state is State.OPEN and not held.has_place
+        await desk.say(entry)
+    assert entry.state is State.OPEN and not entry.has_slot
     [ended] = desk.delivered
     assert ended.reward is None and len(ended.turns) == 12
     with pytest.raises(Conflict):
-        desk.online.reward(held, 1.0)
+        desk.online.reward(entry, 1.0)
     with pytest.raises(Conflict, match="penstock forget"):
-        desk.online.forget(held)
+        desk.online.forget(entry)
 
 
 async def test_nothing_said_gives_the_place_back(desk: Desk) -> None:
-    held = await desk.begin(says=False)
-    desk.online.end(held)
-    assert held.state is State.EMPTY
-    assert desk.given_back == [held.id] and not desk.delivered
+    entry = await desk.begin(says=False)
+    desk.online.end(entry)
+    assert entry.state is State.EMPTY
+    assert desk.given_back == [entry.id] and not desk.delivered
 
 
 async def test_an_answer_that_nobody_heard_is_nothing_said(desk: Desk) -> None:
-    held = await desk.begin()
-    assert held.session is not None
-    held.session.mark_unreached(0)
+    entry = await desk.begin()
+    assert entry.session is not None
+    entry.session.mark_unreached(0)
     with pytest.raises(Conflict):
-        desk.online.reward(held, 1.0)
-    assert held.state is State.EMPTY and not desk.delivered
+        desk.online.reward(entry, 1.0)
+    assert entry.state is State.EMPTY and not desk.delivered
 
 
 async def test_without_a_place_a_reward_is_taken_and_leads_to_nothing(tmp_path: Path) -> None:
     desk = Desk(tmp_path, num_places=0)
-    held = await desk.begin()
-    desk.online.reward(held, 1.0)
-    assert held.state is State.UNRECORDED and not desk.delivered and not desk.given_back
+    entry = await desk.begin()
+    desk.online.reward(entry, 1.0)
+    assert entry.state is State.UNRECORDED and not desk.delivered and not desk.given_back
     assert desk.online.counts == {"opened": 1, "unrecorded": 1}
 
 
@@ -210,9 +210,9 @@ async def test_forgotten_or_dropped_sessions_are_not_delivered(desk: Desk) -> No
     desk.online.end(dropped)
     desk.online.dropped(RowId(dropped.id))
     desk.online.dropped(RowId(open_still.id))
-    for held in (forgotten, dropped):
+    for entry in (forgotten, dropped):
         with pytest.raises(Conflict):
-            desk.online.reward(held, 1.0)
+            desk.online.reward(entry, 1.0)
     await desk.say(open_still)
     desk.online.reward(open_still, 1.0)
     assert open_still.state is State.UNRECORDED
@@ -230,20 +230,20 @@ async def test_the_end_of_the_gateway_delivers_nothing_without_a_reward(desk: De
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2e9])
 async def test_a_reward_is_a_number(desk: Desk, value: float) -> None:
-    held = await desk.begin()
+    entry = await desk.begin()
     with pytest.raises(BadRequest):
-        desk.online.reward(held, value)
-    assert held.state is State.OPEN
+        desk.online.reward(entry, value)
+    assert entry.state is State.OPEN
 
 
 async def test_memory_of_past_sessions_is_bounded(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_PAST", 3)
+    monkeypatch.setattr(module, "MAX_FINISHED", 3)
     sessions = [await desk.begin() for _ in range(6)]
-    for held in sessions:
-        desk.online.reward(held, 1.0)
-        assert held.session is None and not held.turns
-    known = [held for held in sessions if held is desk.online._held.get(held.id)]  # pyright: ignore[reportPrivateUsage]
+    for entry in sessions:
+        desk.online.reward(entry, 1.0)
+        assert entry.session is None and not entry.turns
+    known = [entry for entry in sessions if entry is desk.online._entries.get(entry.id)]  # pyright: ignore[reportPrivateUsage]
     assert known == sessions[3:]
-    assert len(desk.online._named) == 3  # pyright: ignore[reportPrivateUsage]
+    assert len(desk.online._by_name) == 3  # pyright: ignore[reportPrivateUsage]

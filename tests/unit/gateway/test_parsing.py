@@ -8,33 +8,40 @@ import random
 import pytest
 from tests.unit.gateway.bpe import END, PAD, id_of, renderer, split_anyhow
 
-from penstock.gateway.generation import Piece
+from penstock.gateway.generation import TokenChunk
 from penstock.gateway.model_calls import Delta
-from penstock.gateway.parsing import Form, Parts, ToolFormat, cut, read, tool_format
-from penstock.gateway.stream_decoder import Growing
+from penstock.gateway.parsing import (
+    AnswerFormat,
+    ParsedAnswer,
+    ToolFormat,
+    cut_at_stop,
+    parse_answer,
+    tool_format,
+)
+from penstock.gateway.stream_decoder import StreamDecoder
 from penstock.types import PolicyName, Version
 
 VERSION = Version(policy=PolicyName("policy"), incarnation=1, number=0)
-HERMES = Form(has_thinking=True, tools=ToolFormat.HERMES)
-LLAMA = Form(tools=ToolFormat.LLAMA)
+HERMES = AnswerFormat(has_thinking=True, tools=ToolFormat.HERMES)
+LLAMA = AnswerFormat(tools=ToolFormat.LLAMA)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a":  1}}\n</tool_call>'
 
 
-def parts(text: str, form: Form) -> Parts:
-    return read(text, form, str)
+def parts(text: str, answer_format: AnswerFormat) -> ParsedAnswer:
+    return parse_answer(text, answer_format, str)
 
 
-def calls(text: str, form: Form) -> list[tuple[str, str]]:
-    return [(call.name, call.arguments) for call in parts(text, form).tool_calls]
+def calls(text: str, answer_format: AnswerFormat) -> list[tuple[str, str]]:
+    return [(call.name, call.arguments) for call in parts(text, answer_format).tool_calls]
 
 
 def test_reasoning_is_split_off_where_the_template_knows_it() -> None:
     text = "<think>\nhm\n</think>\n\nyes "
-    assert parts(text, HERMES) == Parts(text="yes ", reasoning="hm")
-    assert parts(text, Form()) == Parts(text=text)
-    opened = Form(has_thinking=True, is_thinking=True)
-    assert parts("hm</think>yes", opened) == Parts(text="yes", reasoning="hm")
-    assert parts("hm, cut by leng", opened) == Parts(text="", reasoning="hm, cut by leng")
+    assert parts(text, HERMES) == ParsedAnswer(text="yes ", reasoning="hm")
+    assert parts(text, AnswerFormat()) == ParsedAnswer(text=text)
+    opened = AnswerFormat(has_thinking=True, is_thinking=True)
+    assert parts("hm</think>yes", opened) == ParsedAnswer(text="yes", reasoning="hm")
+    assert parts("hm, cut by leng", opened) == ParsedAnswer(text="", reasoning="hm, cut by leng")
     assert parts("so <think>no</think>", HERMES).reasoning == ""
 
 
@@ -44,7 +51,7 @@ def test_hermes_calls_keep_their_arguments_as_written() -> None:
     assert (found.text, found.reasoning) == ("I look.", "x")
     assert calls(text, HERMES) == [("f", '{"a":  1}')] * 2
     assert [call.id for call in found.tool_calls] == ["0", "1"]
-    assert parts(text, Form(has_thinking=True)).tool_calls == (), "no tools were offered"
+    assert parts(text, AnswerFormat(has_thinking=True)).tool_calls == (), "no tools were offered"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +66,7 @@ def test_hermes_calls_keep_their_arguments_as_written() -> None:
     ],
 )
 def test_what_is_no_call_stays_text(block: str) -> None:
-    assert parts(f"a {block} ", HERMES) == Parts(text=f"a {block} ")
+    assert parts(f"a {block} ", HERMES) == ParsedAnswer(text=f"a {block} ")
     assert calls(f"a {block}{CALL}", HERMES) == [("f", '{"a":  1}')]
     assert parts(block, LLAMA).tool_calls == ()
 
@@ -69,7 +76,7 @@ def test_llama_calls_are_the_whole_answer() -> None:
     assert calls(one, LLAMA) == [("f", '{"a": 1}')]
     assert calls(f" {one}; {one}\n", LLAMA) == [("f", '{"a": 1}')] * 2
     for text in (f"so {one}", f"{one} so", '{"a": 1}', "[" * 100_000):
-        assert parts(text, LLAMA) == Parts(text=text)
+        assert parts(text, LLAMA) == ParsedAnswer(text=text)
 
 
 def test_the_form_of_tool_calls_is_read_from_the_template() -> None:
@@ -94,20 +101,27 @@ ANSWERS = (
 )
 
 
-@pytest.mark.parametrize("form", [HERMES, LLAMA, Form(), Form(has_thinking=True, is_thinking=True)])
+@pytest.mark.parametrize(
+    "answer_format",
+    [HERMES, LLAMA, AnswerFormat(), AnswerFormat(has_thinking=True, is_thinking=True)],
+)
 @pytest.mark.parametrize("stop", [(), ("STOP", "xyz"), ("yy x", "y")])
-def test_deltas_are_the_beginning_of_the_answer(form: Form, stop: tuple[str, ...]) -> None:
+def test_deltas_are_the_beginning_of_the_answer(
+    answer_format: AnswerFormat, stop: tuple[str, ...]
+) -> None:
     rng = random.Random(5)
     template = renderer("append-only")
     for text in ANSWERS:
         for _ in range(5):
             ids = split_anyhow(text, rng)
             ids.insert(rng.randrange(len(ids) + 1), id_of(PAD))
-            whole = parts(cut(template.decode_visible(ids), stop), form)
+            whole = parts(cut_at_stop(template.decode_visible(ids), stop), answer_format)
             heard: list[Delta] = []
-            growing = Growing(template, form, stop, heard.append)
+            stream_decoder = StreamDecoder(template, answer_format, stop, heard.append)
             for token in (*ids, id_of(END)):
-                growing.hear(Piece(sampled_ids=[token], logprobs=[0.0], version=VERSION))
+                stream_decoder.feed(
+                    TokenChunk(sampled_ids=[token], logprobs=[0.0], version=VERSION)
+                )
             told = "".join(delta.text for delta in heard)
             thought = "".join(delta.reasoning for delta in heard)
             assert whole.text.startswith(told) and whole.reasoning.startswith(thought)
@@ -117,9 +131,9 @@ def test_deltas_are_the_beginning_of_the_answer(form: Form, stop: tuple[str, ...
 def test_what_is_certain_is_told_at_once() -> None:
     template = renderer("append-only")
     heard: list[Delta] = []
-    growing = Growing(template, HERMES, ("STOP",), heard.append)
+    stream_decoder = StreamDecoder(template, HERMES, ("STOP",), heard.append)
     for text in ("<think>", "so", " it", " is</th", "ink>\n", "I", " say ST", "O", "P"):
         ids = template.encode(text)
-        growing.hear(Piece(sampled_ids=ids, logprobs=[0.0] * len(ids), version=VERSION))
+        stream_decoder.feed(TokenChunk(sampled_ids=ids, logprobs=[0.0] * len(ids), version=VERSION))
     assert [delta.reasoning for delta in heard if delta.reasoning] == ["so", " it", " is"]
     assert [delta.text for delta in heard if delta.text] == ["I", " say"]

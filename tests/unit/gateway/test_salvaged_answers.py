@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.gateway.salvaged_answers import Salvaged
+from penstock.gateway.salvaged_answers import SalvagedAnswers
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -41,31 +41,35 @@ def turn(
     )
 
 
-def taken(salvaged: Salvaged, context: list[int], spec: SamplingSpec = SPEC) -> list[int] | None:
+def taken(
+    salvaged: SalvagedAnswers, context: list[int], spec: SamplingSpec = SPEC
+) -> list[int] | None:
     answer = salvaged.take(POLICY, spec, context)
     return None if answer is None else view_ids(answer.sampled_ids).tolist()
 
 
 def test_two_equal_calls_get_their_two_answers_in_order() -> None:
-    salvaged = Salvaged([turn([1, 2], [5], seed=1), turn([1, 2], [6], seed=2)])
+    salvaged = SalvagedAnswers([turn([1, 2], [5], seed=1), turn([1, 2], [6], seed=2)])
     assert [taken(salvaged, [1, 2]) for _ in range(3)] == [[5], [6], None]
 
 
 def test_a_turn_is_found_by_its_whole_context() -> None:
-    salvaged = Salvaged([turn([1], [5]), turn([2], [6], parent=0)])
+    salvaged = SalvagedAnswers([turn([1], [5]), turn([2], [6], parent=0)])
     assert taken(salvaged, [2]) is None
     assert taken(salvaged, [1, 5, 2]) == [6]
     assert taken(salvaged, [1]) == [5]
 
 
 def test_another_spec_or_policy_is_another_call() -> None:
-    salvaged = Salvaged([turn([1], [5])])
+    salvaged = SalvagedAnswers([turn([1], [5])])
     assert taken(salvaged, [1], replace(SPEC, temperature=0.8)) is None
     assert salvaged.take(PolicyName("other"), SPEC, [1]) is None
     assert taken(salvaged, [1], replace(SPEC, seed=9)) == [5]
 
 
 def test_an_answer_that_its_engine_gave_up_is_not_served() -> None:
-    salvaged = Salvaged([turn([1], [5], finish=FinishReason.ABORT), turn([3], [6], parent=0)])
+    salvaged = SalvagedAnswers(
+        [turn([1], [5], finish=FinishReason.ABORT), turn([3], [6], parent=0)]
+    )
     assert taken(salvaged, [1]) is None
     assert taken(salvaged, [1, 5, 3]) == [6]

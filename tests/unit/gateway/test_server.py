@@ -16,10 +16,17 @@ import anthropic
 import openai
 import pytest
 from starlette.routing import Route
-from tests.unit.gateway.gateway_harness import LINE_ENDS, ON_FIRE, POLICY, Stage, on_stage, until
+from tests.unit.gateway.gateway_harness import (
+    LINE_ENDS,
+    ON_FIRE,
+    POLICY,
+    GatewayHarness,
+    running_gateway,
+    until,
+)
 
 from penstock.errors import Busy, EngineError
-from penstock.gateway.generation import Completion, Listen
+from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.gateway.model_calls import Answer, Usage
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.server import DIALECTS, MAX_BODY_BYTES
@@ -41,21 +48,21 @@ def test_every_dialect_is_tested_here() -> None:
 # --- keys and documents -------------------------------------------------------------------------
 
 
-async def test_keys_of_closed_and_other_sessions(stage: Stage) -> None:
-    other = stage.gateway.open(policies=[POLICY], sampling=SamplingSpec(), seed=0)
+async def test_keys_of_closed_and_other_sessions(harness: GatewayHarness) -> None:
+    other = harness.gateway.open(policies=[POLICY], sampling=SamplingSpec(), seed=0)
     for options in ({"api_key": "sk-unknown"}, {"path": f"/sessions/{other.id}/v1"}):
-        async with stage.openai(**options) as agent:
+        async with harness.openai(**options) as agent:
             with pytest.raises(openai.AuthenticationError) as refused:
                 await agent.chat.completions.create(model="policy", messages=ASK)
             assert refused.value.code == "invalid_api_key"
-    stage.gateway.close(stage.session)
-    async with stage.openai() as agent:
+    harness.gateway.close(harness.session)
+    async with harness.openai() as agent:
         with pytest.raises(openai.AuthenticationError, match="rollout has ended"):
             await agent.chat.completions.create(model="policy", messages=ASK)
 
 
-async def test_every_route_is_documented_and_needs_a_key(stage: Stage) -> None:
-    async with stage.http() as http:
+async def test_every_route_is_documented_and_needs_a_key(harness: GatewayHarness) -> None:
+    async with harness.http() as http:
         document = (await http.get("/openapi.json")).json()
         listed = {
             (path, method.upper())
@@ -64,7 +71,7 @@ async def test_every_route_is_documented_and_needs_a_key(stage: Stage) -> None:
         }
         routed = {
             (route.path, method)
-            for route in cast(list[Route], stage.app.routes)
+            for route in cast(list[Route], harness.app.routes)
             for method in route.methods or ()
         }
         assert listed == routed
@@ -102,22 +109,22 @@ HOSTILE = {
 }
 
 
-async def test_hostile_bodies_are_the_senders_fault(stage: Stage) -> None:
-    async with stage.http() as http:
+async def test_hostile_bodies_are_the_senders_fault(harness: GatewayHarness) -> None:
+    async with harness.http() as http:
         for path in BODIES:
             for name, body in HOSTILE.items():
                 answer = await http.post(path, content=body)
                 assert 400 <= answer.status_code < 500, (path, name, answer.text)
                 assert answer.json()["error"]["type"] == "invalid_request_error", (path, name)
-    assert stage.actor.num_started == 0
+    assert harness.engine.num_started == 0
 
 
-async def test_oversized_bodies_are_refused_declared_or_not(stage: Stage) -> None:
+async def test_oversized_bodies_are_refused_declared_or_not(harness: GatewayHarness) -> None:
     async def drip() -> AsyncIterator[bytes]:
         for _ in range(MAX_BODY_BYTES // 262_144 + 2):
             yield b" " * 262_144
 
-    async with stage.http() as http:
+    async with harness.http() as http:
         for body in (b" " * (MAX_BODY_BYTES + 1), drip()):
             answer = await http.post("/v1/chat/completions", content=body)
             assert answer.status_code == 413
@@ -152,16 +159,16 @@ HOSTILE_TOOLS: dict[str, Any] = {
 }
 
 
-async def test_hostile_tools_and_schemas_do_not_stop_the_server(stage: Stage) -> None:
+async def test_hostile_tools_and_schemas_do_not_stop_the_server(harness: GatewayHarness) -> None:
     common = BODIES["/v1/chat/completions"]
-    async with stage.http() as http:
+    async with harness.http() as http:
         for name, extra in HOSTILE_TOOLS.items():
             if "schema" in extra:
                 format = {"type": "json_schema", "json_schema": {"name": "x", **extra}}
                 extra = {"response_format": format}
             answer = await http.post("/v1/chat/completions", json={**common, **extra})
             assert answer.status_code in (400, 413), (name, answer.text)
-        assert stage.actor.num_started == 0
+        assert harness.engine.num_started == 0
         slow = {"type": "string", "pattern": "^(a+)+$"}
         body = {**common, "tools": [function(slow)]}
         answer = await http.post("/v1/chat/completions", json=body)
@@ -261,13 +268,13 @@ OPEN_PATHS_WRITTEN_OTHERWISE = (
 )
 
 
-async def ask_raw(stage: Stage, requests: Sequence[tuple[str, str]]) -> list[int]:
+async def ask_raw(harness: GatewayHarness, requests: Sequence[tuple[str, str]]) -> list[int]:
     """Statuses, one connection for all; no client library tidies the paths up."""
-    host, _, port = stage.url.removeprefix("http://").partition(":")
+    host, _, port = harness.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     statuses: list[int] = []
     for method, path in requests:
-        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nx-api-key: {stage.session.api_key}\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nx-api-key: {harness.session.api_key}\r\n"
         writer.write(f"{head}content-length: 2\r\n\r\n{{}}".encode())
         answer = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         statuses.append(int(answer.split()[1]))
@@ -278,23 +285,23 @@ async def ask_raw(stage: Stage, requests: Sequence[tuple[str, str]]) -> list[int
     return statuses
 
 
-async def test_only_the_listed_paths_exist(stage: Stage) -> None:
+async def test_only_the_listed_paths_exist(harness: GatewayHarness) -> None:
     assert len(set(FORBIDDEN)) >= 60
-    prefix = f"/sessions/{stage.session.id}"
+    prefix = f"/sessions/{harness.session.id}"
     plain = [*FORBIDDEN, *(prefix + path for path in FORBIDDEN), *OPEN_PATHS_WRITTEN_OTHERWISE]
     methods = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE")
     requests = [(method, path) for path in plain for method in methods[:2]]
     requests += [(method, path) for path in FORBIDDEN for method in methods[2:]]
     requests += [("POST", escape(path)) for path in FORBIDDEN for escape in ESCAPES]
     requests += [(method, path) for path in BODIES for method in methods if method != "POST"]
-    statuses = await ask_raw(stage, requests)
+    statuses = await ask_raw(harness, requests)
     open_doors = [
         (request, status)
         for request, status in zip(requests, statuses, strict=True)
         if status not in (404, 405)
     ]
     assert open_doors == []
-    assert stage.actor.num_started == 0
+    assert harness.engine.num_started == 0
 
 
 # --- agents that go away ------------------------------------------------------------------------
@@ -303,28 +310,30 @@ async def test_only_the_listed_paths_exist(stage: Stage) -> None:
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
 async def test_an_answer_without_a_reader_never_reached_its_agent(
-    stage: Stage, path: str, is_stream: bool
+    harness: GatewayHarness, path: str, is_stream: bool
 ) -> None:
-    stage.actor.gate.clear()
-    async with stage.http() as http:
+    harness.engine.gate.clear()
+    async with harness.http() as http:
         call = asyncio.create_task(http.post(path, json={**BODIES[path], "stream": is_stream}))
-        await until(lambda: stage.actor.num_started > 0)
+        await until(lambda: harness.engine.num_started > 0)
         call.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await call
     await asyncio.sleep(0.05)
-    stage.actor.gate.set()
-    await until(lambda: len(stage.session.turns()) > 0)
-    await until(lambda: not stage.session.turns()[0].reached_agent)
+    harness.engine.gate.set()
+    await until(lambda: len(harness.session.turns()) > 0)
+    await until(lambda: not harness.session.turns()[0].reached_agent)
 
 
 @pytest.mark.parametrize("is_live", [True, False])
 @pytest.mark.parametrize("path", BODIES)
-async def test_no_text_breaks_the_lines_of_a_stream(stage: Stage, path: str, is_live: bool) -> None:
-    stage.actor.lines, stage.actor.is_live = [f"a{LINE_ENDS}b"], is_live
+async def test_no_text_breaks_the_lines_of_a_stream(
+    harness: GatewayHarness, path: str, is_live: bool
+) -> None:
+    harness.engine.lines, harness.engine.is_live = [f"a{LINE_ENDS}b"], is_live
     heard: list[str] = []
     async with (
-        stage.http() as http,
+        harness.http() as http,
         http.stream("POST", path, json={**BODIES[path], "stream": True}) as answer,
     ):
         async for line in answer.aiter_lines():
@@ -336,25 +345,29 @@ async def test_no_text_breaks_the_lines_of_a_stream(stage: Stage, path: str, is_
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_an_agent_that_leaves_in_mid_stream_was_not_reached(stage: Stage, path: str) -> None:
-    stage.actor.waits_at = 2
-    stage.actor.gate.clear()
+async def test_an_agent_that_leaves_in_mid_stream_was_not_reached(
+    harness: GatewayHarness, path: str
+) -> None:
+    harness.engine.waits_at = 2
+    harness.engine.gate.clear()
     async with (
-        stage.http() as http,
+        harness.http() as http,
         http.stream("POST", path, json={**BODIES[path], "stream": True}) as answer,
     ):
         async for line in answer.aiter_lines():
             if '"a' in line:
                 break
     await asyncio.sleep(0.05)
-    stage.actor.gate.set()
-    await until(lambda: len(stage.session.turns()) > 0)
-    await until(lambda: not stage.session.turns()[0].reached_agent)
+    harness.engine.gate.set()
+    await until(lambda: len(harness.session.turns()) > 0)
+    await until(lambda: not harness.session.turns()[0].reached_agent)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_failed_choice_leaves_its_siblings_unreached(stage: Stage, is_stream: bool) -> None:
-    original = stage.gateway.generate
+async def test_a_failed_choice_leaves_its_siblings_unreached(
+    harness: GatewayHarness, is_stream: bool
+) -> None:
+    original = harness.gateway.generate
 
     async def second_fails(
         prompt_ids: Sequence[int],
@@ -362,28 +375,30 @@ async def test_a_failed_choice_leaves_its_siblings_unreached(stage: Stage, is_st
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
-        if stage.actor.num_started == 1:
+        if harness.engine.num_started == 1:
             await asyncio.sleep(0.05)
             raise EngineError("one of them failed")
-        return await original(prompt_ids, sampling, policy=policy, session=session, listen=listen)
+        return await original(
+            prompt_ids, sampling, policy=policy, session=session, on_chunk=on_chunk
+        )
 
-    stage.gateway.generate = second_fails
-    async with stage.http() as http:
+    harness.gateway.generate = second_fails
+    async with harness.http() as http:
         body = {**BODIES["/v1/chat/completions"], "n": 2, "stream": is_stream}
         answer = await http.post("/v1/chat/completions", json=body)
     assert answer.status_code == (200 if is_stream else 503)
     assert "one of them failed" in answer.text
-    assert [turn.reached_agent for turn in stage.session.turns()] == [False]
+    assert [turn.reached_agent for turn in harness.session.turns()] == [False]
 
 
-async def test_a_defect_of_ours_says_nothing_of_it(stage: Stage) -> None:
+async def test_a_defect_of_ours_says_nothing_of_it(harness: GatewayHarness) -> None:
     async def broken(*_: Any, **__: Any) -> Completion:
         raise ZeroDivisionError("secret")
 
-    stage.gateway.generate = broken
-    async with stage.http() as http:
+    harness.gateway.generate = broken
+    async with harness.http() as http:
         for path, body in BODIES.items():
             answer = await http.post(path, json=body)
             assert answer.status_code == 500
@@ -394,38 +409,40 @@ async def test_a_defect_of_ours_says_nothing_of_it(stage: Stage) -> None:
 
 
 async def test_calls_at_a_time_are_limited_per_session(tmp_path: Path) -> None:
-    async with on_stage(tmp_path, max_concurrent_calls=2) as stage, stage.http() as http:
-        stage.actor.gate.clear()
+    async with running_gateway(tmp_path, max_concurrent_calls=2) as harness, harness.http() as http:
+        harness.engine.gate.clear()
         path = "/v1/chat/completions"
         held = [
             asyncio.create_task(http.post(path, json={**BODIES[path], "stream": is_stream}))
             for is_stream in (False, True)
         ]
-        await until(lambda: stage.actor.num_started == 2)
+        await until(lambda: harness.engine.num_started == 2)
         for path, body in BODIES.items():
             answer = await http.post(path, json=body)
             assert answer.status_code == 429
             assert answer.headers["retry-after"] == "1"
             assert answer.json()["error"]["type"] == "rate_limit_error"
-        async with stage.openai() as agent, stage.anthropic() as other:
+        async with harness.openai() as agent, harness.anthropic() as other:
             with pytest.raises(openai.RateLimitError):
                 await agent.completions.create(model="policy", prompt="x")
             with pytest.raises(anthropic.RateLimitError):
                 await other.messages.create(model="policy", messages=ASK, max_tokens=9)
-        second = stage.gateway.open(policies=[POLICY], sampling=SamplingSpec(max_tokens=8), seed=0)
-        stage.actor.gate.set()
+        second = harness.gateway.open(
+            policies=[POLICY], sampling=SamplingSpec(max_tokens=8), seed=0
+        )
+        harness.engine.gate.set()
         assert [answer.status_code for answer in await asyncio.gather(*held)] == [200, 200]
         assert (await http.post(path, json=BODIES[path])).status_code == 200
-        stage.actor.gate.clear()
+        harness.engine.gate.clear()
         headers = {"authorization": f"Bearer {second.api_key}"}
         free = asyncio.create_task(http.post(path, json=BODIES[path], headers=headers))
-        await until(lambda: stage.actor.num_started == 4)
-        stage.actor.gate.set()
+        await until(lambda: harness.engine.num_started == 4)
+        harness.engine.gate.set()
         assert (await free).status_code == 200
 
 
 async def test_tokens_are_limited_per_minute(tmp_path: Path) -> None:
-    async with on_stage(tmp_path, tokens_per_minute=6) as stage, stage.http() as http:
+    async with running_gateway(tmp_path, tokens_per_minute=6) as harness, harness.http() as http:
         path = "/v1/completions"
         assert (await http.post(path, json={**BODIES[path], "stream": True})).status_code == 200
         assert (await http.post(path, json=BODIES[path])).status_code in (200, 429)
@@ -435,7 +452,7 @@ async def test_tokens_are_limited_per_minute(tmp_path: Path) -> None:
 
 
 async def test_a_failed_call_gives_its_place_back(tmp_path: Path) -> None:
-    async with on_stage(tmp_path, max_concurrent_calls=1) as stage, stage.http() as http:
+    async with running_gateway(tmp_path, max_concurrent_calls=1) as harness, harness.http() as http:
         path = "/v1/chat/completions"
         body = {**BODIES[path], "temperature": ON_FIRE}
         for is_stream in (False, True, False):
@@ -449,7 +466,7 @@ def test_tokens_come_back_with_time(tmp_path: Path) -> None:
     quotas = Quotas(max_concurrent_calls=9, tokens_per_minute=60, clock=lambda: now)
     session: Any = type("Session", (), {})()
     usage = Usage(prompt_tokens=60, completion_tokens=30)
-    quotas.spend(session, [Answer(text="", finish=FinishReason.STOP, turn=0, usage=usage)])
+    quotas.charge(session, [Answer(text="", finish=FinishReason.STOP, turn=0, usage=usage)])
     with pytest.raises(Busy) as refused, quotas.hold(session, 1):
         pass
     assert refused.value.retry_after_s == pytest.approx(30.0)

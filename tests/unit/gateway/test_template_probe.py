@@ -14,7 +14,7 @@ from penstock.errors import BadRequest
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.parsing import ToolFormat
 from penstock.gateway.renderer import Renderer
-from penstock.gateway.template_probe import TOOL, Prefix, probe
+from penstock.gateway.template_probe import TOOL, HistoryMode, probe
 from penstock.types import PolicyName, SamplingSpec
 
 POLICY = PolicyName("policy")
@@ -26,25 +26,25 @@ async def nobody(*args: object, **kwargs: object) -> None:
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_each_kind_of_template_is_recognised(kind: str) -> None:
-    verdict = probe(renderer(kind))
-    assert verdict.prefix == Prefix(kind)
-    assert verdict.can_switch_thinking and verdict.shows_tools
-    assert verdict.tool_format is ToolFormat.HERMES
+    traits = probe(renderer(kind))
+    assert traits.prefix == HistoryMode(kind)
+    assert traits.can_switch_thinking and traits.shows_tools
+    assert traits.tool_format is ToolFormat.HERMES
 
 
 @pytest.mark.parametrize(
     ("template", "prefix"),
     [
-        (TEMPLATE, Prefix.APPEND_ONLY),
-        ("{{ messages[0].content }}", Prefix.REWRITES),
-        ("{{ raise_exception('never') }}", Prefix.REWRITES),
-        (TEMPLATE.replace("message.content", "message.content.rstrip()"), Prefix.REWRITES),
+        (TEMPLATE, HistoryMode.APPEND_ONLY),
+        ("{{ messages[0].content }}", HistoryMode.REWRITES),
+        ("{{ raise_exception('never') }}", HistoryMode.REWRITES),
+        (TEMPLATE.replace("message.content", "message.content.rstrip()"), HistoryMode.REWRITES),
     ],
 )
-def test_templates_that_know_neither_tools_nor_thinking(template: str, prefix: Prefix) -> None:
-    verdict = probe(Renderer(tokenizer(), template))
-    assert verdict.prefix is prefix
-    assert not verdict.can_switch_thinking and not verdict.shows_tools
+def test_templates_that_know_neither_tools_nor_thinking(template: str, prefix: HistoryMode) -> None:
+    traits = probe(Renderer(tokenizer(), template))
+    assert traits.prefix is prefix
+    assert not traits.can_switch_thinking and not traits.shows_tools
 
 
 def test_the_verdict_is_one_line_of_the_log() -> None:
@@ -55,7 +55,7 @@ def test_the_verdict_is_one_line_of_the_log() -> None:
     assert line["template"] == "strips-thinking" and line["policy"] == POLICY
     assert line["branches"] == "after each answer with reasoning"
     assert (line["thinking_switch"], line["tools"]) == (True, "hermes")
-    assert gateway.verdicts[POLICY].prefix is Prefix.STRIPS_THINKING
+    assert gateway.template_traits[POLICY].prefix is HistoryMode.STRIPS_THINKING
 
 
 XML_CALLS = TEMPLATE + "{% if tools %}{{ tools }}<tool_call><function=name>{% endif %}"

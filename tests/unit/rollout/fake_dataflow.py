@@ -11,8 +11,8 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 
-from penstock.dataflow.core.leasing import DeliveryStatus, Grant, Register
-from penstock.dataflow.service.messages import Done
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant, RegisterRequest
+from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.messages import (
     DeliveryAnswer,
     DeliveryRequest,
@@ -21,9 +21,9 @@ from penstock.dataflow.service.nodes.messages import (
     HeartbeatAnswer,
     LeaseAnswer,
     LeaseRequest,
-    Orders,
-    Registered,
-    RunFacts,
+    NodeDirectives,
+    RegisterAnswer,
+    RunInfo,
 )
 from penstock.errors import Fenced, NotFound, Unreachable
 from penstock.tasks import reverse
@@ -41,13 +41,13 @@ from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import decode
 from penstock.wire.routes import Call, Route
 from penstock.wire.server import build_app
-from penstock.wire.serving import serve_on
+from penstock.wire.serving import serve_on_socket
 
 POLICY = PolicyName("policy")
 RUN = "test-run"
 
 
-def facts(**changes: object) -> RunFacts:
+def facts(**changes: object) -> RunInfo:
     values: dict[str, object] = {
         "run": RUN,
         "policies": (POLICY,),
@@ -58,7 +58,7 @@ def facts(**changes: object) -> RunFacts:
         "torch_threads": 1,
         "start_to_close_s": 60.0,
     }
-    return RunFacts(**{**values, **changes})  # type: ignore[arg-type]
+    return RunInfo(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def task(ordinal: int = 0, *, workflow: str = "") -> Task:
@@ -81,9 +81,9 @@ def wanted(number: int, incarnation: int = 1) -> PublishedVersion:
 class FakeDataflow:
     """Hands out `num_slots` slots one by one, in groups of four, and remembers everything."""
 
-    def __init__(self, keys: Path, *, num_slots: int, run_facts: RunFacts | None = None) -> None:
-        self.facts = run_facts or facts()
-        self.orders = Orders(wanted=(wanted(0),))
+    def __init__(self, keys: Path, *, num_slots: int, run_info: RunInfo | None = None) -> None:
+        self.facts = run_info or facts()
+        self.orders = NodeDirectives(wanted=(wanted(0),))
         self.waiting: list[tuple[int, int]] = [(slot, 1) for slot in range(num_slots)]
         """(slot number, epoch) of those not leased."""
         self.stored: dict[RowId, bytes] = {}
@@ -92,7 +92,7 @@ class FakeDataflow:
         self.released: list[RowId] = []
         self.beats: list[Heartbeat] = []
         self.leases: list[LeaseRequest] = []
-        self.sessions: dict[NodeId, str] = {}
+        self.boot_ids: dict[NodeId, str] = {}
         self.left: list[str] = []
         self.num_registered = 0
         self.lose_next_lease_answer = False
@@ -122,7 +122,7 @@ class FakeDataflow:
         port = int(self.url.rsplit(":", 1)[1]) if self.url else 0
         self._listener = socket.create_server(("127.0.0.1", port))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._serving = asyncio.create_task(serve_on(self._app(), self._listener))
+        self._serving = asyncio.create_task(serve_on_socket(self._app(), self._listener))
 
     async def down(self) -> None:
         assert self._serving is not None and self._listener is not None
@@ -130,7 +130,7 @@ class FakeDataflow:
         await asyncio.gather(self._serving, return_exceptions=True)
         self._listener.close()
 
-    async def order(self, orders: Orders) -> None:
+    async def order(self, orders: NodeDirectives) -> None:
         async with self._changed:
             self.orders = orders
             self._changed.notify_all()
@@ -159,7 +159,7 @@ class FakeDataflow:
             )
 
         routes = [
-            route("POST", "/v1/nodes", self._register, Register),
+            route("POST", "/v1/nodes", self._register, RegisterRequest),
             route("PUT", "/v1/nodes/{node_id}", self._heartbeat, Heartbeat),
             route("DELETE", "/v1/nodes/{node_id}", self._leave, None),
             route("POST", "/v1/leases", self._lease, LeaseRequest),
@@ -167,11 +167,11 @@ class FakeDataflow:
         ]
         return build_app(routes, self.signer.verifier(Audience.DATAFLOW), title="fake dataflow")
 
-    async def _register(self, call: Call) -> Registered:
-        body: Register = call.body
-        self.sessions[body.node_id] = body.session
+    async def _register(self, call: Call) -> RegisterAnswer:
+        body: RegisterRequest = call.body
+        self.boot_ids[body.node_id] = body.boot_id
         self.num_registered += 1
-        return Registered(
+        return RegisterAnswer(
             orders=self.orders,
             weights_url=self.weights_url,
             heartbeat_s=self.heartbeat_s,
@@ -179,16 +179,16 @@ class FakeDataflow:
             facts=self.facts,
         )
 
-    def _check(self, node_id: str, session: str) -> None:
-        known = self.sessions.get(NodeId(node_id))
+    def _check(self, node_id: str, boot_id: str) -> None:
+        known = self.boot_ids.get(NodeId(node_id))
         if known is None:
             raise NotFound(f"no node {node_id}")
-        if known != session:
-            raise Fenced(f"node {node_id} has a newer session")
+        if known != boot_id:
+            raise Fenced(f"node {node_id} has a newer boot_id")
 
     async def _heartbeat(self, call: Call) -> HeartbeatAnswer:
         body: Heartbeat = call.body
-        self._check(call.path["node_id"], body.session)
+        self._check(call.path["node_id"], body.boot_id)
         hang_s, self.hang_next_beat_s = self.hang_next_beat_s, 0.0
         if hang_s:
             await asyncio.sleep(hang_s)
@@ -196,14 +196,14 @@ class FakeDataflow:
         self.beats.append(body)
         return HeartbeatAnswer(orders=self.orders, weights_url=self.weights_url)
 
-    async def _leave(self, call: Call) -> Done:
-        self._check(call.path["node_id"], call.query["session"])
+    async def _leave(self, call: Call) -> Ack:
+        self._check(call.path["node_id"], call.query["boot_id"])
         self.left.append(call.path["node_id"])
-        return Done()
+        return Ack()
 
     async def _lease(self, call: Call) -> LeaseAnswer:
         body: LeaseRequest = call.body
-        self._check(body.node_id, body.session)
+        self._check(body.node_id, body.boot_id)
         self.leases.append(body)
         if body.request_id not in self._granted:
             orders = self.orders
@@ -236,7 +236,7 @@ class FakeDataflow:
 
     async def _deliver(self, call: Call) -> DeliveryAnswer:
         body: DeliveryRequest = call.body
-        self._check(body.node_id, body.session)
+        self._check(body.node_id, body.boot_id)
         async with self._changed:
             self.released.extend(body.released)
             results = tuple(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import Completion, Listen, Piece
+from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
 from penstock.rollout.engines import Engine
 from penstock.rollout.engines.base import SpanLog
 from penstock.types import FinishReason, PolicyName, SamplingSpec, Version, log_probs, token_ids
@@ -23,7 +23,7 @@ class Paused:
     most: int = 0
 
 
-class Mortal:
+class KillableEngine:
     """Samples token (length of its context) % 97. Does as its fields say."""
 
     def __init__(self, paused: Paused | None = None, *, token_s: float = 0.0) -> None:
@@ -42,9 +42,9 @@ class Mortal:
         self.load_fails = False
         self.may_load = asyncio.Event()
         self.may_load.set()
-        self.is_tongue_tied = False
+        self.streams_nothing = False
         """Tells nothing of an answer in the making."""
-        self.listeners: list[Listen] = []
+        self.chunk_callbacks: list[ChunkCallback] = []
 
     async def load(self, folder: Path, version: Version) -> None:
         self.paused.now += 1
@@ -66,21 +66,21 @@ class Mortal:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         self.asked.append((list(prompt_ids), sampling))
         if self.fails_with is not None:
             raise self.fails_with
-        if listen is not None:
-            self.listeners.append(listen)
+        if on_chunk is not None:
+            self.chunk_callbacks.append(on_chunk)
         try:
-            return await self._sample(len(prompt_ids), sampling, listen)
+            return await self._sample(len(prompt_ids), sampling, on_chunk)
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
 
     async def _sample(
-        self, length: int, sampling: SamplingSpec, listen: Listen | None
+        self, length: int, sampling: SamplingSpec, on_chunk: ChunkCallback | None
     ) -> Completion:
         sampled: list[int] = []
         spans: SpanLog | None = None
@@ -97,8 +97,8 @@ class Mortal:
             sampled.append(token)
             if self.gives_up_after == len(sampled):
                 finish = FinishReason.ABORT
-            elif listen is not None and not self.is_tongue_tied:
-                listen(Piece(sampled_ids=[token], logprobs=[-token / 8], version=self.live))
+            elif on_chunk is not None and not self.streams_nothing:
+                on_chunk(TokenChunk(sampled_ids=[token], logprobs=[-token / 8], version=self.live))
         return Completion(
             sampled_ids=token_ids(sampled),
             logprobs=log_probs([-token / 8 for token in sampled]),
@@ -148,12 +148,12 @@ class Restartable:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         if self._engine is None:
             raise EngineError("connection refused")
         return await self._engine(
-            prompt_ids, sampling, policy=policy, session=session, listen=listen
+            prompt_ids, sampling, policy=policy, session=session, on_chunk=on_chunk
         )
 
     async def close(self) -> None:

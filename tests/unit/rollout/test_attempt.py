@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, EngineError
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Generate
 from penstock.gateway.renderer import Renderer
-from penstock.rollout.attempt import Attempts
+from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engines import ScriptedEngine
 from penstock.rollout.recorder import Recorder
@@ -84,7 +84,7 @@ async def attempt(
     max_tokens: int = 3,
 ) -> Trajectory:
     workflow = name if name.startswith("[") or name == "single_turn" else f"{WORKFLOWS}:{name}"
-    run_facts = facts(
+    run_info = facts(
         workflow=workflow,
         start_to_close_s=start_to_close_s,
         sampling=SamplingSpec(max_tokens=max_tokens),
@@ -95,7 +95,7 @@ async def attempt(
     serving = asyncio.create_task(endpoint.run())
     try:
         recorder = Recorder(NoTurns(), NodeId("n"))
-        attempts = Attempts(gateway, endpoint, recorder, scorer, run_facts, NodeId("n"))
+        attempts = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, NodeId("n"))
         return await asyncio.wait_for(attempts.run(GRANT, task()), 60)
     finally:
         serving.cancel()
@@ -205,7 +205,7 @@ async def test_an_engine_that_refuses_is_the_engines_failure(snapshot: Path) -> 
         *,
         policy: str,
         session: str,
-        listen: object = None,
+        on_chunk: object = None,
     ) -> object:
         raise EngineError("out of memory")
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.unit.rollout.killable_engine import Mortal
+from tests.unit.rollout.killable_engine import KillableEngine
 from tests.unit.rollout.polling import eventually
 
-from penstock.errors import EngineError, Refused
-from penstock.gateway.generation import Completion, Piece
+from penstock.errors import EngineError, RequestRejected
+from penstock.gateway.generation import Completion, TokenChunk
 from penstock.gateway.seeds import derive
 from penstock.rollout import engine_pool as module
-from penstock.rollout.engine_pool import MAX_FAILURES, Pool
+from penstock.rollout.engine_pool import MAX_FAILURES, EnginePool
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -47,16 +47,16 @@ def ids(answer: Completion) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "COOL_S", 0.001)
-    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(module, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(module, "POLL_S", 0.001)
 
 
 async def loaded(
     snapshot: Path, numbers: tuple[int, ...] = (0, 0), hold_s: float = 5.0
-) -> tuple[Pool, list[Mortal]]:
+) -> tuple[EnginePool, list[KillableEngine]]:
     """A pool whose engines serve these numbers, ordered as session "s" likes them."""
-    engines = [Mortal() for _ in numbers]
-    pool = Pool(engines, hold_s=hold_s)
+    engines = [KillableEngine() for _ in numbers]
+    pool = EnginePool(engines, hold_s=hold_s)
     await pool.load(snapshot, version(0))
     await pool(PROMPT, SPEC, policy=POLICY, session="s")
     engines.sort(key=lambda engine: -len(engine.asked))
@@ -72,8 +72,8 @@ async def loaded(
 async def test_an_answer_continues_from_its_own_tokens(snapshot: Path) -> None:
     pool, (first, second) = await loaded(snapshot, (0, 1))
     first.dies_after = 5
-    heard: list[Piece] = []
-    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s", listen=heard.append)
+    heard: list[TokenChunk] = []
+    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s", on_chunk=heard.append)
     assert first.asked == [(PROMPT, SPEC)]
     rest = replace(SPEC, max_tokens=7, seed=derive(77, 5))
     assert second.asked == [([*PROMPT, 3, 4, 5, 6, 7], rest)]
@@ -81,9 +81,9 @@ async def test_an_answer_continues_from_its_own_tokens(snapshot: Path) -> None:
     assert list(view_log_probs(answer.logprobs)) == [-token / 8 for token in range(3, 15)]
     assert answer.spans == (span(0, 5, 0), span(5, 12, 1))
     assert answer.finish is FinishReason.LENGTH
-    assert [token for piece in heard for token in piece.sampled_ids] == ids(answer)
+    assert [token for chunk in heard for token in chunk.sampled_ids] == ids(answer)
     facts = pool.facts
-    assert (facts.num_continued, facts.num_again, facts.num_tokens_kept) == (1, 0, 5)
+    assert (facts.num_continued, facts.num_restarted, facts.num_tokens_kept) == (1, 0, 5)
     assert (facts.num_failed, facts.num_serving, facts.in_flight) == (0, 1, (0, 0))
 
 
@@ -101,15 +101,15 @@ async def test_an_answer_outlives_all_its_engines(snapshot: Path) -> None:
     assert (pool.facts.num_continued, pool.facts.num_tokens_kept) == (3, 9)
 
 
-@pytest.mark.parametrize("is_tongue_tied", [False, True])
-async def test_what_was_not_heard_is_generated_again(snapshot: Path, is_tongue_tied: bool) -> None:
+@pytest.mark.parametrize("streams_nothing", [False, True])
+async def test_what_was_not_heard_is_generated_again(snapshot: Path, streams_nothing: bool) -> None:
     pool, (first, second) = await loaded(snapshot)
-    first.is_tongue_tied = is_tongue_tied
-    first.dies_after = 5 if is_tongue_tied else 0
+    first.streams_nothing = streams_nothing
+    first.dies_after = 5 if streams_nothing else 0
     answer = await pool(PROMPT, SPEC, policy=POLICY, session="s")
     assert second.asked == [(PROMPT, SPEC)]
     assert ids(answer) == list(range(3, 15))
-    assert (pool.facts.num_continued, pool.facts.num_again) == (0, 1)
+    assert (pool.facts.num_continued, pool.facts.num_restarted) == (0, 1)
 
 
 STATEFUL = [replace(SPEC, stop=("end",)), replace(SPEC, json_schema="{}")]
@@ -131,13 +131,13 @@ async def test_what_an_agent_has_heard_is_not_contradicted(
 ) -> None:
     pool, (first, second) = await loaded(snapshot)
     first.dies_after = 5
-    heard: list[Piece] = []
+    heard: list[TokenChunk] = []
     with pytest.raises(EngineError, match="5 streamed tokens"):
-        await pool(PROMPT, spec, policy=POLICY, session="s", listen=heard.append)
+        await pool(PROMPT, spec, policy=POLICY, session="s", on_chunk=heard.append)
     assert (len(heard), second.asked, pool.facts.num_failed) == (5, [], 1)
     await first.load(snapshot, version(0))
     first.dies_after = 0
-    await pool(PROMPT, spec, policy=POLICY, session="s", listen=heard.append)
+    await pool(PROMPT, spec, policy=POLICY, session="s", on_chunk=heard.append)
     assert len(second.asked) == 1, "nothing was told, so nothing is contradicted"
 
 
@@ -165,10 +165,10 @@ async def test_the_window_ends_an_answer_too(snapshot: Path) -> None:
 async def test_an_aborted_answer_goes_on_with_all_its_tokens(snapshot: Path) -> None:
     pool, (first, second) = await loaded(snapshot)
     first.gives_up_after = 5
-    heard: list[Piece] = []
-    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s", listen=heard.append)
+    heard: list[TokenChunk] = []
+    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s", on_chunk=heard.append)
     assert second.asked[0][0] == [*PROMPT, 3, 4, 5, 6, 7]
-    assert ids(answer) == [token for piece in heard for token in piece.sampled_ids]
+    assert ids(answer) == [token for chunk in heard for token in chunk.sampled_ids]
     assert ids(answer) == list(range(3, 15))
     assert answer.finish is FinishReason.LENGTH
 
@@ -178,19 +178,21 @@ async def test_a_given_up_engine_is_not_heard_any_more(snapshot: Path) -> None:
     first.dies_after = 5
     heard: list[int] = []
 
-    def hear(piece: Piece) -> None:
-        heard.extend(piece.sampled_ids)
+    def feed(chunk: TokenChunk) -> None:
+        heard.extend(chunk.sampled_ids)
         if len(heard) == 8:  # the second engine is at work
-            first.listeners[-1](Piece(sampled_ids=[96], logprobs=[0.0], version=version(0)))
+            first.chunk_callbacks[-1](
+                TokenChunk(sampled_ids=[96], logprobs=[0.0], version=version(0))
+            )
 
-    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s", listen=hear)
+    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s", on_chunk=feed)
     assert ids(answer) == heard == list(range(3, 15))
 
 
 async def test_a_refusal_is_not_tried_again(snapshot: Path) -> None:
     pool, (first, second) = await loaded(snapshot)
-    first.fails_with = Refused("prompt too long")
-    with pytest.raises(Refused):
+    first.fails_with = RequestRejected("prompt too long")
+    with pytest.raises(RequestRejected):
         await pool(PROMPT, SPEC, policy=POLICY, session="s")
     assert (len(first.asked), len(second.asked), pool.facts.num_failed) == (1, 0, 0)
 
@@ -254,8 +256,8 @@ async def test_cancelling_passes_through(snapshot: Path) -> None:
 
 async def test_nobody_sees_an_error_while_another_engine_lives(snapshot: Path) -> None:
     """Forty sessions, engines lost and brought back in turn: every answer whole and right."""
-    engines = [Mortal(token_s=0.002) for _ in range(3)]
-    pool = Pool(engines)
+    engines = [KillableEngine(token_s=0.002) for _ in range(3)]
+    pool = EnginePool(engines)
     await pool.load(snapshot, version(0))
     calls = [
         asyncio.create_task(

@@ -24,8 +24,8 @@ from tests.unit.rollout.engines.test_hf import (
 from tests.unit.rollout.killable_engine import Restartable
 from tests.unit.rollout.polling import eventually
 
-from penstock.gateway.generation import Completion, Piece
-from penstock.rollout.engine_pool import Pool
+from penstock.gateway.generation import Completion, TokenChunk
+from penstock.rollout.engine_pool import EnginePool
 from penstock.rollout.engines import HfEngine
 from penstock.types import SamplingSpec, view_ids
 
@@ -36,14 +36,14 @@ async def test_every_token_is_of_the_version_it_names(
     folders: list[Path], models: list[Any]
 ) -> None:
     engines = [Restartable(HfEngine) for _ in range(2)]
-    pool = Pool(engines)
+    pool = EnginePool(engines)
     await pool.load(folders[0], version(0))
-    heard: dict[int, list[Piece]] = {number: [] for number in range(8)}
+    heard: dict[int, list[TokenChunk]] = {number: [] for number in range(8)}
 
     async def ask(number: int) -> tuple[list[int], SamplingSpec, Completion]:
         prompt, spec = prompt_of(3 + number), SamplingSpec(max_tokens=60, seed=number)
         answer = await pool(
-            prompt, spec, policy=POLICY, session=str(number), listen=heard[number].append
+            prompt, spec, policy=POLICY, session=str(number), on_chunk=heard[number].append
         )
         return prompt, spec, answer
 
@@ -55,7 +55,7 @@ async def test_every_token_is_of_the_version_it_names(
     for number, (prompt, spec, answer) in enumerate(await asyncio.gather(*calls)):
         assert len(view_ids(answer.sampled_ids)) == 60
         assert check(models, prompt, answer, spec) < TOLERANCE
-        told = [token for piece in heard[number] for token in piece.sampled_ids]
+        told = [token for chunk in heard[number] for token in chunk.sampled_ids]
         assert told == list(view_ids(answer.sampled_ids))
         assert len({span.number for span in answer.spans}) >= 2
     assert pool.facts.num_continued >= 4

@@ -10,25 +10,25 @@ from typing import cast
 
 import pytest
 from tests.unit.rollout.fake_dataflow import wanted
-from tests.unit.rollout.killable_engine import Mortal, Paused
+from tests.unit.rollout.killable_engine import KillableEngine, Paused
 from tests.unit.rollout.polling import eventually
 from tests.unit.rollout.test_engine_pool import POLICY, PROMPT, SPEC, version
 from tests.unit.rollout.test_weight_loader import Announced, AnyFolder
 
-from penstock.dataflow.service.nodes.messages import Orders
+from penstock.dataflow.service.nodes.messages import NodeDirectives
 from penstock.errors import EngineError
 from penstock.gateway.gateway import Gateway
 from penstock.rollout import weight_loader as loader_module
-from penstock.rollout.engine_pool import Pool
-from penstock.rollout.engine_pools import Engines
+from penstock.rollout.engine_pool import EnginePool
+from penstock.rollout.engine_pools import EnginePools
 from penstock.rollout.engines import Engine
 from penstock.rollout.membership import Membership
-from penstock.rollout.orders import StandingOrders
+from penstock.rollout.orders import NodeOrders
 from penstock.rollout.weight_loader import PROBE_TOKENS, Loader
 from penstock.types import Version
 
 
-async def served(pool: Pool, num_sessions: int = 20) -> set[int]:
+async def served(pool: EnginePool, num_sessions: int = 20) -> set[int]:
     """The numbers that sample answers now."""
     answers = await asyncio.gather(
         *(pool(PROMPT, SPEC, policy=POLICY, session=f"s{n}") for n in range(num_sessions))
@@ -44,23 +44,23 @@ async def test_so_many_engines_are_paused_at_once(
     snapshot: Path, num_engines: int, max_paused: float, most: int
 ) -> None:
     paused = Paused()
-    engines = [Mortal(paused) for _ in range(num_engines)]
-    pool = Pool(engines, max_paused=max_paused)
+    engines = [KillableEngine(paused) for _ in range(num_engines)]
+    pool = EnginePool(engines, max_paused=max_paused)
     await pool.load(snapshot, version(0))
     assert paused.most == num_engines, "nobody waits for engines that serve nobody"
-    assert (pool.facts.most_paused, pool.facts.num_swaps) == (0, 0)
+    assert (pool.facts.peak_paused, pool.facts.num_swaps) == (0, 0)
     paused.most = 0
     for number in range(1, 6):
         await pool.load(snapshot, version(number))
         assert pool.live == version(number)
-    assert paused.most == pool.facts.most_paused == most
+    assert paused.most == pool.facts.peak_paused == most
     assert pool.facts.num_swaps == len(pool.facts.swap_s) == 5 * num_engines
     assert all(swap_s > 0 for swap_s in pool.facts.swap_s)
 
 
 async def test_new_requests_avoid_the_engine_that_is_swapped(snapshot: Path) -> None:
-    engines = [Mortal() for _ in range(4)]
-    pool = Pool(engines)
+    engines = [KillableEngine() for _ in range(4)]
+    pool = EnginePool(engines)
     await pool.load(snapshot, version(0))
     for engine in engines:
         engine.may_load.clear()
@@ -78,19 +78,19 @@ async def test_new_requests_avoid_the_engine_that_is_swapped(snapshot: Path) -> 
 
 
 async def test_an_engine_that_cannot_load_serves_its_old_version(snapshot: Path) -> None:
-    engines = [Mortal() for _ in range(4)]
-    pool = Pool(engines)
+    engines = [KillableEngine() for _ in range(4)]
+    pool = EnginePool(engines)
     await pool.load(snapshot, version(0))
     engines[1].load_fails = True
     with pytest.raises(EngineError, match="1 of 4 engines not loaded: no memory"):
         await pool.load(snapshot, version(1))
     assert pool.live == version(0), "the oldest that is served"
-    assert pool.is_behind(version(1))
+    assert pool.needs_load(version(1))
     assert await served(pool) == {0, 1}
     engines[1].load_fails = False
     await pool.load(snapshot, version(1))
     assert pool.live == version(1)
-    assert not pool.is_behind(version(1))
+    assert not pool.needs_load(version(1))
     assert [engine.loads for engine in engines] == [[version(0), version(1)]] * 4
     assert await served(pool) == {1}
 
@@ -99,66 +99,66 @@ class Proof:
     """Fails for the engines it doubts, and keeps count."""
 
     def __init__(self) -> None:
-        self.doubted: list[Engine] = []
+        self.unverified: list[Engine] = []
         self.num_proofs = 0
 
     async def __call__(self, engine: Engine, version: Version) -> None:
         self.num_proofs += 1
         await asyncio.sleep(0.001)
-        if engine in self.doubted:
+        if engine in self.unverified:
             raise EngineError("not what it should be")
 
 
 async def test_a_version_that_fails_its_proof_goes_no_further(snapshot: Path) -> None:
-    engines = [Mortal() for _ in range(4)]
-    pool, proof = Pool(engines), Proof()
-    await pool.load(snapshot, version(0), prove=proof)
-    proof.doubted = [*engines]
+    engines = [KillableEngine() for _ in range(4)]
+    pool, proof = EnginePool(engines), Proof()
+    await pool.load(snapshot, version(0), verify=proof)
+    proof.unverified = [*engines]
     for _ in range(4):  # nor does it when it is tried again
         with pytest.raises(EngineError, match="not what it should be"):
-            await pool.load(snapshot, version(1), prove=proof)
+            await pool.load(snapshot, version(1), verify=proof)
     assert [engine.live for engine in engines].count(version(1)) == 1
     assert pool.facts.num_serving == 3
     assert await served(pool) == {0}
-    await pool.load(snapshot, version(2), prove=Proof())
+    await pool.load(snapshot, version(2), verify=Proof())
     await eventually(lambda: pool.facts.num_serving == 4)
     assert await served(pool) == {2}
 
 
 async def test_a_version_that_others_proved_is_not_held_up_by_one_engine(snapshot: Path) -> None:
-    engines = [Mortal() for _ in range(4)]
-    pool, proof = Pool(engines), Proof()
-    await pool.load(snapshot, version(0), prove=proof)
-    proof.doubted = [engines[1]]
-    await pool.load(snapshot, version(1), prove=proof)
+    engines = [KillableEngine() for _ in range(4)]
+    pool, proof = EnginePool(engines), Proof()
+    await pool.load(snapshot, version(0), verify=proof)
+    proof.unverified = [engines[1]]
+    await pool.load(snapshot, version(1), verify=proof)
     assert pool.live == version(1)
-    assert pool.is_behind(version(1))
+    assert pool.needs_load(version(1))
     assert await served(pool) == {1}
     assert not engines[1].asked
-    proof.doubted = []
-    await pool.load(snapshot, version(1), prove=proof)
+    proof.unverified = []
+    await pool.load(snapshot, version(1), verify=proof)
     assert pool.facts.num_serving == 4
 
 
 async def test_the_only_engine_serves_nobody_until_it_proves_its_version(snapshot: Path) -> None:
-    engine, proof = Mortal(), Proof()
-    pool = Pool([engine], hold_s=20.0)
-    await pool.load(snapshot, version(0), prove=proof)
-    proof.doubted = [engine]
+    engine, proof = KillableEngine(), Proof()
+    pool = EnginePool([engine], hold_s=20.0)
+    await pool.load(snapshot, version(0), verify=proof)
+    proof.unverified = [engine]
     with pytest.raises(EngineError, match="not what"):
-        await pool.load(snapshot, version(1), prove=proof)
+        await pool.load(snapshot, version(1), verify=proof)
     assert pool.live is None
     call = asyncio.create_task(pool(PROMPT, SPEC, policy=POLICY, session="s"))
     await asyncio.sleep(0.02)
     assert not engine.asked
-    proof.doubted = []
-    await pool.load(snapshot, version(1), prove=proof)
+    proof.unverified = []
+    await pool.load(snapshot, version(1), verify=proof)
     assert [span.number for span in (await call).spans] == [1]
 
 
 async def test_nobody_waits_for_an_engine_that_starts(snapshot: Path) -> None:
-    engines = [Mortal() for _ in range(3)]
-    pool = Pool(engines)
+    engines = [KillableEngine() for _ in range(3)]
+    pool = EnginePool(engines)
     await pool.load(snapshot, version(0))
     slow = engines[2]
     slow.live = None
@@ -167,21 +167,21 @@ async def test_nobody_waits_for_an_engine_that_starts(snapshot: Path) -> None:
         async with asyncio.timeout(60):
             await pool.load(snapshot, version(number))
         assert pool.live == version(number)
-        assert not pool.is_behind(version(number)), "it is on its way"
+        assert not pool.needs_load(version(number)), "it is on its way"
     assert await served(pool) == {2}
     slow.may_load.set()
     await eventually(lambda: slow.live is not None)
     assert slow.loads == [version(0), version(1)], "each start is finished before the next"
     assert pool.live == version(1)
-    assert pool.is_behind(version(2))
+    assert pool.needs_load(version(2))
     await pool.load(snapshot, version(2))
     assert await served(pool) == {2}
     assert pool.facts.num_serving == 3
 
 
 async def test_closing_ends_a_start(snapshot: Path) -> None:
-    engines = [Mortal() for _ in range(2)]
-    pool = Pool(engines)
+    engines = [KillableEngine() for _ in range(2)]
+    pool = EnginePool(engines)
     await pool.load(snapshot, version(0))
     engines[0].live = None
     engines[0].may_load.clear()
@@ -195,22 +195,22 @@ async def test_the_loader_probes_every_engine_and_brings_back_the_lost(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader_module, "RETRY_S", 0.01)
-    made: list[Mortal] = []
+    made: list[KillableEngine] = []
 
-    def make() -> Mortal:
-        made.append(Mortal())
+    def make() -> KillableEngine:
+        made.append(KillableEngine())
         return made[-1]
 
-    engines = Engines([POLICY], make, num_engines=3)
-    announced, orders = Announced(), StandingOrders()
+    engines = EnginePools([POLICY], make, num_engines=3)
+    announced, orders = Announced(), NodeOrders()
     membership = cast(Membership, announced)
     loader = Loader(orders, membership, engines, Gateway(engines), AnyFolder(snapshot))
     running = asyncio.create_task(loader.run())
-    orders.follow(Orders(wanted=(wanted(0),)))
+    orders.apply(NodeDirectives(wanted=(wanted(0),)))
     await eventually(lambda: announced.live)
     assert [len(engine.asked) for engine in made] == [1, 1, 1]
     assert {spec.max_tokens for engine in made for _, spec in engine.asked} == {PROBE_TOKENS}
-    orders.follow(Orders(wanted=(wanted(1),)))
+    orders.apply(NodeDirectives(wanted=(wanted(1),)))
     await eventually(lambda: announced.live[-1] == {POLICY: 1})
     assert [len(engine.asked) for engine in made] == [2, 2, 2]
     made[1].live = None

@@ -17,11 +17,11 @@ from tests.unit.rollout.polling import eventually
 
 from penstock.dataflow.client.dataflow import NodeClient
 from penstock.dataflow.core.leasing import NodeState
-from penstock.dataflow.service.nodes.messages import Orders, RunFacts
+from penstock.dataflow.service.nodes.messages import NodeDirectives, RunInfo
 from penstock.errors import Fenced, RewardError, WeightsError
-from penstock.rollout.delivery_queue import Acknowledgements
+from penstock.rollout.delivery_queue import AckLog
 from penstock.rollout.engines import Engine, ScriptedEngine
-from penstock.rollout.node import Node, Outside, build
+from penstock.rollout.node import Node, NodeDeps, build
 from penstock.types import (
     FailureKind,
     NodeId,
@@ -51,7 +51,7 @@ class FolderFetch:
     def require_unchanged(self, folder: Path) -> None:
         return None
 
-    def forget_but(self, keep: Collection[str]) -> None:
+    def prune_except(self, keep: Collection[str]) -> None:
         assert len(keep) <= 1
 
     async def close(self) -> None:
@@ -72,7 +72,7 @@ class Bench:
         return set(self.acks.read_text().splitlines())
 
     async def drain(self) -> None:
-        await self.dataflow.order(Orders(wanted=self.dataflow.orders.wanted, drain=True))
+        await self.dataflow.order(NodeDirectives(wanted=self.dataflow.orders.wanted, drain=True))
         await asyncio.wait_for(self.running, 60)
 
 
@@ -84,23 +84,21 @@ async def bench(
     num_slots: int = 0,
     capacity: int = 16,
     grace_s: float = 5.0,
-    run_facts: RunFacts | None = None,
+    run_info: RunInfo | None = None,
     make_engine: Callable[[], Engine] = ScriptedEngine,
 ) -> AsyncGenerator[Bench]:
-    dataflow = FakeDataflow(tmp_path / "keys", num_slots=num_slots, run_facts=run_facts)
+    dataflow = FakeDataflow(tmp_path / "keys", num_slots=num_slots, run_info=run_info)
     acks = tmp_path / "acks.txt"
-    acknowledgements = Acknowledgements(acks)
+    ack_log = AckLog(acks)
     fetch = FolderFetch(snapshot)
     async with dataflow.served():
         client = NodeClient(dataflow.url, dataflow.token)
-        outside = Outside(
+        deps = NodeDeps(
             dataflow=client,
-            make_fetch=lambda facts: fetch,
+            make_fetcher=lambda facts: fetch,
             make_engine=lambda facts: make_engine(),
         )
-        async with build(
-            outside, acknowledgements, node_id=NODE, capacity=capacity, grace_s=grace_s
-        ) as node:
+        async with build(deps, ack_log, node_id=NODE, capacity=capacity, grace_s=grace_s) as node:
             desk = Bench(dataflow, fetch, node, acks)
             try:
                 yield desk
@@ -108,7 +106,7 @@ async def bench(
                 desk.running.cancel()
                 await asyncio.gather(desk.running, return_exceptions=True)
         await client.close()
-    acknowledgements.close()
+    ack_log.close()
 
 
 # --- the flow -----------------------------------------------------------------------------------
@@ -123,7 +121,7 @@ async def test_every_slot_is_run_scored_delivered_and_acknowledged(
         rows = desk.dataflow.trajectories()
         assert {row.row_id for row in rows} == desk.acknowledged()
         assert len(rows) == 100
-        assert {row.session for row in rows} == {desk.dataflow.sessions[NODE]}
+        assert {row.boot_id for row in rows} == {desk.dataflow.boot_ids[NODE]}
         for row in rows:
             assert row.reward == 1.0  # the script answers backwards
             assert row.outcome.kind is OutcomeKind.TRUNCATED and row.outcome.reason == "length"
@@ -138,9 +136,9 @@ async def test_every_slot_is_run_scored_delivered_and_acknowledged(
 async def test_leases_ask_for_free_slots_only_and_not_one_by_one(
     tmp_path: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.rollout.slots.GATHER_S", 10.0)
+    monkeypatch.setattr("penstock.rollout.slots.COALESCE_S", 10.0)
     staggered = facts(workflow=f"{WORKFLOWS}:staggered")
-    async with bench(tmp_path, snapshot, num_slots=100, run_facts=staggered) as desk:
+    async with bench(tmp_path, snapshot, num_slots=100, run_info=staggered) as desk:
         await asyncio.wait_for(desk.dataflow.until_stored(100), 60)
         asked = [lease.max_slots for lease in desk.dataflow.leases]
         assert asked[0] == 16 and min(asked) >= 4
@@ -152,18 +150,18 @@ async def test_a_free_slot_does_not_wait_for_long_answers_beside_it(
 ) -> None:
     """14 of 16 slots hang: what is left is less than a quarter, and all other work goes there."""
     mostly = facts(workflow=f"{WORKFLOWS}:hangs_at_first")
-    async with bench(tmp_path, snapshot, num_slots=40, run_facts=mostly, grace_s=0.1) as desk:
+    async with bench(tmp_path, snapshot, num_slots=40, run_info=mostly, grace_s=0.1) as desk:
         await asyncio.wait_for(desk.dataflow.until_stored(26), 60)
         assert {lease.max_slots for lease in desk.dataflow.leases[1:]} <= {1, 2}
 
 
 async def test_starting_until_a_version_is_live_then_live(tmp_path: Path, snapshot: Path) -> None:
     async with bench(tmp_path, snapshot, num_slots=4) as desk:
-        await desk.dataflow.order(Orders(wanted=()))
+        await desk.dataflow.order(NodeDirectives(wanted=()))
         await eventually(lambda: desk.dataflow.beats)
         states = {beat.state for beat in desk.dataflow.beats}
         assert states <= {NodeState.STARTING, NodeState.LIVE}  # it may have seen number 0
-        await desk.dataflow.order(Orders(wanted=(wanted(0),)))
+        await desk.dataflow.order(NodeDirectives(wanted=(wanted(0),)))
         await asyncio.wait_for(desk.dataflow.until_stored(4), 60)
         assert all(lease.live[0].number == 0 for lease in desk.dataflow.leases)
         await eventually(lambda: desk.dataflow.beats[-1].state is NodeState.LIVE)
@@ -227,7 +225,7 @@ async def test_a_heartbeat_without_an_answer_is_sent_again_long_before_the_lease
 async def test_a_service_that_forgot_the_node_is_told_again(tmp_path: Path, snapshot: Path) -> None:
     async with bench(tmp_path, snapshot, num_slots=40) as desk:
         await desk.dataflow.until_stored(8)
-        desk.dataflow.sessions.clear()
+        desk.dataflow.boot_ids.clear()
         await asyncio.wait_for(desk.dataflow.until_stored(40), 60)
         assert desk.dataflow.num_registered >= 2
 
@@ -236,7 +234,7 @@ async def test_a_node_whose_place_was_taken_stops_with_an_error(
     tmp_path: Path, snapshot: Path
 ) -> None:
     async with bench(tmp_path, snapshot) as desk:
-        desk.dataflow.sessions[NODE] = "somebody newer"
+        desk.dataflow.boot_ids[NODE] = "somebody newer"
         with pytest.raises(Fenced, match="took the place of node node-1"):
             await asyncio.wait_for(desk.running, 60)
 
@@ -251,7 +249,7 @@ async def test_a_damaged_version_leaves_the_old_one_live_until_it_is_mended(
     async with bench(tmp_path, snapshot, num_slots=4) as desk:
         await asyncio.wait_for(desk.dataflow.until_stored(4), 60)
         desk.fetch.damaged.add(1)
-        await desk.dataflow.order(Orders(wanted=(wanted(1),)))
+        await desk.dataflow.order(NodeDirectives(wanted=(wanted(1),)))
         await eventually(lambda: desk.fetch.num_tries >= 3)
         desk.dataflow.waiting.extend((slot, 1) for slot in range(4, 8))
         await asyncio.wait_for(desk.dataflow.until_stored(8), 60)
@@ -268,14 +266,14 @@ async def test_orders_that_overtook_each_other_never_bring_an_older_version_back
     tmp_path: Path, snapshot: Path
 ) -> None:
     async with bench(tmp_path, snapshot) as desk:
-        await desk.dataflow.order(Orders(wanted=(wanted(5),)))
+        await desk.dataflow.order(NodeDirectives(wanted=(wanted(5),)))
         await eventually(lambda: desk.dataflow.beats and desk.dataflow.beats[-1].live)
         await eventually(lambda: desk.dataflow.beats[-1].live[0].number == 5)
-        await desk.dataflow.order(Orders(wanted=(wanted(4),)))
+        await desk.dataflow.order(NodeDirectives(wanted=(wanted(4),)))
         num_beats = len(desk.dataflow.beats)
         await eventually(lambda: len(desk.dataflow.beats) > num_beats + 3)
         assert desk.dataflow.beats[-1].live[0].number == 5
-        await desk.dataflow.order(Orders(wanted=(wanted(3, incarnation=2),)))
+        await desk.dataflow.order(NodeDirectives(wanted=(wanted(3, incarnation=2),)))
         await eventually(lambda: desk.dataflow.beats[-1].live[0].incarnation == 2)
 
 
@@ -286,7 +284,7 @@ async def test_what_does_not_end_in_the_grace_period_is_handed_back(
     tmp_path: Path, snapshot: Path
 ) -> None:
     hanging = facts(workflow=f"{WORKFLOWS}:hangs")
-    async with bench(tmp_path, snapshot, num_slots=5, grace_s=0.2, run_facts=hanging) as desk:
+    async with bench(tmp_path, snapshot, num_slots=5, grace_s=0.2, run_info=hanging) as desk:
         await eventually(lambda: not desk.dataflow.waiting)
         await eventually(lambda: desk.dataflow.beats[-1].num_held == 5)
         await desk.drain()
@@ -297,7 +295,7 @@ async def test_what_does_not_end_in_the_grace_period_is_handed_back(
 
 async def test_a_finished_run_ends_the_node(tmp_path: Path, snapshot: Path) -> None:
     async with bench(tmp_path, snapshot) as desk:
-        await desk.dataflow.order(Orders(wanted=(wanted(0),), finished=True))
+        await desk.dataflow.order(NodeDirectives(wanted=(wanted(0),), finished=True))
         await asyncio.wait_for(desk.running, 60)
 
 
@@ -308,7 +306,7 @@ async def test_a_reward_that_cannot_be_imported_ends_the_node_aloud(
     tmp_path: Path, snapshot: Path
 ) -> None:
     lost = facts(reward="no_such_module_here:reward")
-    async with bench(tmp_path, snapshot, num_slots=4, run_facts=lost) as desk:
+    async with bench(tmp_path, snapshot, num_slots=4, run_info=lost) as desk:
         with pytest.raises(RewardError, match="cannot import 'no_such_module_here'"):
             await asyncio.wait_for(desk.running, 60)
         assert desk.dataflow.stored == {}
@@ -317,7 +315,7 @@ async def test_a_reward_that_cannot_be_imported_ends_the_node_aloud(
 async def test_failed_rollouts_are_delivered_without_a_reward(
     tmp_path: Path, snapshot: Path
 ) -> None:
-    async with bench(tmp_path, snapshot, num_slots=4, run_facts=facts(reward="")) as desk:
+    async with bench(tmp_path, snapshot, num_slots=4, run_info=facts(reward="")) as desk:
         await asyncio.wait_for(desk.dataflow.until_stored(4), 60)
         for row in desk.dataflow.trajectories():
             assert row.reward is None
@@ -332,9 +330,9 @@ async def test_failed_rollouts_are_delivered_without_a_reward(
 def test_half_a_line_of_acknowledgements_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "acks.txt"
     path.write_text("p0-1.0.1\np0-1.1.1\np0-1.")
-    acknowledgements = Acknowledgements(path)
-    acknowledgements.append([RowId("p0-2.0.1")])
-    acknowledgements.close()
+    ack_log = AckLog(path)
+    ack_log.append([RowId("p0-2.0.1")])
+    ack_log.close()
     assert path.read_text() == "p0-1.0.1\np0-1.1.1\np0-2.0.1\n"
-    with contextlib.closing(Acknowledgements(path)):
+    with contextlib.closing(AckLog(path)):
         assert path.read_text().endswith("p0-2.0.1\n")

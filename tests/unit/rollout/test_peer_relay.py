@@ -23,7 +23,7 @@ from tests.unit.weights.snapshot_folders import contents
 from tests.unit.weights.weight_servers import listening
 
 from penstock.config import demo
-from penstock.dataflow.service.nodes.messages import Orders
+from penstock.dataflow.service.nodes.messages import NodeDirectives
 from penstock.fleet.run_folder import Endpoints, RunFolder
 from penstock.weights.serving.server import build
 from penstock.wire.auth import Audience, Role
@@ -62,7 +62,7 @@ async def test_a_node_serves_its_neighbour_until_it_is_killed(
     dataflow = FakeDataflow(tmp_path / "keys", num_slots=0)
     first = published(tmp_path / "store", snapshot, 0)
     size = sum(map(len, contents(snapshot).values()))
-    dataflow.orders = Orders(wanted=(first,))
+    dataflow.orders = NodeDirectives(wanted=(first,))
     source = origin(tmp_path / "store")
     port = free_port()
     env = {
@@ -93,5 +93,7 @@ async def test_a_node_serves_its_neighbour_until_it_is_killed(
                 assert source.num_bytes == size
                 near.send_signal(signal.SIGKILL)
                 await near.wait()
-                await dataflow.order(Orders(wanted=(published(tmp_path / "store", snapshot, 1),)))
+                await dataflow.order(
+                    NodeDirectives(wanted=(published(tmp_path / "store", snapshot, 1),))
+                )
                 await eventually(lambda: live(1) == 1, 40)

@@ -19,14 +19,14 @@ from tests.unit.rollout.polling import SOURCE, eventually
 from tests.unit.weights.snapshot_folders import TENSORS, weights_bytes
 
 from penstock.dataflow.core.leasing import NodeState
-from penstock.dataflow.service.nodes.messages import Orders, RunFacts
+from penstock.dataflow.service.nodes.messages import NodeDirectives, RunInfo
 from penstock.types import PublishedVersion
 from penstock.weights.publish import put_snapshot
 from penstock.weights.serving.origin import Origin
 from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience
-from penstock.wire.serving import serve_on
+from penstock.wire.serving import serve_on_socket
 
 PROGRAM = """
 import asyncio, sys
@@ -42,7 +42,7 @@ PATHS = os.pathsep.join([SOURCE, str(Path(__file__).parents[3])])
 async def weights_front(dataflow: FakeDataflow, root: Path) -> AsyncGenerator[None]:
     listener = socket.create_server(("127.0.0.1", 0))
     app = build(Origin(DirectoryStore(root)), dataflow.signer.verifier(Audience.WEIGHTS))
-    serving = asyncio.create_task(serve_on(app, listener))
+    serving = asyncio.create_task(serve_on_socket(app, listener))
     dataflow.weights_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         yield
@@ -62,10 +62,10 @@ def published(root: Path, snapshot: Path, number: int) -> PublishedVersion:
 
 @asynccontextmanager
 async def started(
-    tmp_path: Path, snapshot: Path, *, num_slots: int, run_facts: RunFacts | None = None
+    tmp_path: Path, snapshot: Path, *, num_slots: int, run_info: RunInfo | None = None
 ) -> AsyncGenerator[tuple[FakeDataflow, Process]]:
-    dataflow = FakeDataflow(tmp_path / "keys", num_slots=num_slots, run_facts=run_facts)
-    dataflow.orders = Orders(wanted=(published(tmp_path / "store", snapshot, 0),))
+    dataflow = FakeDataflow(tmp_path / "keys", num_slots=num_slots, run_info=run_info)
+    dataflow.orders = NodeDirectives(wanted=(published(tmp_path / "store", snapshot, 0),))
     async with weights_front(dataflow, tmp_path / "store"), dataflow.served():
         node = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", PROGRAM, dataflow.url, dataflow.token, str(tmp_path / "node")),
@@ -83,9 +83,9 @@ async def test_a_url_and_a_token_are_enough(tmp_path: Path, snapshot: Path) -> N
     async with started(tmp_path, snapshot, num_slots=40) as (dataflow, node):
         await asyncio.wait_for(dataflow.until_stored(40), 60)
         newer = published(tmp_path / "store", snapshot, 1)
-        await dataflow.order(Orders(wanted=(newer,)))
+        await dataflow.order(NodeDirectives(wanted=(newer,)))
         await eventually(lambda: dataflow.beats[-1].live[0].number == 1)
-        await dataflow.order(Orders(wanted=(newer,), finished=True))
+        await dataflow.order(NodeDirectives(wanted=(newer,), finished=True))
         assert await asyncio.wait_for(node.wait(), 60) == 0
         acknowledged = (tmp_path / "node" / "acks.txt").read_text().splitlines()
         assert sorted(acknowledged) == sorted(dataflow.stored)
@@ -96,7 +96,7 @@ async def test_a_url_and_a_token_are_enough(tmp_path: Path, snapshot: Path) -> N
 
 async def test_sigterm_hands_back_and_leaves_with_0(tmp_path: Path, snapshot: Path) -> None:
     hanging = facts(workflow='["sleep", "300"]')
-    async with started(tmp_path, snapshot, num_slots=6, run_facts=hanging) as (dataflow, node):
+    async with started(tmp_path, snapshot, num_slots=6, run_info=hanging) as (dataflow, node):
         await eventually(lambda: dataflow.beats and dataflow.beats[-1].num_held == 6)
         children = psutil.Process(node.pid).children(recursive=True)
         assert len(children) >= 6

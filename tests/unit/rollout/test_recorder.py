@@ -15,10 +15,10 @@ from tests.unit.rollout.test_attempt import GRANT
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RecordRequest
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import Completion, Listen
+from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.gateway.renderer import Renderer
 from penstock.rollout import recorder as module
-from penstock.rollout.attempt import Attempts
+from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engines import ScriptedEngine
 from penstock.rollout.recorder import Recorder
@@ -74,7 +74,7 @@ class Counting:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         self.num_calls += 1
         if self.num_calls >= self.hangs_at:
@@ -90,8 +90,8 @@ async def attempt(
     gateway = Gateway(engine)
     gateway.set_renderer(POLICY, Renderer.load(snapshot))
     recorder = Recorder(kept, NODE)
-    run_facts = facts(workflow=TEN_TURNS, sampling=SamplingSpec(max_tokens=3))
-    attempts = Attempts(gateway, Endpoint(gateway), recorder, None, run_facts, NODE)
+    run_info = facts(workflow=TEN_TURNS, sampling=SamplingSpec(max_tokens=3))
+    attempts = AttemptRunner(gateway, Endpoint(gateway), recorder, None, run_info, NODE)
     recording = asyncio.create_task(recorder.run())
     running = asyncio.create_task(attempts.run(grant, task()))
     try:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from penstock.rollout.routing import CROWDED, choose
+from penstock.rollout.routing import MAX_LOAD_FACTOR, choose
 
 SESSIONS = [f"session-{number}" for number in range(2000)]
 
@@ -40,13 +40,13 @@ def test_no_engine_holds_much_more_than_the_mean(num_engines: int) -> None:
         engine = choose(f"few-{draw.randrange(5)}", loads)  # few sessions: hashing alone is uneven
         loads[engine] += 1
         running.append(engine)
-        assert loads[engine] <= CROWDED * sum(loads.values()) / num_engines + 1
+        assert loads[engine] <= MAX_LOAD_FACTOR * sum(loads.values()) / num_engines + 1
         if len(running) > draw.randrange(1, 80):
             loads[running.pop(draw.randrange(len(running)))] -= 1
 
 
 def test_a_crowded_session_has_a_second_home() -> None:
-    home = choose("a", idle(0, 1, 2))
-    second = choose("a", {engine: 9 * (engine == home) for engine in range(3)})
-    assert second != home
-    assert choose("a", {engine: 40 * (engine == home) for engine in range(3)}) == second
+    coordinator = choose("a", idle(0, 1, 2))
+    second = choose("a", {engine: 9 * (engine == coordinator) for engine in range(3)})
+    assert second != coordinator
+    assert choose("a", {engine: 40 * (engine == coordinator) for engine in range(3)}) == second

@@ -16,17 +16,17 @@ from tests.unit.rollout.polling import eventually
 from tests.unit.rollout.test_node import bench
 
 from penstock.dataflow.core.leasing import LiveVersion
-from penstock.dataflow.service.nodes.messages import Orders
+from penstock.dataflow.service.nodes.messages import NodeDirectives
 from penstock.errors import EngineError, WeightsError
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import Completion, Listen
+from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.rollout import weight_loader as module
-from penstock.rollout.engine_pools import Engines
+from penstock.rollout.engine_pools import EnginePools
 from penstock.rollout.engines import Engine, HfEngine, ScriptedEngine, SimulatedEngine
-from penstock.rollout.engines.simulated import Load
+from penstock.rollout.engines.simulated import LoadProfile
 from penstock.rollout.membership import Membership
-from penstock.rollout.orders import StandingOrders
-from penstock.rollout.weight_loader import Loader, fault
+from penstock.rollout.orders import NodeOrders
+from penstock.rollout.weight_loader import Loader, probe_error
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -58,7 +58,7 @@ class SpoiltEngine(ScriptedEngine):
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         self.asked.append((prompt_ids, sampling))
         found = await super().__call__(prompt_ids, sampling, policy=policy, session=session)
@@ -88,7 +88,7 @@ async def test_a_version_that_fails_its_probe_is_announced_when_it_passes(
     with structlog.testing.capture_logs() as lines:
         async with bench(tmp_path, snapshot, make_engine=lambda: engine) as desk:
             await eventually(lambda: desk.dataflow.beats and desk.dataflow.beats[-1].live)
-            await desk.dataflow.order(Orders(wanted=(wanted(1),)))
+            await desk.dataflow.order(NodeDirectives(wanted=(wanted(1),)))
             await eventually(lambda: len(engine.asked) >= 4)
             num_beats = len(desk.dataflow.beats)
             await eventually(lambda: len(desk.dataflow.beats) > num_beats + 1)
@@ -113,13 +113,13 @@ def answer(*logprobs: float, number: int = 3) -> Completion:
 
 
 def test_what_is_wrong_with_an_answer() -> None:
-    assert fault(answer(-1.0, 0.0), VERSION) is None
-    assert "log-probs are" in (fault(answer(-1.0, float("-inf")), VERSION) or "")
-    assert "log-probs are" in (fault(answer(float("nan")), VERSION) or "")
-    assert "from [(1, 2)]" in (fault(answer(-1.0, number=2), VERSION) or "")
-    assert "from []" in (fault(answer(), VERSION) or "")
+    assert probe_error(answer(-1.0, 0.0), VERSION) is None
+    assert "log-probs are" in (probe_error(answer(-1.0, float("-inf")), VERSION) or "")
+    assert "log-probs are" in (probe_error(answer(float("nan")), VERSION) or "")
+    assert "from [(1, 2)]" in (probe_error(answer(-1.0, number=2), VERSION) or "")
+    assert "from []" in (probe_error(answer(), VERSION) or "")
     short = replace(answer(-1.0, -1.0), logprobs=log_probs([-1.0]))
-    assert "2 tokens have 1" in (fault(short, VERSION) or "")
+    assert "2 tokens have 1" in (probe_error(short, VERSION) or "")
 
 
 async def test_an_engine_that_never_answers_is_not_waited_for(
@@ -127,7 +127,7 @@ async def test_an_engine_that_never_answers_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(module, "PROBE_S", 0.1)
     monkeypatch.setattr(module, "RETRY_S", 0.1)
-    slow = SimulatedEngine(Load(first_token_s=1000.0))
+    slow = SimulatedEngine(LoadProfile(first_token_s=1000.0))
     with structlog.testing.capture_logs() as lines:
         async with bench(tmp_path, snapshot, make_engine=lambda: slow) as desk:
             await eventually(lambda: desk.fetch.num_tries >= 2)
@@ -143,9 +143,9 @@ async def test_every_engine_passes(
 ) -> None:
     if make is HfEngine:
         pytest.importorskip("transformers")
-        from tests.unit.rollout.engines import tiny_qwen3 as tiny
+        from tests.unit.rollout.engines import tiny_qwen3
 
-        tiny.write_snapshot(snapshot, seed=0)
+        tiny_qwen3.write_snapshot(snapshot, seed=0)
     async with bench(tmp_path, snapshot, make_engine=make) as desk, asyncio.timeout(60):
         await eventually(lambda: desk.dataflow.beats and desk.dataflow.beats[-1].live, timeout_s=60)
 
@@ -172,7 +172,7 @@ class AnyFolder:
         if self.is_damaged:
             raise WeightsError(f"{folder} was written to")
 
-    def forget_but(self, keep: Collection[str]) -> None:
+    def prune_except(self, keep: Collection[str]) -> None:
         return None
 
     async def close(self) -> None:
@@ -182,8 +182,8 @@ class AnyFolder:
 async def test_another_policy_does_not_announce_what_failed_its_probe(snapshot: Path) -> None:
     other = PolicyName("other")
     makers = iter([SpoiltEngine(nan), ScriptedEngine()])
-    engines = Engines([POLICY, other], lambda: next(makers))
-    announced, orders = Announced(), StandingOrders()
+    engines = EnginePools([POLICY, other], lambda: next(makers))
+    announced, orders = Announced(), NodeOrders()
     loader = Loader(
         orders,
         cast(Membership, announced),
@@ -192,9 +192,9 @@ async def test_another_policy_does_not_announce_what_failed_its_probe(snapshot: 
         AnyFolder(snapshot),
     )
     running = asyncio.create_task(loader.run())
-    orders.follow(Orders(wanted=(wanted(0), replace(wanted(0), policy=other))))
+    orders.apply(NodeDirectives(wanted=(wanted(0), replace(wanted(0), policy=other))))
     await eventually(lambda: announced.live and len(announced.live[-1]) == 2)
-    orders.follow(Orders(wanted=(wanted(1), replace(wanted(1), policy=other))))
+    orders.apply(NodeDirectives(wanted=(wanted(1), replace(wanted(1), policy=other))))
     await eventually(lambda: announced.live[-1].get(other) == 1)
     assert POLICY not in announced.live[-1], "its engine holds what failed; nobody is sent there"
     running.cancel()
@@ -205,15 +205,15 @@ async def test_weights_that_changed_during_their_load_are_loaded_again(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RETRY_S", 0.01)
-    engines, fetch = Engines([POLICY], ScriptedEngine), AnyFolder(snapshot)
-    announced, orders = Announced(), StandingOrders()
+    engines, fetch = EnginePools([POLICY], ScriptedEngine), AnyFolder(snapshot)
+    announced, orders = Announced(), NodeOrders()
     loader = Loader(orders, cast(Membership, announced), engines, Gateway(engines), fetch)
     running = asyncio.create_task(loader.run())
-    orders.follow(Orders(wanted=(wanted(0),)))
+    orders.apply(NodeDirectives(wanted=(wanted(0),)))
     await eventually(lambda: announced.live == [{POLICY: 0}])
     fetch.is_damaged = True
     with structlog.testing.capture_logs() as logs:
-        orders.follow(Orders(wanted=(wanted(1),)))
+        orders.apply(NodeDirectives(wanted=(wanted(1),)))
         await eventually(lambda: len([entry for entry in logs if "written to" in str(entry)]) > 1)
     assert announced.live == [{POLICY: 0}]
     fetch.is_damaged = False

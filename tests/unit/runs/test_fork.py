@@ -20,9 +20,9 @@ from penstock.trainer.batches import assemble
 from penstock.trainer.checkpoint import Checkpoints, Cursor
 from penstock.trainer.learner import Stats
 from penstock.trainer.model_folders import init_model
-from penstock.trainer.models import Crew
-from penstock.trainer.ranks.group import Alone
-from penstock.trainer.service import make_checkpoints, make_crew
+from penstock.trainer.models import Models
+from penstock.trainer.ranks.group import SingleRank
+from penstock.trainer.service import make_checkpoints, restore_models
 from penstock.trainer.snapshots import Snapshots
 from penstock.weights.publish import StoredVersion
 
@@ -32,14 +32,14 @@ NUM_STEPS = 2
 pytestmark = pytest.mark.timeout(180)
 
 
-def train(crew: Crew, seq: int) -> Stats:
+def train(models: Models, seq: int) -> Stats:
     sealed = random_batch(0, seq=seq)
-    return crew.step(assemble(sealed.manifest, sealed.rows, POLICY, crew.vocab_size))
+    return models.step(assemble(sealed.manifest, sealed.rows, POLICY, models.vocab_size))
 
 
-def restored(config: RunConfig, folder: RunFolder) -> tuple[Crew, Checkpoints]:
+def restored(config: RunConfig, folder: RunFolder) -> tuple[Models, Checkpoints]:
     checkpoints = make_checkpoints(config, POLICY, folder.path)
-    return make_crew(config, POLICY, checkpoints, Alone())[0], checkpoints
+    return restore_models(config, POLICY, checkpoints, SingleRank())[0], checkpoints
 
 
 @pytest.fixture
@@ -52,17 +52,17 @@ def parent(tmp_path: Path) -> RunFolder:
     )
     folder = RunFolder(tmp_path / "built")
     folder.write_config(config)
-    folder.choose_endpoints(tmp_path, ())
-    crew, checkpoints = restored(config, folder)
+    folder.allocate_endpoints(tmp_path, ())
+    models, checkpoints = restored(config, folder)
     snapshots = Snapshots(folder.weights, POLICY, checkpoints.last.folder)
-    versions = [snapshots.put(snapshots.copy(crew.weights()), 0)]
+    versions = [snapshots.put(snapshots.copy(models.weights()), 0)]
     for number in range(1, NUM_STEPS + 1):
-        assert train(crew, number).skipped is None
-        versions.append(snapshots.put(snapshots.copy(crew.weights()), number))
+        assert train(models, number).skipped is None
+        versions.append(snapshots.put(snapshots.copy(models.weights()), number))
     checkpoints.save(
         Cursor(number=NUM_STEPS, seq=NUM_STEPS, incarnation=1),
-        weights=crew.weights(),
-        state=crew.state_tensors(),
+        weights=models.weights(),
+        state=models.state_tensors(),
         static=snapshots.static,
     )
     snapshots.close()
@@ -114,10 +114,10 @@ def test_a_fork_of_weights_alone_has_the_reference_that_one_of_a_checkpoint_has(
     first: list[dict[str, float]] = []
     weights: list[dict[str, Tensor]] = []
     for config, folder in zip(configs, (whole, bare), strict=True):
-        crew, checkpoints = restored(config, folder)
+        models, checkpoints = restored(config, folder)
         assert checkpoints.last.cursor == Cursor(number=0, seq=0, incarnation=0)
-        weights.append({name: value.clone() for name, value in crew.weights().items()})
-        stats = train(crew, NUM_STEPS + 1)
+        weights.append({name: value.clone() for name, value in models.weights().items()})
+        stats = train(models, NUM_STEPS + 1)
         first.append({name: stats.values[name] for name in ("loss", "grad_norm", "reference_kl")})
     assert all(torch.equal(weights[1][name], found) for name, found in weights[0].items())
     assert first[0] == first[1] and first[0]["reference_kl"] != 0

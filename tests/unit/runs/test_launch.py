@@ -14,9 +14,9 @@ import pytest
 
 from penstock.config import RunConfig, demo
 from penstock.errors import ConfigError
-from penstock.fleet.run_folder import Finish, Launcher, RunFolder
-from penstock.fleet.services import Kind, Service
-from penstock.runs.launch import Ended, launch
+from penstock.fleet.run_folder import FinishRecord, LauncherRecord, RunFolder
+from penstock.fleet.services import ServiceKind, ServiceSpec
+from penstock.runs.launch import LaunchResult, launch
 from penstock.wire.auth import Signer
 
 
@@ -24,17 +24,17 @@ class Started(Exception):
     """The launch got past the question whether anything is left to do."""
 
 
-def start(folder: RunFolder, config: RunConfig, *, accept_changes: bool = False) -> Ended:
+def start(folder: RunFolder, config: RunConfig, *, accept_changes: bool = False) -> LaunchResult:
     return launch(config, folder, python_path=(), headless=True, accept_changes=accept_changes)
 
 
-@pytest.mark.parametrize("moment", ["forget_finish", "write_config"])
+@pytest.mark.parametrize("moment", ["clear_finish", "write_config"])
 def test_a_kill_while_changes_are_accepted_does_not_make_them_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     folder = RunFolder(tmp_path / "r")
     folder.write_config(demo(0))
-    folder.write_finish(Finish(finished_at=1.0, steps=2, trajectories=3))
+    folder.write_finish(FinishRecord(finished_at=1.0, steps=2, trajectories=3))
     assert start(folder, demo(0)).was_finished
 
     def die(*_: object) -> None:
@@ -69,11 +69,11 @@ def with_changes(config: RunConfig, **training: object) -> RunConfig:
 def test_what_a_run_may_change_freely_is_not_asked_about(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     folder.write_config(demo(0))
-    folder.write_finish(Finish(finished_at=1.0, steps=2, trajectories=3))
+    folder.write_finish(FinishRecord(finished_at=1.0, steps=2, trajectories=3))
     longer = with_changes(demo(0), steps=999, checkpoint_every=3)
     with pytest.raises(Started):
         start(folder, longer)  # not finished any more
-    assert folder.read_config() == longer == folder.adopted()
+    assert folder.read_config() == longer == folder.last_started_config()
     with pytest.raises(ConfigError, match=r"training\.epochs: 1 -> 2\n") as refused:
         start(folder, with_changes(longer, epochs=2, steps=5))
     assert "steps" not in str(refused.value)
@@ -130,21 +130,21 @@ def test_pids_that_cannot_be_recorded_do_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ask_to_stop = f"import os, time; os.kill({os.getpid()}, {signal.SIGTERM:d}); time.sleep(600)"
-    service = Service(
+    service = ServiceSpec(
         name="dataflow",
-        kind=Kind.SERVER,
+        kind=ServiceKind.SERVER,
         command=(sys.executable, "-S", "-c", ask_to_stop),
-        make_env=lambda: dict(os.environ),
+        build_env=lambda: dict(os.environ),
     )
 
-    def services(config: RunConfig, folder: RunFolder) -> Sequence[Service]:
+    def services(config: RunConfig, folder: RunFolder) -> Sequence[ServiceSpec]:
         return [service]
 
-    def full(folder: RunFolder, launcher: Launcher) -> None:
+    def full(folder: RunFolder, launcher: LauncherRecord) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("penstock.runs.launch.local_services", services)
     monkeypatch.setattr(RunFolder, "write_launcher", full)
-    ended = start(RunFolder(tmp_path / "r"), demo(0))
-    assert ended.signal == signal.SIGTERM
+    result = start(RunFolder(tmp_path / "r"), demo(0))
+    assert result.signal == signal.SIGTERM
     assert "cannot record the pids" in capsys.readouterr().err

@@ -16,12 +16,12 @@ from rich.console import Console
 from tests.unit.cli.sample_statuses import policy_status, status, view
 
 from penstock.cli.live_panel import draw
-from penstock.dataflow.client.dataflow import ReaderClient
+from penstock.dataflow.client.dataflow import StatusClient
 from penstock.dataflow.service.operators.messages import Status
 from penstock.fleet.run_folder import LOOPBACK, free_port
-from penstock.runs import monitor as watching
-from penstock.runs.monitor import Curve, ErrorTail, Watch
-from penstock.trainer.signals.alarms import PATIENCE, Cause, Idle
+from penstock.runs import monitor
+from penstock.runs.monitor import ErrorTail, RewardCurve, StatusPoller
+from penstock.trainer.signals.alarms import ALARM_AFTER, Cause, NoSignalStreak
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.routes import Call, Route
 from penstock.wire.server import build_app
@@ -70,32 +70,32 @@ def signer(tmp_path: Path) -> Signer:
 def test_the_watch_follows_the_dataflow_over_its_death(
     signer: Signer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "PERIOD_S", 0.05)
+    monkeypatch.setattr(monitor, "POLL_INTERVAL_S", 0.05)
     port = free_port()
 
-    def make_reader() -> ReaderClient:
+    def make_reader() -> StatusClient:
         token = signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=60.0)
-        return ReaderClient(f"http://{LOOPBACK}:{port}", token, patience_s=0.1)
+        return StatusClient(f"http://{LOOPBACK}:{port}", token, patience_s=0.1)
 
-    with Watch("reverse", make_reader) as watch:
+    with StatusPoller("reverse", make_reader) as watch:
         assert watch.view().status is None
         assert watch.progress() == 0
         first = FakeDataflow(signer, port)
         until(lambda: watch.view().status is not None)
         before = watch.progress()
         first.stop()
-        until(lambda: watch.view().away_s > 0.5)
+        until(lambda: watch.view().unreachable_s > 0.5)
         second = FakeDataflow(signer, port)
         second.status = status(policy_status(number=5, reward=0.7), finished=True)
         until(watch.is_finished)
         assert watch.progress() == before + 5
         assert watch.view().curves == {"policy": [0.7]}
-        until(lambda: watch.view().away_s < 0.5)
+        until(lambda: watch.view().unreachable_s < 0.5)
         second.stop()
 
 
 def test_the_curve_is_in_order_of_steps_and_knows_the_time_left() -> None:
-    curve = Curve()
+    curve = RewardCurve()
     assert curve.eta_s(10, now=0.0) is None
     for number in range(5):
         curve.add(policy_status(number=number, reward=number / 10), now=10.0 + 2.0 * number)
@@ -105,7 +105,7 @@ def test_the_curve_is_in_order_of_steps_and_knows_the_time_left() -> None:
 
 
 def test_a_trainer_that_went_back_starts_the_clock_again() -> None:
-    curve = Curve()
+    curve = RewardCurve()
     curve.add(policy_status(number=30), now=0.0)
     curve.add(policy_status(number=31), now=1.0)
     curve.add(policy_status(number=20), now=5.0)
@@ -129,12 +129,13 @@ def test_a_failed_rollout_is_told_with_the_last_line_of_its_detail(tmp_path: Pat
 
 def test_an_alarm_is_told_with_its_cause_within_the_width(tmp_path: Path) -> None:
     log = tmp_path / "trainer-policy.log"
-    idle = Idle(counts={Cause.EQUAL_REWARDS: PATIENCE})
+    idle = NoSignalStreak(counts={Cause.EQUAL_REWARDS: ALARM_AFTER})
     line = {"level": "error", "msg": "this run may learn nothing", "why": idle.alarm}
     log.write_text(json.dumps(line) + "\n")
     note = ErrorTail({"trainer-policy": log}).newest()
     begins = (
-        "trainer-policy: this run may learn nothing: 3 batches in a row taught nothing (3 equal_r"
+        "trainer-policy: this run may learn nothing: 3 consecutive batches had no learning "
+        "signal (3 equal_r"
     )
     assert note is not None and note.startswith(begins)
     console = Console(width=100, file=io.StringIO(), record=True)

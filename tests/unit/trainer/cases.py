@@ -68,10 +68,10 @@ def tokens_of(case: Case, now: Tensor | None = None) -> Tokens:
         sampling_K=torch.tensor(case.sampling),
         advantages_K=torch.tensor(case.advantages),
         sequences_K=torch.tensor(case.sequences),
-        lags_K=torch.tensor(np.arange(case.now.size) % 3),
+        staleness_K=torch.tensor(np.arange(case.now.size) % 3),
         proximal_K=torch.tensor(case.proximal),
         reference_K=torch.tensor(case.reference),
-        more={"teacher_logprobs": torch.tensor(case.teacher)},
+        extra_columns={"teacher_logprobs": torch.tensor(case.teacher)},
     )
 
 
@@ -81,8 +81,8 @@ def losses_and_gradient(
     """By token, and of their weighted sum in the log-probs now."""
     now = torch.tensor(case.now, requires_grad=True)
     out = objective(tokens_of(case, now))
-    assert all(not value.requires_grad for value in out.told.values())
-    assert all(value.shape == now.shape for value in out.told.values())
+    assert all(not value.requires_grad for value in out.metrics.values())
+    assert all(value.shape == now.shape for value in out.metrics.values())
     weighted = out.loss_K if weights is None else out.loss_K * torch.tensor(weights)
     (gradient,) = torch.autograd.grad(weighted.sum(), now)
     return out.loss_K.detach().numpy(), gradient.numpy()

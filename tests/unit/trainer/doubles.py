@@ -26,23 +26,23 @@ from penstock.dataflow.service.trainers.messages import (
     PublishRequest,
     QuarantineRequest,
     RowsAnswer,
-    UsedBy,
     VersionInUse,
     VersionsInUse,
+    VersionUser,
 )
-from penstock.errors import Conflict, Fenced, NeverCommitted
+from penstock.errors import Conflict, Fenced, UnknownCommit
 from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.forward_pass import Passes
+from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.learner import Learner, Optimizer
-from penstock.trainer.losses.divergence import WithEntropy
-from penstock.trainer.losses.objectives import Clipped
-from penstock.trainer.losses.tokens import Budgeted, Objective
+from penstock.trainer.losses.divergence import EntropyBonus
+from penstock.trainer.losses.objectives import ClippedLoss
+from penstock.trainer.losses.tokens import BudgetedObjective, Objective
 from penstock.trainer.pipeline.credits import group_advantage
 from penstock.trainer.pipeline.layout import Layout
-from penstock.trainer.ranks.group import Alone, Sums
+from penstock.trainer.ranks.group import RankReductions, SingleRank
 from penstock.trainer.schedules import Schedule
-from penstock.trainer.updates import Cut
+from penstock.trainer.updates import UpdateSpec
 from penstock.types import (
     FinishReason,
     GroupId,
@@ -66,26 +66,28 @@ from penstock.wire.codec import encode
 
 POLICY = PolicyName("policy")
 VOCAB_SIZE = 16
-CLIPPED = WithEntropy(inner=Clipped(), coef=0.01)
+CLIPPED = EntropyBonus(inner=ClippedLoss(), coef=0.01)
 
 
 def make_learner(
     model: PreTrainedModel,
     *,
-    objective: Objective | Budgeted = CLIPPED,
+    objective: Objective | BudgetedObjective = CLIPPED,
     rate: float = 2e-3,
     weight_decay: float = 0.01,
     epochs: int = 1,
     minibatches: int = 1,
     micro_batch_tokens: int = 4096,
-    ranks: Sums | None = None,
+    ranks: RankReductions | None = None,
 ) -> Learner:
     return Learner(
         Actor(model, learns_entropy=True),
         objective,
         Optimizer(schedule=Schedule(peak=rate), weight_decay=weight_decay, epochs=epochs),
-        cut=Cut(minibatches=minibatches),
-        passes=Passes(ranks=ranks or Alone(), micro_batch_tokens=micro_batch_tokens),
+        update_spec=UpdateSpec(minibatches=minibatches),
+        forward_pass=ForwardPass(
+            ranks=ranks or SingleRank(), micro_batch_tokens=micro_batch_tokens
+        ),
     )
 
 
@@ -161,7 +163,7 @@ def make_trajectory(
     *turns: Turn, name: str = "p0-0.0.1", reward: float = 0.0, node: str = "node"
 ) -> Trajectory:
     """`node` may be NODE/SESSION."""
-    node_id, _, session = node.partition("/")
+    node_id, _, boot_id = node.partition("/")
     group, slot, epoch = name.split(".")
     return Trajectory(
         row_id=RowId(name),
@@ -173,7 +175,7 @@ def make_trajectory(
         turns=turns,
         reward=reward,
         outcome=Outcome(kind=OutcomeKind.COMPLETED),
-        session=session,
+        boot_id=boot_id,
     )
 
 
@@ -220,7 +222,7 @@ def seal(
                     outcome=OutcomeKind.COMPLETED,
                     sampled={POLICY: len(turn.sampled_ids) // 4},
                     versions={POLICY: ((1, turn.spans[0].number),)},
-                    computed={POLICY: (num_tokens, num_tokens**2)},
+                    compute_cost={POLICY: (num_tokens, num_tokens**2)},
                 )
             )
         group_id = GroupId(f"p0-{seq * 1000 + index}")
@@ -288,7 +290,7 @@ class MemoryDataflow:
         if body.expected != self.incarnation:
             raise Conflict(f"{policy} is at incarnation {self.incarnation}")
         if body.number > self.number or body.seq > self.seq:
-            raise NeverCommitted("the fork lies ahead of what is committed")
+            raise UnknownCommit("the fork lies ahead of what is committed")
         if body.seq < self.let_go:
             raise Conflict(f"batches before {self.let_go + 1} were let go; restore a younger one")
         self.incarnation += 1
@@ -331,7 +333,7 @@ class MemoryDataflow:
 
     def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None:
         self._require(body.incarnation)
-        self.quarantined.append((node_id, body.session))
+        self.quarantined.append((node_id, body.boot_id))
 
     def versions_in_use(self) -> VersionsInUse:
         self._done("versions")
@@ -342,7 +344,7 @@ class MemoryDataflow:
                     incarnation=body.incarnation,
                     number=body.number,
                     manifest_digest=body.manifest_digest,
-                    by=UsedBy.NEWEST if body is self.published[-1] else UsedBy.ROWS,
+                    by=VersionUser.NEWEST if body is self.published[-1] else VersionUser.ROWS,
                 )
                 for body in self.published
             )

@@ -157,17 +157,17 @@ def aggregate(
     keep = [True] * losses.size if kept is None else list(kept)
     sequences = [list(tokens) for tokens in spans(lengths) if len(tokens)]
 
-    def counted(original: int, surviving: int) -> float:
+    def pluralise(original: int, surviving: int) -> float:
         return max(surviving, original / 2) if is_surviving else original
 
     sums = [math.fsum(losses[t] for t in tokens if keep[t]) for tokens in sequences]
     alive = [sum(keep[t] for t in tokens) for tokens in sequences]
-    num_sequences = counted(len(sequences), sum(n > 0 for n in alive))
+    num_sequences = pluralise(len(sequences), sum(n > 0 for n in alive))
     if mode == "token-mean":
-        return math.fsum(sums) / counted(losses.size, sum(keep))
+        return math.fsum(sums) / pluralise(losses.size, sum(keep))
     if mode == "seq-mean-token-mean":
         means = [
-            total / counted(len(tokens), n)
+            total / pluralise(len(tokens), n)
             for total, tokens, n in zip(sums, sequences, alive, strict=True)
         ]
         return math.fsum(means) / num_sequences
@@ -221,8 +221,8 @@ def reinforce_baseline(groups: Sequence[Sequence[float]]) -> list[float]:
     """Two passes: the group's mean, then mean and std over the rows of the batch."""
     flat = [r for rewards in groups for r in rewards]
     values = [v for part in centred(groups) for v in part]
-    counted = [v for v, r in zip(values, flat, strict=True) if math.isfinite(r)]
-    mean, std = statistics.fmean(counted), statistics.stdev(counted)
+    pluralise = [v for v, r in zip(values, flat, strict=True) if math.isfinite(r)]
+    mean, std = statistics.fmean(pluralise), statistics.stdev(pluralise)
     return [
         (v - mean) / (std + 1e-5) if math.isfinite(r) else 0.0
         for v, r in zip(values, flat, strict=True)
@@ -234,13 +234,13 @@ def gae(
     values: Sequence[float],
     after: float,
     discount: float,
-    trace: float,
+    lam: float,
 ) -> tuple[list[float], list[float]]:
     """Of one sample's trained tokens, by the explicit sum."""
     following = [*values[1:], after][: len(values)]
     errors = [r + discount * nxt - v for r, nxt, v in zip(rewards, following, values, strict=True)]
     advantages = [
-        math.fsum((discount * trace) ** (s - t) * errors[s] for s in range(t, len(errors)))
+        math.fsum((discount * lam) ** (s - t) * errors[s] for s in range(t, len(errors)))
         for t in range(len(errors))
     ]
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.fleet.processes import exit_with_parent
-from penstock.trainer.ranks.group import Gang, Team, form, join
-from penstock.trainer.ranks.repartition import Holding, repartition
-from penstock.trainer.ranks.row_fetch import draw_rows
-from penstock.trainer.ranks.supervisor import LOOPBACK, Membership, membership, run_ranks
-from penstock.trainer.ranks.topology import Parallel, dealt_out
+from penstock.trainer.ranks.group import RankGroup, Ranks, join, make_rank_group
+from penstock.trainer.ranks.repartition import RowPlacement, repartition
+from penstock.trainer.ranks.row_fetch import fetch_rows
+from penstock.trainer.ranks.supervisor import LOOPBACK, RankEnv, read_rank_env, run_ranks
+from penstock.trainer.ranks.topology import Parallel, round_robin
 from penstock.types import (
     GroupId,
     Manifest,
@@ -62,9 +62,9 @@ def sequences(step: int, num_rows: int = 5) -> list[Tensor]:
 class PlainLoop:
     """What any learner must do in a gang, and no more."""
 
-    def __init__(self, model: Any, gang: Team) -> None:
+    def __init__(self, model: Any, ranks: Ranks) -> None:
         self.model = model
-        self.gang = gang
+        self.ranks = ranks
         self.parameters = dict(model.named_parameters())
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-3, fused=True)
 
@@ -72,16 +72,16 @@ class PlainLoop:
         """The loss of the whole batch, and the gradient's norm before it was clipped."""
         from penstock.trainer.ranks.sharding import clip
 
-        own = rows[self.gang.place.part :: self.gang.place.parallel.dp]
+        own = rows[self.ranks.position.part :: self.ranks.position.parallel.dp]
         trained = float(sum(row.numel() - 1 for row in own))
-        (num_trained,) = self.gang.sum_over_ranks(np.array([trained]))
+        (num_trained,) = self.ranks.sum_over_ranks(np.array([trained]))
         parts = [own[first : first + MICRO] for first in range(0, len(own), MICRO)]
         total = 0.0
-        for index in range(self.gang.most_over_ranks(len(parts))):
+        for index in range(self.ranks.max_over_ranks(len(parts))):
             loss = self._loss(parts[index]) if index < len(parts) else self._nothing()
             (loss / float(num_trained)).backward()
             total += loss.item()
-        (total,) = self.gang.sum_over_ranks(np.array([total]))
+        (total,) = self.ranks.sum_over_ranks(np.array([total]))
         norm = clip(self.parameters.values(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -108,19 +108,19 @@ class PlainLoop:
         }
 
     def restore(self, whole: dict[str, Tensor]) -> None:
-        from penstock.trainer.ranks.sharding import spread
+        from penstock.trainer.ranks.sharding import shard_like
 
         for name, parameter in self.parameters.items():
             self.optimizer.state[parameter] = {
-                key: spread(whole[f"{name}.{key}"], parameter)
+                key: shard_like(whole[f"{name}.{key}"], parameter)
                 if key != "step"
                 else whole[f"{name}.{key}"]
                 for key in ("step", "exp_avg", "exp_avg_sq")
             }
 
 
-def train(model: Any, gang: Team, steps: range) -> tuple[PlainLoop, list[tuple[float, float]]]:
-    loop = PlainLoop(model, gang)
+def train(model: Any, ranks: Ranks, steps: range) -> tuple[PlainLoop, list[tuple[float, float]]]:
+    loop = PlainLoop(model, ranks)
     return loop, [loop.step(sequences(step)) for step in steps]
 
 
@@ -134,37 +134,37 @@ LORA = {"rank": 2, "alpha": 8}
 
 
 def learned(
-    folder: Path, name: str, team: Team
+    folder: Path, name: str, ranks: Ranks
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """Loss and gradient norm of each step, and the weights after the last."""
     from tests.unit.trainer.doubles import POLICY, random_batch, settings
 
     from penstock.trainer import build
     from penstock.trainer.batches import assemble
-    from penstock.trainer.ranks import weight_loading as reading
+    from penstock.trainer.ranks import weight_loading
 
     algorithm, _, where = name.partition("+")
     lora = LORA if where == "adapted" else None
     chosen = settings(folder / (where if where == "tied" else "model"), algorithm, lora=lora)
-    place = team.place
-    if not place.is_first:
-        build.load_model = reading.load_model = _forbidden
-    crew = build.build_crew(chosen, POLICY, folder / (where or "model"), team)
+    position = ranks.position
+    if not position.is_rank0:
+        build.load_model = weight_loading.load_model = _forbidden
+    models = build.build_models(chosen, POLICY, folder / (where or "model"), ranks)
     if where == "tied":
-        embeddings: Any = crew.model.get_input_embeddings()
-        assert embeddings.weight is cast(Any, crew.model.get_output_embeddings()).weight
+        embeddings: Any = models.model.get_input_embeddings()
+        assert embeddings.weight is cast(Any, models.model.get_output_embeddings()).weight
     curve: list[tuple[float, float]] = []
     for seq in range(1, CREWS[name] + 1):
         sealed = random_batch(3, seq=seq, num_groups=5, size=3)
         rows = [
-            row if index % place.parallel.dp == place.part else replace(row, payload=None)
+            row if index % position.parallel.dp == position.part else replace(row, payload=None)
             for index, row in enumerate(sealed.rows)
         ]
-        batch = assemble(sealed.manifest, rows, POLICY, VOCAB, ranks=team)
-        values = crew.step(batch).values
+        batch = assemble(sealed.manifest, rows, POLICY, VOCAB, ranks=ranks)
+        values = models.step(batch).values
         assert values["tokens/trained"] == sum(batch.columns["length"])
         curve.append((values["loss"], values["grad_norm"]))
-    return curve, crew.weights()
+    return curve, models.weights()
 
 
 def _forbidden(folder: Path) -> Any:
@@ -181,24 +181,24 @@ def pair(folder: Path) -> dict[str, Any]:
     from penstock.trainer.model_folders import load_model
     from penstock.trainer.ranks.sharding import gather, shard
 
-    parts = form(Parallel(dp=2))
-    inside = form(Parallel(tp=2))
+    parts = make_rank_group(Parallel(dp=2))
+    inside = make_rank_group(Parallel(tp=2))
     assert parts is not None and inside is not None
     model = load_model(folder / "model").eval()
     loop, curve = train(shard(model, model, parts), parts, range(NUM_STEPS))
     whole = gather(loop.model.state_dict(keep_vars=True), parts)
     state = gather(loop.state(), parts)
-    if parts.place.is_first:
+    if parts.position.is_rank0:
         save_file(whole, folder / "whole.safetensors")
         save_file(state, folder / "state.safetensors")
     went_on = [list(loop.step(sequences(step))) for step in MORE_STEPS]
     split = load_model(folder / "model").eval()
     tensor_loop, tensor_curve = train(shard(split, split, inside), inside, range(TENSOR_STEPS))
     tensor_whole = gather(tensor_loop.model.state_dict(keep_vars=True), inside)
-    if inside.place.is_first:
+    if inside.position.is_rank0:
         save_file(tensor_whole, folder / "tensor_whole.safetensors")
     crews = {name: learned(folder, name, parts) for name in CREWS}
-    if parts.place.is_first:
+    if parts.position.is_rank0:
         for name in GATHERED:
             save_file(crews[name][1], folder / f"{name}.safetensors")
     return {
@@ -207,12 +207,12 @@ def pair(folder: Path) -> dict[str, Any]:
         "tensor_curve": tensor_curve,
         "gathered": len(whole),
         "local_share": _local_share(loop.model),
-        "pressures": parts.gather_pressures(pressures_of(parts.place.rank, 2)).tolist(),
+        "pressures": parts.gather_over_ranks(pressures_of(parts.position.rank, 2)).tolist(),
         "went_on": went_on,
         "resumed": _resumed(folder, parts),
         "drawn": _drawn_bytes(parts),
         "drawn_inside": _drawn_bytes(inside),
-        "said": parts.first_says([parts.place.rank + 5, 7]),
+        "said": parts.broadcast_from_rank0([parts.position.rank + 5, 7]),
     }
 
 
@@ -222,7 +222,7 @@ def _local_share(model: Any) -> float:
     return local / sum(parameter.numel() for parameter in model.parameters())
 
 
-def _resumed(folder: Path, gang: Gang) -> list[list[float]]:
+def _resumed(folder: Path, ranks: RankGroup) -> list[list[float]]:
     """The steps that follow, by a new life that restored what was gathered."""
     from safetensors.torch import load_file
 
@@ -231,7 +231,7 @@ def _resumed(folder: Path, gang: Gang) -> list[list[float]]:
 
     model = load_model(folder / "model").eval()
     model.load_state_dict(load_file(folder / "whole.safetensors"))
-    loop = PlainLoop(shard(model, model, gang), gang)
+    loop = PlainLoop(shard(model, model, ranks), ranks)
     loop.restore(load_file(folder / "state.safetensors"))
     return [list(loop.step(sequences(step))) for step in MORE_STEPS]
 
@@ -284,11 +284,11 @@ class CountingDataflow:
         return RowsAnswer(rows=rows)
 
 
-def _drawn_bytes(gang: Gang) -> dict[str, Any]:
+def _drawn_bytes(ranks: RankGroup) -> dict[str, Any]:
     manifest, sealed = sealed_rows()
     dataflow = CountingDataflow(sealed)
-    said = _count_broadcast(gang)
-    rows = draw_rows(dataflow, manifest, gang)
+    said = _count_broadcast(ranks)
+    rows = fetch_rows(dataflow, manifest, ranks)
     return {
         "through": dataflow.num_bytes + sum(said),
         "fetched": dataflow.num_bytes,
@@ -301,19 +301,19 @@ def _drawn_bytes(gang: Gang) -> dict[str, Any]:
     }
 
 
-def _count_broadcast(gang: Gang) -> list[int]:
+def _count_broadcast(ranks: RankGroup) -> list[int]:
     """Bytes of rows that pass between neighbours, counted where they pass."""
-    counted: list[int] = []
-    passed_on = gang.to_neighbours
+    pluralise: list[int] = []
+    passed_on = ranks.broadcast_in_tp_group
 
     def count(payload: bytes) -> bytes:
         given = passed_on(payload)
-        if gang.place.parallel.tp > 1 and not gang.place.is_fetching:
-            counted.append(len(given))
+        if ranks.position.parallel.tp > 1 and not ranks.position.fetches_rows:
+            pluralise.append(len(given))
         return given
 
-    gang.to_neighbours = count
-    return counted
+    ranks.broadcast_in_tp_group = count
+    return pluralise
 
 
 def four(folder: Path) -> dict[str, Any]:
@@ -326,12 +326,12 @@ def four(folder: Path) -> dict[str, Any]:
         "4-4": [Parallel(dp=4), Parallel(dp=4)],
     }
     results: dict[str, Any] = {name: _chain(chain, rank) for name, chain in chains.items()}
-    three = form(Parallel(dp=3))
+    three = make_rank_group(Parallel(dp=3))
     results["metrics"] = None if three is None else _metrics(three)
-    square = form(Parallel(dp=2, tp=2))
+    square = make_rank_group(Parallel(dp=2, tp=2))
     assert square is not None
     results["drawn"] = _drawn_bytes(square)
-    results["summed"] = square.sum_over_ranks(np.array([10.0**square.place.part])).tolist()
+    results["summed"] = square.sum_over_ranks(np.array([10.0**square.position.part])).tolist()
     return results
 
 
@@ -341,11 +341,11 @@ def payload_of(row: int) -> bytes:
 
 
 def _chain(chain: list[Parallel], rank: int) -> list[dict[str, Any]]:
-    before = Holding(parallel=chain[0], parts_R=dealt_out(NUM_ROWS, chain[0].dp))
+    before = RowPlacement(parallel=chain[0], parts_R=round_robin(NUM_ROWS, chain[0].dp))
     rows = {row: payload_of(row) for row in before.rows_of(rank)}
     stages: list[dict[str, Any]] = []
     for parallel in chain[1:]:
-        after = Holding(parallel=parallel, parts_R=dealt_out(NUM_ROWS, parallel.dp))
+        after = RowPlacement(parallel=parallel, parts_R=round_robin(NUM_ROWS, parallel.dp))
         rows, moved = repartition(rows, before, after, rank=rank)
         stages.append(
             {
@@ -363,11 +363,11 @@ UNEVEN = ([1.0, 2.0, 3.0, 4.0, 5.0], [], [10.0])
 """A number per token on each of three ranks."""
 
 
-def _metrics(gang: Gang) -> dict[str, Any]:
+def _metrics(ranks: RankGroup) -> dict[str, Any]:
     """A mean over all tokens: sums and denominators are added up, in one call."""
-    own = np.array(UNEVEN[gang.place.rank])
-    total, count = gang.sum_over_ranks(np.array([own.sum(), own.size]))
-    return {"mean": float(total / count), "most": gang.most_over_ranks(own.size)}
+    own = np.array(UNEVEN[ranks.position.rank])
+    total, count = ranks.sum_over_ranks(np.array([own.sum(), own.size]))
+    return {"mean": float(total / count), "most": ranks.max_over_ranks(own.size)}
 
 
 def mortal(folder: Path) -> dict[str, Any]:
@@ -377,27 +377,27 @@ def mortal(folder: Path) -> dict[str, Any]:
     from penstock.trainer.model_folders import load_model
     from penstock.trainer.ranks.sharding import gather, shard
 
-    gang = form(Parallel(dp=2))
-    assert gang is not None
+    ranks = make_rank_group(Parallel(dp=2))
+    assert ranks is not None
     saved = sorted(folder.glob("step.*.safetensors"))
     model = load_model(folder / "model").eval()
     whole = load_file(saved[-1]) if saved else {}
     if whole:
         model.load_state_dict({name: whole[f"model.{name}"] for name in model.state_dict()})
-    loop = PlainLoop(shard(model, model, gang), gang)
+    loop = PlainLoop(shard(model, model, ranks), ranks)
     if whole:
         loop.restore(whole)
     for step in range(len(saved), MORTAL_STEPS):
-        if step == 3 and gang.place.rank == 1 and (folder / "kill").exists():
+        if step == 3 and ranks.position.rank == 1 and (folder / "kill").exists():
             (folder / "kill").unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         loop.step(sequences(step))
         weights = {f"model.{name}": tensor for name, tensor in loop.model.named_parameters()}
-        whole = gather(weights | loop.state(), gang)
-        if gang.place.is_first:
+        whole = gather(weights | loop.state(), ranks)
+        if ranks.position.is_rank0:
             save_file(whole, folder / "partial")
             (folder / "partial").rename(folder / f"step.{step}.safetensors")
-        gang.barrier()
+        ranks.barrier()
     return {"began_at": len(saved)}
 
 
@@ -440,11 +440,11 @@ def _results(job: str, num_ranks: int, folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{job}.{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def _work(job: str, folder: Path, member: Membership) -> None:
+def _work(job: str, folder: Path, rank_env: RankEnv) -> None:
     torch.set_num_threads(1)
-    join(member, timeout_s=90.0)
+    join(rank_env, timeout_s=90.0)
     result = JOBS[job](folder)
-    (folder / f"{job}.{member.rank}.json").write_text(json.dumps(result))
+    (folder / f"{job}.{rank_env.rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()
     os._exit(0)  # torch takes seconds to say farewell
 
@@ -465,7 +465,7 @@ def _fork(job: str, folder: Path, num_ranks: int) -> None:
     listener = socket.create_server((LOOPBACK, 0), backlog=16)
     children: list[int] = []
     for rank in range(num_ranks):
-        member = Membership(
+        rank_env = RankEnv(
             rank=rank,
             num_ranks=num_ranks,
             local_rank=rank,
@@ -475,20 +475,20 @@ def _fork(job: str, folder: Path, num_ranks: int) -> None:
         )
         pid = os.fork()
         if pid == 0:
-            _work(job, folder, member)
+            _work(job, folder, rank_env)
         children.append(pid)
     codes = [os.waitpid(pid, 0)[1] for pid in children]
     os._exit(1 if any(codes) else 0)
 
 
 def main() -> None:
-    die_with_parent()
+    exit_with_parent()
     job, folder = sys.argv[1], Path(sys.argv[2])
-    member = membership(os.environ)
-    if member is None:
+    rank_env = read_rank_env(os.environ)
+    if rank_env is None:
         _fork(job, folder, int(sys.argv[3]))
     else:
-        _work(job, folder, member)
+        _work(job, folder, rank_env)
 
 
 if __name__ == "__main__":

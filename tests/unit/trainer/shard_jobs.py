@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from tests.unit.trainer import rank_jobs as gang_work
+from tests.unit.trainer import rank_jobs
 from tests.unit.trainer.doubles import (
     POLICY,
     MemoryDataflow,
@@ -30,15 +30,15 @@ from tests.unit.trainer.test_replay import MemoryRecord
 
 from penstock.dataflow.service.trainers.messages import CommitRequest
 from penstock.observe.metrics import MetricsFile
-from penstock.trainer import state_shards as shares
+from penstock.trainer import state_shards
 from penstock.trainer.checkpoint import Checkpoints
 from penstock.trainer.loop import Trainer
-from penstock.trainer.models import Crew
-from penstock.trainer.ranks.group import Alone, Gang, Team, form
+from penstock.trainer.models import Models
+from penstock.trainer.ranks.group import RankGroup, Ranks, SingleRank, make_rank_group
 from penstock.trainer.ranks.topology import Parallel
-from penstock.trainer.ranks.worker_loop import follow
-from penstock.trainer.replay import Committed
-from penstock.trainer.service import make_checkpoints, make_crew, replay_step
+from penstock.trainer.ranks.worker_loop import worker_loop
+from penstock.trainer.replay import RecordedCommit
+from penstock.trainer.service import make_checkpoints, replay_step, restore_models
 from penstock.trainer.snapshots import Snapshots
 from penstock.wire.codec import JSON, decode, encode_json
 
@@ -50,28 +50,28 @@ BATCHES.append(seal([_SAME, _SAME], seq=NUM_STEPS + 1, trains_from=NUM_STEPS))
 """The last one makes no version; only the critic learns from it."""
 
 
-def configured(folder: Path, team: Team) -> Any:
-    dp = team.place.parallel.dp
+def configured(folder: Path, ranks: Ranks) -> Any:
+    dp = ranks.position.parallel.dp
     return settings(
         folder / "model", "ppo", checkpoint_every=EVERY, minibatches=2, parallel={"dp": dp}
     )
 
 
-def opened(folder: Path, name: str, team: Team | None = None) -> Checkpoints:
-    chosen = configured(folder, team or Alone())
+def opened(folder: Path, name: str, ranks: Ranks | None = None) -> Checkpoints:
+    chosen = configured(folder, ranks or SingleRank())
     return make_checkpoints(chosen, POLICY, folder / name, accepts_changes=True)
 
 
 def lead(
-    dataflow: MemoryDataflow, crew: Crew, checkpoints: Checkpoints, team: Team, run_dir: Path
+    dataflow: MemoryDataflow, models: Models, checkpoints: Checkpoints, ranks: Ranks, run_dir: Path
 ) -> None:
     """The life of a first rank."""
     snapshots = Snapshots(run_dir / "weights", POLICY, checkpoints.last.folder)
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     trainer = Trainer(
         policy=POLICY,
-        crew=crew,
-        team=team,
+        models=models,
+        ranks=ranks,
         dataflow=dataflow,
         snapshots=snapshots,
         checkpoints=checkpoints,
@@ -84,18 +84,18 @@ def lead(
         snapshots.close()
 
 
-def lived(folder: Path, name: str, team: Team) -> list[list[float]]:
+def lived(folder: Path, name: str, ranks: Ranks) -> list[list[float]]:
     """One life of a trainer with a critic, from the newest checkpoint on; the loss and the critic's
     loss of each step, in the first rank."""
-    checkpoints = opened(folder, name, team)
-    crew, checkpoint = make_crew(configured(folder, team), POLICY, checkpoints, team)
+    checkpoints = opened(folder, name, ranks)
+    models, checkpoint = restore_models(configured(folder, ranks), POLICY, checkpoints, ranks)
     cursor = checkpoint.cursor
     dataflow = MemoryDataflow(batches=BATCHES, number=cursor.number, seq=cursor.seq)
-    if not team.place.is_first:
+    if not ranks.position.is_rank0:
         dataflow.incarnation = 1
-        follow(POLICY, crew, dataflow, team, checkpoints.root)
+        worker_loop(POLICY, models, dataflow, ranks, checkpoints.root)
         return []
-    lead(dataflow, crew, checkpoints, team, folder / name)
+    lead(dataflow, models, checkpoints, ranks, folder / name)
     (folder / name / "commits.json").write_bytes(encode_json(dataflow.commits))
     (folder / name / "published.json").write_bytes(encode_json(dataflow.published))
     return [
@@ -109,7 +109,7 @@ def lived(folder: Path, name: str, team: Team) -> list[list[float]]:
 def pair(folder: Path) -> dict[str, Any]:
     """Two ranks: a straight life, one that goes on in the middle of it, and one that goes on from
     what a single process saved. Last, a life in which the second rank dies."""
-    parts, inside = form(Parallel(dp=2)), form(Parallel(tp=2))
+    parts, inside = make_rank_group(Parallel(dp=2)), make_rank_group(Parallel(tp=2))
     assert parts is not None and inside is not None
     result = {
         "straight": lived(folder, "straight", parts),
@@ -124,16 +124,16 @@ def pair(folder: Path) -> dict[str, Any]:
     return result
 
 
-def _in_the_middle(folder: Path, before: str, after: str, team: Team) -> list[list[float]]:
+def _in_the_middle(folder: Path, before: str, after: str, ranks: Ranks) -> list[list[float]]:
     """Go on from the older checkpoint of another life."""
-    if team.place.is_first:
+    if ranks.position.is_rank0:
         between = Path("checkpoints", f"step_{EVERY}")
         shutil.copytree(folder / before / between, folder / after / between)
-    team.barrier()
-    return lived(folder, after, team)
+    ranks.barrier()
+    return lived(folder, after, ranks)
 
 
-def _replayed(folder: Path, name: str, team: Team) -> dict[str, Any]:
+def _replayed(folder: Path, name: str, ranks: Ranks) -> dict[str, Any]:
     """The last version of another life, computed again by the same ranks."""
     run_dir = folder / name
     commits = decode(
@@ -144,113 +144,113 @@ def _replayed(folder: Path, name: str, team: Team) -> dict[str, Any]:
     record = MemoryRecord(
         batches=BATCHES,
         commits={
-            seq: Committed(number=body.number, skipped=body.skipped, stats=body.stats)
+            seq: RecordedCommit(number=body.number, skipped=body.skipped, stats=body.stats)
             for seq, body in commits
         },
     )
     done = replay_step(
-        configured(folder, team),
+        configured(folder, ranks),
         POLICY,
         record,
         number=NUM_STEPS,
         run_dir=run_dir,
         scratch=folder / "scratch",
-        team=team,
+        ranks=ranks,
     )
     if done is None:
         return {}
     published = json.loads((run_dir / "published.json").read_bytes())
     return {
-        "begun_at": done.begun_at.number,
+        "begun_at": done.started_at.number,
         "differences": [str(found) for found in done.differences],
         "is_equal": done.stored.weights_digest == published[-1]["weights_digest"],
     }
 
 
-def _state_of(folder: Path, gang: Gang) -> dict[str, Any]:
+def _state_of(folder: Path, ranks: RankGroup) -> dict[str, Any]:
     """Bytes that pass between ranks while they keep their state and while they restore it."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    crew, checkpoint = make_crew(
-        configured(folder, gang), POLICY, opened(folder, "straight", gang), gang
+    models, checkpoint = restore_models(
+        configured(folder, ranks), POLICY, opened(folder, "straight", ranks), ranks
     )
     with CommDebugMode() as saving:
-        kept = shares.copy_shares(crew.state_tensors())
+        kept = state_shards.copy_shard(models.state_tensors())
     with CommDebugMode() as restoring:
-        crew.restore(checkpoint.read_state())
+        models.restore(checkpoint.read_state())
     with CommDebugMode() as publishing:
-        crew.weights()
+        models.weights()
     return {
         "saving": saving.get_total_counts(),
         "restoring": restoring.get_total_counts(),
         "publishing": publishing.get_total_counts(),
-        "kept": sum(tensor.nbytes for name, tensor in kept.tensors.items() if name in kept.boxes),
+        "kept": sum(tensor.nbytes for name, tensor in kept.tensors.items() if name in kept.regions),
     }
 
 
 def square(folder: Path) -> dict[str, Any]:
     """Four ranks, a model cut both ways."""
-    gang = form(Parallel(dp=2, tp=2))
-    assert gang is not None
-    return _put_together(folder / "square", folder / "model", gang)
+    ranks = make_rank_group(Parallel(dp=2, tp=2))
+    assert ranks is not None
+    return _put_together(folder / "square", folder / "model", ranks)
 
 
-def _put_together(where: Path, model: Path, gang: Gang) -> dict[str, Any]:
+def _put_together(where: Path, model: Path, ranks: RankGroup) -> dict[str, Any]:
     """A model cut inside its matrices: what its ranks wrote, put together, is what is gathered, and
     each gets back what it had."""
-    from penstock.trainer.build import build_crew
+    from penstock.trainer.build import build_models
     from penstock.trainer.ranks.sharding import gather
 
-    crew = build_crew(settings(model, "grpo"), POLICY, model, gang)
-    _step(crew, gang)
-    rank, num_ranks = gang.place.rank, gang.place.parallel.num_ranks
-    before = shares.copy_shares(crew.state_tensors())
-    shares.put_share(where, rank, num_ranks, before)
-    gang.barrier()
-    found = shares.open_state([where / name for name in shares.state_names(num_ranks)])
-    whole = gather(crew.state_tensors(), gang)
-    crew.restore(found)
-    after = shares.copy_shares(crew.state_tensors())
+    models = build_models(settings(model, "grpo"), POLICY, model, ranks)
+    _step(models, ranks)
+    rank, num_ranks = ranks.position.rank, ranks.position.parallel.num_ranks
+    before = state_shards.copy_shard(models.state_tensors())
+    state_shards.write_shard(where, rank, num_ranks, before)
+    ranks.barrier()
+    found = state_shards.open_state([where / name for name in state_shards.state_names(num_ranks)])
+    whole = gather(models.state_tensors(), ranks)
+    models.restore(found)
+    after = state_shards.copy_shard(models.state_tensors())
     return {
         "is_equal": all(found[name].equal(whole[name]) for name in whole),
-        "is_given_back": after.boxes == before.boxes
+        "is_given_back": after.regions == before.regions
         and all(after.tensors[name].equal(value) for name, value in before.tensors.items()),
         "names": len(whole),
-        "parts": len(before.boxes),
+        "parts": len(before.regions),
     }
 
 
-def _step(crew: Crew, team: Team) -> None:
+def _step(models: Models, ranks: Ranks) -> None:
     from penstock.trainer.batches import assemble
 
-    sealed, place = BATCHES[0], team.place
+    sealed, position = BATCHES[0], ranks.position
     rows = [
-        row if index % place.parallel.dp == place.part else replace(row, payload=None)
+        row if index % position.parallel.dp == position.part else replace(row, payload=None)
         for index, row in enumerate(sealed.rows)
     ]
-    crew.step(assemble(sealed.manifest, rows, POLICY, gang_work.VOCAB, ranks=team))
+    models.step(assemble(sealed.manifest, rows, POLICY, rank_jobs.VOCAB, ranks=ranks))
 
 
-def _die_between(folder: Path, gang: Gang) -> None:
+def _die_between(folder: Path, ranks: RankGroup) -> None:
     """The second rank is killed when its share of the second checkpoint is on disk, and before it
     could say so; the first one must not wait for ever."""
-    receipts = shares.write_durably
+    receipts = state_shards.write_durably
 
     def deadly(path: Path, text: str) -> None:
         if list(opened(folder, "killed").root.glob(f"step_{EVERY}")):
             os.kill(os.getpid(), signal.SIGKILL)
         receipts(path, text)
 
-    if gang.place.rank == 1:
-        shares.write_durably = deadly
+    if ranks.position.rank == 1:
+        state_shards.write_durably = deadly
     try:
-        lived(folder, "killed", gang)
+        lived(folder, "killed", ranks)
     except RuntimeError as error:
-        if gang.place.is_first:
+        if ranks.position.is_rank0:
             (folder / "survived").write_text(str(error))
     os._exit(0)
 
 
 if __name__ == "__main__":
-    gang_work.JOBS.update(pair=pair, square=square)
-    gang_work.main()
+    rank_jobs.JOBS.update(pair=pair, square=square)
+    rank_jobs.main()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.unit.trainer import rank_jobs as gang_work
+from tests.unit.trainer import rank_jobs
 from tests.unit.trainer.doubles import (
     POLICY,
     VOCAB_SIZE,
@@ -27,14 +27,14 @@ from tests.unit.trainer.shard_jobs import lead
 from penstock.config import RunConfig
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.ranks import batch_repartition as moving
-from penstock.trainer.ranks.group import Company, Team, form_all
-from penstock.trainer.ranks.repartition import Moved
-from penstock.trainer.ranks.row_fetch import draw_rows
+from penstock.trainer.ranks import batch_repartition
+from penstock.trainer.ranks.group import Ranks, StagedRanks, make_ranks
+from penstock.trainer.ranks.repartition import TransferStats
+from penstock.trainer.ranks.row_fetch import fetch_rows
 from penstock.trainer.ranks.topology import Parallel
-from penstock.trainer.ranks.worker_loop import follow
+from penstock.trainer.ranks.worker_loop import worker_loop
 from penstock.trainer.samples import TOKEN_COLUMNS
-from penstock.trainer.service import make_checkpoints, make_crew
+from penstock.trainer.service import make_checkpoints, restore_models
 from penstock.types import FinishReason
 
 MODULE = "tests.unit.trainer.spread_jobs"
@@ -76,18 +76,18 @@ class Heard(MemoryDataflow):
 
 
 def live(
-    config: RunConfig, team: Team, folder: Path, num_batches: int, *, begun: int = 0
+    config: RunConfig, ranks: Ranks, folder: Path, num_batches: int, *, begun: int = 0
 ) -> list[dict[str, float]]:
     """One life of a trainer, up to the end of these batches; what it committed."""
     checkpoints = make_checkpoints(config, POLICY, folder)
-    crew, _ = make_crew(config, POLICY, checkpoints, team)
-    if not team.place.is_first:
-        follow(POLICY, crew, Heard(batches=batches(num_batches)), team, checkpoints.root)
+    models, _ = restore_models(config, POLICY, checkpoints, ranks)
+    if not ranks.position.is_rank0:
+        worker_loop(POLICY, models, Heard(batches=batches(num_batches)), ranks, checkpoints.root)
         return []
     dataflow = MemoryDataflow(
         batches=batches(num_batches), incarnation=int(begun > 0), number=begun, seq=begun
     )
-    lead(dataflow, crew, checkpoints, team, folder)
+    lead(dataflow, models, checkpoints, ranks, folder)
     return [dict(commit.stats) for _, commit in dataflow.commits]
 
 
@@ -100,45 +100,45 @@ def spread(folder: Path) -> dict[str, Any]:
 
 def _lives(folder: Path, name: str) -> dict[str, Any]:
     """One life, and one that goes on from its middle; rows are counted where they pass."""
-    from penstock.trainer.build import spread_of
+    from penstock.trainer.build import parallel_layouts
     from penstock.trainer.pipeline.builtin import chain_of
 
     moved = _count_moves()
     config = spread_settings(folder, name)
-    team = form_all(spread_of(chain_of(config, POLICY).stages))
-    whole = live(config, team, folder / name / "whole", NUM_STEPS)
+    ranks = make_ranks(parallel_layouts(chain_of(config, POLICY).stages))
+    whole = live(config, ranks, folder / name / "whole", NUM_STEPS)
     found = {
         "whole": whole,
         "moves": len(moved),
         "sent_bytes": sum(one.sent_bytes for one in moved),
         "received_bytes": sum(one.received_bytes for one in moved),
     }
-    if isinstance(team, Company):
-        if team.place.is_first:
+    if isinstance(ranks, StagedRanks):
+        if ranks.position.is_rank0:
             saved = f"checkpoints/step_{SAVED_AT}"
             shutil.copytree(folder / name / "whole" / saved, folder / name / "cut" / saved)
-        found["rest"] = live(config, team, folder / name / "cut", NUM_STEPS, begun=SAVED_AT)
+        found["rest"] = live(config, ranks, folder / name / "cut", NUM_STEPS, begun=SAVED_AT)
     return found
 
 
-def _count_moves() -> list[Moved]:
-    counted: list[Moved] = []
-    original = getattr(moving.repartition, "original", moving.repartition)
+def _count_moves() -> list[TransferStats]:
+    pluralise: list[TransferStats] = []
+    original = getattr(batch_repartition.repartition, "original", batch_repartition.repartition)
 
     def count(*args: Any, **kwargs: Any) -> Any:
         rows, moved = original(*args, **kwargs)
-        counted.append(moved)
+        pluralise.append(moved)
         return rows, moved
 
     count.original = original  # pyright: ignore[reportFunctionMemberAccess]
-    moving.repartition = count
-    return counted
+    batch_repartition.repartition = count
+    return pluralise
 
 
 def _all_moves() -> dict[str, list[str]]:
     """For each way between two spreads, what differs from a batch drawn where the way ends."""
-    company = form_all([ONE, TWO, TENSOR])
-    assert isinstance(company, Company)
+    company = make_ranks([ONE, TWO, TENSOR])
+    assert isinstance(company, StagedRanks)
     return {
         f"{name}: {before} to {after}": _differences(sealed, company.at(before), company.at(after))
         for name, sealed in (("ragged", _ragged()), ("as many tokens as rows", _level()))
@@ -163,12 +163,12 @@ def _level() -> Sealed:
     return seal([[(turn, 1.0), (turn, 0.0)], [(turn, 0.5), (turn, 0.25)]])
 
 
-def _differences(sealed: Sealed, before: Company, after: Company) -> list[str]:
+def _differences(sealed: Sealed, before: StagedRanks, after: StagedRanks) -> list[str]:
     dataflow = MemoryDataflow(batches=[sealed])
 
-    def drawn(team: Company) -> Batch:
-        rows = draw_rows(dataflow, sealed.manifest, team, minibatches=2)
-        batch = assemble(sealed.manifest, rows, POLICY, VOCAB_SIZE, ranks=team)
+    def drawn(ranks: StagedRanks) -> Batch:
+        rows = fetch_rows(dataflow, sealed.manifest, ranks, minibatches=2)
+        batch = assemble(sealed.manifest, rows, POLICY, VOCAB_SIZE, ranks=ranks)
         noise_R = np.random.default_rng(2).standard_normal(len(sealed.rows))
         samples = batch.samples
         token_T = samples.ids_T * 0.1 + samples.turns_T + noise_R[batch.rows_T]
@@ -177,7 +177,9 @@ def _differences(sealed: Sealed, before: Company, after: Company) -> list[str]:
             in_sample_T[start:end] = token_T[start:end]
         return batch.with_columns({"credit": in_sample_T, "noise": noise_R})
 
-    found = moving.move(drawn(before), before.place.parallel, after.place.parallel, minibatches=2)
+    found = batch_repartition.move(
+        drawn(before), before.position.parallel, after.position.parallel, minibatches=2
+    )
     return _unequal(found, drawn(after))
 
 
@@ -196,5 +198,5 @@ def _unequal(one: Batch, other: Batch) -> list[str]:
 
 
 if __name__ == "__main__":
-    gang_work.JOBS["spread"] = spread
-    gang_work.main()
+    rank_jobs.JOBS["spread"] = spread
+    rank_jobs.main()

@@ -70,7 +70,7 @@ def test_the_length_of_a_column_always_says_whether_it_is_by_row_or_by_token() -
     assert batch.samples.mask_T.tolist() == [False, True, False, True, False]
     inputs = make_inputs(batch, np.arange(2))
     assert inputs.token_K.tolist() == [1, 3]
-    assert inputs.more == {}, "no column by row passes for one by token"
+    assert inputs.extra_columns == {}, "no column by row passes for one by token"
 
 
 def test_a_rank_trains_its_own_rows_with_the_credit_of_all() -> None:

@@ -17,8 +17,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.build import build_crew
-from penstock.trainer.models import Crew
+from penstock.trainer.build import build_models
+from penstock.trainer.models import Models
 
 
 def batch(seq: int) -> Batch:
@@ -26,8 +26,8 @@ def batch(seq: int) -> Batch:
     return assemble(sealed.manifest, sealed.rows, POLICY, VOCAB_SIZE)
 
 
-def crew(model_folder: Path, name: str = "grpo", **training: Any) -> Crew:
-    return build_crew(settings(model_folder, name, **training), POLICY, model_folder)
+def models(model_folder: Path, name: str = "grpo", **training: Any) -> Models:
+    return build_models(settings(model_folder, name, **training), POLICY, model_folder)
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def test_precision_is_that_of_every_models_activations(
     """Actor, critic and reference all; only the critic's values are float32 at once, as log-probs
     are."""
     name = str(precision).removeprefix("torch.")
-    trained = crew(model_folder, "ppo", minibatches=1, precision=name)
+    trained = models(model_folder, "ppo", minibatches=1, precision=name)
     with outputs_of_linear_layers() as found:
         trained.step(batch(1))
     layers_per_model = sum(isinstance(module, nn.Linear) for module in trained.model.modules())
@@ -66,7 +66,8 @@ def test_precision_is_that_of_every_models_activations(
 
 def test_bfloat16_learns_nearly_the_same(model_folder: Path) -> None:
     exact, near = (
-        crew(model_folder, precision=name).step(batch(1)).values for name in ("float32", "bfloat16")
+        models(model_folder, precision=name).step(batch(1)).values
+        for name in ("float32", "bfloat16")
     )
     assert near["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
     assert near["grad_norm"] != exact["grad_norm"]
@@ -77,7 +78,7 @@ def test_micro_batch_tokens_cuts_passes_and_not_the_gradient(model_folder: Path)
     moments: list[dict[str, Tensor]] = []
     num_passes: list[int] = []
     for size in (4096, 16):
-        trained = crew(model_folder, micro_batch_tokens=size)
+        trained = models(model_folder, micro_batch_tokens=size)
         with outputs_of_linear_layers() as found:
             trained.step(batch(1))
         num_passes.append(sum(output.shape[-1] == VOCAB_SIZE for output in found))
@@ -92,6 +93,6 @@ def test_micro_batch_tokens_cuts_passes_and_not_the_gradient(model_folder: Path)
 
 
 def test_the_learning_rate_rises_and_falls_as_the_file_says(model_folder: Path) -> None:
-    trained = crew(model_folder, learning_rate=4e-3, warmup_steps=2, lr_scheduler_type="linear")
+    trained = models(model_folder, learning_rate=4e-3, warmup_steps=2, lr_scheduler_type="linear")
     rates = [trained.step(batch(seq)).values["learning_rate"] for seq in (1, 2, 3, 4, 5)]
     assert rates == pytest.approx([2e-3, 4e-3, 4e-3, 3e-3, 2e-3])

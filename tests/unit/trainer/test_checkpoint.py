@@ -17,12 +17,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from penstock.errors import ConfigError, Fenced, StoreError
 from penstock.trainer import checkpoint
 from penstock.trainer.checkpoint import NUM_KEPT, Checkpoint, Checkpoints, Cursor
-from penstock.trainer.checkpoint_manifest import STATE, Unusable, read_described, write_described
+from penstock.trainer.checkpoint_manifest import (
+    STATE,
+    UnusableCheckpoint,
+    read_checkpoint_manifest,
+    write_checkpoint_manifest,
+)
 from penstock.trainer.learner import Learner
 from penstock.trainer.model_folders import WEIGHTS, load_model, static_files
-from penstock.trainer.signals.alarms import Apart, Cause, Idle
+from penstock.trainer.signals.alarms import Cause, DivergenceStreak, NoSignalStreak
 from penstock.trainer.signals.mismatch import Gap, Gaps
-from penstock.trainer.signals.monitor_state import Memory, from_json, to_json
+from penstock.trainer.signals.monitor_state import MonitorState, from_json, to_json
 from penstock.trainer.snapshots import weights_of
 
 NewModel = Callable[[], PreTrainedModel]
@@ -175,8 +180,8 @@ def test_no_bit_of_what_a_checkpoint_says_of_itself_changes_unnoticed(
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         state.write_bytes(damaged)
-        with pytest.raises(Unusable):
-            read_described(state.parent)
+        with pytest.raises(UnusableCheckpoint):
+            read_checkpoint_manifest(state.parent)
     state.write_bytes(content)
     assert checkpoints.newest() == checkpoints.last
 
@@ -191,11 +196,14 @@ def test_a_checkpoint_from_before_they_had_digests_of_themselves_still_counts(
     del old["digest"]
     state.write_text(json.dumps(old | {"format": 2}))
     assert checkpoints.newest() is not None
-    assert read_described(checkpoints.move(at(5, seq=9), {}).folder) == checkpoints.last.state
+    assert (
+        read_checkpoint_manifest(checkpoints.move(at(5, seq=9), {}).folder)
+        == checkpoints.last.state
+    )
     assert "digest" in json.loads(state.read_bytes())
     state.write_text(json.dumps(old))
-    with pytest.raises(Unusable, match="does not begin with its digest"):
-        read_described(state.parent)
+    with pytest.raises(UnusableCheckpoint, match="does not begin with its digest"):
+        read_checkpoint_manifest(state.parent)
 
 
 @pytest.mark.parametrize("how", ["unreadable", "damaged", "of another policy"])
@@ -212,7 +220,9 @@ def test_checkpoints_of_which_none_can_be_used_are_no_fresh_start(
         elif how == "damaged":
             (folder / WEIGHTS).write_bytes(b"")
         else:
-            write_described(folder, replace(read_described(folder), policy="judge"))
+            write_checkpoint_manifest(
+                folder, replace(read_checkpoint_manifest(folder), policy="judge")
+            )
     before = files(tmp_path)
     with pytest.raises(StoreError, match=r"(?s)step_5: .*step_10: .*move these folders away"):
         open_checkpoints(tmp_path).newest()
@@ -378,7 +388,7 @@ def test_one_that_is_let_go_while_another_run_copies_it_is_named_with_those_left
     for number in (2, 3):
         save(checkpoints, learner, at(number), model_folder)
     with pytest.raises(StoreError, match=r"step_1 was let go .*choose one .*: step_2, step_3$"):
-        open_checkpoints(tmp_path / "fork").begin_from(first)
+        open_checkpoints(tmp_path / "fork").fork_from(first)
 
 
 def test_one_that_is_let_go_while_it_is_looked_at_is_not_damaged(
@@ -396,7 +406,7 @@ def test_one_that_is_let_go_while_it_is_looked_at_is_not_damaged(
         return real(path)
 
     monkeypatch.setattr(checkpoint, "digest", prunes_first)
-    complete, unusable = open_checkpoints(tmp_path).look()
+    complete, unusable = open_checkpoints(tmp_path).scan()
     assert ([found.cursor for found in complete], unusable) == ([at(2)], {})
 
 
@@ -411,25 +421,31 @@ def test_what_is_remembered_of_batches_is_part_of_the_checkpoint(
 ) -> None:
     learner = make_learner(new_model(), minibatches=2)
     gap = Gap(num_tokens=100, sum_abs=1 / 3, sum_k3=0.1, max_abs=0.2)
-    gaps = Gaps(told=frozenset({"c/2"})).after({"a/1": gap, "b/1": gap + gap}, 2)
-    memory = Memory(
+    gaps = Gaps(reported=frozenset({"c/2"})).after({"a/1": gap, "b/1": gap + gap}, 2)
+    monitor_state = MonitorState(
         gaps=gaps,
-        idle=Idle().after(Cause.EQUAL_REWARDS).after(Cause.GAP),
-        apart=Apart().after(0.7, 1.0),
+        no_signal=NoSignalStreak().after(Cause.EQUAL_REWARDS).after(Cause.GAP),
+        divergence=DivergenceStreak().after(0.7, 1.0),
     )
     checkpoints = open_checkpoints(tmp_path)
     weights, state = weights_of(learner.model), learner.state_tensors()
     static = static_files(model_folder)
-    checkpoints.save(at(2), weights=weights, state=state, static=static, memory=to_json(memory))
-    assert from_json(read_described(tmp_path / "step_2").memory) == memory
+    checkpoints.save(
+        at(2), weights=weights, state=state, static=static, monitor_state=to_json(monitor_state)
+    )
+    assert from_json(read_checkpoint_manifest(tmp_path / "step_2").monitor_state) == monitor_state
     lost = gap + Gap(num_tokens=1, sum_abs=math.inf, sum_k3=math.nan, max_abs=math.inf)
-    later = replace(memory, gaps=gaps.after({"b/1": lost}, 3), apart=Apart().after(math.inf, 1.0))
+    later = replace(
+        monitor_state,
+        gaps=gaps.after({"b/1": lost}, 3),
+        divergence=DivergenceStreak().after(math.inf, 1.0),
+    )
     checkpoints.move(at(2, seq=3), to_json(later))
-    found = from_json(read_described(tmp_path / "step_2").memory)
-    assert (found.gaps.nodes.keys(), found.gaps.told) == ({"a/1"}, {"c/2"})
-    assert (found.idle, found.apart.num_batches) == (memory.idle, 1)
+    found = from_json(read_checkpoint_manifest(tmp_path / "step_2").monitor_state)
+    assert (found.gaps.nodes.keys(), found.gaps.reported) == ({"a/1"}, {"c/2"})
+    assert (found.no_signal, found.divergence.num_batches) == (monitor_state.no_signal, 1)
     checkpoints.move(at(2, seq=4), {"idle": {"counts": {"a cause of another version": 1}}})
-    assert from_json(read_described(tmp_path / "step_2").memory) == Memory()
+    assert from_json(read_checkpoint_manifest(tmp_path / "step_2").monitor_state) == MonitorState()
 
 
 def test_an_interruption_while_one_takes_the_place_of_its_own_number_loses_neither(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.errors import Fenced, StoreError
-from penstock.trainer import checkpoint_saver as saving
+from penstock.trainer import checkpoint_saver
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
 from penstock.trainer.checkpoint_manifest import STATE
 from penstock.trainer.checkpoint_saver import Saver
@@ -45,13 +45,15 @@ class World:
         self.is_replaced = False
         self.static = static_files(model_folder)
         self.save_now(0)
-        self.saver = Saver(self.checkpoints, permit=self.permit, tell=self.tell)
+        self.saver = Saver(
+            self.checkpoints, check_allowed=self.check_allowed, on_saved=self.on_saved
+        )
 
-    def permit(self) -> None:
+    def check_allowed(self) -> None:
         if self.is_replaced:
             raise Fenced("replaced by 2")
 
-    def tell(self) -> None:
+    def on_saved(self) -> None:
         for number, _ in self.checkpoints.retained:
             assert (self.root / f"step_{number}" / STATE).is_file(), "told before it was complete"
         self.told.append(self.checkpoints.retained)
@@ -61,10 +63,10 @@ class World:
             cursor(number), weights=tensors(number), state=tensors(number), static=self.static
         )
 
-    def hand_over(self, number: int) -> dict[str, Tensor]:
+    def submit(self, number: int) -> dict[str, Tensor]:
         live = tensors(number)
-        self.saver.hand_over(
-            cursor(number), weights=live, state=live, static=self.static, memory={}
+        self.saver.submit(
+            cursor(number), weights=live, state=live, static=self.static, monitor_state={}
         )
         return live
 
@@ -91,12 +93,12 @@ def world(tmp_path: Path, model_folder: Path) -> Iterator[World]:
 
 def test_the_step_goes_on_and_what_it_changes_is_not_what_is_saved(world: World) -> None:
     world.checkpoints.may_write.clear()
-    live = world.hand_over(1)
+    live = world.submit(1)
     assert world.checkpoints.began.wait(60)
     live["model.weight"].fill_(9.0)  # the next step, while the disk is busy
     assert world.told == [], "nothing is told before it is on disk"
     world.checkpoints.may_write.set()
-    world.saver.finish()
+    world.saver.flush()
     assert world.told == [((0, 0), (1, 1))]
     assert saved_value(world.root, 1) == 1.0
 
@@ -104,28 +106,28 @@ def test_the_step_goes_on_and_what_it_changes_is_not_what_is_saved(world: World)
 def test_no_second_copy_is_made_while_one_is_being_written(world: World) -> None:
     assert world.saver.is_due(cursor(1))
     world.checkpoints.may_write.clear()
-    world.hand_over(1)
+    world.submit(1)
     assert world.checkpoints.began.wait(60)
     assert not any(world.saver.is_due(cursor(number)) for number in range(2, 20))
-    late = threading.Thread(target=world.hand_over, args=(5,))
+    late = threading.Thread(target=world.submit, args=(5,))
     late.start()
     late.join(0.2)
     assert late.is_alive(), "whoever must save now waits for the disk instead of for memory"
     world.checkpoints.may_write.set()
     late.join(30)
-    world.saver.finish()
+    world.saver.flush()
     assert world.told[-1] == ((1, 1), (5, 5))
 
 
 @pytest.mark.parametrize("ending", ["is_due", "hand_over", "finish"])
 def test_a_replaced_trainer_writes_nothing_and_ends(world: World, ending: str) -> None:
     world.is_replaced = True
-    world.hand_over(1)
+    world.submit(1)
     with pytest.raises(Fenced, match="replaced by 2"):
         if ending == "finish":
-            world.saver.finish()
+            world.saver.flush()
         while True:
-            world.saver.is_due(cursor(2)) if ending == "is_due" else world.hand_over(2)
+            world.saver.is_due(cursor(2)) if ending == "is_due" else world.submit(2)
     assert {path.name for path in world.root.iterdir()} == {"step_0"}
     assert world.told == []
 
@@ -137,9 +139,9 @@ def test_a_full_disk_ends_the_trainer_and_leaves_the_older_checkpoint(
         raise StoreError("no space left on device")
 
     monkeypatch.setattr(shutil, "copyfile", full)
-    world.hand_over(1)
+    world.submit(1)
     with pytest.raises(StoreError, match="no space left"):
-        world.saver.finish()
+        world.saver.flush()
     monkeypatch.undo()
     reopened = Checkpoints(world.root, policy="policy", every=1)
     found = reopened.newest()
@@ -147,9 +149,9 @@ def test_a_full_disk_ends_the_trainer_and_leaves_the_older_checkpoint(
 
 
 def test_closing_waits_for_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "LEAVE_S", 0.05)
+    monkeypatch.setattr(checkpoint_saver, "CLOSE_TIMEOUT_S", 0.05)
     world.checkpoints.may_write.clear()
-    world.hand_over(1)
+    world.submit(1)
     assert world.checkpoints.began.wait(60)
     world.saver.close()
     assert world.told == []

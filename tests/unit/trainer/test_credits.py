@@ -25,14 +25,14 @@ from tests.unit.trainer.doubles import (
 )
 from tests.unit.trainer.stage_makers import of, stage
 
-from penstock.dataflow.service.nodes.validate import Digested, digest
+from penstock.dataflow.service.nodes.validate import TrajectorySummary, digest
 from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.pipeline import credits
 from penstock.trainer.pipeline.functions import find_function
 from penstock.trainer.pipeline.layout import Floats, Layout, Sum
 from penstock.trainer.pipeline.run import bind
-from penstock.trainer.ranks.group import Alone
+from penstock.trainer.ranks.group import SingleRank
 from penstock.types import (
     FinishReason,
     GroupId,
@@ -48,7 +48,7 @@ from penstock.types import (
 from penstock.wire.codec import encode
 
 NAN = math.nan
-CREDITS = "penstock.trainer.pipeline.credits"
+STAGE_FUNCTIONS_MODULE = "penstock.trainer.pipeline.credits"
 OTHER = PolicyName("other")
 Credit = dict[tuple[int, int], float]
 """By row and turn."""
@@ -84,7 +84,7 @@ def seal(groups: Sequence[Sequence[Attempt]]) -> Sealed:
             name = f"p0-{index}.{slot}.1"
             record = make_trajectory(*attempt.turns, name=name)
             found = digest(record, lambda *_: True)
-            assert isinstance(found, Digested), found
+            assert isinstance(found, TrajectorySummary), found
             payload = encode(record)
             served = None if attempt.is_gone else payload
             rows.append(RowPayload(row_id=RowId(name), payload=served))
@@ -247,7 +247,7 @@ def test_a_role_may_have_a_reward_of_its_own(batch: Batch) -> None:
         "advantage",
         "reward plan_score",
         "advantage",
-        fn=f"{CREDITS}:role_advantage",
+        fn=f"{STAGE_FUNCTIONS_MODULE}:role_advantage",
         rename={"plan_score": "plan"},
         options={"leave_one_out": True},
     )
@@ -414,7 +414,7 @@ def test_returns_to_go_less_the_kl_on_the_way(batch: Batch) -> None:
 # --- several ranks --------------------------------------------------------------------------------
 
 
-class TwoRanks(Alone):
+class TwoRanks(SingleRank):
     """Threads that sum as the ranks of a gang do, each with rows of its own."""
 
     def __init__(self) -> None:
@@ -474,7 +474,7 @@ def test_two_ranks_credit_as_one_does(
         [found] = function(layout, reward=part.columns["reward"], **given, **options).values()
         return found
 
-    whole = credit(batch, Alone().sum_over_ranks, np.arange(batch.samples.ids_T.size * 1.0))
+    whole = credit(batch, SingleRank().sum_over_ranks, np.arange(batch.samples.ids_T.size * 1.0))
     found: dict[int, Floats] = {}
     places: dict[int, Floats] = {}
 
@@ -597,5 +597,5 @@ def test_a_row_of_one_turn_is_as_long_as_it_was() -> None:
 def test_each_can_be_named_in_a_run_file(
     name: str, reads: str, writes: str, options: dict[str, object]
 ) -> None:
-    made = stage("credit", reads, writes, fn=f"{CREDITS}:{name}", options=options)
+    made = stage("credit", reads, writes, fn=f"{STAGE_FUNCTIONS_MODULE}:{name}", options=options)
     assert find_function(made) is getattr(credits, name)

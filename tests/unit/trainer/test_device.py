@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
 from penstock.trainer import service
-from penstock.trainer.device import CPU, own_device
-from penstock.trainer.ranks.group import Alone, Team
+from penstock.trainer.device import CPU, select_device
+from penstock.trainer.ranks.group import Ranks, SingleRank
 from penstock.trainer.ranks.sharding import shard
-from penstock.trainer.ranks.supervisor import Membership
+from penstock.trainer.ranks.supervisor import RankEnv
 from penstock.trainer.ranks.topology import Parallel
 
 
@@ -31,19 +31,19 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 
 def test_without_a_gpu_it_is_the_processor() -> None:
-    assert own_device(3) == CPU
+    assert select_device(3) == CPU
 
 
 def test_each_rank_of_a_host_has_a_gpu_of_its_own(two_gpus: list[torch.device]) -> None:
-    assert [own_device(rank) for rank in (0, 1)] == two_gpus
+    assert [select_device(rank) for rank in (0, 1)] == two_gpus
     assert two_gpus == [torch.device("cuda:0"), torch.device("cuda:1")]
     with pytest.raises(ConfigError, match="rank 2 of this host has no GPU of its own"):
-        own_device(2)
+        select_device(2)
 
 
 def test_a_model_of_one_rank_goes_to_its_device(new_model: Callable[[], PreTrainedModel]) -> None:
     model = new_model()
-    there = shard(model, model, Alone(), torch.device("meta"))
+    there = shard(model, model, SingleRank(), torch.device("meta"))
     assert {parameter.device.type for parameter in there.parameters()} == {"meta"}
 
 
@@ -52,16 +52,16 @@ def test_ranks_with_gpus_meet_and_spread_over_them(
 ) -> None:
     asked: list[str] = []
 
-    def join(member: Membership, *, device: str) -> None:
+    def join(rank_env: RankEnv, *, device: str) -> None:
         asked.append(device)
 
-    def form_all(parallels: list[Parallel], *, device: str) -> Team:
+    def make_ranks(parallels: list[Parallel], *, device: str) -> Ranks:
         asked.append(device)
-        return Alone()
+        return SingleRank()
 
     monkeypatch.setattr(service, "join", join)
-    monkeypatch.setattr(service, "form_all", form_all)
-    member = Membership(rank=1, num_ranks=2, local_rank=1, host="", port=0)
+    monkeypatch.setattr(service, "make_ranks", make_ranks)
+    rank_env = RankEnv(rank=1, num_ranks=2, local_rank=1, host="", port=0)
     device = torch.device("cuda", 1)
-    service.form_team(settings(model_folder, "grpo"), POLICY, member, device)
+    service.join_ranks(settings(model_folder, "grpo"), POLICY, rank_env, device)
     assert asked == ["cuda", "cuda"]

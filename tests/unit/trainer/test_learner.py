@@ -26,19 +26,19 @@ from transformers import PreTrainedModel
 from penstock.errors import ConfigError, StoreError
 from penstock.trainer import actor as actor_module
 from penstock.trainer.actor import Actor
-from penstock.trainer.attention import lay_out
+from penstock.trainer.attention import make_attention_layout
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.forward_pass import Passes
+from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.inputs import PROXIMAL, make_inputs, split
-from penstock.trainer.learner import Learner, Optimizer, SkipReason, Stats, weigh
-from penstock.trainer.losses.mismatch import Corrected, Correction, SequenceRatio, Weighting
+from penstock.trainer.learner import Learner, Optimizer, SkipReason, Stats, weighted_sum
+from penstock.trainer.losses.mismatch import CorrectedLoss, Correction, SequenceRatio, Weighting
 from penstock.trainer.losses.tokens import TokenLoss
-from penstock.trainer.ranks.group import Alone
+from penstock.trainer.ranks.group import SingleRank
 from penstock.trainer.ranks.sharding import clip
 from penstock.trainer.schedules import Schedule
-from penstock.trainer.signals.alarms import PATIENCE
-from penstock.trainer.signals.monitor import Watch
-from penstock.trainer.updates import Cut, plan_updates
+from penstock.trainer.signals.alarms import ALARM_AFTER
+from penstock.trainer.signals.monitor import SignalMonitor
+from penstock.trainer.updates import UpdateSpec, plan_updates
 from penstock.types import SamplingSpec, log_probs
 
 NewModel = Callable[[], PreTrainedModel]
@@ -48,11 +48,11 @@ def gradient(model: PreTrainedModel, batch: Batch, max_tokens: int) -> tuple[flo
     """Loss and gradient of the one update of a batch, in the model's precision."""
     model.zero_grad()
     actor = Actor(model, learns_entropy=True)
-    (update,) = plan_updates(batch, Cut(), Alone())
+    (update,) = plan_updates(batch, UpdateSpec(), SingleRank())
     total = 0.0
     for chosen in split(update.samples, batch.samples, max_tokens):
         inputs = make_inputs(batch, chosen, update.weights_T)
-        loss = weigh(CLIPPED(actor(inputs)), inputs)
+        loss = weighted_sum(CLIPPED(actor(inputs)), inputs)
         loss.backward()
         total += loss.item()
     grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
@@ -163,7 +163,7 @@ def test_no_micro_batch_exceeds_its_budget_but_for_one_long_sample() -> None:
     batch = random_batch(4, num_groups=8, size=8).assembled()
     every = np.arange(batch.samples.starts_S.size)
     parts = [make_inputs(batch, chosen) for chosen in split(every, batch.samples, max_tokens=20)]
-    assert all(part.ids_P.numel() <= 20 or part.rows.runs[0].shape[1] > 20 for part in parts)
+    assert all(part.ids_P.numel() <= 20 or part.rows.buckets[0].shape[1] > 20 for part in parts)
     assert sum(part.targets_K.numel() for part in parts) == batch.samples.num_trained
 
 
@@ -181,7 +181,7 @@ def test_nothing_leaks_from_one_packed_sample_to_another(new_double_model: NewMo
             inputs_embeds=line[None], position_ids=inputs.positions_P[None], rows=inputs.rows
         ).last_hidden_state[0]
         own = inputs.sequences_K == 1
-        hidden[inputs.picked_K[own]].sum().backward()
+        hidden[inputs.predictor_K[own]].sum().backward()
         assert line.grad is not None
         return actor(inputs).logprobs_K[own], line.grad.norm(dim=1)
 
@@ -193,12 +193,12 @@ def test_nothing_leaks_from_one_packed_sample_to_another(new_double_model: NewMo
 
 def test_the_line_holds_no_padding_and_attention_little() -> None:
     lengths = np.exp(np.random.default_rng(0).normal(5.0, 1.0, 200)).astype(np.int64) + 1
-    rows = lay_out(lengths)
-    cells = sum(run.numel() for run in rows.runs)
-    assert rows.back_P.numel() == lengths.sum()
+    rows = make_attention_layout(lengths)
+    cells = sum(run.numel() for run in rows.buckets)
+    assert rows.unbucket_P.numel() == lengths.sum()
     assert cells < lengths.sum() * 1.2
-    line = torch.cat([run.flatten() for run in rows.runs])
-    assert torch.equal(line[rows.back_P], torch.arange(int(lengths.sum())))
+    line = torch.cat([run.flatten() for run in rows.buckets])
+    assert torch.equal(line[rows.unbucket_P], torch.arange(int(lengths.sum())))
 
 
 def test_many_logits_are_made_in_parts(
@@ -240,7 +240,7 @@ def test_the_same_batch_twice_gives_the_same_bits(new_model: NewModel) -> None:
 
 def test_minibatches_keep_groups_whole_and_in_order() -> None:
     batch = random_batch(7, num_groups=5, size=3).assembled()
-    updates = plan_updates(batch, Cut(minibatches=3), Alone())
+    updates = plan_updates(batch, UpdateSpec(minibatches=3), SingleRank())
     rows = [batch.samples.rows_S[update.samples] for update in updates]
     assert [sorted(set(batch.groups_R[r].tolist())) for r in rows] == [[0, 1], [2, 3], [4]]
     weights = [update.weights_T[update.weights_T > 0] for update in updates]
@@ -270,10 +270,10 @@ def test_a_batch_whose_every_token_is_rejected_says_so(new_model: NewModel) -> N
     )
     learner = Learner(
         Actor(new_model()),
-        Corrected(inner=CLIPPED, correction=correction),
+        CorrectedLoss(inner=CLIPPED, correction=correction),
         Optimizer(schedule=Schedule(peak=1e-3)),
-        cut=Cut(correction=correction),
-        passes=Passes(ranks=Alone(), micro_batch_tokens=4096),
+        update_spec=UpdateSpec(correction=correction),
+        forward_pass=ForwardPass(ranks=SingleRank(), micro_batch_tokens=4096),
         bounds=(0.2, 0.2),
     )
     before = parameters(learner)
@@ -281,16 +281,16 @@ def test_a_batch_whose_every_token_is_rejected_says_so(new_model: NewModel) -> N
     def stats_of(*rewards: float) -> Stats:
         turns = [make_turn([3, 4], [token], logprobs=[-30.0]) for token in (5, 6)]
         batch = seal([list(zip(turns, rewards, strict=True))]).assembled()
-        return learner.step(batch.with_columns({PROXIMAL: learner.look(batch)}))
+        return learner.step(batch.with_columns({PROXIMAL: learner.infer(batch)}))
 
-    told = list[str | None]()
-    watch = Watch(lambda node: None)
-    for seq in range(1, PATIENCE + 1):
+    metrics = list[str | None]()
+    watch = SignalMonitor(lambda node: None)
+    for seq in range(1, ALARM_AFTER + 1):
         stats = stats_of(0.0, 1.0)
         assert stats.skipped is SkipReason.REJECTED
-        told.append(watch.see(seq, stats))
-    assert told[-1] is not None
-    assert "3 rejected" in told[-1] and "the correction's bounds" in told[-1]
+        metrics.append(watch.observe(seq, stats))
+    assert metrics[-1] is not None
+    assert "3 rejected" in metrics[-1] and "the correction's bounds" in metrics[-1]
     assert stats_of(0.5, 0.5).skipped is SkipReason.ZERO_ADVANTAGE
     assert_same_bits(before, parameters(learner))
 
@@ -324,9 +324,9 @@ def test_a_non_finite_gradient_changes_nothing(new_model: NewModel) -> None:
 @pytest.mark.parametrize(
     ("give", "says"),
     [
-        (lambda loss_K: TokenLoss(loss_K=loss_K.mean(), told={}), r"loss_K of shape \(\), and \("),
-        (lambda loss_K: TokenLoss(loss_K=loss_K[None], told={}), r"loss_K of shape \(1, \d+\)"),
-        (lambda loss_K: TokenLoss(loss_K=loss_K, told={"x": loss_K.sum()}), r"gave x of shape"),
+        (lambda loss_K: TokenLoss(loss_K=loss_K.mean(), metrics={}), r"loss_K of shape \(\), and"),
+        (lambda loss_K: TokenLoss(loss_K=loss_K[None], metrics={}), r"loss_K of shape \(1, \d+\)"),
+        (lambda loss_K: TokenLoss(loss_K=loss_K, metrics={"x": loss_K.sum()}), r"gave x of shape"),
         (lambda loss_K: loss_K, "gave a Tensor; return TokenLoss"),
     ],
 )  # fmt: skip
@@ -364,16 +364,19 @@ def test_statistics(new_model: NewModel) -> None:
 
 
 def test_memory_is_that_of_the_rank_with_the_most(new_model: NewModel) -> None:
-    class Beside(Alone):
+    class BackgroundWorker(SingleRank):
         """A rank whose neighbour holds a terabyte."""
 
-        def most_over_ranks(self, number: int) -> int:
+        def max_over_ranks(self, number: int) -> int:
             return max(number, 1 << 20) if number > 100 else number
 
     batch = random_batch(11).assembled()
     alone = make_learner(new_model()).step(batch).values["memory/peak_mb"]
     assert 100 < alone < 1 << 20
-    assert make_learner(new_model(), ranks=Beside()).step(batch).values["memory/peak_mb"] == 1 << 20
+    assert (
+        make_learner(new_model(), ranks=BackgroundWorker()).step(batch).values["memory/peak_mb"]
+        == 1 << 20
+    )
 
 
 def test_mismatch_is_measured_before_the_weights_move(new_model: NewModel) -> None:

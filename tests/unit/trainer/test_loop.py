@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.config import AlgorithmConfig, RunConfig
-from penstock.errors import Fenced, ForkRefused
+from penstock.errors import Fenced, ResumeRejected
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.actor import Actor
 from penstock.trainer.batches import assemble
@@ -35,8 +35,8 @@ from penstock.trainer.inputs import make_inputs
 from penstock.trainer.loop import Trainer
 from penstock.trainer.model_folders import WEIGHTS
 from penstock.trainer.publisher import Publisher
-from penstock.trainer.ranks.group import Alone
-from penstock.trainer.service import make_checkpoints, make_crew
+from penstock.trainer.ranks.group import SingleRank
+from penstock.trainer.service import make_checkpoints, restore_models
 from penstock.trainer.snapshots import Snapshots, weights_of
 from penstock.trainer.state_shards import OPTIMIZER
 from penstock.types import Trajectory, Turn, log_probs
@@ -48,22 +48,22 @@ from penstock.wire.codec import decode
 @pytest.fixture(autouse=True)
 def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that calls have one order; `test_publisher` and `test_saving` are about the other ones."""
-    hand_over, save, move = Publisher.hand_over, Saver.hand_over, Saver.move
+    submit, save, move = Publisher.submit, Saver.submit, Saver.move
 
     def at_once(publisher: Publisher, weights: Mapping[str, Tensor], number: int) -> None:
-        hand_over(publisher, weights, number)
-        publisher.finish()
+        submit(publisher, weights, number)
+        publisher.flush()
 
     def saved(saver: Saver, cursor: Cursor, **copied: Any) -> None:
         save(saver, cursor, **copied)
-        saver.finish()
+        saver.flush()
 
-    def moved(saver: Saver, cursor: Cursor, memory: Mapping[str, Any]) -> None:
-        move(saver, cursor, memory)
-        saver.finish()
+    def moved(saver: Saver, cursor: Cursor, monitor_state: Mapping[str, Any]) -> None:
+        move(saver, cursor, monitor_state)
+        saver.flush()
 
-    monkeypatch.setattr(Publisher, "hand_over", at_once)
-    monkeypatch.setattr(Saver, "hand_over", saved)
+    monkeypatch.setattr(Publisher, "submit", at_once)
+    monkeypatch.setattr(Saver, "submit", saved)
     monkeypatch.setattr(Saver, "move", moved)
 
 
@@ -95,12 +95,12 @@ def run(
 ) -> dict[str, Tensor]:
     """One life of the trainer; the weights it ends with."""
     checkpoints = make_checkpoints(settings, POLICY, run_dir)
-    crew, checkpoint = make_crew(settings, POLICY, checkpoints, Alone())
+    models, checkpoint = restore_models(settings, POLICY, checkpoints, SingleRank())
     snapshots = Snapshots(run_dir / "weights", POLICY, checkpoint.folder)
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     trainer = Trainer(
         policy=POLICY,
-        crew=crew,
+        models=models,
         dataflow=dataflow,
         snapshots=snapshots,
         checkpoints=checkpoints,
@@ -112,7 +112,7 @@ def run(
     finally:
         metrics.close()
     snapshots.close()
-    return weights_of(crew.model)
+    return weights_of(models.model)
 
 
 def metric_lines(run_dir: Path) -> list[dict[str, object]]:
@@ -151,11 +151,13 @@ def test_number_0_holds_the_policy_and_a_critic_begins_beside_it(
 ) -> None:
     """Whoever is first would otherwise hold every model of the run whole."""
     chosen = config(model_folder).model_copy(update={"algorithm": AlgorithmConfig(name="ppo")})
-    made = make_crew(chosen, POLICY, make_checkpoints(chosen, POLICY, tmp_path), Alone())
+    made = restore_models(chosen, POLICY, make_checkpoints(chosen, POLICY, tmp_path), SingleRank())
     assert {*made[1].read_state()} == {"random_generator"}
-    crew, _ = make_crew(chosen, POLICY, make_checkpoints(chosen, POLICY, tmp_path), Alone())
+    models, _ = restore_models(
+        chosen, POLICY, make_checkpoints(chosen, POLICY, tmp_path), SingleRank()
+    )
     given = assemble(BATCHES[0].manifest, BATCHES[0].rows, POLICY, VOCAB_SIZE)
-    found = [one.step(given).values["critic/value"] for one in (made[0], crew)]
+    found = [one.step(given).values["critic/value"] for one in (made[0], models)]
     assert found == [0, 0]
 
 
@@ -296,7 +298,7 @@ def test_what_is_published_is_the_policy_that_learns(
 def test_a_refused_fork_point_is_an_error_not_a_loop(model_folder: Path, tmp_path: Path) -> None:
     settings = config(model_folder)
     run(MemoryDataflow(batches=BATCHES[:2]), tmp_path, settings)
-    with pytest.raises(ForkRefused, match=r"step_2, number 2, batch 2: .*\n.*another run"):
+    with pytest.raises(ResumeRejected, match=r"step_2, number 2, batch 2: .*\n.*another run"):
         run(MemoryDataflow(batches=BATCHES[:2]), tmp_path, settings)  # a ledger that was emptied
 
 
@@ -307,7 +309,9 @@ def test_a_fork_point_whose_batches_were_let_go_is_no_other_run(
     dataflow = MemoryDataflow(batches=BATCHES[:2])
     run(dataflow, tmp_path, settings)
     dataflow.let_go = 3
-    with pytest.raises(ForkRefused, match=r"step_2, number 2, batch 2: .*restore a younger one$"):
+    with pytest.raises(
+        ResumeRejected, match=r"step_2, number 2, batch 2: .*restore a younger one$"
+    ):
         run(dataflow, tmp_path, settings)
 
 
@@ -389,7 +393,7 @@ def test_a_run_that_trains_on_nothing_says_so_and_why(model_folder: Path, tmp_pa
     run(dataflow, tmp_path, config(model_folder))
     alarms = [line.get("alarm") for line in metric_lines(tmp_path)]
     assert [alarm is not None for alarm in alarms] == [False, False, True, False]
-    assert "3 batches in a row taught nothing (3 equal_rewards)" in cast(str, alarms[2])
+    assert "3 consecutive batches had no learning signal (3 equal_rewards)" in cast(str, alarms[2])
 
 
 def test_a_run_that_trains_on_nothing_says_so_however_often_it_starts_again(
@@ -400,4 +404,4 @@ def test_a_run_that_trains_on_nothing_says_so_however_often_it_starts_again(
         run(dataflow, tmp_path, config(model_folder), lambda last=last: dataflow.seq >= last)
     told = [(line["seq"], line["alarm"]) for line in metric_lines(tmp_path) if "alarm" in line]
     assert [seq for seq, _ in told] == [3, 6]
-    assert "6 batches in a row taught nothing (6 equal_rewards)" in cast(str, told[1][1])
+    assert "6 consecutive batches had no learning signal (6 equal_rewards)" in cast(str, told[1][1])

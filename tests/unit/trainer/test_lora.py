@@ -25,19 +25,19 @@ from penstock.errors import ConfigError, WeightsError
 from penstock.trainer import build
 from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, assemble
-from penstock.trainer.build import build_crew
-from penstock.trainer.forward_pass import Passes
+from penstock.trainer.build import build_models
+from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.lora import (
     Adapter,
     LoraLinear,
-    adapter_off,
+    adapter_disabled,
     adapter_tensors,
-    begin_adapter,
-    put_on,
+    attach_adapter,
+    init_adapter,
 )
 from penstock.trainer.model_folders import load_model
-from penstock.trainer.models import Crew
-from penstock.trainer.ranks.group import Alone
+from penstock.trainer.models import Models
+from penstock.trainer.ranks.group import SingleRank
 
 LORA = {"rank": 2, "alpha": 8}
 FILE = "adapter_model.safetensors"
@@ -46,7 +46,7 @@ Floats = npt.NDArray[np.float64]
 
 def adapted(model_folder: Path, folder: Path, **lora: Any) -> Path:
     shutil.copytree(model_folder, folder)
-    begin_adapter(folder, LoraConfig.model_validate({**LORA, **lora}), seed=3)
+    init_adapter(folder, LoraConfig.model_validate({**LORA, **lora}), seed=3)
     return folder
 
 
@@ -61,15 +61,15 @@ def batch(seq: int) -> Batch:
     return assemble(sealed.manifest, sealed.rows, POLICY, VOCAB_SIZE)
 
 
-def train(crew: Crew, *seqs: int) -> list[dict[str, float]]:
-    stats = [crew.step(batch(seq)) for seq in seqs]
+def train(models: Models, *seqs: int) -> list[dict[str, float]]:
+    stats = [models.step(batch(seq)) for seq in seqs]
     assert all(one.skipped is None for one in stats)
     return [dict(one.values) for one in stats]
 
 
-def look(model: PreTrainedModel, seq: int = 1) -> Floats:
+def infer(model: PreTrainedModel, seq: int = 1) -> Floats:
     """Log-probs of the trained tokens."""
-    return Passes(ranks=Alone()).look(Actor(model), batch(seq))
+    return ForwardPass(ranks=SingleRank()).infer(Actor(model), batch(seq))
 
 
 def bits(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -107,53 +107,53 @@ def test_the_layer_is_its_formula(has_bias: bool) -> None:
 
 
 def test_the_trained_model_is_the_one_with_merged_weights(folder: Path) -> None:
-    crew = build_crew(settings(folder, "grpo", lora=LORA), POLICY, folder)
-    train(crew, 1, 2, 3)
+    models = build_models(settings(folder, "grpo", lora=LORA), POLICY, folder)
+    train(models, 1, 2, 3)
     merged = load_model(folder)
-    tensors = {name: value.detach().double() for name, value in crew.weights().items()}
+    tensors = {name: value.detach().double() for name, value in models.weights().items()}
     for name in {name.partition(".lora_")[0] for name in tensors}:
         weight = merged.get_parameter(f"{name.removeprefix('base_model.model.')}.weight")
         product = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
         weight.data = (weight.data.double() + 8 / 2 * product).float()
-    difference = np.abs(look(merged) - look(crew.model))
+    difference = np.abs(infer(merged) - infer(models.model))
     assert difference.max() < 1e-5
-    assert np.abs(look(merged) - look(load_model(folder))).max() > 1e-3, "it has learned"
+    assert np.abs(infer(merged) - infer(load_model(folder))).max() > 1e-3, "it has learned"
 
 
 # --- what training changes ------------------------------------------------------------------------
 
 
 def test_number_0_says_what_the_model_says(folder: Path, model_folder: Path) -> None:
-    crew = build_crew(settings(folder, "grpo", lora=LORA), POLICY, folder)
-    assert np.array_equal(look(crew.model), look(load_model(model_folder)))
+    models = build_models(settings(folder, "grpo", lora=LORA), POLICY, folder)
+    assert np.array_equal(infer(models.model), infer(load_model(model_folder)))
 
 
 def test_only_the_adapter_learns(folder: Path, model_folder: Path) -> None:
-    crew = build_crew(settings(folder, "grpo", lora=LORA), POLICY, folder)
-    before = bits(crew.model)
-    train(crew, 1, 2, 3)
-    after, base = bits(crew.model), bits(load_model(model_folder))
-    own = {name.removeprefix("base_model.model.") for name in crew.weights()}
+    models = build_models(settings(folder, "grpo", lora=LORA), POLICY, folder)
+    before = bits(models.model)
+    train(models, 1, 2, 3)
+    after, base = bits(models.model), bits(load_model(model_folder))
+    own = {name.removeprefix("base_model.model.") for name in models.weights()}
     assert len(own) == 2 * 7 * 2, "A and B of each linear layer of both decoder layers"
     assert {name for name in after if not torch.equal(after[name], before[name])} == own
     assert after.keys() - own == base.keys()
     assert all(torch.equal(after[name], value) for name, value in base.items())
-    moments = {name.rpartition(".")[0] for name in crew.state_tensors()} - {""}
+    moments = {name.rpartition(".")[0] for name in models.state_tensors()} - {""}
     assert moments == {f"model.{name}" for name in own}
 
 
 def test_targets_are_the_layers_that_learn(model_folder: Path, tmp_path: Path) -> None:
     lora = {**LORA, "targets": ["v_proj", "q_proj"]}
     folder = adapted(model_folder, tmp_path / "adapted", **lora)
-    crew = build_crew(settings(folder, "grpo", lora=lora), POLICY, folder)
-    layers = {name.split(".")[-3] for name in crew.weights()}
-    assert layers == {"q_proj", "v_proj"} and len(crew.weights()) == 8
+    models = build_models(settings(folder, "grpo", lora=lora), POLICY, folder)
+    layers = {name.split(".")[-3] for name in models.weights()}
+    assert layers == {"q_proj", "v_proj"} and len(models.weights()) == 8
 
 
 def test_an_adapter_is_drawn_from_the_seed_alone(model_folder: Path, tmp_path: Path) -> None:
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         shutil.copytree(model_folder, tmp_path / name)
-        begin_adapter(tmp_path / name, LoraConfig.model_validate(LORA), seed=seed)
+        init_adapter(tmp_path / name, LoraConfig.model_validate(LORA), seed=seed)
     a, b, c = ((tmp_path / name / FILE).read_bytes() for name in "abc")
     assert a == b != c
     drawn = load_file(tmp_path / "a" / FILE)
@@ -171,15 +171,15 @@ def test_an_adapter_is_drawn_from_the_seed_alone(model_folder: Path, tmp_path: P
 def test_without_its_adapter_the_model_is_the_base_bit_for_bit(
     folder: Path, model_folder: Path
 ) -> None:
-    crew = build_crew(settings(folder, "grpo", lora=LORA), POLICY, folder)
-    train(crew, 1, 2)
-    base = look(load_model(model_folder))
-    with adapter_off(crew.model):
-        assert np.array_equal(look(crew.model), base)
-    assert not np.array_equal(look(crew.model), base)
-    with pytest.raises(ZeroDivisionError), adapter_off(crew.model):
+    models = build_models(settings(folder, "grpo", lora=LORA), POLICY, folder)
+    train(models, 1, 2)
+    base = infer(load_model(model_folder))
+    with adapter_disabled(models.model):
+        assert np.array_equal(infer(models.model), base)
+    assert not np.array_equal(infer(models.model), base)
+    with pytest.raises(ZeroDivisionError), adapter_disabled(models.model):
         _ = 1 / 0
-    assert not np.array_equal(look(crew.model), base), "on again, whatever happened inside"
+    assert not np.array_equal(infer(models.model), base), "on again, whatever happened inside"
 
 
 SEEN: list[Floats] = []
@@ -208,11 +208,11 @@ def near_reference(**reference: Any) -> dict[str, Any]:
 
 def test_the_reference_is_the_model_without_its_adapter(folder: Path, model_folder: Path) -> None:
     chosen = settings(folder, "rloo", lora=LORA, pipeline=near_reference())
-    crew = build_crew(chosen, POLICY, folder)
+    models = build_models(chosen, POLICY, folder)
     SEEN.clear()
-    train(crew, 1, 2, 3)
+    train(models, 1, 2, 3)
     base = load_model(model_folder)
-    assert all(np.array_equal(seen_T, look(base, seq)) for seq, seen_T in enumerate(SEEN, start=1))
+    assert all(np.array_equal(seen_T, infer(base, seq)) for seq, seen_T in enumerate(SEEN, start=1))
     assert len(SEEN) == 3
 
 
@@ -234,9 +234,9 @@ def test_a_reference_needs_no_second_model_under_an_adapter(
     monkeypatch.setattr(build, "load_model", load)
     chosen = settings(folder, "rloo", lora=lora, minibatches=1)
     assert chosen.for_policy(POLICY).algorithm.beta > 0
-    crew = build_crew(chosen, POLICY, folder if lora else model_folder)
+    models = build_models(chosen, POLICY, folder if lora else model_folder)
     assert len(loaded) == num_models
-    first, second = train(crew, 1, 2)
+    first, second = train(models, 1, 2)
     assert first["reference_kl"] == pytest.approx(0, abs=1e-6)
     assert second["reference_kl"] > 1e-6
 
@@ -249,10 +249,10 @@ def test_a_reference_of_its_own_is_not_the_model_without_adapter(
     weights = load_file(other / "model.safetensors")
     save_file({name: 1.1 * value for name, value in weights.items()}, other / "model.safetensors")
     pipeline = near_reference(model=str(other))
-    crew = build_crew(settings(folder, "rloo", lora=LORA, pipeline=pipeline), POLICY, folder)
+    models = build_models(settings(folder, "rloo", lora=LORA, pipeline=pipeline), POLICY, folder)
     SEEN.clear()
-    train(crew, 1)
-    assert np.array_equal(SEEN[0], look(load_model(other)))
+    train(models, 1)
+    assert np.array_equal(SEEN[0], infer(load_model(other)))
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -270,14 +270,14 @@ def test_a_layer_that_is_not_there_is_refused_with_those_that_are(
 @pytest.mark.parametrize("change", [{"rank": 4}, {"alpha": 4}, {"targets": ["q_proj"]}])
 def test_an_adapter_keeps_its_shape(folder: Path, change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="keeps its shape for its whole life"):
-        build_crew(settings(folder, "grpo", lora={**LORA, **change}), POLICY, folder)
+        build_models(settings(folder, "grpo", lora={**LORA, **change}), POLICY, folder)
 
 
 def test_folder_and_config_must_both_speak_of_an_adapter(folder: Path, model_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"trains all weights, and .* holds an adapter"):
-        build_crew(settings(folder, "grpo"), POLICY, folder)
+        build_models(settings(folder, "grpo"), POLICY, folder)
     with pytest.raises(ConfigError, match=r"trains an adapter, and .* holds no adapter"):
-        build_crew(settings(folder, "grpo", lora=LORA), POLICY, model_folder)
+        build_models(settings(folder, "grpo", lora=LORA), POLICY, model_folder)
 
 
 @pytest.mark.parametrize("change", [{"use_dora": True}, {"peft_type": "IA3"}, {"r": None}])
@@ -285,7 +285,7 @@ def test_another_kind_of_adapter_is_refused(folder: Path, change: dict[str, Any]
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises((WeightsError, ConfigError)):
-        put_on(load_model(folder), folder, LoraConfig.model_validate(LORA))
+        attach_adapter(load_model(folder), folder, LoraConfig.model_validate(LORA))
 
 
 def test_an_adapter_of_another_model_is_refused(folder: Path) -> None:
@@ -293,7 +293,7 @@ def test_an_adapter_of_another_model_is_refused(folder: Path) -> None:
     tensors.pop(min(tensors))
     save_file(tensors, folder / FILE)
     with pytest.raises(WeightsError, match="is no adapter of this model"):
-        put_on(load_model(folder), folder, LoraConfig.model_validate(LORA))
+        attach_adapter(load_model(folder), folder, LoraConfig.model_validate(LORA))
 
 
 def test_where_peft_is_installed_it_does_not_load_the_adapter_first(
@@ -303,5 +303,5 @@ def test_where_peft_is_installed_it_does_not_load_the_adapter_first(
     for module in (transformers.models.auto.auto_factory, transformers.integrations.peft):
         monkeypatch.setattr(module, "is_peft_available", lambda: True)
     model = load_model(folder)
-    put_on(model, folder, LoraConfig.model_validate(LORA))
+    attach_adapter(model, folder, LoraConfig.model_validate(LORA))
     assert len(adapter_tensors(model)) == 28

@@ -29,12 +29,12 @@ from penstock.dataflow.service.trainers.messages import PublishRequest
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.checkpoint import Checkpoints, Cursor
 from penstock.trainer.loop import Trainer
-from penstock.trainer.lora import begin_adapter, put_on
+from penstock.trainer.lora import attach_adapter, init_adapter
 from penstock.trainer.model_folders import load_model, weight_files
-from penstock.trainer.ranks.group import Alone
-from penstock.trainer.replay import Committed
-from penstock.trainer.service import make_checkpoints, make_crew, replay_step
-from penstock.trainer.snapshots import Snapshots, constant_files
+from penstock.trainer.ranks.group import SingleRank
+from penstock.trainer.replay import RecordedCommit
+from penstock.trainer.service import make_checkpoints, replay_step, restore_models
+from penstock.trainer.snapshots import Snapshots, unchanged_files
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
 from penstock.weights.manifest import SnapshotManifest, parse_manifest
@@ -58,23 +58,23 @@ def config(model_folder: Path) -> RunConfig:
 def run(dataflow: MemoryDataflow, run_dir: Path, chosen: RunConfig) -> dict[str, Tensor]:
     """One life of the trainer; all that its next step would depend on."""
     checkpoints = make_checkpoints(chosen, POLICY, run_dir)
-    crew, checkpoint = make_crew(chosen, POLICY, checkpoints, Alone())
+    models, checkpoint = restore_models(chosen, POLICY, checkpoints, SingleRank())
     snapshots = Snapshots(run_dir / "weights", POLICY, checkpoint.folder)
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     try:
         Trainer(
             policy=POLICY,
-            crew=crew,
+            models=models,
             dataflow=dataflow,
             snapshots=snapshots,
             checkpoints=checkpoints,
             metrics=metrics,
-            publishes_all=True,
+            publish_every_version=True,
         ).run()
     finally:
         metrics.close()
         snapshots.close()
-    return {**crew.weights(), **crew.state_tensors()}
+    return {**models.weights(), **models.state_tensors()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def straight(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> St
     folder, dataflow = tmp_path_factory.mktemp("straight"), MemoryDataflow(batches=BATCHES)
     state = run(dataflow, folder, config(model_folder))
     commits = {
-        seq: Committed(number=body.number, skipped=body.skipped, stats=body.stats)
+        seq: RecordedCommit(number=body.number, skipped=body.skipped, stats=body.stats)
         for seq, body in dataflow.commits
     }
     record = MemoryRecord(batches=BATCHES, commits=commits)
@@ -143,7 +143,7 @@ def test_a_checkpoint_is_the_model_and_its_adapter_and_the_model_is_held_once(
     saved = load_file(last / FILE)
     assert all(torch.equal(straight.state[name], value) for name, value in saved.items())
     model = load_model(last)
-    put_on(model, last, LoraConfig.model_validate(LORA))
+    attach_adapter(model, last, LoraConfig.model_validate(LORA))
 
 
 def test_a_damaged_file_of_a_checkpoint_is_found(model_folder: Path, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_damaged_file_of_a_checkpoint_is_found(model_folder: Path, tmp_path: P
     checkpoints = make_checkpoints(config(model_folder), POLICY, tmp_path)
     for name, whole in ((FILE, [0]), (MODEL, [])):
         flip_last(tmp_path / "checkpoints" / "step_3" / name)
-        assert [found.cursor.number for found in checkpoints.look()[0]] == whole
+        assert [found.cursor.number for found in checkpoints.scan()[0]] == whole
 
 
 def test_a_model_in_several_files_keeps_them(model_folder: Path, tmp_path: Path) -> None:
@@ -161,23 +161,23 @@ def test_a_model_in_several_files_keeps_them(model_folder: Path, tmp_path: Path)
     shutil.copytree(model_folder, folder)
     (folder / MODEL).unlink()
     load_model(model_folder).save_pretrained(folder, max_shard_size="200KB")
-    begin_adapter(folder, LoraConfig.model_validate(LORA), seed=0)
+    init_adapter(folder, LoraConfig.model_validate(LORA), seed=0)
     parts = {path.name for path in weight_files(folder)}
     assert len(parts) > 2 and f"{MODEL}.index.json" in parts
     checkpoints = Checkpoints(tmp_path / "checkpoints", policy=POLICY, every=1)
 
     def save(number: int) -> Path:
         cursor = Cursor(number=number, seq=number, incarnation=0)
-        weights, static = load_file(folder / FILE), constant_files(folder)
+        weights, static = load_file(folder / FILE), unchanged_files(folder)
         return checkpoints.save(cursor, weights=weights, state={}, static=static).folder
 
     saved = save(0)
     assert parts | {FILE} <= {path.name for path in saved.iterdir()}
-    assert [found.folder for found in checkpoints.look()[0]] == [saved]
-    put_on(load_model(saved), saved, LoraConfig.model_validate(LORA))
+    assert [found.folder for found in checkpoints.scan()[0]] == [saved]
+    attach_adapter(load_model(saved), saved, LoraConfig.model_validate(LORA))
     flip_last(saved / max(parts - {f"{MODEL}.index.json"}))
     save(1)
-    assert not checkpoints.look()[0]
+    assert not checkpoints.scan()[0]
 
 
 def test_a_policy_that_begins_with_an_adapter_goes_on_with_it(
@@ -186,10 +186,10 @@ def test_a_policy_that_begins_with_an_adapter_goes_on_with_it(
     """Its reference is still the model without any."""
     init = straight.folder / "checkpoints" / "step_6"
     chosen = config(init)
-    crew, checkpoint = make_crew(
-        chosen, POLICY, make_checkpoints(chosen, POLICY, tmp_path), Alone()
+    models, checkpoint = restore_models(
+        chosen, POLICY, make_checkpoints(chosen, POLICY, tmp_path), SingleRank()
     )
-    assert all(torch.equal(straight.state[name], value) for name, value in crew.weights().items())
+    assert all(torch.equal(straight.state[name], value) for name, value in models.weights().items())
     assert (checkpoint.folder / MODEL).read_bytes() == (model_folder / MODEL).read_bytes()
 
 
@@ -204,7 +204,7 @@ def test_a_step_of_an_adapter_is_computed_again_bit_for_bit(
         run_dir=straight.folder,
         scratch=tmp_path,
     )
-    assert done is not None and (done.begun_at.number, done.differences) == (3, [])
+    assert done is not None and (done.started_at.number, done.differences) == (3, [])
     assert done.stored.manifest_digest == straight.published[5].manifest_digest
 
 
@@ -251,7 +251,7 @@ def test_an_adapter_is_published_in_float32_whatever_its_model_is(
     shutil.copytree(model_folder, folder)
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(facts | {"dtype": "bfloat16"}))
-    begin_adapter(folder, LoraConfig.model_validate(LORA), seed=0)
+    init_adapter(folder, LoraConfig.model_validate(LORA), seed=0)
     snapshots = Snapshots(tmp_path / "weights", POLICY, folder)
     tensors = load_file(folder / FILE)
     copied = snapshots.copy(tensors)

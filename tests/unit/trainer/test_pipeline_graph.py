@@ -19,19 +19,19 @@ from tests.unit.trainer.stage_makers import OWN, of, stage, train
 
 from penstock.config import HostConfig, LoraConfig, PipelineConfig, PipelineStageConfig
 from penstock.config.algorithms import PRESETS
-from penstock.config.builtin_stages import CREDITS
-from penstock.config.builtin_stages import FUNCTIONS as SHIPPED_FUNCTIONS
+from penstock.config.builtin_stages import BUILTIN_FUNCTIONS as SHIPPED_FUNCTIONS
+from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.pipeline import ParallelConfig
-from penstock.config.pipeline_checks import IN_BATCH
+from penstock.config.pipeline_checks import BATCH_COLUMNS
 from penstock.errors import ConfigError
 from penstock.trainer.advantages.credit import Combine
 from penstock.trainer.advantages.overlong import Overlong
 from penstock.trainer.model_folders import TINY_QWEN3, init_model
 from penstock.trainer.pipeline import credits
-from penstock.trainer.pipeline.functions import FUNCTIONS, find_function, misfits
-from penstock.trainer.pipeline.graph import depths, ordered
+from penstock.trainer.pipeline.functions import BUILTIN_FUNCTIONS, find_function, signature_errors
+from penstock.trainer.pipeline.graph import depths, topological_order
 from penstock.trainer.pipeline.memory_estimate import count_adapter, count_parameters, estimate
-from penstock.trainer.pipeline.plan import Plan, Trained, make_plan
+from penstock.trainer.pipeline.plan import Plan, PolicyToPlan, make_plan
 from penstock.trainer.pipeline.svg import to_svg
 
 BUILTINS = tuple(PRESETS)
@@ -42,7 +42,7 @@ def plan_for(
     hosts: Sequence[HostConfig] = (),
     num_parameters: int | None = 1_000_000_000,
 ) -> Plan:
-    policies = {"policy": Trained(init="model", stages=stages)}
+    policies = {"policy": PolicyToPlan(init="model", stages=stages)}
     return make_plan(policies, hosts, count=lambda model: num_parameters)
 
 
@@ -56,18 +56,18 @@ def test_stages_run_after_what_they_read_and_after_whom_they_name() -> None:
         stage("b", "a1", "b2"),
         stage("a", "turns", "a1"),
     ]
-    assert [one.id for one in ordered(stages, IN_BATCH)] == ["a", "b", "c", "train"]
+    assert [one.id for one in topological_order(stages, BATCH_COLUMNS)] == ["a", "b", "c", "train"]
     waiting = [stage("x", "turns", "x1", after=["y"]), stage("y", "turns", "y1")]
-    assert [one.id for one in ordered(waiting, IN_BATCH)] == ["y", "x"]
+    assert [one.id for one in topological_order(waiting, BATCH_COLUMNS)] == ["y", "x"]
     assert depths(stages) == {"a": 0, "b": 1, "c": 2, "train": 3}
 
 
 def test_the_order_is_one_of_the_graph_and_the_same_each_time() -> None:
     stages = of("ppo")
     for shuffled in itertools.permutations(stages):
-        found = ordered(shuffled, IN_BATCH)
-        assert found == ordered(shuffled, IN_BATCH)
-        written = {*IN_BATCH}
+        found = topological_order(shuffled, BATCH_COLUMNS)
+        assert found == topological_order(shuffled, BATCH_COLUMNS)
+        written = {*BATCH_COLUMNS}
         for one in found:
             assert {*one.reads} <= written
             written |= {*one.writes}
@@ -75,7 +75,7 @@ def test_the_order_is_one_of_the_graph_and_the_same_each_time() -> None:
 
 def test_of_stages_that_can_run_the_first_in_the_list_runs() -> None:
     stages = [stage(name, "turns", name * 2) for name in "cab"]
-    assert [one.id for one in ordered(stages, IN_BATCH)] == ["c", "a", "b"]
+    assert [one.id for one in topological_order(stages, BATCH_COLUMNS)] == ["c", "a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_of_stages_that_can_run_the_first_in_the_list_runs() -> None:
 )
 def test_what_has_no_order_names_its_stages(stages: list[PipelineStageConfig], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ordered(stages, IN_BATCH)
+        topological_order(stages, BATCH_COLUMNS)
     assert says in str(caught.value)
 
 
@@ -176,10 +176,12 @@ def test_every_shipped_function_is_known_to_the_config() -> None:
     found = {
         name
         for name, value in vars(credits).items()
-        if inspect.isfunction(value) and value.__module__ == CREDITS and name[0] != "_"
+        if inspect.isfunction(value)
+        and value.__module__ == STAGE_FUNCTIONS_MODULE
+        and name[0] != "_"
     }
     assert found == {*SHIPPED_FUNCTIONS}
-    assert {*FUNCTIONS.values()} <= {f"{CREDITS}:{name}" for name in found}
+    assert {*BUILTIN_FUNCTIONS.values()} <= {f"{STAGE_FUNCTIONS_MODULE}:{name}" for name in found}
     hows = {"step_advantage": Combine, "overlong": Overlong}
     for name, values in hows.items():
         field = SHIPPED_FUNCTIONS[name].options.model_fields["how"]
@@ -193,9 +195,9 @@ def test_what_is_shipped_takes_what_the_built_in_graphs_give() -> None:
             function = find_function(one)
             assert (function is None) == (one.type != "compute")
             if function is not None:
-                assert not list(misfits(one, function))
-                used.add(one.fn or FUNCTIONS[one.type, one.role])
-    assert used >= set(FUNCTIONS.values())
+                assert not list(signature_errors(one, function))
+                used.add(one.fn or BUILTIN_FUNCTIONS[one.type, one.role])
+    assert used >= set(BUILTIN_FUNCTIONS.values())
 
 
 # --- built-in graphs ------------------------------------------------------------------------------
@@ -253,7 +255,7 @@ def test_memory_is_parameters_times_bytes() -> None:
     assert (learning.weights_bytes, learning.gradients_bytes) == (4000, 4000)
     assert (learning.optimizer_bytes, learning.total_bytes) == (8000, 16000)
     assert frozen.total_bytes == frozen.weights_bytes == 4000
-    assert learning.over(3).total_bytes == 1334 + 1334 + 2667
+    assert learning.per_rank(3).total_bytes == 1334 + 1334 + 2667
 
 
 def test_parameters_are_counted_from_headers(tmp_path: Path) -> None:
@@ -276,7 +278,7 @@ def test_a_gang_holds_each_of_its_models_once() -> None:
     ]
     chain = plan_for(wide).chains[0]
     assert (chain.num_ranks, chain.memory.total_bytes) == (4, 4_000_000_000)
-    assert plan_for(of("grpo"), num_parameters=None).chains[0].uncounted == ("model",)
+    assert plan_for(of("grpo"), num_parameters=None).chains[0].unknown_models == ("model",)
 
 
 def spread(name: str, **dp: int) -> list[PipelineStageConfig]:
@@ -290,7 +292,7 @@ def spread(name: str, **dp: int) -> list[PipelineStageConfig]:
 def test_a_critic_begins_where_the_stage_that_trains_it_says() -> None:
     values, credit, critic, actor = of("ppo", beta=0.0)
     stages = (values, credit, critic.model_copy(update={"model": "small"}), actor)
-    trained = Trained(init="large", stages=stages)
+    trained = PolicyToPlan(init="large", stages=stages)
     [chain] = make_plan({"policy": trained}, count={"large": 100, "small": 10}.get).chains
     assert chain.memory.total_bytes == 16 * (100 + 10)
 
@@ -301,13 +303,13 @@ def test_models_may_be_spread_differently_but_each_of_them_in_one_way() -> None:
         ConfigError, match=r"values has .*dp: 2.* stage train_critic trains with .*dp: 4.* the same"
     ):
         plan_for(spread("ppo", values=2, train_critic=4))
-    bare = Trained(init=TINY_QWEN3, stages=tuple(spread("rloo", train=2)), lora=LoraConfig())
+    bare = PolicyToPlan(init=TINY_QWEN3, stages=tuple(spread("rloo", train=2)), lora=LoraConfig())
     with pytest.raises(ConfigError, match=r"reference has .* the model that stage train trains"):
         make_plan({"policy": bare})
 
 
 def test_under_an_adapter_that_alone_learns_and_the_reference_takes_no_room() -> None:
-    trained = Trained(init=TINY_QWEN3, stages=of("rloo"), lora=LoraConfig(rank=3))
+    trained = PolicyToPlan(init=TINY_QWEN3, stages=of("rloo"), lora=LoraConfig(rank=3))
     [chain] = make_plan({"policy": trained}).chains
     num_adapter = 3 * 2 * (3 * (64 + 128) + 2 * (64 + 128) + 2 * (64 + 64))
     assert count_adapter(TINY_QWEN3, LoraConfig(rank=3)) == num_adapter
@@ -380,8 +382,8 @@ def test_boxes_of_several_gangs_do_not_lie_on_each_other() -> None:
     score = stage("score", "turns", "score", type="infer", fn=f"{OWN}:score", place=("gpu",))
     shape = stage("shape", "reward score", "shaped_reward", fn=f"{OWN}:shape")
     policies = {
-        "a": Trained(init="model", stages=(score, shape, *of("ppo"))),
-        "b": Trained(init="model", stages=(score, shape, *of("m2po"))),
+        "a": PolicyToPlan(init="model", stages=(score, shape, *of("ppo"))),
+        "b": PolicyToPlan(init="model", stages=(score, shape, *of("m2po"))),
     }
     plan = make_plan(policies, count=lambda model: 1000)
     assert [one.stage.id for one in plan.services] == ["score"], "one service for both gangs"

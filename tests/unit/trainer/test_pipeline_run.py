@@ -15,8 +15,8 @@ import pytest
 from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, random_batch
 from tests.unit.trainer.stage_makers import OWN, of, stage, train
 
-from penstock.config.builtin_stages import FUNCTIONS
-from penstock.config.pipeline_checks import IN_BATCH
+from penstock.config.builtin_stages import BUILTIN_FUNCTIONS
+from penstock.config.pipeline_checks import BATCH_COLUMNS
 from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.learner import SkipReason, Stats
@@ -39,8 +39,8 @@ def told(name: str, value: float, skipped: SkipReason | None = None) -> Stats:
 
 
 def test_every_batch_has_what_stages_may_read(batch: Batch) -> None:
-    assert {*IN_BATCH} - {"turns"} == {*batch.columns, "sampling_logprobs"}
-    for name in {*IN_BATCH} - {"turns"}:
+    assert {*BATCH_COLUMNS} - {"turns"} == {*batch.columns, "sampling_logprobs"}
+    for name in {*BATCH_COLUMNS} - {"turns"}:
         assert column_of(batch, name, "any").dtype == np.float64
     with pytest.raises(ConfigError, match="stage any reads values, and batch 1 has only"):
         column_of(batch, "values", "any")
@@ -201,11 +201,11 @@ def test_normalised_gae_is_over_the_trained_tokens_of_rows_with_a_reward(batch: 
     layout = Layout.of(batch)
     plain = credits.gae(layout, reward=reward, values=values_T, lam=0.9)
     found = credits.gae(layout, reward=reward, values=values_T, lam=0.9, normalise=True)
-    counted = [t for t in np.flatnonzero(batch.samples.mask_T) if batch.rows_T[t] != 5]
-    known = [float(plain["advantage"][t]) for t in counted]
+    pluralise = [t for t in np.flatnonzero(batch.samples.mask_T) if batch.rows_T[t] != 5]
+    known = [float(plain["advantage"][t]) for t in pluralise]
     mean, std = statistics.fmean(known), statistics.pstdev(known)
     expected = np.zeros(values_T.size)
-    expected[counted] = [(value - mean) / (std + 1e-5) for value in known]
+    expected[pluralise] = [(value - mean) / (std + 1e-5) for value in known]
     np.testing.assert_allclose(found["advantage"], expected, atol=1e-12)
     np.testing.assert_array_equal(found["returns"], plain["returns"])
 
@@ -260,7 +260,7 @@ def test_leave_one_out_is_the_others_mean(batch: Batch) -> None:
     assert found[token] == pytest.approx(reward[6] - (reward[4] + reward[5] + reward[7]) / 3)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", BUILTIN_FUNCTIONS)
 def test_the_config_knows_what_gives_groups_of_one_no_credit(name: str) -> None:
     sealed = random_batch(SEED, num_groups=8, size=1)
     alone = assemble(sealed.manifest, sealed.rows, POLICY, VOCAB_SIZE)
@@ -269,9 +269,11 @@ def test_the_config_knows_what_gives_groups_of_one_no_credit(name: str) -> None:
     given |= {"reward": alone.columns["reward"]}
     given |= {"sampling_logprobs": alone.samples.logprobs_T.astype(np.float64)}
     function = getattr(credits, name)
-    if "advantage" in FUNCTIONS[name].writes and name != "step_advantage":  # turns are compared
+    if (
+        "advantage" in BUILTIN_FUNCTIONS[name].writes and name != "step_advantage"
+    ):  # turns are compared
         taken = {key: given[key] for key in inspect.signature(function).parameters if key in given}
         has_credit = bool(function(Layout.of(alone), **taken)["advantage"].any())
-        assert has_credit is not FUNCTIONS[name].compares_in_group
+        assert has_credit is not BUILTIN_FUNCTIONS[name].is_group_relative
     else:
-        assert not FUNCTIONS[name].compares_in_group
+        assert not BUILTIN_FUNCTIONS[name].is_group_relative

@@ -85,25 +85,25 @@ def test_what_is_handed_over_is_a_copy(
     publisher: Publisher, ledger: Ledger, tmp_path: Path
 ) -> None:
     ledger.may_answer.clear()
-    publisher.hand_over(weights(0.0), 0)
+    publisher.submit(weights(0.0), 0)
     ledger.asked.wait(60)
     live = weights(1.0)
-    publisher.hand_over(live, 1)
+    publisher.submit(live, 1)
     live["model.weight"].fill_(9.0)  # the next step changes the parameters in place
     ledger.may_answer.set()
-    publisher.finish()
+    publisher.flush()
     assert ledger.numbers == [0, 1]
     assert stored_value(tmp_path, ledger.announced[1][1]) == 1.0
 
 
 def test_the_newest_takes_the_place_of_what_waits(publisher: Publisher, ledger: Ledger) -> None:
     ledger.may_answer.clear()
-    publisher.hand_over(weights(0.0), 0)
+    publisher.submit(weights(0.0), 0)
     ledger.asked.wait(60)
     for number in range(1, 6):
-        publisher.hand_over(weights(number), number)
+        publisher.submit(weights(number), number)
     ledger.may_answer.set()
-    publisher.finish()
+    publisher.flush()
     assert ledger.numbers == [0, 5]
 
 
@@ -114,11 +114,11 @@ def test_a_ledger_that_does_not_answer_holds_nobody_up(
     took_s: list[float] = []
     for number in range(50):
         started = time.perf_counter()
-        publisher.hand_over(weights(number), number)
+        publisher.submit(weights(number), number)
         took_s.append(time.perf_counter() - started)
     assert sorted(took_s)[-2] < 10.0, "a copy of a few kilobytes"
     ledger.may_answer.set()
-    publisher.finish()
+    publisher.flush()
     assert ledger.numbers[-1] == 49
 
 
@@ -128,12 +128,12 @@ def test_an_error_ends_the_trainer(snapshots: Snapshots, ending: str) -> None:
         raise Fenced("replaced by 2")
 
     publisher = Publisher(snapshots, fenced, lambda: ([], []))
-    publisher.hand_over(weights(0.0), 0)
+    publisher.submit(weights(0.0), 0)
     with pytest.raises(Fenced, match="replaced by 2"):
         if ending == "finish":
-            publisher.finish()
+            publisher.flush()
         while True:
-            publisher.hand_over(weights(1.0), 1)
+            publisher.submit(weights(1.0), 1)
     publisher.close()
 
 
@@ -145,9 +145,9 @@ def test_a_store_that_cannot_be_written_ends_the_trainer(
 
     monkeypatch.setattr(snapshots, "put", full)
     publisher = Publisher(snapshots, lambda *_: None, lambda: ([], []))
-    publisher.hand_over(weights(0.0), 0)
+    publisher.submit(weights(0.0), 0)
     with pytest.raises(WeightsError, match="no space left"):
-        publisher.finish()
+        publisher.flush()
     publisher.close()
 
 
@@ -157,22 +157,22 @@ def test_a_store_that_cannot_be_tidied_is_no_reason_to_stop(
     def unreadable(*_: object) -> None:
         raise WeightsError("a manifest cannot be read")
 
-    monkeypatch.setattr(module, "TIDY_S", 0.0)
-    monkeypatch.setattr(snapshots, "tidy", unreadable)
+    monkeypatch.setattr(module, "GC_INTERVAL_S", 0.0)
+    monkeypatch.setattr(snapshots, "collect_garbage", unreadable)
     publisher = Publisher(snapshots, ledger.announce, ledger.in_use)
     for number in range(3):
-        publisher.hand_over(weights(float(number)), number)
-    publisher.finish()
+        publisher.submit(weights(float(number)), number)
+    publisher.flush()
     assert ledger.numbers[-1] == 2
 
 
 def test_closing_waits_for_nobody(
     snapshots: Snapshots, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LEAVE_S", 0.05)
+    monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.05)
     ledger.may_answer.clear()
     publisher = Publisher(snapshots, ledger.announce, ledger.in_use)
-    publisher.hand_over(weights(0.0), 0)
+    publisher.submit(weights(0.0), 0)
     ledger.asked.wait(60)
     publisher.close()
     ledger.may_answer.set()
@@ -185,13 +185,13 @@ def test_a_long_run_takes_little_of_the_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whole: the newest, the anchors of what is in use, and what came since the last look."""
-    monkeypatch.setattr(module, "TIDY_S", 0.0)
+    monkeypatch.setattr(module, "GC_INTERVAL_S", 0.0)
     monkeypatch.setattr(retention, "GRACE_S", -1.0)
     publisher = Publisher(snapshots, ledger.announce, ledger.in_use)
     sizes: list[int] = []
     for number in range(120):
-        publisher.hand_over(changing(number), number)
-        publisher.finish()
+        publisher.submit(changing(number), number)
+        publisher.flush()
     publisher.close()
     for path in (tmp_path / "weights" / "blobs").iterdir():
         sizes.append(path.stat().st_size)

@@ -16,8 +16,8 @@ from penstock.config import RunConfig, identity
 from penstock.config.pipeline import ParallelConfig
 from penstock.errors import ConfigError, StoreError
 from penstock.trainer.checkpoint import Checkpoints, Cursor
-from penstock.trainer.ranks.group import Alone
-from penstock.trainer.replay import Committed, Replayed, agree_on_beginning
+from penstock.trainer.ranks.group import SingleRank
+from penstock.trainer.replay import RecordedCommit, ReplayResult, choose_start_checkpoint
 from penstock.trainer.service import make_checkpoints, replay_step
 from penstock.types import Manifest, RowPayload
 
@@ -29,7 +29,7 @@ class MemoryRecord:
     """What a `MemoryDataflow` heard."""
 
     batches: Sequence[Sealed]
-    commits: dict[int, Committed]
+    commits: dict[int, RecordedCommit]
 
     def manifest(self, seq: int) -> Manifest | None:
         return self.batches[seq - 1].manifest if seq <= len(self.batches) else None
@@ -37,7 +37,7 @@ class MemoryRecord:
     def rows(self, manifest: Manifest) -> Sequence[RowPayload]:
         return self.batches[manifest.seq - 1].rows
 
-    def committed(self, seq: int) -> Committed | None:
+    def committed(self, seq: int) -> RecordedCommit | None:
         return self.commits.get(seq)
 
 
@@ -54,7 +54,7 @@ class Run:
         record: MemoryRecord | None = None,
         *,
         settings: RunConfig | None = None,
-    ) -> Replayed:
+    ) -> ReplayResult:
         done = replay_step(
             settings or config(self.model_folder),
             POLICY,
@@ -74,7 +74,7 @@ def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
     dataflow = MemoryDataflow(batches=BATCHES)
     run(dataflow, folder, config(model_folder))
     commits = {
-        seq: Committed(number=body.number, skipped=body.skipped, stats=body.stats)
+        seq: RecordedCommit(number=body.number, skipped=body.skipped, stats=body.stats)
         for seq, body in dataflow.commits
     }
     return Run(
@@ -87,7 +87,7 @@ def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
 
 def test_a_step_comes_out_bit_for_bit_over_a_skipped_batch(finished: Run) -> None:
     done = finished.replay(3)
-    assert (done.begun_at.number, done.begun_at.seq) == (2, 2)
+    assert (done.started_at.number, done.started_at.seq) == (2, 2)
     assert (done.ended_at.number, done.ended_at.seq) == (3, 4)
     assert done.differences == []
     assert done.stored.weights_digest == finished.published[3] != finished.published[0]
@@ -122,7 +122,7 @@ def test_checkpoints_that_cannot_be_used_are_named_with_the_reason(tmp_path: Pat
     with pytest.raises(
         StoreError, match=r"(?s)kept: none.*step_3: opt.* is damaged\n.*step_6: opt"
     ):
-        agree_on_beginning(checkpoints, 5, Alone())
+        choose_start_checkpoint(checkpoints, 5, SingleRank())
 
 
 def test_a_step_that_was_never_made_is_no_success(finished: Run) -> None:
@@ -157,16 +157,16 @@ def test_steps_are_of_the_config_of_the_life_that_saved_the_next_checkpoint(tmp_
         checkpoints.newest()
         save_little(checkpoints, number)
 
-    def begun_at(rate: str, number: int) -> int:
-        found = agree_on_beginning(life(rate), number, Alone())
+    def started_at(rate: str, number: int) -> int:
+        found = choose_start_checkpoint(life(rate), number, SingleRank())
         assert found is not None
         return found.cursor.number
 
-    assert (begun_at("B", 5), begun_at("B", 6), begun_at("B", 7)) == (3, 3, 6)
+    assert (started_at("B", 5), started_at("B", 6), started_at("B", 7)) == (3, 3, 6)
     for number in (5, 6):
         with pytest.raises(ConfigError, match=r"(?s)of .*step_6:.*learning_rate: B -> A"):
-            begun_at("A", number)
-    assert begun_at("A", 7) == 6, "trained since the run is A again"
+            started_at("A", number)
+    assert started_at("A", 7) == 6, "trained since the run is A again"
 
 
 def save_little(checkpoints: Checkpoints, number: int) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tests.unit.trainer.doubles import POLICY, make_trajectory, make_turn
 
-from penstock.dataflow.service.nodes.validate import Digested, digest
-from penstock.trainer.samples import Samples, cut
+from penstock.dataflow.service.nodes.validate import TrajectorySummary, digest
+from penstock.trainer.samples import Samples, make_samples
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -32,7 +32,7 @@ def sequences(samples: Samples) -> list[tuple[list[int], list[int]]]:
 
 
 def cut_one(trajectory: Trajectory) -> Samples:
-    return cut([(0, trajectory)], POLICY)
+    return make_samples([(0, trajectory)], POLICY)
 
 
 def test_one_turn() -> None:
@@ -109,18 +109,18 @@ def test_each_token_carries_its_own_spec_and_version() -> None:
     assert samples.top_k_T[trained].tolist() == [4, 0, 0, 0]
     assert samples.top_p_T[trained].tolist() == [0.75, 1, 1, 1]
     assert samples.min_p_T[trained].tolist() == [0.5, 0, 0, 0]
-    assert samples.numbers_T[trained].tolist() == [0, 7, 8, 8]
+    assert samples.versions_T[trained].tolist() == [0, 7, 8, 8]
 
 
 def test_no_rows() -> None:
-    assert cut([], POLICY).num_trained == 0
+    assert make_samples([], POLICY).num_trained == 0
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_sampled_token_once_and_in_its_context(seed: int) -> None:
     draw = np.random.default_rng(seed)
     trajectories = [_random_tree(draw) for _ in range(5)]
-    samples = cut(enumerate(trajectories), POLICY)
+    samples = make_samples(enumerate(trajectories), POLICY)
     found: Counter[tuple[int, tuple[int, ...]]] = Counter()
     for start, end, row in zip(samples.starts_S, samples.ends_S, samples.rows_S, strict=True):
         ids = samples.ids_T[start:end].tolist()
@@ -147,12 +147,12 @@ def test_the_judge_of_deliveries_knows_what_will_be_computed(seed: int) -> None:
         turns = [replace(t, sampling=greedy) if draw.random() < 0.2 else t for t in tree.turns]
         tree = replace(tree, turns=tuple(turns))
         known = digest(tree, is_published)
-        assert isinstance(known, Digested)
+        assert isinstance(known, TrajectorySummary)
         for policy in (POLICY, OTHER):
-            samples = cut([(0, tree)], policy)
+            samples = make_samples([(0, tree)], policy)
             lengths_S = samples.ends_S - samples.starts_S
             due = (int(lengths_S.sum()), int((lengths_S**2).sum()))
-            assert known.computed.get(policy, (0, 0)) == due
+            assert known.compute_cost.get(policy, (0, 0)) == due
 
 
 def _random_tree(draw: np.random.Generator) -> Trajectory:
@@ -193,9 +193,9 @@ def test_what_the_manifest_lets_a_trainer_see_is_trained() -> None:
     taught = replace(make_turn([5], [6], parent=0, policy=OTHER, number=4), role="explain")
     talked = make_turn([3], [4], parent=1, number=4)
     rows = [(0, make_trajectory(solved, taught, talked))]
-    both = cut(rows, POLICY, [(POLICY, "solve"), (OTHER, "explain")])
+    both = make_samples(rows, POLICY, [(POLICY, "solve"), (OTHER, "explain")])
     assert sequences(both) == [([1, 2, 5, 6], [2, 6])]
-    assert both.numbers_T[both.mask_T].tolist() == [4, -1], "a teacher has other versions"
+    assert both.versions_T[both.mask_T].tolist() == [4, -1], "a teacher has other versions"
     assert both.logprobs_T[both.mask_T].tolist() == [-0.5, -0.5]
-    assert cut(rows, POLICY, []).num_trained == 0
-    assert sequences(cut(rows, POLICY)) == [([1, 2, 5, 6, 3, 4], [2, 4])]
+    assert make_samples(rows, POLICY, []).num_trained == 0
+    assert sequences(make_samples(rows, POLICY)) == [([1, 2, 5, 6, 3, 4], [2, 4])]

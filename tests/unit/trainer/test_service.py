@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.unit.trainer.doubles import POLICY, MemoryDataflow, random_batch
 
 from penstock.config import RunConfig, demo
-from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.trainers.messages import (
     BatchRequest,
     BatchRowsRequest,
@@ -29,7 +29,7 @@ from penstock.trainer.service import EXIT_FENCED, EXIT_STOPPED, run_trainer
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.routes import Call, Route
 from penstock.wire.server import build_app
-from penstock.wire.serving import serve_on
+from penstock.wire.serving import serve_on_socket
 
 
 class Surface:
@@ -52,15 +52,15 @@ class Surface:
 
     async def commit(self, call: Call) -> object:
         self._dataflow.commit(POLICY, _seq(call), call.body)
-        return Done()
+        return Ack()
 
     async def publish(self, call: Call) -> object:
         self._dataflow.publish(POLICY, call.body)
-        return Done()
+        return Ack()
 
     async def checkpoints(self, call: Call) -> object:
         self._dataflow.checkpoints(POLICY, call.body)
-        return Done()
+        return Ack()
 
     def routes(self) -> list[Route]:
         policy, batch = "/v1/policies/{policy}", "/v1/batches/{batch_id}"
@@ -96,7 +96,7 @@ def serving(dataflow: MemoryDataflow, signer: Signer) -> Generator[str]:
     app = build_app(Surface(dataflow).routes(), signer.verifier(Audience.DATAFLOW), title="test")
     listener = socket.create_server(("127.0.0.1", 0))
     loop = asyncio.new_event_loop()
-    task = loop.create_task(serve_on(app, listener))
+    task = loop.create_task(serve_on_socket(app, listener))
 
     def run() -> None:
         with contextlib.suppress(asyncio.CancelledError):

@@ -12,7 +12,7 @@ from tests.unit.trainer.doubles import make_trajectory, make_turn
 from tests.unit.trainer.stage_makers import OWN, stage
 
 from penstock.config import StageConfig
-from penstock.dataflow.client.row_stream import Data, Row
+from penstock.dataflow.client.row_stream import ColumnValue, Row
 from penstock.errors import ConfigError
 from penstock.trainer.pipeline.stage_worker import Scorer, score, serve
 from penstock.types import Trajectory
@@ -22,18 +22,18 @@ from penstock.types import Trajectory
 class HeldRow:
     """A leased row without its service."""
 
-    columns: dict[str, Data] = field(default_factory=dict[str, Data])
-    written: dict[str, Data] = field(default_factory=dict[str, Data])
+    columns: dict[str, ColumnValue] = field(default_factory=dict[str, ColumnValue])
+    written: dict[str, ColumnValue] = field(default_factory=dict[str, ColumnValue])
     failed: str = ""
     key: str = "p0-0.0.1"
 
-    def __getitem__(self, name: str) -> Data:
+    def __getitem__(self, name: str) -> ColumnValue:
         return self.columns[name]
 
     def trajectory(self) -> Trajectory:
         return make_trajectory(make_turn([1], [2, 3, 4]))
 
-    async def write(self, **columns: Data) -> bool:
+    async def write(self, **columns: ColumnValue) -> bool:
         self.written |= columns
         return True
 

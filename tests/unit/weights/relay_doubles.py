@@ -21,37 +21,37 @@ from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import connect
 
-Touch = Callable[[str, int, bytes], Awaitable[bytes]]
+Tamper = Callable[[str, int, bytes], Awaitable[bytes]]
 CHUNK = 64 << 10
 MB = 1 << 20
 
 
-async def _as_it_is(digest: str, start: int, data: bytes) -> bytes:
+async def _unmodified(digest: str, start: int, data: bytes) -> bytes:
     return data
 
 
 @dataclass(slots=True)
-class Meddler:
+class TamperingSource:
     """A source behind somebody who notes what is asked and may change it."""
 
     source: Source
-    touch: Touch = _as_it_is
+    touch: Tamper = _unmodified
     """Gets a digest, the first byte and the bytes; those of a manifest begin at -1."""
     reads: list[tuple[str, int, int]] = field(default_factory=list[tuple[str, int, int]])
     """Digest, first byte, number of bytes."""
-    num_ways: int = 0
+    num_chain_queries: int = 0
 
     async def manifest(self, digest: str) -> bytes:
         return await self.touch(digest, -1, await self.source.manifest(digest))
 
     async def blob(self, digest: str) -> Blob:
-        return MeddledBlob(self, digest, await self.source.blob(digest))
+        return TamperedBlob(self, digest, await self.source.blob(digest))
 
-    async def way(
+    async def chain(
         self, target: str, num_bytes: int, have: Collection[str]
     ) -> tuple[DeltaEntry, ...]:
-        self.num_ways += 1
-        return await self.source.way(target, num_bytes, have)
+        self.num_chain_queries += 1
+        return await self.source.chain(target, num_bytes, have)
 
     async def close(self) -> None:
         await self.source.close()
@@ -62,8 +62,8 @@ class Meddler:
 
 
 @dataclass(slots=True)
-class MeddledBlob:
-    meddler: Meddler
+class TamperedBlob:
+    tampering: TamperingSource
     digest: str
     blob: Blob
 
@@ -73,8 +73,8 @@ class MeddledBlob:
 
     async def read(self, start: int, num_bytes: int) -> bytes:
         data = await self.blob.read(start, min(num_bytes, CHUNK))
-        touched = await self.meddler.touch(self.digest, start, data)
-        self.meddler.reads.append((self.digest, start, len(data)))
+        touched = await self.tampering.touch(self.digest, start, data)
+        self.tampering.reads.append((self.digest, start, len(data)))
         return touched
 
     async def close(self) -> None:
@@ -93,8 +93,8 @@ def put_blob(store: Path, num_bytes: int, seed: int = 0) -> tuple[str, bytes]:
     return directory.put_blob(io.BytesIO(data), "x.json").blob, data
 
 
-def origin(store: Path, touch: Touch = _as_it_is) -> Meddler:
-    return Meddler(Origin(DirectoryStore(store)), touch)
+def origin(store: Path, touch: Tamper = _unmodified) -> TamperingSource:
+    return TamperingSource(Origin(DirectoryStore(store)), touch)
 
 
 @asynccontextmanager

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock.weights.deltas.codec import apply_tensor, encode_tensor
-from penstock.weights.deltas.numba_kernels import CompiledLoops
-from penstock.weights.deltas.numpy_kernels import Loops, NumpyLoops
+from penstock.weights.deltas.numba_kernels import NumbaKernels
+from penstock.weights.deltas.numpy_kernels import Kernels, NumpyKernels
 from penstock.weights.deltas.payload import Payload
 
-NUMPY: Loops = NumpyLoops()
-COMPILED: Loops = CompiledLoops()
+NUMPY: Kernels = NumpyKernels()
+COMPILED: Kernels = NumbaKernels()
 ODD_BITS = {
     2: [0x0000, 0x8000, 0x0001, 0x8001, 0x7F80, 0xFF80, 0x7F81, 0xFFFF, 0x7FFF, 0x7C00, 0x3F80],
     4: [0, 1 << 31, 1, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF, 0x3F800000],
@@ -38,13 +38,13 @@ def raw(array: NDArray[Any]) -> memoryview:
     return array.view(np.uint8).data
 
 
-def encode(pair: Pair, loops: Loops | None = None) -> Payload:
-    return encode_tensor(raw(pair.base), raw(pair.new), pair.item_bytes, loops=loops)
+def encode(pair: Pair, kernels: Kernels | None = None) -> Payload:
+    return encode_tensor(raw(pair.base), raw(pair.new), pair.item_bytes, kernels=kernels)
 
 
-def applied(payload: Payload, pair: Pair, loops: Loops | None = None) -> NDArray[Any]:
+def applied(payload: Payload, pair: Pair, kernels: Kernels | None = None) -> NDArray[Any]:
     target = pair.base.copy()
-    apply_tensor(payload, raw(target), pair.item_bytes, loops=loops)
+    apply_tensor(payload, raw(target), pair.item_bytes, kernels=kernels)
     return target
 
 

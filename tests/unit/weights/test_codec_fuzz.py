@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from tests.unit.weights.tensor_pairs import COMPILED, NUMPY, Pair, encode, raw, trained
 
 from penstock.errors import WeightsError
-from penstock.weights.deltas.codec import apply_run, apply_tensor
+from penstock.weights.deltas.codec import apply_payload, apply_tensor
 from penstock.weights.deltas.delta import MAGIC, read_delta, write_delta
-from penstock.weights.deltas.numpy_kernels import Loops
+from penstock.weights.deltas.numpy_kernels import Kernels
 from penstock.weights.deltas.payload import Kind, Payload, Role, Stream, pack, unpack
 
 FENCE = 4096
@@ -31,13 +31,13 @@ PAIRS = {"small": SMALL, "rare": RARE, "raw": RAW, "wide": trained(3000, 0.05, 3
 PAYLOADS = {name: encode(pair) for name, pair in PAIRS.items()}
 
 
-def try_apply(payload: Payload, base: NDArray[Any], loops: Loops) -> bytes | None:
+def try_apply(payload: Payload, base: NDArray[Any], kernels: Kernels) -> bytes | None:
     """The tensor after it, or None if refused: then not a bit was touched, nor any outside."""
     fenced = bytearray(b"\xa5" * (base.nbytes + 2 * FENCE))
     fenced[FENCE:-FENCE] = raw(base)
     target = memoryview(fenced)[FENCE:-FENCE]
     try:
-        apply_tensor(payload, target, base.itemsize, loops=loops)
+        apply_tensor(payload, target, base.itemsize, kernels=kernels)
     except WeightsError:
         assert target == raw(base)
         return None
@@ -141,7 +141,9 @@ def plain(role: Role, *values: int) -> Stream:
     return Stream(role=role, num_bytes=len(values), data=bytes(values))
 
 
-GAPS, FAR, DIGITS, CODES, BIG, VALUES, WHOLE = (partial(plain, role) for role in Role)
+GAPS, LONG_GAPS, LOW_BITS, CODES, LARGE_CODES, VALUES, WHOLE = (
+    partial(plain, role) for role in Role
+)
 
 
 @pytest.mark.parametrize(
@@ -149,20 +151,20 @@ GAPS, FAR, DIGITS, CODES, BIG, VALUES, WHOLE = (partial(plain, role) for role in
     [
         ("beyond", 1, [GAPS(64), CODES(0)]),
         ("beyond", 2, [GAPS(62, 1), CODES(0)]),
-        ("beyond", 1, [GAPS(16), DIGITS(0), CODES(0)]),
-        ("beyond", 1, [GAPS(15), DIGITS(3), DIGITS(1), CODES(0)]),
-        ("beyond", 1, [GAPS(255), *[FAR(255)] * 5, CODES(0)]),
-        ("far", 1, [GAPS(255), *[FAR(0)] * 6, CODES(0)]),
-        ("far", 1, [GAPS(255), CODES(0)]),
-        ("far", 1, [GAPS(25), FAR(1), CODES(0)]),
-        ("far", 1, [GAPS(255), FAR(1, 2), CODES(0)]),
-        ("digits", 1, [GAPS(0), *[DIGITS(0)] * 5, CODES(0)]),
-        ("bits after", 1, [GAPS(0), DIGITS(4), CODES(0)]),
+        ("beyond", 1, [GAPS(16), LOW_BITS(0), CODES(0)]),
+        ("beyond", 1, [GAPS(15), LOW_BITS(3), LOW_BITS(1), CODES(0)]),
+        ("beyond", 1, [GAPS(255), *[LONG_GAPS(255)] * 5, CODES(0)]),
+        ("long_gaps", 1, [GAPS(255), *[LONG_GAPS(0)] * 6, CODES(0)]),
+        ("long_gaps", 1, [GAPS(255), CODES(0)]),
+        ("long_gaps", 1, [GAPS(25), LONG_GAPS(1), CODES(0)]),
+        ("long_gaps", 1, [GAPS(255), LONG_GAPS(1, 2), CODES(0)]),
+        ("low_bits", 1, [GAPS(0), *[LOW_BITS(0)] * 5, CODES(0)]),
+        ("bits after", 1, [GAPS(0), LOW_BITS(4), CODES(0)]),
         ("bits after", 1, [GAPS(0), CODES(4)]),
-        ("big", 1, [GAPS(0), CODES(3)]),
-        ("big", 1, [GAPS(0), CODES(0), BIG(0)]),
-        ("big", 1, [GAPS(0), CODES(3), *[BIG(0)] * 3]),
-        ("larger", 1, [GAPS(0), CODES(3), BIG(252), BIG(255)]),
+        ("large_codes", 1, [GAPS(0), CODES(3)]),
+        ("large_codes", 1, [GAPS(0), CODES(0), LARGE_CODES(0)]),
+        ("large_codes", 1, [GAPS(0), CODES(3), *[LARGE_CODES(0)] * 3]),
+        ("larger", 1, [GAPS(0), CODES(3), LARGE_CODES(252), LARGE_CODES(255)]),
         ("codes", 1, [GAPS(0)]),
         ("gaps", 1, [CODES(0)]),
         ("values", 1, [GAPS(0), *[VALUES(0)] * 3]),
@@ -170,7 +172,7 @@ GAPS, FAR, DIGITS, CODES, BIG, VALUES, WHOLE = (partial(plain, role) for role in
         ("together", 1, [GAPS(0), CODES(0), WHOLE(0)]),
         ("changes in", 0, []),
         ("changes in", 65, [GAPS(*[0] * 65), CODES(*[0] * 17)]),
-        ("than the tensor", 64, [GAPS(*[0] * 64), CODES(*[0] * 16), *[BIG(0)] * 64]),
+        ("than the tensor", 64, [GAPS(*[0] * 64), CODES(*[0] * 16), *[LARGE_CODES(0)] * 64]),
     ],
 )  # fmt: skip
 def test_refused_with_the_reason(why: str, num_changed: int, streams: list[Stream]) -> None:
@@ -185,8 +187,8 @@ def test_the_largest_difference_is_allowed() -> None:
     streams = (
         GAPS(0),
         CODES(3),
-        BIG(251),
-        BIG(255),
+        LARGE_CODES(251),
+        LARGE_CODES(255),
     )
     payload = Payload(kind=Kind.SPARSE, num_changed=1, streams=streams)
     assert try_both(payload, np.zeros(64, np.uint16)) is not None
@@ -204,7 +206,7 @@ def test_full_is_for_one_tensor_of_its_size() -> None:
     full = Payload(kind=Kind.FULL, num_changed=0, streams=(WHOLE(1, 2),))
     for targets in ([], [bytearray(3)], [bytearray(1), bytearray(1)]):
         with pytest.raises(WeightsError, match="full payload"):
-            apply_run(full, [memoryview(target) for target in targets], 2)
+            apply_payload(full, [memoryview(target) for target in targets], 2)
 
 
 def test_what_did_not_change_has_no_changes() -> None:
@@ -273,7 +275,7 @@ def try_delta(data: bytes) -> dict[str, NDArray[Any]] | None:
         _, frames = read_delta(io.BytesIO(data), SIZES)
         for frame in frames:
             targets = [raw(made[name]) for name in frame.names]
-            apply_run(frame.payload, targets, frame.item_bytes)
+            apply_payload(frame.payload, targets, frame.item_bytes)
     except WeightsError:
         return None
     finally:

@@ -105,7 +105,7 @@ def test_other_layouts_are_told(tmp_path: Path) -> None:
         {"same": ("F32", floats(2.0)), "new": ("F32", floats(1.0)), "kind": ("BF16", b"1234")},
     )
     assert [change.name for change in found.changes] == ["same"]
-    assert (found.only_old, found.only_new, found.reshaped) == (("old",), ("new",), ("kind",))
+    assert (found.removed, found.added, found.reshaped) == (("old",), ("new",), ("kind",))
     assert (found.num_changed, found.num_elements) == (1, 1)
 
 

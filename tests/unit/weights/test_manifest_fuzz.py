@@ -28,7 +28,7 @@ from tests.unit.weights.snapshot_folders import safetensors_bytes, weights_bytes
 from penstock.errors import WeightsError
 from penstock.types import PolicyName
 from penstock.weights.deltas.chain import DeltaEntry
-from penstock.weights.deltas.codec import apply_run
+from penstock.weights.deltas.codec import apply_payload
 from penstock.weights.deltas.delta import read_delta, write_delta
 from penstock.weights.deltas.file_delta import make_delta
 from penstock.weights.manifest import (
@@ -269,7 +269,7 @@ def frames(data: bytes) -> object:
     delta = out.getvalue()[:-8] + data + bytes(64)
     target = memoryview(bytearray(18))
     for frame in read_delta(io.BytesIO(delta), {"a": 18})[1]:
-        apply_run(frame.payload, [target], frame.item_bytes)
+        apply_payload(frame.payload, [target], frame.item_bytes)
     return None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 from tests.unit.weights.snapshot_folders import weights_bytes
-from tests.unit.weights.version_history import History
+from tests.unit.weights.version_history import VersionHistory
 
 from penstock.types import PolicyName
 from penstock.weights import publish
@@ -29,15 +29,15 @@ def flipped(data: bytes, place: int) -> bytes:
     return bytes(changed)
 
 
-def manifest_path(history: History) -> Path:
+def manifest_path(history: VersionHistory) -> Path:
     return history.store.blob_path("x").parents[1] / "manifests" / f"{history.digest(0)}.json"
 
 
-def blob_path(history: History) -> Path:
+def blob_path(history: VersionHistory) -> Path:
     return history.store.blob_path(history.file(0).blob)
 
 
-DAMAGE: dict[str, Callable[[History], object]] = {
+DAMAGE: dict[str, Callable[[VersionHistory], object]] = {
     "manifest gone": lambda h: manifest_path(h).unlink(),
     "manifest empty": lambda h: rewrite(manifest_path(h), b""),
     "manifest flipped": lambda h: rewrite(
@@ -57,13 +57,13 @@ DAMAGE: dict[str, Callable[[History], object]] = {
 
 
 @pytest.fixture
-def history(tmp_path: Path) -> History:
-    history = History(tmp_path / "store")
-    history.go_on()
+def history(tmp_path: Path) -> VersionHistory:
+    history = VersionHistory(tmp_path / "store")
+    history.add_versions()
     return history
 
 
-def is_whole(history: History, number: int) -> bool:
+def is_full(history: VersionHistory, number: int) -> bool:
     """All of the version's files are there, and none of them needs a delta."""
     manifest = parse_manifest(history.store.read_manifest(history.digest(number)))
     return all(map(history.store.has_blob, (file.blob for file in manifest.files)))
@@ -71,32 +71,34 @@ def is_whole(history: History, number: int) -> bool:
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_damaged_version_before_costs_only_the_delta(
-    history: History, damage: Callable[[History], object]
+    history: VersionHistory, damage: Callable[[VersionHistory], object]
 ) -> None:
     damage(history)
     with capture_logs() as logs:
-        history.go_on()
+        history.add_versions()
     assert [line["log_level"] for line in logs] == ["warning"]
     assert logs[0]["why"]
-    assert is_whole(history, 1)
+    assert is_full(history, 1)
     assert not list(history.store.deltas()), "a delta from damaged bytes leads nowhere"
-    history.go_on()
+    history.add_versions()
     assert history.store.deltas_to(history.file(2).blob), "the next has one again"
 
 
 def test_a_codec_that_fails_costs_only_the_delta(
-    history: History, monkeypatch: pytest.MonkeyPatch
+    history: VersionHistory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(publish, "make_delta", fail)
-    history.go_on()
-    assert is_whole(history, 1)
+    history.add_versions()
+    assert is_full(history, 1)
     assert not list(history.store.deltas())
 
 
-def test_a_digest_that_is_none_costs_only_the_delta(history: History, tmp_path: Path) -> None:
+def test_a_digest_that_is_none_costs_only_the_delta(
+    history: VersionHistory, tmp_path: Path
+) -> None:
     after = StoredVersion(manifest_digest="../../etc/passwd", weights_digest="")
     found = put_snapshot(
         tmp_path / "store", tmp_path / "hf-policy", policy=PolicyName("p"), number=9, after=after

@@ -8,29 +8,32 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.unit.weights.version_history import History
+from tests.unit.weights.version_history import VersionHistory
 
 from penstock.errors import WeightsError
 from penstock.weights import retention
-from penstock.weights.rebuild import make_whole, merge
-from penstock.weights.retention import GRACE_S, Plan, carry_out, plan
+from penstock.weights.rebuild import merge_deltas, rebuild_blob
+from penstock.weights.retention import GRACE_S, DeletionPlan, execute_plan, plan_deletion
 from penstock.weights.store import DirectoryStore
 
 
 def sweep(
-    history: History, in_use: list[int], newest: list[int] | None = None, anchor_every: int = 25
-) -> Plan:
+    history: VersionHistory,
+    in_use: list[int],
+    newest: list[int] | None = None,
+    anchor_every: int = 25,
+) -> DeletionPlan:
     """As the publisher does it, on versions that are no longer young."""
     store = history.store
-    with store.deleting() as is_alone:
-        assert is_alone
-        found = plan(
+    with store.deleting() as has_lock:
+        assert has_lock
+        found = plan_deletion(
             store,
             [history.digest(number) for number in in_use],
             [history.digest(number) for number in newest or [len(history.versions) - 1]],
             anchor_every=anchor_every,
         )
-        carry_out(store, found)
+        execute_plan(store, found)
     return found
 
 
@@ -40,37 +43,37 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whole_files_go_when_deltas_lead_to_them(tmp_path: Path) -> None:
-    history = History(tmp_path / "store")
-    history.go_on(6)
+    history = VersionHistory(tmp_path / "store")
+    history.add_versions(6)
     sweep(history, list(range(6)))
     assert history.whole() == [0, 5]
     for number in range(6):
-        path = make_whole(history.store, history.file(number).blob)
+        path = rebuild_blob(history.store, history.file(number).blob)
         assert path.stat().st_size == history.file(number).bytes
 
 
 def test_every_so_many_versions_one_stays_whole(tmp_path: Path) -> None:
-    history = History(tmp_path / "store", share=0.001)
+    history = VersionHistory(tmp_path / "store", share=0.001)
     for _ in range(12):
-        history.go_on()
+        history.add_versions()
         sweep(history, list(range(len(history.versions))), anchor_every=5)
     assert history.whole() == [0, 5, 10, 11]
 
 
 def test_a_chain_never_costs_more_than_a_file(tmp_path: Path) -> None:
-    history = History(tmp_path / "store", share=1.0)
-    history.go_on(2)
+    history = VersionHistory(tmp_path / "store", share=1.0)
+    history.add_versions(2)
     (step,) = history.store.deltas_to(history.file(1).blob)
     enough = history.file(0).bytes // step.bytes + 2
     for _ in range(enough):
-        history.go_on()
+        history.add_versions()
         sweep(history, list(range(len(history.versions))), anchor_every=1000)
     assert len(history.whole()) == 3  # the first, the last, and one when the chain got too dear
 
 
 def test_what_nobody_uses_goes_with_all_it_needs(tmp_path: Path) -> None:
-    history = History(tmp_path / "store")
-    history.go_on(5)
+    history = VersionHistory(tmp_path / "store")
+    history.add_versions(5)
     found = sweep(history, [])
     assert (len(found.manifests), found.num_versions) == (4, 1)
     assert list(history.store.manifests()) == [history.digest(4)]
@@ -81,85 +84,88 @@ def test_what_nobody_uses_goes_with_all_it_needs(tmp_path: Path) -> None:
 
 
 def test_a_version_in_use_stays_within_reach_when_its_anchor_is_not_in_use(tmp_path: Path) -> None:
-    history = History(tmp_path / "store")
-    history.go_on(8)
+    history = VersionHistory(tmp_path / "store")
+    history.add_versions(8)
     sweep(history, list(range(8)))
     sweep(history, [3])
     assert list(history.store.manifests()) == sorted([history.digest(3), history.digest(7)])
-    assert make_whole(history.store, history.file(3).blob).exists()
+    assert rebuild_blob(history.store, history.file(3).blob).exists()
 
 
 def test_a_node_that_is_behind_finds_its_way(tmp_path: Path) -> None:
-    history = History(tmp_path / "store")
-    history.go_on(8)
+    history = VersionHistory(tmp_path / "store")
+    history.add_versions(8)
     sweep(history, [3])
     base, newest = history.file(3), history.file(7)
-    assert len(history.store.way_to(newest.blob, newest.bytes, [base.blob])) == 4
+    assert len(history.store.chain_to(newest.blob, newest.bytes, [base.blob])) == 4
 
 
 def test_one_delta_in_place_of_many(tmp_path: Path) -> None:
-    history = History(tmp_path / "store", share=0.2)
-    history.go_on(8)
+    history = VersionHistory(tmp_path / "store", share=0.2)
+    history.add_versions(8)
     base, newest = history.file(1), history.file(7)
-    before = history.store.way_to(newest.blob, newest.bytes, [base.blob])
+    before = history.store.chain_to(newest.blob, newest.bytes, [base.blob])
     sweep(history, list(range(8)))
-    entry = merge(history.store, base.blob, newest.blob)
-    assert history.store.way_to(newest.blob, newest.bytes, [base.blob]) == (entry,)
+    entry = merge_deltas(history.store, base.blob, newest.blob)
+    assert history.store.chain_to(newest.blob, newest.bytes, [base.blob]) == (entry,)
     assert entry.bytes < 0.8 * sum(step.bytes for step in before)
     sweep(history, [1])  # the merged one is the way now
-    assert history.store.way_to(newest.blob, newest.bytes, [base.blob]) == (entry,)
+    assert history.store.chain_to(newest.blob, newest.bytes, [base.blob]) == (entry,)
 
 
 def test_young_manifests_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put, and about to be published by somebody else."""
     monkeypatch.setattr(retention, "GRACE_S", GRACE_S)
-    history = History(tmp_path / "store")
-    history.go_on(3)
+    history = VersionHistory(tmp_path / "store")
+    history.add_versions(3)
     long_ago = time.time() - 2 * GRACE_S
     os.utime(tmp_path / "store" / "manifests" / f"{history.digest(0)}.json", (long_ago, long_ago))
     assert sweep(history, [], newest=[2]).manifests == (history.digest(0),)
 
 
 def test_versions_of_other_policies_share_files(tmp_path: Path) -> None:
-    history, other = History(tmp_path / "store"), History(tmp_path / "store", policy="other")
-    history.go_on(3)
-    other.go_on(2)
+    history, other = (
+        VersionHistory(tmp_path / "store"),
+        VersionHistory(tmp_path / "store", policy="other"),
+    )
+    history.add_versions(3)
+    other.add_versions(2)
     store = history.store
     with store.deleting():
-        found = plan(store, [], [history.digest(2), other.digest(1)])
-        carry_out(store, found)
-    assert make_whole(store, history.file(2).blob) and make_whole(store, other.file(1).blob)
+        found = plan_deletion(store, [], [history.digest(2), other.digest(1)])
+        execute_plan(store, found)
+    assert rebuild_blob(store, history.file(2).blob) and rebuild_blob(store, other.file(1).blob)
     manifest = store.read_manifest(other.digest(1))
     assert b"config.json" in manifest
 
 
 def test_nothing_is_deleted_while_somebody_writes(tmp_path: Path) -> None:
-    history = History(tmp_path / "store")
-    history.go_on(1)
-    with history.store.writing(), history.store.deleting() as is_alone:
-        assert not is_alone
-    with history.store.deleting() as is_alone:
-        assert is_alone
+    history = VersionHistory(tmp_path / "store")
+    history.add_versions(1)
+    with history.store.writing(), history.store.deleting() as has_lock:
+        assert not has_lock
+    with history.store.deleting() as has_lock:
+        assert has_lock
 
 
 def test_publishing_counts_as_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    history = History(tmp_path / "store")
+    history = VersionHistory(tmp_path / "store")
     seen: list[bool] = []
     sync = DirectoryStore.sync_blobs
 
     def look(store: DirectoryStore) -> None:
-        with store.deleting() as is_alone:
-            seen.append(is_alone)
+        with store.deleting() as has_lock:
+            seen.append(has_lock)
         sync(store)
 
     monkeypatch.setattr(DirectoryStore, "sync_blobs", look)
-    history.go_on(1)
+    history.add_versions(1)
     assert seen == [False]
 
 
 def test_a_damaged_delta_leaves_nothing_behind(tmp_path: Path) -> None:
-    history = History(tmp_path / "store")
-    history.go_on(3)
+    history = VersionHistory(tmp_path / "store")
+    history.add_versions(3)
     sweep(history, [0, 1, 2])
     (entry,) = history.store.deltas_to(history.file(1).blob)
     path = history.store.blob_path(entry.blob)
@@ -168,26 +174,26 @@ def test_a_damaged_delta_leaves_nothing_behind(tmp_path: Path) -> None:
     data[-20] ^= 0xFF
     path.write_bytes(data)
     with pytest.raises(WeightsError):
-        make_whole(history.store, history.file(1).blob)
+        rebuild_blob(history.store, history.file(1).blob)
     assert not history.store.has_blob(history.file(1).blob)
     assert not list((tmp_path / "store" / "incoming").iterdir())
 
 
 def test_without_anything_that_leads_there(tmp_path: Path) -> None:
-    history = History(tmp_path / "store")
-    history.go_on(1)
+    history = VersionHistory(tmp_path / "store")
+    history.add_versions(1)
     history.store.delete_blob(history.file(0).blob)
     with pytest.raises(WeightsError, match="publish the version again"):
-        make_whole(history.store, history.file(0).blob)
+        rebuild_blob(history.store, history.file(0).blob)
 
 
 def test_five_hundred_versions_stay_within_the_budget(tmp_path: Path) -> None:
     """A trainer with a checkpoint every 20 versions, of which it keeps two, and rows that may be 4
     versions old: whole are the newest two and the anchors of what is in use, and deltas are few."""
-    history = History(tmp_path / "store", share=0.003)
+    history = VersionHistory(tmp_path / "store", share=0.003)
     worst = 0.0
     for number in range(0, 500, 5):
-        history.go_on(1 if number == 0 else 5)
+        history.add_versions(1 if number == 0 else 5)
         oldest = max(0, number // 20 * 20 - 20) - 4
         in_use = [*range(max(0, oldest), number + 1)]
         sweep(history, in_use, newest=[max(0, number - 1), number])

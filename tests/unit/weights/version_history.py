@@ -17,7 +17,7 @@ WEIGHTS = "model.safetensors"
 SHAPES = {"a.weight": (200, 300), "b.weight": (300,), "c.weight": (40_000,)}
 
 
-class History:
+class VersionHistory:
     """Versions 0, 1, 2, … of one policy in a store."""
 
     def __init__(self, root: Path, *, share: float = 0.01, policy: str = "policy") -> None:
@@ -33,7 +33,7 @@ class History:
         self._folder.mkdir(parents=True)
         (self._folder / "config.json").write_text('{"model_type": "qwen3"}')
 
-    def go_on(self, num: int = 1) -> None:
+    def add_versions(self, num: int = 1) -> None:
         for _ in range(num):
             (self._folder / WEIGHTS).write_bytes(self._data)
             after = self.versions[-1] if self.versions else None

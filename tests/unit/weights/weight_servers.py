@@ -15,37 +15,37 @@ from starlette.routing import Route as StarletteRoute
 from tests.unit.weights.snapshot_folders import write_folder
 
 from penstock.types import PolicyName, PublishedVersion
-from penstock.weights.deltas.chain import Way
+from penstock.weights.deltas.chain import DeltaChain
 from penstock.weights.publish import StoredVersion, put_snapshot
 from penstock.weights.serving.origin import Origin
 from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
-from penstock.wire.client import AsyncCaller, connect
+from penstock.wire.client import AsyncServiceClient, connect
 from penstock.wire.codec import MSGPACK, encode
 from penstock.wire.serving import server
 
 POLICY = PolicyName("policy")
-Touch = Callable[[Request, bytes], Awaitable[bytes]]
+Tamper = Callable[[Request, bytes], Awaitable[bytes]]
 
 
 @asynccontextmanager
 async def listening(app: Starlette) -> AsyncGenerator[str]:
-    front = server(app, "127.0.0.1", 0)
-    task = asyncio.create_task(front.serve())
-    while not front.started:
+    weight_server = server(app, "127.0.0.1", 0)
+    task = asyncio.create_task(weight_server.serve())
+    while not weight_server.started:
         assert not task.done(), "the server ended before it listened"
         await asyncio.sleep(0.005)
-    host, port = front.servers[0].sockets[0].getsockname()
+    host, port = weight_server.servers[0].sockets[0].getsockname()
     try:
         yield f"http://{host}:{port}"
     finally:
-        front.should_exit = True
+        weight_server.should_exit = True
         await task
 
 
 @asynccontextmanager
-async def real_front(tmp_path: Path) -> AsyncGenerator[AsyncCaller]:
+async def running_weight_server(tmp_path: Path) -> AsyncGenerator[AsyncServiceClient]:
     """A caller with a rollout token for a front over `tmp_path / "store"`."""
     signer = Signer.create(tmp_path / "keys", "run")
     token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=60)
@@ -72,15 +72,15 @@ def put_folder(
 
 
 @asynccontextmanager
-async def meddling(store: Path, touch: Touch) -> AsyncGenerator[AsyncCaller]:
+async def tampering_server(store: Path, touch: Tamper) -> AsyncGenerator[AsyncServiceClient]:
     """A relay nobody should trust: passes what the store holds through `touch`."""
 
     async def answer(request: Request) -> Response:
         if request.path_params["kind"] == "deltas":
             have = request.query_params["from"].split(",")
             size, target = int(request.query_params["bytes"]), request.path_params["digest"]
-            way = Way(steps=DirectoryStore(store).way_to(target, size, have))
-            return Response(await touch(request, encode(way)), media_type=MSGPACK)
+            chain = DeltaChain(steps=DirectoryStore(store).chain_to(target, size, have))
+            return Response(await touch(request, encode(chain)), media_type=MSGPACK)
         path = store / request.url.path.removeprefix("/v1/")
         if path.parent.name == "manifests":
             path = path.with_suffix(".json")

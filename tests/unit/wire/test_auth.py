@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError, Forbidden, Unauthorized
 from penstock.wire.auth import Audience, Role, Signer, Verifier
-from penstock.wire.serving import Tls, check_bind
+from penstock.wire.serving import Tls, require_tls_off_loopback
 
 
 def test_a_token_says_who_calls_and_only_where_it_may(tmp_path: Path) -> None:
@@ -62,10 +62,10 @@ def test_the_signing_key_is_for_its_owner_and_made_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "example.org", ""])
 def test_nothing_listens_beyond_loopback_without_tls(host: str) -> None:
     with pytest.raises(ConfigError, match="TLS"):
-        check_bind(host, None)
-    check_bind(host, Tls(certificate=Path("cert.pem"), key=Path("key.pem")))
+        require_tls_off_loopback(host, None)
+    require_tls_off_loopback(host, Tls(certificate=Path("cert.pem"), key=Path("key.pem")))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_loopback_needs_no_tls(host: str) -> None:
-    check_bind(host, None)
+    require_tls_off_loopback(host, None)

@@ -14,7 +14,7 @@ from tests.contract.dataflow_server import serving
 
 from penstock.errors import Busy, Fenced, Unreachable, WireError
 from penstock.wire.auth import Audience, Role, Signer
-from penstock.wire.client import AsyncCaller, Caller
+from penstock.wire.client import AsyncServiceClient, ServiceClient
 from penstock.wire.routes import Call, Route
 from penstock.wire.server import build_app
 
@@ -25,22 +25,24 @@ class Echo:
 
 
 @dataclass(slots=True)
-class Moody:
+class FlakyHandler:
     """Raises its next complaint, if any is left."""
 
-    complaints: list[WireError]
+    pending_errors: list[WireError]
     calls: int = 0
 
     async def echo(self, call: Call) -> Echo:
         self.calls += 1
-        if self.complaints:
-            raise self.complaints.pop(0)
+        if self.pending_errors:
+            raise self.pending_errors.pop(0)
         return call.body
 
 
 @contextmanager
-def moody(folder: Path, *complaints: WireError) -> Generator[tuple[Moody, str, str]]:
-    handler = Moody(list(complaints))
+def flaky_service(
+    folder: Path, *pending_errors: WireError
+) -> Generator[tuple[FlakyHandler, str, str]]:
+    handler = FlakyHandler(list(pending_errors))
     signer = Signer.create(folder, "run")
     route = Route(
         method="POST",
@@ -51,14 +53,14 @@ def moody(folder: Path, *complaints: WireError) -> Generator[tuple[Moody, str, s
         request=Echo,
         response=Echo,
     )
-    with serving(build_app([route], signer.verifier(Audience.DATAFLOW), title="moody")) as url:
+    with serving(build_app([route], signer.verifier(Audience.DATAFLOW), title="flaky")) as url:
         yield handler, url, signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=60)
 
 
 def test_passing_trouble_is_sat_out(tmp_path: Path) -> None:
     trouble = [WireError("oops"), Busy("later", retry_after_s=0.3), Unreachable("not yet")]
-    with moody(tmp_path, *trouble) as (handler, url, token):
-        caller = Caller(url, token)
+    with flaky_service(tmp_path, *trouble) as (handler, url, token):
+        caller = ServiceClient(url, token)
         started = time.monotonic()
         assert caller.call("POST", "/v1/echo", Echo(text="hi"), Echo) == Echo(text="hi")
         assert handler.calls == 4 and time.monotonic() - started >= 0.3
@@ -66,8 +68,8 @@ def test_passing_trouble_is_sat_out(tmp_path: Path) -> None:
 
 
 def test_a_verdict_is_not_repeated(tmp_path: Path) -> None:
-    with moody(tmp_path, Fenced("you were replaced")) as (handler, url, token):
-        caller = Caller(url, token)
+    with flaky_service(tmp_path, Fenced("you were replaced")) as (handler, url, token):
+        caller = ServiceClient(url, token)
         with pytest.raises(Fenced, match="you were replaced"):
             caller.call("POST", "/v1/echo", Echo(text="hi"), Echo)
         assert handler.calls == 1
@@ -75,7 +77,7 @@ def test_a_verdict_is_not_repeated(tmp_path: Path) -> None:
 
 
 async def test_nobody_there_is_told_after_the_deadline(tmp_path: Path) -> None:
-    caller = AsyncCaller("http://127.0.0.1:9", "token")
+    caller = AsyncServiceClient("http://127.0.0.1:9", "token")
     started = time.monotonic()
     with pytest.raises(Unreachable, match="is the service running"):
         await caller.call("POST", "/v1/echo", Echo(text="hi"), Echo, deadline_s=0.5)

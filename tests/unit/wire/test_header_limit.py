@@ -12,7 +12,7 @@ import pytest
 from tests.contract.dataflow_server import serving
 
 from penstock.wire.auth import Audience, Signer
-from penstock.wire.header_limit import MAX_HEAD_BYTES
+from penstock.wire.header_limit import MAX_HEADER_BYTES
 from penstock.wire.server import build_app
 
 LINE = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
@@ -33,7 +33,7 @@ def test_an_endless_head_is_refused(tmp_path: Path, kind: str) -> None:
             caller.settimeout(5)
             caller.sendall(begin)
             with suppress(ConnectionError):  # refused in the middle of it
-                for _ in range(2 * MAX_HEAD_BYTES // len(more)):
+                for _ in range(2 * MAX_HEADER_BYTES // len(more)):
                     caller.sendall(more)
                 while caller.recv(1 << 16):  # a connection that stays open ends in a TimeoutError
                     pass
@@ -45,9 +45,9 @@ def test_long_heads_and_long_bodies_are_served(tmp_path: Path) -> None:
         address = urlsplit(url)
         with socket.create_connection((str(address.hostname), address.port or 0), 10) as caller:
             for _ in range(3):  # over one connection, so that each head is counted for itself
-                body = b"b" * (2 * MAX_HEAD_BYTES)
+                body = b"b" * (2 * MAX_HEADER_BYTES)
                 size = b"content-length: %d\r\n" % len(body)
-                caller.sendall(LINE + b"x-long: " + b"y" * (MAX_HEAD_BYTES // 2) + b"\r\n")
+                caller.sendall(LINE + b"x-long: " + b"y" * (MAX_HEADER_BYTES // 2) + b"\r\n")
                 caller.sendall(size + b"\r\n" + body)
                 answer = b""
                 while not answer.endswith(b"}"):

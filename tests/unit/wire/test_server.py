@@ -45,7 +45,7 @@ def app(signer: Signer) -> Starlette:
     return build_app(routes, signer.verifier(Audience.DATAFLOW), title="test")
 
 
-async def ask(
+async def send_request(
     app: Starlette, path: str, headers: list[tuple[bytes, bytes]], chunks: list[bytes]
 ) -> tuple[int, dict[bytes, bytes], bytes]:
     sent: list[dict[str, Any]] = []
@@ -65,7 +65,7 @@ async def ask(
     return sent[0]["status"], dict(sent[0]["headers"]), sent[1]["body"]
 
 
-def authorised(signer: Signer, role: Role = Role.ROLLOUT) -> list[tuple[bytes, bytes]]:
+def auth_headers(signer: Signer, role: Role = Role.ROLLOUT) -> list[tuple[bytes, bytes]]:
     token = signer.mint(role, [Audience.DATAFLOW], ttl_s=60)
     return [(b"authorization", f"Bearer {token}".encode()), (b"accept", MSGPACK.encode())]
 
@@ -76,7 +76,9 @@ PATHS = pytest.mark.parametrize("path", ["/fixed", "/named/x"], ids=["fixed", "n
 @PATHS
 async def test_a_body_may_come_in_pieces(app: Starlette, signer: Signer, path: str) -> None:
     body = encode(Health(status="hello"))
-    status, _, answer = await ask(app, path, authorised(signer), [body[:3], body[3:7], body[7:]])
+    status, _, answer = await send_request(
+        app, path, auth_headers(signer), [body[:3], body[3:7], body[7:]]
+    )
     name = path.rpartition("/")[2] if path != "/fixed" else "-"
     assert (status, decode(answer, Health)) == (200, Health(status=f"hello {name}"))
 
@@ -85,7 +87,9 @@ async def test_a_body_may_come_in_pieces(app: Starlette, signer: Signer, path: s
 async def test_a_body_without_a_length_is_limited_too(
     app: Starlette, signer: Signer, path: str
 ) -> None:
-    status, _, answer = await ask(app, path, authorised(signer), [b"x" * 60, b"x" * 60, b""])
+    status, _, answer = await send_request(
+        app, path, auth_headers(signer), [b"x" * 60, b"x" * 60, b""]
+    )
     assert status == 413 and b"over 100 bytes" in answer
 
 
@@ -94,24 +98,24 @@ async def test_the_first_of_two_credentials_counts(
     app: Starlette, signer: Signer, path: str
 ) -> None:
     body = [encode(Health(status="hello"))]
-    good, reader = authorised(signer), authorised(signer, Role.READER)
-    assert (await ask(app, path, good + reader, body))[0] == 200
-    assert (await ask(app, path, reader + good, body))[0] == 403
-    assert (await ask(app, path, [], body))[0] == 401
+    good, reader = auth_headers(signer), auth_headers(signer, Role.READER)
+    assert (await send_request(app, path, good + reader, body))[0] == 200
+    assert (await send_request(app, path, reader + good, body))[0] == 403
+    assert (await send_request(app, path, [], body))[0] == 401
 
 
 @PATHS
 async def test_a_refusal_says_when_to_come_back(app: Starlette, signer: Signer, path: str) -> None:
     body = [encode(Health(status="busy"))]
-    status, headers, _ = await ask(app, path, authorised(signer), body)
+    status, headers, _ = await send_request(app, path, auth_headers(signer), body)
     assert (status, headers[b"retry-after"]) == (429, b"0.5")
 
 
 @PATHS
 async def test_a_caller_who_hangs_up_is_no_error(app: Starlette, signer: Signer, path: str) -> None:
-    assert (await ask(app, path, authorised(signer), []))[0] == 499
+    assert (await send_request(app, path, auth_headers(signer), []))[0] == 499
 
 
 @pytest.mark.parametrize("path", ["/named", "/named/", "/named/x/y", "/fixed/", "named/x"])
 async def test_what_fits_no_route_is_nobodys(app: Starlette, signer: Signer, path: str) -> None:
-    assert (await ask(app, path, authorised(signer), [b""]))[0] == 404
+    assert (await send_request(app, path, auth_headers(signer), [b""]))[0] == 404

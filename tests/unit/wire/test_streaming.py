@@ -15,7 +15,7 @@ from tests.contract.dataflow_server import serving
 
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import MSGPACK
-from penstock.wire.routes import EVERYBODY, Call, Pieces, Route
+from penstock.wire.routes import ALL_ROLES, Call, Route, StreamedResponse
 from penstock.wire.server import build_app
 
 PIECE = bytes(range(256)) * 1024
@@ -37,9 +37,9 @@ def test_the_pieces_are_one_body(signer: Signer, is_announced: bool) -> None:
             yield memoryview(bytearray([number]) + PIECE)
 
     async def handler(call: Call) -> object:
-        return Pieces(made(), 8 * (1 + len(PIECE)) if is_announced else None)
+        return StreamedResponse(made(), 8 * (1 + len(PIECE)) if is_announced else None)
 
-    route = Route(method="GET", path="/pieces", handler=handler, roles=EVERYBODY, summary="…")
+    route = Route(method="GET", path="/pieces", handler=handler, roles=ALL_ROLES, summary="…")
     app = build_app([route], signer.verifier(Audience.DATAFLOW), title="test")
     with serving(app) as url, httpx2.Client() as http:
         for _ in range(2):  # over one connection
@@ -61,9 +61,9 @@ def test_nothing_is_made_for_a_caller_who_hung_up(signer: Signer) -> None:
             ended.set()
 
     async def handler(call: Call) -> object:
-        return Pieces(endless())
+        return StreamedResponse(endless())
 
-    route = Route(method="GET", path="/pieces", handler=handler, roles=EVERYBODY, summary="…")
+    route = Route(method="GET", path="/pieces", handler=handler, roles=ALL_ROLES, summary="…")
     app = build_app([route], signer.verifier(Audience.DATAFLOW), title="test")
     with serving(app) as url:
         where = urlsplit(url)

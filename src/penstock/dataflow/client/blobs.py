@@ -11,7 +11,7 @@ from blake3 import blake3
 from penstock.dataflow.columns.values import BlobRef
 from penstock.dataflow.service.rows.messages import BlobState
 from penstock.errors import BadRequest, Conflict
-from penstock.wire.client import AsyncCaller
+from penstock.wire.client import AsyncServiceClient
 from penstock.wire.codec import decode
 
 INLINE_BYTES = 1 << 20
@@ -19,7 +19,9 @@ INLINE_BYTES = 1 << 20
 PIECE_BYTES = 4 << 20
 
 
-async def put_blob(caller: AsyncCaller, data: bytes | memoryview, *, deadline_s: float) -> BlobRef:
+async def put_blob(
+    caller: AsyncServiceClient, data: bytes | memoryview, *, deadline_s: float
+) -> BlobRef:
     """Goes on where an earlier upload of the same bytes stopped."""
     digest = await asyncio.to_thread(lambda: blake3(data).hexdigest())
     path = f"/v1/blobs/{digest}"
@@ -40,13 +42,15 @@ async def put_blob(caller: AsyncCaller, data: bytes | memoryview, *, deadline_s:
     return BlobRef(digest=digest, size=len(data))
 
 
-async def _put_piece(caller: AsyncCaller, path: str, piece: bytes, deadline_s: float) -> BlobState:
+async def _put_piece(
+    caller: AsyncServiceClient, path: str, piece: bytes, deadline_s: float
+) -> BlobState:
     headers = {"content-type": "application/octet-stream"}
     answer = await caller.request("PUT", path, piece, deadline_s=deadline_s, headers=headers)
     return decode(answer.content, BlobState)
 
 
-async def get_blob(caller: AsyncCaller, ref: BlobRef, *, deadline_s: float) -> bytes:
+async def get_blob(caller: AsyncServiceClient, ref: BlobRef, *, deadline_s: float) -> bytes:
     path = f"/v1/blobs/{ref.digest}"
     answer = await caller.request("GET", path, deadline_s=deadline_s, timeout_s=120.0)
     found = await asyncio.to_thread(lambda: blake3(answer.content).hexdigest())

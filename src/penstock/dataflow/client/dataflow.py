@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.dataflow.client.blobs import INLINE_BYTES, put_blob
-from penstock.dataflow.core.leasing import Register
+from penstock.dataflow.core.leasing import RegisterRequest
 from penstock.dataflow.report.shape import BalanceReport
-from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryAnswer,
@@ -19,7 +19,7 @@ from penstock.dataflow.service.nodes.messages import (
     LeaseAnswer,
     LeaseRequest,
     RecordRequest,
-    Registered,
+    RegisterAnswer,
     TurnsAnswer,
 )
 from penstock.dataflow.service.operators.messages import Status
@@ -39,7 +39,7 @@ from penstock.dataflow.service.trainers.messages import (
     VersionsInUse,
 )
 from penstock.types import NodeId, PolicyName, RowId, Turn
-from penstock.wire.client import OUTAGE_S, AsyncCaller, Caller
+from penstock.wire.client import RETRY_DEADLINE_S, AsyncServiceClient, ServiceClient
 
 HEARTBEAT_TIMEOUT_S = 4.0
 """Well under any ttl: one lost packet must not cost a node its leases."""
@@ -52,17 +52,19 @@ class NodeClient:
     """A rollout node's side of the contract."""
 
     def __init__(self, url: str, token: str) -> None:
-        self._caller = AsyncCaller(url, token)
+        self._caller = AsyncServiceClient(url, token)
 
     async def close(self) -> None:
         await self._caller.close()
 
-    async def register(self, body: Register, *, deadline_s: float = OUTAGE_S) -> Registered:
+    async def register(
+        self, body: RegisterRequest, *, deadline_s: float = RETRY_DEADLINE_S
+    ) -> RegisterAnswer:
         path = "/v1/nodes"
-        return await self._caller.call("POST", path, body, Registered, deadline_s=deadline_s)
+        return await self._caller.call("POST", path, body, RegisterAnswer, deadline_s=deadline_s)
 
     async def heartbeat(
-        self, node_id: NodeId, body: Heartbeat, *, deadline_s: float = OUTAGE_S
+        self, node_id: NodeId, body: Heartbeat, *, deadline_s: float = RETRY_DEADLINE_S
     ) -> HeartbeatAnswer:
         return await self._caller.call(
             "PUT",
@@ -73,11 +75,13 @@ class NodeClient:
             deadline_s=deadline_s,
         )
 
-    async def leave(self, node_id: NodeId, session: str) -> None:
-        path = f"/v1/nodes/{node_id}?session={session}"
-        await self._caller.call("DELETE", path, None, Done, deadline_s=LEAVE_S)
+    async def leave(self, node_id: NodeId, boot_id: str) -> None:
+        path = f"/v1/nodes/{node_id}?boot_id={boot_id}"
+        await self._caller.call("DELETE", path, None, Ack, deadline_s=LEAVE_S)
 
-    async def lease(self, body: LeaseRequest, *, deadline_s: float = OUTAGE_S) -> LeaseAnswer:
+    async def lease(
+        self, body: LeaseRequest, *, deadline_s: float = RETRY_DEADLINE_S
+    ) -> LeaseAnswer:
         return await self._caller.call(
             "POST",
             "/v1/leases",
@@ -88,7 +92,7 @@ class NodeClient:
         )
 
     async def deliver(
-        self, body: DeliveryRequest, *, deadline_s: float = OUTAGE_S
+        self, body: DeliveryRequest, *, deadline_s: float = RETRY_DEADLINE_S
     ) -> DeliveryAnswer:
         """What is too large for a call goes ahead as a blob."""
         deliveries = [await self._checked(delivery, deadline_s) for delivery in body.deliveries]
@@ -96,11 +100,11 @@ class NodeClient:
         path = "/v1/trajectories"
         return await self._caller.call("POST", path, body, DeliveryAnswer, deadline_s=deadline_s)
 
-    async def record(self, body: RecordRequest, *, deadline_s: float = OUTAGE_S) -> None:
-        await self._caller.call("POST", "/v1/turns", body, Done, deadline_s=deadline_s)
+    async def record(self, body: RecordRequest, *, deadline_s: float = RETRY_DEADLINE_S) -> None:
+        await self._caller.call("POST", "/v1/turns", body, Ack, deadline_s=deadline_s)
 
     async def recorded(
-        self, node_id: NodeId, row_id: RowId, *, deadline_s: float = OUTAGE_S
+        self, node_id: NodeId, row_id: RowId, *, deadline_s: float = RETRY_DEADLINE_S
     ) -> tuple[Turn, ...]:
         path = f"/v1/turns/{row_id}?node_id={node_id}"
         answer = await self._caller.call("GET", path, None, TurnsAnswer, deadline_s=deadline_s)
@@ -121,8 +125,8 @@ class TrainerClient:
     ) -> None:
         self._token = token
         self._is_stopping = is_stopping
-        self._caller = Caller(url, token, is_stopping=is_stopping)
-        self._partitions: dict[str, Caller] = {}
+        self._caller = ServiceClient(url, token, is_stopping=is_stopping)
+        self._partitions: dict[str, ServiceClient] = {}
 
     def close(self) -> None:
         for caller in (self._caller, *self._partitions.values()):
@@ -168,32 +172,32 @@ class TrainerClient:
         }
         return RowsAnswer(rows=tuple(fetched.get(row.row_id, row) for row in answer.rows))
 
-    def _partition(self, url: str) -> Caller:
+    def _partition(self, url: str) -> ServiceClient:
         if url not in self._partitions:
-            self._partitions[url] = Caller(url, self._token, is_stopping=self._is_stopping)
+            self._partitions[url] = ServiceClient(url, self._token, is_stopping=self._is_stopping)
         return self._partitions[url]
 
     def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None:
-        self._caller.call("POST", f"/v1/batches/{policy}.{seq}/commit", body, Done)
+        self._caller.call("POST", f"/v1/batches/{policy}.{seq}/commit", body, Ack)
 
     def publish(self, policy: PolicyName, body: PublishRequest) -> None:
-        self._caller.call("POST", f"/v1/policies/{policy}/versions", body, Done)
+        self._caller.call("POST", f"/v1/policies/{policy}/versions", body, Ack)
 
     def versions_in_use(self) -> VersionsInUse:
         return self._caller.call("GET", "/v1/versions", None, VersionsInUse)
 
     def checkpoints(self, policy: PolicyName, body: CheckpointsRequest) -> None:
-        self._caller.call("PUT", f"/v1/policies/{policy}/checkpoints", body, Done)
+        self._caller.call("PUT", f"/v1/policies/{policy}/checkpoints", body, Ack)
 
     def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None:
-        self._caller.call("POST", f"/v1/nodes/{node_id}/quarantine", body, Done)
+        self._caller.call("POST", f"/v1/nodes/{node_id}/quarantine", body, Ack)
 
 
-class ReaderClient:
+class StatusClient:
     """For people and panels; gives up soon, because somebody is watching."""
 
     def __init__(self, url: str, token: str, *, patience_s: float = 2.0) -> None:
-        self._caller = Caller(url, token)
+        self._caller = ServiceClient(url, token)
         self._patience_s = patience_s
 
     def close(self) -> None:

@@ -16,20 +16,20 @@ from urllib.parse import quote
 import msgspec
 import structlog
 
-from penstock.dataflow.columns.values import FailedColumn, Value
+from penstock.dataflow.columns.values import FailedColumn, WireValue
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.service.rows.messages import (
-    End,
     ExtendAnswer,
     ExtendRequest,
     LeasedRow,
+    LeaseOutcome,
     ReaderState,
     ResultsAnswer,
     ResultsRequest,
     RowLeaseAnswer,
     RowLeaseRequest,
-    RowOutcome,
     RowResult,
+    RowResultStatus,
 )
 from penstock.errors import BadRequest, WireError
 from penstock.types import RowId, Trajectory
@@ -39,16 +39,16 @@ T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
-Data = float | bytes
+ColumnValue = float | bytes
 """What a column holds, whatever its size."""
 WAIT_S = 20.0
 LEAVE_S = 3.0
 """A leaving worker waits no longer: its leases expire by themselves."""
 
 
-class GotRow(msgspec.Struct, frozen=True, kw_only=True):
+class FetchedRow(msgspec.Struct, frozen=True, kw_only=True):
     key: RowId
-    columns: Mapping[str, Data]
+    columns: Mapping[str, ColumnValue]
     """Those that are there; a column nobody wrote yet is absent."""
     failed: Mapping[str, FailedColumn]
 
@@ -58,7 +58,7 @@ class RowCalls(Protocol):
 
     async def get(
         self, space: str, keys: Sequence[str], columns: Sequence[str] = ()
-    ) -> dict[str, GotRow]: ...
+    ) -> dict[str, FetchedRow]: ...
     async def call(
         self,
         method: str,
@@ -69,24 +69,26 @@ class RowCalls(Protocol):
         patience_s: float | None = None,
         timeout_s: float = 60.0,
     ) -> T: ...
-    async def pack(self, columns: Mapping[str, Data]) -> dict[str, Value]: ...
+    async def pack(self, columns: Mapping[str, ColumnValue]) -> dict[str, WireValue]: ...
 
 
 class Row:
     """One leased row. Write its columns, or say why not; leaving it for the next one ends it."""
 
-    def __init__(self, reader: RowReader, leased: LeasedRow, columns: Mapping[str, Data]) -> None:
+    def __init__(
+        self, reader: RowReader, leased: LeasedRow, columns: Mapping[str, ColumnValue]
+    ) -> None:
         self.key = leased.claim.row_id
         self.attempt = leased.attempt
         """1 for the first worker that gets it."""
         self.columns = columns
         self.claim = leased.claim
-        self.is_over = False
+        self.is_finished = False
         """Finished, given back, or taken away by the service."""
         self._reader = reader
         self._unwritten = set(reader.state.writes)
 
-    def __getitem__(self, name: str) -> Data:
+    def __getitem__(self, name: str) -> ColumnValue:
         return self.columns[name]
 
     def trajectory(self) -> Trajectory:
@@ -95,7 +97,7 @@ class Row:
         assert isinstance(turns, bytes), "turns are bytes"
         return decode(turns, Trajectory)
 
-    async def write(self, **columns: Data) -> bool:
+    async def write(self, **columns: ColumnValue) -> bool:
         """Durable when this returns. False when the row was given to another worker meanwhile:
         what that one wrote stands, and the loop goes on."""
         is_last = self._unwritten <= columns.keys()
@@ -103,7 +105,7 @@ class Row:
             RowResult(
                 claim=self.claim,
                 columns=await self._reader.client.pack(columns),
-                end=End.DONE if is_last else End.NONE,
+                end=LeaseOutcome.DONE if is_last else LeaseOutcome.NONE,
             )
         )
         for name, stored in outcome.columns.items():
@@ -111,30 +113,30 @@ class Row:
                 raise BadRequest(f"column {name!r} of row {self.key!r}: {stored.detail}")
             if stored.status not in (DeliveryStatus.STORED, DeliveryStatus.DUPLICATE):
                 log.warning("a row was lost to another worker", row=self.key, why=stored.detail)
-                self.is_over = True
+                self.is_finished = True
                 return False
         self._unwritten -= columns.keys()
-        self.is_over = self.is_over or is_last
+        self.is_finished = self.is_finished or is_last
         return True
 
     async def done(self) -> None:
         """Needed by nobody who simply goes on to the next row."""
-        if self._unwritten and not self.is_over:
+        if self._unwritten and not self.is_finished:
             missing = sorted(self._unwritten)
             raise BadRequest(f"row {self.key!r} was left without {missing}; write or fail it")
-        await self._end(End.DONE)
+        await self._end(LeaseOutcome.DONE)
 
     async def fail(self, error: str) -> None:
         """This attempt came to nothing; it costs one."""
-        await self._end(End.FAILED, error)
+        await self._end(LeaseOutcome.FAILED, error)
 
     async def release(self) -> None:
         """Let another worker have it; costs no attempt."""
-        await self._end(End.RELEASED)
+        await self._end(LeaseOutcome.RELEASED)
 
-    async def _end(self, end: End, error: str = "") -> None:
-        if not self.is_over:
-            self.is_over = True
+    async def _end(self, end: LeaseOutcome, error: str = "") -> None:
+        if not self.is_finished:
+            self.is_finished = True
             await self._reader.send(RowResult(claim=self.claim, end=end, error=error))
 
 
@@ -155,21 +157,21 @@ class RowReader:
         rows not yet reached go back unharmed.
         """
         held: list[Row] = []
-        keeper = asyncio.create_task(self._keep(held), name=f"keep {self.state.name}")
+        extender = asyncio.create_task(self._extend_leases(held), name=f"keep {self.state.name}")
         current: Row | None = None
         try:
             while True:
                 held += await self.lease(max_rows)
                 while held:
-                    if not held[0].is_over:  # else lost while it waited for its turn
+                    if not held[0].is_finished:  # else lost while it waited for its turn
                         current = held[0]
                         yield current
                         await current.done()
                     current = None
                     held.pop(0)
         finally:
-            keeper.cancel()
-            await self._let_go(current, held)
+            extender.cancel()
+            await self._release_all(current, held)
 
     async def lease(self, max_rows: int) -> list[Row]:
         """At least one row with the columns it reads; asks until there is one."""
@@ -195,17 +197,17 @@ class RowReader:
                 rows.append(row)
         return rows
 
-    async def send(self, result: RowResult, patience_s: float | None = None) -> RowOutcome:
+    async def send(self, result: RowResult, patience_s: float | None = None) -> RowResultStatus:
         body = ResultsRequest(reader=self.state.name, worker=self.worker, results=(result,))
         path = "/v1/rows/columns"
         answer = await self.client.call("PUT", path, body, ResultsAnswer, patience_s=patience_s)
         return answer.outcomes[0]
 
-    async def _keep(self, held: Sequence[Row]) -> None:
+    async def _extend_leases(self, held: Sequence[Row]) -> None:
         """consumes: time · produces: extended leases · waits for: a third of the ttl"""
         while True:
             await asyncio.sleep(self.state.ttl_s / 3)
-            claims = tuple(row.claim for row in held if not row.is_over)
+            claims = tuple(row.claim for row in held if not row.is_finished)
             if not claims:
                 continue
             try:
@@ -217,13 +219,13 @@ class RowReader:
                 log.warning("leases could not be extended", reader=self.state.name, why=str(error))
                 continue
             for row in held:
-                row.is_over = row.is_over or row.key in answer.lost
+                row.is_finished = row.is_finished or row.key in answer.lost
 
-    async def _let_go(self, current: Row | None, held: Iterable[Row]) -> None:
+    async def _release_all(self, current: Row | None, held: Iterable[Row]) -> None:
         for row in held:
-            if row.is_over:
+            if row.is_finished:
                 continue
-            end = End.FAILED if row is current else End.RELEASED
+            end = LeaseOutcome.FAILED if row is current else LeaseOutcome.RELEASED
             error = "its worker left the loop while it worked on this row" if current else ""
             result = RowResult(claim=row.claim, end=end, error=error)
             with contextlib.suppress(WireError):  # they expire by themselves

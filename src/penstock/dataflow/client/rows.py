@@ -20,13 +20,13 @@ from typing import Any, Self, TypeGuard, TypeVar
 from urllib.parse import quote
 
 from penstock.dataflow.client.blobs import INLINE_BYTES, get_blob, put_blob
-from penstock.dataflow.client.row_stream import Data, GotRow, RowReader
-from penstock.dataflow.columns.row_leases import On
-from penstock.dataflow.columns.values import BlobRef, Value
+from penstock.dataflow.client.row_stream import ColumnValue, FetchedRow, RowReader
+from penstock.dataflow.columns.row_leases import RowTrigger
+from penstock.dataflow.columns.values import BlobRef, WireValue
 from penstock.dataflow.core.leasing import DeliveryStatus
-from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.rows.messages import (
-    ColumnOutcome,
+    ColumnStatus,
     GetAnswer,
     GetRequest,
     PutAnswer,
@@ -38,21 +38,21 @@ from penstock.dataflow.service.rows.messages import (
 )
 from penstock.errors import Conflict
 from penstock.types import RowId
-from penstock.wire.client import OUTAGE_S, AsyncCaller
+from penstock.wire.client import RETRY_DEADLINE_S, AsyncServiceClient
 
 T = TypeVar("T")
 ROWS_PER_CALL = 256
 CALL_BYTES = 2 << 20
-AT_A_TIME = 4
+MAX_CONCURRENT_CALLS = 4
 """Calls of one put or get; a later one may arrive first."""
 
 
 class RowsClient:
     """Rows, spaces and blobs of one dataflow service."""
 
-    def __init__(self, url: str, token: str, *, patience_s: float = OUTAGE_S) -> None:
+    def __init__(self, url: str, token: str, *, patience_s: float = RETRY_DEADLINE_S) -> None:
         """patience_s: how long an outage, or a space that is full, is sat out."""
-        self._caller = AsyncCaller(url, token)
+        self._caller = AsyncServiceClient(url, token)
         self._patience_s = patience_s
 
     async def __aenter__(self) -> Self:
@@ -71,57 +71,61 @@ class RowsClient:
 
     # --- spaces -------------------------------------------------------------------------------
 
-    async def put(self, space: str, rows: Mapping[str, Mapping[str, Data]]) -> list[ColumnOutcome]:
+    async def put(
+        self, space: str, rows: Mapping[str, Mapping[str, ColumnValue]]
+    ) -> list[ColumnStatus]:
         """Rows by key, durable when this returns. Putting the same again changes nothing; a
         column that stands with another value raises Conflict, and all others are stored."""
         calls = (self._put(space, part) for part in _parts(rows))
-        refused = [outcome for found in await _some_at_a_time(calls) for outcome in found]
+        refused = [outcome for found in await _gather_bounded(calls) for outcome in found]
         conflicts = [one for one in refused if one.status is DeliveryStatus.CONFLICT]
         if conflicts:
             raise Conflict(f"{len(conflicts)} columns were not stored: {conflicts[0].detail}")
         return refused
 
-    async def _put(self, space: str, part: Sequence[_NewRow]) -> Sequence[ColumnOutcome]:
+    async def _put(self, space: str, part: Sequence[_NewRow]) -> Sequence[ColumnStatus]:
         made = [
             PutRow(key=RowId(key), columns=await self.pack(row) if is_long else row)
             for key, row, is_long in part
         ]
         body = PutRequest(rows=tuple(made))
-        return (await self.call("POST", _space(space, "/rows"), body, PutAnswer)).not_stored
+        return (await self.call("POST", _space(space, "/rows"), body, PutAnswer)).rejected
 
     async def get(
         self, space: str, keys: Sequence[str], columns: Sequence[str] = ()
-    ) -> dict[str, GotRow]:
+    ) -> dict[str, FetchedRow]:
         """Columns of these rows, all of them when none are named. Unknown keys are absent."""
         parts = (keys[n : n + ROWS_PER_CALL] for n in range(0, len(keys), ROWS_PER_CALL))
         calls = (self._get(space, part, tuple(columns)) for part in parts)
-        return {row.key: row for found in await _some_at_a_time(calls) for row in found}
+        return {row.key: row for found in await _gather_bounded(calls) for row in found}
 
-    async def _get(self, space: str, keys: Sequence[str], columns: tuple[str, ...]) -> list[GotRow]:
-        found: list[GotRow] = []
-        num_told = 0
-        while num_told < len(keys):  # an answer may end before the keys do
-            asked = tuple([RowId(key) for key in keys[num_told:]])
+    async def _get(
+        self, space: str, keys: Sequence[str], columns: tuple[str, ...]
+    ) -> list[FetchedRow]:
+        found: list[FetchedRow] = []
+        num_answered = 0
+        while num_answered < len(keys):  # an answer may end before the keys do
+            asked = tuple([RowId(key) for key in keys[num_answered:]])
             body = GetRequest(keys=asked, columns=columns)
             answer = await self.call("POST", _space(space, "/get"), body, GetAnswer)
-            num_told += len(answer.rows)
+            num_answered += len(answer.rows)
             for row in answer.rows:
-                if row.is_known:
+                if row.exists:
                     values = row.columns
                     data = values if _has_no_blob(values) else await self._unpack(values)
-                    found.append(GotRow(key=row.key, columns=data, failed=row.failed))
+                    found.append(FetchedRow(key=row.key, columns=data, failed=row.failed))
         return found
 
     async def clear(self, space: str) -> None:
         """Remove every row of this space."""
-        await self.call("DELETE", _space(space), None, Done)
+        await self.call("DELETE", _space(space), None, Ack)
 
     async def set_quota(self, space: str, quota_bytes: int) -> None:
         await self.call(
             "PUT",
             _space(space),
             QuotaRequest(quota_bytes=quota_bytes),
-            Done,
+            Ack,
         )
 
     # --- blobs --------------------------------------------------------------------------------
@@ -141,7 +145,7 @@ class RowsClient:
         reads: Sequence[str],
         writes: Sequence[str] = (),
         space: str = "train",
-        on: On = On.DELIVERED,
+        on: RowTrigger = RowTrigger.DELIVERED,
         deadline_s: float = 0.0,
         ttl_s: float = 12.0,
         max_attempts: int = 3,
@@ -176,9 +180,9 @@ class RowsClient:
             method, path, body, kind, deadline_s=deadline_s, timeout_s=timeout_s
         )
 
-    async def pack(self, columns: Mapping[str, Data]) -> dict[str, Value]:
+    async def pack(self, columns: Mapping[str, ColumnValue]) -> dict[str, WireValue]:
         """As it goes over the wire: what is long goes ahead as a blob."""
-        packed: dict[str, Value] = {}
+        packed: dict[str, WireValue] = {}
         for name, value in columns.items():
             if isinstance(value, bytes) and len(value) > INLINE_BYTES:
                 packed[name] = await self.put_blob(value)
@@ -186,25 +190,25 @@ class RowsClient:
                 packed[name] = value
         return packed
 
-    async def _unpack(self, values: Mapping[str, Value]) -> Mapping[str, Data]:
-        columns: dict[str, Data] = {}
+    async def _unpack(self, values: Mapping[str, WireValue]) -> Mapping[str, ColumnValue]:
+        columns: dict[str, ColumnValue] = {}
         for name, value in values.items():
             columns[name] = await self.get_blob(value) if isinstance(value, BlobRef) else value
         return columns
 
 
-def _has_no_blob(columns: Mapping[str, Value]) -> TypeGuard[Mapping[str, Data]]:
+def _has_no_blob(columns: Mapping[str, WireValue]) -> TypeGuard[Mapping[str, ColumnValue]]:
     return BlobRef not in map(type, columns.values())
 
 
-async def _some_at_a_time(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def _gather_bounded(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """All answers in order; while one is written or read, the next is on its way."""
     running: deque[asyncio.Task[T]] = deque()
     answers: list[T] = []
     try:
         for call in calls:
             running.append(asyncio.create_task(call))
-            if len(running) >= AT_A_TIME:
+            if len(running) >= MAX_CONCURRENT_CALLS:
                 answers.append(await running.popleft())
         while running:
             answers.append(await running.popleft())
@@ -218,11 +222,11 @@ def _space(name: str, what: str = "") -> str:
     return f"/v1/spaces/{quote(name, safe='')}{what}"
 
 
-_NewRow = tuple[str, Mapping[str, Data], bool]
+_NewRow = tuple[str, Mapping[str, ColumnValue], bool]
 """Key, columns, and whether some of them must go ahead as blobs."""
 
 
-def _parts(rows: Mapping[str, Mapping[str, Data]]) -> Iterable[list[_NewRow]]:
+def _parts(rows: Mapping[str, Mapping[str, ColumnValue]]) -> Iterable[list[_NewRow]]:
     """Calls of a size that holds nobody up."""
     part: list[_NewRow] = []
     size = 0

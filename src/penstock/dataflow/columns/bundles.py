@@ -22,9 +22,9 @@ from penstock.dataflow.columns.cells import (
     Cell,
     bytes_cell,
     check_column,
-    finite,
+    check_inline_size,
     number_cell,
-    require_short,
+    require_finite,
 )
 from penstock.dataflow.ledger.segments import Location
 from penstock.errors import StoreError
@@ -39,7 +39,7 @@ and a second file to sync would double the time until the answer."""
 DIGEST_BYTES = 32
 
 
-class Blob(Protocol):
+class BlobLike(Protocol):
     """A value that went ahead, by name."""
 
     @property
@@ -48,15 +48,15 @@ class Blob(Protocol):
     def size(self) -> int: ...
 
 
-Values = Mapping[str, float | bytes | Blob]
+Values = Mapping[str, float | bytes | BlobLike]
 """By name of column."""
 NewRow = tuple[RowId, Values]
-MakeCell = Callable[[str, Blob], Cell]
+MakeCell = Callable[[str, BlobLike], Cell]
 """Of a column and the blob it names, which must be there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class BundleLayout:
     """Of the rows of a bundle, all but their keys."""
 
     names: tuple[str, ...]
@@ -70,15 +70,15 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class BundleDraft:
     """Rows with the same columns, ready to be stored as one bundle."""
 
     rows: Sequence[NewRow]
     names: tuple[str, ...]
     """Of all columns, those of single cells too."""
-    contents: Contents
+    contents: BundleLayout
     payload: bytes
-    singles: Mapping[RowId, tuple[Cell, ...]]
+    single_cells: Mapping[RowId, tuple[Cell, ...]]
     """Columns that are stored alone: blobs."""
 
     @property
@@ -89,35 +89,37 @@ class Draft:
     def num_cells(self) -> int:
         return len(self.rows) * (len(self.contents.names) + len(self.contents.numbers))
 
-    def counted_bytes(self, each: int) -> int:
+    def quota_bytes_used(self, each: int) -> int:
         """With so many for each column beside its value."""
-        alone = sum(cell.length + each for cells in self.singles.values() for cell in cells)
+        alone = sum(cell.length + each for cells in self.single_cells.values() for cell in cells)
         return len(self.payload) + each * self.num_cells + alone
 
     def cells(self, key: RowId, values: Values) -> list[Cell]:
         """Each column of one of these rows for itself."""
-        found = [*self.singles.get(key, ())]
+        found = [*self.single_cells.get(key, ())]
         found += [bytes_cell(name, _bytes(values[name])) for name in self.contents.names]
         return found + [number_cell(n, _number(n, values[n])) for n in self.contents.numbers]
 
-    def without(self, keys: Container[RowId]) -> Iterator[Draft]:
+    def without(self, keys: Container[RowId]) -> Iterator[BundleDraft]:
         """The rows of other keys."""
 
-        def known(name: str, blob: Blob) -> Cell:
+        def known(name: str, blob: BlobLike) -> Cell:
             return next(c for c in cells if (c.name, c.blob) == (name, blob.digest))
 
-        cells = [cell for cells in self.singles.values() for cell in cells]
+        cells = [cell for cells in self.single_cells.values() for cell in cells]
         return drafts((row for row in self.rows if row[0] not in keys), known)
 
 
-def drafts(rows: Iterable[NewRow], make_cell: MakeCell) -> Iterator[Draft]:
+def drafts(rows: Iterable[NewRow], make_cell: MakeCell) -> Iterator[BundleDraft]:
     """All rows in their order, as few bundles as that takes. BadRequest names a column that
     nobody can store."""
-    for names, kinds, alike in _runs(rows):
-        yield from _alike(alike, _Shape.of(names, kinds), make_cell)
+    for names, kinds, alike in _runs_of_same_columns(rows):
+        yield from _drafts_of_shape(alike, _ColumnKinds.of(names, kinds), make_cell)
 
 
-def _runs(rows: Iterable[NewRow]) -> Iterator[tuple[list[str], list[type], list[NewRow]]]:
+def _runs_of_same_columns(
+    rows: Iterable[NewRow],
+) -> Iterator[tuple[list[str], list[type], list[NewRow]]]:
     """Rows that follow one another and have the same columns."""
     names: list[str] = []
     kinds: list[type] = []
@@ -134,29 +136,36 @@ def _runs(rows: Iterable[NewRow]) -> Iterator[tuple[list[str], list[type], list[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
+class _ColumnKinds:
     """Names of columns: all, of bytes, of numbers, of blobs."""
 
     names: tuple[str, ...]
-    of_bytes: tuple[str, ...]
-    of_numbers: tuple[str, ...]
-    of_blobs: tuple[str, ...]
+    byte_columns: tuple[str, ...]
+    number_columns: tuple[str, ...]
+    blob_columns: tuple[str, ...]
 
     @classmethod
-    def of(cls, names: Sequence[str], kinds: Sequence[type]) -> _Shape:
+    def of(cls, names: Sequence[str], kinds: Sequence[type]) -> _ColumnKinds:
         for name in names:
             check_column(name)
         kind = dict(zip(names, kinds, strict=True))
-        of_bytes = tuple(name for name in names if kind[name] is bytes)
-        of_numbers = tuple(name for name in names if kind[name] in (float, int))
-        of_blobs = tuple(name for name in names if name not in (*of_bytes, *of_numbers))
-        return cls(names=tuple(names), of_bytes=of_bytes, of_numbers=of_numbers, of_blobs=of_blobs)
+        byte_columns = tuple(name for name in names if kind[name] is bytes)
+        number_columns = tuple(name for name in names if kind[name] in (float, int))
+        blob_columns = tuple(name for name in names if name not in (*byte_columns, *number_columns))
+        return cls(
+            names=tuple(names),
+            byte_columns=byte_columns,
+            number_columns=number_columns,
+            blob_columns=blob_columns,
+        )
 
 
-def _alike(rows: list[NewRow], shape: _Shape, make_cell: MakeCell) -> Iterator[Draft]:
+def _drafts_of_shape(
+    rows: list[NewRow], shape: _ColumnKinds, make_cell: MakeCell
+) -> Iterator[BundleDraft]:
     """Rows of one shape, in parts that are worth reading whole."""
-    values = [_bytes(row[name]) for _, row in rows for name in shape.of_bytes]
-    sizes, width = [*map(len, values)], len(shape.of_bytes)
+    values = [_bytes(row[name]) for _, row in rows for name in shape.byte_columns]
+    sizes, width = [*map(len, values)], len(shape.byte_columns)
     start, size = 0, 0
     for end in range(1, len(rows) + 1) if sum(sizes) > BUNDLE_BYTES else (len(rows),):
         size += sum(sizes[(end - 1) * width : end * width])
@@ -168,47 +177,51 @@ def _alike(rows: list[NewRow], shape: _Shape, make_cell: MakeCell) -> Iterator[D
 
 def _draft(
     rows: list[NewRow],
-    shape: _Shape,
+    shape: _ColumnKinds,
     values: list[bytes],
     sizes: list[int],
     make_cell: MakeCell,
-) -> Draft:
-    require_short(shape.of_bytes, sizes)
-    contents = Contents(
-        names=shape.of_bytes,
+) -> BundleDraft:
+    check_inline_size(shape.byte_columns, sizes)
+    contents = BundleLayout(
+        names=shape.byte_columns,
         sizes=array("I", sizes).tobytes(),
         digests=b"".join([blake3(value).digest() for value in values]),
         numbers={
             name: array("d", [_number(name, row[name]) for _, row in rows]).tobytes()
-            for name in shape.of_numbers
+            for name in shape.number_columns
         },
     )
-    singles = {
-        key: tuple(make_cell(name, _blob(row[name])) for name in shape.of_blobs)
-        for key, row in (rows if shape.of_blobs else ())
+    single_cells = {
+        key: tuple(make_cell(name, _blob(row[name])) for name in shape.blob_columns)
+        for key, row in (rows if shape.blob_columns else ())
     }
-    return Draft(
-        rows=rows, names=shape.names, contents=contents, payload=b"".join(values), singles=singles
+    return BundleDraft(
+        rows=rows,
+        names=shape.names,
+        contents=contents,
+        payload=b"".join(values),
+        single_cells=single_cells,
     )
 
 
-def _bytes(value: float | bytes | Blob) -> bytes:
+def _bytes(value: float | bytes | BlobLike) -> bytes:
     assert isinstance(value, bytes), "as its shape says"
     return value
 
 
-def _number(name: str, value: float | bytes | Blob) -> float:
+def _number(name: str, value: float | bytes | BlobLike) -> float:
     assert isinstance(value, (int, float)), "as its shape says"
-    return finite(name, value)
+    return require_finite(name, value)
 
 
-def _blob(value: float | bytes | Blob) -> Blob:
+def _blob(value: float | bytes | BlobLike) -> BlobLike:
     assert not isinstance(value, (int, float, bytes)), "as its shape says"
     return value
 
 
-def record_of(
-    draft: Draft,
+def bundle_record(
+    draft: BundleDraft,
     place: Callable[[bytes], Location],
     *,
     space: str,
@@ -237,7 +250,7 @@ def record_of(
     )
 
 
-class Cut(NamedTuple):
+class ColumnSlice(NamedTuple):
     """How to take some columns of a row out of a bundle."""
 
     width: int
@@ -268,7 +281,7 @@ class Bundle:
 
     def __init__(self, record: BundleRecord) -> None:
         self.record = record
-        self._contents = decode(record.contents, Contents)
+        self._contents = decode(record.contents, BundleLayout)
 
     @cached_property
     def keys(self) -> list[RowId]:
@@ -297,12 +310,12 @@ class Bundle:
             return None
         return Location(segment=record.segment, offset=record.offset, length=record.length)
 
-    def cut(self, names: Sequence[str]) -> Cut:
+    def cut(self, names: Sequence[str]) -> ColumnSlice:
         """These columns of any row; all of them when none are named."""
         order = self._contents.names
         wanted = [(name, order.index(name)) for name in order if not names or name in names]
         numbers = {n: found for n, found in self._numbers.items() if not names or n in names}
-        return Cut(len(order), wanted, self._starts, numbers)
+        return ColumnSlice(len(order), wanted, self._starts, numbers)
 
     def require(self, key: RowId, position: int) -> None:
         """StoreError when another row stands there: where a key is found has no checksum."""

@@ -44,13 +44,13 @@ def check_column(name: str) -> None:
         raise BadRequest("the name of a column has 1 to 128 characters")
 
 
-def finite(name: str, value: float) -> float:
+def require_finite(name: str, value: float) -> float:
     if not math.isfinite(value):
         raise BadRequest(f"column {name!r} is {value}; give a finite number, or fail it")
     return float(value)
 
 
-def require_short(names: Sequence[str], sizes: Sequence[int]) -> None:
+def check_inline_size(names: Sequence[str], sizes: Sequence[int]) -> None:
     """Sizes of values of these columns, row by row."""
     longest = max(sizes, default=0)
     if longest > MAX_INLINE_BYTES:
@@ -62,7 +62,7 @@ def require_short(names: Sequence[str], sizes: Sequence[int]) -> None:
 
 
 def bytes_cell(name: str, payload: bytes) -> Cell:
-    require_short((name,), (len(payload),))
+    check_inline_size((name,), (len(payload),))
     digest = blake3(payload).hexdigest()
     return Cell(name=name, digest=digest, payload=payload, length=len(payload))
 
@@ -75,10 +75,10 @@ def failed_cell(name: str, kind: str, detail: str = "") -> Cell:
     return Cell(name=name, digest="", failed=kind, detail=detail[:MAX_DETAIL])
 
 
-def compare(standing: ColumnRecord, cell: Cell) -> tuple[DeliveryStatus, str]:
+def compare_write(existing: ColumnRecord, cell: Cell) -> tuple[DeliveryStatus, str]:
     """The first write stays: the same again is a duplicate, anything else a conflict."""
-    if (standing.digest, standing.failed) == (cell.digest, cell.failed):
+    if (existing.digest, existing.failed) == (cell.digest, cell.failed):
         return DeliveryStatus.DUPLICATE, ""
-    stands = f"failed({standing.failed})" if standing.failed else f"a value {standing.digest[:12]}"
-    where = f"column {cell.name!r} of row {standing.row_id!r}"
-    return DeliveryStatus.CONFLICT, f"{where} is {stands}, written by {standing.writer}"
+    current = f"failed({existing.failed})" if existing.failed else f"a value {existing.digest[:12]}"
+    where = f"column {cell.name!r} of row {existing.row_id!r}"
+    return DeliveryStatus.CONFLICT, f"{where} is {current}, written by {existing.writer}"

@@ -11,57 +11,58 @@ from typing import Any, Protocol
 
 import msgspec
 
-from penstock.dataflow.column_records import ReaderRecord, TakeRecord
+from penstock.dataflow.column_records import ReaderRecord, RowLeaseRecord
 from penstock.dataflow.core.names import REWARD, TRAIN, TURNS
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import GONE
 from penstock.types import RowId
 
-_TAKE = "t.epoch, t.attempt, t.worker, t.request_id, t.state, t.error"
-_OPEN = (
-    "LEFT JOIN takes t ON t.reader = :reader AND t.row_id = r.row_id AND t.arrival = r.arrival "
+_LEASE_COLUMNS = "t.epoch, t.attempt, t.worker, t.request_id, t.state, t.error"
+_UNFINISHED = (
+    "LEFT JOIN row_leases t ON t.reader = :reader AND t.row_id = r.row_id AND t.arrival = "
+    "r.arrival "
     "WHERE r.space = :space AND r.arrival > :after "
     "AND (t.state IS NULL OR t.state IN ('leased', 'waiting'))"
 )
 _UNSCORED, _SCORED = f'["{TURNS}"]', f'["{TURNS}", "{REWARD}"]'
 ROWS = (
     "SELECT r.row_id, r.arrival, r.delivered_at, "
-    f"CASE WHEN r.reward IS NULL THEN '{_UNSCORED}' ELSE '{_SCORED}' END, {_TAKE} "
-    f"FROM rows r {_OPEN} "
+    f"CASE WHEN r.reward IS NULL THEN '{_UNSCORED}' ELSE '{_SCORED}' END, {_LEASE_COLUMNS} "
+    f"FROM rows r {_UNFINISHED} "
     "AND r.outcome IN ('completed', 'truncated') "
     "AND NOT EXISTS (SELECT 1 FROM freed f WHERE f.group_id = r.group_id) "
     f"AND NOT EXISTS (SELECT 1 FROM meta m WHERE m.key = '{GONE}' || r.row_id) "
     "ORDER BY r.arrival LIMIT :num"
 )
 ITEMS = (
-    f"SELECT r.row_id, r.arrival, r.at, b.names, {_TAKE} FROM items r "
-    f"LEFT JOIN bundles b ON b.space = r.space AND b.arrival = r.bundle {_OPEN} "
+    f"SELECT r.row_id, r.arrival, r.at, b.names, {_LEASE_COLUMNS} FROM items r "
+    f"LEFT JOIN bundles b ON b.space = r.space AND b.arrival = r.bundle {_UNFINISHED} "
     "ORDER BY r.arrival LIMIT :num"
 )
 SPACES = "SELECT name FROM spaces UNION SELECT space FROM readers"
 NEWEST = "SELECT arrival FROM {table} WHERE space = :space ORDER BY arrival DESC LIMIT 1"
-HELD = "SELECT reader, max(arrival) FROM takes WHERE state = 'leased' GROUP BY reader"
+HELD = "SELECT reader, max(arrival) FROM row_leases WHERE state = 'leased' GROUP BY reader"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PagedRow:
+class StoredRow:
     row_id: RowId
     arrival: int
     at: float
-    born: frozenset[str]
+    initial_columns: frozenset[str]
     """Columns it came with that have no records of their own."""
-    take: TakeRecord | None = None
+    row_lease: RowLeaseRecord | None = None
     """Of an earlier life of the service: handed out and not finished."""
 
 
-class Pages(Protocol):
-    def __call__(self, reader: str, space: str, after: int, num: int) -> list[PagedRow]:
+class LoadPage(Protocol):
+    def __call__(self, reader: str, space: str, after: int, num: int) -> list[StoredRow]:
         """The next rows of a space that this reader has not finished, in order of arrival."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadersLeft:
+class SavedReaders:
     """What the last life left of the readers."""
 
     readers: tuple[ReaderRecord, ...]
@@ -71,15 +72,15 @@ class ReadersLeft:
     """Arrival of the newest row under lease, by reader."""
 
 
-class TablePages:
+class TablePageLoader:
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
 
-    def __call__(self, reader: str, space: str, after: int, num: int) -> list[PagedRow]:
-        found: list[PagedRow] = []
+    def __call__(self, reader: str, space: str, after: int, num: int) -> list[StoredRow]:
+        found: list[StoredRow] = []
         for query in (ROWS, ITEMS):
             rows = self._tables.rows(query, reader=reader, space=space, after=after, num=num)
-            found += (_paged(reader, row) for row in rows)
+            found += (_stored_row(reader, row) for row in rows)
         found.sort(key=lambda row: row.arrival)
         return found[:num]
 
@@ -90,12 +91,12 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(msgspec.json.decode(text, type=list[str]))
 
 
-def _paged(reader: str, row: tuple[Any, ...]) -> PagedRow:
+def _stored_row(reader: str, row: tuple[Any, ...]) -> StoredRow:
     row_id, arrival, at, names, epoch, attempt, worker, request_id, state, error = row
-    born = _names(names) if names else frozenset[str]()
-    take = None
+    initial_columns = _names(names) if names else frozenset[str]()
+    row_lease = None
     if state is not None:
-        take = TakeRecord(
+        row_lease = RowLeaseRecord(
             reader=reader,
             row_id=RowId(row_id),
             arrival=int(arrival),
@@ -107,14 +108,20 @@ def _paged(reader: str, row: tuple[Any, ...]) -> PagedRow:
             at=float(at),
             error=error,
         )
-    return PagedRow(row_id=RowId(row_id), arrival=int(arrival), at=float(at), born=born, take=take)
+    return StoredRow(
+        row_id=RowId(row_id),
+        arrival=int(arrival),
+        at=float(at),
+        initial_columns=initial_columns,
+        row_lease=row_lease,
+    )
 
 
-def readers_left(tables: Tables) -> ReadersLeft:
+def load_saved_readers(tables: Tables) -> SavedReaders:
     """Costs what is open, not what was ever stored."""
     spaces = {TRAIN, *(str(name) for (name,) in tables.rows(SPACES))}
     held = tables.rows(HELD)
-    return ReadersLeft(
+    return SavedReaders(
         readers=tuple(tables.read(ReaderRecord)),
         newest={space: _newest(tables, space) for space in spaces},
         held={str(reader): int(arrival) for reader, arrival in held},

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
 from penstock.dataflow.columns.bundles import Bundle
-from penstock.dataflow.columns.column_store import PART, PLACES, Place
-from penstock.dataflow.columns.values import BlobRef, FailedColumn, RowValues, Value
+from penstock.dataflow.columns.column_store import KEYS_PER_QUERY, POSITIONS_SQL, RowPosition
+from penstock.dataflow.columns.values import BlobRef, FailedColumn, RowValues, WireValue
 from penstock.dataflow.core.names import ADMITTED, REWARD, TRAIN, TURNS
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.store import Ledger
@@ -23,33 +23,33 @@ ANSWER_BYTES = 16 << 20
 FEW_ROWS = 64
 """Looked up on the event loop: less work than a thread to do it in."""
 DAMAGED = "damaged"
-Failures = dict[str, FailedColumn]
-OF_KEYS = "space = :space AND row_id IN :ids"
+FailedColumns = dict[str, FailedColumn]
+BY_KEYS_SQL = "space = :space AND row_id IN :ids"
 
 
-class RowReading:
-    def __init__(self, ledger: Ledger, stands_alone: Callable[[str], bool]) -> None:
+class RowStoreReader:
+    def __init__(self, ledger: Ledger, has_single_columns: Callable[[str], bool]) -> None:
         """stands_alone: may some column of this space have a record of its own?"""
         self._ledger = ledger
-        self._stands_alone = stands_alone
+        self._has_single_columns = has_single_columns
 
-    def read_few(
+    def read_from_tables(
         self, space: str, keys: Sequence[RowId], names: Sequence[str]
     ) -> list[RowValues] | None:
         """Some rows, when the tables alone can tell all of them; else None, and `read` them."""
-        if space == TRAIN or len(keys) > FEW_ROWS or self._stands_alone(space):
+        if space == TRAIN or len(keys) > FEW_ROWS or self._has_single_columns(space):
             return None
-        looked = self._look(space, keys, names)
-        if any(bundle.is_far for bundle in looked.bundles.values()):
+        located = self._locate(space, keys, names)
+        if any(bundle.is_in_payload_store for bundle in located.bundles.values()):
             return None
-        return [*looked.rows(keys)]
+        return [*located.rows(keys)]
 
     def read(self, space: str, keys: Sequence[RowId], names: Sequence[str]) -> list[RowValues]:
         """The first of these keys in their order, at least one; empty `names` for all columns."""
         found: list[RowValues] = []
         size = 0
-        for start in range(0, len(keys), PART):
-            part = keys[start : start + PART]
+        for start in range(0, len(keys), KEYS_PER_QUERY):
+            part = keys[start : start + KEYS_PER_QUERY]
             read = self._read_rollouts if space == TRAIN else self._read_items
             for values in read(space, part, names):
                 found.append(values)
@@ -62,70 +62,79 @@ class RowReading:
         self, space: str, keys: Sequence[RowId], names: Sequence[str]
     ) -> Iterable[RowValues]:
         tables, ids = self._ledger.tables, list[str](keys)
-        rows = {row.row_id: row for row in tables.read(RowRecord, OF_KEYS, space=space, ids=ids)}
+        rows = {
+            row.row_id: row for row in tables.read(RowRecord, BY_KEYS_SQL, space=space, ids=ids)
+        }
         columns = self._columns(space, ids, names)
         for key in keys:
-            values, failed = self._alone(columns.get(key, ()))
+            values, failed = self._read_singles(columns.get(key, ()))
             row = rows.get(key)
             if row is not None:
-                self._add_own(row, names, values, failed)
-            yield RowValues(key=key, is_known=row is not None, columns=values, failed=failed)
+                self._add_row_columns(row, names, values, failed)
+            yield RowValues(key=key, exists=row is not None, columns=values, failed=failed)
 
     def _read_items(
         self, space: str, keys: Sequence[RowId], names: Sequence[str]
     ) -> Iterable[RowValues]:
-        looked = self._look(space, keys, names)
-        if not self._stands_alone(space):
-            yield from looked.rows(keys)
+        located = self._locate(space, keys, names)
+        if not self._has_single_columns(space):
+            yield from located.rows(keys)
             return
         columns = self._columns(space, list[str](keys), names)
-        for row in looked.rows(keys):
-            values, failed = self._alone(columns.get(row.key, ()))
+        for row in located.rows(keys):
+            values, failed = self._read_singles(columns.get(row.key, ()))
             yield RowValues(
                 key=row.key,
-                is_known=row.is_known,
+                exists=row.exists,
                 columns={**row.columns, **values},
                 failed={**row.failed, **failed},
             )
 
-    def _look(self, space: str, keys: Sequence[RowId], names: Sequence[str]) -> Looked:
+    def _locate(self, space: str, keys: Sequence[RowId], names: Sequence[str]) -> LocatedRows:
         """Rows are often asked for as they were put, so the bundle of the first may hold all."""
-        looked = self._find(space, keys[:1], names)
+        located = self._find(space, keys[:1], names)
         if len(keys) == 1:
-            return looked
-        places = {key: p for bundle in looked.bundles.values() for key, p in bundle.places()}
-        rest = [key for key in keys if key not in places]
+            return located
+        row_positions = {
+            key: p for bundle in located.bundles.values() for key, p in bundle.row_positions()
+        }
+        rest = [key for key in keys if key not in row_positions]
         if not rest:
-            for bundle in looked.bundles.values():
-                bundle.is_wanted_whole = len(keys) > len(places) / 2
-            return Looked(places=places, bundles=looked.bundles)
+            for bundle in located.bundles.values():
+                bundle.reads_most_rows = len(keys) > len(row_positions) / 2
+            return LocatedRows(row_positions=row_positions, bundles=located.bundles)
         others = self._find(space, rest, names)
-        return Looked(
-            places={**places, **others.places}, bundles={**looked.bundles, **others.bundles}
+        return LocatedRows(
+            row_positions={**row_positions, **others.row_positions},
+            bundles={**located.bundles, **others.bundles},
         )
 
-    def _find(self, space: str, keys: Sequence[RowId], names: Sequence[str]) -> Looked:
+    def _find(self, space: str, keys: Sequence[RowId], names: Sequence[str]) -> LocatedRows:
         tables = self._ledger.tables
-        found = tables.rows(PLACES, space=space, ids=list[str](keys))
+        found = tables.rows(POSITIONS_SQL, space=space, ids=list[str](keys))
         arrivals = [*{bundle for _, _, bundle in found if bundle}]
         where = "space = :space AND arrival IN :ids"
         records = tables.read(BundleRecord, where, space=space, ids=arrivals) if arrivals else ()
-        return Looked(
-            places={key: (arrival, bundle) for key, arrival, bundle in found},
-            bundles={r.arrival: OpenBundle(self._ledger, r, names) for r in records},
+        return LocatedRows(
+            row_positions={key: (arrival, bundle) for key, arrival, bundle in found},
+            bundles={r.arrival: BundleReader(self._ledger, r, names) for r in records},
         )
 
     def _columns(
         self, space: str, ids: list[str], names: Sequence[str]
     ) -> dict[RowId, list[ColumnRecord]]:
         columns: dict[RowId, list[ColumnRecord]] = {}
-        for column in self._ledger.tables.read(ColumnRecord, OF_KEYS, space=space, ids=ids):
+        for column in self._ledger.tables.read(ColumnRecord, BY_KEYS_SQL, space=space, ids=ids):
             if column.name in names or not (names or column.name == ADMITTED):
                 columns.setdefault(column.row_id, []).append(column)
         return columns
 
-    def _add_own(
-        self, row: RowRecord, names: Sequence[str], values: dict[str, Value], failed: Failures
+    def _add_row_columns(
+        self,
+        row: RowRecord,
+        names: Sequence[str],
+        values: dict[str, WireValue],
+        failed: FailedColumns,
     ) -> None:
         """What stands in the row itself."""
         if row.reward is not None and (not names or REWARD in names):
@@ -136,10 +145,12 @@ class RowReading:
         except StoreError as error:  # contained to this value
             failed[TURNS] = FailedColumn(kind=DAMAGED, detail=str(error))
 
-    def _alone(self, columns: Iterable[ColumnRecord]) -> tuple[dict[str, Value], Failures]:
+    def _read_singles(
+        self, columns: Iterable[ColumnRecord]
+    ) -> tuple[dict[str, WireValue], FailedColumns]:
         """Columns that have records of their own."""
-        values: dict[str, Value] = {}
-        failed: Failures = {}
+        values: dict[str, WireValue] = {}
+        failed: FailedColumns = {}
         for column in columns:
             if column.failed:
                 failed[column.name] = FailedColumn(kind=column.failed, detail=column.detail)
@@ -150,12 +161,12 @@ class RowReading:
                 failed[column.name] = FailedColumn(kind=DAMAGED, detail=str(error))
         return values, failed
 
-    def _turns(self, row: RowRecord) -> Value:
+    def _turns(self, row: RowRecord) -> WireValue:
         if row.blob:
             return BlobRef(digest=row.blob, size=row.length)
         return self._ledger.payload(row)
 
-    def _value(self, column: ColumnRecord) -> Value:
+    def _value(self, column: ColumnRecord) -> WireValue:
         if column.value is not None:
             return column.value
         if column.blob:
@@ -172,40 +183,40 @@ class RowReading:
             return self._ledger.payloads.read(_location(moved[0]))
 
 
-class Looked(NamedTuple):
+class LocatedRows(NamedTuple):
     """Rows of some keys, found and not yet read."""
 
-    places: Mapping[RowId, Place]
-    bundles: Mapping[int, OpenBundle]
+    row_positions: Mapping[RowId, RowPosition]
+    bundles: Mapping[int, BundleReader]
 
     def rows(self, keys: Iterable[RowId]) -> Iterable[RowValues]:
         """What came with each row, in this order."""
         for key in keys:
-            arrival, first = self.places.get(key, (0, 0))
-            values: Mapping[str, Value] = {}
-            failed: Failures = {}
+            arrival, first = self.row_positions.get(key, (0, 0))
+            values: Mapping[str, WireValue] = {}
+            failed: FailedColumns = {}
             if first in self.bundles:
                 values, failed = self.bundles[first].row(key, arrival - first)
             # Without its bundle it went in between, with its whole space.
-            is_known = arrival > 0 and (not first or first in self.bundles)
-            yield RowValues(key=key, is_known=is_known, columns=values, failed=failed)
+            exists = arrival > 0 and (not first or first in self.bundles)
+            yield RowValues(key=key, exists=exists, columns=values, failed=failed)
 
 
-class OpenBundle:
+class BundleReader:
     """A bundle with its values at hand, read when the first row asks; of these columns, or of all
     when none are named."""
 
     def __init__(self, ledger: Ledger, record: BundleRecord, names: Sequence[str]) -> None:
         self._ledger = ledger
         self._bundle = Bundle(record)
-        self._cut = self._bundle.cut(names)
+        self._slice = self._bundle.cut(names)
         self._payload: bytes | None = None
         self._damage = ""
         self._rows: list[dict[str, float | bytes]] = []
-        self.is_wanted_whole = False
+        self.reads_most_rows = False
         """Most of its rows are; taking it apart at once is faster then."""
 
-    def row(self, key: RowId, position: int) -> tuple[Mapping[str, Value], Failures]:
+    def row(self, key: RowId, position: int) -> tuple[Mapping[str, WireValue], FailedColumns]:
         """Columns of the row of this key, which stands at this position."""
         damage = self._damage
         try:
@@ -216,19 +227,19 @@ class OpenBundle:
             damage = str(error)
             self._damage = damage if self._payload is None else ""
         if damage or self._payload is None:
-            names = (*(name for name, _ in self._cut.wanted), *self._cut.numbers)
+            names = (*(name for name, _ in self._slice.wanted), *self._slice.numbers)
             return {}, {name: FailedColumn(kind=DAMAGED, detail=damage) for name in names}
-        if not self.is_wanted_whole:
-            return self._cut.values(position, self._payload), {}
-        self._rows = self._rows or self._cut.all_values(len(self._bundle.keys), self._payload)
+        if not self.reads_most_rows:
+            return self._slice.values(position, self._payload), {}
+        self._rows = self._rows or self._slice.all_values(len(self._bundle.keys), self._payload)
         return self._rows[position], {}
 
-    def places(self) -> Iterable[tuple[RowId, Place]]:
+    def row_positions(self) -> Iterable[tuple[RowId, RowPosition]]:
         first = self._bundle.record.arrival
         return ((key, (arrival, first)) for arrival, key in enumerate(self._bundle.keys, first))
 
     @property
-    def is_far(self) -> bool:
+    def is_in_payload_store(self) -> bool:
         """Its values are in the payload store."""
         return self._bundle.where is not None
 
@@ -254,5 +265,5 @@ def _location(column: ColumnRecord) -> Location:
     return Location(segment=column.segment, offset=column.offset, length=column.length)
 
 
-def _size(value: Value) -> int:
+def _size(value: WireValue) -> int:
     return len(value) if isinstance(value, bytes) else 64

@@ -15,21 +15,21 @@ from types import MappingProxyType
 
 import msgspec
 
-from penstock.dataflow.column_records import ReaderRecord, TakeRecord
+from penstock.dataflow.column_records import ReaderRecord, RowLeaseRecord
 from penstock.dataflow.core.names import ADMITTED, TRAIN
 from penstock.types import RowId
 
-SPENT_REQUESTS = 256
+MAX_FINISHED_REQUESTS = 256
 
 
-class On(StrEnum):
+class RowTrigger(StrEnum):
     DELIVERED = "delivered"
     """A row is for this reader as soon as it arrives."""
     ADMITTED = "admitted"
     """Only once some policy admitted its group."""
 
 
-class TakeState(StrEnum):
+class RowLeaseState(StrEnum):
     PENDING = "pending"
     """A column that the reader needs is not there yet."""
     WAITING = "waiting"
@@ -37,25 +37,25 @@ class TakeState(StrEnum):
     DONE = "done"
     DEAD = "dead"
     """Out of attempts, overdue, or without its input: the columns it owed are failed."""
-    GONE = "gone"
+    FREED = "gone"
     """Freed, or its space was cleared."""
 
 
-ENDED = frozenset({TakeState.DONE, TakeState.DEAD, TakeState.GONE})
-NEXT_TAKE: Mapping[TakeState, frozenset[TakeState]] = MappingProxyType(
+TERMINAL_STATES = frozenset({RowLeaseState.DONE, RowLeaseState.DEAD, RowLeaseState.FREED})
+LEASE_TRANSITIONS: Mapping[RowLeaseState, frozenset[RowLeaseState]] = MappingProxyType(
     {
-        TakeState.PENDING: frozenset({TakeState.WAITING}) | ENDED,
-        TakeState.WAITING: frozenset({TakeState.LEASED}) | ENDED,
-        TakeState.LEASED: frozenset({TakeState.WAITING}) | ENDED,
-        TakeState.DONE: frozenset(),
-        TakeState.DEAD: frozenset(),
-        TakeState.GONE: frozenset(),
+        RowLeaseState.PENDING: frozenset({RowLeaseState.WAITING}) | TERMINAL_STATES,
+        RowLeaseState.WAITING: frozenset({RowLeaseState.LEASED}) | TERMINAL_STATES,
+        RowLeaseState.LEASED: frozenset({RowLeaseState.WAITING}) | TERMINAL_STATES,
+        RowLeaseState.DONE: frozenset(),
+        RowLeaseState.DEAD: frozenset(),
+        RowLeaseState.FREED: frozenset(),
     }
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderTerms:
+class ReaderSpec:
     """What a reader asks for and what it promises."""
 
     name: str
@@ -64,7 +64,7 @@ class ReaderTerms:
     writes: tuple[str, ...] = ()
     """Columns it adds; none for an exporter."""
     space: str = TRAIN
-    on: On = On.DELIVERED
+    on: RowTrigger = RowTrigger.DELIVERED
     deadline_s: float = 0.0
     """From arrival (or admission) until columns it did not write are failed(overdue); 0: never."""
     ttl_s: float = 12.0
@@ -72,8 +72,8 @@ class ReaderTerms:
     max_attempts: int = 3
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        return (*self.reads, ADMITTED) if self.on is On.ADMITTED else self.reads
+    def inputs(self) -> tuple[str, ...]:
+        return (*self.reads, ADMITTED) if self.on is RowTrigger.ADMITTED else self.reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Claim:
 
 
 @dataclass(slots=True)
-class Lease:
+class LeaseHolder:
     """Of a row that was handed out at least once."""
 
     epoch: int = 0
@@ -99,25 +99,27 @@ class Lease:
 
 
 @dataclass(slots=True, eq=False)
-class Take:
+class RowLease:
     row_id: RowId
     arrival: int
-    since: float
+    deadline_start: float
     """When its deadline began to run; 0 while it does not."""
-    lacks: int
+    missing_inputs: int
     """One bit per needed column that is not there yet."""
-    owes: int
+    pending_outputs: int
     """One bit per column of the reader that is not terminal yet."""
-    state: TakeState = TakeState.PENDING
-    lease: Lease | None = None
+    state: RowLeaseState = RowLeaseState.PENDING
+    lease: LeaseHolder | None = None
 
-    def move(self, state: TakeState) -> None:
-        assert state in NEXT_TAKE[self.state], f"take cannot go from {self.state} to {state}"
+    def move(self, state: RowLeaseState) -> None:
+        assert state in LEASE_TRANSITIONS[self.state], (
+            f"take cannot go from {self.state} to {state}"
+        )
         self.state = state
 
     @property
-    def is_over(self) -> bool:
-        return self.state in ENDED
+    def is_terminal(self) -> bool:
+        return self.state in TERMINAL_STATES
 
 
 def _bits(names: Iterable[str]) -> dict[str, int]:
@@ -126,105 +128,109 @@ def _bits(names: Iterable[str]) -> dict[str, int]:
 
 @dataclass(slots=True)
 class Reader:
-    terms: ReaderTerms
+    terms: ReaderSpec
     declared_at: float
     cursor: int = 0
     """Every row up to this arrival is done with; on disk it may lag behind."""
-    loaded_to: int = 0
+    loaded_through: int = 0
     """Rows up to this arrival are in the window or finished; later ones are on disk only."""
-    seen_at: float = float("-inf")
+    last_seen_at: float = float("-inf")
     """When a worker last showed itself."""
-    patient_until: float = 0.0
+    grace_until: float = 0.0
     """No row is overdue before: after a restart workers get the time to come back."""
-    window: dict[RowId, Take] = field(default_factory=dict[RowId, Take])
-    waiting: deque[Take] = field(default_factory=deque[Take])
-    leased: dict[RowId, Take] = field(default_factory=dict[RowId, Take])
+    window: dict[RowId, RowLease] = field(default_factory=dict[RowId, RowLease])
+    waiting: deque[RowLease] = field(default_factory=deque[RowLease])
+    leased: dict[RowId, RowLease] = field(default_factory=dict[RowId, RowLease])
     requests: dict[str, set[RowId]] = field(default_factory=dict[str, set[RowId]])
     """Held rows by the request that got them."""
-    spent: deque[str] = field(default_factory=lambda: deque[str](maxlen=SPENT_REQUESTS))
+    finished_requests: deque[str] = field(
+        default_factory=lambda: deque[str](maxlen=MAX_FINISHED_REQUESTS)
+    )
     """Requests that got rows and hold none any more; a late copy gets nothing."""
-    in_order: deque[Take] = field(default_factory=deque[Take])
+    by_arrival: deque[RowLease] = field(default_factory=deque[RowLease])
     """By arrival; finished ones are skipped when met, as in the two other queues."""
-    by_age: deque[Take] = field(default_factory=deque[Take])
+    by_deadline: deque[RowLease] = field(default_factory=deque[RowLease])
     """By the time their deadline began."""
     saved_cursor: int = 0
-    needs_bits: dict[str, int] = field(default_factory=dict[str, int])
-    writes_bits: dict[str, int] = field(default_factory=dict[str, int])
+    input_bits: dict[str, int] = field(default_factory=dict[str, int])
+    output_bits: dict[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
-        self.needs_bits = _bits(self.terms.needs)
-        self.writes_bits = _bits(self.terms.writes)
+        self.input_bits = _bits(self.terms.inputs)
+        self.output_bits = _bits(self.terms.writes)
 
-    def add(self, take: Take) -> None:
+    def add(self, row_lease: RowLease) -> None:
         """In order of arrival; not yet handed out in this life."""
-        self.window[take.row_id] = take
-        self.in_order.append(take)
-        if take.since:
-            self.by_age.append(take)
-        if not take.lacks:
-            take.move(TakeState.WAITING)
-            self.waiting.append(take)
+        self.window[row_lease.row_id] = row_lease
+        self.by_arrival.append(row_lease)
+        if row_lease.deadline_start:
+            self.by_deadline.append(row_lease)
+        if not row_lease.missing_inputs:
+            row_lease.move(RowLeaseState.WAITING)
+            self.waiting.append(row_lease)
 
-    def hold(self, take: Take, expires_at: float) -> None:
+    def grant(self, row_lease: RowLease, expires_at: float) -> None:
         """Leased from now on."""
-        assert take.lease is not None, "handed out means leased"
-        take.move(TakeState.LEASED)
-        take.lease.expires_at = expires_at
-        self.leased[take.row_id] = take
-        self.requests.setdefault(take.lease.request_id, set()).add(take.row_id)
+        assert row_lease.lease is not None, "handed out means leased"
+        row_lease.move(RowLeaseState.LEASED)
+        row_lease.lease.expires_at = expires_at
+        self.leased[row_lease.row_id] = row_lease
+        self.requests.setdefault(row_lease.lease.request_id, set()).add(row_lease.row_id)
 
-    def end(self, take: Take, state: TakeState) -> None:
-        if take.state is TakeState.LEASED:
-            self.let_go(take)
-        take.move(state)
-        del self.window[take.row_id]
+    def end(self, row_lease: RowLease, state: RowLeaseState) -> None:
+        if row_lease.state is RowLeaseState.LEASED:
+            self.end_lease(row_lease)
+        row_lease.move(state)
+        del self.window[row_lease.row_id]
         self._trim()
 
-    def let_go(self, take: Take) -> None:
+    def end_lease(self, row_lease: RowLease) -> None:
         """The lease is over; what follows, the caller says."""
-        assert take.lease is not None, "a leased row has a lease"
-        del self.leased[take.row_id]
-        held = self.requests[take.lease.request_id]
-        held.remove(take.row_id)
+        assert row_lease.lease is not None, "a leased row has a lease"
+        del self.leased[row_lease.row_id]
+        held = self.requests[row_lease.lease.request_id]
+        held.remove(row_lease.row_id)
         if not held:
-            del self.requests[take.lease.request_id]
-            self.spent.append(take.lease.request_id)
+            del self.requests[row_lease.lease.request_id]
+            self.finished_requests.append(row_lease.lease.request_id)
 
-    def next_waiting(self) -> Take | None:
+    def next_waiting(self) -> RowLease | None:
         while self.waiting:
-            take = self.waiting.popleft()
-            if take.state is TakeState.WAITING:
-                return take
+            row_lease = self.waiting.popleft()
+            if row_lease.state is RowLeaseState.WAITING:
+                return row_lease
         return None
 
     def advance(self) -> int:
-        while self.in_order and self.in_order[0].is_over:
-            self.in_order.popleft()
-        self.cursor = self.in_order[0].arrival - 1 if self.in_order else self.loaded_to
+        while self.by_arrival and self.by_arrival[0].is_terminal:
+            self.by_arrival.popleft()
+        self.cursor = self.by_arrival[0].arrival - 1 if self.by_arrival else self.loaded_through
         return self.cursor
 
-    def prolong(self, gap_s: float, now: float) -> None:
+    def extend_for_stall(self, gap_s: float, now: float) -> None:
         """The service stood still for so long, until a moment ago. What began since then was not
         held up: no lease and no deadline gets more than all its time."""
         ttl_s = self.terms.ttl_s
-        self.seen_at = min(self.seen_at, now)
-        self.patient_until = min(self.patient_until + gap_s, now + 2 * ttl_s)
-        for take in self.window.values():
-            if take.since:
-                take.since = min(take.since + gap_s, now)
-            if take.lease is not None:
-                take.lease.expires_at = min(take.lease.expires_at + gap_s, now + ttl_s)
+        self.last_seen_at = min(self.last_seen_at, now)
+        self.grace_until = min(self.grace_until + gap_s, now + 2 * ttl_s)
+        for row_lease in self.window.values():
+            if row_lease.deadline_start:
+                row_lease.deadline_start = min(row_lease.deadline_start + gap_s, now)
+            if row_lease.lease is not None:
+                row_lease.lease.expires_at = min(row_lease.lease.expires_at + gap_s, now + ttl_s)
 
-    def sort_ages(self) -> None:
-        self.by_age = deque(sorted(self.by_age, key=lambda take: take.since))
+    def sort_by_deadline(self) -> None:
+        self.by_deadline = deque(
+            sorted(self.by_deadline, key=lambda row_lease: row_lease.deadline_start)
+        )
 
     def _trim(self) -> None:
         """One row that stays for long must not keep all those that came and went behind it."""
         limit = 2 * len(self.window) + 64
-        if len(self.in_order) > limit:
-            self.in_order = _unfinished(self.in_order)
-        if len(self.by_age) > limit:
-            self.by_age = _unfinished(self.by_age)
+        if len(self.by_arrival) > limit:
+            self.by_arrival = _unfinished(self.by_arrival)
+        if len(self.by_deadline) > limit:
+            self.by_deadline = _unfinished(self.by_deadline)
         if len(self.waiting) > limit:
             self.waiting = _unfinished(self.waiting)
 
@@ -243,33 +249,33 @@ class Reader:
             at=self.declared_at,
         )
 
-    def take_record(self, take: Take, now: float) -> TakeRecord:
-        lease = take.lease or Lease()
-        return TakeRecord(
+    def lease_record(self, row_lease: RowLease, now: float) -> RowLeaseRecord:
+        lease = row_lease.lease or LeaseHolder()
+        return RowLeaseRecord(
             reader=self.terms.name,
-            row_id=take.row_id,
-            arrival=take.arrival,
+            row_id=row_lease.row_id,
+            arrival=row_lease.arrival,
             epoch=lease.epoch,
             attempt=lease.attempt,
             worker=lease.worker,
             request_id=lease.request_id,
-            state=take.state,
+            state=row_lease.state,
             at=now,
             error=lease.error,
         )
 
 
-def _unfinished(takes: Iterable[Take]) -> deque[Take]:
-    return deque(take for take in takes if not take.is_over)
+def _unfinished(takes: Iterable[RowLease]) -> deque[RowLease]:
+    return deque(row_lease for row_lease in takes if not row_lease.is_terminal)
 
 
-def reader_of(record: ReaderRecord) -> Reader:
-    terms = ReaderTerms(
+def reader_from_record(record: ReaderRecord) -> Reader:
+    terms = ReaderSpec(
         name=record.name,
         space=record.space,
         reads=_names(record.reads),
         writes=_names(record.writes),
-        on=On(record.on),
+        on=RowTrigger(record.on),
         deadline_s=record.deadline_s,
         ttl_s=record.ttl_s,
         max_attempts=record.max_attempts,
@@ -278,13 +284,13 @@ def reader_of(record: ReaderRecord) -> Reader:
         terms=terms,
         declared_at=record.at,
         cursor=record.cursor,
-        loaded_to=record.cursor,
+        loaded_through=record.cursor,
         saved_cursor=record.cursor,
     )
 
 
-def lease_of(record: TakeRecord) -> Lease:
-    return Lease(
+def holder_from_record(record: RowLeaseRecord) -> LeaseHolder:
+    return LeaseHolder(
         epoch=record.epoch,
         attempt=record.attempt,
         worker=record.worker,

@@ -11,48 +11,55 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from penstock.dataflow.column_records import ColumnRecord, TakeRecord
+from penstock.dataflow.column_records import ColumnRecord, RowLeaseRecord
 from penstock.dataflow.columns.cells import Cell, failed_cell, number_cell
 from penstock.dataflow.columns.column_store import Columns
-from penstock.dataflow.columns.pages import PagedRow, Pages, ReadersLeft
-from penstock.dataflow.columns.row_leases import On, Reader, Take, TakeState, lease_of, reader_of
-from penstock.dataflow.core.completion import Landed
+from penstock.dataflow.columns.pages import LoadPage, SavedReaders, StoredRow
+from penstock.dataflow.columns.row_leases import (
+    Reader,
+    RowLease,
+    RowLeaseState,
+    RowTrigger,
+    holder_from_record,
+    reader_from_record,
+)
+from penstock.dataflow.core.completion import ColumnCompleted
 from penstock.dataflow.core.names import ADMITTED, TRAIN
-from penstock.dataflow.records import Erasure, Journal
+from penstock.dataflow.records import Deletion, Journal
 from penstock.types import RowId
 
-WINDOW = 65_536
+MAX_WINDOW_ROWS = 65_536
 """Unfinished rows of one reader in memory; the rest wait on disk."""
-PAGE = 512
-LOW = 128
+PAGE_ROWS = 512
+REFILL_BELOW = 128
 """With fewer rows to hand out, the next page is read."""
 MAX_STALLS = 64
 """Remembered, for rows that come back from disk."""
-INPUT = "input"
+INPUT_FAILED = "input"
 """A column that the reader needs is itself failed."""
 
 
-class Shelf:
+class RowWindow:
     def __init__(
-        self, columns: Columns, pages: Pages, journal: Journal, *, window: int = WINDOW
+        self, columns: Columns, pages: LoadPage, journal: Journal, *, window: int = MAX_WINDOW_ROWS
     ) -> None:
         self.readers: dict[str, Reader] = {}
         self.columns = columns
         self.last_arrival = 0
-        self.durable_to = 0
+        self.durable_through = 0
         """Rows up to this arrival are on disk; set after a flush."""
-        self._pages = pages
+        self._load_page_rows = pages
         self._journal = journal
         self._window = window
         self._newest: dict[str, int] = {}
         self._stalls: deque[tuple[float, float]] = deque(maxlen=MAX_STALLS)
         """When the service stood still: until when, for how long."""
-        self._landed: list[Landed] = []
+        self._completed: list[ColumnCompleted] = []
 
-    def drain(self) -> list[Landed]:
+    def pop_completed(self) -> list[ColumnCompleted]:
         """Columns of rollout rows that became terminal since the last call."""
-        landed, self._landed = self._landed, []
-        return landed
+        completed, self._completed = self._completed, []
+        return completed
 
     def of(self, space: str) -> list[Reader]:
         return [reader for reader in self.readers.values() if reader.terms.space == space]
@@ -65,70 +72,72 @@ class Shelf:
         self.last_arrival += num
         return first
 
-    def arrived(
+    def add_row(
         self, space: str, row_id: RowId, arrival: int, columns: Iterable[str], now: float
     ) -> None:
         """A row with these columns; its record is journaled by the caller, in order of arrival."""
-        self.arrived_together(space, (row_id,), arrival, columns, now)
+        self.add_rows(space, (row_id,), arrival, columns, now)
 
-    def arrived_together(
+    def add_rows(
         self, space: str, row_ids: Sequence[RowId], first: int, columns: Iterable[str], now: float
     ) -> None:
         """Rows with the same columns, one arrival after another."""
         before = self._newest.get(space, 0)
         self._newest[space] = first + len(row_ids) - 1
-        born = frozenset(columns)
+        initial_columns = frozenset(columns)
         for reader in self.of(space):
-            if reader.loaded_to < before:
+            if reader.loaded_through < before:
                 continue
             for arrival, row_id in enumerate(row_ids, first):
                 if len(reader.window) >= self._window:
                     break
-                reader.loaded_to = arrival
-                row = PagedRow(row_id=row_id, arrival=arrival, at=now, born=born)
-                self._enter(reader, row, {}, now)
+                reader.loaded_through = arrival
+                row = StoredRow(
+                    row_id=row_id, arrival=arrival, at=now, initial_columns=initial_columns
+                )
+                self._add_row(reader, row, {}, now)
 
     def admitted(self, row_ids: Sequence[RowId], now: float) -> None:
         """Some policy admitted these rollout rows; a second one changes nothing."""
-        if not any(reader.terms.on is On.ADMITTED for reader in self.of(TRAIN)):
+        if not any(reader.terms.on is RowTrigger.ADMITTED for reader in self.of(TRAIN)):
             return
-        standing = self.columns.standing(TRAIN, row_ids, (ADMITTED,))
+        existing = self.columns.existing(TRAIN, row_ids, (ADMITTED,))
         for row_id in row_ids:
-            if (row_id, ADMITTED) not in standing:
-                self.land(TRAIN, row_id, number_cell(ADMITTED, now), "dataflow", now)
+            if (row_id, ADMITTED) not in existing:
+                self.complete(TRAIN, row_id, number_cell(ADMITTED, now), "dataflow", now)
 
     def forget(self, space: str, row_ids: Iterable[RowId]) -> None:
         """Freed: final for every consumer, so nobody reads them again."""
         for row_id in row_ids:
             self.columns.forget(space, row_id)
             for reader in self.of(space):
-                take = reader.window.get(row_id)
-                if take is not None:
-                    reader.end(take, TakeState.GONE)
-                    self._erase_take(reader, take)
+                row_lease = reader.window.get(row_id)
+                if row_lease is not None:
+                    reader.end(row_lease, RowLeaseState.FREED)
+                    self._delete_lease(reader, row_lease)
 
     def clear(self, space: str) -> None:
         """Every row of this space is gone; readers go on with what is put next."""
         for reader in self.of(space):
-            for take in [*reader.window.values()]:
-                reader.end(take, TakeState.GONE)
-            reader.loaded_to = max(reader.loaded_to, self._newest.get(space, 0))
+            for row_lease in [*reader.window.values()]:
+                reader.end(row_lease, RowLeaseState.FREED)
+            reader.loaded_through = max(reader.loaded_through, self._newest.get(space, 0))
             self.save_cursor(reader)
 
-    def _erase_take(self, reader: Reader, take: Take) -> None:
-        if take.lease is not None:
-            values = {"reader": reader.terms.name, "row_id": take.row_id}
+    def _delete_lease(self, reader: Reader, row_lease: RowLease) -> None:
+        if row_lease.lease is not None:
+            values = {"reader": reader.terms.name, "row_id": row_lease.row_id}
             where = "reader = :reader AND row_id = :row_id"
-            self._journal(Erasure(kind=TakeRecord, where=where, values=values))
+            self._journal(Deletion(kind=RowLeaseRecord, where=where, values=values))
 
     # --- columns ------------------------------------------------------------------------------
 
-    def land(self, space: str, row_id: RowId, cell: Cell, writer: str, now: float) -> None:
+    def complete(self, space: str, row_id: RowId, cell: Cell, writer: str, now: float) -> None:
         """A column becomes terminal; the caller knows that nothing stands in its place."""
-        self.columns.land(space, row_id, cell, writer, now)
+        self.columns.complete(space, row_id, cell, writer, now)
         if space == TRAIN and cell.name != ADMITTED:
-            self._landed.append(
-                Landed(
+            self._completed.append(
+                ColumnCompleted(
                     row_id=row_id,
                     name=cell.name,
                     failed=cell.failed,
@@ -137,48 +146,52 @@ class Shelf:
                 )
             )
         for reader in self.of(space):
-            take = reader.window.get(row_id)
-            if take is not None:
-                self._notice(reader, take, cell, now)
+            row_lease = reader.window.get(row_id)
+            if row_lease is not None:
+                self._on_column(reader, row_lease, cell, now)
 
-    def _notice(self, reader: Reader, take: Take, cell: Cell, now: float) -> None:
+    def _on_column(self, reader: Reader, row_lease: RowLease, cell: Cell, now: float) -> None:
         """A column of a row in this reader's window became terminal."""
-        if cell.name in reader.writes_bits:
-            take.owes &= ~reader.writes_bits[cell.name]
+        if cell.name in reader.output_bits:
+            row_lease.pending_outputs &= ~reader.output_bits[cell.name]
             # A worker that holds the row acknowledges it; nobody else needs to do it any more.
-            if not take.owes and take.state is not TakeState.LEASED:
-                reader.end(take, TakeState.DONE)
+            if not row_lease.pending_outputs and row_lease.state is not RowLeaseState.LEASED:
+                reader.end(row_lease, RowLeaseState.DONE)
                 return
-        bit = reader.needs_bits.get(cell.name, 0)
-        if not take.lacks & bit:
+        bit = reader.input_bits.get(cell.name, 0)
+        if not row_lease.missing_inputs & bit:
             return
         if cell.failed:
-            self.kill(reader, take, INPUT, _no_input(cell.name, cell.failed), now)
+            self.fail_row(
+                reader, row_lease, INPUT_FAILED, _input_failed(cell.name, cell.failed), now
+            )
             return
-        take.lacks &= ~bit
+        row_lease.missing_inputs &= ~bit
         if cell.name == ADMITTED:
-            take.since = now
-            reader.by_age.append(take)
-        if not take.lacks:
-            take.move(TakeState.WAITING)
-            reader.waiting.append(take)
+            row_lease.deadline_start = now
+            reader.by_deadline.append(row_lease)
+        if not row_lease.missing_inputs:
+            row_lease.move(RowLeaseState.WAITING)
+            reader.waiting.append(row_lease)
 
-    def kill(self, reader: Reader, take: Take, kind: str, detail: str, now: float) -> None:
+    def fail_row(
+        self, reader: Reader, row_lease: RowLease, kind: str, detail: str, now: float
+    ) -> None:
         """This reader will never finish the row: what it owed is failed for good."""
-        reader.end(take, TakeState.DEAD)
-        self._journal(reader.take_record(take, now))
-        for name, bit in reader.writes_bits.items():
-            if take.owes & bit:
+        reader.end(row_lease, RowLeaseState.DEAD)
+        self._journal(reader.lease_record(row_lease, now))
+        for name, bit in reader.output_bits.items():
+            if row_lease.pending_outputs & bit:
                 cell = failed_cell(name, kind, detail)
-                self.land(reader.terms.space, take.row_id, cell, reader.terms.name, now)
+                self.complete(reader.terms.space, row_lease.row_id, cell, reader.terms.name, now)
 
     # --- rows on disk -------------------------------------------------------------------------
 
     def refill(self, reader: Reader, now: float, upto: int = 0) -> None:
         """Load rows while few wait to be handed out, or up to one that must be known."""
         newest = self._newest.get(reader.terms.space, 0)
-        while reader.loaded_to < newest and len(reader.window) < self._window:
-            if len(reader.waiting) >= LOW and reader.loaded_to >= upto:
+        while reader.loaded_through < newest and len(reader.window) < self._window:
+            if len(reader.waiting) >= REFILL_BELOW and reader.loaded_through >= upto:
                 return
             if not self._load_page(reader, now):
                 return
@@ -186,61 +199,69 @@ class Shelf:
     def _load_page(self, reader: Reader, now: float) -> bool:
         """False when no more is on disk yet."""
         terms = reader.terms
-        rows = self._pages(terms.name, terms.space, reader.loaded_to, PAGE)
-        is_last = len(rows) < PAGE
+        rows = self._load_page_rows(terms.name, terms.space, reader.loaded_through, PAGE_ROWS)
+        is_last = len(rows) < PAGE_ROWS
         if rows:
-            reader.loaded_to = rows[-1].arrival
+            reader.loaded_through = rows[-1].arrival
         if is_last:
-            on_disk = min(self.durable_to, self._newest[terms.space])
-            reader.loaded_to = max(reader.loaded_to, on_disk)
-        rows = [row for row in rows if not self.columns.is_gone(terms.space, row.row_id)]
-        names = (*terms.needs, *terms.writes)
-        alone = self.columns.alone(terms.space, [row.row_id for row in rows], names)
+            on_disk = min(self.durable_through, self._newest[terms.space])
+            reader.loaded_through = max(reader.loaded_through, on_disk)
+        rows = [row for row in rows if not self.columns.is_disconnected(terms.space, row.row_id)]
+        names = (*terms.inputs, *terms.writes)
+        single_columns = self.columns.single_columns(
+            terms.space, [row.row_id for row in rows], names
+        )
         for row in rows:
-            there = ((name, alone.get((row.row_id, name))) for name in names)
-            self._enter(reader, row, {name: c for name, c in there if c is not None}, now)
-        if terms.on is On.ADMITTED:
-            reader.sort_ages()
+            there = ((name, single_columns.get((row.row_id, name))) for name in names)
+            self._add_row(reader, row, {name: c for name, c in there if c is not None}, now)
+        if terms.on is RowTrigger.ADMITTED:
+            reader.sort_by_deadline()
         return not is_last
 
-    def _enter(
-        self, reader: Reader, row: PagedRow, columns: Mapping[str, ColumnRecord], now: float
+    def _add_row(
+        self, reader: Reader, row: StoredRow, columns: Mapping[str, ColumnRecord], now: float
     ) -> None:
         """Judge a row for this reader: finished, without hope, ready, or to be waited for."""
-        there = row.born | columns.keys()
-        owes = sum(bit for name, bit in reader.writes_bits.items() if name not in there)
-        if reader.writes_bits and not owes:
+        there = row.initial_columns | columns.keys()
+        pending_outputs = sum(bit for name, bit in reader.output_bits.items() if name not in there)
+        if reader.output_bits and not pending_outputs:
             return
-        take = Take(
+        row_lease = RowLease(
             row_id=row.row_id,
             arrival=row.arrival,
-            since=self._held_up(_since(reader, row, columns), now),
-            lacks=sum(bit for name, bit in reader.needs_bits.items() if name not in there),
-            owes=owes,
-            lease=None if row.take is None else lease_of(row.take),
+            deadline_start=self._shift_for_stalls(_deadline_start(reader, row, columns), now),
+            missing_inputs=sum(bit for name, bit in reader.input_bits.items() if name not in there),
+            pending_outputs=pending_outputs,
+            lease=None if row.row_lease is None else holder_from_record(row.row_lease),
         )
-        reader.add(take)
-        failed = [c for name, c in columns.items() if c.failed and name in reader.needs_bits]
+        reader.add(row_lease)
+        failed = [c for name, c in columns.items() if c.failed and name in reader.input_bits]
         if failed:
-            self.kill(reader, take, INPUT, _no_input(failed[0].name, failed[0].failed), now)
-        elif row.take is not None and row.take.state == TakeState.LEASED:
+            self.fail_row(
+                reader,
+                row_lease,
+                INPUT_FAILED,
+                _input_failed(failed[0].name, failed[0].failed),
+                now,
+            )
+        elif row.row_lease is not None and row.row_lease.state == RowLeaseState.LEASED:
             last = reader.waiting.pop()
-            assert last is take, "a row that was handed out had its columns"
-            reader.hold(take, now + reader.terms.ttl_s)  # after a restart: a full ttl
+            assert last is row_lease, "a row that was handed out had its columns"
+            reader.grant(row_lease, now + reader.terms.ttl_s)  # after a restart: a full ttl
 
     # --- time ---------------------------------------------------------------------------------
 
-    def prolong(self, gap_s: float, now: float) -> None:
+    def extend_for_stall(self, gap_s: float, now: float) -> None:
         """The service stood still for so long: leases and deadlines of all rows, in memory or on
         disk, stood still with it."""
         self._stalls.append((now, gap_s))
         for reader in self.readers.values():
-            reader.prolong(gap_s, now)
+            reader.extend_for_stall(gap_s, now)
 
-    def _held_up(self, since: float, now: float) -> float:
+    def _shift_for_stalls(self, deadline_start: float, now: float) -> float:
         """When a deadline that began then would have begun, had the service never stood still."""
-        gaps = (gap_s for ended_at, gap_s in self._stalls if since < ended_at)
-        return min(since + sum(gaps), now) if since else since
+        gaps = (gap_s for ended_at, gap_s in self._stalls if deadline_start < ended_at)
+        return min(deadline_start + sum(gaps), now) if deadline_start else deadline_start
 
     # --- cursors and restart ------------------------------------------------------------------
 
@@ -252,30 +273,30 @@ class Shelf:
             self._journal(reader.record())
             values = {"reader": reader.terms.name, "cursor": cursor}
             where = "reader = :reader AND arrival <= :cursor"
-            self._journal(Erasure(kind=TakeRecord, where=where, values=values))
+            self._journal(Deletion(kind=RowLeaseRecord, where=where, values=values))
 
-    def restore(self, left: ReadersLeft, now: float) -> None:
+    def restore(self, saved: SavedReaders, now: float) -> None:
         """Rows are loaded only as far as somebody holds them; the rest when it is asked for."""
-        self._newest = dict(left.newest)
-        self.readers = {record.name: reader_of(record) for record in left.readers}
+        self._newest = dict(saved.newest)
+        self.readers = {record.name: reader_from_record(record) for record in saved.readers}
         cursors = (reader.cursor for reader in self.readers.values())
-        self.last_arrival = max([*left.newest.values(), *cursors], default=0)
-        self.durable_to = self.last_arrival
+        self.last_arrival = max([*saved.newest.values(), *cursors], default=0)
+        self.durable_through = self.last_arrival
         for name, reader in self.readers.items():
-            reader.patient_until = now + 2 * reader.terms.ttl_s
-            upto = left.held.get(name, 0)
-            if upto > reader.loaded_to:
+            reader.grace_until = now + 2 * reader.terms.ttl_s
+            upto = saved.held.get(name, 0)
+            if upto > reader.loaded_through:
                 self.refill(reader, now, upto)
 
 
-def _since(reader: Reader, row: PagedRow, columns: Mapping[str, ColumnRecord]) -> float:
+def _deadline_start(reader: Reader, row: StoredRow, columns: Mapping[str, ColumnRecord]) -> float:
     """When the deadline of this row began for this reader; 0 while it does not run."""
-    since = row.at
-    if reader.terms.on is On.ADMITTED:
+    deadline_start = row.at
+    if reader.terms.on is RowTrigger.ADMITTED:
         admitted = columns.get(ADMITTED)
-        since = 0.0 if admitted is None else admitted.value or 0.0
-    return max(since, reader.declared_at) if since else 0.0
+        deadline_start = 0.0 if admitted is None else admitted.value or 0.0
+    return max(deadline_start, reader.declared_at) if deadline_start else 0.0
 
 
-def _no_input(name: str, kind: str) -> str:
+def _input_failed(name: str, kind: str) -> str:
     return f"its input {name!r} is failed({kind})"

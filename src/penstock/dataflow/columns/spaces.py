@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.dataflow.column_records import ColumnRecord, SpaceRecord
-from penstock.dataflow.columns.bundles import Draft, Values
-from penstock.dataflow.columns.cells import Cell, compare
+from penstock.dataflow.columns.bundles import BundleDraft, Values
+from penstock.dataflow.columns.cells import Cell, compare_write
 from penstock.dataflow.columns.column_store import COLUMN_BYTES, Columns
-from penstock.dataflow.columns.row_window import Shelf
+from penstock.dataflow.columns.row_window import RowWindow
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.core.names import RESERVED, TRAIN
 from penstock.dataflow.ledger.tables import Tables
@@ -25,7 +25,7 @@ RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PutResult:
+class RejectedColumn:
     """A column that was not stored, and why."""
 
     key: RowId
@@ -35,8 +35,8 @@ class PutResult:
 
 
 class Spaces:
-    def __init__(self, shelf: Shelf, columns: Columns, journal: Journal) -> None:
-        self._shelf = shelf
+    def __init__(self, row_window: RowWindow, columns: Columns, journal: Journal) -> None:
+        self._shelf = row_window
         self._columns = columns
         self._journal = journal
         self.records: dict[str, SpaceRecord] = {}
@@ -53,7 +53,9 @@ class Spaces:
         self.records[name] = SpaceRecord(name=name, quota_bytes=quota_bytes, at=now)
         self._journal(self.records[name])
 
-    def put(self, name: str, drafts: Sequence[Draft], writer: str, now: float) -> list[PutResult]:
+    def put(
+        self, name: str, drafts: Sequence[BundleDraft], writer: str, now: float
+    ) -> list[RejectedColumn]:
         """All of it, or nothing when it does not fit; the answer names what stood before. A column
         that stands is never changed."""
         check_name(name)
@@ -61,19 +63,19 @@ class Spaces:
             raise Forbidden("rows of 'train' come from rollouts; put into a space of another name")
         rows = {key: values for draft in drafts for key, values in draft.rows}
         _check_rows(rows, drafts)
-        places = self._columns.places(name, [*rows])
+        row_positions = self._columns.row_positions(name, [*rows])
         cells = {
             key: draft.cells(key, values)
-            for draft in (drafts if places else ())
+            for draft in (drafts if row_positions else ())
             for key, values in draft.rows
-            if key in places
+            if key in row_positions
         }
-        standing = self._columns.standing(
+        existing = self._columns.existing(
             name, [*cells], {cell.name for row in cells.values() for cell in row}
         )
         if cells:
             drafts = [fresh for draft in drafts for fresh in draft.without(cells)]
-        missing = [c for key in cells for c in cells[key] if (key, c.name) not in standing]
+        missing = [c for key in cells for c in cells[key] if (key, c.name) not in existing]
         self._require_room(name, drafts, missing)
         if name not in self.records:
             self.set_quota(name, 0, now)
@@ -82,40 +84,42 @@ class Spaces:
         return [
             refused
             for key, row in cells.items()
-            for refused in self._complete(name, key, row, standing, writer, now)
+            for refused in self._complete(name, key, row, existing, writer, now)
         ]
 
-    def _add(self, name: str, draft: Draft, writer: str, now: float) -> None:
+    def _add(self, name: str, draft: BundleDraft, writer: str, now: float) -> None:
         first = self._shelf.next_arrival(len(draft.rows))
         self._columns.add(name, draft, first, writer, now)
-        self._shelf.arrived_together(name, draft.keys, first, draft.names, now)
+        self._shelf.add_rows(name, draft.keys, first, draft.names, now)
 
     def _complete(
         self,
         name: str,
         key: RowId,
         cells: Iterable[Cell],
-        standing: Mapping[tuple[RowId, str], ColumnRecord],
+        existing: Mapping[tuple[RowId, str], ColumnRecord],
         writer: str,
         now: float,
-    ) -> Iterable[PutResult]:
+    ) -> Iterable[RejectedColumn]:
         """Give a row that is there the columns it does not have."""
         for cell in cells:
-            stands = standing.get((key, cell.name))
-            if stands is None:
-                self._shelf.land(name, key, cell, writer, now)
+            current = existing.get((key, cell.name))
+            if current is None:
+                self._shelf.complete(name, key, cell, writer, now)
             else:
-                status, detail = compare(stands, cell)
-                yield PutResult(key=key, name=cell.name, status=status, detail=detail)
+                status, detail = compare_write(current, cell)
+                yield RejectedColumn(key=key, name=cell.name, status=status, detail=detail)
 
-    def _require_room(self, name: str, drafts: Iterable[Draft], cells: Iterable[Cell]) -> None:
+    def _require_room(
+        self, name: str, drafts: Iterable[BundleDraft], cells: Iterable[Cell]
+    ) -> None:
         record = self.records.get(name)
         quota = 0 if record is None else record.quota_bytes
         if not quota:
             return
         used = self._columns.used_bytes.get(name, 0)
         wanted = sum(cell.length + COLUMN_BYTES for cell in cells)
-        wanted += sum(draft.counted_bytes(COLUMN_BYTES) for draft in drafts)
+        wanted += sum(draft.quota_bytes_used(COLUMN_BYTES) for draft in drafts)
         if wanted and used + wanted > quota:
             raise StorageFull(
                 f"space {name!r} holds {used} of {quota} bytes and this needs {wanted} more; "
@@ -141,7 +145,7 @@ def check_name(name: str) -> None:
         raise BadRequest(f"{name[:128]!r} is no name; it reads [A-Za-z0-9._-]{{1,128}}")
 
 
-def _check_rows(rows: Mapping[RowId, Values], drafts: Iterable[Draft]) -> None:
+def _check_rows(rows: Mapping[RowId, Values], drafts: Iterable[BundleDraft]) -> None:
     if len(rows) != sum(len(draft.rows) for draft in drafts):
         raise BadRequest("a key stands twice in one call; give each row once")
     if not all(0 < len(key) <= 256 and "\0" not in key for key in rows):

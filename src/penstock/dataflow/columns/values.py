@@ -19,7 +19,7 @@ class BlobRef:
     size: int
 
 
-Value = float | bytes | BlobRef
+WireValue = float | bytes | BlobRef
 """What a column holds. Floats are finite; bytes go up to 1 MB."""
 
 
@@ -31,6 +31,6 @@ class FailedColumn:
 
 class RowValues(msgspec.Struct, frozen=True, kw_only=True):
     key: RowId
-    is_known: bool
-    columns: Mapping[str, Value] = {}
+    exists: bool
+    columns: Mapping[str, WireValue] = {}
     failed: Mapping[str, FailedColumn] = {}

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from penstock.dataflow.core.groups import Closing
-from penstock.dataflow.core.messages import Completed, Report, SendToHome
-from penstock.dataflow.records import CompletionRecord, Erasure, Journal
+from penstock.dataflow.core.groups import ClosingPolicy
+from penstock.dataflow.core.messages import ColumnsCompleted, GroupEnded, SendToCoordinator
+from penstock.dataflow.records import CompletionRecord, Deletion, Journal
 from penstock.types import DropReason, GroupId, PolicyName, RowId, RowSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class RequiredColumns:
     """Columns of one policy that stages add."""
 
     judge: frozenset[str] = frozenset()
@@ -29,7 +29,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Landed:
+class ColumnCompleted:
     """A column became terminal."""
 
     row_id: RowId
@@ -48,7 +48,7 @@ class Stage(StrEnum):
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _PendingGroup:
     rows: tuple[RowSummary, ...]
     stages: dict[PolicyName, Stage] = field(default_factory=dict[PolicyName, Stage])
 
@@ -56,10 +56,10 @@ class _Waiting:
 class Completion:
     def __init__(
         self,
-        needs: Mapping[PolicyName, Needs],
-        closing: Closing,
+        needs: Mapping[PolicyName, RequiredColumns],
+        closing: ClosingPolicy,
         journal: Journal,
-        send: SendToHome,
+        send: SendToCoordinator,
     ) -> None:
         self._needs = needs
         self.is_scored = not any("reward" in need.judge for need in needs.values())
@@ -68,38 +68,38 @@ class Completion:
         self._closing = closing
         self._journal = journal
         self._send = send
-        self._groups: dict[GroupId, _Waiting] = {}
-        self._landed: dict[RowId, dict[str, Landed]] = {}
+        self._groups: dict[GroupId, _PendingGroup] = {}
+        self._completed: dict[RowId, dict[str, ColumnCompleted]] = {}
         self._group_of: dict[RowId, GroupId] = {}
 
     # --- what happens -------------------------------------------------------------------------
 
-    def report(self, report: Report, now: float) -> None:
+    def report(self, report: GroupEnded, now: float) -> None:
         """A group ended: pass it on at once for every policy that misses nothing."""
         if not self.is_needed or report.dropped is not None:
             self._send(report)
             self._forget_rows(row.row_id for row in report.rows)
             return
-        waiting = self._groups[report.group_id] = _Waiting(report.rows)
+        waiting = self._groups[report.group_id] = _PendingGroup(report.rows)
         for row in report.rows:
             self._group_of[row.row_id] = report.group_id
         for policy in self._needs:
             self._move(report.group_id, waiting, policy, Stage.JUDGING, now)
-        self._look(report.group_id, now)
+        self._advance(report.group_id, now)
 
-    def landed(self, events: Iterable[Landed], now: float) -> None:
+    def completed(self, events: Iterable[ColumnCompleted], now: float) -> None:
         for event in events:
-            self._landed.setdefault(event.row_id, {})[event.name] = event
+            self._completed.setdefault(event.row_id, {})[event.name] = event
             group_id = self._group_of.get(event.row_id)
             if group_id is not None:
-                self._look(group_id, now)
+                self._advance(group_id, now)
 
     def admitted(self, group_id: GroupId, policy: PolicyName, now: float) -> None:
         waiting = self._groups.get(group_id)
         if waiting is None or not self._needs[policy].train:
             return
         self._move(group_id, waiting, policy, Stage.TRAINING, now)
-        self._look(group_id, now)
+        self._advance(group_id, now)
 
     def forget(self, group_ids: Iterable[GroupId]) -> None:
         """Final for every consumer."""
@@ -109,7 +109,7 @@ class Completion:
                 self._forget_rows(row.row_id for row in waiting.rows)
             if self.is_needed:
                 self._journal(
-                    Erasure(
+                    Deletion(
                         kind=CompletionRecord,
                         where="group_id = :group_id",
                         values={"group_id": group_id},
@@ -122,47 +122,54 @@ class Completion:
 
     def _forget_rows(self, row_ids: Iterable[RowId]) -> None:
         for row_id in row_ids:
-            self._landed.pop(row_id, None)
+            self._completed.pop(row_id, None)
             self._group_of.pop(row_id, None)
 
     # --- is it complete? ----------------------------------------------------------------------
 
-    def _look(self, group_id: GroupId, now: float) -> None:
+    def _advance(self, group_id: GroupId, now: float) -> None:
         waiting = self._groups[group_id]
         for policy, stage in [*waiting.stages.items()]:
             need = self._needs[policy]
             if stage is Stage.JUDGING and self._is_terminal(waiting.rows, need.judge):
-                rows, dropped = self._survivors(waiting.rows, policy, need.judge)
+                rows, dropped = self._complete_rows(waiting.rows, policy, need.judge)
                 self._move(group_id, waiting, policy, Stage.REPORTED, now)
                 self._send(
-                    Report(group_id=group_id, policies=(policy,), rows=rows, dropped=dropped)
+                    GroupEnded(group_id=group_id, policies=(policy,), rows=rows, dropped=dropped)
                 )
             elif stage is Stage.TRAINING and self._is_terminal(waiting.rows, need.train):
-                rows, dropped = self._survivors(waiting.rows, policy, need.judge | need.train)
+                rows, dropped = self._complete_rows(waiting.rows, policy, need.judge | need.train)
                 self._move(group_id, waiting, policy, Stage.DONE, now)
-                self._send(Completed(group_id=group_id, policy=policy, rows=rows, dropped=dropped))
+                self._send(
+                    ColumnsCompleted(group_id=group_id, policy=policy, rows=rows, dropped=dropped)
+                )
 
     def _is_terminal(self, rows: Iterable[RowSummary], names: frozenset[str]) -> bool:
-        return all(names <= self._landed.get(row.row_id, {}).keys() for row in rows)
+        return all(names <= self._completed.get(row.row_id, {}).keys() for row in rows)
 
-    def _survivors(
+    def _complete_rows(
         self, rows: Iterable[RowSummary], policy: PolicyName, names: frozenset[str]
     ) -> tuple[tuple[RowSummary, ...], DropReason | None]:
         """Rows with all these columns, filled in; the closing policy says if they are enough."""
         good: list[RowSummary] = []
         num_lost = 0
         for row in rows:
-            found = [self._landed[row.row_id][name] for name in sorted(names)]
+            found = [self._completed[row.row_id][name] for name in sorted(names)]
             if any(column.failed for column in found):
                 num_lost += 1
             else:
-                good.append(_filled(row, found))
-        if self._closing.keeps(len(good), num_lost):
+                good.append(_with_columns(row, found))
+        if self._closing.accepts(len(good), num_lost):
             return tuple(good), None
         return tuple(rows), DropReason.COLUMN_FAILED
 
     def _move(
-        self, group_id: GroupId, waiting: _Waiting, policy: PolicyName, stage: Stage, now: float
+        self,
+        group_id: GroupId,
+        waiting: _PendingGroup,
+        policy: PolicyName,
+        stage: Stage,
+        now: float,
     ) -> None:
         waiting.stages[policy] = stage
         self._journal(CompletionRecord(group_id=group_id, policy=policy, state=stage, at=now))
@@ -173,19 +180,19 @@ class Completion:
         self,
         groups: Mapping[GroupId, tuple[RowSummary, ...]],
         stages: Iterable[CompletionRecord],
-        landed: Iterable[Landed],
+        completed: Iterable[ColumnCompleted],
     ) -> None:
         """Closed groups that some policy waits for, and the columns of all rows not yet final."""
-        for event in landed:
-            self._landed.setdefault(event.row_id, {})[event.name] = event
+        for event in completed:
+            self._completed.setdefault(event.row_id, {})[event.name] = event
         for group_id, rows in groups.items():
-            self._groups[group_id] = _Waiting(rows)
+            self._groups[group_id] = _PendingGroup(rows)
             self._group_of.update((row.row_id, group_id) for row in rows)
         for record in stages:
             self._groups[record.group_id].stages[record.policy] = Stage(record.state)
 
 
-def _filled(row: RowSummary, columns: Iterable[Landed]) -> RowSummary:
+def _with_columns(row: RowSummary, columns: Iterable[ColumnCompleted]) -> RowSummary:
     reward, digests, values = row.reward, dict(row.columns), dict(row.values)
     for column in columns:
         if column.name == "reward":

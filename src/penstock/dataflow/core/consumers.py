@@ -12,7 +12,7 @@ from math import inf
 import msgspec
 
 from penstock.dataflow.core import pacing
-from penstock.dataflow.core.rulebook import ReplayTerms
+from penstock.dataflow.core.rulebook import ReplaySpec
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import BatchRecord
 from penstock.types import Candidate, DropReason, GroupId, OutcomeKind, PolicyName, RowSummary
@@ -21,7 +21,7 @@ _ROWS = msgspec.msgpack.Decoder(tuple[RowSummary, ...])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyTerms:
+class PolicySpec:
     """What a policy asks of the flow."""
 
     policy: PolicyName
@@ -59,7 +59,7 @@ class ReadyGroup:
         return _ROWS.decode(self.rows)
 
 
-def issue_of(group_id: GroupId) -> int:
+def issue_number(group_id: GroupId) -> int:
     """Its place in the order of issue, from 1, which is part of its name."""
     return int(group_id.rpartition("-")[2])
 
@@ -71,14 +71,14 @@ def ready_group(
     rows: Sequence[RowSummary],
     policy: PolicyName,
     arrival: int,
-    sees: Collection[tuple[PolicyName, str]] | None = None,
+    visible_roles: Collection[tuple[PolicyName, str]] | None = None,
 ) -> ReadyGroup:
     return ReadyGroup(
         group_id=group_id,
         task_key=task_key,
         source=source,
         arrival=arrival,
-        tokens=sum(row.tokens_for(policy, sees) for row in rows),
+        tokens=sum(row.tokens_for(policy, visible_roles) for row in rows),
         rewards=array("d", (row.reward for row in rows if row.reward is not None)),
         versions=tuple(sorted({v for row in rows for v in row.versions.get(policy, ())})),
         rows=msgspec.msgpack.encode(rows),
@@ -86,7 +86,7 @@ def ready_group(
 
 
 @dataclass(slots=True, kw_only=True)
-class Fruitless:
+class Starvation:
     """What became of the groups that ended since the last batch and go into none; not durable, a
     restart begins it anew."""
 
@@ -96,13 +96,13 @@ class Fruitless:
     low: float = inf
     high: float = -inf
     """Rewards of groups whose members all earned the same, from the lowest to the highest."""
-    num_cut: int = 0
+    num_truncated: int = 0
     """Of those, the groups in which every answer was cut at a limit."""
-    num_told: int = 0
+    num_logged: int = 0
     """Groups when the log last told of them."""
-    has_acted: bool = False
+    has_participated: bool = False
     """The policy had a part in a group: those of others alone are not missed then."""
-    usual_yield: float | None = None
+    baseline_yield: float | None = None
     """Share of ended groups that went into the batch before, or what pacing reckoned with then, if
     that is less; None where this process saw no batch."""
 
@@ -113,29 +113,31 @@ class Fruitless:
     def add(self, group: ReadyGroup, reason: DropReason) -> None:
         if reason in (DropReason.REMAINDER, DropReason.OUTPACED):
             return  # a run that ends, or has plenty of groups, lacks none
-        if reason is DropReason.ABSENT and self.has_acted:
+        if reason is DropReason.ABSENT and self.has_participated:
             return
-        if reason is not DropReason.ABSENT and not self.has_acted:
-            self.has_acted = True
+        if reason is not DropReason.ABSENT and not self.has_participated:
+            self.has_participated = True
             self.counts.pop(DropReason.ABSENT, None)
         self.counts[reason] = self.counts.get(reason, 0) + 1
         self.newest[reason] = group.group_id
         if reason is DropReason.UNIFORM_REWARD and group.rewards:
             self.low = min(self.low, *group.rewards)
             self.high = max(self.high, *group.rewards)
-            self.num_cut += all(row.outcome is OutcomeKind.TRUNCATED for row in group.decoded())
+            self.num_truncated += all(
+                row.outcome is OutcomeKind.TRUNCATED for row in group.decoded()
+            )
 
-    def after_batch(self, num_fresh: int, expected_yield: float) -> Fruitless:
+    def reset_after_batch(self, num_fresh: int, expected_yield: float) -> Starvation:
         """Anew, because a batch with so many fresh groups was sealed."""
         share = max(1, num_fresh) / (max(1, num_fresh) + self.num_groups)
-        return Fruitless(has_acted=True, usual_yield=min(share, expected_yield))
+        return Starvation(has_participated=True, baseline_yield=min(share, expected_yield))
 
 
 @dataclass(slots=True)
 class Consumer:
     """One policy's reader: its lineage, its ready groups, its sealed batches."""
 
-    terms: PolicyTerms
+    terms: PolicySpec
     lineage: Lineage
     ready: dict[GroupId, ReadyGroup] = field(default_factory=dict[GroupId, ReadyGroup])
     incomplete: dict[GroupId, ReadyGroup] = field(default_factory=dict[GroupId, ReadyGroup])
@@ -144,7 +146,7 @@ class Consumer:
     """Served before and, for the replay rule, worth serving again."""
     has_pool: bool = False
     """A replay rule is in force."""
-    num_unjudged: int = 0
+    num_undecided: int = 0
     """Groups issued that this consumer has not decided about."""
     sealed: dict[int, int] = field(default_factory=dict[int, int])
     """Fresh groups by batch, of batches after the last committed one."""
@@ -154,11 +156,11 @@ class Consumer:
     newest_batch: BatchRecord | None = None
     num_replayable: int = 0
     """Groups of the next batch that would be served again."""
-    expired_at: tuple[int, int] = (-1, -1)
+    last_expiry_check: tuple[int, int] = (-1, -1)
     """Next number and incarnation when stale groups were last looked for."""
-    lacks: str = ""
+    missing_stages: str = ""
     """A stage it needs that has no live worker: nothing starts for this policy meanwhile."""
-    fruitless: Fruitless = field(default_factory=Fruitless)
+    starvation: Starvation = field(default_factory=Starvation)
 
     @property
     def next_number(self) -> int:
@@ -166,7 +168,7 @@ class Consumer:
         return self.lineage.number + max(0, self.last_sealed - self.lineage.seq)
 
     @property
-    def num_wanted(self) -> int:
+    def num_fresh_needed(self) -> int:
         """Fresh groups of the next batch."""
         return self.terms.groups_per_batch - self.num_replayable
 
@@ -176,12 +178,12 @@ class Consumer:
         return len(self.ready) + len(self.incomplete)
 
     @property
-    def is_done(self) -> bool:
+    def has_trained_all(self) -> bool:
         return self.lineage.number >= self.terms.steps
 
     def levels(self) -> pacing.Levels:
         return pacing.Levels(
-            issued=self.num_unjudged,
+            issued=self.num_undecided,
             admitted=self.num_admitted,
             sealed=sum(self.sealed.values()),
         )
@@ -191,7 +193,7 @@ class Consumer:
         others sampled does not age."""
         return self._oldest(group.versions)
 
-    def numbers_of(self, rows: Iterable[RowSummary]) -> Iterator[int]:
+    def oldest_versions(self, rows: Iterable[RowSummary]) -> Iterator[int]:
         """As `oldest`, of each of these rows; few differ in what sampled them."""
         known = dict[tuple[tuple[int, int], ...], int]()
         for row in rows:
@@ -202,18 +204,18 @@ class Consumer:
             yield number
 
     def _oldest(self, versions: Iterable[tuple[int, int]]) -> int:
-        numbers = (self.lineage.effective(*version) for version in versions)
+        numbers = (self.lineage.effective_number(*version) for version in versions)
         return min(numbers, default=self.next_number)
 
-    def age(self, group: ReadyGroup) -> int:
+    def staleness(self, group: ReadyGroup) -> int:
         return self.next_number - self.oldest(group)
 
     def is_stale(self, group: ReadyGroup) -> bool:
         if self.terms.is_lockstep:
             return False  # the gate let only one version sample it, which a rewind makes again
-        return self.age(group) > self.terms.max_staleness
+        return self.staleness(group) > self.terms.max_staleness
 
-    def eligible(self, replay: ReplayTerms | None) -> list[ReadyGroup]:
+    def eligible(self, replay: ReplaySpec | None) -> list[ReadyGroup]:
         """Groups of the pool that a batch sealed now may serve again."""
         if replay is None:
             return []
@@ -223,7 +225,7 @@ class Consumer:
         return [
             group
             for group in self.pool.values()
-            if group.uses < replay.max_uses and self.age(group) <= bound
+            if group.uses < replay.max_uses and self.staleness(group) <= bound
         ]
 
     def candidates(self, groups: Iterable[ReadyGroup]) -> list[Candidate]:

@@ -17,7 +17,7 @@ from penstock.types import PolicyName, PublishedVersion, RowSummary
 
 
 @dataclass(slots=True)
-class Gate:
+class VersionGate:
     lineages: Mapping[PolicyName, Lineage]
     max_staleness: Mapping[PolicyName, int]
     horizon: dict[PolicyName, int] = field(default_factory=dict[PolicyName, int])
@@ -30,7 +30,7 @@ class Gate:
     _wanted: tuple[PublishedVersion, ...] = ()
     """Made of them."""
 
-    def may_run(self, due: Mapping[str, int], live: Sequence[LiveVersion]) -> bool:
+    def can_lease(self, due: Mapping[str, int], live: Sequence[LiveVersion]) -> bool:
         """Is a node with these live versions young enough for a group with this due date?
 
         A policy that has not published what it committed makes a node wait only if no other policy
@@ -56,10 +56,10 @@ class Gate:
                 committed=lineage.number,
                 max_staleness=self.max_staleness[policy],
             )
-            serves = lineage.effective(version.incarnation, version.number)
+            serves = lineage.effective_number(version.incarnation, version.number)
             if serves >= needed:
                 is_useful = True
-            elif serves < lineage.effective(newest.incarnation, newest.number):
+            elif serves < lineage.effective_number(newest.incarnation, newest.number):
                 return False  # a younger one is there for it to load
         return is_useful
 
@@ -102,7 +102,7 @@ class Gate:
         lineage = self.lineages.get(policy)
         return lineage is not None and lineage.has(incarnation, number)
 
-    def slack(self, rows: Sequence[RowSummary]) -> int:
+    def batches_left(self, rows: Sequence[RowSummary]) -> int:
         """Batches that rows this old may still wait for, for the policy that can wait longest.
 
         0: the next batch is their last; below 0: no policy can use them any more.
@@ -114,7 +114,9 @@ class Gate:
     def _slack(self, policy: PolicyName, rows: Sequence[RowSummary]) -> int:
         lineage = self.lineages[policy]
         numbers = [
-            lineage.effective(*version) for row in rows for version in row.versions.get(policy, ())
+            lineage.effective_number(*version)
+            for row in rows
+            for version in row.versions.get(policy, ())
         ]
         if not numbers:
             return self.max_staleness[policy]

@@ -29,11 +29,11 @@ class ClosingKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Closing:
+class ClosingPolicy:
     kind: ClosingKind
     min_survivors: int = 0
 
-    def keeps(self, num_good: int, num_lost: int) -> bool:
+    def accepts(self, num_good: int, num_lost: int) -> bool:
         """Does a group with so many good and lost members still count?"""
         if self.kind is ClosingKind.SURVIVORS:
             return num_good >= max(1, self.min_survivors)
@@ -41,7 +41,7 @@ class Closing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseTerms:
+class LeaseSpec:
     ttl_s: float
     """Heartbeat: a silent node's leases end after this."""
     start_to_close_s: float
@@ -106,45 +106,45 @@ class OpenGroup:
     ones cost little."""
 
     record: GroupRecord
-    touched: dict[int, Slot] = field(default_factory=dict[int, Slot])
-    num_fresh: int = 0
+    known_slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
+    next_fresh: int = 0
     """Slots from this index on were never leased."""
     again: list[int] = field(default_factory=list[int])
     """Slots to be leased again, before any fresh one."""
     waiting_since: float = 0.0
     """When the oldest of its waiting slots could have been leased."""
-    task_body: Task | None = None
+    decoded_task: Task | None = None
 
     @property
     def task(self) -> Task:
-        if self.task_body is None:
-            self.task_body = _task.decode(self.record.task)
-        return self.task_body
+        if self.decoded_task is None:
+            self.decoded_task = _task.decode(self.record.task)
+        return self.decoded_task
 
     @property
     def due(self) -> dict[str, int]:
         return _due.decode(self.record.due)
 
     def slot(self, index: int) -> Slot:
-        slot = self.touched.get(index)
+        slot = self.known_slots.get(index)
         if slot is None:
-            slot = self.touched[index] = Slot()
+            slot = self.known_slots[index] = Slot()
         return slot
 
     def lease(self, grant: GrantRecord) -> None:
         """All slots of the grant; they were taken before."""
         leased = SlotState.LEASED
         for index in grant.slots:
-            slot = self.touched.get(index)
+            slot = self.known_slots.get(index)
             if slot is None:  # born waiting, like all slots
-                self.touched[index] = Slot(leased, epoch=grant.epoch, grant=grant)
+                self.known_slots[index] = Slot(leased, epoch=grant.epoch, grant=grant)
                 continue
             slot.move(leased)
             slot.epoch, slot.grant = grant.epoch, grant
 
     @property
     def num_waiting(self) -> int:
-        return len(self.again) + self.record.num_slots - self.num_fresh
+        return len(self.again) + self.record.num_slots - self.next_fresh
 
     def take(self, most: int) -> range:
         """Waiting slots, which wait no more: one to be leased again, or fresh ones, which are all
@@ -152,31 +152,31 @@ class OpenGroup:
         if self.again:
             index = self.again.pop()
             return range(index, index + 1)
-        first = self.num_fresh
-        self.num_fresh = min(first + most, self.record.num_slots)
-        return range(first, self.num_fresh)
+        first = self.next_fresh
+        self.next_fresh = min(first + most, self.record.num_slots)
+        return range(first, self.next_fresh)
 
     @property
     def rows(self) -> tuple[RowSummary, ...]:
-        slots = (self.touched[index] for index in sorted(self.touched))
+        slots = (self.known_slots[index] for index in sorted(self.known_slots))
         return tuple(slot.row for slot in slots if slot.row is not None)
 
     def running(self) -> Iterator[tuple[int, Slot]]:
-        for index, slot in self.touched.items():
+        for index, slot in self.known_slots.items():
             if slot.state is SlotState.LEASED:
                 yield index, slot
 
     def count(self, *states: SlotState) -> int:
-        return sum(slot.state in states for slot in self.touched.values())
+        return sum(slot.state in states for slot in self.known_slots.values())
 
 
 @dataclass(slots=True)
-class Held:
+class HeldLeases:
     """What one request of a node got."""
 
     grants: list[GrantRecord] = field(default_factory=list[GrantRecord])
     """Those of which anything ran when they were added."""
-    num_left: int = 0
+    num_running: int = 0
     """Leases among them that run."""
 
 
@@ -187,27 +187,27 @@ class Node:
     state: NodeState = NodeState.STARTING
     live: tuple[LiveVersion, ...] = ()
     num_leases: int = 0
-    asking: str = ""
+    current_request: str = ""
     """Its newest lease request; only this one may be granted anything."""
-    asked_before: deque[str] = field(default_factory=lambda: deque[str](maxlen=16))
+    past_requests: deque[str] = field(default_factory=lambda: deque[str](maxlen=16))
     """Older ones, which may arrive again from a network that repeats."""
-    granted: dict[str, Held] = field(default_factory=dict[str, Held])
+    granted: dict[str, HeldLeases] = field(default_factory=dict[str, HeldLeases])
     """Held slots by the request that got them."""
-    past_sessions: deque[str] = field(default_factory=lambda: deque[str](maxlen=16))
+    past_boot_ids: deque[str] = field(default_factory=lambda: deque[str](maxlen=16))
     """Lives of this node that were replaced."""
     num_delivered: int = 0
     num_tokens: int = 0
-    attempt_s: float = 0.0
+    mean_attempt_s: float = 0.0
     """Moving average from grant to result; 0 until the first."""
-    is_silent: bool = False
+    is_expired: bool = False
     """Fell silent for a whole ttl; its leases are gone."""
     is_quarantined: bool = False
     """A trainer found that its engine disagrees; until it begins a new life."""
     joined_at: float = 0.0
-    stopped: list[RowId] = field(default_factory=list[RowId])
+    revoked: list[RowId] = field(default_factory=list[RowId])
     """Its leases that were cut or cancelled, until it is told."""
 
     @property
-    def serves_sessions(self) -> bool:
+    def is_session_gateway(self) -> bool:
         """A gateway for agents from outside, which works on nothing else."""
         return f'"{SESSION_TAG}"' in self.record.tags

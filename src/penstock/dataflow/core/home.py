@@ -17,29 +17,29 @@ import msgspec
 from penstock.dataflow.core import pacing
 from penstock.dataflow.core.consumers import (
     Consumer,
-    PolicyTerms,
+    PolicySpec,
     ReadyGroup,
-    issue_of,
+    issue_number,
     ready_group,
 )
 from penstock.dataflow.core.messages import (
     Admitted,
-    Completed,
-    Dropped,
-    Freed,
-    Horizon,
-    Issue,
-    Report,
+    ColumnsCompleted,
+    DropGroup,
+    GroupEnded,
+    GroupsFreed,
+    HorizonMoved,
+    IssueGroup,
     SendToPartition,
-    ToHome,
+    ToCoordinator,
     ToPartition,
 )
 from penstock.dataflow.core.retention import Retention
-from penstock.dataflow.core.rulebook import Rulebook
-from penstock.dataflow.core.supply import Supply
+from penstock.dataflow.core.rulebook import RuleRunner
+from penstock.dataflow.core.supply import TaskSupply
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import (
-    NEXT_FATE,
+    FATE_TRANSITIONS,
     FateRecord,
     FateState,
     FreedRecord,
@@ -63,7 +63,7 @@ from penstock.types import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IssueTerms:
+class IssueSpec:
     """What every group is made of."""
 
     num_slots: int
@@ -73,7 +73,7 @@ class IssueTerms:
     """Groups of this source have one slot, for one session of an agent from outside."""
 
 
-class Shard(StrEnum):
+class PartitionState(StrEnum):
     """What home thinks of a partition."""
 
     SERVING = "serving"
@@ -85,28 +85,28 @@ class Shard(StrEnum):
     """Declared so by a person; fenced for ever."""
 
 
-class Home:
+class Coordinator:
     def __init__(
         self,
-        policies: Sequence[PolicyTerms],
-        supply: Supply,
-        rules: Rulebook,
+        policies: Sequence[PolicySpec],
+        supply: TaskSupply,
+        rules: RuleRunner,
         retention: Retention,
-        issue_terms: IssueTerms,
+        issue_spec: IssueSpec,
         journal: Journal,
         send: SendToPartition,
     ) -> None:
         self.consumers = {p.policy: Consumer(p, Lineage(p.policy)) for p in policies}
         for consumer in self.consumers.values():
             consumer.has_pool = rules.replay(consumer.terms.policy) is not None
-            consumer.lineage.must_repeat = consumer.terms.is_lockstep
+            consumer.lineage.is_deterministic = consumer.terms.is_lockstep
         self.supply = supply
         self.rules = rules
         self.retention = retention
-        self.shards: dict[int, Shard] = {}
+        self.partition_states: dict[int, PartitionState] = {}
         self.open: dict[GroupId, IssuedRecord] = {}
         """Groups that some consumer has not judged yet."""
-        self.open_at: dict[int, set[GroupId]] = {}
+        self.open_by_partition: dict[int, set[GroupId]] = {}
         """The same by partition."""
         self._num_open: dict[str, int] = {}
         """The same by source."""
@@ -115,14 +115,14 @@ class Home:
         self.quarantined: set[tuple[NodeId, str]] = set()
         """Lives of nodes that get no work; a partition that joins is told."""
         self.wasted_tokens: dict[str, int] = {}
-        self._unjudged: dict[GroupId, set[PolicyName]] = {}
+        self._undecided_by: dict[GroupId, set[PolicyName]] = {}
         """Who has not judged an open group; only where that is not everybody."""
-        self._issue_terms = issue_terms
+        self._issue_spec = issue_spec
         self._journal = journal
         self._send = send
         self._num_issued = 0
-        self._told_horizon: dict[PolicyName, int] = {}
-        self._told_over: set[GroupId] = set()
+        self._sent_horizon: dict[PolicyName, int] = {}
+        self._sent_drops: set[GroupId] = set()
         """Open groups whose partition was told that the run is over."""
 
     def consumer(self, policy: str) -> Consumer:
@@ -134,30 +134,32 @@ class Home:
 
     # --- partitions ---------------------------------------------------------------------------
 
-    def add_partition(self, index: int, shard: Shard = Shard.SERVING) -> None:
-        self.shards[index] = shard
-        self.open_at.setdefault(index, set())
+    def add_partition(self, index: int, shard: PartitionState = PartitionState.SERVING) -> None:
+        self.partition_states[index] = shard
+        self.open_by_partition.setdefault(index, set())
 
-    def tell(self, index: int, message: ToPartition) -> None:
-        if self.shards[index] not in (Shard.GONE, Shard.LOST):
+    def send_to(self, index: int, message: ToPartition) -> None:
+        if self.partition_states[index] not in (PartitionState.GONE, PartitionState.LOST):
             self._send(index, message)
 
-    def tell_all(self, message: ToPartition) -> None:
-        for index in self.shards:
-            self.tell(index, message)
+    def broadcast(self, message: ToPartition) -> None:
+        for index in self.partition_states:
+            self.send_to(index, message)
 
-    def lose_partition(self, index: int, now: float) -> None:
+    def declare_lost(self, index: int, now: float) -> None:
         """Declared lost: what was open there ends, and home does not listen to it any more."""
-        self.shards[index] = Shard.LOST
-        for group_id in sorted(self.open_at[index]):
+        self.partition_states[index] = PartitionState.LOST
+        for group_id in sorted(self.open_by_partition[index]):
             self._report(
-                Report(group_id=group_id, policies=(), rows=(), dropped=DropReason.PARTITION_LOST),
+                GroupEnded(
+                    group_id=group_id, policies=(), rows=(), dropped=DropReason.PARTITION_LOST
+                ),
                 now,
             )
         for consumer in self.consumers.values():
-            self._lose_rows(consumer, index, now)
+            self._drop_lost_rows(consumer, index, now)
 
-    def _lose_rows(self, consumer: Consumer, index: int, now: float) -> None:
+    def _drop_lost_rows(self, consumer: Consumer, index: int, now: float) -> None:
         """Groups there that no batch has yet have no rows any more, and those of the replay pool
         cannot be served again."""
         for groups in (consumer.ready, consumer.incomplete):
@@ -165,28 +167,28 @@ class Home:
                 del groups[group.group_id]
                 self.drop(consumer, group, DropReason.PARTITION_LOST, "partition", now)
         for group in [g for g in consumer.pool.values() if partition_of(g.group_id) == index]:
-            self.leave_pool(consumer, group, now)
-        self.count_replayable(consumer)
+            self.remove_from_pool(consumer, group, now)
+        self.update_num_replayable(consumer)
 
-    def leave_pool(self, consumer: Consumer, group: ReadyGroup, now: float) -> None:
+    def remove_from_pool(self, consumer: Consumer, group: ReadyGroup, now: float) -> None:
         del consumer.pool[group.group_id]
         self.fate(consumer, group, FateState.SEALED, now, rule="replay", keep_rows=False)
         self.free(self.retention.unpooled(group.group_id, consumer.terms.policy), now)
 
     def is_empty(self, index: int) -> bool:
-        return not self.open_at[index]
+        return not self.open_by_partition[index]
 
     # --- pacing -------------------------------------------------------------------------------
 
     def room(self, consumer: Consumer) -> float:
         terms = consumer.terms
-        if consumer.lacks:
+        if consumer.missing_stages:
             return 0.0
         levels = consumer.levels()
         return min(
             pacing.room(
                 levels,
-                fresh=consumer.num_wanted,
+                fresh=consumer.num_fresh_needed,
                 max_staleness=terms.max_staleness,
                 expected_yield=consumer.expected_yield,
             ),
@@ -198,7 +200,7 @@ class Home:
             ),
         )
 
-    def count_replayable(self, consumer: Consumer) -> None:
+    def update_num_replayable(self, consumer: Consumer) -> None:
         """Groups of the next batch that would be served again: the ratio, or what is eligible."""
         replay = self.rules.replay(consumer.terms.policy)
         if replay is not None:
@@ -211,9 +213,9 @@ class Home:
         rooms = {
             policy: consumer.lineage.newest is not None and self.room(consumer) > 0
             for policy, consumer in self.consumers.items()
-            if not consumer.is_done
+            if not consumer.has_trained_all
         }
-        pace = self._issue_terms.pace
+        pace = self._issue_spec.pace
         if pace == "all":
             return bool(rooms) and all(rooms.values())
         if pace in rooms:
@@ -223,21 +225,23 @@ class Home:
     def issue(self, now: float) -> None:
         """Whole groups while there is room, each to the partition that has fewest."""
         while self._has_room():
-            serving = [i for i, shard in self.shards.items() if shard is Shard.SERVING]
+            serving = [
+                i for i, shard in self.partition_states.items() if shard is PartitionState.SERVING
+            ]
             if not serving:
                 return
-            partition = min(serving, key=lambda index: (len(self.open_at[index]), index))
+            partition = min(serving, key=lambda index: (len(self.open_by_partition[index]), index))
             record = self._next_group(partition, now)
             if record is None:
                 return
-            self._send(partition, Issue(record=record))
+            self._send(partition, IssueGroup(record=record))
 
     def _next_group(self, partition: int, now: float) -> GroupRecord | None:
-        chosen = self.supply.next_task(now, self._full())
+        chosen = self.supply.next_task(now, self._source_at_share())
         if chosen is None:
             return None
         task, why = chosen
-        num_slots = self._issue_terms.num_slots
+        num_slots = self._issue_spec.num_slots
         due = {policy: self._due(consumer) for policy, consumer in self.consumers.items()}
         self._num_issued += 1
         group_id = GroupId(f"p{partition}-{self._num_issued}")
@@ -262,7 +266,7 @@ class Home:
             ordinal=task.ordinal,
             task_key=task.key,
             task=msgspec.json.encode(task).decode(),
-            num_slots=1 if task.source == self._issue_terms.session_source else num_slots,
+            num_slots=1 if task.source == self._issue_spec.session_source else num_slots,
             due=msgspec.json.encode(due).decode(),
             state=GroupState.OPEN,
             reason="",
@@ -281,17 +285,19 @@ class Home:
             groups_per_batch=consumer.terms.groups_per_batch,
         )
 
-    def has_judged_all_of(self, consumer: Consumer, seq: int) -> bool:
+    def has_decided_batch(self, consumer: Consumer, seq: int) -> bool:
         """In lockstep: every group of this batch was issued, and has ended."""
         last = seq * consumer.terms.groups_per_batch
         first = last - consumer.terms.groups_per_batch + 1
         is_issued = self._num_issued >= last or self.supply.is_exhausted
-        return is_issued and not any(first <= issue_of(open_id) <= last for open_id in self.open)
+        return is_issued and not any(
+            first <= issue_number(open_id) <= last for open_id in self.open
+        )
 
-    def _full(self) -> str:
+    def _source_at_share(self) -> str:
         """The source of sessions when it has its share of what is open: groups that wait for an
         agent must leave room for the others."""
-        name = self._issue_terms.session_source
+        name = self._issue_spec.session_source
         weights = {share.name: share.weight for share in self.supply.shares()} if name else {}
         if name not in weights or len(weights) == 1:
             return ""
@@ -301,7 +307,7 @@ class Home:
 
     def _opened(self, record: IssuedRecord) -> None:
         self.open[record.group_id] = record
-        self.open_at.setdefault(record.partition, set()).add(record.group_id)
+        self.open_by_partition.setdefault(record.partition, set()).add(record.group_id)
         self._num_open[record.source] = self._num_open.get(record.source, 0) + 1
 
     def _open(self, record: IssuedRecord) -> None:
@@ -309,11 +315,11 @@ class Home:
         self._opened(record)
         self.retention.issued(record.group_id, len(self.consumers))
         for consumer in self.consumers.values():
-            consumer.num_unjudged += 1
+            consumer.num_undecided += 1
 
     @property
     def session_source(self) -> str:
-        return self._issue_terms.session_source
+        return self._issue_spec.session_source
 
     @property
     def is_exhausted(self) -> bool:
@@ -322,14 +328,14 @@ class Home:
 
     # --- admission ----------------------------------------------------------------------------
 
-    def apply(self, message: ToHome, now: float) -> None:
+    def apply(self, message: ToCoordinator, now: float) -> None:
         """A partition says something; saying it again changes nothing."""
-        if isinstance(message, Report):
+        if isinstance(message, GroupEnded):
             self._report(message, now)
         else:
             self._completed(message, now)
 
-    def _report(self, report: Report, now: float) -> None:
+    def _report(self, report: GroupEnded, now: float) -> None:
         """Judge an ended group for every consumer; one consumer's verdict delays no other."""
         issued = self.open.get(report.group_id)
         if issued is None:
@@ -340,22 +346,24 @@ class Home:
                 continue
             undecided = undecided - {policy}
             consumer = self.consumers[policy]
-            consumer.num_unjudged -= 1
+            consumer.num_undecided -= 1
             self.expire(consumer, now)
             self._judge(consumer, issued, report, now)
         if undecided:
-            self._unjudged[report.group_id] = undecided
+            self._undecided_by[report.group_id] = undecided
             return
-        self._unjudged.pop(report.group_id, None)
+        self._undecided_by.pop(report.group_id, None)
         del self.open[report.group_id]
         self._num_open[issued.source] -= 1
-        self.open_at[issued.partition].discard(report.group_id)
+        self.open_by_partition[issued.partition].discard(report.group_id)
         self._journal(replace(issued, judged=True))
 
-    def _judge(self, consumer: Consumer, issued: IssuedRecord, report: Report, now: float) -> None:
+    def _judge(
+        self, consumer: Consumer, issued: IssuedRecord, report: GroupEnded, now: float
+    ) -> None:
         policy = consumer.terms.policy
-        sees = self.rules.seen(policy, report.rows, now)
-        rows = tuple(row for row in report.rows if row.tokens_for(policy, sees) > 0)
+        visible_roles = self.rules.seen(policy, report.rows, now)
+        rows = tuple(row for row in report.rows if row.tokens_for(policy, visible_roles) > 0)
         consumer.num_arrived += 1
         group = ready_group(
             issued.group_id,
@@ -364,16 +372,16 @@ class Home:
             rows,
             policy,
             consumer.num_arrived,
-            sees,
+            visible_roles,
         )
         if report.dropped is not None or not rows:
             reason = report.dropped or DropReason.ABSENT
             if reason in (DropReason.FAILED_SLOTS, DropReason.ABSENT):
-                self._learn_yield(consumer, passed=False)
+                self._update_yield(consumer, passed=False)
             self.drop(consumer, group, reason, "closing", now)
         elif self.gone and any(row.row_id in self.gone for row in rows):
             self.drop(consumer, group, DropReason.FORGOTTEN, "forget", now)
-        elif consumer.is_done:
+        elif consumer.has_trained_all:
             self.drop(consumer, group, DropReason.REMAINDER, "end", now)
         elif consumer.is_stale(group):
             self.drop(consumer, group, DropReason.STALE, "staleness", now)
@@ -384,9 +392,9 @@ class Home:
         ):
             self.drop(consumer, group, DropReason.OUTPACED, "pacing", now)
         else:
-            self._ask_rules(consumer, group, rows, now)
+            self._apply_rules(consumer, group, rows, now)
 
-    def _ask_rules(
+    def _apply_rules(
         self, consumer: Consumer, group: ReadyGroup, rows: tuple[RowSummary, ...], now: float
     ) -> None:
         judged = JudgedGroup(
@@ -399,8 +407,8 @@ class Home:
         )
         rule, reason = self.rules.judge(judged, now)
         self.rules.learn(judged, reason, now)
-        self.rules.remember()
-        self._learn_yield(consumer, passed=reason is None)
+        self.rules.save_state()
+        self._update_yield(consumer, passed=reason is None)
         if reason is not None:
             self.drop(consumer, group, reason, rule, now)
             return
@@ -411,7 +419,7 @@ class Home:
             admitted = Admitted(group_id=group.group_id, policy=consumer.terms.policy)
             self._send(partition_of(group.group_id), admitted)
 
-    def _learn_yield(self, consumer: Consumer, *, passed: bool) -> None:
+    def _update_yield(self, consumer: Consumer, *, passed: bool) -> None:
         """Kept over restarts: a service that forgot it would start too little for many groups."""
         before = consumer.expected_yield
         consumer.expected_yield = pacing.next_yield(before, passed=passed)
@@ -419,21 +427,21 @@ class Home:
             key = yield_key(consumer.terms.policy)
             self._journal(MetaRecord(key=key, value=repr(consumer.expected_yield)))
 
-    def _completed(self, message: Completed, now: float) -> None:
+    def _completed(self, message: ColumnsCompleted, now: float) -> None:
         """The columns that the trainer needs are there, or will never be."""
         consumer = self.consumers[message.policy]
         group = consumer.incomplete.pop(message.group_id, None)
         if group is None:
             return
         policy = consumer.terms.policy
-        sees = self.rules.seen(policy, message.rows, now)
-        rows = tuple(row for row in message.rows if row.tokens_for(policy, sees) > 0)
+        visible_roles = self.rules.seen(policy, message.rows, now)
+        rows = tuple(row for row in message.rows if row.tokens_for(policy, visible_roles) > 0)
         if message.dropped is not None or not rows:
             reason = message.dropped or DropReason.COLUMN_FAILED
             self.drop(consumer, group, reason, "columns", now)
             return
         full = ready_group(
-            group.group_id, group.task_key, group.source, rows, policy, group.arrival, sees
+            group.group_id, group.task_key, group.source, rows, policy, group.arrival, visible_roles
         )
         consumer.ready[group.group_id] = full
         self.fate(consumer, full, FateState.ADMITTED, now, rule="columns")
@@ -441,9 +449,9 @@ class Home:
     def expire(self, consumer: Consumer, now: float) -> None:
         """Drop what no batch can use any more: at every report, commit and fork."""
         moment = (consumer.next_number, consumer.lineage.incarnation)
-        if consumer.expired_at == moment:
+        if consumer.last_expiry_check == moment:
             return  # nothing moved since, and what was not stale then is not stale now
-        consumer.expired_at = moment
+        consumer.last_expiry_check = moment
         for groups in (consumer.ready, consumer.incomplete):
             for group in [g for g in groups.values() if consumer.is_stale(g)]:
                 del groups[group.group_id]
@@ -463,7 +471,7 @@ class Home:
             wasted = self.wasted_tokens.get(reason, 0) + group.tokens
             self.wasted_tokens[reason] = wasted
             self._journal(WasteRecord(reason=reason, tokens=wasted))
-        consumer.fruitless.add(group, reason)
+        consumer.starvation.add(group, reason)
         self.fate(consumer, group, FateState.DROPPED, now, rule=rule, reason=reason)
         self.free(self.retention.dropped(group.group_id), now)
 
@@ -478,7 +486,7 @@ class Home:
         reason: str = "",
         keep_rows: bool = True,
     ) -> None:
-        assert state in NEXT_FATE[FateState.ADMITTED] | {FateState.ADMITTED}
+        assert state in FATE_TRANSITIONS[FateState.ADMITTED] | {FateState.ADMITTED}
         is_over = state is FateState.DROPPED or not keep_rows
         self._journal(
             FateRecord(
@@ -508,8 +516,11 @@ class Home:
             self._journal(FreedRecord(group_id=group_id, at=now))
             by_partition.setdefault(partition_of(group_id), []).append(group_id)
         for index, freed in by_partition.items():
-            if self.shards.get(index) in (Shard.SERVING, Shard.DRAINING):
-                self._send(index, Freed(group_ids=tuple(freed)))
+            if self.partition_states.get(index) in (
+                PartitionState.SERVING,
+                PartitionState.DRAINING,
+            ):
+                self._send(index, GroupsFreed(group_ids=tuple(freed)))
 
     # --- the end, and moves of the cursor -----------------------------------------------------
 
@@ -523,39 +534,39 @@ class Home:
     def is_finished(self) -> bool:
         """Every policy has trained all it will ever get."""
         return all(
-            consumer.is_done or (self.has_ended(consumer) and not consumer.sealed)
+            consumer.has_trained_all or (self.has_ended(consumer) and not consumer.sealed)
             for consumer in self.consumers.values()
         )
 
-    def wind_up(self) -> None:
+    def drop_open_groups(self) -> None:
         """The run is over: what still runs is of use to nobody."""
-        for group_id in sorted(self.open.keys() - self._told_over):
-            self._told_over.add(group_id)
-            dropped = Dropped(group_id=group_id, reason=DropReason.REMAINDER)
+        for group_id in sorted(self.open.keys() - self._sent_drops):
+            self._sent_drops.add(group_id)
+            dropped = DropGroup(group_id=group_id, reason=DropReason.REMAINDER)
             self._send(partition_of(group_id), dropped)
 
-    def moved(self, consumer: Consumer, num_groups: Mapping[int, int], now: float) -> None:
+    def cursor_moved(self, consumer: Consumer, num_groups: Mapping[int, int], now: float) -> None:
         """The committed cursor changed, forwards by a commit or backwards by a fork."""
         lineage = consumer.lineage
         consumer.sealed = {seq: n for seq, n in num_groups.items() if seq > lineage.seq}
         self.expire(consumer, now)
         self.free(self.retention.committed(consumer.terms.policy, lineage.seq), now)
-        if consumer.is_done:
+        if consumer.has_trained_all:
             self.drop_remainder(consumer, now)
-        self.count_replayable(consumer)
-        self.tell_horizon(consumer)
+        self.update_num_replayable(consumer)
+        self.broadcast_horizon(consumer)
 
-    def tell_horizon(self, consumer: Consumer) -> None:
+    def broadcast_horizon(self, consumer: Consumer) -> None:
         policy, number = consumer.terms.policy, consumer.next_number
-        if self._told_horizon.get(policy) != number:
-            self._told_horizon[policy] = number
-            self.tell_all(Horizon(policy=policy, number=number))
+        if self._sent_horizon.get(policy) != number:
+            self._sent_horizon[policy] = number
+            self.broadcast(HorizonMoved(policy=policy, number=number))
 
     # --- restart ------------------------------------------------------------------------------
 
     def undecided(self, group_id: GroupId) -> set[PolicyName]:
         """Who has not judged this open group."""
-        return self._unjudged.get(group_id, set(self.consumers))
+        return self._undecided_by.get(group_id, set(self.consumers))
 
     def restore(
         self,
@@ -567,9 +578,9 @@ class Home:
         for record, undecided in open_groups:
             self._opened(record)
             if len(undecided) < len(self.consumers):
-                self._unjudged[record.group_id] = undecided
+                self._undecided_by[record.group_id] = undecided
             for policy in undecided:
-                self.consumers[policy].num_unjudged += 1
+                self.consumers[policy].num_undecided += 1
 
 
 def yield_key(policy: PolicyName) -> str:

@@ -36,11 +36,11 @@ class LiveVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Register:
-    """`POST /v1/nodes`. The same node with another session is a new life: its old leases end."""
+class RegisterRequest:
+    """`POST /v1/nodes`. The same node with another boot_id is a new process: its old leases end."""
 
     node_id: NodeId
-    session: str
+    boot_id: str
     """Drawn anew by each process."""
     capacity: int
     """Slots it runs at once."""

@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from penstock.dataflow.core.messages import Numbered, ToHome, ToPartition
-from penstock.dataflow.records import Erasure, Journal, LinkRecord, MessageRecord
+from penstock.dataflow.core.messages import NumberedMessage, ToCoordinator, ToPartition
+from penstock.dataflow.records import Deletion, Journal, LinkRecord, MessageRecord
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -34,7 +34,7 @@ class Link(Generic[Out, In]):
         self._back = back
         self._decoder = incoming
         self._journal = journal
-        self._unacknowledged: deque[Numbered] = deque()
+        self._unacknowledged: deque[NumberedMessage] = deque()
         self._num_sent = 0
         self.num_received = 0
 
@@ -43,15 +43,15 @@ class Link(Generic[Out, In]):
     def send(self, message: Out) -> None:
         self._num_sent += 1
         body = msgspec.msgpack.encode(message)
-        self._unacknowledged.append(Numbered(number=self._num_sent, body=body))
+        self._unacknowledged.append(NumberedMessage(number=self._num_sent, body=body))
         self._journal(MessageRecord(link=self._out, number=self._num_sent, body=body))
 
     @property
-    def has_news(self) -> bool:
+    def has_unacknowledged(self) -> bool:
         """Does the other side lack anything?"""
         return bool(self._unacknowledged)
 
-    def unacknowledged(self, after: int) -> tuple[Numbered, ...]:
+    def unacknowledged(self, after: int) -> tuple[NumberedMessage, ...]:
         """What the other side lacks that has everything up to `after`, oldest first."""
         lacking = (message for message in self._unacknowledged if message.number > after)
         return tuple(message for message, _ in zip(lacking, range(MAX_MESSAGES), strict=False))
@@ -64,7 +64,7 @@ class Link(Generic[Out, In]):
         if had:
             self._journal(LinkRecord(link=self._out, number=number))
             self._journal(
-                Erasure(
+                Deletion(
                     kind=MessageRecord,
                     where="link = :link AND number <= :number",
                     values={"link": self._out, "number": number},
@@ -73,7 +73,7 @@ class Link(Generic[Out, In]):
 
     # --- in -----------------------------------------------------------------------------------
 
-    def receive(self, messages: Sequence[Numbered]) -> Iterable[In]:
+    def receive(self, messages: Sequence[NumberedMessage]) -> Iterable[In]:
         """Those that are new, in order. One that does not follow on is left for its repetition."""
         for message in messages:
             if message.number != self.num_received + 1:
@@ -89,18 +89,18 @@ class Link(Generic[Out, In]):
         self.num_received = reached.get(self._back, 0)
         messages = [record for record in kept if record.link == self._out]
         self._unacknowledged = deque(
-            Numbered(number=record.number, body=record.body)
+            NumberedMessage(number=record.number, body=record.body)
             for record in sorted(messages, key=lambda record: record.number)
         )
         newest = self._unacknowledged[-1].number if self._unacknowledged else 0
         self._num_sent = max(reached.get(self._out, 0), newest)
 
 
-def home_end(index: int, journal: Journal) -> Link[ToPartition, ToHome]:
-    decoder: msgspec.msgpack.Decoder[ToHome] = msgspec.msgpack.Decoder(ToHome)
-    return Link(f"home>p{index}", f"p{index}>home", decoder, journal)
+def link_to_partition(index: int, journal: Journal) -> Link[ToPartition, ToCoordinator]:
+    decoder: msgspec.msgpack.Decoder[ToCoordinator] = msgspec.msgpack.Decoder(ToCoordinator)
+    return Link(f"coordinator>p{index}", f"p{index}>coordinator", decoder, journal)
 
 
-def partition_end(index: int, journal: Journal) -> Link[ToHome, ToPartition]:
+def link_to_coordinator(index: int, journal: Journal) -> Link[ToCoordinator, ToPartition]:
     decoder: msgspec.msgpack.Decoder[ToPartition] = msgspec.msgpack.Decoder(ToPartition)
-    return Link(f"p{index}>home", f"home>p{index}", decoder, journal)
+    return Link(f"p{index}>coordinator", f"coordinator>p{index}", decoder, journal)

@@ -22,7 +22,7 @@ from penstock.types import DropReason, GroupId, NodeId, PolicyName, RowId, RowSu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbered:
+class NumberedMessage:
     """One message on a link."""
 
     number: int
@@ -32,13 +32,13 @@ class Numbered:
 # --- home to a partition ----------------------------------------------------------------------
 
 
-class Issue(Struct, frozen=True, kw_only=True, tag=True):
+class IssueGroup(Struct, frozen=True, kw_only=True, tag=True):
     """Run this group."""
 
     record: GroupRecord
 
 
-class Incarnated(Struct, frozen=True, kw_only=True, tag=True):
+class IncarnationStarted(Struct, frozen=True, kw_only=True, tag=True):
     """A trainer took over; versions beyond its fork count as the fork."""
 
     record: IncarnationRecord
@@ -52,7 +52,7 @@ class Published(Struct, frozen=True, kw_only=True, tag=True):
     record: VersionRecord
 
 
-class Horizon(Struct, frozen=True, kw_only=True, tag=True):
+class HorizonMoved(Struct, frozen=True, kw_only=True, tag=True):
     """The next batch of this policy that is not sealed yet trains from this number."""
 
     policy: PolicyName
@@ -66,20 +66,20 @@ class Admitted(Struct, frozen=True, kw_only=True, tag=True):
     policy: PolicyName
 
 
-class Dropped(Struct, frozen=True, kw_only=True, tag=True):
+class DropGroup(Struct, frozen=True, kw_only=True, tag=True):
     """End this open group, whatever its members do."""
 
     group_id: GroupId
     reason: DropReason
 
 
-class Freed(Struct, frozen=True, kw_only=True, tag=True):
+class GroupsFreed(Struct, frozen=True, kw_only=True, tag=True):
     """Final for every consumer: the payload of these groups may be deleted."""
 
     group_ids: tuple[GroupId, ...]
 
 
-class Forgotten(Struct, frozen=True, kw_only=True, tag=True):
+class RowForgotten(Struct, frozen=True, kw_only=True, tag=True):
     """This row, or the running attempt that would become it, is of no use to anybody."""
 
     row_id: RowId
@@ -89,27 +89,27 @@ class Quarantined(Struct, frozen=True, kw_only=True, tag=True):
     """What this node samples is not what its version would: no more work for this life of it."""
 
     node_id: NodeId
-    session: str = ""
+    boot_id: str = ""
     """Which life; empty: the one that runs now."""
 
 
 ToPartition = (
-    Issue
-    | Incarnated
+    IssueGroup
+    | IncarnationStarted
     | Committed
     | Published
-    | Horizon
+    | HorizonMoved
     | Admitted
-    | Dropped
-    | Freed
-    | Forgotten
+    | DropGroup
+    | GroupsFreed
+    | RowForgotten
     | Quarantined
 )
 
 # --- a partition to home ----------------------------------------------------------------------
 
 
-class Report(Struct, frozen=True, kw_only=True, tag=True):
+class GroupEnded(Struct, frozen=True, kw_only=True, tag=True):
     """A group can be judged by these policies. Every group comes to that, dropped ones too."""
 
     group_id: GroupId
@@ -120,7 +120,7 @@ class Report(Struct, frozen=True, kw_only=True, tag=True):
     dropped: DropReason | None = None
 
 
-class Completed(Struct, frozen=True, kw_only=True, tag=True):
+class ColumnsCompleted(Struct, frozen=True, kw_only=True, tag=True):
     """The columns that this policy's trainer needs are there, or will never be."""
 
     group_id: GroupId
@@ -130,8 +130,8 @@ class Completed(Struct, frozen=True, kw_only=True, tag=True):
     dropped: DropReason | None = None
 
 
-ToHome = Report | Completed
+ToCoordinator = GroupEnded | ColumnsCompleted
 
 SendToPartition = Callable[[int, ToPartition], None]
-SendToHome = Callable[[ToHome], None]
-SendReport = Callable[[Report], None]
+SendToCoordinator = Callable[[ToCoordinator], None]
+SendGroupEnded = Callable[[GroupEnded], None]

@@ -15,23 +15,29 @@ from operator import attrgetter
 
 import msgspec
 
-from penstock.dataflow.core.gate import Gate
+from penstock.dataflow.core.gate import VersionGate
 from penstock.dataflow.core.groups import (
-    Closing,
     ClosingKind,
-    Held,
-    LeaseTerms,
+    ClosingPolicy,
+    HeldLeases,
+    LeaseSpec,
     Node,
     OpenGroup,
     Slot,
     SlotState,
 )
-from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState, Register
-from penstock.dataflow.core.messages import Report, SendReport
+from penstock.dataflow.core.leasing import (
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+    RegisterRequest,
+)
+from penstock.dataflow.core.messages import GroupEnded, SendGroupEnded
 from penstock.dataflow.core.roster import Roster
-from penstock.dataflow.core.timers import OF_CLOSE, OF_START, Timer, Timers
+from penstock.dataflow.core.timers import SCHEDULE_TO_CLOSE, SCHEDULE_TO_START, Timer, Timers
 from penstock.dataflow.records import (
-    NEXT_GROUP,
+    GROUP_TRANSITIONS,
     DeadSlotRecord,
     GrantRecord,
     GroupRecord,
@@ -46,9 +52,9 @@ from penstock.dataflow.records import row_id as name_of
 from penstock.dataflow.sources import slot_seeds
 from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, RowId, RowSummary
 
-COSTLY_ENDS = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
+ENDS_COSTING_ATTEMPT = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
 """Ends of a lease that cost its slot an attempt."""
-MAX_REASON = 300
+MAX_REASON_CHARS = 300
 """Characters of why an attempt came to nothing."""
 
 
@@ -57,11 +63,11 @@ class Partition:
         self,
         index: int,
         *,
-        closing: Closing,
-        terms: LeaseTerms,
-        gate: Gate,
+        closing: ClosingPolicy,
+        terms: LeaseSpec,
+        gate: VersionGate,
         journal: Journal,
-        send: SendReport,
+        send: SendGroupEnded,
     ) -> None:
         self.index = index
         self.groups: dict[GroupId, OpenGroup] = {}
@@ -72,7 +78,7 @@ class Partition:
         """Slots that could be leased now."""
         self.num_waiting_sessions = 0
         """Those among them that are for agents from outside."""
-        self.num_offered = 0
+        self.num_enqueued = 0
         """Slots that came to wait, in all."""
         self._closing = closing
         self._terms = terms
@@ -100,8 +106,8 @@ class Partition:
         self._journal(record)
         group = self._open(record, now)
         self._queue_of(group).append(record.group_id)
-        self._wait(group, record.num_slots)
-        self.num_offered += record.num_slots
+        self._add_waiting(group, record.num_slots)
+        self.num_enqueued += record.num_slots
 
     def _is_session(self, group: OpenGroup) -> bool:
         return group.record.source == self._terms.session_source
@@ -109,7 +115,7 @@ class Partition:
     def _queue_of(self, group: OpenGroup) -> deque[GroupId]:
         return self._session_queue if self._is_session(group) else self._queue
 
-    def _wait(self, group: OpenGroup, num_slots: int) -> None:
+    def _add_waiting(self, group: OpenGroup, num_slots: int) -> None:
         """So many more slots of this group wait, or fewer."""
         self.num_waiting += num_slots
         if self._is_session(group):
@@ -118,15 +124,15 @@ class Partition:
     def _open(self, record: GroupRecord, now: float) -> OpenGroup:
         group = OpenGroup(record=record, waiting_since=now)
         self.groups[record.group_id] = group
-        self._timers.group_waits(record.group_id, now)
-        self._timers.group_runs(record.group_id, now)
+        self._timers.start_wait_timer(record.group_id, now)
+        self._timers.start_close_timer(record.group_id, now)
         return group
 
     def drop(self, group_id: GroupId, reason: DropReason, now: float) -> None:
         """End an open group whatever its members do."""
         group = self.groups.get(group_id)
         if group is not None:
-            self._cut(group, LeaseEnd.CANCELLED, now)
+            self._truncate(group, LeaseEnd.CANCELLED, now)
             self._end_group(group, GroupState.DROPPED, reason, now)
 
     def forget(self, row_id: RowId, now: float) -> None:
@@ -134,104 +140,104 @@ class Partition:
         came to nothing before."""
         group_id = GroupId(row_id.partition(".")[0])
         group = self.groups.get(group_id)
-        for index, slot in group.touched.items() if group is not None else ():
+        for index, slot in group.known_slots.items() if group is not None else ():
             is_meant = row_id == name_of(group_id, index, slot.epoch)
             if is_meant and slot.state in (SlotState.LEASED, SlotState.DONE):
                 self.drop(group_id, DropReason.FORGOTTEN, now)
                 return
 
-    def _cut(self, group: OpenGroup, end: LeaseEnd, now: float) -> None:
+    def _truncate(self, group: OpenGroup, end: LeaseEnd, now: float) -> None:
         """Stop what runs and what waits: these slots get no result any more."""
-        self._wait(group, -group.num_waiting)
-        for index in (*group.again, *range(group.num_fresh, group.record.num_slots)):
+        self._add_waiting(group, -group.num_waiting)
+        for index in (*group.again, *range(group.next_fresh, group.record.num_slots)):
             group.slot(index).move(SlotState.TRUNCATED)
-        group.again, group.num_fresh = [], group.record.num_slots
+        group.again, group.next_fresh = [], group.record.num_slots
         for index, slot in group.running():
             self._end_lease(group, index, slot, end, now)
             slot.move(SlotState.TRUNCATED)
 
-    def moved(self, now: float) -> None:
+    def policies_advanced(self, now: float) -> None:
         """Policies went on: end groups that nobody can use any more, close those on their last
         admissible version if that saves their rows."""
-        for group in [group for group in self.groups.values() if group.touched]:
+        for group in [group for group in self.groups.values() if group.known_slots]:
             rows = group.rows
             if not rows:
                 continue
-            slack = self.gate.slack(rows)
-            if slack < 0:
+            batches_left = self.gate.batches_left(rows)
+            if batches_left < 0:
                 self.drop(group.record.group_id, DropReason.STALE, now)
-            elif slack == 0 and self._closing.kind is ClosingKind.SURVIVORS:
+            elif batches_left == 0 and self._closing.kind is ClosingKind.SURVIVORS:
                 lost = group.record.num_slots - len(rows)
-                if self._closing.keeps(len(rows), lost):
+                if self._closing.accepts(len(rows), lost):
                     self._close_now(group, DropReason.STALE, now)
 
     def _close_now(self, group: OpenGroup, reason: DropReason, now: float) -> None:
-        self._cut(group, LeaseEnd.TRUNCATED, now)
+        self._truncate(group, LeaseEnd.TRUNCATED, now)
         self._close(group, reason, now)
 
     # --- nodes --------------------------------------------------------------------------------
 
-    def register(self, body: Register, now: float) -> None:
+    def register(self, body: RegisterRequest, now: float) -> None:
         """A known node under a new session is a new life: what its old life held is free again."""
-        replaced = self.roster.replaced(body)
-        if replaced is not None:
-            self._end_all(replaced, LeaseEnd.EXPIRED, "its node began a new life", now)
+        node_to_replace = self.roster.node_to_replace(body)
+        if node_to_replace is not None:
+            self._end_all(node_to_replace, LeaseEnd.EXPIRED, "its node began a new life", now)
         self.roster.register(body, now)
 
     def heartbeat(
         self,
         node_id: NodeId,
-        session: str,
+        boot_id: str,
         now: float,
         *,
         state: NodeState,
         live: tuple[LiveVersion, ...],
     ) -> bool:
         """Does the node say anything new?"""
-        return self.roster.heard(node_id, session, now, state=state, live=live)
+        return self.roster.record_heartbeat(node_id, boot_id, now, state=state, live=live)
 
-    def leave(self, node_id: NodeId, session: str, now: float) -> None:
-        node = self.roster.get(node_id, session)
+    def leave(self, node_id: NodeId, boot_id: str, now: float) -> None:
+        node = self.roster.get(node_id, boot_id)
         self._end_all(node, LeaseEnd.RELEASED, "", now)
         self._journal(replace(node.record, left=True, at=now))
         del self.nodes[node_id]
 
-    def quarantine(self, node_id: NodeId, session: str, now: float) -> None:
+    def quarantine(self, node_id: NodeId, boot_id: str, now: float) -> None:
         """No more work for this life of the node; what it holds goes to others at no cost of an
         attempt, and its late results are fenced. Another life of it goes on."""
-        node = self.roster.quarantine(node_id, session)
+        node = self.roster.quarantine(node_id, boot_id)
         if node is None:
             return
         held = [one for granted in node.granted.values() for one in self._running(granted)]
-        node.stopped += [name_of(g.group_id, index, g.epoch) for _, index, g in held]
+        node.revoked += [name_of(g.group_id, index, g.epoch) for _, index, g in held]
         self._end_all(node, LeaseEnd.RELEASED, "", now)
 
-    def forgive(self, gap_s: float) -> None:
+    def extend_deadlines(self, gap_s: float) -> None:
         """The service itself stood still: nobody could be heard meanwhile, so nobody was silent."""
-        self.roster.forgive(gap_s)
-        self._timers.forgive(gap_s)
+        self.roster.extend_deadlines(gap_s)
+        self._timers.extend_deadlines(gap_s)
 
     # --- leases -------------------------------------------------------------------------------
 
-    def ask(self, node_id: NodeId, session: str, request_id: str, now: float) -> None:
-        self.roster.ask(node_id, session, request_id, now)
+    def ask(self, node_id: NodeId, boot_id: str, request_id: str, now: float) -> None:
+        self.roster.ask(node_id, boot_id, request_id, now)
 
     def lease(
         self,
         node_id: NodeId,
-        session: str,
+        boot_id: str,
         request_id: str,
         max_slots: int,
         live: Sequence[LiveVersion],
         now: float,
     ) -> list[Grant]:
-        node = self.roster.get(node_id, session)
+        node = self.roster.get(node_id, boot_id)
         if request_id in node.granted:
             return self._granted_before(node, request_id)
-        if request_id != node.asking or node.state is not NodeState.LIVE:
+        if request_id != node.current_request or node.state is not NodeState.LIVE:
             return []
-        free = min(max_slots, self.roster.allowance(node) - node.num_leases)
-        queue = self._session_queue if node.serves_sessions else self._queue
+        free = min(max_slots, self.roster.max_leases(node) - node.num_leases)
+        queue = self._session_queue if node.is_session_gateway else self._queue
         grants: list[Grant] = []
         num_groups, due = 0, ""
         while queue and len(grants) < free:
@@ -239,7 +245,7 @@ class Partition:
             if group is None or not group.num_waiting:  # ended, or all its slots were taken
                 queue.popleft()
                 continue
-            if due != group.record.due and not self.gate.may_run(group.due, live):
+            if due != group.record.due and not self.gate.can_lease(group.due, live):
                 break  # groups behind it need a version at least as young
             due = group.record.due
             while group.num_waiting and len(grants) < free:
@@ -252,8 +258,8 @@ class Partition:
         self, node: Node, group: OpenGroup, request_id: str, most: int, now: float
     ) -> GrantRecord:
         slots = group.take(most)
-        self._wait(group, -len(slots))
-        first = group.touched.get(slots.start)
+        self._add_waiting(group, -len(slots))
+        first = group.known_slots.get(slots.start)
         record = GrantRecord(
             group_id=group.record.group_id,
             slot=slots.start,
@@ -261,14 +267,14 @@ class Partition:
             num_slots=len(slots),
             attempt=first.attempt + 1 if first else 1,
             node_id=node.record.node_id,
-            session=node.record.session,
+            boot_id=node.record.boot_id,
             request_id=request_id,
             granted_at=now,
         )
         self._journal(record)
         group.lease(record)
-        self.roster.hold(node, record, len(slots))
-        self._timers.slots_run(record, now, is_session=self._is_session(group))
+        self.roster.add_leases(node, record, len(slots))
+        self._timers.start_slot_timers(record, now, is_session=self._is_session(group))
         return record
 
     def _describe(
@@ -294,7 +300,7 @@ class Partition:
             grants += self._describe(group, record, range(index, index + 1), task)
         return grants
 
-    def _running(self, held: Held) -> Iterator[tuple[OpenGroup, int, GrantRecord]]:
+    def _running(self, held: HeldLeases) -> Iterator[tuple[OpenGroup, int, GrantRecord]]:
         """Its slots that run, as they are met: the caller may end them."""
         for record in sorted(held.grants, key=attrgetter("group_id", "slot")):
             for index in record.slots:
@@ -317,27 +323,27 @@ class Partition:
     def reject(self, group_id: GroupId, index: int, why: str, now: float) -> None:
         """The result of this held lease breaks the contract: an attempt that came to nothing."""
         group = self.groups[group_id]
-        self._lose(group, index, group.slot(index), LeaseEnd.REJECTED, why, now)
+        self._fail_attempt(group, index, group.slot(index), LeaseEnd.REJECTED, why, now)
 
     # --- time ---------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Expire nodes that fell silent, attempts that overran and groups out of time."""
-        for node in self.roster.newly_silent(self._terms.ttl_s, now):
+        for node in self.roster.expire_silent(self._terms.ttl_s, now):
             self._end_all(node, LeaseEnd.EXPIRED, "its node fell silent", now)
         for timer in self._timers.due(now):
             group = self.groups.get(timer.group_id)
             if group is None:
                 continue
-            if timer.slot == OF_CLOSE:
+            if timer.slot == SCHEDULE_TO_CLOSE:
                 self._close_now(group, DropReason.OVERDUE, now)
                 continue
-            if timer.slot == OF_START:
-                self._waited(group, now)
+            if timer.slot == SCHEDULE_TO_START:
+                self._expire_waiting(group, now)
                 continue
-            self._overran(group, timer, now)
+            self._expire_attempt(group, timer, now)
 
-    def _overran(self, group: OpenGroup, timer: Timer, now: float) -> None:
+    def _expire_attempt(self, group: OpenGroup, timer: Timer, now: float) -> None:
         terms = self._terms
         is_session = self._is_session(group)
         limit_s = terms.session_start_to_close_s if is_session else terms.start_to_close_s
@@ -345,21 +351,21 @@ class Partition:
         for index in range(timer.slot, timer.slot + timer.num_slots):
             slot = group.slot(index)
             if slot.state is SlotState.LEASED and slot.epoch == timer.epoch:
-                self._lose(group, index, slot, LeaseEnd.EXPIRED, why, now)
+                self._fail_attempt(group, index, slot, LeaseEnd.EXPIRED, why, now)
 
-    def _waited(self, group: OpenGroup, now: float) -> None:
+    def _expire_waiting(self, group: OpenGroup, now: float) -> None:
         start_s = self._terms.schedule_to_start_s
         if start_s is None or not group.num_waiting:
             return
         if now < group.waiting_since + start_s:  # it waits anew since an attempt was lost
-            self._timers.group_waits(group.record.group_id, group.waiting_since)
+            self._timers.start_wait_timer(group.record.group_id, group.waiting_since)
             return
         why = f"nobody took it within schedule-to-start ({start_s:g} s)"
         while group.num_waiting:
             [index] = group.take(1)
-            self._wait(group, -1)
+            self._add_waiting(group, -1)
             self._give_up(group, index, group.slot(index), why, now)
-        self._close_if_over(group, now)
+        self._close_if_terminal(group, now)
 
     def _end_all(self, node: Node, end: LeaseEnd, why: str, now: float) -> None:
         for held in [*node.granted.values()]:
@@ -369,20 +375,20 @@ class Partition:
                     self._end_lease(group, index, slot, end, now)
                     self._requeue(group, index, slot, now)
                 else:
-                    self._lose(group, index, slot, end, why, now)
+                    self._fail_attempt(group, index, slot, end, why, now)
 
-    def _lose(
+    def _fail_attempt(
         self, group: OpenGroup, index: int, slot: Slot, end: LeaseEnd, why: str, now: float
     ) -> None:
         """An attempt came to nothing: try again, or give the slot up."""
         self._end_lease(group, index, slot, end, now, why)
         slot.attempt += 1
-        slot.reasons += (_shortened(f"{end}: {why}"),)
+        slot.reasons += (_abbreviate(f"{end}: {why}"),)
         if slot.attempt < self.max_attempts:
             self._requeue(group, index, slot, now)
             return
         self._give_up(group, index, slot, "", now)
-        self._close_if_over(group, now)
+        self._close_if_terminal(group, now)
 
     @property
     def max_attempts(self) -> int:
@@ -402,24 +408,24 @@ class Partition:
         self, group: OpenGroup, index: int, slot: Slot, end: LeaseEnd, now: float, why: str = ""
     ) -> None:
         assert slot.grant is not None, "a lease ends once"
-        lease = slot.grant.lease(index, end, now, _shortened(why))
+        lease = slot.grant.lease(index, end, now, _abbreviate(why))
         self._journal(lease)
         slot.grant = None
-        self.roster.let_go(lease)
+        self.roster.end_lease(lease)
 
     def _requeue(self, group: OpenGroup, index: int, slot: Slot, now: float) -> None:
         slot.move(SlotState.WAITING)
         if not group.num_waiting:
             group.waiting_since = now
-            self._timers.group_waits(group.record.group_id, now)
+            self._timers.start_wait_timer(group.record.group_id, now)
         group.again.append(index)
-        self._wait(group, 1)
-        self.num_offered += 1
+        self._add_waiting(group, 1)
+        self.num_enqueued += 1
         self._queue_of(group).appendleft(group.record.group_id)  # older than all that wait
 
     def _leased(self, node_id: NodeId, group_id: GroupId, index: int, epoch: int) -> Slot | None:
         group = self.groups.get(group_id)
-        slot = None if group is None else group.touched.get(index)
+        slot = None if group is None else group.known_slots.get(index)
         if slot is None or slot.state is not SlotState.LEASED or slot.epoch != epoch:
             return None
         return slot if slot.grant is not None and slot.grant.node_id == node_id else None
@@ -441,28 +447,28 @@ class Partition:
         self._journal(row)
         node = self.nodes.get(row.node_id)
         if node is not None:
-            node.last_seen, node.is_silent = now, False
+            node.last_seen, node.is_expired = now, False
             node.num_delivered += 1
             self.roster.finished(node, slot.grant, now)
         if outcome.has_reward:
             self._end_lease(group, row.slot, slot, LeaseEnd.DELIVERED, now)
             slot.move(SlotState.DONE)
             slot.row = summary
-            self._close_if_over(group, now)
+            self._close_if_terminal(group, now)
         elif outcome.kind is OutcomeKind.CANCELLED:
             self._end_lease(group, row.slot, slot, LeaseEnd.RELEASED, now)
             self._requeue(group, row.slot, slot, now)
         else:
             why = f"{outcome.reason}: {outcome.detail}"
-            self._lose(group, row.slot, slot, LeaseEnd.FAILED, why, now)
+            self._fail_attempt(group, row.slot, slot, LeaseEnd.FAILED, why, now)
         return DeliveryStatus.STORED
 
-    def _close_if_over(self, group: OpenGroup, now: float) -> None:
+    def _close_if_terminal(self, group: OpenGroup, now: float) -> None:
         if group.record.group_id not in self.groups:
             return  # it ended while several of its slots were given up
         num_dead = group.count(SlotState.DEAD)
         if num_dead and self._closing.kind is not ClosingKind.SURVIVORS:
-            self._cut(group, LeaseEnd.CANCELLED, now)
+            self._truncate(group, LeaseEnd.CANCELLED, now)
             self._end_group(group, GroupState.DROPPED, DropReason.FAILED_SLOTS, now)
         elif num_dead + group.count(SlotState.DONE) == group.record.num_slots:
             self._close(group, DropReason.FAILED_SLOTS, now)
@@ -471,7 +477,7 @@ class Partition:
         """Every slot is terminal: the closing policy decides, `reason` is why it would not keep
         the group."""
         num_good = group.count(SlotState.DONE)
-        if self._closing.keeps(num_good, group.record.num_slots - num_good):
+        if self._closing.accepts(num_good, group.record.num_slots - num_good):
             self._end_group(group, GroupState.CLOSED, None, now)
         else:
             self._end_group(group, GroupState.DROPPED, reason, now)
@@ -479,11 +485,11 @@ class Partition:
     def _end_group(
         self, group: OpenGroup, state: GroupState, reason: DropReason | None, now: float
     ) -> None:
-        assert state in NEXT_GROUP[GroupState(group.record.state)]
+        assert state in GROUP_TRANSITIONS[GroupState(group.record.state)]
         self._journal(replace(group.record, state=state, reason=reason or "", ended_at=now))
         del self.groups[group.record.group_id]
         self._send(
-            Report(group_id=group.record.group_id, policies=(), rows=group.rows, dropped=reason)
+            GroupEnded(group_id=group.record.group_id, policies=(), rows=group.rows, dropped=reason)
         )
 
     # --- restart ------------------------------------------------------------------------------
@@ -520,23 +526,23 @@ class Partition:
             self._restore_queue(group)
         # A config with fewer attempts than before may end groups that were still open.
         for group in opened:
-            self._close_if_over(group, now)
+            self._close_if_terminal(group, now)
 
     def _restore_queue(self, group: OpenGroup) -> None:
-        group.num_fresh = max(group.touched, default=-1) + 1
+        group.next_fresh = max(group.known_slots, default=-1) + 1
         group.again = [
             index
-            for index in range(group.num_fresh)
+            for index in range(group.next_fresh)
             if group.slot(index).state is SlotState.WAITING
         ]
-        self._wait(group, group.num_waiting)
+        self._add_waiting(group, group.num_waiting)
         if group.num_waiting:
             self._queue_of(group).append(group.record.group_id)
 
     def _restore_ended(self, lease: LeaseRecord) -> None:
         slot = self.groups[lease.group_id].slot(lease.slot)
         slot.epoch = lease.epoch
-        if lease.ended in COSTLY_ENDS:
+        if lease.ended in ENDS_COSTING_ATTEMPT:
             slot.attempt += 1
             slot.reasons += (f"{lease.ended}: {lease.detail}",)
             if slot.attempt >= self.max_attempts:
@@ -551,11 +557,15 @@ class Partition:
             slot.state, slot.epoch, slot.grant = SlotState.LEASED, grant.epoch, grant
         node = self.nodes.get(grant.node_id)
         assert node is not None, "a running lease names a registered node"
-        self.roster.hold(node, grant, len(slots))
-        self._timers.slots_run(grant, now, is_session=self._is_session(group))
+        self.roster.add_leases(node, grant, len(slots))
+        self._timers.start_slot_timers(grant, now, is_session=self._is_session(group))
 
 
-def _shortened(why: str) -> str:
+def _abbreviate(why: str) -> str:
     """Keeps the end, where an error itself stands. A plain text, whatever kind of one came: it
     goes into the ledger."""
-    return str(why) if len(why) <= MAX_REASON else f"{why[:97]} … {why[100 - MAX_REASON :]}"
+    return (
+        str(why)
+        if len(why) <= MAX_REASON_CHARS
+        else f"{why[:97]} … {why[100 - MAX_REASON_CHARS :]}"
+    )

@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from penstock.dataflow.core.completion import Completion, Landed
-from penstock.dataflow.core.gate import Gate
+from penstock.dataflow.core.completion import ColumnCompleted, Completion
+from penstock.dataflow.core.gate import VersionGate
 from penstock.dataflow.core.messages import (
     Admitted,
     Committed,
-    Dropped,
-    Forgotten,
-    Freed,
-    Horizon,
-    Incarnated,
-    Issue,
+    DropGroup,
+    GroupsFreed,
+    HorizonMoved,
+    IncarnationStarted,
+    IssueGroup,
     Published,
     Quarantined,
+    RowForgotten,
     ToPartition,
 )
 from penstock.dataflow.core.names import TRAIN
@@ -34,71 +34,71 @@ class RowReaders(Protocol):
 
     def admitted(self, row_ids: Sequence[RowId], now: float) -> None: ...
     def forget(self, space: str, row_ids: Iterable[RowId]) -> None: ...
-    def drain(self) -> list[Landed]: ...
+    def pop_completed(self) -> list[ColumnCompleted]: ...
 
 
-class PartitionHost:
+class PartitionRuntime:
     def __init__(
         self,
         partition: Partition,
         completion: Completion,
-        gate: Gate,
+        gate: VersionGate,
         journal: Journal,
         *,
-        shares_home: bool,
+        is_colocated: bool,
     ) -> None:
         self.partition = partition
         self.completion = completion
         self.gate = gate
-        self.shelf: RowReaders | None = None
+        self.row_window: RowReaders | None = None
         """Rows in front of readers; a simulated partition may do without."""
         self._journal = journal
-        self._shares_home = shares_home
+        self._shares_home = is_colocated
         """Home is in this process, with the same lineages and the same ledger."""
 
     def apply(self, message: ToPartition, now: float) -> None:
         """Home says something."""
         match message:
-            case Issue():
+            case IssueGroup():
                 self.partition.issue(message.record, now)
-            case Horizon():
+            case HorizonMoved():
                 self.gate.horizon[message.policy] = message.number
-                self.partition.moved(now)
+                self.partition.policies_advanced(now)
             case Admitted():
                 self.completion.admitted(message.group_id, message.policy, now)
-                if self.shelf is not None:
-                    self.shelf.admitted(self.completion.rows_of(message.group_id), now)
-            case Dropped():
+                if self.row_window is not None:
+                    self.row_window.admitted(self.completion.rows_of(message.group_id), now)
+            case DropGroup():
                 self.partition.drop(message.group_id, message.reason, now)
-            case Freed():
+            case GroupsFreed():
                 self._freed(message, now)
-            case Forgotten():
+            case RowForgotten():
                 self._forget(message.row_id, now)
             case Quarantined():
-                self.partition.quarantine(message.node_id, message.session, now)
-            case Incarnated() | Committed() | Published():
+                self.partition.quarantine(message.node_id, message.boot_id, now)
+            case IncarnationStarted() | Committed() | Published():
                 self._moved(message, now)
 
-    def land(self, now: float) -> None:
+    def apply_completed_columns(self, now: float) -> None:
         """Columns that stages wrote complete the groups that waited for them."""
-        if self.shelf is not None:
-            self.completion.landed(self.shelf.drain(), now)
+        if self.row_window is not None:
+            self.completion.completed(self.row_window.pop_completed(), now)
 
-    def _moved(self, message: Incarnated | Committed | Published, now: float) -> None:
+    def _moved(self, message: IncarnationStarted | Committed | Published, now: float) -> None:
         """A fact of a policy's lineage: home in this process has applied it already."""
         if self._shares_home:
             return
         self._journal(message.record)
         match message:
-            case Incarnated(record=record):
+            case IncarnationStarted(record=record):
                 self.gate.lineages[record.policy].apply_incarnation(record)
             case Committed(record=record):
                 self.gate.lineages[record.consumer].apply_commit(record)
             case Published(record=record):
                 self.gate.lineages[record.policy].apply_version(record)
-        self.partition.moved(now)
+        self.partition.policies_advanced(now)
 
-    def _freed(self, message: Freed, now: float) -> None:
+    def _freed(self, message: GroupsFreed, now: float) -> None:
         self.completion.forget(message.group_ids)
         if not self._shares_home:
             for group_id in message.group_ids:
@@ -107,6 +107,6 @@ class PartitionHost:
     def _forget(self, row_id: RowId, now: float) -> None:
         if not self._shares_home:
             self._journal(MetaRecord(key=gone_key(row_id), value=DropReason.FORGOTTEN))
-        if self.shelf is not None:
-            self.shelf.forget(TRAIN, [row_id])
+        if self.row_window is not None:
+            self.row_window.forget(TRAIN, [row_id])
         self.partition.forget(row_id, now)

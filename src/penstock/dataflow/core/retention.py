@@ -19,7 +19,7 @@ from penstock.types import GroupId, PolicyName
 
 
 @dataclass(slots=True)
-class _Pins:
+class _ConsumerHolds:
     """What one consumer holds of the groups it has judged."""
 
     batches: dict[int, tuple[GroupId, ...]] = field(default_factory=dict[int, tuple[GroupId, ...]])
@@ -33,7 +33,7 @@ class _Pins:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pinned:
+class RetainedBatches:
     """What the last life of a service kept for one consumer."""
 
     floor: int
@@ -48,8 +48,8 @@ class Retention:
 
     def __init__(self, consumers: Iterable[PolicyName], *, retain_batches: int) -> None:
         self._retain_batches = retain_batches
-        self._pins = {consumer: _Pins() for consumer in consumers}
-        self._more: dict[GroupId, int] = {}
+        self._holds = {consumer: _ConsumerHolds() for consumer in consumers}
+        self._extra_holds: dict[GroupId, int] = {}
         """Holds beyond the first, of groups that have several."""
 
     # --- what happens to groups; each call returns those that became free ----------------------
@@ -57,7 +57,7 @@ class Retention:
     def issued(self, group_id: GroupId, num_consumers: int) -> None:
         """This many consumers will judge it."""
         if num_consumers > 1:
-            self._more[group_id] = num_consumers - 1
+            self._extra_holds[group_id] = num_consumers - 1
 
     def dropped(self, group_id: GroupId) -> list[GroupId]:
         """One consumer will never train on it."""
@@ -66,7 +66,7 @@ class Retention:
     def sealed(self, consumer: PolicyName, seq: int, group_ids: Sequence[GroupId]) -> None:
         """The consumer's hold passes to its batch; a group out of its pool gets one more. Seal
         before `unpooled`, or the group looks like one that was never judged."""
-        pins = self._pins[consumer]
+        pins = self._holds[consumer]
         assert seq > next(reversed(pins.batches), 0), "batches are sealed in order"
         for group_id in group_ids:
             if group_id in pins.pool:
@@ -75,13 +75,13 @@ class Retention:
 
     def pooled(self, group_id: GroupId, consumer: PolicyName) -> None:
         """It may be served again by replay."""
-        pool = self._pins[consumer].pool
+        pool = self._holds[consumer].pool
         if group_id not in pool:
             pool.add(group_id)
             self._hold(group_id)
 
     def unpooled(self, group_id: GroupId, consumer: PolicyName) -> list[GroupId]:
-        pool = self._pins[consumer].pool
+        pool = self._holds[consumer].pool
         if group_id not in pool:
             return []
         pool.remove(group_id)
@@ -89,22 +89,22 @@ class Retention:
 
     def committed(self, consumer: PolicyName, seq: int) -> list[GroupId]:
         """The cursor moved: forwards by a commit, or back by a fork."""
-        self._pins[consumer].committed = seq
+        self._holds[consumer].committed = seq
         return self._advance(consumer)
 
     def retained(self, consumer: PolicyName, oldest_seq: int | None) -> list[GroupId]:
         """The trainer's oldest retained checkpoint; None while it has none."""
-        self._pins[consumer].oldest = oldest_seq
+        self._holds[consumer].oldest = oldest_seq
         return self._advance(consumer)
 
     def oldest_servable(self, consumer: PolicyName) -> int:
         """A life may fork at this seq or later: every batch after it can be served."""
-        return self._pins[consumer].floor
+        return self._holds[consumer].floor
 
     # --- holds --------------------------------------------------------------------------------
 
     def _advance(self, consumer: PolicyName) -> list[GroupId]:
-        pins = self._pins[consumer]
+        pins = self._holds[consumer]
         floor = pins.committed - self._retain_batches if pins.oldest is None else pins.oldest
         # A checkpoint of the future must not free what is not trained yet.
         floor = min(floor, pins.committed)
@@ -117,16 +117,16 @@ class Retention:
         return freed
 
     def _hold(self, group_id: GroupId) -> None:
-        self._more[group_id] = self._more.get(group_id, 0) + 1
+        self._extra_holds[group_id] = self._extra_holds.get(group_id, 0) + 1
 
     def _release(self, group_ids: Iterable[GroupId]) -> list[GroupId]:
         freed: list[GroupId] = []
         for group_id in group_ids:
-            more = self._more.get(group_id, 0)
+            more = self._extra_holds.get(group_id, 0)
             if more > 1:
-                self._more[group_id] = more - 1
+                self._extra_holds[group_id] = more - 1
             elif more == 1:
-                del self._more[group_id]
+                del self._extra_holds[group_id]
             else:
                 freed.append(group_id)
         return freed
@@ -137,7 +137,7 @@ class Retention:
         self,
         *,
         undecided: Iterable[GroupId],
-        batches: Mapping[PolicyName, Pinned],
+        batches: Mapping[PolicyName, RetainedBatches],
         pools: Mapping[PolicyName, Iterable[GroupId]],
         cursors: Mapping[PolicyName, tuple[int, int | None]],
     ) -> list[GroupId]:
@@ -145,14 +145,14 @@ class Retention:
         before · cursors: committed seq and oldest retained checkpoint. Returns what these terms
         free and those of the last life did not."""
         holds = Counter(undecided)
-        for consumer, pins in self._pins.items():
+        for consumer, pins in self._holds.items():
             pins.batches, pins.floor = dict(batches[consumer].batches), batches[consumer].floor
             pins.pool = set(pools.get(consumer, ()))
             pins.committed, pins.oldest = cursors[consumer]
             holds.update(group_id for batch in pins.batches.values() for group_id in batch)
             holds.update(pins.pool)
-        self._more = {group_id: n - 1 for group_id, n in holds.items() if n > 1}
+        self._extra_holds = {group_id: n - 1 for group_id, n in holds.items() if n > 1}
         freed: list[GroupId] = []
-        for consumer in self._pins:
+        for consumer in self._holds:
             freed += self._advance(consumer)
         return freed

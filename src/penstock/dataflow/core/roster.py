@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from penstock.dataflow.core.groups import Held, Node
-from penstock.dataflow.core.leasing import LiveVersion, NodeState, Register
+from penstock.dataflow.core.groups import HeldLeases, Node
+from penstock.dataflow.core.leasing import LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.records import (
     GrantRecord,
     Journal,
@@ -26,7 +26,7 @@ from penstock.dataflow.records import (
 from penstock.errors import Fenced, NotFound
 from penstock.types import NodeId, RowId
 
-SLOW = 2.0
+SLOW_FACTOR = 2.0
 """A node this many times slower than the median gets leases in proportion."""
 ATTEMPT_WEIGHT = 0.2
 """Of one attempt in a node's moving average."""
@@ -41,31 +41,31 @@ class Roster:
         self._median_s = 0.0
         """Attempt time of the median node; brought up to date at each tick."""
 
-    def get(self, node_id: NodeId, session: str) -> Node:
+    def get(self, node_id: NodeId, boot_id: str) -> Node:
         node = self.nodes.get(node_id)
         if node is None:
             raise NotFound(f"node {node_id} is not registered; POST /v1/nodes first")
-        if node.record.session != session:
+        if node.record.boot_id != boot_id:
             raise Fenced(f"node {node_id} lives under another session; this process was replaced")
         return node
 
-    def replaced(self, body: Register) -> Node | None:
+    def node_to_replace(self, body: RegisterRequest) -> Node | None:
         """The life of this node that the new session ends, if there is one."""
         known = self.nodes.get(body.node_id)
-        if known is None or known.record.session == body.session:
+        if known is None or known.record.boot_id == body.boot_id:
             return None
-        if body.session in known.past_sessions:
+        if body.boot_id in known.past_boot_ids:
             raise Fenced(f"node {body.node_id} lives under a newer session than this")
         return known
 
-    def register(self, body: Register, now: float) -> None:
+    def register(self, body: RegisterRequest, now: float) -> None:
         known = self.nodes.get(body.node_id)
-        if known is not None and known.record.session == body.session:
-            known.last_seen, known.is_silent = now, False
+        if known is not None and known.record.boot_id == body.boot_id:
+            known.last_seen, known.is_expired = now, False
             return
         record = NodeRecord(
             node_id=body.node_id,
-            session=body.session,
+            boot_id=body.boot_id,
             capacity=body.capacity,
             policies=msgspec.json.encode(body.policies).decode(),
             tags=msgspec.json.encode(body.tags).decode(),
@@ -77,60 +77,60 @@ class Roster:
             record=record,
             last_seen=now,
             joined_at=now,
-            is_quarantined=(body.node_id, body.session) in self._quarantined,
+            is_quarantined=(body.node_id, body.boot_id) in self._quarantined,
         )
         if known is not None:
             node.num_delivered, node.num_tokens = known.num_delivered, known.num_tokens
-            node.past_sessions = known.past_sessions
-            node.past_sessions.append(known.record.session)
+            node.past_boot_ids = known.past_boot_ids
+            node.past_boot_ids.append(known.record.boot_id)
 
-    def heard(
+    def record_heartbeat(
         self,
         node_id: NodeId,
-        session: str,
+        boot_id: str,
         now: float,
         *,
         state: NodeState,
         live: tuple[LiveVersion, ...],
     ) -> bool:
         """Does the node say anything new?"""
-        node = self.get(node_id, session)
-        node.last_seen, node.is_silent = now, False
+        node = self.get(node_id, boot_id)
+        node.last_seen, node.is_expired = now, False
         before = (node.state, node.live)
         node.state, node.live = state, live
         return before != (state, live)
 
-    def ask(self, node_id: NodeId, session: str, request_id: str, now: float) -> None:
+    def ask(self, node_id: NodeId, boot_id: str, request_id: str, now: float) -> None:
         """Take note of a lease request. A node's newest one replaces those before it: nobody
         listens to them any more, and what they were granted would be held by none."""
-        node = self.get(node_id, session)
-        node.last_seen, node.is_silent = now, False
-        if request_id != node.asking and request_id not in node.asked_before:
-            node.asked_before.append(node.asking)
-            node.asking = request_id
+        node = self.get(node_id, boot_id)
+        node.last_seen, node.is_expired = now, False
+        if request_id != node.current_request and request_id not in node.past_requests:
+            node.past_requests.append(node.current_request)
+            node.current_request = request_id
 
-    def allowance(self, node: Node) -> int:
+    def max_leases(self, node: Node) -> int:
         """Slots this node may hold: its capacity, or less when it is slower than the others, or
         none when it is in quarantine."""
         if node.is_quarantined:
             return 0
         capacity = node.record.capacity
-        if node.serves_sessions:
+        if node.is_session_gateway:
             return capacity  # how long a session takes is its agent's business
-        if node.attempt_s <= SLOW * self._median_s or not self._median_s:
+        if node.mean_attempt_s <= SLOW_FACTOR * self._median_s or not self._median_s:
             return capacity
-        return max(1, int(capacity * SLOW * self._median_s / node.attempt_s))
+        return max(1, int(capacity * SLOW_FACTOR * self._median_s / node.mean_attempt_s))
 
-    def quarantine(self, node_id: NodeId, session: str) -> Node | None:
+    def quarantine(self, node_id: NodeId, boot_id: str) -> Node | None:
         """For ever, for this life of the node, which may not have come here yet; a restart of the
         service changes nothing. The node, if its work ends now."""
         node = self.nodes.get(node_id)
-        life = (node_id, session or (node.record.session if node is not None else ""))
-        if not life[1] or life in self._quarantined:
+        boot = (node_id, boot_id or (node.record.boot_id if node is not None else ""))
+        if not boot[1] or boot in self._quarantined:
             return None
-        self._quarantined.add(life)
-        self._journal(quarantine(*life))
-        if node is None or node.record.session != life[1]:
+        self._quarantined.add(boot)
+        self._journal(quarantine(*boot))
+        if node is None or node.record.boot_id != boot[1]:
             return None
         node.is_quarantined = True
         return node
@@ -138,57 +138,57 @@ class Roster:
     def finished(self, node: Node, grant: GrantRecord, now: float) -> None:
         """An attempt of this node has a result."""
         took_s = max(0.0, now - grant.granted_at)
-        known = node.attempt_s
-        node.attempt_s = took_s if not known else known + ATTEMPT_WEIGHT * (took_s - known)
+        known = node.mean_attempt_s
+        node.mean_attempt_s = took_s if not known else known + ATTEMPT_WEIGHT * (took_s - known)
 
-    def newly_silent(self, ttl_s: float, now: float) -> Iterator[Node]:
+    def expire_silent(self, ttl_s: float, now: float) -> Iterator[Node]:
         times_s = [
-            node.attempt_s
+            node.mean_attempt_s
             for node in self.nodes.values()
-            if node.attempt_s and not node.serves_sessions
+            if node.mean_attempt_s and not node.is_session_gateway
         ]
         self._median_s = statistics.median(times_s) if len(times_s) > 1 else 0.0
         for node in self.nodes.values():
             # One heard after the service stood still, and before it was forgiven, gains nothing.
             node.last_seen = min(node.last_seen, now)
-            if not node.is_silent and now - node.last_seen > ttl_s:
-                node.is_silent = True
+            if not node.is_expired and now - node.last_seen > ttl_s:
+                node.is_expired = True
                 yield node
 
-    def forgive(self, gap_s: float) -> None:
+    def extend_deadlines(self, gap_s: float) -> None:
         """The service itself stood still: nobody could be heard, so nobody was silent."""
         for node in self.nodes.values():
             node.last_seen += gap_s
 
     # --- who holds what -----------------------------------------------------------------------
 
-    def hold(self, node: Node, grant: GrantRecord, num_slots: int) -> None:
+    def add_leases(self, node: Node, grant: GrantRecord, num_slots: int) -> None:
         """So many slots of the grant run."""
         held = node.granted.get(grant.request_id)
         if held is None:
-            held = node.granted[grant.request_id] = Held()
+            held = node.granted[grant.request_id] = HeldLeases()
         held.grants.append(grant)
-        held.num_left += num_slots
+        held.num_running += num_slots
         node.num_leases += num_slots
 
-    def let_go(self, lease: LeaseRecord) -> None:
+    def end_lease(self, lease: LeaseRecord) -> None:
         node = self.nodes.get(lease.node_id)
         if node is not None and lease.ended in (LeaseEnd.CANCELLED, LeaseEnd.TRUNCATED):
-            node.stopped.append(row_id(lease.group_id, lease.slot, lease.epoch))
+            node.revoked.append(row_id(lease.group_id, lease.slot, lease.epoch))
         held = None if node is None else node.granted.get(lease.request_id)
         if node is None or held is None:
             return
         node.num_leases -= 1
-        held.num_left -= 1
-        if not held.num_left:
+        held.num_running -= 1
+        if not held.num_running:
             del node.granted[lease.request_id]
 
-    def stopped(self, node_id: NodeId) -> tuple[RowId, ...]:
+    def revoked(self, node_id: NodeId) -> tuple[RowId, ...]:
         """Leases that ended without the node, told once; if that is lost, its result is fenced."""
         node = self.nodes.get(node_id)
-        if node is None or not node.stopped:
+        if node is None or not node.revoked:
             return ()
-        told, node.stopped = tuple(node.stopped), []
+        told, node.revoked = tuple(node.revoked), []
         return told
 
     def restore(
@@ -206,5 +206,5 @@ class Roster:
                 last_seen=now,
                 state=NodeState.LIVE,
                 joined_at=record.at,
-                is_quarantined=(record.node_id, record.session) in self._quarantined,
+                is_quarantined=(record.node_id, record.boot_id) in self._quarantined,
             )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from penstock.dataflow.records import DecisionRecord, Journal, RuleRecord
+from penstock.dataflow.records import DecisionRecord, Journal, RuleStateRecord
 from penstock.dataflow.rules import make_rule
 from penstock.dataflow.sources import derive_seed
 from penstock.types import (
@@ -27,14 +27,14 @@ from penstock.types import (
 )
 
 T = TypeVar("T")
-OWN_TURNS = "by-policy"
+DEFAULT_ROUTE = "by-policy"
 """The route rule that needs no asking."""
 _DRAWS = "#draws"
 """Key of the count of random numbers a rule has used; no rule's own key begins with #."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RuleTerms:
+class RuleSpec:
     """One rule as the config names it."""
 
     hook: str
@@ -50,7 +50,7 @@ class RuleTerms:
         return f"{self.policy or ''}/{self.hook}/{self.position}:{self.name}"
 
 
-class Memory(dict[str, Any]):
+class RuleState(dict[str, Any]):
     """What a rule remembers; knows which entries changed since they were last made durable."""
 
     def __init__(self, known: Mapping[str, Any]) -> None:
@@ -62,12 +62,12 @@ class Memory(dict[str, Any]):
         self.changed.add(key)
 
 
-class _Bound:
+class _BoundRule:
     """One rule with its memory and its own stream of random numbers."""
 
-    def __init__(self, terms: RuleTerms, known: Mapping[str, Any], seed: int) -> None:
+    def __init__(self, terms: RuleSpec, known: Mapping[str, Any], seed: int) -> None:
         self.terms = terms
-        self.memory = Memory(known)
+        self.memory = RuleState(known)
         self.rule: Any = make_rule(terms.hook, terms.name, terms.options, self.memory)
         self._seed = seed
         self.drawn: list[float] = []
@@ -81,10 +81,10 @@ class _Bound:
         return number
 
 
-class Rulebook:
+class RuleRunner:
     def __init__(
         self,
-        rules: Iterable[RuleTerms],
+        rules: Iterable[RuleSpec],
         journal: Journal,
         *,
         seed: int,
@@ -92,17 +92,17 @@ class Rulebook:
         num_decisions: int = 0,
     ) -> None:
         memories = known or {}
-        bound = [_Bound(terms, memories.get(terms.id, {}), seed) for terms in rules]
-        self._at: dict[tuple[PolicyName | None, str], list[_Bound]] = {}
+        bound = [_BoundRule(terms, memories.get(terms.id, {}), seed) for terms in rules]
+        self._at: dict[tuple[PolicyName | None, str], list[_BoundRule]] = {}
         for rule in bound:
             self._at.setdefault((rule.terms.policy, rule.terms.hook), []).append(rule)
         self._all = bound
         self._journal = journal
         self._num_decisions = num_decisions
-        self.troubles: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
         """By rule, what it raised last."""
 
-    def _rules(self, policy: PolicyName | None, hook: str) -> list[_Bound]:
+    def _rules(self, policy: PolicyName | None, hook: str) -> list[_BoundRule]:
         return self._at.get((policy, hook), [])
 
     # --- one question per hook ----------------------------------------------------------------
@@ -115,16 +115,16 @@ class Rulebook:
         def ask() -> str:
             return _expect(rule.rule.pick(sources, rule.draw), names.__contains__)
 
-        return self._guarded(rule, "source", now, ask, sources[0].name), rule.terms.name
+        return self._call_rule(rule, "source", now, ask, sources[0].name), rule.terms.name
 
     def wants(self, task: Task, now: float) -> tuple[bool, str]:
         """Is this task worth rolling out now? A rule that fails wants it."""
         for rule in self._rules(None, "curate"):
 
-            def ask(rule: _Bound = rule) -> bool:
+            def ask(rule: _BoundRule = rule) -> bool:
                 return bool(rule.rule.wants(task, rule.draw))
 
-            if not self._guarded(rule, task.key, now, ask, True):
+            if not self._call_rule(rule, task.key, now, ask, True):
                 detail = {"ordinal": task.ordinal, "source": task.source, "draws": rule.drawn}
                 self._decide(rule, task.key, "skipped", detail, now)
                 return False, rule.terms.name
@@ -135,12 +135,12 @@ class Rulebook:
         name = "all"
         for rule in self._rules(group.policy, "admit"):
 
-            def ask(rule: _Bound = rule) -> DropReason | None:
+            def ask(rule: _BoundRule = rule) -> DropReason | None:
                 reason = rule.rule.judge(group)
                 return None if reason is None else DropReason(reason)
 
             name = rule.terms.name
-            reason = self._guarded(rule, group.group_id, now, ask, None)
+            reason = self._call_rule(rule, group.group_id, now, ask, None)
             if reason is not None:
                 return name, reason
         return name, None
@@ -154,7 +154,7 @@ class Rulebook:
             def ask(learn: Any = learn) -> None:
                 learn(group, verdict)
 
-            self._guarded(rule, group.group_id, now, ask, None)
+            self._call_rule(rule, group.group_id, now, ask, None)
 
     def choose(
         self, policy: PolicyName, ready: Sequence[Candidate], count: int, now: float
@@ -166,15 +166,15 @@ class Rulebook:
             return _expect_groups(rule.rule.choose(ready, count), ready, wanted)
 
         in_order = sorted(ready, key=lambda candidate: candidate.arrival)[:wanted]
-        return rule.terms.name, self._guarded(rule, f"{policy} batch", now, ask, in_order)
+        return rule.terms.name, self._call_rule(rule, f"{policy} batch", now, ask, in_order)
 
     # --- replay and route ---------------------------------------------------------------------
 
-    def replay(self, policy: PolicyName) -> ReplayTerms | None:
+    def replay(self, policy: PolicyName) -> ReplaySpec | None:
         for rule in self._rules(policy, "replay"):
             ratio = float(rule.rule.ratio)
             if ratio > 0:
-                return ReplayTerms(
+                return ReplaySpec(
                     ratio=ratio,
                     max_uses=int(rule.rule.max_uses),
                     max_staleness=rule.rule.max_staleness,
@@ -192,7 +192,7 @@ class Rulebook:
         def ask() -> list[Candidate]:
             return _expect_groups(rule.rule.choose(pool, wanted, rule.draw), pool, wanted)
 
-        return self._guarded(rule, f"{policy} batch", now, ask, [])
+        return self._call_rule(rule, f"{policy} batch", now, ask, [])
 
     def seen(
         self, policy: PolicyName, rows: Iterable[RowSummary], now: float
@@ -200,12 +200,12 @@ class Rulebook:
         """The (policy, role) pairs of these rows that the policy's trainer sees; None: every turn
         of its own. A rule that fails lets it see its own."""
         rules = self._rules(policy, "route")
-        if not rules or rules[0].terms.name == OWN_TURNS:
+        if not rules or rules[0].terms.name == DEFAULT_ROUTE:
             return None
         [rule] = rules
 
         def ask(pair: tuple[PolicyName, str]) -> bool:
-            return self._guarded(
+            return self._call_rule(
                 rule,
                 f"turns of {pair[0]} as {pair[1]!r}",
                 now,
@@ -217,20 +217,20 @@ class Rulebook:
 
     # --- failures and memory ------------------------------------------------------------------
 
-    def _guarded(
-        self, rule: _Bound, subject: str, now: float, ask: Callable[[], T], default: T
+    def _call_rule(
+        self, rule: _BoundRule, subject: str, now: float, ask: Callable[[], T], default: T
     ) -> T:
         rule.drawn = []
         try:
             return ask()
         except Exception as error:
             text = f"{type(error).__name__}: {error}"[:500]
-            self.troubles[rule.terms.id] = text
+            self.errors[rule.terms.id] = text
             self._decide(rule, subject, "error", {"error": text}, now)
             return default
 
     def _decide(
-        self, rule: _Bound, subject: str, verdict: str, detail: Mapping[str, Any], now: float
+        self, rule: _BoundRule, subject: str, verdict: str, detail: Mapping[str, Any], now: float
     ) -> None:
         self._num_decisions += 1
         self._journal(
@@ -245,17 +245,17 @@ class Rulebook:
             )
         )
 
-    def remember(self) -> None:
+    def save_state(self) -> None:
         """Journal what the rules learned, with the facts they learned it from."""
         for rule in self._all:
             for key in sorted(rule.memory.changed):
                 value = json.dumps(rule.memory[key])
-                self._journal(RuleRecord(rule=rule.terms.id, key=key, value=value))
+                self._journal(RuleStateRecord(rule=rule.terms.id, key=key, value=value))
             rule.memory.changed.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayTerms:
+class ReplaySpec:
     """How much of a batch may have been served before, and within which bounds."""
 
     ratio: float

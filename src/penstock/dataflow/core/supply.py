@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from penstock.dataflow.core.rulebook import Rulebook
+from penstock.dataflow.core.rulebook import RuleRunner
 from penstock.dataflow.records import Journal, SourceRecord
 from penstock.dataflow.sources import Source
 from penstock.types import SourceShare, Task
@@ -15,11 +15,11 @@ MAX_SKIPS = 256
 """After so many tasks refused in a row the next one runs whatever the rules say."""
 
 
-class Supply:
+class TaskSupply:
     def __init__(
         self,
         sources: Sequence[Source],
-        rules: Rulebook,
+        rules: RuleRunner,
         journal: Journal,
         *,
         workflow: str,
@@ -68,10 +68,10 @@ class Supply:
                 )
             )
             if runs:
-                self._rules.remember()
+                self._rules.save_state()
                 return task, {"mix": mix, "skipped": num_skipped, "forced_over": refused_by}
             num_skipped += 1
-        self._rules.remember()
+        self._rules.save_state()
         return None
 
     def restore(self, records: Iterable[SourceRecord]) -> None:

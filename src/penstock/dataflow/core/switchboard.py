@@ -9,40 +9,40 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from penstock.dataflow.core.home import Home
+from penstock.dataflow.core.home import Coordinator
 from penstock.dataflow.core.links import Link
-from penstock.dataflow.core.messages import Report, ToHome, ToPartition
-from penstock.dataflow.core.partition_host import PartitionHost
+from penstock.dataflow.core.messages import GroupEnded, ToCoordinator, ToPartition
+from penstock.dataflow.core.partition_host import PartitionRuntime
 
 
-class Switchboard:
+class MessageRouter:
     def __init__(self) -> None:
-        self.home: Home | None = None
-        self.hosts: dict[int, PartitionHost] = {}
-        self.links: dict[int, Link[ToPartition, ToHome]] = {}
+        self.coordinator: Coordinator | None = None
+        self.runtimes: dict[int, PartitionRuntime] = {}
+        self.links: dict[int, Link[ToPartition, ToCoordinator]] = {}
         """Home's ends: partitions in other processes."""
-        self.uplink: Link[ToHome, ToPartition] | None = None
+        self.coordinator_link: Link[ToCoordinator, ToPartition] | None = None
         """A partition's end: home is in another process."""
         self._calls: deque[Callable[[float], None]] = deque()
 
     def to_partition(self, index: int, message: ToPartition) -> None:
-        host = self.hosts.get(index)
+        host = self.runtimes.get(index)
         if host is not None:
             self._calls.append(lambda now: host.apply(message, now))
         else:
             self.links[index].send(message)
 
-    def to_home(self, message: ToHome) -> None:
-        home, uplink = self.home, self.uplink
-        if home is not None:
-            self._calls.append(lambda now: home.apply(message, now))
+    def to_coordinator(self, message: ToCoordinator) -> None:
+        coordinator, coordinator_link = self.coordinator, self.coordinator_link
+        if coordinator is not None:
+            self._calls.append(lambda now: coordinator.apply(message, now))
         else:
-            assert uplink is not None, "a partition has home beside it or a link to it"
-            uplink.send(message)
+            assert coordinator_link is not None, "a partition has home beside it or a link to it"
+            coordinator_link.send(message)
 
-    def ended(self, index: int, report: Report) -> None:
+    def ended(self, index: int, report: GroupEnded) -> None:
         """A group ended; it goes to home by way of the columns it may still miss."""
-        completion = self.hosts[index].completion
+        completion = self.runtimes[index].completion
         self._calls.append(lambda now: completion.report(report, now))
 
     def call(self, command: Callable[[float], None]) -> None:

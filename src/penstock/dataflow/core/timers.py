@@ -11,11 +11,11 @@ import heapq
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.dataflow.core.groups import LeaseTerms
+from penstock.dataflow.core.groups import LeaseSpec
 from penstock.dataflow.records import GrantRecord
 from penstock.types import GroupId
 
-OF_START, OF_CLOSE = -1, -2
+SCHEDULE_TO_START, SCHEDULE_TO_CLOSE = -1, -2
 """In place of a slot: limits on a whole group, schedule-to-start and schedule-to-close."""
 
 
@@ -32,47 +32,52 @@ class Timer(NamedTuple):
 
 
 class Timers:
-    def __init__(self, terms: LeaseTerms) -> None:
-        self._limit_s = {OF_START: terms.schedule_to_start_s, OF_CLOSE: terms.schedule_to_close_s}
+    def __init__(self, terms: LeaseSpec) -> None:
+        self._limit_s = {
+            SCHEDULE_TO_START: terms.schedule_to_start_s,
+            SCHEDULE_TO_CLOSE: terms.schedule_to_close_s,
+        }
         # One ttl of grace: the node itself cuts at start-to-close and needs time to deliver.
-        self._of_slot_s = terms.start_to_close_s + terms.ttl_s
-        self._of_session_s = terms.session_start_to_close_s + terms.ttl_s
+        self._slot_limit_s = terms.start_to_close_s + terms.ttl_s
+        self._session_limit_s = terms.session_start_to_close_s + terms.ttl_s
         self._heap: list[Timer] = []
-        self._is_prolonged = False
+        self._is_extended = False
 
-    def group_waits(self, group_id: GroupId, since: float) -> None:
+    def start_wait_timer(self, group_id: GroupId, since: float) -> None:
         """From then on its slots could have been leased."""
-        self._watch_group(group_id, OF_START, since)
+        self._start_group_timer(group_id, SCHEDULE_TO_START, since)
 
-    def group_runs(self, group_id: GroupId, since: float) -> None:
-        self._watch_group(group_id, OF_CLOSE, since)
+    def start_close_timer(self, group_id: GroupId, since: float) -> None:
+        self._start_group_timer(group_id, SCHEDULE_TO_CLOSE, since)
 
-    def _watch_group(self, group_id: GroupId, kind: int, since: float) -> None:
+    def _start_group_timer(self, group_id: GroupId, kind: int, since: float) -> None:
         limit_s = self._limit_s[kind]
         if limit_s is not None:
             timer = Timer(since + limit_s, group_id, kind, limit_s=limit_s)
             heapq.heappush(self._heap, timer)
 
-    def slots_run(self, grant: GrantRecord, since: float, *, is_session: bool = False) -> None:
-        limit_s = self._of_session_s if is_session else self._of_slot_s
+    def start_slot_timers(
+        self, grant: GrantRecord, since: float, *, is_session: bool = False
+    ) -> None:
+        limit_s = self._session_limit_s if is_session else self._slot_limit_s
         at = since + limit_s
         timer = Timer(at, grant.group_id, grant.slot, grant.epoch, grant.num_slots, limit_s)
         heapq.heappush(self._heap, timer)
 
     def due(self, now: float) -> Iterator[Timer]:
-        if self._is_prolonged:
+        if self._is_extended:
             self._cap(now)
         while self._heap and self._heap[0].at <= now:
             yield heapq.heappop(self._heap)
 
-    def forgive(self, gap_s: float) -> None:
+    def extend_deadlines(self, gap_s: float) -> None:
         """The service itself stood still: nobody could keep a limit meanwhile."""
         self._heap = [timer._replace(at=timer.at + gap_s) for timer in self._heap]
-        self._is_prolonged = True
+        self._is_extended = True
 
     def _cap(self, now: float) -> None:
         """What began after the service stood still, and before it was forgiven, was not held up:
         nothing gets more than its whole limit."""
         self._heap = [timer._replace(at=min(timer.at, now + timer.limit_s)) for timer in self._heap]
         heapq.heapify(self._heap)
-        self._is_prolonged = False
+        self._is_extended = False

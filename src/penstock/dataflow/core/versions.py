@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from penstock.dataflow.records import CommitRecord, IncarnationRecord, VersionRecord
-from penstock.errors import BadRequest, Conflict, Fenced, NeverCommitted
+from penstock.errors import BadRequest, Conflict, Fenced, UnknownCommit
 from penstock.types import PolicyName
 
 
@@ -28,7 +28,7 @@ class Lineage:
         self.seq: int = 0
         """Last committed batch along the surviving lineage."""
         self._forks: dict[int, IncarnationRecord] = {}
-        self._meets: dict[int, int] = {}
+        self._shared_until: dict[int, int] = {}
         """By incarnation, up to which number it equals its predecessor bit for bit; at least its
         fork."""
         self._versions: dict[tuple[int, int], VersionRecord] = {}
@@ -39,7 +39,7 @@ class Lineage:
         self.last_commit: CommitRecord | None = None
         self._commits: list[CommitRecord] = []
         """All that were ever applied, without their stats."""
-        self.must_repeat = False
+        self.is_deterministic = False
         """Every life must publish what those before it did, bit for bit."""
 
     # --- facts --------------------------------------------------------------------------------
@@ -65,11 +65,11 @@ class Lineage:
     def has(self, incarnation: int, number: int) -> bool:
         return (incarnation, number) in self._versions
 
-    def effective(self, incarnation: int, number: int) -> int:
+    def effective_number(self, incarnation: int, number: int) -> int:
         """The number this version counts as now: cut at every fork that abandoned it; where lives
         must repeat each other, unless a later one has made it again."""
         cut = self._cut(incarnation, number)
-        if cut == number or not self.must_repeat:
+        if cut == number or not self.is_deterministic:
             return cut
         made = self._versions.get((incarnation, number))
         for later in range(incarnation + 1, self.incarnation + 1):
@@ -80,7 +80,7 @@ class Lineage:
 
     def _cut(self, incarnation: int, number: int) -> int:
         for later in range(incarnation + 1, self.incarnation + 1):
-            number = min(number, self._meets[later])
+            number = min(number, self._shared_until[later])
         return number
 
     def number_after(self, seq: int) -> int | None:
@@ -90,8 +90,8 @@ class Lineage:
     def first_version(self, number: int) -> VersionRecord | None:
         """The one that was published first under this number; where every life repeats the others
         bit for bit, it is the one that nodes may hold."""
-        lives = [life for life, known in self._versions if known == number]
-        return self._versions[min(lives), number] if lives else None
+        incarnations = [life for life, known in self._versions if known == number]
+        return self._versions[min(incarnations), number] if incarnations else None
 
     def history(self) -> Iterator[IncarnationRecord | CommitRecord | VersionRecord]:
         """Every fact, in an order in which a replica may apply them."""
@@ -114,7 +114,7 @@ class Lineage:
                 "another trainer took over; read the policy's state and decide again"
             )
         if self._path.get(seq) != number:
-            raise NeverCommitted(
+            raise UnknownCommit(
                 f"number {number} after batch {seq} was never committed on the surviving lineage "
                 f"(it ends at number {self.number}, batch {self.seq}); "
                 "restore a checkpoint of this run"
@@ -175,11 +175,11 @@ class Lineage:
             raise Conflict(f"number {number} is not committed yet (committed: {self.number})")
         if number < max(self.published, self._forks[incarnation].number):
             raise Conflict(f"number {number} is older than what this incarnation stands on")
-        twin = self.first_version(number) if self.must_repeat else None
-        if twin is not None and twin.weights_digest != weights_digest:
+        counterpart = self.first_version(number) if self.is_deterministic else None
+        if counterpart is not None and counterpart.weights_digest != weights_digest:
             raise Conflict(
                 f"{self.policy}: number {number} came out otherwise than in incarnation "
-                f"{twin.incarnation}, but the run is deterministic: find what differs with "
+                f"{counterpart.incarnation}, but the run is deterministic: find what differs with "
                 "`penstock replay`, or set deterministic: false"
             )
         return VersionRecord(
@@ -207,7 +207,7 @@ class Lineage:
         self.number, self.seq = record.number, record.seq
         self._path = {seq: number for seq, number in self._path.items() if seq <= record.seq}
         self._forks[record.incarnation] = record
-        self._meets[record.incarnation] = record.number
+        self._shared_until[record.incarnation] = record.number
         self.last_commit = None
 
     def apply_commit(self, record: CommitRecord) -> None:
@@ -222,9 +222,13 @@ class Lineage:
         self._versions[key] = record
         newest = self._published.get(record.incarnation, -1)
         self._published[record.incarnation] = max(newest, record.number)
-        twin = self._versions.get((record.incarnation - 1, record.number))
-        meets = self._meets.get(record.incarnation)
-        if meets is None or twin is None or twin.weights_digest != record.weights_digest:
+        counterpart = self._versions.get((record.incarnation - 1, record.number))
+        meets = self._shared_until.get(record.incarnation)
+        if (
+            meets is None
+            or counterpart is None
+            or counterpart.weights_digest != record.weights_digest
+        ):
             return
         if record.number == meets + 1:  # a bit-equal replay moves the fork point up
-            self._meets[record.incarnation] = record.number
+            self._shared_until[record.incarnation] = record.number

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from penstock.dataflow.explain import sentences as telling
-from penstock.dataflow.explain.sentences import Step
-from penstock.dataflow.ledger.recorded import Recorded
+from penstock.dataflow.explain import sentences
+from penstock.dataflow.explain.sentences import ExplainStep
+from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import (
     BatchRecord,
@@ -27,7 +27,7 @@ from penstock.dataflow.records import (
     IssuedRecord,
     LeaseEnd,
     RowRecord,
-    RuleRecord,
+    RuleStateRecord,
     VersionRecord,
 )
 from penstock.errors import NotFound
@@ -53,23 +53,23 @@ class Explanation:
     """`task`, `group`, `row`, `batch` or `version`."""
     summary: str
     """One sentence."""
-    steps: tuple[Step, ...]
+    steps: tuple[ExplainStep, ...]
     """In order of time."""
     related: Mapping[str, str] = field(default_factory=dict[str, str])
     """Ids that tell more, by what they are."""
 
 
-def explain(recorded: Recorded, id: str) -> Explanation:
+def explain(recorded: RecordedRun, id: str) -> Explanation:
     """What the ledger says about this id; NotFound tells which ids there are."""
     if (found := _VERSION.fullmatch(id)) is not None:
-        return _Reader(recorded).version(found[1], found[2], int(found[3]), id)
+        return _Explainer(recorded).version(found[1], found[2], int(found[3]), id)
     if (found := _ROW.fullmatch(id)) is not None:
-        return _Reader(recorded).row(GroupId(found[1]), int(found[2]), int(found[3]), id)
+        return _Explainer(recorded).row(GroupId(found[1]), int(found[2]), int(found[3]), id)
     if _GROUP.fullmatch(id) is not None:
-        return _Reader(recorded).group(GroupId(id))
+        return _Explainer(recorded).group(GroupId(id))
     if (found := _BATCH.fullmatch(id)) is not None:
-        return _Reader(recorded).batch(PolicyName(found[1]), int(found[2]), id)
-    return _Reader(recorded).task(id)
+        return _Explainer(recorded).batch(PolicyName(found[1]), int(found[2]), id)
+    return _Explainer(recorded).task(id)
 
 
 def _missing(id: str, what: str, instead: str) -> NotFound:
@@ -79,12 +79,12 @@ def _missing(id: str, what: str, instead: str) -> NotFound:
     )
 
 
-class _Reader:
+class _Explainer:
     """One question's way through the tables."""
 
-    def __init__(self, recorded: Recorded) -> None:
+    def __init__(self, recorded: RecordedRun) -> None:
         self._recorded = recorded
-        self._tables: Tables = recorded.home
+        self._tables: Tables = recorded.coordinator
 
     # --- one method per kind of id ------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class _Reader:
         return Explanation(
             id=group_id,
             kind="group",
-            summary=telling.group_summary(issued, self._recorded.group(issued), fates),
+            summary=sentences.group_summary(issued, self._recorded.group(issued), fates),
             steps=_in_order(steps),
             related={"task": issued.task_key} | _batches_of(fates),
         )
@@ -125,7 +125,7 @@ class _Reader:
         return Explanation(
             id=id,
             kind="row",
-            summary=telling.row_summary(leases[0], rows[0] if rows else None, fates),
+            summary=sentences.row_summary(leases[0], rows[0] if rows else None, fates),
             steps=_in_order(steps),
             related={"group": group_id, "task": issued.task_key} | _batches_of(fates),
         )
@@ -152,7 +152,7 @@ class _Reader:
         lineage = self._recorded.lineage(policy, batch.incarnation)
         passed_over = self._passed_over(batch, fates)
         rule = self._select_rule(batch)
-        sealed = telling.sealed_batch(batch, manifest, rule, lineage, passed_over)
+        sealed = sentences.sealed_batch(batch, manifest, rule, lineage, passed_over)
         steps = [
             sealed,
             *self._decisions(f"{policy} batch", batch.sealed_at),
@@ -161,7 +161,7 @@ class _Reader:
         return Explanation(
             id=id,
             kind="batch",
-            summary=telling.batch_summary(batch, commits),
+            summary=sentences.batch_summary(batch, commits),
             steps=_in_order(steps),
             related={f"group {n}": g.group_id for n, g in enumerate(manifest.groups, 1)},
         )
@@ -180,7 +180,7 @@ class _Reader:
             )
             raise _missing(id, "version", known)
         version = max(versions, key=lambda one: one.incarnation)
-        life = self._tables.read(
+        incarnation_record = self._tables.read(
             IncarnationRecord,
             "policy = :policy AND incarnation = :incarnation",
             policy=policy,
@@ -203,8 +203,8 @@ class _Reader:
         return Explanation(
             id=id,
             kind="version",
-            summary=telling.version_summary(version, commits, life, sampled),
-            steps=_in_order(telling.version_steps(version, commits, batch, life)),
+            summary=sentences.version_summary(version, commits, incarnation_record, sampled),
+            steps=_in_order(sentences.version_steps(version, commits, batch, incarnation_record)),
             related={} if batch is None else {"batch": f"{policy}.{batch.seq}"},
         )
 
@@ -212,32 +212,32 @@ class _Reader:
         key = self._task_key(id)
         issued = self._tables.read(IssuedRecord, "task_key = :key", key=key)
         skipped = self._tables.read(DecisionRecord, "subject = :key", key=key)
-        steps: list[Step] = [telling.decision(one) for one in skipped]
+        steps: list[ExplainStep] = [sentences.decision(one) for one in skipped]
         ends: list[str] = []
         for one in issued:
             fates = self._recorded.fates(one.group_id)
-            ends.append(telling.group_summary(one, self._recorded.group(one), fates))
+            ends.append(sentences.group_summary(one, self._recorded.group(one), fates))
             steps += [*self._issue_steps(one), *self._fate_steps(one, fates)]
-        memories = self._tables.read(RuleRecord, "key LIKE :key", key=f"%{key}%")
-        steps += [telling.memory(record) for record in memories]
+        rule_states = self._tables.read(RuleStateRecord, "key LIKE :key", key=f"%{key}%")
+        steps += [sentences.rule_state(record) for record in rule_states]
         return Explanation(
             id=key,
             kind="task",
-            summary=telling.task_summary(key, skipped, ends),
+            summary=sentences.task_summary(key, skipped, ends),
             steps=_in_order(steps),
             related={f"issue {n}": one.group_id for n, one in enumerate(issued, 1)},
         )
 
     # --- parts of the chain -------------------------------------------------------------------
 
-    def _issue_steps(self, issued: IssuedRecord) -> Iterator[Step]:
+    def _issue_steps(self, issued: IssuedRecord) -> Iterator[ExplainStep]:
         skipped = self._tables.read(
             DecisionRecord,
             "verdict = 'skipped' AND at <= :at AND number > :after",
             at=issued.at,
             after=self._decisions_before(issued),
         )
-        yield telling.issued(issued, self._recorded.group(issued), skipped)
+        yield sentences.issued(issued, self._recorded.group(issued), skipped)
 
     def _decisions_before(self, issued: IssuedRecord) -> int:
         """Number of the last decision that was made before the issue ahead of this one."""
@@ -251,7 +251,7 @@ class _Reader:
             )
         )
 
-    def _slot_steps(self, issued: IssuedRecord, slot: int | None) -> Iterator[Step]:
+    def _slot_steps(self, issued: IssuedRecord, slot: int | None) -> Iterator[ExplainStep]:
         tables = self._recorded.at(issued.partition)
         where = "group_id = :group_id" + ("" if slot is None else f" AND slot = {slot}")
         rows = {
@@ -260,36 +260,36 @@ class _Reader:
         }
         for lease in self._recorded.leases(issued):
             if slot is None or lease.slot == slot:
-                yield telling.lease(lease, rows.get((lease.slot, lease.epoch)))
+                yield sentences.lease(lease, rows.get((lease.slot, lease.epoch)))
         for letter in tables.read(DeadSlotRecord, where, group_id=issued.group_id):
-            yield telling.dead_slot(letter)
+            yield sentences.dead_slot(letter)
 
-    def _end_steps(self, issued: IssuedRecord) -> Iterator[Step]:
+    def _end_steps(self, issued: IssuedRecord) -> Iterator[ExplainStep]:
         group = self._recorded.group(issued)
         if group is not None and group.state != "open":
             count = "SELECT count(*) FROM rows WHERE group_id = :id AND outcome IN :kinds"
             num_good = self._recorded.at(issued.partition).scalar(
                 count, id=issued.group_id, kinds=["completed", "truncated"]
             )
-            yield telling.group_end(group, int(num_good))
+            yield sentences.group_end(group, int(num_good))
 
-    def _freed_steps(self, issued: IssuedRecord) -> Iterator[Step]:
+    def _freed_steps(self, issued: IssuedRecord) -> Iterator[ExplainStep]:
         for freed in self._tables.read(FreedRecord, "group_id = :id", id=issued.group_id):
-            yield telling.freed(freed)
+            yield sentences.freed(freed)
 
     def _fate_steps(
         self, issued: IssuedRecord, fates: list[FateRecord], row_id: RowId | None = None
-    ) -> Iterator[Step]:
+    ) -> Iterator[ExplainStep]:
         for fate in fates:
             if fate.state != FateState.SEALED:
                 rows = self._recorded.at(issued.partition).read(
                     RowRecord, "group_id = :id", id=issued.group_id
                 )
-                yield telling.fate(fate, rows)
+                yield sentences.fate(fate, rows)
                 continue
             for batch, manifest in self._uses(fate):
                 lineage = self._recorded.lineage(fate.consumer, batch.incarnation)
-                yield telling.sealed_group(fate, batch, manifest, lineage, row_id)
+                yield sentences.sealed_group(fate, batch, manifest, lineage, row_id)
                 yield from self._outcome_steps(
                     fate.consumer, self._recorded.commits(fate.consumer, batch.seq)
                 )
@@ -306,9 +306,11 @@ class _Reader:
                 found.append((batch, manifest))
         return found[::-1]
 
-    def _outcome_steps(self, policy: PolicyName, commits: list[CommitRecord]) -> Iterator[Step]:
+    def _outcome_steps(
+        self, policy: PolicyName, commits: list[CommitRecord]
+    ) -> Iterator[ExplainStep]:
         for commit in commits:
-            yield telling.commit(commit)
+            yield sentences.commit(commit)
             if commit.skipped:
                 continue
             for version in self._tables.read(
@@ -318,12 +320,12 @@ class _Reader:
                 incarnation=commit.incarnation,
                 number=commit.number,
             ):
-                yield telling.published(version)
+                yield sentences.published(version)
 
-    def _decisions(self, subject: str, at: float | None = None) -> Iterator[Step]:
+    def _decisions(self, subject: str, at: float | None = None) -> Iterator[ExplainStep]:
         for record in self._tables.read(DecisionRecord, "subject = :subject", subject=subject):
             if at is None or record.at == at:
-                yield telling.decision(record)
+                yield sentences.decision(record)
 
     def _select_rule(self, batch: BatchRecord) -> str:
         """Its groups name it until they are served again; then the nearest batch's groups do."""
@@ -384,6 +386,6 @@ def _batches_of(fates: list[FateRecord]) -> dict[str, str]:
     }
 
 
-def _in_order(steps: Iterator[Step] | list[Step]) -> tuple[Step, ...]:
+def _in_order(steps: Iterator[ExplainStep] | list[ExplainStep]) -> tuple[ExplainStep, ...]:
     """By time; what has no time of its own, such as a rule's memory, comes last."""
     return tuple(sorted(steps, key=lambda step: step.at or float("inf")))

@@ -28,7 +28,7 @@ from penstock.dataflow.records import (
     LeaseEnd,
     LeaseRecord,
     RowRecord,
-    RuleRecord,
+    RuleStateRecord,
     VersionRecord,
 )
 from penstock.types import DropReason, Manifest, RowId, SealedGroup
@@ -36,7 +36,7 @@ from penstock.types import DropReason, Manifest, RowId, SealedGroup
 MAX_NAMED = 8
 """Groups that are named one by one; of more, the rest is counted."""
 
-_MEANING: Mapping[str, str] = {
+_DROP_REASON_TEXT: Mapping[str, str] = {
     DropReason.STALE: "its oldest token was older than max_staleness allows for any batch to come",
     DropReason.FAILED_SLOTS: "too few members had a result after all attempts",
     DropReason.ABSENT: "the policy has no turn in it that its trainer sees",
@@ -56,7 +56,7 @@ _MEANING: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ExplainStep:
     """One fact."""
 
     at: float
@@ -73,7 +73,7 @@ class Step:
 
 def issued(
     record: IssuedRecord, group: GroupRecord | None, skipped: Sequence[DecisionRecord]
-) -> Step:
+) -> ExplainStep:
     why = json.loads(record.why or "{}")
     text = (
         f"issued as group {record.group_id}: task {record.task_key}, number {record.ordinal} of "
@@ -82,40 +82,42 @@ def issued(
     if why.get("skipped"):
         rules = sorted({one.rule for one in skipped})
         by = f" by {', '.join(rules)}" if rules else ""
-        text += f"; {_counted(why['skipped'], 'task')} before it skipped{by}"
+        text += f"; {_plural(why['skipped'], 'task')} before it skipped{by}"
     if why.get("forced_over"):
         text += f"; rule {why['forced_over']} refused it too, but after so many the next one runs"
     due: dict[str, int] = json.loads(group.due) if group is not None else {}
     if due:
         text += "; expected to train " + ", ".join(f"{p} from number {n}" for p, n in due.items())
-    return Step(at=record.at, what="issued", text=text, facts={**why, "due": due})
+    return ExplainStep(at=record.at, what="issued", text=text, facts={**why, "due": due})
 
 
-def decision(record: DecisionRecord) -> Step:
+def decision(record: DecisionRecord) -> ExplainStep:
     detail = json.loads(record.detail or "{}")
     if record.verdict == "error":
         text = (
             f"{record.hook} rule {record.rule} failed on {record.subject}: "
             f"{detail.get('error', '?')}; the plain default decided instead"
         )
-        return Step(at=record.at, what="rule failed", text=text, facts=detail)
+        return ExplainStep(at=record.at, what="rule failed", text=text, facts=detail)
     text = f"{record.verdict} by {record.hook} rule {record.rule}"
     if "ordinal" in detail:
         text += f" as number {detail['ordinal']} of source {detail.get('source', '?')}"
     if detail.get("draws"):
         text += f"; it drew {', '.join(f'{draw:.4f}' for draw in detail['draws'])}"
-    return Step(at=record.at, what=record.verdict, text=text, facts=detail)
+    return ExplainStep(at=record.at, what=record.verdict, text=text, facts=detail)
 
 
-def memory(record: RuleRecord) -> Step:
+def rule_state(record: RuleStateRecord) -> ExplainStep:
     text = f"rule {record.rule} now remembers {record.key!r}: {record.value}"
-    return Step(at=0.0, what="remembered", text=text, facts={"value": json.loads(record.value)})
+    return ExplainStep(
+        at=0.0, what="remembered", text=text, facts={"value": json.loads(record.value)}
+    )
 
 
 # --- slots ------------------------------------------------------------------------------------
 
 
-def lease(record: LeaseRecord, row: RowRecord | None) -> Step:
+def lease(record: LeaseRecord, row: RowRecord | None) -> ExplainStep:
     text = f"slot {record.slot}, attempt {record.attempt}: leased to {record.node_id}, "
     if not record.ended:
         text += "still running"
@@ -127,14 +129,14 @@ def lease(record: LeaseRecord, row: RowRecord | None) -> Step:
     if row is not None and record.ended == LeaseEnd.DELIVERED:
         text += f"; {_result(row)}"
         facts |= {"row": row.row_id, "reward": row.reward, "outcome": row.outcome}
-    return Step(at=record.granted_at, what="leased", text=text, facts=facts)
+    return ExplainStep(at=record.granted_at, what="leased", text=text, facts=facts)
 
 
 def _result(row: RowRecord) -> str:
     sampled: dict[str, int] = msgspec.json.decode(row.sampled)
     versions: dict[str, list[tuple[int, int]]] = msgspec.json.decode(row.versions)
     tokens = ", ".join(
-        f"{_counted(num, 'token')} of "
+        f"{_plural(num, 'token')} of "
         + " and ".join(f"{policy}@{i}.{n}" for i, n in versions.get(policy, []))
         for policy, num in sampled.items()
     )
@@ -142,29 +144,29 @@ def _result(row: RowRecord) -> str:
     return f"row {row.row_id} {row.outcome}, {reward}, {tokens or 'no trainable token'}"
 
 
-def dead_slot(record: DeadSlotRecord) -> Step:
+def dead_slot(record: DeadSlotRecord) -> ExplainStep:
     reasons: list[str] = json.loads(record.reasons)
     text = f"slot {record.slot} given up: {'; '.join(reasons) or 'no reason recorded'}"
-    return Step(at=record.at, what="given up", text=text, facts={"reasons": reasons})
+    return ExplainStep(at=record.at, what="given up", text=text, facts={"reasons": reasons})
 
 
-def group_end(group: GroupRecord, num_good: int) -> Step:
+def group_end(group: GroupRecord, num_good: int) -> ExplainStep:
     members = f"{num_good} of {group.num_slots} members with a result"
     if group.state == GroupState.CLOSED:
-        return Step(at=group.ended_at, what="closed", text=f"closed with {members}")
+        return ExplainStep(at=group.ended_at, what="closed", text=f"closed with {members}")
     text = f"ended by its partition with {members}: {_reason(group.reason)}"
-    return Step(at=group.ended_at, what="dropped", text=text, facts={"reason": group.reason})
+    return ExplainStep(at=group.ended_at, what="dropped", text=text, facts={"reason": group.reason})
 
 
-def freed(record: FreedRecord) -> Step:
+def freed(record: FreedRecord) -> ExplainStep:
     text = "nobody needs it any more; its payload may be deleted"
-    return Step(at=record.at, what="freed", text=text)
+    return ExplainStep(at=record.at, what="freed", text=text)
 
 
 # --- verdicts ---------------------------------------------------------------------------------
 
 
-def fate(record: FateRecord, rows: Sequence[RowRecord]) -> Step:
+def fate(record: FateRecord, rows: Sequence[RowRecord]) -> ExplainStep:
     facts = {"policy": record.consumer, "rule": record.rule, "reason": record.reason}
     if record.state == FateState.ADMITTED:
         waits = "" if record.is_complete else ", and waits for columns that stages add"
@@ -172,7 +174,7 @@ def fate(record: FateRecord, rows: Sequence[RowRecord]) -> Step:
             f"{record.consumer} admitted {record.group_id} by rule {record.rule}{waits}; "
             "no batch has it yet"
         )
-        return Step(at=record.at, what="admitted", text=text, facts=facts)
+        return ExplainStep(at=record.at, what="admitted", text=text, facts=facts)
     text = (
         f"{record.consumer} dropped {record.group_id} by rule {record.rule}: "
         f"{_reason(record.reason)}"
@@ -181,14 +183,14 @@ def fate(record: FateRecord, rows: Sequence[RowRecord]) -> Step:
     if rewards:
         text += f"; rewards {', '.join(f'{reward:g}' for reward in rewards)}"
     if record.tokens:
-        text += f"; {_counted(record.tokens, 'token')} wasted"
+        text += f"; {_plural(record.tokens, 'token')} wasted"
     facts |= {"tokens": record.tokens, "rewards": rewards}
-    return Step(at=record.at, what="dropped", text=text, facts=facts)
+    return ExplainStep(at=record.at, what="dropped", text=text, facts=facts)
 
 
 def sealed_group(
     fate: FateRecord, batch: BatchRecord, manifest: Manifest, lineage: Lineage, row: RowId | None
-) -> Step:
+) -> ExplainStep:
     """This group, or one row of it, in one of its batches."""
     place, group = next(
         (n, g) for n, g in enumerate(manifest.groups, 1) if g.group_id == fate.group_id
@@ -204,7 +206,7 @@ def sealed_group(
     facts: dict[str, Any] = {"batch": name, "uses": fate.uses}
     if row is not None and all(member.row_id != row for member in group.rows):
         text += f", without this row: it has no token for {fate.consumer}"
-        return Step(at=batch.sealed_at, what="sealed", text=text, facts=facts)
+        return ExplainStep(at=batch.sealed_at, what="sealed", text=text, facts=facts)
     oldest = _oldest(group, lineage, row, batch)
     text += (
         f"; it trains from number {batch.trains_from}, the oldest token here is of {oldest}: "
@@ -213,13 +215,13 @@ def sealed_group(
     if fate.uses > 1:
         text += f" (served {fate.uses} times in all)"
     facts |= {"staleness": batch.trains_from - oldest}
-    return Step(at=batch.sealed_at, what="sealed", text=text, facts=facts)
+    return ExplainStep(at=batch.sealed_at, what="sealed", text=text, facts=facts)
 
 
 def _oldest(group: SealedGroup, lineage: Lineage, row_id: RowId | None, batch: BatchRecord) -> int:
     """What only other policies sampled does not age."""
     numbers = (
-        lineage.effective(*version)
+        lineage.effective_number(*version)
         for row in group.rows
         if row_id is None or row.row_id == row_id
         for version in row.versions.get(lineage.policy, ())
@@ -227,20 +229,22 @@ def _oldest(group: SealedGroup, lineage: Lineage, row_id: RowId | None, batch: B
     return min(numbers, default=batch.trains_from)
 
 
-def commit(record: CommitRecord) -> Step:
+def commit(record: CommitRecord) -> ExplainStep:
     name = f"{record.consumer}.{record.seq}"
     if record.skipped:
         text = f"batch {name} skipped by incarnation {record.incarnation}: {record.skipped}"
-        return Step(at=record.at, what="trained", text=text, facts={"skipped": record.skipped})
+        return ExplainStep(
+            at=record.at, what="trained", text=text, facts={"skipped": record.skipped}
+        )
     version = f"{record.consumer}@{record.incarnation}.{record.number}"
     text = f"batch {name} trained; that made version {version}"
-    return Step(at=record.at, what="trained", text=text, facts={"version": version})
+    return ExplainStep(at=record.at, what="trained", text=text, facts={"version": version})
 
 
-def published(record: VersionRecord) -> Step:
+def published(record: VersionRecord) -> ExplainStep:
     name = f"{record.policy}@{record.incarnation}.{record.number}"
     text = f"version {name} published, weights {record.weights_digest[:12]}"
-    return Step(at=record.at, what="published", text=text, facts={"version": name})
+    return ExplainStep(at=record.at, what="published", text=text, facts={"version": name})
 
 
 # --- batches and versions ---------------------------------------------------------------------
@@ -252,15 +256,15 @@ def sealed_batch(
     select_rule: str,
     lineage: Lineage,
     passed_over: Sequence[FateRecord],
-) -> Step:
+) -> ExplainStep:
     num_fresh = len(manifest.groups) - batch.num_replayed
     fresh, again = manifest.groups[:num_fresh], manifest.groups[num_fresh:]
     text = f"sealed for number {batch.trains_from}: {select_rule} took {_listed(fresh)}"
     if again:
         text += f"; the replay rule added {_listed(again)}, served before"
     if passed_over:
-        ends = ", ".join(_later(one) for one in passed_over[:MAX_NAMED])
-        text += f"; {_counted(len(passed_over), 'older arrival')} stayed behind: {ends}"
+        ends = ", ".join(_left_over(one) for one in passed_over[:MAX_NAMED])
+        text += f"; {_plural(len(passed_over), 'older arrival')} stayed behind: {ends}"
         text += ", …" if len(passed_over) > MAX_NAMED else ""
     groups = [
         {
@@ -272,16 +276,16 @@ def sealed_batch(
         }
         for group in manifest.groups
     ]
-    return Step(at=batch.sealed_at, what="sealed", text=text, facts={"groups": groups})
+    return ExplainStep(at=batch.sealed_at, what="sealed", text=text, facts={"groups": groups})
 
 
 def _listed(groups: Sequence[SealedGroup]) -> str:
     names = ", ".join(group.group_id for group in groups[:MAX_NAMED])
     more = f" and {len(groups) - MAX_NAMED} more" if len(groups) > MAX_NAMED else ""
-    return f"{_counted(len(groups), 'group')} ({names}{more})" if groups else "no group"
+    return f"{_plural(len(groups), 'group')} ({names}{more})" if groups else "no group"
 
 
-def _later(fate: FateRecord) -> str:
+def _left_over(fate: FateRecord) -> str:
     if fate.state == FateState.SEALED:
         return f"{fate.group_id} (batch {fate.consumer}.{fate.seq})"
     end = "still waiting" if fate.state == FateState.ADMITTED else fate.reason
@@ -292,20 +296,21 @@ def version_steps(
     version: VersionRecord,
     commits: Sequence[CommitRecord],
     batch: BatchRecord | None,
-    life: IncarnationRecord,
-) -> Iterator[Step]:
+    incarnation_record: IncarnationRecord,
+) -> Iterator[ExplainStep]:
     text = (
-        f"incarnation {life.incarnation} of {life.policy} began at number {life.number}, "
-        f"after batch {life.seq}"
+        f"incarnation {incarnation_record.incarnation} of {incarnation_record.policy} began at "
+        f"number {incarnation_record.number}, "
+        f"after batch {incarnation_record.seq}"
     )
-    yield Step(at=life.at, what="incarnated", text=text)
+    yield ExplainStep(at=incarnation_record.at, what="incarnated", text=text)
     if batch is not None:
         text = (
-            f"batch {batch.consumer}.{batch.seq} sealed: {_counted(batch.num_groups, 'group')}, "
-            f"{_counted(batch.num_rows, 'row')}, mean reward {batch.reward_mean:.3f}, "
+            f"batch {batch.consumer}.{batch.seq} sealed: {_plural(batch.num_groups, 'group')}, "
+            f"{_plural(batch.num_rows, 'row')}, mean reward {batch.reward_mean:.3f}, "
             f"staleness {batch.staleness_mean:.2f} on average and {batch.staleness_max} at most"
         )
-        yield Step(at=batch.sealed_at, what="sealed", text=text)
+        yield ExplainStep(at=batch.sealed_at, what="sealed", text=text)
     for one in commits:
         yield commit(one)
     yield published(version)
@@ -325,7 +330,7 @@ def group_summary(
 
 def _end(fate: FateRecord) -> str:
     if fate.state == FateState.SEALED:
-        times = "" if fate.uses <= 1 else f" and {_counted(fate.uses - 1, 'batch')} before"
+        times = "" if fate.uses <= 1 else f" and {_plural(fate.uses - 1, 'batch')} before"
         return f"went into batch {fate.consumer}.{fate.seq}{times}"
     if fate.state == FateState.ADMITTED:
         return f"waits for a batch of {fate.consumer}"
@@ -350,42 +355,45 @@ def batch_summary(batch: BatchRecord, commits: Sequence[CommitRecord]) -> str:
         end = f"{end + ', ' if made else ''}skipped: {'; '.join(skipped)}"
     again = f", {batch.num_replayed} served before" if batch.num_replayed else ""
     return (
-        f"batch {batch.consumer}.{batch.seq} has {_counted(batch.num_groups, 'group')}{again}, "
-        f"{_counted(batch.num_rows, 'row')}, mean reward {batch.reward_mean:.3f}, staleness at "
+        f"batch {batch.consumer}.{batch.seq} has {_plural(batch.num_groups, 'group')}{again}, "
+        f"{_plural(batch.num_rows, 'row')}, mean reward {batch.reward_mean:.3f}, staleness at "
         f"most {batch.staleness_max}; {end}"
     )
 
 
 def version_summary(
-    version: VersionRecord, commits: Sequence[CommitRecord], life: IncarnationRecord, sampled: int
+    version: VersionRecord,
+    commits: Sequence[CommitRecord],
+    incarnation_record: IncarnationRecord,
+    sampled: int,
 ) -> str:
     name = f"{version.policy}@{version.incarnation}.{version.number}"
     origin = "is the initial model"
     if commits:
         origin = f"came from batch {version.policy}.{commits[0].seq}"
-    elif version.number or life.incarnation > 1:
-        origin = f"is the restore point of incarnation {life.incarnation}"
-    return f"version {name} {origin}; it sampled tokens of {_counted(sampled, 'row')}"
+    elif version.number or incarnation_record.incarnation > 1:
+        origin = f"is the restore point of incarnation {incarnation_record.incarnation}"
+    return f"version {name} {origin}; it sampled tokens of {_plural(sampled, 'row')}"
 
 
 def task_summary(key: str, skipped: Sequence[DecisionRecord], ends: Sequence[str]) -> str:
     num_skipped = sum(one.verdict == "skipped" for one in skipped)
-    text = f"task {key} was issued {_counted(len(ends), 'time')}"
+    text = f"task {key} was issued {_plural(len(ends), 'time')}"
     if num_skipped:
         rules = ", ".join(sorted({one.rule for one in skipped if one.verdict == "skipped"}))
-        text += f" and skipped {_counted(num_skipped, 'time')} by {rules}"
+        text += f" and skipped {_plural(num_skipped, 'time')} by {rules}"
     return f"{text}; {ends[-1]}" if ends else text
 
 
-def meaning(reason: str) -> str:
+def describe_drop(reason: str) -> str:
     """Of a DropReason, in words."""
-    return _MEANING.get(reason, reason)
+    return _DROP_REASON_TEXT.get(reason, reason)
 
 
 def _reason(reason: str) -> str:
-    return f"{reason}, {meaning(reason)}" if reason in _MEANING else reason
+    return f"{reason}, {describe_drop(reason)}" if reason in _DROP_REASON_TEXT else reason
 
 
-def _counted(number: int, noun: str) -> str:
+def _plural(number: int, noun: str) -> str:
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{'' if number == 1 else plural}"

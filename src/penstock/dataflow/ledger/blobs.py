@@ -21,12 +21,12 @@ from blake3 import blake3
 from penstock.errors import BadRequest, Conflict, NotFound, StorageFull, TooLarge
 
 MAX_BLOB_BYTES = 1 << 30
-KEEP_S = 86_400.0
+UNREFERENCED_TTL_S = 86_400.0
 """An upload that rests for so long is given up; so is a blob that no record names."""
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 RETRY_S = 5.0
 
-FindNamed = Callable[[list[str]], set[str]]
+FindReferenced = Callable[[list[str]], set[str]]
 """Which of these digests some record names."""
 
 
@@ -35,7 +35,7 @@ class BlobStore:
         self._folder = folder
         self._partial = folder / "partial"
         self._partial.mkdir(parents=True, exist_ok=True)
-        self._touching = threading.Lock()
+        self._mtime_lock = threading.Lock()
         """Between looking at a file's age and removing it, nobody may renew it."""
 
     def path(self, digest: str) -> Path:
@@ -47,7 +47,7 @@ class BlobStore:
         kept for another day."""
         for path, is_complete in ((self.path(digest), True), (self._partial / digest, False)):
             try:
-                with self._touching:
+                with self._mtime_lock:
                     os.utime(path)
                 return path.stat().st_size, is_complete
             except FileNotFoundError:
@@ -125,7 +125,7 @@ class BlobStore:
 
     # --- keeping house ------------------------------------------------------------------------
 
-    def sweep(self, find_named: FindNamed, keep_s: float = KEEP_S) -> int:
+    def sweep(self, find_referenced: FindReferenced, keep_s: float = UNREFERENCED_TTL_S) -> int:
         """Remove uploads and unnamed blobs that nobody touched for a day; returns how many."""
         before = time.time() - keep_s  # files carry the system's time
         num_removed = self._remove(_older(self._partial, before), before)
@@ -133,7 +133,7 @@ class BlobStore:
             if folder == self._partial or not folder.is_dir():
                 continue
             old = {path.name: path for path in _older(folder, before)}
-            named = find_named([*old]) if old else set[str]()
+            named = find_referenced([*old]) if old else set[str]()
             unnamed = (path for digest, path in old.items() if digest not in named)
             num_removed += self._remove(unnamed, before)
         return num_removed
@@ -141,7 +141,7 @@ class BlobStore:
     def _remove(self, paths: Iterable[Path], before: float) -> int:
         num_removed = 0
         for path in paths:
-            with self._touching:
+            with self._mtime_lock:
                 if path.stat().st_mtime < before:
                     path.unlink()
                     num_removed += 1
@@ -173,6 +173,6 @@ def _space() -> Generator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL_ERRNOS:
             raise
         raise StorageFull(f"no space for this blob: {error}", retry_after_s=RETRY_S) from error

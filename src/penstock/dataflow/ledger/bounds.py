@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from penstock.dataflow.ledger.segments import FULL
+from penstock.dataflow.ledger.segments import DISK_FULL_ERRNOS
 from penstock.errors import Busy, StorageFull
 
 RESERVE_BYTES = 64 << 20
 DISK_RETRY_S = 5.0
 """Space comes back when somebody makes some."""
-LOOK_EVERY_S = 0.05
+STATVFS_INTERVAL_S = 0.05
 MEMORY_RETRY_S = 0.5
 """The queue drains as fast as the disk writes."""
 
 
-class Level(StrEnum):
+class AdmissionLevel(StrEnum):
     OPEN = "open"
     NO_LEASES = "no_leases"
     """Above the mark: held work may be delivered, new work does not start."""
@@ -44,33 +44,36 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class StorageLimits:
     """Levels as a pure function of the usage."""
 
     max_queued_bytes: int = 256 << 20
-    mark_queued_bytes: int = 128 << 20
+    high_water_queued_bytes: int = 128 << 20
     """New leases stop here."""
     min_free_bytes: int = RESERVE_BYTES
     """Deliveries stop when less than this is left beside the reserve."""
-    mark_free_bytes: int = 8 * RESERVE_BYTES
+    low_water_free_bytes: int = 8 * RESERVE_BYTES
     """New leases stop here, so that what runs already finds room when it is done."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.mark_queued_bytes <= self.max_queued_bytes:
+        if not 0 < self.high_water_queued_bytes <= self.max_queued_bytes:
             raise ValueError("the memory mark lies above 0 and at most at the memory cap")
-        if not 0 <= self.min_free_bytes <= self.mark_free_bytes:
+        if not 0 <= self.min_free_bytes <= self.low_water_free_bytes:
             raise ValueError("the disk mark leaves at least as much free as deliveries need")
 
-    def level(self, usage: Usage) -> Level:
+    def level(self, usage: Usage) -> AdmissionLevel:
         if self._refusal(usage, 0) is not None:
-            return Level.REFUSE
-        if usage.queued_bytes >= self.mark_queued_bytes or usage.free_bytes < self.mark_free_bytes:
-            return Level.NO_LEASES
-        return Level.OPEN
+            return AdmissionLevel.REFUSE
+        if (
+            usage.queued_bytes >= self.high_water_queued_bytes
+            or usage.free_bytes < self.low_water_free_bytes
+        ):
+            return AdmissionLevel.NO_LEASES
+        return AdmissionLevel.OPEN
 
     def may_lease(self, usage: Usage) -> bool:
         """May new work start?"""
-        return self.level(usage) is Level.OPEN
+        return self.level(usage) is AdmissionLevel.OPEN
 
     def check_delivery(self, usage: Usage, payload_bytes: int) -> None:
         """Raise Busy (429) or StorageFull (507) when this much more payload has no room. To be
@@ -98,7 +101,7 @@ class Bounds:
         return None
 
 
-class Reserve:
+class DiskReserve:
     """A file of allocated space beside the ledger: given up when the disk is full, taken back when
     there is room. Lives in the ledger's writer thread."""
 
@@ -119,11 +122,11 @@ class Reserve:
         self._seen = (time.monotonic(), found.f_bavail * found.f_frsize)
         return self._seen[1] - self.missing_bytes
 
-    def free_bytes_lately(self) -> int:
+    def cached_free_bytes(self) -> int:
         """As above, but cheap enough for every delivery; a disk fills less than the reserve in the
         meantime."""
         at, free = self._seen
-        is_fresh = time.monotonic() < at + LOOK_EVERY_S
+        is_fresh = time.monotonic() < at + STATVFS_INTERVAL_S
         return free - self.missing_bytes if is_fresh else self.free_bytes()
 
     def take(self) -> None:
@@ -136,7 +139,7 @@ class Reserve:
             self.is_held = True
         except OSError as error:
             self._path.unlink()
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
         finally:
             os.close(descriptor)

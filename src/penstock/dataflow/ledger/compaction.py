@@ -25,11 +25,11 @@ from penstock.errors import StoreError
 
 log = structlog.get_logger(__name__)
 
-PORTION_BYTES = 1 << 20
+COPY_BATCH_BYTES = 1 << 20
 """Copied in one commit: small enough that a delivery in the same group hardly waits."""
 SEGMENTS_PER_SWEEP = 16
 """Looked at before the next pause, so that a large ledger costs no more than a small one."""
-LIVE_SHARE = 0.5
+MIN_LIVE_FRACTION = 0.5
 
 LIVE_ROWS = (
     "FROM rows WHERE segment = :segment AND blob = '' AND length > 0 AND (NOT EXISTS "
@@ -45,7 +45,7 @@ LIVE_BUNDLES = "FROM bundles WHERE segment = :segment AND length > 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Live:
+class _LivePayload:
     """One payload that somebody still needs."""
 
     name: str
@@ -67,7 +67,7 @@ def live_bytes(tables: Tables, segment: int) -> int:
     return sum(map(int, found))
 
 
-_NAMED: tuple[tuple[type[Any], str, tuple[str, ...]], ...] = (
+_PAYLOAD_TABLES: tuple[tuple[type[Any], str, tuple[str, ...]], ...] = (
     (RowMove, LIVE_ROWS, ("row_id",)),
     (ColumnMove, LIVE_COLUMNS, ("space", "row_id", "name")),
     (BundleMove, LIVE_BUNDLES, ("space", "arrival")),
@@ -75,15 +75,15 @@ _NAMED: tuple[tuple[type[Any], str, tuple[str, ...]], ...] = (
 """Who names payload, and by what its records are told apart."""
 
 
-def _live(tables: Tables, segment: int) -> list[_Live]:
+def _live_payloads(tables: Tables, segment: int) -> list[_LivePayload]:
     """In order of place, so that copying reads forwards."""
-    found: list[_Live] = []
-    for move, live, keys in _NAMED:
+    found: list[_LivePayload] = []
+    for move, live, keys in _PAYLOAD_TABLES:
         query = f'SELECT "offset", length, {", ".join(keys)} {live}'
         for offset, length, *values in tables.rows(query, segment=segment):
             old = {"segment": segment, "offset": int(offset)}
             found.append(
-                _Live(
+                _LivePayload(
                     name="/".join(map(str, values)),
                     location=Location(segment=segment, offset=int(offset), length=int(length)),
                     move=partial(move, **dict(zip(keys, values, strict=True)), **old),
@@ -101,9 +101,9 @@ class Compactor:
         self._ledger = ledger
         self._bytes_per_s = bytes_per_s
         self._period_s = period_s
-        self._looked_at = 0
+        self._last_scanned = 0
         """The last segment of the last sweep; the next goes on behind it, round and round."""
-        self._stuck: set[int] = set()
+        self._unreadable: set[int] = set()
         """Hold a live record that cannot be read: kept as they are, for whoever repairs them."""
         self.deleted_bytes = 0
         self.moved_bytes = 0
@@ -120,36 +120,36 @@ class Compactor:
         await self._ledger.flush()  # what was placed there a moment ago is in the tables now
         # No number may be used twice, and a start takes the one after the newest it finds.
         closed = sorted(sizes)[:-1]
-        half_dead: list[tuple[int, int]] = []
+        sparse: list[tuple[int, int]] = []
         for segment in self._next(closed):
             live = await asyncio.to_thread(live_bytes, self._ledger.tables, segment)
             if live == 0:
                 await self._delete(segment, sizes[segment])
-            elif live < LIVE_SHARE * sizes[segment] and segment not in self._stuck:
-                half_dead.append((live, segment))
-        for live, segment in sorted(half_dead):
+            elif live < MIN_LIVE_FRACTION * sizes[segment] and segment not in self._unreadable:
+                sparse.append((live, segment))
+        for live, segment in sorted(sparse):
             if not self._has_room(live):
                 log.warning("no room to copy live payload; only dead segments go", bytes=live)
                 return
-            if await self._empty(segment):
+            if await self._move_live(segment):
                 await self._delete(segment, sizes[segment])
 
     def _has_room(self, num_bytes: int) -> bool:
         """The ledger waits for a full disk, so a copy that does not fit would stop everything."""
         usage = self._ledger.usage()
-        return usage.free_bytes - usage.queued_bytes > num_bytes + PORTION_BYTES
+        return usage.free_bytes - usage.queued_bytes > num_bytes + COPY_BATCH_BYTES
 
     def _next(self, closed: list[int]) -> list[int]:
-        behind = [segment for segment in closed if segment > self._looked_at]
+        behind = [segment for segment in closed if segment > self._last_scanned]
         chosen = (behind + closed[: len(closed) - len(behind)])[:SEGMENTS_PER_SWEEP]
         if chosen:
-            self._looked_at = chosen[-1]
+            self._last_scanned = chosen[-1]
         return chosen
 
-    async def _empty(self, segment: int) -> bool:
+    async def _move_live(self, segment: int) -> bool:
         """Copy what lives; True when nothing names the segment any more."""
-        found = await asyncio.to_thread(_live, self._ledger.tables, segment)
-        for portion in _portions(found):
+        found = await asyncio.to_thread(_live_payloads, self._ledger.tables, segment)
+        for portion in _copy_batches(found):
             payloads = await asyncio.to_thread(self._read, portion)
             size = sum(live.location.length for live, _ in payloads)
             moves = [live.moved(self._ledger.place(payload)) for live, payload in payloads]
@@ -158,11 +158,11 @@ class Compactor:
             await asyncio.sleep(size / self._bytes_per_s)
         if await asyncio.to_thread(live_bytes, self._ledger.tables, segment) == 0:
             return True
-        self._stuck.add(segment)
+        self._unreadable.add(segment)
         return False
 
-    def _read(self, portion: Sequence[_Live]) -> list[tuple[_Live, bytes]]:
-        found: list[tuple[_Live, bytes]] = []
+    def _read(self, portion: Sequence[_LivePayload]) -> list[tuple[_LivePayload, bytes]]:
+        found: list[tuple[_LivePayload, bytes]] = []
         for live in portion:
             try:
                 found.append((live, self._ledger.payloads.read(live.location)))
@@ -172,18 +172,18 @@ class Compactor:
 
     async def _delete(self, segment: int, size: int) -> None:
         await asyncio.to_thread(self._ledger.payloads.delete, segment)
-        self._stuck.discard(segment)
+        self._unreadable.discard(segment)
         self.deleted_bytes += size
         log.info("segment deleted", segment=segment, bytes=size)
 
 
-def _portions(found: Sequence[_Live]) -> Iterator[list[_Live]]:
-    portion: list[_Live] = []
+def _copy_batches(found: Sequence[_LivePayload]) -> Iterator[list[_LivePayload]]:
+    portion: list[_LivePayload] = []
     size = 0
     for live in found:
         portion.append(live)
         size += live.location.length
-        if size >= PORTION_BYTES:
+        if size >= COPY_BATCH_BYTES:
             yield portion
             portion, size = [], 0
     if portion:

@@ -21,28 +21,28 @@ from penstock.dataflow.records import FORMAT, Record, RowRecord
 from penstock.errors import StoreError
 from penstock.wire.codec import encode, encode_json
 
-NEW = 0
+NO_FORMAT = 0
 """Of a database that has no ledger yet."""
-STAMP = f"INSERT INTO meta (key, value) VALUES ('format', '{FORMAT}')"
+INSERT_FORMAT = f"INSERT INTO meta (key, value) VALUES ('format', '{FORMAT}')"
 
 
 def prepare(
     connection: sa.Connection, metadata: sa.MetaData, kinds: Sequence[type[Record]]
 ) -> bool:
     """Make the database one of this format, new or old; True when it changed."""
-    found = _Found(connection, metadata)
+    found = _ExistingSchema(connection, metadata)
     if found.format == FORMAT:
-        found.require_all()
-    elif found.format == NEW:
-        found.require_nothing()
+        found.require_complete()
+    elif found.format == NO_FORMAT:
+        found.require_empty()
     elif found.format > FORMAT:
         raise StoreError(
             f"this ledger has format {found.format}, this penstock reads up to {FORMAT}; "
             "run the newer penstock that wrote it"
         )
-    _complete(connection, metadata, kinds, found)
-    if found.format == NEW:
-        connection.exec_driver_sql(STAMP)
+    _create_missing(connection, metadata, kinds, found)
+    if found.format == NO_FORMAT:
+        connection.exec_driver_sql(INSERT_FORMAT)
     if found.format == 1:
         _from_1(connection)
     if found.format in (1, 2):
@@ -53,7 +53,7 @@ def prepare(
     return found.format != FORMAT
 
 
-class _Found:
+class _ExistingSchema:
     """What is there, in three questions, since a server is far away. What a flipped bit hid behind
     another name must not be made anew, empty."""
 
@@ -72,11 +72,11 @@ class _Found:
 
     def _format(self) -> int:
         if "meta" not in self.columns:
-            return NEW
+            return NO_FORMAT
         query = sa.text("SELECT value FROM meta WHERE key = 'format'")
-        return int(self._connection.execute(query).scalar() or NEW)
+        return int(self._connection.execute(query).scalar() or NO_FORMAT)
 
-    def require_all(self) -> None:
+    def require_complete(self) -> None:
         """A ledger of this format has everything."""
         for name, table in self._tables.items():
             if missing := set(table.columns.keys()) - self.columns.get(name, set()):
@@ -85,7 +85,7 @@ class _Found:
                     "database is damaged; restore the ledger from a copy"
                 )
 
-    def require_nothing(self) -> None:
+    def require_empty(self) -> None:
         """Tables without a format are those of a first start that was cut off."""
         for name in self.columns.keys() & self._tables.keys():
             if self._connection.execute(sa.text(f"SELECT 1 FROM {name} LIMIT 1")).scalar():
@@ -95,11 +95,11 @@ class _Found:
                 )
 
 
-def _complete(
+def _create_missing(
     connection: sa.Connection,
     metadata: sa.MetaData,
     kinds: Sequence[type[Record]],
-    found: _Found,
+    found: _ExistingSchema,
 ) -> None:
     """Make the tables, columns and indexes that are not there yet."""
     new = [table for table in metadata.sorted_tables if table.name not in found.columns]

@@ -27,7 +27,7 @@ from penstock.dataflow.ledger.payloads import (
     PayloadStore,
     SegmentPayloads,
 )
-from penstock.dataflow.ledger.segments import HEADER, MAGIC, Chunk, Location
+from penstock.dataflow.ledger.segments import HEADER, MAGIC, Location, PlacedPayload
 from penstock.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ def open_payloads(store: str, folder: Path) -> PayloadStore:
         return MemoryPayloads()
     if "://" in store:
         return ObjectPayloads(store)
-    return _own(store, folder)
+    return _load_user_store(store, folder)
 
 
-def _own(store: str, folder: Path) -> PayloadStore:
+def _load_user_store(store: str, folder: Path) -> PayloadStore:
     module, _, name = store.partition(":")
     try:
         kind = getattr(importlib.import_module(module), name)
@@ -73,7 +73,7 @@ class ObjectPayloads:
         self._store = _open(url)
         self._segment = max(self._segments(), default=0) + 1
         self._offset = 0
-        self._parts: dict[int, dict[int, int]] = {}
+        self._objects: dict[int, dict[int, int]] = {}
         """Size by offset of the objects of each segment looked at so far, in order."""
         self._is_listed = False
         self._lock = threading.Lock()
@@ -85,14 +85,14 @@ class ObjectPayloads:
 
     # --- writing ------------------------------------------------------------------------------
 
-    def place(self, payload: bytes | memoryview) -> Chunk:
+    def place(self, payload: bytes | memoryview) -> PlacedPayload:
         if self._offset >= SEGMENT_BYTES:
             self._segment, self._offset = self._segment + 1, 0
         location = Location(segment=self._segment, offset=self._offset, length=len(payload))
         self._offset += HEADER.size + len(payload)
-        return Chunk(location=location, payload=payload)
+        return PlacedPayload(location=location, payload=payload)
 
-    def append(self, chunks: Sequence[Chunk]) -> None:
+    def append(self, chunks: Sequence[PlacedPayload]) -> None:
         for segment, group in groupby(chunks, key=lambda chunk: chunk.location.segment):
             members = list(group)
             first = members[0].location.offset
@@ -101,7 +101,7 @@ class ObjectPayloads:
             assert first + len(body) == last.offset + HEADER.size + last.length, "a gap in a group"
             self._put(_name(segment, first), body)
             with self._lock:
-                self._parts.setdefault(segment, {})[first] = len(body)
+                self._objects.setdefault(segment, {})[first] = len(body)
 
     def _put(self, name: str, body: bytes) -> None:
         import obstore
@@ -123,7 +123,7 @@ class ObjectPayloads:
         import obstore
 
         where = f"record {location.segment}:{location.offset} of {self._url}"
-        parts = self._parts_of(location.segment)
+        parts = self._objects_of(location.segment)
         with self._lock:
             starts = list(parts)
         index = bisect_right(starts, location.offset) - 1
@@ -144,10 +144,10 @@ class ObjectPayloads:
     def sizes(self) -> dict[int, int]:
         if not self._is_listed:
             for segment in self._segments():
-                self._parts_of(segment)
+                self._objects_of(segment)
             self._is_listed = True
         with self._lock:
-            found = {number: sum(parts.values()) for number, parts in self._parts.items()}
+            found = {number: sum(parts.values()) for number, parts in self._objects.items()}
         found.pop(self._segment, None)
         return found
 
@@ -155,23 +155,23 @@ class ObjectPayloads:
         import obstore
 
         assert segment != self._segment, "the open segment still takes payload"
-        for first in self._listed(segment):
+        for first in self._list_segment(segment):
             with suppress(FileNotFoundError):
                 obstore.delete(self._store, _name(segment, first))
         with self._lock:
-            self._parts.pop(segment, None)
+            self._objects.pop(segment, None)
 
-    def _parts_of(self, segment: int) -> dict[int, int]:
+    def _objects_of(self, segment: int) -> dict[int, int]:
         """Kept for segments that exist; one that is gone is asked for again."""
-        known = self._parts.get(segment)
+        known = self._objects.get(segment)
         if known is None:
-            known = self._listed(segment)
+            known = self._list_segment(segment)
             if known:
                 with self._lock:
-                    known = self._parts.setdefault(segment, known)
+                    known = self._objects.setdefault(segment, known)
         return known
 
-    def _listed(self, segment: int) -> dict[int, int]:
+    def _list_segment(self, segment: int) -> dict[int, int]:
         import obstore
 
         prefix = f"{segment:08d}"
@@ -202,7 +202,7 @@ def _name(segment: int, first: int) -> str:
     return f"{segment:08d}/{first:012d}"
 
 
-def _encoded(chunks: Sequence[Chunk]) -> Iterator[bytes | memoryview]:
+def _encoded(chunks: Sequence[PlacedPayload]) -> Iterator[bytes | memoryview]:
     for chunk in chunks:
         yield HEADER.pack(MAGIC, chunk.location.length, crc32c.crc32c(chunk.payload))
         yield chunk.payload

@@ -14,9 +14,9 @@ from typing import Literal, Protocol
 
 from penstock.dataflow.ledger import segments
 from penstock.dataflow.ledger.segments import (
-    Chunk,
     Location,
-    SegmentPlan,
+    PlacedPayload,
+    SegmentAllocator,
     SegmentReader,
     SegmentWriter,
 )
@@ -33,13 +33,13 @@ class PayloadStore(Protocol):
     @property
     def durability(self) -> Durability: ...
 
-    def place(self, payload: bytes | memoryview) -> Chunk:
+    def place(self, payload: bytes | memoryview) -> PlacedPayload:
         """Give this payload its place for ever. On the event loop, so without any I/O; the caller
         appends every chunk it was given, in this order."""
         ...
 
-    def append(self, chunks: Sequence[Chunk]) -> None:
-        """Durable when this returns; called by one thread. `NoSpace` means that nothing of it was
+    def append(self, chunks: Sequence[PlacedPayload]) -> None:
+        """Durable when this returns; called by one thread. `DiskFull` means that nothing of it was
         kept and the same chunks may be appended again; any other error is final."""
         ...
 
@@ -65,14 +65,14 @@ class SegmentPayloads:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._plan = SegmentPlan(folder)
+        self._allocator = SegmentAllocator(folder)
         self._writer = SegmentWriter(folder)
         self._reader = SegmentReader(folder)
 
-    def place(self, payload: bytes | memoryview) -> Chunk:
-        return self._plan.place(payload)
+    def place(self, payload: bytes | memoryview) -> PlacedPayload:
+        return self._allocator.place(payload)
 
-    def append(self, chunks: Sequence[Chunk]) -> None:
+    def append(self, chunks: Sequence[PlacedPayload]) -> None:
         self._writer.append(chunks)
 
     def read(self, location: Location) -> bytes:
@@ -80,17 +80,17 @@ class SegmentPayloads:
         self._reader.read_into(location, memoryview(payload))
         return bytes(payload)
 
-    def read_into(self, location: Location, payload: memoryview, *, may_wait: bool) -> None:
+    def read_into(self, location: Location, payload: memoryview, *, may_block: bool) -> None:
         """As `read`, to where the caller wants it; BlockingIOError if it may not wait for it."""
-        self._reader.read_into(location, payload, may_wait=may_wait)
+        self._reader.read_into(location, payload, may_block=may_block)
 
     def sizes(self) -> dict[int, int]:
         found = segments.sizes(self._folder)
-        found.pop(self._plan.segment, None)
+        found.pop(self._allocator.segment, None)
         return found
 
     def delete(self, segment: int) -> None:
-        assert segment != self._plan.segment, "the open segment still takes payload"
+        assert segment != self._allocator.segment, "the open segment still takes payload"
         segments.delete(self._folder, segment)
         self._reader.forget(segment)
 
@@ -110,15 +110,15 @@ class MemoryPayloads:
         self._kept: dict[int, dict[int, bytes]] = {}
         self._lock = threading.Lock()
 
-    def place(self, payload: bytes | memoryview) -> Chunk:
+    def place(self, payload: bytes | memoryview) -> PlacedPayload:
         segment, offset = self._placing
         if offset >= self._segment_bytes:
             segment, offset = segment + 1, 0
         self._placing = segment, offset + len(payload)
         location = Location(segment=segment, offset=offset, length=len(payload))
-        return Chunk(location=location, payload=payload)
+        return PlacedPayload(location=location, payload=payload)
 
-    def append(self, chunks: Sequence[Chunk]) -> None:
+    def append(self, chunks: Sequence[PlacedPayload]) -> None:
         with self._lock:
             for chunk in chunks:
                 where = chunk.location

@@ -6,7 +6,7 @@ from __future__ import annotations
 from itertools import groupby
 from operator import itemgetter
 
-from penstock.dataflow.core.retention import Pinned
+from penstock.dataflow.core.retention import RetainedBatches
 from penstock.dataflow.ledger.tables import Tables
 from penstock.types import GroupId, PolicyName
 
@@ -19,7 +19,7 @@ PAGE = (
 )
 
 
-def pinned_batches(tables: Tables, consumer: PolicyName) -> Pinned:
+def read_retained_batches(tables: Tables, consumer: PolicyName) -> RetainedBatches:
     """Read backwards, so that a start costs what is pinned and not what was ever sealed."""
     found: dict[int, tuple[GroupId, ...]] = {}
     upper = int(tables.scalar(NEWEST, consumer=consumer) or 0)
@@ -29,7 +29,7 @@ def pinned_batches(tables: Tables, consumer: PolicyName) -> Pinned:
         for seq, fates in groupby(page, key=itemgetter(0)):
             members = list(fates)
             if any(is_freed for _, _, is_freed in members):
-                return Pinned(floor=int(seq), batches=dict(reversed(found.items())))
+                return RetainedBatches(floor=int(seq), batches=dict(reversed(found.items())))
             found[int(seq)] = tuple(GroupId(group_id) for _, group_id, _ in members)
         upper -= PAGE_BATCHES
-    return Pinned(floor=0, batches=dict(reversed(found.items())))
+    return RetainedBatches(floor=0, batches=dict(reversed(found.items())))

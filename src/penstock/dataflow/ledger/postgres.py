@@ -36,15 +36,15 @@ def connect(url: str, name: str) -> tuple[sa.Engine, sa.Connection]:
         pool_pre_ping=True,
         connect_args={"password": password},  # none at all breaks the driver when it is asked
     )
-    event.listen(engine, "connect", _set_up(schema))
+    event.listen(engine, "connect", _session_settings(schema))
     where = f"{address.host or 'the local socket'}/{address.database or ''}"
     try:
         writer = engine.connect()
     except DBAPIError as error:
         engine.dispose()
-        cure = "" if password else f"; no password was given: set {PASSWORD_ENV}"
+        fix = "" if password else f"; no password was given: set {PASSWORD_ENV}"
         raise StoreError(
-            f"PostgreSQL at {where} cannot be reached: {_reason(error)}{cure}"
+            f"PostgreSQL at {where} cannot be reached: {_reason(error)}{fix}"
         ) from error
     try:
         _require_durable(writer, where)
@@ -74,7 +74,7 @@ def _schema(name: str) -> str:
     return f"{name[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
-def _set_up(schema: str) -> Any:
+def _session_settings(schema: str) -> Any:
     def set_up(connection: Any, _: Any) -> None:
         cursor = connection.cursor()
         quoted = schema.replace('"', '""')
@@ -107,8 +107,8 @@ def _lock(writer: sa.Connection, schema: str, where: str) -> None:
 
 def _reason(error: DBAPIError) -> str:
     """What the server says, without the address and the password in it."""
-    told: Any = error.orig.args[0] if error.orig and error.orig.args else error.orig
-    return str(cast(dict[str, str], told).get("M")) if isinstance(told, dict) else str(told)
+    detail: Any = error.orig.args[0] if error.orig and error.orig.args else error.orig
+    return str(cast(dict[str, str], detail).get("M")) if isinstance(detail, dict) else str(detail)
 
 
 def array(values: Iterable[Any]) -> str:

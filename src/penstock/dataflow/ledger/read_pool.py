@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-_LIST = re.compile(r"\bIN :(\w+)")
+_IN_PARAMETER = re.compile(r"\bIN :(\w+)")
 
 
-class Asking:
+class ReadPool:
     """Lists among the values stand for `IN :name`."""
 
     def __init__(self, engine: sa.Engine) -> None:
@@ -24,22 +24,22 @@ class Asking:
         self._is_file = engine.dialect.name == "sqlite" and isinstance(engine.pool, sa.QueuePool)
         self._idle: list[Any] = []
         """Connections nobody uses now; as many as there were ever questions at a time."""
-        self._worded: dict[str, str] = {}
+        self._rewritten: dict[str, str] = {}
 
     def __call__(self, query: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         if not self._is_file:
             with self._engine.connect() as connection:
                 return [tuple(row) for row in connection.execute(_text(query, values), values)]
-        words = self._worded.get(query)
-        if words is None:  # a list is one JSON text, so its length changes no statement
-            words = _LIST.sub(r"IN (SELECT value FROM json_each(:\1))", query)
-            self._worded[query] = words
+        sql = self._rewritten.get(query)
+        if sql is None:  # a list is one JSON text, so its length changes no statement
+            sql = _IN_PARAMETER.sub(r"IN (SELECT value FROM json_each(:\1))", query)
+            self._rewritten[query] = sql
         try:
             connection = self._idle.pop()
         except IndexError:
             connection = self.connect()
         try:
-            found = connection.execute(words, {name: _plain(v) for name, v in values.items()})
+            found = connection.execute(sql, {name: _bindable(v) for name, v in values.items()})
             rows: list[tuple[Any, ...]] = found.fetchall()
         except BaseException:
             connection.close()
@@ -49,16 +49,16 @@ class Asking:
 
     def connect(self) -> Any:
         """One of the driver's own, out of the engine's pool, whose few others wait for."""
-        fairy = self._engine.raw_connection()
-        fairy.detach()
-        return fairy.dbapi_connection
+        pooled = self._engine.raw_connection()
+        pooled.detach()
+        return pooled.dbapi_connection
 
     def close(self) -> None:
         while self._idle:
             self._idle.pop().close()
 
 
-def _plain(value: Any) -> Any:
+def _bindable(value: Any) -> Any:
     return msgspec.json.encode(value).decode() if isinstance(value, list) else value
 
 

@@ -35,10 +35,10 @@ from penstock.types import GroupId, PolicyName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedRun:
     """What a run wrote down."""
 
-    home: Tables
+    coordinator: Tables
     partitions: Mapping[int, Tables] = field(default_factory=dict[int, Tables])
     """Those with a ledger of their own; the others write into home's."""
     held: ExitStack = field(default_factory=ExitStack)
@@ -46,7 +46,7 @@ class Recorded:
 
     def at(self, partition: int) -> Tables:
         """Where groups, leases and rows of this partition stand."""
-        return self.partitions.get(partition, self.home)
+        return self.partitions.get(partition, self.coordinator)
 
     def group(self, issued: IssuedRecord) -> GroupRecord | None:
         """As its partition keeps it; None when that has not heard of it yet."""
@@ -64,23 +64,23 @@ class Recorded:
         return [found[key] for key in sorted(found)]
 
     def fates(self, group_id: GroupId) -> list[FateRecord]:
-        return self.home.read(FateRecord, "group_id = :id", id=group_id)
+        return self.coordinator.read(FateRecord, "group_id = :id", id=group_id)
 
     def batch(self, policy: PolicyName, seq: int) -> BatchRecord | None:
         where = "consumer = :policy AND seq = :seq"
-        found = self.home.read(BatchRecord, where, policy=policy, seq=seq)
+        found = self.coordinator.read(BatchRecord, where, policy=policy, seq=seq)
         return found[0] if found else None
 
     def commits(self, policy: PolicyName, seq: int) -> list[CommitRecord]:
         """Of one batch, one for each life of the trainer that was served it."""
         where = "consumer = :policy AND seq = :seq"
-        found = self.home.read(CommitRecord, where, policy=policy, seq=seq)
+        found = self.coordinator.read(CommitRecord, where, policy=policy, seq=seq)
         return sorted(found, key=lambda commit: commit.incarnation)
 
     def lineage(self, policy: PolicyName, incarnation: int) -> Lineage:
         """As it stood in this life of the trainer: later forks made nothing older then."""
         lineage = Lineage(policy)
-        restore_lineage(lineage, self.home)
+        restore_lineage(lineage, self.coordinator)
         lineage.incarnation = incarnation
         return lineage
 
@@ -88,19 +88,19 @@ class Recorded:
         self.held.close()
 
 
-def open_recorded(ledger_folder: Path) -> Recorded:
+def open_recorded_run(ledger_folder: Path) -> RecordedRun:
     """The ledger in this folder; whoever writes it meanwhile is not disturbed."""
     with ExitStack() as opened:
-        further = {
-            int(folder.name[1:]): _open(folder / "ledger.db", opened)
+        partitions = {
+            int(folder.name[1:]): _open_tables(folder / "ledger.db", opened)
             for folder in sorted(ledger_folder.glob("p[0-9]*"))
             if folder.name[1:].isdecimal() and (folder / "ledger.db").is_file()
         }
-        home = _open(ledger_folder / "ledger.db", opened)
-        return Recorded(home=home, partitions=further, held=opened.pop_all())
+        coordinator = _open_tables(ledger_folder / "ledger.db", opened)
+        return RecordedRun(coordinator=coordinator, partitions=partitions, held=opened.pop_all())
 
 
-def _open(path: Path, opened: ExitStack) -> Tables:
+def _open_tables(path: Path, opened: ExitStack) -> Tables:
     if not path.is_file():
         raise StoreError(
             f"there is no ledger at {path}; give the folder of a run that was started, "
@@ -111,7 +111,7 @@ def _open(path: Path, opened: ExitStack) -> Tables:
     mode = "mode=ro" if is_open else "mode=ro&immutable=1"
     uri = f"{path.absolute().as_uri()}?{mode}"
     try:
-        tables = _of_this_format(uri, opened)
+        tables = _open_current_format(uri, opened)
     except (DatabaseError, sqlite3.DatabaseError) as error:
         why = error.orig if isinstance(error, DatabaseError) else error
         raise StoreError(
@@ -122,9 +122,9 @@ def _open(path: Path, opened: ExitStack) -> Tables:
     return tables
 
 
-def _of_this_format(uri: str, opened: ExitStack) -> Tables:
+def _open_current_format(uri: str, opened: ExitStack) -> Tables:
     with closing(sqlite3.connect(uri, uri=True)) as ledger:
-        if not _is_older(ledger):
+        if not _has_older_format(ledger):
             return Tables(sa.create_engine(f"sqlite:///{uri}&uri=true"))
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="penstock-ledger-")))
         try:
@@ -138,7 +138,7 @@ def _of_this_format(uri: str, opened: ExitStack) -> Tables:
             ) from error
 
 
-def _is_older(ledger: sqlite3.Connection) -> bool:
+def _has_older_format(ledger: sqlite3.Connection) -> bool:
     with suppress(sqlite3.OperationalError):  # of a first start that was cut off
         found = ledger.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
         return found is not None and int(found[0]) < FORMAT

@@ -18,18 +18,18 @@ from typing import Any
 import msgspec
 
 from penstock.dataflow.column_records import ColumnRecord
-from penstock.dataflow.core.completion import Landed, Stage
+from penstock.dataflow.core.completion import ColumnCompleted, Stage
 from penstock.dataflow.core.consumers import Consumer, ReadyGroup
-from penstock.dataflow.core.home import Home, yield_key
+from penstock.dataflow.core.home import Coordinator, yield_key
 from penstock.dataflow.core.links import Link
 from penstock.dataflow.core.partition import Partition
-from penstock.dataflow.core.partition_host import PartitionHost
+from penstock.dataflow.core.partition_host import PartitionRuntime
 from penstock.dataflow.core.versions import Lineage
-from penstock.dataflow.ledger.pinned import pinned_batches
+from penstock.dataflow.ledger.pinned import read_retained_batches
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import (
     GONE,
-    QUARANTINED,
+    QUARANTINE_PREFIX,
     BatchRecord,
     CommitRecord,
     CompletionRecord,
@@ -46,7 +46,7 @@ from penstock.dataflow.records import (
     MetaRecord,
     NodeRecord,
     RowRecord,
-    RuleRecord,
+    RuleStateRecord,
     SourceRecord,
     VersionRecord,
     WasteRecord,
@@ -54,8 +54,8 @@ from penstock.dataflow.records import (
 )
 from penstock.types import GroupId, NodeId, PolicyName, RowId
 
-OF_OPEN_GROUPS = "group_id IN (SELECT group_id FROM groups WHERE state = 'open')"
-JUDGED_OF_OPEN = (
+IN_OPEN_GROUPS = "group_id IN (SELECT group_id FROM groups WHERE state = 'open')"
+JUDGED_OPEN_GROUPS = (
     "SELECT group_id FROM fates WHERE consumer = :policy "
     "AND group_id IN (SELECT group_id FROM issued WHERE judged = FALSE)"
 )
@@ -67,24 +67,26 @@ _VERSIONS = msgspec.json.Decoder(tuple[tuple[int, int], ...])
 
 
 def restore_partition(partition: Partition, tables: Tables, now: float) -> None:
-    leases = tables.read(LeaseRecord, OF_OPEN_GROUPS)
+    leases = tables.read(LeaseRecord, IN_OPEN_GROUPS)
     partition.restore(
         groups=tables.read(GroupRecord, "state = 'open'"),
-        grants=tables.read(GrantRecord, OF_OPEN_GROUPS),
+        grants=tables.read(GrantRecord, IN_OPEN_GROUPS),
         leases=sorted(leases, key=lambda lease: (lease.group_id, lease.slot, lease.epoch)),
-        rows=tables.read(RowRecord, OF_OPEN_GROUPS),
+        rows=tables.read(RowRecord, IN_OPEN_GROUPS),
         nodes=tables.read(NodeRecord, 'NOT "left"'),
-        dead=tables.read(DeadSlotRecord, OF_OPEN_GROUPS),
+        dead=tables.read(DeadSlotRecord, IN_OPEN_GROUPS),
         quarantined=_quarantined(tables),
         now=now,
     )
 
 
 def _quarantined(tables: Tables) -> set[tuple[NodeId, str]]:
-    return {*map(quarantined, tables.read(MetaRecord, "key LIKE :keys", keys=f"{QUARANTINED}%"))}
+    return {
+        *map(quarantined, tables.read(MetaRecord, "key LIKE :keys", keys=f"{QUARANTINE_PREFIX}%"))
+    }
 
 
-def restore_completion(host: PartitionHost, tables: Tables) -> None:
+def restore_completion(host: PartitionRuntime, tables: Tables) -> None:
     """Closed groups that wait for columns, and the columns of all rows that are not final."""
     if not host.completion.is_needed:
         return
@@ -98,12 +100,12 @@ def restore_completion(host: PartitionHost, tables: Tables) -> None:
             row_ids.append(row.row_id)
             if group_id in waiting and row.outcome in ("completed", "truncated"):
                 rows[group_id].append(row)
-    landed: list[Landed] = []
+    completed: list[ColumnCompleted] = []
     for start in range(0, len(row_ids), 500):
         part = list[str](row_ids[start : start + 500])
         for column in tables.read(ColumnRecord, "space = 'train' AND row_id IN :ids", ids=part):
-            landed.append(
-                Landed(
+            completed.append(
+                ColumnCompleted(
                     row_id=column.row_id,
                     name=column.name,
                     failed=column.failed,
@@ -117,62 +119,64 @@ def restore_completion(host: PartitionHost, tables: Tables) -> None:
             for group_id in waiting
         },
         stages,
-        landed,
+        completed,
     )
 
 
 # --- home -------------------------------------------------------------------------------------
 
 
-def rule_memories(tables: Tables) -> dict[str, dict[str, Any]]:
+def load_rule_states(tables: Tables) -> dict[str, dict[str, Any]]:
     memories: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    for record in tables.read(RuleRecord):
+    for record in tables.read(RuleStateRecord):
         memories[record.rule][record.key] = msgspec.json.decode(record.value)
     return dict(memories)
 
 
-def restore_home(home: Home, tables: Tables) -> None:
+def restore_coordinator(coordinator: Coordinator, tables: Tables) -> None:
     """All but what waits for a batch: enough to go on with what runs."""
     sources = tables.read(SourceRecord)
-    home.supply.restore(sources)
+    coordinator.supply.restore(sources)
     judged: defaultdict[GroupId, set[PolicyName]] = defaultdict(set)
-    for policy in home.consumers:
-        for (group_id,) in tables.rows(JUDGED_OF_OPEN, policy=policy):
+    for policy in coordinator.consumers:
+        for (group_id,) in tables.rows(JUDGED_OPEN_GROUPS, policy=policy):
             judged[GroupId(group_id)].add(policy)
     issued = tables.read(IssuedRecord, "judged = FALSE")
-    home.restore(
+    coordinator.restore(
         num_issued=sum(source.next_ordinal - source.skipped for source in sources),
         open_groups=[
-            (record, set(home.consumers) - judged[record.group_id])
+            (record, set(coordinator.consumers) - judged[record.group_id])
             for record in sorted(issued, key=lambda record: record.issue)
         ],
     )
-    for consumer in home.consumers.values():
+    for consumer in coordinator.consumers.values():
         restore_lineage(consumer.lineage, tables)
         for kept in tables.read(MetaRecord, "key = :key", key=yield_key(consumer.terms.policy)):
             consumer.expected_yield = float(kept.value)
         _restore_sealed(consumer, tables)
-    home.gone = {
+    coordinator.gone = {
         RowId(key.removeprefix(GONE))
         for (key,) in tables.rows("SELECT key FROM meta WHERE key LIKE :keys", keys=f"{GONE}%")
     }
-    home.quarantined = _quarantined(tables)
-    home.wasted_tokens = {record.reason: record.tokens for record in tables.read(WasteRecord)}
+    coordinator.quarantined = _quarantined(tables)
+    coordinator.wasted_tokens = {
+        record.reason: record.tokens for record in tables.read(WasteRecord)
+    }
 
 
-def restore_waiting(home: Home, tables: Tables) -> list[GroupId]:
+def restore_ready_groups(coordinator: Coordinator, tables: Tables) -> list[GroupId]:
     """The groups that wait for a batch, and who holds which; returns those that nobody does any
     more. For any thread, while nobody asks home for anything."""
-    for consumer in home.consumers.values():
+    for consumer in coordinator.consumers.values():
         _restore_groups(consumer, tables)
-    return _restore_retention(home, tables)
+    return _restore_retention(coordinator, tables)
 
 
 def restore_lineage(lineage: Lineage, tables: Tables) -> None:
-    lives = tables.read(IncarnationRecord, "policy = :policy", policy=lineage.policy)
+    incarnation_records = tables.read(IncarnationRecord, "policy = :policy", policy=lineage.policy)
     commits = tables.read(CommitRecord, "consumer = :policy", policy=lineage.policy)
-    for life in sorted(lives, key=lambda record: record.incarnation):
-        lineage.apply_incarnation(life)
+    for incarnation_record in sorted(incarnation_records, key=lambda record: record.incarnation):
+        lineage.apply_incarnation(incarnation_record)
         for commit in sorted(commits, key=lambda record: record.seq):
             lineage.apply_commit(commit)
     versions = tables.read(VersionRecord, "policy = :policy", policy=lineage.policy)
@@ -204,7 +208,7 @@ FROM fates WHERE consumer = :policy AND state = :state AND (state = 'admitted' O
 
 
 @contextmanager
-def _no_collection() -> Generator[None]:
+def _gc_disabled() -> Generator[None]:
     """Objects that all stay: the collector would walk through them again and again."""
     was_on = gc.isenabled()
     gc.disable()
@@ -221,7 +225,7 @@ def _restore_groups(consumer: Consumer, tables: Tables) -> None:
     arrived = tables.scalar("SELECT max(arrival) FROM fates WHERE consumer = :p", p=policy)
     consumer.num_arrived = int(arrived or 0)
     states = (FateState.ADMITTED, FateState.SEALED) if consumer.has_pool else (FateState.ADMITTED,)
-    with _no_collection():
+    with _gc_disabled():
         for state in states:
             _restore_waiting(consumer, tables, state)
 
@@ -252,7 +256,7 @@ def _restore_waiting(consumer: Consumer, tables: Tables, state: FateState) -> No
             (consumer.ready if is_complete else consumer.incomplete)[group_id] = group
 
 
-def rows_of_groups(
+def load_group_rows(
     tables: Tables, policy: PolicyName, group_ids: Sequence[GroupId]
 ) -> dict[GroupId, bytes]:
     """The rows of waiting groups that a restart left in the ledger."""
@@ -265,23 +269,23 @@ def rows_of_groups(
     return found
 
 
-def _restore_retention(home: Home, tables: Tables) -> list[GroupId]:
+def _restore_retention(coordinator: Coordinator, tables: Tables) -> list[GroupId]:
     undecided: list[GroupId] = []
-    for consumer in home.consumers.values():
+    for consumer in coordinator.consumers.values():
         undecided += [*consumer.ready, *consumer.incomplete]
-    for group_id in home.open:
-        undecided += [group_id] * len(home.undecided(group_id))
+    for group_id in coordinator.open:
+        undecided += [group_id] * len(coordinator.undecided(group_id))
     retained = {
         PolicyName(policy): min((seq for _, seq in msgspec.json.decode(text)), default=None)
         for policy, text in tables.rows("SELECT policy, retained FROM checkpoints")
     }
-    return home.retention.restore(
+    return coordinator.retention.restore(
         undecided=undecided,
-        batches={policy: pinned_batches(tables, policy) for policy in home.consumers},
-        pools={policy: consumer.pool for policy, consumer in home.consumers.items()},
+        batches={policy: read_retained_batches(tables, policy) for policy in coordinator.consumers},
+        pools={policy: consumer.pool for policy, consumer in coordinator.consumers.items()},
         cursors={
             policy: (consumer.lineage.seq, retained.get(policy))
-            for policy, consumer in home.consumers.items()
+            for policy, consumer in coordinator.consumers.items()
         },
     )
 

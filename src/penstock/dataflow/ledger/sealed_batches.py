@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.dataflow.column_records import VALUES, ColumnRecord
+from penstock.dataflow.column_records import STORED_COLUMNS_SQL, ColumnRecord
 from penstock.dataflow.core.manifests import manifest_of
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.ledger import segments
 from penstock.dataflow.ledger.blobs import BlobStore
-from penstock.dataflow.ledger.recorded import Recorded
+from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import GONE, CommitRecord, RowRecord, VersionRecord
@@ -30,23 +30,25 @@ def partition_folder(ledger_folder: Path, index: int) -> Path:
     return ledger_folder / f"p{index}"
 
 
-PART = 500
+KEYS_PER_QUERY = 500
 """Row ids per query."""
 
 
 class SealedBatches:
     """Those of one policy, along its surviving lineage."""
 
-    def __init__(self, recorded: Recorded, ledger_folder: Path, policy: PolicyName) -> None:
+    def __init__(self, recorded: RecordedRun, ledger_folder: Path, policy: PolicyName) -> None:
         self._recorded = recorded
         self._folder = ledger_folder
         self._policy = policy
-        newest = recorded.home.scalar(
+        newest = recorded.coordinator.scalar(
             "SELECT max(incarnation) FROM incarnations WHERE policy = :policy", policy=policy
         )
         self.lineage: Lineage = recorded.lineage(policy, int(newest or 0))
         """As it stands now."""
-        marked = recorded.home.rows("SELECT key FROM meta WHERE key LIKE :keys", keys=f"{GONE}%")
+        marked = recorded.coordinator.rows(
+            "SELECT key FROM meta WHERE key LIKE :keys", keys=f"{GONE}%"
+        )
         self._gone = {RowId(key.removeprefix(GONE)) for (key,) in marked}
 
     def manifest(self, seq: int) -> Manifest | None:
@@ -69,7 +71,7 @@ class SealedBatches:
             version
             for version in self.lineage.versions()
             if version.number == number
-            and self.lineage.effective(version.incarnation, version.number) == number
+            and self.lineage.effective_number(version.incarnation, version.number) == number
         ]
         return found[-1] if found else None
 
@@ -78,8 +80,8 @@ class SealedBatches:
         ids = [row.row_id for row in manifest.rows]
         columns = sorted({name for row in manifest.rows for name in row.columns})
         found: dict[RowId, RowPayload] = {}
-        for start in range(0, len(ids), PART):
-            found |= self._read(ids[start : start + PART], columns)
+        for start in range(0, len(ids), KEYS_PER_QUERY):
+            found |= self._read(ids[start : start + KEYS_PER_QUERY], columns)
         if lost := [row_id for row_id in ids if row_id not in self._gone and row_id not in found]:
             raise StoreError(
                 f"batch {manifest.consumer}.{manifest.seq}: {len(lost)} of {len(ids)} rows are not "
@@ -90,7 +92,7 @@ class SealedBatches:
 
     def _read(self, ids: Sequence[RowId], names: Sequence[str]) -> dict[RowId, RowPayload]:
         found: dict[RowId, RowPayload] = {}
-        everywhere = {0: self._recorded.home, **self._recorded.partitions}
+        everywhere = {0: self._recorded.coordinator, **self._recorded.partitions}
         for index, tables in everywhere.items():
             folder = partition_folder(self._folder, index) if index else self._folder
             columns = _columns(tables, ids, names)
@@ -114,7 +116,9 @@ def _columns(
     """Those of these names that have a value, by row."""
     found: dict[RowId, list[ColumnRecord]] = defaultdict(list)
     if names:
-        for column in tables.read(ColumnRecord, VALUES, ids=list(map(str, ids)), names=list(names)):
+        for column in tables.read(
+            ColumnRecord, STORED_COLUMNS_SQL, ids=list(map(str, ids)), names=list(names)
+        ):
             found[column.row_id].append(column)
     return found
 

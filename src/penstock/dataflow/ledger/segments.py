@@ -22,16 +22,16 @@ MAGIC = b"PSR1"
 HEADER = struct.Struct("<4sII")
 """Magic, payload length, CRC32C of the payload."""
 MAX_SEGMENT_BYTES = 256 << 20
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 MAX_OPEN = 8
 """Segments that a reader keeps open."""
-LONG_BYTES = 4 << 20
+RELEASE_GIL_BYTES = 4 << 20
 """Of payload whose checksum takes milliseconds."""
-MAX_PARTS = 1024
+IOV_MAX = 1024
 """The kernel takes no more parts in one writev (IOV_MAX)."""
 
 
-class NoSpace(StoreError):
+class DiskFull(StoreError):
     """The disk is full. Nothing of the call was kept, and the same call may be made again."""
 
 
@@ -44,7 +44,7 @@ class Location:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class PlacedPayload:
     """Bytes that have a place but are not on disk yet."""
 
     location: Location
@@ -68,7 +68,7 @@ def delete(folder: Path, segment: int) -> None:
     _sync_folder(folder)
 
 
-class SegmentPlan:
+class SegmentAllocator:
     """Gives each payload its place before it is written; lives on the event loop."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,12 +76,12 @@ class SegmentPlan:
         self.segment = max(sizes(folder), default=0) + 1
         self._offset = 0
 
-    def place(self, payload: bytes | memoryview) -> Chunk:
+    def place(self, payload: bytes | memoryview) -> PlacedPayload:
         if self._offset >= MAX_SEGMENT_BYTES:
             self.segment, self._offset = self.segment + 1, 0
         location = Location(segment=self.segment, offset=self._offset, length=len(payload))
         self._offset += HEADER.size + len(payload)
-        return Chunk(location=location, payload=payload)
+        return PlacedPayload(location=location, payload=payload)
 
 
 class SegmentWriter:
@@ -92,8 +92,8 @@ class SegmentWriter:
         self._segment = 0
         self._descriptor = -1
 
-    def append(self, chunks: Sequence[Chunk]) -> None:
-        """On disk when this returns. After `NoSpace` the same chunks may be appended again; any
+    def append(self, chunks: Sequence[PlacedPayload]) -> None:
+        """On disk when this returns. After `DiskFull` the same chunks may be appended again; any
         other error is final: the process must end, never retry and ack."""
         start = 0
         while start < len(chunks):
@@ -110,12 +110,12 @@ class SegmentWriter:
         if segment == self._segment:
             return
         path = segment_path(self._folder, segment)
-        # An older life never wrote here; this one may have, in a call that ended in `NoSpace`.
+        # An older life never wrote here; this one may have, in a call that ended in `DiskFull`.
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         try:
             descriptor = os.open(path, flags, 0o600)
         except OSError as error:
-            raise _full_or(error) from error
+            raise _as_disk_full(error) from error
         self.close()
         self._segment, self._descriptor = segment, descriptor
         _sync_folder(self._folder)
@@ -129,21 +129,21 @@ class SegmentWriter:
         self.close()
 
 
-def _write_at(descriptor: int, offset: int, chunks: Sequence[Chunk]) -> None:
-    """All of it, or `NoSpace` with the file cut back to where it ended before."""
+def _write_at(descriptor: int, offset: int, chunks: Sequence[PlacedPayload]) -> None:
+    """All of it, or `DiskFull` with the file cut back to where it ended before."""
     parts: list[bytes | memoryview] = []
     for chunk in chunks:
         size = chunk.location.length
         parts += (HEADER.pack(MAGIC, size, _crc(chunk.payload)), chunk.payload)
     position = offset
     try:
-        for start in range(0, len(parts), MAX_PARTS):
-            batch = parts[start : start + MAX_PARTS]
+        for start in range(0, len(parts), IOV_MAX):
+            batch = parts[start : start + IOV_MAX]
             position = _write_batch(descriptor, position, batch)
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in DISK_FULL_ERRNOS:
             os.ftruncate(descriptor, offset)
-        raise _full_or(error) from error
+        raise _as_disk_full(error) from error
 
 
 def _write_batch(descriptor: int, position: int, batch: list[bytes | memoryview]) -> int:
@@ -156,8 +156,12 @@ def _write_batch(descriptor: int, position: int, batch: list[bytes | memoryview]
     return end
 
 
-def _full_or(error: OSError) -> Exception:
-    return NoSpace(f"no space left for payload: {error}") if error.errno in FULL else error
+def _as_disk_full(error: OSError) -> Exception:
+    return (
+        DiskFull(f"no space left for payload: {error}")
+        if error.errno in DISK_FULL_ERRNOS
+        else error
+    )
 
 
 def _sync_folder(folder: Path) -> None:
@@ -178,7 +182,7 @@ def read(folder: Path, location: Location) -> bytes:
 def _crc(payload: bytes | memoryview) -> int:
     """Lets no other thread run meanwhile, unless it is long: waiting for a turn again would take
     longer."""
-    return crc32c.crc32c(payload, gil_release_mode=0 if len(payload) <= LONG_BYTES else 1)
+    return crc32c.crc32c(payload, gil_release_mode=0 if len(payload) <= RELEASE_GIL_BYTES else 1)
 
 
 class SegmentReader:
@@ -188,13 +192,13 @@ class SegmentReader:
         self._folder = folder
         self._open: dict[int, _OpenFile] = {}
 
-    def read_into(self, location: Location, payload: memoryview, *, may_wait: bool = True) -> None:
+    def read_into(self, location: Location, payload: memoryview, *, may_block: bool = True) -> None:
         """Fill `payload` with the record's, or StoreError naming the damaged record. Without
-        `may_wait`, BlockingIOError when the system does not have all of it in memory."""
+        `may_block`, BlockingIOError when the system does not have all of it in memory."""
         file = self._open.get(location.segment) or self._open_segment(location.segment)
         header = bytearray(HEADER.size)
         parts, at = [header, payload], location.offset
-        size = os.preadv(file.descriptor, parts, at) if may_wait else _at_once(file, parts, at)
+        size = os.preadv(file.descriptor, parts, at) if may_block else _read_nowait(file, parts, at)
         if size != HEADER.size + location.length:
             raise StoreError(f"record {_name(location)} is cut off")
         if HEADER.unpack(header) != (MAGIC, location.length, _crc(payload)):
@@ -226,7 +230,7 @@ class _OpenFile:
         os.close(self.descriptor)
 
 
-def _at_once(file: _OpenFile, parts: Sequence[bytearray | memoryview], offset: int) -> int:
+def _read_nowait(file: _OpenFile, parts: Sequence[bytearray | memoryview], offset: int) -> int:
     try:
         size = os.preadv(file.descriptor, parts, offset, os.RWF_NOWAIT)
     except OSError as error:  # most file systems can, and those that cannot say so

@@ -24,29 +24,29 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from penstock.dataflow.ledger.bounds import RESERVE_BYTES, Reserve, Usage
+from penstock.dataflow.ledger.bounds import RESERVE_BYTES, DiskReserve, Usage
 from penstock.dataflow.ledger.payloads import Durability, PayloadStore, SegmentPayloads
-from penstock.dataflow.ledger.segments import Chunk, Location, NoSpace
+from penstock.dataflow.ledger.segments import DiskFull, Location, PlacedPayload
 from penstock.dataflow.ledger.tables import open_tables
-from penstock.dataflow.records import FORMAT, Erasure, MetaRecord, Record, RowRecord
+from penstock.dataflow.records import FORMAT, Deletion, MetaRecord, Record, RowRecord
 from penstock.errors import StoreError
 from penstock.types import RowId
 
 
 @dataclass(slots=True)
-class _Write:
-    records: Sequence[Record | Erasure]
-    chunks: list[Chunk]
+class _PendingWrite:
+    records: Sequence[Record | Deletion]
+    chunks: list[PlacedPayload]
     done: asyncio.Future[None]
 
 
 RETRY_S = 0.1
 """Between two looks at a full disk."""
-SQLITE_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
+SQLITE_FULL_CODES = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
 """Codes with which SQLite says that it found no room and took everything back."""
 
 
-class _Closed(Exception):
+class _ClosedWhileFull(Exception):
     """The ledger is closed while its disk is full; what was not acknowledged stays so."""
 
 
@@ -72,11 +72,11 @@ class Ledger:
             os.close(self._lock)
             raise
         self.payloads = SegmentPayloads(self.segments_folder) if payloads is None else payloads
-        self._reserve = Reserve(folder, reserve_bytes)
+        self._reserve = DiskReserve(folder, reserve_bytes)
         self._reserve.take()
-        self._placed: list[Chunk] = []
+        self._placed: list[PlacedPayload] = []
         self._queued_bytes = 0
-        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_PendingWrite | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_groups, name="ledger", daemon=True)
         self._writer.start()
@@ -98,7 +98,7 @@ class Ledger:
         self._queued_bytes += chunk.location.length
         return chunk.location
 
-    def write(self, records: Sequence[Record | Erasure]) -> asyncio.Future[None]:
+    def write(self, records: Sequence[Record | Deletion]) -> asyncio.Future[None]:
         """Durable when the future is done, with all payload placed before. In order of call."""
         chunks, self._placed = self._placed, []
         if records or chunks:
@@ -113,15 +113,15 @@ class Ledger:
         return self._put((), [])
 
     def _put(
-        self, records: Sequence[Record | Erasure], chunks: list[Chunk]
+        self, records: Sequence[Record | Deletion], chunks: list[PlacedPayload]
     ) -> asyncio.Future[None]:
         done = asyncio.get_running_loop().create_future()
-        self._queue.put(_Write(records, chunks, done))
+        self._queue.put(_PendingWrite(records, chunks, done))
         return done
 
     def usage(self) -> Usage:
-        """For `Bounds`: what is queued, and what is left on the disk."""
-        return Usage(queued_bytes=self._queued_bytes, free_bytes=self._reserve.free_bytes_lately())
+        """For `StorageLimits`: what is queued, and what is left on the disk."""
+        return Usage(queued_bytes=self._queued_bytes, free_bytes=self._reserve.cached_free_bytes())
 
     def _write_groups(self) -> None:
         """consumes: writes of all callers · produces: one fsynced group at a time
@@ -133,21 +133,21 @@ class Ledger:
             try:
                 self._write_group(group)
                 self._reserve.take()
-            except _Closed:
+            except _ClosedWhileFull:
                 return
             except Exception as error:
                 self._fail(group, error)
                 return
             self._resolve(group)
 
-    def _write_group(self, group: list[_Write]) -> None:
+    def _write_group(self, group: list[_PendingWrite]) -> None:
         chunks = [chunk for write in group for chunk in write.chunks]
         if chunks:
-            self._when_space(lambda: self.payloads.append(chunks))
+            self._retry_until_space(lambda: self.payloads.append(chunks))
         for records in _transactions(group):
-            self._when_space(partial(self.tables.commit, records))
+            self._retry_until_space(partial(self.tables.commit, records))
 
-    def _when_space(self, step: Callable[[], None]) -> None:
+    def _retry_until_space(self, step: Callable[[], None]) -> None:
         """Do it, on a full disk with the reserve's help, and else as soon as there is room."""
         while True:
             try:
@@ -156,10 +156,10 @@ class Ledger:
                 if not _is_full(error):
                     raise
             if not self._reserve.release() and self._closing.wait(RETRY_S):
-                raise _Closed
+                raise _ClosedWhileFull
 
-    def _next_group(self) -> list[_Write]:
-        group: list[_Write] = []
+    def _next_group(self) -> list[_PendingWrite]:
+        group: list[_PendingWrite] = []
         item = self._queue.get()
         while item is not None:
             group.append(item)
@@ -171,29 +171,29 @@ class Ledger:
             self._queue.put(None)
         return group
 
-    def _fail(self, group: list[_Write], error: Exception) -> None:
+    def _fail(self, group: list[_PendingWrite], error: Exception) -> None:
         failure = StoreError(f"the ledger cannot be written: {type(error).__name__}: {error}")
         failure.__cause__ = error
         loop = group[0].done.get_loop()
 
-        def tell() -> None:
+        def notify() -> None:
             for write in group:
                 if not write.done.done():
                     write.done.set_exception(failure)
             self.on_failure(failure)
 
-        loop.call_soon_threadsafe(tell)
+        loop.call_soon_threadsafe(notify)
 
-    def _resolve(self, group: list[_Write]) -> None:
+    def _resolve(self, group: list[_PendingWrite]) -> None:
         written = sum(chunk.location.length for write in group for chunk in write.chunks)
 
-        def tell() -> None:
+        def notify() -> None:
             self._queued_bytes -= written
             for write in group:
                 if not write.done.done():
                     write.done.set_result(None)
 
-        group[0].done.get_loop().call_soon_threadsafe(tell)
+        group[0].done.get_loop().call_soon_threadsafe(notify)
 
     def close(self) -> None:
         self._closing.set()
@@ -224,7 +224,7 @@ class Ledger:
             raise StoreError(f"row {row.row_id} is damaged: other bytes lie where it should be")
         return payload
 
-    def stamp(self) -> list[MetaRecord]:
+    def start_records(self) -> list[MetaRecord]:
         """Format and service epoch for this start, to be written before anything else."""
         epoch = (
             int(self.tables.scalar("SELECT value FROM meta WHERE key = 'service_epoch'") or 0) + 1
@@ -235,13 +235,13 @@ class Ledger:
         ]
 
 
-def _transactions(group: list[_Write]) -> list[list[Record | Erasure]]:
+def _transactions(group: list[_PendingWrite]) -> list[list[Record | Deletion]]:
     """All of the group in one, but none after a write that erases: within a transaction erasures
     come last, and what a later write put again would go with them."""
-    transactions: list[list[Record | Erasure]] = [[]]
+    transactions: list[list[Record | Deletion]] = [[]]
     for write in group:
         transactions[-1] += write.records
-        if any(type(record) is Erasure for record in write.records):
+        if any(type(record) is Deletion for record in write.records):
             transactions.append([])
     return [records for records in transactions if records]
 
@@ -250,7 +250,7 @@ def _is_full(error: Exception) -> bool:
     """No room, and everything taken back. An error of fsync is never among these."""
     driver_error = getattr(error, "orig", error)
     code = getattr(driver_error, "sqlite_errorcode", None)
-    return isinstance(error, NoSpace) or code in SQLITE_FULL
+    return isinstance(error, DiskFull) or code in SQLITE_FULL_CODES
 
 
 def _location(row: RowRecord) -> Location:

@@ -27,11 +27,11 @@ from sqlalchemy.dialects import postgresql, sqlite
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord, ItemRecord
 from penstock.dataflow.ledger import formats
 from penstock.dataflow.ledger.postgres import array, connect
-from penstock.dataflow.ledger.read_pool import Asking
-from penstock.dataflow.ledger.wal import refuse_damage
+from penstock.dataflow.ledger.read_pool import ReadPool
+from penstock.dataflow.ledger.wal import check_wal
 from penstock.dataflow.records import (
     RECORDS,
-    Erasure,
+    Deletion,
     FateRecord,
     GroupRecord,
     IssuedRecord,
@@ -45,10 +45,10 @@ R = TypeVar("R")
 CHECKSUM = "checksum"
 """CRC32C of a record, for SQLite has none for its pages. Never 0: SQLite makes up what a damaged
 record lacks. Items have none, since their bundle tells if one is wrong."""
-PLACE = frozenset({"segment", "offset"})
+LOCATION_FIELDS = frozenset({"segment", "offset"})
 """Moved by compaction without the rest; what lies there has a checksum and a digest of its own."""
 MAX_ROWS_PER_STATEMENT = 64
-RESTAMP_ROWS = 10_000
+BACKFILL_ROWS = 10_000
 VERIFY_STEPS = 100_000
 """Of SQLite's machine, between two looks whether somebody waits for the end."""
 
@@ -148,7 +148,7 @@ class BundleMove:
     offset: int
 
 
-MOVES: tuple[type[Record], ...] = (RowMove, ColumnMove, BundleMove)
+MOVE_RECORDS: tuple[type[Record], ...] = (RowMove, ColumnMove, BundleMove)
 
 
 def _upsert(kind: type[Record], dialect: sa.Dialect) -> sa.ClauseElement:
@@ -179,15 +179,15 @@ class _Statement:
     thousands of records spends its time in the database."""
 
     def __init__(self, kind: type[Record], dialect: sa.Dialect) -> None:
-        statement = _move(kind) if kind in MOVES else _upsert(kind, dialect)
+        statement = _move(kind) if kind in MOVE_RECORDS else _upsert(kind, dialect)
         self._sql = str(statement.compile(dialect=dialect))
         self._head, _, rest = self._sql.partition(" VALUES ")
-        self._marks, _, self._tail = rest.partition(" ON CONFLICT ")
+        self._placeholders, _, self._tail = rest.partition(" ON CONFLICT ")
         self._by_size: dict[int, str] = {}
         self._values: Callable[[Record], tuple[Any, ...]] = attrgetter(*_field_names(kind))
-        self._checked = None if kind in MOVES else _checked_fields(kind)
+        self._checked = None if kind in MOVE_RECORDS else _checked_fields(kind)
         # SQLite is a call away; to a server all records go in one round trip, an array per column.
-        self._is_columnwise = dialect.name == "postgresql" and kind not in MOVES
+        self._is_columnwise = dialect.name == "postgresql" and kind not in MOVE_RECORDS
         self.key = attrgetter(*kind.KEY)
 
     def execute(self, connection: sa.Connection, records: Iterable[Record]) -> None:
@@ -213,7 +213,7 @@ class _Statement:
                 # Few sizes, so that the driver's cache of statements knows them.
                 size = left if left < 8 else size // 2
             if size not in self._by_size:
-                marks = ", ".join([self._marks] * size)
+                marks = ", ".join([self._placeholders] * size)
                 self._by_size[size] = f"{self._head} VALUES {marks} ON CONFLICT {self._tail}"
             cursor.execute(self._by_size[size], tuple(chain(*rows[start : start + size])))
             start += size
@@ -251,8 +251,8 @@ def _checked_fields(kind: type[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]
     """What a record's checksum covers. A whole number in a column of floats comes back as a float,
     so it counts as one."""
     hints = get_type_hints(kind)
-    names = [name for name in _field_names(kind) if name not in PLACE]
-    chosen = itemgetter(*(i for i, n in enumerate(_field_names(kind)) if n not in PLACE))
+    names = [name for name in _field_names(kind) if name not in LOCATION_FIELDS]
+    chosen = itemgetter(*(i for i, n in enumerate(_field_names(kind)) if n not in LOCATION_FIELDS))
     floats = [i for i, name in enumerate(names) if _column_type(hints[name]) is sa.Float]
     is_single = len(names) == 1
 
@@ -271,33 +271,33 @@ def _checksum(values: Sequence[Any]) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
+class _RecordLayout:
     """How the records of one kind are read."""
 
     select: str
     names: tuple[str, ...]
-    flags: tuple[int, ...]
+    bool_fields: tuple[int, ...]
     """Fields that are true or false; SQLite keeps numbers."""
     checked: Callable[[Sequence[Any]], Sequence[Any]] | None
     """None for records without a checksum."""
 
 
 @functools.cache
-def _shape(kind: type[Any]) -> _Shape:
+def _layout(kind: type[Any]) -> _RecordLayout:
     names, hints = tuple(_field_names(kind)), get_type_hints(kind)
     columns = ", ".join(f'"{name}"' for name in (*names, CHECKSUM))
-    return _Shape(
+    return _RecordLayout(
         select=f"SELECT {columns} FROM {kind.TABLE}",
         names=names,
-        flags=tuple(i for i, name in enumerate(names) if hints[name] is bool),
+        bool_fields=tuple(i for i, name in enumerate(names) if hints[name] is bool),
         checked=None if kind is ItemRecord else _checked_fields(kind),
     )
 
 
 def _record(kind: type[R], fields: list[Any]) -> R:
     """Makes numbers flags where they stand."""
-    shape = _shape(kind)
-    for index in shape.flags:
+    shape = _layout(kind)
+    for index in shape.bool_fields:
         fields[index] = bool(fields[index])
     return kind(**dict(zip(shape.names, fields, strict=True)))
 
@@ -309,42 +309,44 @@ class Tables:
         """writer: the one connection that commits, when it carries the lock of the ledger."""
         self._engine = engine
         self._writer = writer or engine.connect()
-        self._ask = Asking(engine)
+        self._reads = ReadPool(engine)
         self._is_closed = False
-        self._statements = {kind: _Statement(kind, engine.dialect) for kind in (*RECORDS, *MOVES)}
+        self._statements = {
+            kind: _Statement(kind, engine.dialect) for kind in (*RECORDS, *MOVE_RECORDS)
+        }
         self._statements[BundleRecord] = _BundleStatement(engine.dialect)
         try:
             with self._begin() as connection:
                 if formats.prepare(connection, METADATA, RECORDS):
-                    self._restamp(connection)
+                    self._backfill_checksums(connection)
         except BaseException:
             self.close()
             raise
 
-    def commit(self, records: Sequence[Record | Erasure]) -> None:
+    def commit(self, records: Sequence[Record | Deletion]) -> None:
         """All of them in one transaction, erasures last; of several with one key the last
         stands."""
         newest: dict[type[Record], dict[Any, Record]] = {}
-        erasures: list[Erasure] = []
+        deletions: list[Deletion] = []
         for record in records:
-            if isinstance(record, Erasure):
-                erasures.append(record)
+            if isinstance(record, Deletion):
+                deletions.append(record)
                 continue
             kind = type(record)
             newest.setdefault(kind, {})[self._statements[kind].key(record)] = record
         with self._begin() as connection:
             for kind, rows in newest.items():
                 self._statements[kind].execute(connection, rows.values())
-            for erasure in erasures:
+            for erasure in deletions:
                 table = TABLES[erasure.kind]
                 connection.execute(table.delete().where(sa.text(erasure.where)), erasure.values)
 
-    def _restamp(self, connection: sa.Connection) -> None:
+    def _backfill_checksums(self, connection: sa.Connection) -> None:
         """Give records of an older format the checksums that this one asks for."""
         for kind in RECORDS:
-            if _shape(kind).checked is None:
+            if _layout(kind).checked is None:
                 continue
-            query = f"{_shape(kind).select} WHERE checksum = 0 LIMIT {RESTAMP_ROWS}"
+            query = f"{_layout(kind).select} WHERE checksum = 0 LIMIT {BACKFILL_ROWS}"
             while found := connection.exec_driver_sql(query).all():
                 records = [_record(kind, fields) for *fields, _ in found]
                 self._statements[kind].execute(connection, records)
@@ -361,10 +363,10 @@ class Tables:
 
     def read(self, kind: type[R], where: str = "", **values: Any) -> list[R]:
         """Records of one table, filtered by an SQL condition with named values."""
-        shape = _shape(kind)
+        shape = _layout(kind)
         query = f"{shape.select} WHERE {where}" if where else shape.select
         found: list[R] = []
-        for *fields, checksum in self._ask(query, values):
+        for *fields, checksum in self._reads(query, values):
             record = _record(kind, fields)
             if shape.checked is not None and checksum != _checksum(shape.checked(fields)):
                 which = ", ".join(map(str, fields[:3]))
@@ -379,7 +381,7 @@ class Tables:
         server has its own ways."""
         if self._engine.dialect.name != "sqlite":
             return
-        connection = self._ask.connect()
+        connection = self._reads.connect()
         connection.set_progress_handler(lambda: self._is_closed, VERIFY_STEPS)
         try:
             [found] = connection.execute("PRAGMA quick_check(1)").fetchone()
@@ -393,16 +395,16 @@ class Tables:
             )
 
     def rows(self, query: str, **values: Any) -> list[tuple[Any, ...]]:
-        return self._ask(query, values)
+        return self._reads(query, values)
 
     def scalar(self, query: str, **values: Any) -> Any:
-        found = self._ask(query, values)
+        found = self._reads(query, values)
         return found[0][0] if found else None
 
     def close(self) -> None:
         self._is_closed = True
         self._writer.close()
-        self._ask.close()
+        self._reads.close()
         self._engine.dispose()
 
 
@@ -412,7 +414,7 @@ def open_tables(folder: Path, store: str = "sqlite", *, name: str = "penstock") 
     if store != "sqlite":
         engine, writer = connect(store, name)
         return Tables(engine, writer)
-    refuse_damage(folder / "ledger.db")
+    check_wal(folder / "ledger.db")
     engine = sa.create_engine(f"sqlite:///{folder / 'ledger.db'}")
     event.listen(engine, "connect", _set_pragmas)
     return Tables(engine)

@@ -27,21 +27,21 @@ MAGIC = {0x377F0682: "<u4", 0x377F0683: ">u4"}
 """Says in which byte order the checksums were computed."""
 
 
-def refuse_damage(database: Path) -> None:
+def check_wal(database: Path) -> None:
     """StoreError when acknowledged commits lie behind a damaged frame."""
     path = database.with_name(database.name + "-wal")
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return
-    if (num := _commits_behind_damage(data)) > 1:
+    if (num := _commits_after_damage(data)) > 1:
         raise StoreError(
             f"{path} is damaged: {num} commits lie behind a frame whose checksum fails, and SQLite "
             "would drop them; restore the ledger from a copy, or delete the log to accept the loss"
         )
 
 
-def _commits_behind_damage(data: bytes) -> int:
+def _commits_after_damage(data: bytes) -> int:
     if len(data) <= HEADER_BYTES:
         return 0
     size = int.from_bytes(data[8:12], "big")

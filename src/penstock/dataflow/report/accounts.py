@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.dataflow.report.figures import Account, NodeActivity, Sample, TrainerActivity
+from penstock.dataflow.report.figures import Account, NodeActivity, StepTiming, TrainerActivity
 
-QUIET_S = 60.0
+TRAINER_SILENT_S = 60.0
 """A trainer that waits asks again within half a minute; after this long it is not there."""
 
 
@@ -23,50 +23,50 @@ class TrainerClock:
     def __init__(self, now: float) -> None:
         self.eval_s = 0.0
         """Evaluation since the window opened."""
-        self._booked: dict[str, float] = {}
-        self._activity = TrainerActivity.AWAY
-        self._until = now
+        self._seconds: dict[str, float] = {}
+        self._activity = TrainerActivity.OFFLINE
+        self._booked_until = now
         self._heard_at = now
-        self._samples: list[Sample] = []
+        self._samples: list[StepTiming] = []
         self._seq = 0
         self._asked_at = now
         self._wait_s: float | None = None
         self._step_eval_s = 0.0
-        self._ended: Sample | None = None
+        self._ended: StepTiming | None = None
         """The step before this one; this one's commit tells whether evaluation was part of it."""
         self._between_s = 0.0
         """Booked as between when it last committed."""
-        self._ahead: tuple[int, bool] | None = None
+        self._prefetched: tuple[int, bool] | None = None
         """A batch asked for before the last one was committed, and whether it was served."""
-        self._is_spoilt = True
+        self._skip_sample = True
         """This step is no sample."""
-        self._spoils_next = False
+        self._skip_next_sample = False
         self._is_stopped = False
 
     # --- what its calls tell ------------------------------------------------------------------
 
-    def heard(self, now: float) -> None:
+    def touch(self, now: float) -> None:
         self._heard_at = max(self._heard_at, now)
 
     def incarnated(self, now: float) -> None:
         """A new life: since its predecessor's last word nobody was there."""
-        self._switch(TrainerActivity.AWAY, self._heard_at)
+        self._switch(TrainerActivity.OFFLINE, self._heard_at)
         self._switch(TrainerActivity.STARTING, now)
         self._seq, self._wait_s, self._step_eval_s = 0, None, 0.0
-        self._ended = self._ahead = None
-        self._is_spoilt, self._spoils_next = True, False
-        self.heard(now)
+        self._ended = self._prefetched = None
+        self._skip_sample, self._skip_next_sample = True, False
+        self.touch(now)
 
-    def asked(self, seq: int, now: float) -> None:
+    def batch_requested(self, seq: int, now: float) -> None:
         """The first call for this batch; ranks and long polls repeat it."""
         if seq > self._seq and self._activity is TrainerActivity.TRAINING:
-            self._ahead = self._ahead or (seq, False)
+            self._prefetched = self._prefetched or (seq, False)
         elif seq > self._seq:
             self._next_step(seq, now)
         elif self._activity is TrainerActivity.WAITING and self._is_quiet(now):
-            self._switch(TrainerActivity.AWAY, self._heard_at)
+            self._switch(TrainerActivity.OFFLINE, self._heard_at)
             self._switch(TrainerActivity.WAITING, now)
-        self.heard(now)
+        self.touch(now)
 
     def _next_step(self, seq: int, now: float) -> None:
         self._end_step(now)
@@ -77,17 +77,17 @@ class TrainerClock:
         if self._wait_s is None:
             return
         step_s = max(self._wait_s, now - self._asked_at - self._step_eval_s)
-        self._ended = None if self._is_spoilt else Sample(wait_s=self._wait_s, step_s=step_s)
-        self._is_spoilt, self._spoils_next = self._spoils_next, False
+        self._ended = None if self._skip_sample else StepTiming(wait_s=self._wait_s, step_s=step_s)
+        self._skip_sample, self._skip_next_sample = self._skip_next_sample, False
         self._step_eval_s = 0.0
 
     def served(self, seq: int, now: float) -> None:
-        if self._ahead is not None and seq == self._ahead[0]:
-            self._ahead = (seq, True)
+        if self._prefetched is not None and seq == self._prefetched[0]:
+            self._prefetched = (seq, True)
         elif seq == self._seq and self._activity is TrainerActivity.WAITING:
             self._wait_s = now - self._asked_at
             self._switch(TrainerActivity.TRAINING, now)
-        self.heard(now)
+        self.touch(now)
 
     def committed(self, now: float, *, eval_s: float = 0.0) -> None:
         """`eval_s`: evaluation since the commit before, by the trainer's own word."""
@@ -95,18 +95,18 @@ class TrainerClock:
             return
         self._evaluated(eval_s, now)
         self._switch(TrainerActivity.PUBLISHING, now)
-        if self._ahead is not None:
-            seq, is_served = self._ahead
-            self._ahead = None
+        if self._prefetched is not None:
+            seq, is_served = self._prefetched
+            self._prefetched = None
             self._next_step(seq, now)
             if is_served:
                 self.served(seq, now)
-        self.heard(now)
+        self.touch(now)
 
     def published(self, now: float) -> None:
         if self._activity is TrainerActivity.PUBLISHING:
-            self._switch(TrainerActivity.BETWEEN, now)
-        self.heard(now)
+            self._switch(TrainerActivity.OTHER, now)
+        self.touch(now)
 
     def stop(self, now: float) -> None:
         """The policy has trained all its steps; its account ends here."""
@@ -118,63 +118,63 @@ class TrainerClock:
         """Take evaluation out of what was booked since the commit before. Nodes work on meanwhile,
         so the first batch after it waits for less than it should."""
         self._switch(self._activity, now)
-        since_commit_s = self._booked.get(TrainerActivity.BETWEEN, 0.0) - self._between_s
+        since_commit_s = self._seconds.get(TrainerActivity.OTHER, 0.0) - self._between_s
         has_room = since_commit_s >= eval_s
-        before = self._move(TrainerActivity.BETWEEN, eval_s) if has_room else 0.0
-        within = 0.0 if has_room else self._move(TrainerActivity.TRAINING, eval_s)
-        self._between_s = self._booked.get(TrainerActivity.BETWEEN, 0.0)
-        self._is_spoilt = self._is_spoilt or before > 0
-        self._spoils_next = within > 0
+        before = self._reassign(TrainerActivity.OTHER, eval_s) if has_room else 0.0
+        within = 0.0 if has_room else self._reassign(TrainerActivity.TRAINING, eval_s)
+        self._between_s = self._seconds.get(TrainerActivity.OTHER, 0.0)
+        self._skip_sample = self._skip_sample or before > 0
+        self._skip_next_sample = within > 0
         self._step_eval_s += within
         if self._ended is not None:
             step_s = max(self._ended.wait_s, self._ended.step_s - before)
-            self._samples.append(Sample(wait_s=self._ended.wait_s, step_s=step_s))
+            self._samples.append(StepTiming(wait_s=self._ended.wait_s, step_s=step_s))
             self._ended = None
 
-    def _move(self, activity: TrainerActivity, seconds: float) -> float:
-        moved = min(seconds, self._booked.get(activity, 0.0))
+    def _reassign(self, activity: TrainerActivity, seconds: float) -> float:
+        moved = min(seconds, self._seconds.get(activity, 0.0))
         if moved <= 0:
             return 0.0
-        self._booked[activity] -= moved
-        self._book(TrainerActivity.EVALUATING, moved)
+        self._seconds[activity] -= moved
+        self._add_time(TrainerActivity.EVALUATING, moved)
         self.eval_s += moved
         return moved
 
     # --- what it knows ------------------------------------------------------------------------
 
-    def take_samples(self) -> tuple[Sample, ...]:
+    def pop_samples(self) -> tuple[StepTiming, ...]:
         """Steps that ended since the last call."""
         samples, self._samples = tuple(self._samples), []
         return samples
 
     @property
-    def samples(self) -> tuple[Sample, ...]:
+    def samples(self) -> tuple[StepTiming, ...]:
         return tuple(self._samples)
 
     def account(self, now: float) -> Account:
-        booked = dict(self._booked)
+        booked = dict(self._seconds)
         if self._is_stopped:
             return booked
-        until = self._until
+        until = self._booked_until
         if self._activity is TrainerActivity.WAITING and self._is_quiet(now):
             _add(booked, self._activity, self._heard_at - until)
-            _add(booked, TrainerActivity.AWAY, now - self._heard_at)
+            _add(booked, TrainerActivity.OFFLINE, now - self._heard_at)
         else:
             _add(booked, self._activity, now - until)
         return booked
 
     def _is_quiet(self, now: float) -> bool:
-        return now - self._heard_at > QUIET_S
+        return now - self._heard_at > TRAINER_SILENT_S
 
     def _switch(self, activity: TrainerActivity, now: float) -> None:
         if self._is_stopped:
             return
-        at = max(now, self._until)
-        self._book(self._activity, at - self._until)
-        self._activity, self._until = activity, at
+        at = max(now, self._booked_until)
+        self._add_time(self._activity, at - self._booked_until)
+        self._activity, self._booked_until = activity, at
 
-    def _book(self, activity: TrainerActivity, seconds: float) -> None:
-        _add(self._booked, activity, seconds)
+    def _add_time(self, activity: TrainerActivity, seconds: float) -> None:
+        _add(self._seconds, activity, seconds)
 
 
 class NodeClock:
@@ -184,18 +184,18 @@ class NodeClock:
     def __init__(self, now: float) -> None:
         self.activity = NodeActivity.WAITING
         self._starting_since: float | None = None
-        self._booked: dict[str, float] = {}
-        self._until = now
+        self._seconds: dict[str, float] = {}
+        self._booked_until = now
 
     def look(self, activity: NodeActivity, last_seen: float, now: float) -> float | None:
         """`activity` since the last look, as far as the node was heard; then silence, if so.
         Returns the seconds a start took, at the look that sees its end."""
-        booked_until, heard_until = self._until, min(max(last_seen, self._until), now)
+        booked_until, heard_until = self._booked_until, min(max(last_seen, self._booked_until), now)
         if activity is NodeActivity.SILENT:
-            self._book(self.activity, heard_until)
-            self._book(NodeActivity.SILENT, now)
+            self._add_time(self.activity, heard_until)
+            self._add_time(NodeActivity.SILENT, now)
         else:
-            self._book(activity, heard_until)
+            self._add_time(activity, heard_until)
         self.activity = activity
         if activity is NodeActivity.STARTING:
             if self._starting_since is None:
@@ -206,13 +206,13 @@ class NodeClock:
         return now - began if began is not None and is_live else None
 
     def account(self, now: float) -> Account:
-        booked = dict(self._booked)
-        _add(booked, self.activity, max(0.0, now - self._until))
+        booked = dict(self._seconds)
+        _add(booked, self.activity, max(0.0, now - self._booked_until))
         return booked
 
-    def _book(self, activity: NodeActivity, until: float) -> None:
-        _add(self._booked, activity, until - self._until)
-        self._until = until
+    def _add_time(self, activity: NodeActivity, until: float) -> None:
+        _add(self._seconds, activity, until - self._booked_until)
+        self._booked_until = until
 
 
 def _add(account: dict[str, float], activity: str, seconds: float) -> None:
@@ -220,13 +220,13 @@ def _add(account: dict[str, float], activity: str, seconds: float) -> None:
         account[str(activity)] = account.get(str(activity), 0.0) + seconds
 
 
-def minus(account: Account, before: Account) -> Account:
+def subtract_accounts(account: Account, before: Account) -> Account:
     """What was booked since `before`; a correction backwards is shown as nothing."""
     left = {what: seconds - before.get(what, 0.0) for what, seconds in account.items()}
     return {what: seconds for what, seconds in left.items() if seconds > 0}
 
 
-def together(accounts: Sequence[Account]) -> Account:
+def sum_accounts(accounts: Sequence[Account]) -> Account:
     total: dict[str, float] = {}
     for account in accounts:
         for what, seconds in account.items():

@@ -20,23 +20,29 @@ from penstock.dataflow.records import (
     MetaRecord,
     VersionRecord,
 )
-from penstock.dataflow.report.accounts import NodeClock, TrainerClock, minus, p90, together
-from penstock.dataflow.report.build import make_report, remember
+from penstock.dataflow.report.accounts import (
+    NodeClock,
+    TrainerClock,
+    p90,
+    subtract_accounts,
+    sum_accounts,
+)
+from penstock.dataflow.report.build import make_report, rule_memory
 from penstock.dataflow.report.figures import (
-    NOTHING,
+    ZERO,
     Account,
+    BalanceSettings,
     Counts,
     Figures,
     Flow,
-    Memory,
     NodeActivity,
     NodeFigures,
     PolicyFigures,
-    Terms,
+    RuleMemory,
     Window,
 )
 from penstock.dataflow.report.shape import BalanceReport, Decision
-from penstock.dataflow.report.tally import NumberOf, Tally
+from penstock.dataflow.report.tally import EffectiveNumber, FlowCounter
 from penstock.types import NodeId, PolicyName
 
 EVAL_STAT = "seconds/eval"
@@ -47,7 +53,7 @@ _stats = msgspec.json.Decoder(dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLook:
+class NodeObservation:
     """One node as it is now."""
 
     node_id: NodeId
@@ -61,7 +67,7 @@ class NodeLook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLook:
+class PolicyObservation:
     """One policy's levels as they are now."""
 
     issued: int
@@ -71,52 +77,52 @@ class PolicyLook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class Observation:
     """The service as it is now."""
 
-    nodes: tuple[NodeLook, ...]
-    policies: Mapping[PolicyName, PolicyLook]
+    nodes: tuple[NodeObservation, ...]
+    policies: Mapping[PolicyName, PolicyObservation]
     waiting_slots: int
 
 
 @dataclass(slots=True)
-class _Watched:
+class _TrackedNode:
     """A node, and what it had done when the window opened."""
 
-    look: NodeLook
+    look: NodeObservation
     clock: NodeClock
     account_before: Account = field(default_factory=dict[str, float])
-    produced_before: Counts = NOTHING
-    accepted_before: Counts = NOTHING
+    produced_before: Counts = ZERO
+    accepted_before: Counts = ZERO
     left: Account | None = None
     """Its whole account, once it took its leave."""
 
 
-class Balance:
+class BalanceMonitor:
     def __init__(
         self,
         run: str,
         policies: Iterable[PolicyName],
-        terms: Terms,
-        number_of: NumberOf,
+        terms: BalanceSettings,
+        number_of: EffectiveNumber,
         now: float,
     ) -> None:
-        self.tally = Tally(policies, number_of)
+        self.flow_counter = FlowCounter(policies, number_of)
         """Restore it before anything else is told."""
-        self.clocks = {policy: TrainerClock(now) for policy in self.tally.policies}
-        self.memory = Memory()
+        self.clocks = {policy: TrainerClock(now) for policy in self.flow_counter.policies}
+        self.memory = RuleMemory()
         self._run = run
         self._terms = terms
         self._since = now
-        self._nodes: dict[NodeId, _Watched] = {}
+        self._nodes: dict[NodeId, _TrackedNode] = {}
         self._departed: Account = {}
         self._starts: deque[float] = deque(maxlen=MAX_STARTS)
         self._index = 0
         self._opened_at = now
-        self._versions = dict.fromkeys(self.tally.policies, 0)
+        self._versions = dict.fromkeys(self.flow_counter.policies, 0)
         self._before: dict[PolicyName, Flow] | None = None
         self._standing: tuple[Figures, Decision] | None = None
-        self._see: dict[type[Any], Callable[[Any], None]] = {
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
             CommitRecord: self._committed,
             VersionRecord: self._published,
             IncarnationRecord: self._incarnated,
@@ -124,22 +130,22 @@ class Balance:
 
     # --- told by the service ------------------------------------------------------------------
 
-    def see(self, records: Iterable[object]) -> list[MetaRecord]:
+    def on_records(self, records: Iterable[object]) -> list[MetaRecord]:
         """Records that are on their way to the ledger, each once and in order. What comes back is
         to be written with them."""
         if self._before is None:
             self._open(self._opened_at)
         for record in records:
-            self.tally.see(record)
-            handler = self._see.get(type(record))
+            self.flow_counter.on_records(record)
+            handler = self._handlers.get(type(record))
             if handler is not None:
                 handler(record)
-        totals = self.tally.take_totals()
+        totals = self.flow_counter.pop_totals()
         return [] if totals is None else [totals]
 
-    def asked(self, policy: PolicyName, seq: int, now: float) -> None:
+    def batch_requested(self, policy: PolicyName, seq: int, now: float) -> None:
         """A trainer called for this batch; every poll and every rank may say so."""
-        self.clocks[policy].asked(seq, now)
+        self.clocks[policy].batch_requested(seq, now)
 
     def served(self, policy: PolicyName, seq: int, now: float) -> None:
         """The manifest of this batch leaves."""
@@ -162,21 +168,21 @@ class Balance:
         if clock is not None:
             clock.incarnated(record.at)
 
-    def look(self, look: Look, now: float) -> None:
+    def look(self, look: Observation, now: float) -> None:
         """On every tick: book what nodes did, and judge the window when it is full."""
         for node in look.nodes:
-            watched = self._nodes.get(node.node_id)
-            if watched is None or watched.left is not None:
+            tracked = self._nodes.get(node.node_id)
+            if tracked is None or tracked.left is not None:
                 clock = NodeClock(min(now, max(node.joined_at, self._since)))
-                watched = self._nodes[node.node_id] = _Watched(look=node, clock=clock)
-            watched.look = node
-            started_s = watched.clock.look(node.activity, node.last_seen, now)
+                tracked = self._nodes[node.node_id] = _TrackedNode(look=node, clock=clock)
+            tracked.look = node
+            started_s = tracked.clock.look(node.activity, node.last_seen, now)
             if started_s is not None:
                 self._starts.append(started_s)
         here = {node.node_id for node in look.nodes}
-        for node_id, watched in self._nodes.items():
-            if node_id not in here and watched.left is None:
-                watched.left = watched.clock.account(now)
+        for node_id, tracked in self._nodes.items():
+            if node_id not in here and tracked.left is None:
+                tracked.left = tracked.clock.account(now)
         for policy, levels in look.policies.items():
             if levels.done:
                 self.clocks[policy].stop(now)
@@ -187,38 +193,38 @@ class Balance:
 
     def _open(self, now: float) -> None:
         self._opened_at = now
-        self._versions = dict.fromkeys(self.tally.policies, 0)
-        self._before = {policy: p.flow for policy, p in self.tally.policies.items()}
-        self.tally.staleness = {policy: {} for policy in self.tally.policies}
+        self._versions = dict.fromkeys(self.flow_counter.policies, 0)
+        self._before = {policy: p.flow for policy, p in self.flow_counter.policies.items()}
+        self.flow_counter.staleness = {policy: {} for policy in self.flow_counter.policies}
         for clock in self.clocks.values():
-            clock.take_samples()
+            clock.pop_samples()
             clock.eval_s = 0.0
         gone = {node_id: w for node_id, w in self._nodes.items() if w.left is not None}
-        self._departed = together([self._departed, *(w.left for w in gone.values() if w.left)])
+        self._departed = sum_accounts([self._departed, *(w.left for w in gone.values() if w.left)])
         for node_id in gone:
             del self._nodes[node_id]
-            self.tally.nodes.pop(node_id, None)
-        for node_id, watched in self._nodes.items():
-            made = self.tally.made(node_id)
-            watched.account_before = watched.clock.account(now)
-            watched.produced_before = made.produced.counts
-            watched.accepted_before = made.accepted.counts
+            self.flow_counter.nodes.pop(node_id, None)
+        for node_id, tracked in self._nodes.items():
+            made = self.flow_counter.made(node_id)
+            tracked.account_before = tracked.clock.account(now)
+            tracked.produced_before = made.produced.counts
+            tracked.accepted_before = made.accepted.counts
 
-    def _close(self, look: Look, now: float) -> None:
+    def _close(self, look: Observation, now: float) -> None:
         figures = self._measure(look, now, complete=True)
         report = make_report(figures, self._terms, now)
-        self.memory = remember(report)
+        self.memory = rule_memory(report)
         self._standing = (figures, report.decision)
         self._index += 1
         self._open(now)
 
     # --- reading ------------------------------------------------------------------------------
 
-    def report(self, look: Look, now: float) -> BalanceReport:
+    def report(self, look: Observation, now: float) -> BalanceReport:
         standing = None if self._standing is None else self._standing[1]
         return make_report(self.figures(look, now), self._terms, now, standing=standing)
 
-    def figures(self, look: Look, now: float) -> Figures:
+    def figures(self, look: Observation, now: float) -> Figures:
         """The newest complete window, or the first one as far as it got; all else as it is now."""
         running = self._measure(look, now, complete=False)
         if self._standing is None:
@@ -235,23 +241,25 @@ class Balance:
             nodes=(*(_made_in(node, made.get(node.node_id)) for node in running.nodes), *left),
         )
 
-    def _measure(self, look: Look, now: float, *, complete: bool) -> Figures:
+    def _measure(self, look: Observation, now: float, *, complete: bool) -> Figures:
         return Figures(
             run=self._run,
             since=self._since,
             window=Window(
                 index=self._index, opened_at=self._opened_at, closed_at=now, complete=complete
             ),
-            policies=tuple(self._policy(policy, look, now) for policy in self.tally.policies),
-            nodes=tuple(self._node(watched, now) for watched in self._nodes.values()),
-            departed=self._departed,
+            policies=tuple(
+                self._policy(policy, look, now) for policy in self.flow_counter.policies
+            ),
+            nodes=tuple(self._node(tracked, now) for tracked in self._nodes.values()),
+            departed_time=self._departed,
             waiting_slots=look.waiting_slots,
             start_s_p90=p90(self._starts),
             memory=self.memory,
         )
 
-    def _policy(self, policy: PolicyName, look: Look, now: float) -> PolicyFigures:
-        total = self.tally.policies[policy].flow
+    def _policy(self, policy: PolicyName, look: Observation, now: float) -> PolicyFigures:
+        total = self.flow_counter.policies[policy].flow
         before = total if self._before is None else self._before[policy]
         levels, clock = look.policies[policy], self.clocks[policy]
         return PolicyFigures(
@@ -262,16 +270,18 @@ class Balance:
             samples=clock.samples,
             window=total - before,
             total=total,
-            staleness={age: rows.counts for age, rows in self.tally.staleness[policy].items()},
+            staleness={
+                age: rows.counts for age, rows in self.flow_counter.staleness[policy].items()
+            },
             issued=levels.issued,
             ready=levels.ready,
             sealed=levels.sealed,
             account=clock.account(now),
         )
 
-    def _node(self, watched: _Watched, now: float) -> NodeFigures:
-        look, made = watched.look, self.tally.made(watched.look.node_id)
-        account = watched.clock.account(now) if watched.left is None else watched.left
+    def _node(self, tracked: _TrackedNode, now: float) -> NodeFigures:
+        look, made = tracked.look, self.flow_counter.made(tracked.look.node_id)
+        account = tracked.clock.account(now) if tracked.left is None else tracked.left
         return NodeFigures(
             node_id=look.node_id,
             activity=look.activity,
@@ -280,11 +290,11 @@ class Balance:
             cost_per_hour=look.cost_per_hour,
             num_leases=look.num_leases,
             capacity=look.capacity,
-            produced=made.produced.counts - watched.produced_before,
-            accepted=made.accepted.counts - watched.accepted_before,
+            produced=made.produced.counts - tracked.produced_before,
+            accepted=made.accepted.counts - tracked.accepted_before,
             account=account,
-            window_account=minus(account, watched.account_before),
-            left=watched.left is not None,
+            window_account=subtract_accounts(account, tracked.account_before),
+            left=tracked.left is not None,
         )
 
 
@@ -301,7 +311,7 @@ def _in_window(running: PolicyFigures, closed: PolicyFigures) -> PolicyFigures:
 
 def _made_in(running: NodeFigures, closed: NodeFigures | None) -> NodeFigures:
     if closed is None:
-        return replace(running, produced=NOTHING, accepted=NOTHING, window_account={})
+        return replace(running, produced=ZERO, accepted=ZERO, window_account={})
     return replace(
         running,
         produced=closed.produced,

@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.dataflow.report import zones
-from penstock.dataflow.report.accounts import shares, together
+from penstock.dataflow.report.accounts import shares, sum_accounts
 from penstock.dataflow.report.figures import (
-    NOTHING,
+    ZERO,
     Account,
-    Action,
+    BalanceSettings,
     Counts,
     Figures,
     Flow,
-    Memory,
     NodeActivity,
     NodeFigures,
     PolicyFigures,
-    Terms,
+    RuleMemory,
+    ScalingAction,
 )
 from penstock.dataflow.report.shape import (
     ActionReport,
@@ -47,7 +47,7 @@ SERVING = (NodeActivity.ROLLING_OUT, NodeActivity.LOADING, NodeActivity.WAITING)
 
 
 def make_report(
-    figures: Figures, terms: Terms, now: float, *, standing: Decision | None = None
+    figures: Figures, terms: BalanceSettings, now: float, *, standing: Decision | None = None
 ) -> BalanceReport:
     """`standing`: what was decided when this window closed; a window is judged once."""
     pool = _pool(figures, terms)
@@ -77,19 +77,19 @@ def make_report(
     )
 
 
-def remember(report: BalanceReport) -> Memory:
+def rule_memory(report: BalanceReport) -> RuleMemory:
     """What the rule must know at the next window: all of it stands in the report."""
     decision = report.decision
     action = decision.last_action
-    return Memory(
+    return RuleMemory(
         low_windows=decision.low_windows,
         last_action=None
         if action is None
-        else Action(
+        else ScalingAction(
             branch=action.branch,
             at=action.at,
             gpus_before=action.gpus_before,
-            g_target=action.g_target,
+            target_gpus=action.target_gpus,
         ),
         cooldown_until=decision.cooldown_until,
     )
@@ -105,7 +105,7 @@ def _policy(policy: PolicyFigures, figures: Figures, gpus: int) -> PolicyReport:
         policy=policy.policy,
         done=policy.done,
         window=PolicyWindow(
-            n_iterations=policy.num_versions,
+            num_versions=policy.num_versions,
             wall_time_s=window.wall_s,
             eval_time_s=policy.eval_s,
             training_time_s=max(1.0, window.wall_s - policy.eval_s),
@@ -144,17 +144,17 @@ def _production(flow: Flow) -> Production:
 # --- nodes ----------------------------------------------------------------------------------------
 
 
-def status_of(node: NodeFigures, terms: Terms) -> StatusName:
+def status_of(node: NodeFigures, terms: BalanceSettings) -> StatusName:
     if node.left or node.activity is NodeActivity.SILENT:
         return GONE
     return SUSPECT if node.silent_s > terms.suspect_s else HEALTHY
 
 
-def _serves(node: NodeFigures, terms: Terms) -> bool:
+def _serves(node: NodeFigures, terms: BalanceSettings) -> bool:
     return node.activity in SERVING and status_of(node, terms) == HEALTHY
 
 
-def _node(node: NodeFigures, terms: Terms) -> NodeReport:
+def _node(node: NodeFigures, terms: BalanceSettings) -> NodeReport:
     return NodeReport(
         node_id=node.node_id,
         status=status_of(node, terms),
@@ -172,7 +172,7 @@ def _node(node: NodeFigures, terms: Terms) -> NodeReport:
     )
 
 
-def _pool(figures: Figures, terms: Terms) -> PoolReport:
+def _pool(figures: Figures, terms: BalanceSettings) -> PoolReport:
     nodes = figures.nodes
     serving = [node for node in nodes if _serves(node, terms)]
     by_status: dict[str, list[NodeId]] = {HEALTHY: [], SUSPECT: [], GONE: []}
@@ -180,7 +180,7 @@ def _pool(figures: Figures, terms: Terms) -> PoolReport:
         by_status[status_of(node, terms)].append(node.node_id)
     here = [node for node in nodes if status_of(node, terms) != GONE]
     pending = [node for node in here if node.activity is NodeActivity.STARTING]
-    used = shares(together([node.window_account for node in serving]))
+    used = shares(sum_accounts([node.window_account for node in serving]))
     return PoolReport(
         total_gpus=sum(node.gpus for node in serving),
         nodes_healthy=len(by_status[HEALTHY]),
@@ -194,25 +194,25 @@ def _pool(figures: Figures, terms: Terms) -> PoolReport:
         busy_share=1.0 - used.get(NodeActivity.WAITING, 0.0) if used else None,
         loading_share=used.get(NodeActivity.LOADING, 0.0) if used else None,
         node_start_s_p90=figures.start_s_p90,
-        produced=_amount(sum((node.produced for node in nodes), NOTHING)),
-        accepted=_amount(sum((node.accepted for node in nodes), NOTHING)),
-        node_time=_time(together([*(node.account for node in nodes), figures.departed])),
+        produced=_amount(sum((node.produced for node in nodes), ZERO)),
+        accepted=_amount(sum((node.accepted for node in nodes), ZERO)),
+        node_time=_time(sum_accounts([*(node.account for node in nodes), figures.departed_time])),
     )
 
 
 # --- the decision ---------------------------------------------------------------------------------
 
 
-def _decision(figures: Figures, pool: PoolReport, terms: Terms, now: float) -> Decision:
+def _decision(figures: Figures, pool: PoolReport, terms: BalanceSettings, now: float) -> Decision:
     active = [policy for policy in figures.policies if not policy.done]
     waits = [zones.wait_fraction(policy.samples) for policy in active]
     measured = [wait for wait in waits if wait is not None]
-    judged = zones.Pool(
+    judged = zones.PoolWindow(
         gpus=pool.total_gpus,
         pending_gpus=pool.pending_gpus,
         wait_fraction=max(measured, default=None),
         need=_need(active, pool.busy_share),
-        transferring=(pool.loading_share or 0.0) > terms.tau_high,
+        is_loading_weights=(pool.loading_share or 0.0) > terms.tau_high,
         window_s=figures.window.wall_s,
         start_s=figures.start_s_p90,
         complete=figures.window.complete,
@@ -221,13 +221,13 @@ def _decision(figures: Figures, pool: PoolReport, terms: Terms, now: float) -> D
     action = verdict.memory.last_action
     return Decision(
         branch=verdict.branch,
-        g_target=verdict.g_target,
+        target_gpus=verdict.target_gpus,
         estimated_delta_gpus=verdict.delta_gpus,
         reason=verdict.reason,
         rollout_wait_fraction=judged.wait_fraction,
         need=judged.need,
-        weight_transfer_active=judged.transferring,
-        drain_first=_victims(figures, terms, -verdict.delta_gpus),
+        weight_transfer_active=judged.is_loading_weights,
+        drain_first=_drain_candidates(figures, terms, -verdict.delta_gpus),
         low_windows=verdict.memory.low_windows,
         decided_at=now,
         last_action=None
@@ -236,7 +236,7 @@ def _decision(figures: Figures, pool: PoolReport, terms: Terms, now: float) -> D
             branch=action.branch,
             at=action.at,
             gpus_before=action.gpus_before,
-            g_target=action.g_target,
+            target_gpus=action.target_gpus,
         ),
         cooldown_until=verdict.memory.cooldown_until,
     )
@@ -255,19 +255,21 @@ def _need(policies: Sequence[PolicyFigures], busy_share: float | None) -> float 
     return max(ratios) * (1.0 if busy_share is None else busy_share)
 
 
-def _victims(figures: Figures, terms: Terms, num_gpus: int) -> tuple[NodeId, ...]:
+def _drain_candidates(
+    figures: Figures, terms: BalanceSettings, num_gpus: int
+) -> tuple[NodeId, ...]:
     """Whom to drain to get rid of so many GPUs, never more."""
     if num_gpus <= 0:
         return ()
     suspects = [n.node_id for n in figures.nodes if status_of(n, terms) == SUSPECT]
     window_s = max(1.0, figures.window.wall_s)
 
-    def worth(node: NodeFigures) -> float:
+    def efficiency(node: NodeFigures) -> float:
         rate = node.accepted.tokens / window_s
         return rate / (node.cost_per_hour or float(node.gpus))
 
     chosen: list[NodeId] = []
-    for node in sorted((n for n in figures.nodes if _serves(n, terms)), key=worth):
+    for node in sorted((n for n in figures.nodes if _serves(n, terms)), key=efficiency):
         if node.gpus <= num_gpus:
             chosen.append(node.node_id)
             num_gpus -= node.gpus

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from penstock.types import DropReason, NodeId, PolicyName
 
-REFUSALS = frozenset(
+REFUSAL_REASONS = frozenset(
     {
         DropReason.FAILED_SLOTS,
         DropReason.ABSENT,
@@ -44,48 +44,48 @@ class Counts:
         return Counts(sequences=self.sequences - other.sequences, tokens=self.tokens - other.tokens)
 
 
-NOTHING = Counts()
+ZERO = Counts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
     """What went past the gates between node and trainer."""
 
-    produced: Counts = NOTHING
+    produced: Counts = ZERO
     """Delivered by nodes, whatever the outcome."""
-    entered: Counts = NOTHING
+    entered: Counts = ZERO
     """Refused neither by closing, nor by pacing, nor by a rule; counted before any of it
     expires."""
-    consumed: Counts = NOTHING
+    consumed: Counts = ZERO
     """Sealed into a batch for the first time."""
-    replayed: Counts = NOTHING
+    replayed: Counts = ZERO
     """Sealed into batches again."""
     wasted: Mapping[str, Counts] = field(default_factory=dict[str, Counts])
     """Never trained, by reason: a DropReason, or the outcome of an attempt that came to nothing."""
 
     def __sub__(self, before: Flow) -> Flow:
-        wasted = {why: n - before.wasted.get(why, NOTHING) for why, n in self.wasted.items()}
+        wasted = {why: n - before.wasted.get(why, ZERO) for why, n in self.wasted.items()}
         return Flow(
             produced=self.produced - before.produced,
             entered=self.entered - before.entered,
             consumed=self.consumed - before.consumed,
             replayed=self.replayed - before.replayed,
-            wasted={why: counts for why, counts in wasted.items() if counts != NOTHING},
+            wasted={why: counts for why, counts in wasted.items() if counts != ZERO},
         )
 
     @property
     def stale(self) -> Counts:
-        return self.wasted.get(DropReason.STALE, NOTHING)
+        return self.wasted.get(DropReason.STALE, ZERO)
 
 
-class Branch(StrEnum):
+class ScalingBranch(StrEnum):
     SCALE_UP = "scale_up"
     HOLD = "hold"
     SCALE_DOWN = "scale_down"
 
 
 class TrainerActivity(StrEnum):
-    AWAY = "away"
+    OFFLINE = "offline"
     """No trainer has taken over yet, or its successor had to: nobody was there."""
     STARTING = "starting"
     """Took over, has not asked for a batch yet."""
@@ -97,7 +97,7 @@ class TrainerActivity(StrEnum):
     """Committed, not published."""
     EVALUATING = "evaluating"
     """As told by the trainer, in its commits."""
-    BETWEEN = "between"
+    OTHER = "other"
     """Published, and has not asked again: checkpoints and the rest."""
 
 
@@ -120,7 +120,7 @@ Account = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class StepTiming:
     """One step of a trainer, from the moment it asked for its batch to the moment it asked for
     the next one."""
 
@@ -154,7 +154,7 @@ class PolicyFigures:
     """Batches committed in the window."""
     eval_s: float
     """Evaluation in the window."""
-    samples: tuple[Sample, ...]
+    samples: tuple[StepTiming, ...]
     """Steps that ended in the window, without the first one after a start or an evaluation."""
     window: Flow
     total: Flow
@@ -190,22 +190,22 @@ class NodeFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Action:
+class ScalingAction:
     """A change of the pool that was recommended."""
 
-    branch: Branch
+    branch: ScalingBranch
     at: float
     gpus_before: int
-    g_target: int
+    target_gpus: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class RuleMemory:
     """What the rule must remember from window to window."""
 
     low_windows: int = 0
     """Consecutive windows in the low zone, the newest included."""
-    last_action: Action | None = None
+    last_action: ScalingAction | None = None
     cooldown_until: float = 0.0
 
 
@@ -217,17 +217,17 @@ class Figures:
     window: Window
     policies: tuple[PolicyFigures, ...]
     nodes: tuple[NodeFigures, ...]
-    departed: Account
+    departed_time: Account
     """Time of nodes that left in earlier windows."""
     waiting_slots: int
     """Issued, held by no node."""
     start_s_p90: float
     """Of node starts: from joining to the first live engine."""
-    memory: Memory = Memory()
+    memory: RuleMemory = RuleMemory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class BalanceSettings:
     """Thresholds of the three-zone rule."""
 
     tau_low: float = 0.05

@@ -9,20 +9,20 @@ import json
 from collections import defaultdict
 from typing import Any, Protocol
 
-from penstock.dataflow.report.figures import NOTHING, REFUSALS, Counts, Flow
+from penstock.dataflow.report.figures import REFUSAL_REASONS, ZERO, Counts, Flow
 
-REFUSED = frozenset(str(reason) for reason in REFUSALS)
+REFUSED = frozenset(str(reason) for reason in REFUSAL_REASONS)
 ROWS = "SELECT group_id, node_id, outcome, sampled FROM rows"
 FATES = "SELECT consumer, group_id, state, reason, tokens, uses FROM fates"
 
 
-class Readable(Protocol):
+class SqlReader(Protocol):
     def rows(self, query: str, **values: Any) -> list[tuple[Any, ...]]: ...
 
 
-class _Sums:
+class _PolicySums:
     def __init__(self) -> None:
-        self.produced = self.entered = self.consumed = self.replayed = NOTHING
+        self.produced = self.entered = self.consumed = self.replayed = ZERO
         self.wasted: dict[str, Counts] = defaultdict(Counts)
 
     @property
@@ -32,17 +32,17 @@ class _Sums:
             entered=self.entered,
             consumed=self.consumed,
             replayed=self.replayed,
-            wasted={str(why): counts for why, counts in self.wasted.items() if counts != NOTHING},
+            wasted={str(why): counts for why, counts in self.wasted.items() if counts != ZERO},
         )
 
 
-def recount(tables: Readable) -> dict[str, Flow]:
+def count_from_ledger(tables: SqlReader) -> dict[str, Flow]:
     """Flow of every policy since the run began, by policy."""
-    sums: dict[str, _Sums] = defaultdict(_Sums)
+    sums: dict[str, _PolicySums] = defaultdict(_PolicySums)
     scored: dict[tuple[str, str], int] = defaultdict(int)
     for group_id, _, outcome, sampled in tables.rows(ROWS):
         for policy, tokens in json.loads(sampled).items():
-            one = Counts(sequences=1, tokens=tokens) if tokens else NOTHING
+            one = Counts(sequences=1, tokens=tokens) if tokens else ZERO
             sums[policy].produced += one
             if outcome in ("completed", "truncated"):
                 scored[policy, group_id] += one.sequences
@@ -63,7 +63,7 @@ def recount(tables: Readable) -> dict[str, Flow]:
     return {policy: of.flow for policy, of in sums.items()}
 
 
-def made_by_node(tables: Readable) -> dict[str, Counts]:
+def produced_by_node(tables: SqlReader) -> dict[str, Counts]:
     """What each node delivered, over all policies."""
     made: dict[str, Counts] = defaultdict(Counts)
     for _, node_id, _, sampled in tables.rows(ROWS):

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from penstock.dataflow.report.figures import Branch
+from penstock.dataflow.report.figures import ScalingBranch
 from penstock.types import NodeId, PolicyName
 
 SCHEMA_VERSION = 1
@@ -72,7 +72,7 @@ class WindowReport:
 class PolicyWindow:
     """One policy's own clock in the window."""
 
-    n_iterations: Count
+    num_versions: Count
     """Batches committed."""
     wall_time_s: Seconds
     eval_time_s: Seconds
@@ -178,10 +178,10 @@ class PoolReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionReport:
-    branch: Branch
+    branch: ScalingBranch
     at: float
     gpus_before: Count
-    g_target: Count
+    target_gpus: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +189,8 @@ class Decision:
     """What the three-zone rule says after the window. A recommendation: nothing acts on it by
     itself."""
 
-    branch: Branch
-    g_target: Count
+    branch: ScalingBranch
+    target_gpus: Count
     estimated_delta_gpus: int
     """To start (or, below 0, to drain), with pending joins counted as there."""
     reason: str

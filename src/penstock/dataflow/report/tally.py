@@ -22,8 +22,8 @@ from penstock.dataflow.records import (
     MetaRecord,
     RowRecord,
 )
-from penstock.dataflow.report.figures import NOTHING, REFUSALS, Counts, Flow
-from penstock.dataflow.report.recount import Readable, recount
+from penstock.dataflow.report.figures import REFUSAL_REASONS, ZERO, Counts, Flow
+from penstock.dataflow.report.recount import SqlReader, count_from_ledger
 from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName
 
 KEY = "report"
@@ -39,16 +39,16 @@ SCORED = frozenset({OutcomeKind.COMPLETED, OutcomeKind.TRUNCATED})
 
 Member = tuple[NodeId, Mapping[str, int]]
 """Who made a scored row, and its sampled tokens by policy."""
-NumberOf = Callable[[PolicyName, int, int], int]
+EffectiveNumber = Callable[[PolicyName, int, int], int]
 """What (incarnation, number) of a policy counts as on the surviving lineage."""
-Earlier = Callable[[GroupId], Sequence[Member]]
+LoadEarlierRows = Callable[[GroupId], Sequence[Member]]
 """Scored rows of a group that an earlier life of the service took."""
 
 _sampled = msgspec.json.Decoder(dict[str, int])
 _rows = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
-class Sum(Struct):
+class MutableCounts(Struct):
     """A count that grows, once per row: records would be made and thrown away by the million."""
 
     sequences: int = 0
@@ -63,18 +63,18 @@ class Sum(Struct):
         return Counts(sequences=self.sequences, tokens=self.tokens)
 
 
-class Passed(Struct):
+class PolicyCounters(Struct):
     """Sums at the gates of one policy; on disk it looks like a Flow."""
 
-    produced: Sum = field(default_factory=Sum)
-    entered: Sum = field(default_factory=Sum)
-    consumed: Sum = field(default_factory=Sum)
-    replayed: Sum = field(default_factory=Sum)
-    wasted: dict[str, Sum] = field(default_factory=dict[str, Sum])
+    produced: MutableCounts = field(default_factory=MutableCounts)
+    entered: MutableCounts = field(default_factory=MutableCounts)
+    consumed: MutableCounts = field(default_factory=MutableCounts)
+    replayed: MutableCounts = field(default_factory=MutableCounts)
+    wasted: dict[str, MutableCounts] = field(default_factory=dict[str, MutableCounts])
 
     def waste(self, reason: str, sequences: int, tokens: int) -> None:
         if sequences or tokens:
-            self.wasted.setdefault(str(reason), Sum()).add(sequences, tokens)
+            self.wasted.setdefault(str(reason), MutableCounts()).add(sequences, tokens)
 
     @property
     def flow(self) -> Flow:
@@ -87,63 +87,63 @@ class Passed(Struct):
         )
 
 
-class Made(Struct):
+class NodeCounters(Struct):
     """One node's share, in this life."""
 
-    produced: Sum = field(default_factory=Sum)
-    accepted: Sum = field(default_factory=Sum)
+    produced: MutableCounts = field(default_factory=MutableCounts)
+    accepted: MutableCounts = field(default_factory=MutableCounts)
 
 
 def has_entered(fate: FateRecord) -> bool:
-    return fate.state != FateState.DROPPED or fate.reason not in REFUSALS
+    return fate.state != FateState.DROPPED or fate.reason not in REFUSAL_REASONS
 
 
-class Tally:
-    def __init__(self, policies: Iterable[PolicyName], number_of: NumberOf) -> None:
-        self.policies = {policy: Passed() for policy in policies}
-        self.nodes: dict[NodeId, Made] = {}
-        self.staleness: dict[PolicyName, dict[int, Sum]] = {p: {} for p in self.policies}
+class FlowCounter:
+    def __init__(self, policies: Iterable[PolicyName], number_of: EffectiveNumber) -> None:
+        self.policies = {policy: PolicyCounters() for policy in policies}
+        self.nodes: dict[NodeId, NodeCounters] = {}
+        self.staleness: dict[PolicyName, dict[int, MutableCounts]] = {p: {} for p in self.policies}
         """Of batches sealed since the window opened."""
         self._number_of = number_of
-        self._earlier: Earlier = lambda group_id: ()
-        self._young: set[GroupId] = set()
+        self._load_earlier_rows: LoadEarlierRows = lambda group_id: ()
+        self._issued_since_start: set[GroupId] = set()
         """Issued in this life and not judged by everybody; no earlier life has rows of them."""
         self._members: dict[GroupId, list[Member]] = {}
         """Scored rows of this life, of groups not judged by everybody."""
-        self._held: dict[tuple[str, GroupId], Counts | None] = {}
+        self._admitted: dict[tuple[str, GroupId], Counts | None] = {}
         """Admitted and not yet sealed or lost; None when an earlier life admitted it."""
         self._has_changed = False
-        self._see: dict[type[Any], Callable[[Any], None]] = {
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
             RowRecord: self._row,
             FateRecord: self._fate,
             BatchRecord: self._batch,
             IssuedRecord: self._issued,
         }
 
-    def see(self, record: object) -> None:
+    def on_records(self, record: object) -> None:
         """A record that is written; kinds that carry no flow are passed over."""
-        handler = self._see.get(type(record))
+        handler = self._handlers.get(type(record))
         if handler is not None:
             handler(record)
             self._has_changed = True
 
-    def made(self, node_id: NodeId) -> Made:
+    def made(self, node_id: NodeId) -> NodeCounters:
         made = self.nodes.get(node_id)
         if made is None:
-            made = self.nodes[node_id] = Made()
+            made = self.nodes[node_id] = NodeCounters()
         return made
 
     def _row(self, row: RowRecord) -> None:
         sampled = _sampled.decode(row.sampled)
         is_scored = row.outcome in SCORED
         for policy, tokens in sampled.items():
-            passed = self.policies.get(PolicyName(policy))
-            if passed is None or not tokens:
+            counters = self.policies.get(PolicyName(policy))
+            if counters is None or not tokens:
                 continue
-            passed.produced.add(1, tokens)
+            counters.produced.add(1, tokens)
             self.made(row.node_id).produced.add(1, tokens)
             if not is_scored:
-                passed.waste(row.outcome, 1, tokens)
+                counters.waste(row.outcome, 1, tokens)
         if is_scored:
             members = self._members.get(row.group_id)
             if members is None:
@@ -153,33 +153,33 @@ class Tally:
     def _issued(self, record: IssuedRecord) -> None:
         if record.judged:
             self._members.pop(record.group_id, None)
-            self._young.discard(record.group_id)
+            self._issued_since_start.discard(record.group_id)
         else:
-            self._young.add(record.group_id)
+            self._issued_since_start.add(record.group_id)
 
     def _fate(self, fate: FateRecord) -> None:
         key = (fate.consumer, fate.group_id)
-        passed, is_held = self.policies.get(fate.consumer), key in self._held
-        held = self._held.pop(key, None)
-        if passed is None or (not is_held and fate.state == FateState.SEALED):
+        counters, is_held = self.policies.get(fate.consumer), key in self._admitted
+        held = self._admitted.pop(key, None)
+        if counters is None or (not is_held and fate.state == FateState.SEALED):
             return  # sealed before: a replay, or its leaving the pool
         counts = held if held is not None and not fate.rows else self._counts(fate)
         if has_entered(fate):
-            before = NOTHING if not is_held else held or counts
+            before = ZERO if not is_held else held or counts
             more = counts - before
-            passed.entered.add(more.sequences, more.tokens)
+            counters.entered.add(more.sequences, more.tokens)
             if not is_held:
                 self._accept(fate)
         if fate.state == FateState.SEALED:
-            passed.consumed.add(counts.sequences, counts.tokens)
+            counters.consumed.add(counts.sequences, counts.tokens)
         elif fate.state == FateState.DROPPED:
-            passed.waste(fate.reason, counts.sequences, counts.tokens)
+            counters.waste(fate.reason, counts.sequences, counts.tokens)
         else:
-            self._held[key] = counts
+            self._admitted[key] = counts
 
     def _counts(self, fate: FateRecord) -> Counts:
         if not fate.tokens:
-            return NOTHING
+            return ZERO
         if fate.rows:
             return Counts(sequences=len(_rows.decode(fate.rows)), tokens=fate.tokens)
         sequences = sum(sampled.get(fate.consumer, 0) > 0 for _, sampled in self._of(fate.group_id))
@@ -187,7 +187,11 @@ class Tally:
 
     def _of(self, group_id: GroupId) -> Sequence[Member]:
         members = self._members.get(group_id, [])
-        return members if group_id in self._young else [*self._earlier(group_id), *members]
+        return (
+            members
+            if group_id in self._issued_since_start
+            else [*self._load_earlier_rows(group_id), *members]
+        )
 
     def _accept(self, fate: FateRecord) -> None:
         for node_id, sampled in self._of(fate.group_id):
@@ -196,10 +200,13 @@ class Tally:
                 self.made(node_id).accepted.add(1, tokens)
 
     def _batch(self, batch: BatchRecord) -> None:
-        policy, passed = batch.consumer, self.policies.get(batch.consumer)
-        if passed is None:
+        policy, counters = batch.consumer, self.policies.get(batch.consumer)
+        if counters is None:
             return
-        manifest, ages = manifest_of(batch.manifest), dict[tuple[tuple[int, int], ...], Sum]()
+        manifest, ages = (
+            manifest_of(batch.manifest),
+            dict[tuple[tuple[int, int], ...], MutableCounts](),
+        )
         histogram = self.staleness[policy]
         for index, group in enumerate(manifest.groups):
             is_again = index >= batch.num_groups - batch.num_replayed
@@ -209,33 +216,33 @@ class Tally:
                 if aged is None:  # few rows were made by other versions than the one before
                     numbers = (self._number_of(policy, *version) for version in made_by)
                     age = batch.trains_from - min(numbers, default=batch.trains_from)
-                    aged = ages[made_by] = histogram.setdefault(max(0, age), Sum())
+                    aged = ages[made_by] = histogram.setdefault(max(0, age), MutableCounts())
                 aged.add(1, tokens)
                 if is_again:
-                    passed.replayed.add(1, tokens)
+                    counters.replayed.add(1, tokens)
 
     # --- restart ------------------------------------------------------------------------------
 
-    def take_totals(self) -> MetaRecord | None:
+    def pop_totals(self) -> MetaRecord | None:
         """The totals, to be written with what they count; None when nothing changed."""
         if not self._has_changed:
             return None
         self._has_changed = False
         return MetaRecord(key=KEY, value=msgspec.json.encode(self.policies).decode())
 
-    def restore(self, tables: Readable) -> None:
+    def restore(self, tables: SqlReader) -> None:
         """Go on where the ledger stands; one without totals is counted once."""
         found = tables.rows(TOTALS, key=KEY)
-        text = found[0][0] if found else msgspec.json.encode(recount(tables))
-        for policy, passed in msgspec.json.decode(text, type=dict[str, Passed]).items():
+        text = found[0][0] if found else msgspec.json.encode(count_from_ledger(tables))
+        for policy, counters in msgspec.json.decode(text, type=dict[str, PolicyCounters]).items():
             if policy in self.policies:
-                self.policies[PolicyName(policy)] = passed
+                self.policies[PolicyName(policy)] = counters
         for consumer, group_id in tables.rows(ADMITTED):
-            self._held[consumer, group_id] = None
+            self._admitted[consumer, group_id] = None
         last = tables.rows(LAST_ROW)[0][0] or 0
 
         def earlier(group_id: GroupId) -> Sequence[Member]:
             rows = tables.rows(EARLIER_ROWS, group_id=group_id, last=last)
             return [(node_id, _sampled.decode(sampled)) for node_id, sampled in rows]
 
-        self._earlier = earlier
+        self._load_earlier_rows = earlier

@@ -47,13 +47,13 @@ def _decision(decision: Decision, pool: PoolReport) -> Iterator[str]:
     words = decision.branch.replace("_", " ").upper()
     size = _many(pool.total_gpus, "GPU")
     if decision.estimated_delta_gpus:
-        size += f" → {decision.g_target} ({decision.estimated_delta_gpus:+d})"
+        size += f" → {decision.target_gpus} ({decision.estimated_delta_gpus:+d})"
     yield _line("decision", f"{words}   {size}   {decision.reason}")
     if decision.drain_first:
         yield _line("", f"drain first: {_names(decision.drain_first)}")
     last = decision.last_action
     if last is not None:
-        done = f"{last.branch.replace('_', ' ')} {last.gpus_before} → {last.g_target}"
+        done = f"{last.branch.replace('_', ' ')} {last.gpus_before} → {last.target_gpus}"
         yield _line(
             "", f"last: {done} at {_at(last.at)}, next not before {_at(decision.cooldown_until)}"
         )
@@ -79,12 +79,12 @@ def _policy(policy: PolicyReport) -> Iterator[str]:
     window = policy.window
     yield f"policy {policy.policy}{' (done)' if policy.done else ''}"
     if window.rollout_wait_fraction is None:
-        yield _line("  step", f"{_many(window.n_iterations, 'version')}, no step measured yet")
+        yield _line("  step", f"{_many(window.num_versions, 'version')}, no step measured yet")
     else:
         yield _line(
             "  step",
             f"{window.avg_step_time_s:.2f} s, of it {window.avg_batch_wait_s:.2f} s waiting "
-            f"({window.rollout_wait_fraction:.1%}) · {_many(window.n_iterations, 'version')}, "
+            f"({window.rollout_wait_fraction:.1%}) · {_many(window.num_versions, 'version')}, "
             f"{window.num_samples} measured",
         )
     queues = policy.queues

@@ -6,14 +6,14 @@ argument, and all its memory in a mapping that the host gives and stores."""
 
 from __future__ import annotations
 
-from penstock.dataflow.rules.hooks import Admit, Curate, Learns, Mix, Replay, Route, Select
+from penstock.dataflow.rules.hooks import Admit, Curate, LearningRule, Mix, Replay, Route, Select
 from penstock.dataflow.rules.registry import RULES, make_rule
 
 __all__ = [
     "RULES",
     "Admit",
     "Curate",
-    "Learns",
+    "LearningRule",
     "Mix",
     "Replay",
     "Route",

@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from penstock.types import Draw, DropReason, JudgedGroup, SourceShare
+from penstock.types import DropReason, JudgedGroup, RandomDraw, SourceShare
 
 UNKNOWN = 0.5
 """Success of what was never tried: the most attractive value, so that it is tried."""
@@ -31,8 +31,8 @@ class Curriculum:
         self._floor = floor
         self._difficulty = difficulty or {}
 
-    def pick(self, sources: Sequence[SourceShare], draw: Draw) -> str:
-        bounds = list(accumulate(source.weight * self._worth(source.name) for source in sources))
+    def pick(self, sources: Sequence[SourceShare], draw: RandomDraw) -> str:
+        bounds = list(accumulate(source.weight * self._priority(source.name) for source in sources))
         at = draw() * bounds[-1]
         chosen = (source for source, bound in zip(sources, bounds, strict=True) if at < bound)
         return next(chosen, sources[-1]).name
@@ -48,7 +48,7 @@ class Curriculum:
         p = self._decay * last["p"] + (1 - self._decay) * min(1.0, max(0.0, mean))
         self._success[key] = {"p": p, "group": group.group_id}
 
-    def _worth(self, source: str) -> float:
+    def _priority(self, source: str) -> float:
         p = self._success.get(self._key(source), {"p": UNKNOWN})["p"]
         return p * (1 - p) + self._floor
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
-from penstock.types import Draw, DropReason, JudgedGroup, Task
+from penstock.types import DropReason, JudgedGroup, RandomDraw, Task
 
 SAME_REWARD, MAX_REJECTIONS = 1e-6, 256
 NEW_TASK: dict[str, Any] = {"kind": "", "z": 0, "asked": True, "group": ""}
@@ -37,7 +37,7 @@ class Greso:
         self._floor = {"easy": floor_easy, "hard": floor_hard}
         self._easy_from, self._hard_to = easy_from, hard_to
 
-    def wants(self, task: Task, draw: Draw) -> bool:
+    def wants(self, task: Task, draw: RandomDraw) -> bool:
         first = self._state.get(f"first of {task.source}")
         if first is None:
             self._state[f"first of {task.source}"] = [task.key, task.ordinal]

@@ -15,23 +15,23 @@ from typing import Protocol, runtime_checkable
 
 from penstock.types import (
     Candidate,
-    Draw,
     DropReason,
     JudgedGroup,
     PolicyName,
+    RandomDraw,
     SourceShare,
     Task,
 )
 
 
 class Mix(Protocol):
-    def pick(self, sources: Sequence[SourceShare], draw: Draw) -> str:
+    def pick(self, sources: Sequence[SourceShare], draw: RandomDraw) -> str:
         """Which source next? `sources` are those with tasks left, in declared order."""
         ...
 
 
 class Curate(Protocol):
-    def wants(self, task: Task, draw: Draw) -> bool:
+    def wants(self, task: Task, draw: RandomDraw) -> bool:
         """Is this task worth rolling out now?"""
         ...
 
@@ -65,7 +65,9 @@ class Replay(Protocol):
         """Bound for what is served again; None for the policy's own."""
         ...
 
-    def choose(self, pool: Sequence[Candidate], count: int, draw: Draw) -> Sequence[Candidate]:
+    def choose(
+        self, pool: Sequence[Candidate], count: int, draw: RandomDraw
+    ) -> Sequence[Candidate]:
         """Up to `count` groups of the pool, each once. The host has left out what is too old or
         used up."""
         ...
@@ -78,7 +80,7 @@ class Route(Protocol):
 
 
 @runtime_checkable
-class Learns(Protocol):
+class LearningRule(Protocol):
     """Any rule may have this too."""
 
     def learn(self, group: JudgedGroup, verdict: DropReason | None) -> None:

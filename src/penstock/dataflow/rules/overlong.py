@@ -14,6 +14,6 @@ class Overlong:
         self._max_share = max_share
 
     def judge(self, group: JudgedGroup) -> DropReason | None:
-        num_cut = sum(row.outcome is OutcomeKind.TRUNCATED for row in group.rows)
-        is_within = num_cut <= self._max_share * len(group.rows)
+        num_truncated = sum(row.outcome is OutcomeKind.TRUNCATED for row in group.rows)
+        is_within = num_truncated <= self._max_share * len(group.rows)
         return None if is_within else DropReason.OVERLONG

@@ -12,7 +12,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
-from penstock.types import Candidate, Draw
+from penstock.types import Candidate, RandomDraw
 
 
 class Prioritised:
@@ -32,7 +32,9 @@ class Prioritised:
         self._alpha = alpha
         self._epsilon = epsilon
 
-    def choose(self, pool: Sequence[Candidate], count: int, draw: Draw) -> Sequence[Candidate]:
+    def choose(
+        self, pool: Sequence[Candidate], count: int, draw: RandomDraw
+    ) -> Sequence[Candidate]:
         left = list(pool)
         weights = [self._weight(group.rewards) for group in left]
         chosen: list[Candidate] = []

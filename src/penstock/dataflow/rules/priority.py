@@ -15,7 +15,7 @@ from penstock.types import Candidate
 
 class Priority:
     def __init__(self, state: MutableMapping[str, Any], *, by: str = "spread") -> None:
-        self._cost = _distance_from_middle if by == "middle" else _sameness
+        self._cost = _distance_from_middle if by == "middle" else _negative_spread
 
     def choose(self, ready: Sequence[Candidate], count: int) -> Sequence[Candidate]:
         def order(group: Candidate) -> tuple[float, int, int]:
@@ -24,7 +24,7 @@ class Priority:
         return sorted(ready, key=order)[:count]
 
 
-def _sameness(rewards: Sequence[float]) -> float:
+def _negative_spread(rewards: Sequence[float]) -> float:
     return -pstdev(rewards)
 
 

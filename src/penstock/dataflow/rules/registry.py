@@ -94,16 +94,16 @@ def make_rule(hook: str, name: str, options: Options, state: State) -> Any:
     label = f"rule {hook}: {name}"
     kind = _find(hook, name, label)
     method, arguments = METHODS[hook]
-    if not _takes(getattr(kind, method, None), (None, *arguments), {}):
+    if not _accepts(getattr(kind, method, None), (None, *arguments), {}):
         wanted = f"def {method}(self, {', '.join(arguments)})"
         raise ConfigError(f"{label}: {kind.__name__} has no `{wanted}`; a {hook} rule needs it")
-    if problem := next(_misfits(kind, options), None):
+    if problem := next(_option_errors(kind, options), None):
         raise ConfigError(f"{label}: {problem}")
     try:
         rule: object = kind(state, **options)
     except Exception as error:
         raise ConfigError(
-            f"{label}: {kind.__name__}({_written(options)}) raised {type(error).__name__}: "
+            f"{label}: {kind.__name__}({_format_options(options)}) raised {type(error).__name__}: "
             f"{error}; change the options or the rule"
         ) from error
     if hook == "replay":
@@ -116,8 +116,8 @@ def _find(hook: str, name: str, label: str) -> type:
         shipped = RULES[hook]
         if name not in shipped:
             near = get_close_matches(name, shipped, n=1)
-            cure = f'did you mean "{near[0]}"?' if near else f"use {' | '.join(shipped)}"
-            raise ConfigError(f"{label}: no such rule; {cure} (or module:Class for your own)")
+            fix = f'did you mean "{near[0]}"?' if near else f"use {' | '.join(shipped)}"
+            raise ConfigError(f"{label}: no such rule; {fix} (or module:Class for your own)")
         return shipped[name]
     module_name, _, class_name = name.partition(":")
     try:
@@ -130,9 +130,9 @@ def _find(hook: str, name: str, label: str) -> type:
     found: object = getattr(module, class_name, None)
     if not isinstance(found, type):
         near = get_close_matches(class_name, [n for n, v in vars(module).items() if _is_class(v)])
-        cure = f'did you mean "{near[0]}"?' if near else "define the class there"
+        fix = f'did you mean "{near[0]}"?' if near else "define the class there"
         where = getattr(module, "__file__", None) or module_name
-        raise ConfigError(f"{label}: {where} has no class {class_name}; {cure}")
+        raise ConfigError(f"{label}: {where} has no class {class_name}; {fix}")
     return found
 
 
@@ -140,19 +140,19 @@ def _is_class(value: object) -> bool:
     return isinstance(value, type)
 
 
-def _misfits(kind: type, options: Options) -> Iterator[str]:
+def _option_errors(kind: type, options: Options) -> Iterator[str]:
     """Why this class cannot be built from its state and these options."""
     parameters = [*inspect.signature(kind).parameters.values()]
     named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    if _takes(kind, (None,), options):
+    if _accepts(kind, (None,), options):
         return
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for option in options:
             if option not in named:
                 near = get_close_matches(option, named, n=1)
                 known = f"known: {', '.join(named)}" if named else "it takes none; delete it"
-                cure = f'did you mean "{near[0]}"?' if near else known
-                yield f"{kind.__name__} has no option {option!r}; {cure}"
+                fix = f'did you mean "{near[0]}"?' if near else known
+                yield f"{kind.__name__} has no option {option!r}; {fix}"
     for parameter in parameters:
         is_needed = parameter.kind is parameter.KEYWORD_ONLY
         if is_needed and parameter.default is parameter.empty and parameter.name not in options:
@@ -163,7 +163,7 @@ def _misfits(kind: type, options: Options) -> Iterator[str]:
     )
 
 
-def _takes(function: object, positional: tuple[object, ...], named: Options) -> bool:
+def _accepts(function: object, positional: tuple[object, ...], named: Options) -> bool:
     if not callable(function):
         return False
     try:
@@ -190,5 +190,5 @@ def _check_replay(rule: object, label: str) -> None:
         )
 
 
-def _written(options: Options) -> str:
+def _format_options(options: Options) -> str:
     return ", ".join(["state", *(f"{key}={value!r}" for key, value in options.items())])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
-from penstock.types import Draw, DropReason, JudgedGroup, Task
+from penstock.types import DropReason, JudgedGroup, RandomDraw, Task
 
 
 class SolvedFilter:
@@ -26,7 +26,7 @@ class SolvedFilter:
         self._decay = decay
         self._revisit = revisit
 
-    def wants(self, task: Task, draw: Draw) -> bool:
+    def wants(self, task: Task, draw: RandomDraw) -> bool:
         known = self._tasks.get(task.key)
         if known is None or known["p"] < self._solved_at:
             return True

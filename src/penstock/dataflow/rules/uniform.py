@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from penstock.types import Candidate, Draw
+from penstock.types import Candidate, RandomDraw
 
 
 class Uniform:
@@ -22,6 +22,8 @@ class Uniform:
         self.max_uses = max_uses
         self.max_staleness = max_staleness
 
-    def choose(self, pool: Sequence[Candidate], count: int, draw: Draw) -> Sequence[Candidate]:
+    def choose(
+        self, pool: Sequence[Candidate], count: int, draw: RandomDraw
+    ) -> Sequence[Candidate]:
         left = list(pool)
         return [left.pop(int(draw() * len(left))) for _ in range(min(count, len(left)))]

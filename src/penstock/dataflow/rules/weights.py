@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from penstock.types import Draw, SourceShare
+from penstock.types import RandomDraw, SourceShare
 
 
 class Weights:
     def __init__(self, state: MutableMapping[str, Any]) -> None:
         pass
 
-    def pick(self, sources: Sequence[SourceShare], draw: Draw) -> str:
+    def pick(self, sources: Sequence[SourceShare], draw: RandomDraw) -> str:
         return min(sources, key=lambda source: (source.served + 1) / source.weight).name

@@ -10,54 +10,54 @@ from pathlib import Path
 
 from penstock.config import RunConfig, SourceConfig
 from penstock.config.dataflow import SHARED_HOOKS, SurvivorsClosing
-from penstock.dataflow.columns.row_leases import On, ReaderTerms
-from penstock.dataflow.core.completion import Needs
-from penstock.dataflow.core.consumers import PolicyTerms
-from penstock.dataflow.core.groups import Closing, ClosingKind, LeaseTerms
-from penstock.dataflow.core.home import IssueTerms
-from penstock.dataflow.core.rulebook import RuleTerms
-from penstock.dataflow.ledger.assemble import CoreTerms, begin_home, partition_core
+from penstock.dataflow.columns.row_leases import ReaderSpec, RowTrigger
+from penstock.dataflow.core.completion import RequiredColumns
+from penstock.dataflow.core.consumers import PolicySpec
+from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
+from penstock.dataflow.core.home import IssueSpec
+from penstock.dataflow.core.rulebook import RuleSpec
+from penstock.dataflow.ledger.assemble import CoreSpec, begin_coordinator_core, build_partition_core
 from penstock.dataflow.ledger.blobs import BlobStore
-from penstock.dataflow.ledger.bounds import Bounds
+from penstock.dataflow.ledger.bounds import StorageLimits
 from penstock.dataflow.ledger.objects import open_payloads
 from penstock.dataflow.ledger.store import Ledger
-from penstock.dataflow.records import Outbox
-from penstock.dataflow.service.coordinator import Dataflow
-from penstock.dataflow.service.nodes.messages import RunFacts, SessionTerms, SharedBase
-from penstock.dataflow.service.operators.observe import terms_of
-from penstock.dataflow.service.partition import HomeCalls, PartitionService
-from penstock.dataflow.service.process import Process, steady_clock
+from penstock.dataflow.records import CommandJournal
+from penstock.dataflow.service.coordinator import DataflowService
+from penstock.dataflow.service.nodes.messages import RunInfo, SessionSpec, SharedBaseModel
+from penstock.dataflow.service.operators.observe import balance_settings
+from penstock.dataflow.service.partition import CoordinatorApi, PartitionService
+from penstock.dataflow.service.process import Process, monotonic_clock
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.dataflow.sources import Source, open_source, session_source
 from penstock.errors import ConfigError
 from penstock.types import PolicyName, SamplingSpec
 
 
-def build(config: RunConfig, ledger_folder: Path) -> Dataflow:
+def build(config: RunConfig, ledger_folder: Path) -> DataflowService:
     """Home and one partition over one ledger, as the last life left them."""
     service = begin(config, ledger_folder)
     service.complete(service.restore())
     return service
 
 
-def begin(config: RunConfig, ledger_folder: Path) -> Dataflow:
+def begin(config: RunConfig, ledger_folder: Path) -> DataflowService:
     """As `build`, but not whole yet: it leases slots, and comes to the rest when it runs."""
-    clock = steady_clock()
-    outbox = Outbox()
+    clock = monotonic_clock()
+    journal = CommandJournal()
     ledger = _open(config, ledger_folder, "home")
     sources = [_source(source) for source in config.sources]
-    core = begin_home(core_terms(config), sources, ledger.tables, outbox, clock())
-    process = Process(ledger, outbox, clock, _bounds(config))
-    service = Dataflow(
+    core = begin_coordinator_core(core_spec(config), sources, ledger.tables, journal, clock())
+    process = Process(ledger, journal, clock, _bounds(config))
+    service = DataflowService(
         process,
         core,
         _rows(config, process, ledger_folder),
         run=config.name,
         stages=dict.fromkeys(map(PolicyName, config.models), _required(config)),
-        report=terms_of(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
+        report=balance_settings(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
     )
-    for record in ledger.stamp():
-        outbox(record)
+    for record in ledger.start_records():
+        journal(record)
     return service
 
 
@@ -68,29 +68,29 @@ def _source(source: SourceConfig) -> Source:
 
 
 def build_partition(
-    config: RunConfig, folder: Path, index: int, home: HomeCalls, *, url: str
+    config: RunConfig, folder: Path, index: int, coordinator: CoordinatorApi, *, url: str
 ) -> PartitionService:
     """Partition `index` over a ledger of its own, as its last life left it."""
-    clock = steady_clock()
-    outbox = Outbox()
+    clock = monotonic_clock()
+    journal = CommandJournal()
     ledger = _open(config, folder, f"p{index}")
-    board, host = partition_core(index, core_terms(config), ledger.tables, outbox, clock())
-    stamped = ledger.stamp()
+    router, host = build_partition_core(index, core_spec(config), ledger.tables, journal, clock())
+    stamped = ledger.start_records()
     epoch = next(int(r.value) for r in stamped if r.key == "service_epoch")
-    process = Process(ledger, outbox, clock, _bounds(config))
+    process = Process(ledger, journal, clock, _bounds(config))
     service = PartitionService(
         process,
-        board,
+        router,
         host,
         _rows(config, process, folder),
-        home,
+        coordinator,
         stages=_required(config),
         url=url,
         epoch=epoch,
     )
     service.nodes.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
     for record in stamped:
-        outbox(record)
+        journal(record)
     return service
 
 
@@ -105,15 +105,15 @@ def _open(config: RunConfig, folder: Path, part: str) -> Ledger:
     )
 
 
-def _bounds(config: RunConfig) -> Bounds:
+def _bounds(config: RunConfig) -> StorageLimits:
     """A quarter of the memory may wait to be written; the rest is for what the service holds."""
     bounds = config.dataflow.bounds
     queued = (bounds.memory_mb << 20) // 4
-    return Bounds(
+    return StorageLimits(
         max_queued_bytes=queued,
-        mark_queued_bytes=queued // 2,
+        high_water_queued_bytes=queued // 2,
         min_free_bytes=bounds.disk_reserve_mb << 20,
-        mark_free_bytes=bounds.disk_free_mb << 20,
+        low_water_free_bytes=bounds.disk_free_mb << 20,
     )
 
 
@@ -122,11 +122,11 @@ def _rows(config: RunConfig, process: Process, folder: Path) -> RowService:
     rows = RowService(process, BlobStore(folder / "blobs"))
     rows.restore()
     for stage in config.dataflow.stages:
-        terms = ReaderTerms(
+        terms = ReaderSpec(
             name=stage.name,
             reads=stage.reads,
             writes=stage.writes,
-            on=On(stage.on),
+            on=RowTrigger(stage.on),
             deadline_s=stage.deadline_s,
             ttl_s=stage.ttl_s,
             max_attempts=stage.max_attempts,
@@ -139,19 +139,19 @@ def _required(config: RunConfig) -> tuple[str, ...]:
     return tuple(stage.name for stage in config.dataflow.stages if stage.required)
 
 
-def core_terms(config: RunConfig) -> CoreTerms:
+def core_spec(config: RunConfig) -> CoreSpec:
     lease = config.dataflow.lease
     session = config.session_source
-    return CoreTerms(
-        policies=tuple(_policy_terms(config, name) for name in config.models),
+    return CoreSpec(
+        policies=tuple(_policy_spec(config, name) for name in config.models),
         rules=tuple(_rules(config)),
-        issue=IssueTerms(
+        issue=IssueSpec(
             num_slots=_num_slots(config),
             pace=config.dataflow.pace,
             session_source="" if session is None else session.name,
         ),
         closing=_closing(config),
-        lease=LeaseTerms(
+        lease=LeaseSpec(
             ttl_s=lease.ttl_s,
             start_to_close_s=lease.start_to_close_s,
             max_attempts=lease.max_attempts,
@@ -169,32 +169,32 @@ def core_terms(config: RunConfig) -> CoreTerms:
 
 def _session_s(config: RunConfig) -> float:
     """From the grant: a place waits for an agent as long as an agent may be silent at most."""
-    terms = _session_terms(config)
+    terms = _session_spec(config)
     return 0.0 if terms is None else terms.reward_deadline_s + terms.idle_s
 
 
-def _session_terms(config: RunConfig) -> SessionTerms | None:
+def _session_spec(config: RunConfig) -> SessionSpec | None:
     source = config.session_source
     if source is None or source.session is None:
         return None
-    return SessionTerms(
+    return SessionSpec(
         reward_deadline_s=source.session.reward_deadline_s,
         idle_s=source.session.idle_s,
         default_reward=source.session.default_reward,
     )
 
 
-def _needs(config: RunConfig) -> Needs:
+def _needs(config: RunConfig) -> RequiredColumns:
     """Rules judge by the reward, so that comes first; the rest is for trainers."""
     added = {
         column for stage in config.dataflow.stages if stage.required for column in stage.writes
     }
-    return Needs(judge=frozenset(added & {"reward"}), train=frozenset(added - {"reward"}))
+    return RequiredColumns(judge=frozenset(added & {"reward"}), train=frozenset(added - {"reward"}))
 
 
-def _policy_terms(config: RunConfig, name: str) -> PolicyTerms:
+def _policy_spec(config: RunConfig, name: str) -> PolicySpec:
     training = config.for_policy(name).training
-    return PolicyTerms(
+    return PolicySpec(
         policy=PolicyName(name),
         groups_per_batch=training.groups_per_batch,
         max_staleness=training.max_staleness,
@@ -204,7 +204,7 @@ def _policy_terms(config: RunConfig, name: str) -> PolicyTerms:
     )
 
 
-def _rules(config: RunConfig) -> Iterator[RuleTerms]:
+def _rules(config: RunConfig) -> Iterator[RuleSpec]:
     """Shared hooks once, the others for each policy."""
     for name in config.models:
         is_first = name == next(iter(config.models))
@@ -213,7 +213,7 @@ def _rules(config: RunConfig) -> Iterator[RuleTerms]:
             if is_shared and not is_first:
                 continue
             for position, rule in enumerate(rules):
-                yield RuleTerms(
+                yield RuleSpec(
                     hook=hook.value,
                     name=rule.name,
                     options=rule.options,
@@ -232,11 +232,11 @@ def _num_slots(config: RunConfig) -> int:
     return next(iter(sizes.values()))
 
 
-def _closing(config: RunConfig) -> Closing:
+def _closing(config: RunConfig) -> ClosingPolicy:
     closing = config.dataflow.closing
     if isinstance(closing, SurvivorsClosing):
-        return Closing(kind=ClosingKind.SURVIVORS, min_survivors=closing.survivors.min)
-    return Closing(kind=ClosingKind(closing))
+        return ClosingPolicy(kind=ClosingKind.SURVIVORS, min_survivors=closing.survivors.min)
+    return ClosingPolicy(kind=ClosingKind(closing))
 
 
 def _workflow(config: RunConfig) -> str:
@@ -244,10 +244,10 @@ def _workflow(config: RunConfig) -> str:
     return workflow if isinstance(workflow, str) else json.dumps(list(workflow.command))
 
 
-def run_facts(config: RunConfig) -> RunFacts:
+def run_info(config: RunConfig) -> RunInfo:
     first = next(iter(config.models.values()))
     sampling = config.sampling
-    return RunFacts(
+    return RunInfo(
         run=config.name,
         policies=tuple(PolicyName(name) for name in config.models),
         workflow=_workflow(config),
@@ -264,17 +264,17 @@ def run_facts(config: RunConfig) -> RunFacts:
         start_to_close_s=config.dataflow.lease.start_to_close_s,
         transfer=config.weights.transfer,
         is_scored="reward" not in _needs(config).judge,
-        session=_session_terms(config),
+        session=_session_spec(config),
         is_deterministic=config.deterministic,
         adapters=tuple(_shared_bases(config)),
     )
 
 
-def _shared_bases(config: RunConfig) -> Iterator[SharedBase]:
+def _shared_bases(config: RunConfig) -> Iterator[SharedBaseModel]:
     """Policies that train adapters, those with one `init` together."""
     ranks: dict[str, dict[PolicyName, int]] = {}
     for name, model in config.models.items():
         if model.lora is not None:
             ranks.setdefault(model.init, {})[PolicyName(name)] = model.lora.rank
     for by_policy in ranks.values():
-        yield SharedBase(policies=tuple(by_policy), rank=max(by_policy.values()))
+        yield SharedBaseModel(policies=tuple(by_policy), rank=max(by_policy.values()))

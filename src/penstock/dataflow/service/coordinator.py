@@ -15,20 +15,20 @@ from functools import partial
 import structlog
 
 from penstock.dataflow.core.partition import Partition
-from penstock.dataflow.explain.starvation import fruitless, is_fruitless
-from penstock.dataflow.ledger.assemble import Core, complete_home
+from penstock.dataflow.explain.starvation import is_starving, starvation
+from penstock.dataflow.ledger.assemble import CoordinatorCore, finish_coordinator_restore
 from penstock.dataflow.ledger.compaction import Compactor
-from penstock.dataflow.ledger.restore import restore_waiting
+from penstock.dataflow.ledger.restore import restore_ready_groups
 from penstock.dataflow.ledger.store import Ledger
-from penstock.dataflow.report.figures import Terms
-from penstock.dataflow.service.nodes.handlers import NodeSide
-from penstock.dataflow.service.operators.forget import Forgetting
-from penstock.dataflow.service.operators.observe import balance_of, look_at
-from penstock.dataflow.service.partitions.handlers import PartitionSide
+from penstock.dataflow.report.figures import BalanceSettings
+from penstock.dataflow.service.nodes.handlers import NodeHandlers
+from penstock.dataflow.service.operators.forget import SessionEraser
+from penstock.dataflow.service.operators.observe import make_monitor, observe_service
+from penstock.dataflow.service.partitions.handlers import PartitionHandlers
 from penstock.dataflow.service.process import Process
 from penstock.dataflow.service.row_payloads import RowPayloads
 from penstock.dataflow.service.rows.handlers import RowService
-from penstock.dataflow.service.trainers.handlers import TrainerSide
+from penstock.dataflow.service.trainers.handlers import TrainerHandlers
 from penstock.errors import StoreError
 from penstock.types import GroupId, PolicyName
 
@@ -40,105 +40,105 @@ STALL_S = 1.0
 """A tick later than this means that the whole process was held up, not that nodes were silent."""
 
 
-class Dataflow:
+class DataflowService:
     def __init__(
         self,
         process: Process,
-        core: Core,
+        core: CoordinatorCore,
         rows: RowService,
         *,
         run: str,
         stages: Mapping[PolicyName, tuple[str, ...]],
-        report: Terms,
+        report: BalanceSettings,
     ) -> None:
         """`stages` are those that each policy's trainer waits for."""
         assert core.host is not None, "one process serves home and a partition"
-        home, host, board = core.home, core.host, core.board
+        coordinator, host, router = core.coordinator, core.host, core.router
         self.process = process
-        self.home = home
+        self.coordinator = coordinator
         self.host = host
         self.partition: Partition = host.partition
-        self.board = board
-        self.is_whole = asyncio.Event()
+        self.router = router
+        self.is_restored = asyncio.Event()
         """Home has all that waits for a batch. Before that slots are leased, and nothing else."""
         self._core = core
-        self.nodes = NodeSide(
-            process, host, rows, lambda: self.is_whole.is_set() and home.is_finished
+        self.nodes = NodeHandlers(
+            process, host, rows, lambda: self.is_restored.is_set() and coordinator.is_finished
         )
         self.rows = rows
         self._stages = stages
-        host.shelf = rows.shelf
-        self.balance = balance_of(process, home, run, report)
-        self.partitions = PartitionSide(process, home, board)
-        self.trainers = TrainerSide(
+        host.row_window = rows.row_window
+        self.balance = make_monitor(process, coordinator, run, report)
+        self.partitions = PartitionHandlers(process, coordinator, router)
+        self.trainers = TrainerHandlers(
             process,
-            home,
+            coordinator,
             core.sealing,
             RowPayloads(process.ledger, rows.blobs),
             self.balance,
             self.partitions.address_of,
         )
-        self.forgetting = Forgetting(process, home)
-        self.source_trouble = ""
+        self.session_eraser = SessionEraser(process, coordinator)
+        self.source_error = ""
         """What a user's source raised when it was asked for the next task."""
         self._may_issue = True
         """Look for room at the next command whatever it is: at the start, then at each tick."""
-        process.drive = self._drive
-        self._look_for_workers()
+        process.on_command = self._on_command
+        self._update_missing_stages()
 
     def restore(self) -> list[GroupId]:
         """Blocks: what waits for a batch and what the report has counted, out of the ledger. For
         any thread, before the service is whole; its result is for `complete`."""
         tables = self.process.ledger.tables
-        freed = restore_waiting(self.home, tables)
-        self.balance.tally.restore(tables)
+        freed = restore_ready_groups(self.coordinator, tables)
+        self.balance.flow_counter.restore(tables)
         self.nodes.trajectories = int(tables.scalar("SELECT count(*) FROM rows") or 0)
         return freed
 
     def complete(self, freed: Sequence[GroupId]) -> None:
         """All is there: act on what happened meanwhile, and serve everybody."""
-        complete_home(self._core, freed, self.process.clock())
-        self.process.watch = self.balance.see
-        self.is_whole.set()
+        finish_coordinator_restore(self._core, freed, self.process.clock())
+        self.process.on_write = self.balance.on_records
+        self.is_restored.set()
 
-    def _drive(self, now: float) -> None:
+    def _on_command(self, now: float) -> None:
         """Let home judge what ended; what then has room is started after the answers."""
-        if not self.is_whole.is_set():
+        if not self.is_restored.is_set():
             return
-        self.process.take_up()
-        self.host.land(now)
-        if not self.board.run(now) and not self._may_issue:
+        self.process.run_deferred()
+        self.host.apply_completed_columns(now)
+        if not self.router.run(now) and not self._may_issue:
             return  # no group ended and no policy moved, so there is as much room as before
         self._may_issue = False
-        if self.home.is_finished:
-            self.home.wind_up()
-            self.board.run(now)
+        if self.coordinator.is_finished:
+            self.coordinator.drop_open_groups()
+            self.router.run(now)
         else:
-            self.process.put_off(partial(self._issue, now))
+            self.process.defer(partial(self._issue, now))
 
     def _issue(self, now: float) -> None:
         """Start what has room. A user's source may raise: that stops new work, and nothing else."""
         try:
-            self.home.issue(now)
+            self.coordinator.issue(now)
         except Exception as error:
-            if str(error) != self.source_trouble:
+            if str(error) != self.source_error:
                 log.exception("a source failed; no new work until it answers again")
-            self.source_trouble = f"{type(error).__name__}: {error}"
+            self.source_error = f"{type(error).__name__}: {error}"
         else:
-            self.source_trouble = ""
-        self.board.run(now)
+            self.source_error = ""
+        self.router.run(now)
 
     async def run_timers(self) -> None:
-        if not self.is_whole.is_set():
-            await self._restore_rest()
+        if not self.is_restored.is_set():
+            await self._finish_restore()
         async with asyncio.TaskGroup() as loops:
-            ticks = run_ticks(self.process, self.tick, self.forgive)
+            ticks = run_ticks(self.process, self.tick, self.extend_deadlines)
             loops.create_task(ticks, name="ticks")
             loops.create_task(Compactor(self.process.ledger).run(), name="compaction")
             loops.create_task(sweep_blobs(self.rows), name="blobs")
             loops.create_task(verify_once(self.process.ledger), name="verification")
 
-    async def _restore_rest(self) -> None:
+    async def _finish_restore(self) -> None:
         try:
             freed = await asyncio.to_thread(self.restore)
         except StoreError as error:
@@ -150,42 +150,42 @@ class Dataflow:
     async def tick(self) -> None:
         """Expire what is over, and look for work to start: a source may answer again."""
         self.partition.tick(self.process.clock())
-        self._look_for_workers()
-        self._warn()
+        self._update_missing_stages()
+        self._log_starvation()
         self._may_issue = True
         self.partitions.tick()
-        self.balance.look(look_at(self.home, self.host), self.process.clock())
+        self.balance.look(observe_service(self.coordinator, self.host), self.process.clock())
         await self.process.settle()
         self.nodes.tick()
         await self.rows.tick()
 
-    def _look_for_workers(self) -> None:
+    def _update_missing_stages(self) -> None:
         """A policy whose required stage has no live worker gets no new work."""
         now = self.process.clock()
-        far = self.partitions.lacking()
+        far = self.partitions.stages_without_worker()
         for policy, stages in self._stages.items():
             missing = [s for s in stages if not self.rows.readers.has_worker(s, now) or s in far]
-            self.home.consumers[policy].lacks = ", ".join(missing)
+            self.coordinator.consumers[policy].missing_stages = ", ".join(missing)
 
-    def _warn(self) -> None:
+    def _log_starvation(self) -> None:
         """Of a policy whose groups come to nothing; again at each doubling of their number."""
-        for policy, consumer in self.home.consumers.items():
-            found = consumer.fruitless
-            if is_fruitless(consumer, self.home) and found.num_groups >= 2 * found.num_told:
-                found.num_told = found.num_groups
-                why = fruitless(consumer, self.process.ledger.tables)
+        for policy, consumer in self.coordinator.consumers.items():
+            found = consumer.starvation
+            if is_starving(consumer, self.coordinator) and found.num_groups >= 2 * found.num_logged:
+                found.num_logged = found.num_groups
+                why = starvation(consumer, self.process.ledger.tables)
                 log.error("a policy lacks groups", policy=policy, why=why)
 
-    def forgive(self, gap_s: float) -> None:
-        self.partition.forgive(gap_s)
-        self.rows.readers.forgive(gap_s)
+    def extend_deadlines(self, gap_s: float) -> None:
+        self.partition.extend_deadlines(gap_s)
+        self.rows.readers.extend_deadlines(gap_s)
 
     def close(self) -> None:
         self.process.ledger.close()
 
 
 async def run_ticks(
-    process: Process, tick: Callable[[], Awaitable[None]], forgive: Callable[[float], None]
+    process: Process, tick: Callable[[], Awaitable[None]], extend_deadlines: Callable[[float], None]
 ) -> None:
     """consumes: time · produces: expired leases · waits for: the next tick"""
     await process.settle()
@@ -195,7 +195,7 @@ async def run_ticks(
         late_s = process.clock() - slept_at - TICK_S
         if late_s > STALL_S:
             log.warning("the service stood still; leases are prolonged", seconds=late_s)
-            forgive(late_s)
+            extend_deadlines(late_s)
         await tick()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class Ack:
     """A call that has nothing to say but yes."""
 
     ok: bool = True

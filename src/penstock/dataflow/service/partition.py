@@ -15,21 +15,21 @@ from typing import Protocol
 
 import structlog
 
-from penstock.dataflow.core.messages import Numbered
-from penstock.dataflow.core.partition_host import PartitionHost
-from penstock.dataflow.core.switchboard import Switchboard
+from penstock.dataflow.core.messages import NumberedMessage
+from penstock.dataflow.core.partition_host import PartitionRuntime
+from penstock.dataflow.core.switchboard import MessageRouter
 from penstock.dataflow.ledger.compaction import Compactor
 from penstock.dataflow.service.coordinator import run_ticks, sweep_blobs, verify_once
-from penstock.dataflow.service.messages import Done
-from penstock.dataflow.service.nodes.handlers import NodeSide
-from penstock.dataflow.service.operators.messages import PartitionFigures
+from penstock.dataflow.service.messages import Ack
+from penstock.dataflow.service.nodes.handlers import NodeHandlers
+from penstock.dataflow.service.operators.messages import PartitionMetrics
 from penstock.dataflow.service.partitions.messages import (
     LinkPull,
-    LinkPulled,
+    LinkPullAnswer,
     LinkPush,
-    LinkPushed,
+    LinkPushAnswer,
+    PartitionBoot,
     PartitionJoin,
-    PartitionLife,
 )
 from penstock.dataflow.service.process import Process
 from penstock.dataflow.service.rows.handlers import RowService
@@ -38,19 +38,19 @@ log = structlog.get_logger(__name__)
 
 PULL_S = 20.0
 CATCH_UP_S = 5.0
-BEAT_S = 2.0
+HEARTBEAT_S = 2.0
 """Home hears from a partition so often, also when there is nothing to say."""
-GATHER_S = 0.05
+PUSH_INTERVAL_S = 0.05
 """Between two letters of one direction: what comes meanwhile goes with the next one, and a busy
 partition costs home no more calls than a quiet one."""
 
 
-class HomeCalls(Protocol):
+class CoordinatorApi(Protocol):
     """All that a partition asks of home."""
 
-    async def join(self, index: int, body: PartitionJoin) -> Done: ...
-    async def push(self, index: int, body: LinkPush) -> LinkPushed: ...
-    async def pull(self, index: int, body: LinkPull) -> LinkPulled: ...
+    async def join(self, index: int, body: PartitionJoin) -> Ack: ...
+    async def push(self, index: int, body: LinkPush) -> LinkPushAnswer: ...
+    async def pull(self, index: int, body: LinkPull) -> LinkPullAnswer: ...
     async def close(self) -> None: ...
 
 
@@ -58,10 +58,10 @@ class PartitionService:
     def __init__(
         self,
         process: Process,
-        board: Switchboard,
-        host: PartitionHost,
+        router: MessageRouter,
+        host: PartitionRuntime,
         rows: RowService,
-        home: HomeCalls,
+        coordinator: CoordinatorApi,
         *,
         stages: tuple[str, ...],
         url: str,
@@ -71,25 +71,25 @@ class PartitionService:
         self.host = host
         self.partition = host.partition
         self.is_finished = False
-        self.nodes = NodeSide(process, host, rows, lambda: self.is_finished, self._catch_up)
-        self._home = home
+        self.nodes = NodeHandlers(process, host, rows, lambda: self.is_finished, self._catch_up)
+        self._coordinator = coordinator
         self._url = url
-        self._life = PartitionLife(epoch=epoch, session=secrets.token_hex(8))
-        assert board.uplink is not None, "a partition of its own has a link to home"
-        self._link = board.uplink
+        self._boot = PartitionBoot(epoch=epoch, boot_id=secrets.token_hex(8))
+        assert router.coordinator_link is not None, "a partition of its own has a link to home"
+        self._link = router.coordinator_link
         self.rows = rows
         self._stages = stages
-        self._board = board
-        host.shelf = rows.shelf
-        process.drive = self._drive
-        self._to_say = asyncio.Event()
-        process.on_wake.append(self._woken)
+        self._router = router
+        host.row_window = rows.row_window
+        process.on_command = self._on_command
+        self._has_outgoing = asyncio.Event()
+        process.on_wake.append(self._on_wake)
 
     async def run(self) -> None:
         """Until cancelled; a loop that dies ends the process aloud."""
         try:
             async with asyncio.TaskGroup() as loops:
-                ticks = run_ticks(self.process, self.tick, self.forgive)
+                ticks = run_ticks(self.process, self.tick, self.extend_deadlines)
                 loops.create_task(ticks, name="ticks")
                 loops.create_task(Compactor(self.process.ledger).run(), name="compaction")
                 loops.create_task(sweep_blobs(self.rows), name="blobs")
@@ -98,15 +98,15 @@ class PartitionService:
                 loops.create_task(self._push(), name="push")
                 loops.create_task(self._pull(), name="pull")
         finally:
-            await self._home.close()
+            await self._coordinator.close()
 
     async def _join(self) -> None:
-        body = PartitionJoin(life=self._life, url=self._url)
-        await self._home.join(self.partition.index, body)
+        body = PartitionJoin(boot=self._boot, url=self._url)
+        await self._coordinator.join(self.partition.index, body)
 
-    def _drive(self, now: float) -> None:
-        self.host.land(now)
-        self._board.run(now)
+    def _on_command(self, now: float) -> None:
+        self.host.apply_completed_columns(now)
+        self._router.run(now)
 
     async def tick(self) -> None:
         self.partition.tick(self.process.clock())
@@ -114,32 +114,32 @@ class PartitionService:
         self.nodes.tick()
         await self.rows.tick()
 
-    def forgive(self, gap_s: float) -> None:
-        self.partition.forgive(gap_s)
-        self.rows.readers.forgive(gap_s)
+    def extend_deadlines(self, gap_s: float) -> None:
+        self.partition.extend_deadlines(gap_s)
+        self.rows.readers.extend_deadlines(gap_s)
 
     async def _push(self) -> None:
         """consumes: reports of this partition · produces: home's knowledge of them
         waits for: something home lacks · woken by: the command that says it"""
         index, beat_at = self.partition.index, 0.0
         while True:
-            self._to_say.clear()
+            self._has_outgoing.clear()
             messages = self._link.unacknowledged(0)
             if not messages and self.process.clock() < beat_at:
-                await self.process.wait_for(self._to_say, beat_at)
+                await self.process.wait_for(self._has_outgoing, beat_at)
                 continue
             await self.process.ledger.flush()  # home must never know what we could forget
-            answer = await self._home.push(index, self._letter(messages))
-            beat_at = self.process.clock() + BEAT_S
+            answer = await self._coordinator.push(index, self._push_request(messages))
+            beat_at = self.process.clock() + HEARTBEAT_S
             self._link.acknowledged(answer.received)  # written with whatever comes next
-            await asyncio.sleep(GATHER_S)
+            await asyncio.sleep(PUSH_INTERVAL_S)
 
-    def _woken(self) -> None:
-        if self._link.has_news:
-            self._to_say.set()
+    def _on_wake(self) -> None:
+        if self._link.has_unacknowledged:
+            self._has_outgoing.set()
 
-    def _letter(self, messages: tuple[Numbered, ...]) -> LinkPush:
-        return LinkPush(life=self._life, messages=messages, figures=self.figures())
+    def _push_request(self, messages: tuple[NumberedMessage, ...]) -> LinkPush:
+        return LinkPush(boot=self._boot, messages=messages, figures=self.figures())
 
     async def _pull(self) -> None:
         """consumes: home's orders · produces: groups to run, versions, fates
@@ -147,11 +147,11 @@ class PartitionService:
         while True:
             answer = await self._pull_once(PULL_S)
             over = answer.finished and not answer.messages
-            await asyncio.sleep(1.0 if over else GATHER_S)  # a finished run answers at once
+            await asyncio.sleep(1.0 if over else PUSH_INTERVAL_S)  # a finished run answers at once
 
-    async def _pull_once(self, wait_s: float) -> LinkPulled:
-        request = LinkPull(life=self._life, received=self._link.num_received, wait_s=wait_s)
-        answer = await self._home.pull(self.partition.index, request)
+    async def _pull_once(self, wait_s: float) -> LinkPullAnswer:
+        request = LinkPull(boot=self._boot, received=self._link.num_received, wait_s=wait_s)
+        answer = await self._coordinator.pull(self.partition.index, request)
         now = self.process.clock()
         for message in self._link.receive(answer.messages):
             self.host.apply(message, now)
@@ -168,9 +168,9 @@ class PartitionService:
                 return True
         return False
 
-    def figures(self) -> PartitionFigures:
+    def figures(self) -> PartitionMetrics:
         nodes = self.nodes
-        return PartitionFigures(
+        return PartitionMetrics(
             num_waiting=self.partition.num_waiting,
             num_open=len(self.partition.groups),
             num_nodes=len(self.partition.nodes),
@@ -179,7 +179,7 @@ class PartitionService:
             failed_tokens=nodes.failed_tokens,
             salvaged_tokens=nodes.turns.salvaged_tokens,
             tokens_per_s=nodes.tokens_per_s(self.process.clock()),
-            lacks=tuple(
+            missing_stages=tuple(
                 stage
                 for stage in self._stages
                 if not self.rows.readers.has_worker(stage, self.process.clock())

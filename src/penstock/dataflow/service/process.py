@@ -14,76 +14,79 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from penstock.dataflow.ledger.bounds import Bounds
+from penstock.dataflow.ledger.bounds import StorageLimits
 from penstock.dataflow.ledger.store import Ledger
-from penstock.dataflow.records import Erasure, Outbox, Record
+from penstock.dataflow.records import CommandJournal, Deletion, Record
 from penstock.errors import BadRequest
 
 MAX_WAIT_S = 30.0
 
-IsGone = Callable[[], Awaitable[bool]]
+IsDisconnected = Callable[[], Awaitable[bool]]
 """Has the caller of this request hung up?"""
 
 
-async def stays() -> bool:
+async def never_disconnected() -> bool:
     """Callers in this process do not hang up."""
     return False
+
+
+OnWrite = Callable[[Sequence[Record | Deletion]], Sequence[Record]]
 
 
 class Process:
     def __init__(
         self,
         ledger: Ledger,
-        outbox: Outbox,
+        outbox: CommandJournal,
         clock: Callable[[], float],
-        bounds: Bounds | None = None,
+        bounds: StorageLimits | None = None,
     ) -> None:
         self.ledger = ledger
-        self._bounds = bounds or Bounds()
+        self._bounds = bounds or StorageLimits()
         self.journal = outbox
         self.clock = clock
         self.started_at = clock()
-        self.drive: Callable[[float], None] = lambda now: None
+        self.on_command: Callable[[float], None] = lambda now: None
         """Let the machines of this process act on what the command changed."""
-        self.watch: Callable[[Sequence[Record | Erasure]], Sequence[Record]] = lambda records: ()
+        self.on_write: OnWrite = lambda records: ()
         """Sees all that is written, and may add to the same commit: running totals."""
         self.waiting_since: dict[tuple[str, str], float] = {}
         """(who, on what) to since when: polls that are held open."""
         self._changed = asyncio.Event()
         self.on_wake: list[Callable[[], None]] = []
         """For owners of many polls, who wake only those that it concerns."""
-        self._settling: list[asyncio.Future[bool]] = []
+        self._pending: list[asyncio.Future[bool]] = []
         """Commands of this turn of the event loop."""
-        self._put_off: list[Callable[[], None]] = []
+        self._deferred: list[Callable[[], None]] = []
 
     async def settle(self) -> None:
         """Act on what changed; return when all of it is durable."""
-        await self._turn_end()
+        await self._commit_future()
 
     async def repeat(self) -> None:
         """For an answer that may repeat an earlier decision: that one must be durable too."""
-        has_written = await self._turn_end()
+        has_written = await self._commit_future()
         if not has_written:  # a write of this turn comes after all earlier ones
             await self.ledger.flush()
 
-    def _turn_end(self) -> asyncio.Future[bool]:
+    def _commit_future(self) -> asyncio.Future[bool]:
         """Done when what this command did is durable, if it did anything. Commands of one turn of
         the event loop are driven and written together: the fewer groups, the less each costs."""
         loop = asyncio.get_running_loop()
-        if not self._settling:
+        if not self._pending:
             loop.call_soon(self._end_turn)
         done = loop.create_future()
-        self._settling.append(done)
+        self._pending.append(done)
         return done
 
     def _end_turn(self) -> None:
-        settling, self._settling = self._settling, []
+        settling, self._pending = self._pending, []
         try:
-            self.drive(self.clock())
+            self.on_command(self.clock())
             records = self.journal.take()
             if not records:
                 return self._answer(settling, None)
-            durable = self.ledger.write([*records, *self.watch(records)])
+            durable = self.ledger.write([*records, *self.on_write(records)])
         except Exception as error:
             if not settling:
                 raise  # nobody to tell but the log
@@ -101,19 +104,20 @@ class Process:
         for done in settling:
             if not done.done():  # its caller may be gone
                 done.set_result(durable is not None)
-        if self._put_off:
-            asyncio.get_running_loop().call_soon(self.take_up)
+        if self._deferred:
+            asyncio.get_running_loop().call_soon(self.run_deferred)
 
     # --- what answers do not wait for ---------------------------------------------------------
 
-    def put_off(self, act: Callable[[], None]) -> None:
-        """Act after the answers of this turn, or at the next `take_up()` if that comes first."""
-        self._put_off.append(act)
+    def defer(self, act: Callable[[], None]) -> None:
+        """Act after the answers of this turn, or at the next `run_deferred()` if that comes
+        first."""
+        self._deferred.append(act)
 
-    def take_up(self) -> None:
+    def run_deferred(self) -> None:
         """Before a command that must find everything as if nothing had been put off. What is done
         now is written in a turn that waits for no command: this one may be refused."""
-        acts, self._put_off = self._put_off, []
+        acts, self._deferred = self._deferred, []
         for act in acts:
             act()
         if acts:
@@ -132,7 +136,7 @@ class Process:
 
     # --- polls that are held open -------------------------------------------------------------
 
-    def hold_until(self, wait_s: float) -> float:
+    def poll_deadline(self, wait_s: float) -> float:
         if not 0 <= wait_s <= 3600:  # also when it is no number
             raise BadRequest(f"wait_s is {wait_s}; give 0 to 3600 seconds")
         return self.clock() + min(wait_s, MAX_WAIT_S)
@@ -162,7 +166,7 @@ def _fail(settling: Sequence[asyncio.Future[bool]], error: BaseException) -> Non
             done.set_exception(error)
 
 
-def steady_clock() -> Callable[[], float]:
+def monotonic_clock() -> Callable[[], float]:
     """Wall time at the start, then only forwards: a jump of the system clock moves no deadline."""
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 import structlog
 
-from penstock.dataflow.column_records import VALUES, ColumnRecord
+from penstock.dataflow.column_records import STORED_COLUMNS_SQL, ColumnRecord
 from penstock.dataflow.ledger.blobs import MAX_BLOB_BYTES, BlobStore
 from penstock.dataflow.ledger.payloads import SegmentPayloads
 from penstock.dataflow.ledger.segments import Location
@@ -27,30 +27,30 @@ from penstock.wire.codec import decode, encode
 
 log = structlog.get_logger(__name__)
 
-PART = 500
+KEYS_PER_QUERY = 500
 """Row ids per query."""
 PIECE_BYTES = 2 << 20
 """What is read, checked and sent at once."""
-MIN_PLAIN_BYTES = 64
+MIN_INLINE_BYTES = 64
 """Of a payload that can make room for saying that it is gone; no trajectory is shorter."""
-BIN = b"\xc6"
+MSGPACK_BIN32 = b"\xc6"
 """How msgpack begins bytes: this, their number in four bytes, and then they follow."""
-PLACES = 'SELECT row_id, blob, segment, "offset", length FROM rows WHERE row_id IN :ids'
+LOCATIONS_SQL = 'SELECT row_id, blob, segment, "offset", length FROM rows WHERE row_id IN :ids'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class RowsQuery:
     """Rows somebody asked for, in this order."""
 
     row_ids: Sequence[RowId]
     columns: Sequence[str] = ()
     """Further columns, by name."""
-    elsewhere: Mapping[RowId, str] = field(default_factory=dict[RowId, str])
+    remote_urls: Mapping[RowId, str] = field(default_factory=dict[RowId, str])
     """Where rows of other partitions are to be fetched; empty: they are gone."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Row:
+class _LocatedRow:
     """What there is of a row."""
 
     row_id: RowId
@@ -62,21 +62,21 @@ class _Row:
     columns: tuple[ColumnRecord, ...] = ()
     num_bytes: int = 0
     """Of its payload and columns."""
-    is_plain: bool = True
+    is_inline: bool = True
     """No more than a payload, and that in the payload store: read to where it is sent from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class LocatedPayloads:
     """Rows that were looked up, to be sent in this order."""
 
     head: bytes
-    rows: Sequence[_Row]
+    rows: Sequence[_LocatedRow]
 
     @property
     def num_bytes(self) -> int | None:
         """Of the whole answer; None when that is only known at its end."""
-        if not all(row.is_plain for row in self.rows):
+        if not all(row.is_inline for row in self.rows):
             return None
         return len(self.head) + sum(len(row.frame) + row.num_bytes for row in self.rows)
 
@@ -86,70 +86,78 @@ class RowPayloads:
         self._ledger = ledger
         self._blobs = blobs
 
-    async def answer(self, wanted: Wanted) -> RowsAnswer:
+    async def answer(self, wanted: RowsQuery) -> RowsAnswer:
         """All of them in memory: for callers who cannot take pieces."""
         found = await self.find(wanted)
         return decode(b"".join([piece async for piece in self.pieces(found)]), RowsAnswer)
 
-    async def find(self, wanted: Wanted) -> Found:
-        rows: list[_Row] = []
-        for start in range(0, len(wanted.row_ids), PART):
-            rows += self._find(wanted.row_ids[start : start + PART], wanted)
+    async def find(self, wanted: RowsQuery) -> LocatedPayloads:
+        rows: list[_LocatedRow] = []
+        for start in range(0, len(wanted.row_ids), KEYS_PER_QUERY):
+            rows += self._find(wanted.row_ids[start : start + KEYS_PER_QUERY], wanted)
             await asyncio.sleep(0)  # others have their turn in between
         num_rows = msgspec.Raw(b"\xdd" + len(rows).to_bytes(4, "big"))
-        return Found(head=encode({"columns": wanted.columns, "rows": num_rows}), rows=rows)
+        return LocatedPayloads(
+            head=encode({"columns": wanted.columns, "rows": num_rows}), rows=rows
+        )
 
-    async def pieces(self, found: Found) -> AsyncGenerator[bytes | memoryview]:
+    async def pieces(self, found: LocatedPayloads) -> AsyncGenerator[bytes | memoryview]:
         """A RowsAnswer as msgpack. What the system has in memory is read at once: a thread would
         cost more than the reading. The rest is read in one."""
         yield found.head
-        for rows in _by_size(found.rows):
+        for rows in _in_pieces(found.rows):
             try:
-                piece = self._encode(rows, may_wait=False)
+                piece = self._encode(rows, may_block=False)
             except BlockingIOError:
-                piece = await asyncio.to_thread(self._encode, rows, may_wait=True)
+                piece = await asyncio.to_thread(self._encode, rows, may_block=True)
             yield piece
 
-    def _find(self, row_ids: Sequence[RowId], wanted: Wanted) -> list[_Row]:
-        far, tables = wanted.elsewhere, self._ledger.tables
-        near = [str(row_id) for row_id in row_ids if row_id not in far]
-        found: dict[str, _Row] = {}
-        for row_id, blob, segment, offset, length in tables.rows(PLACES, ids=near):
+    def _find(self, row_ids: Sequence[RowId], wanted: RowsQuery) -> list[_LocatedRow]:
+        remote, tables = wanted.remote_urls, self._ledger.tables
+        local = [str(row_id) for row_id in row_ids if row_id not in remote]
+        found: dict[str, _LocatedRow] = {}
+        for row_id, blob, segment, offset, length in tables.rows(LOCATIONS_SQL, ids=local):
             if not 0 <= length <= MAX_BLOB_BYTES:
                 log.error("row is gone", row=row_id, reason=f"it cannot have {length} bytes")
                 continue
-            found[row_id] = _Row(
+            found[row_id] = _LocatedRow(
                 row_id=row_id,
-                frame=_frame(row_id, payload=msgspec.Raw(BIN + length.to_bytes(4, "big"))),
+                frame=_frame(
+                    row_id, payload=msgspec.Raw(MSGPACK_BIN32 + length.to_bytes(4, "big"))
+                ),
                 place=Location(segment=segment, offset=offset, length=length),
                 blob=blob,
                 num_bytes=length,
-                is_plain=not blob and length >= MIN_PLAIN_BYTES,
+                is_inline=not blob and length >= MIN_INLINE_BYTES,
             )
-        for column in self._columns(near, wanted.columns):
+        for column in self._columns(local, wanted.columns):
             row = found.get(column.row_id)
             if row is not None:
-                row.columns, row.is_plain = (*row.columns, column), False
+                row.columns, row.is_inline = (*row.columns, column), False
                 row.num_bytes += column.length
         return [
             found.get(row_id)
-            or _Row(row_id=row_id, frame=_frame(row_id, at=far.get(row_id, ""), payload=None))
+            or _LocatedRow(
+                row_id=row_id, frame=_frame(row_id, at=remote.get(row_id, ""), payload=None)
+            )
             for row_id in row_ids
         ]
 
     def _columns(self, row_ids: list[str], names: Sequence[str]) -> list[ColumnRecord]:
         if not names:
             return []
-        return self._ledger.tables.read(ColumnRecord, VALUES, ids=row_ids, names=list(names))
+        return self._ledger.tables.read(
+            ColumnRecord, STORED_COLUMNS_SQL, ids=row_ids, names=list(names)
+        )
 
-    def _encode(self, rows: Sequence[_Row], *, may_wait: bool) -> bytes | memoryview:
-        if rows[0].is_plain:
-            return self._encode_plain(rows, may_wait=may_wait)
-        if not may_wait:
+    def _encode(self, rows: Sequence[_LocatedRow], *, may_block: bool) -> bytes | memoryview:
+        if rows[0].is_inline:
+            return self._encode_inline(rows, may_block=may_block)
+        if not may_block:
             raise BlockingIOError
         return b"".join(encode(self._payload(row)) for row in rows)
 
-    def _encode_plain(self, rows: Sequence[_Row], *, may_wait: bool) -> memoryview:
+    def _encode_inline(self, rows: Sequence[_LocatedRow], *, may_block: bool) -> memoryview:
         data = bytearray(sum(len(row.frame) + row.num_bytes for row in rows))
         piece, end = memoryview(data), 0
         for row in rows:
@@ -159,24 +167,24 @@ class RowPayloads:
             if row.place is None:
                 continue
             try:
-                self._read_into(row.row_id, row.place, piece[middle:end], may_wait=may_wait)
+                self._read_into(row.row_id, row.place, piece[middle:end], may_block=may_block)
                 if data.find(row.row_id.encode(), middle, end) < 0:
-                    raise _other(row.row_id)
+                    raise _wrong_row(row.row_id)
             except StoreError as error:
-                piece[start:end] = _gone(row.row_id, error, end - start)
+                piece[start:end] = _missing_row(row.row_id, error, end - start)
         return piece
 
     def _read_into(
-        self, row_id: RowId, place: Location, payload: memoryview, *, may_wait: bool
+        self, row_id: RowId, place: Location, payload: memoryview, *, may_block: bool
     ) -> None:
         store = self._ledger.payloads
         if isinstance(store, SegmentPayloads):
             try:
-                return store.read_into(place, payload, may_wait=may_wait)
+                return store.read_into(place, payload, may_block=may_block)
             except StoreError:
-                if not may_wait:
+                if not may_block:
                     raise BlockingIOError from None  # to look for it again is for a thread
-        elif not may_wait:
+        elif not may_block:
             raise BlockingIOError
         payload[:] = self._read(row_id, place)
 
@@ -184,19 +192,19 @@ class RowPayloads:
         try:
             return self._ledger.payloads.read(place)
         except StoreError:
-            rows = self._ledger.tables.rows(PLACES, ids=[str(row_id)])
+            rows = self._ledger.tables.rows(LOCATIONS_SQL, ids=[str(row_id)])
             moved = [Location(segment=s, offset=o, length=n) for _, _, s, o, n in rows]
             if not moved or moved[0] == place or moved[0].length != place.length:
                 raise
             return self._ledger.payloads.read(moved[0])  # compaction moved it after we looked
 
-    def _payload(self, row: _Row) -> RowPayload:
+    def _payload(self, row: _LocatedRow) -> RowPayload:
         try:
             assert row.place is not None, "a row that is not here is plain"
             blob, place = row.blob, row.place
             payload = self._blobs.read(blob) if blob else self._read(row.row_id, place)
             if row.row_id.encode() not in payload:
-                raise _other(row.row_id)
+                raise _wrong_row(row.row_id)
             columns = {column.name: self._value(column) for column in row.columns}
             return RowPayload(row_id=row.row_id, payload=payload, columns=columns)
         except (StoreError, NotFound) as error:
@@ -210,12 +218,12 @@ class RowPayloads:
         return self._ledger.payloads.read(place)
 
 
-def _by_size(found: Sequence[_Row]) -> Iterator[list[_Row]]:
+def _in_pieces(found: Sequence[_LocatedRow]) -> Iterator[list[_LocatedRow]]:
     """In order; plain rows and others are not mixed."""
-    rows: list[_Row] = []
+    rows: list[_LocatedRow] = []
     size = 0
     for row in found:
-        if rows and (size >= PIECE_BYTES or row.is_plain is not rows[0].is_plain):
+        if rows and (size >= PIECE_BYTES or row.is_inline is not rows[0].is_inline):
             yield rows
             rows, size = [], 0
         rows.append(row)
@@ -228,13 +236,13 @@ def _frame(row_id: RowId, *, at: str = "", **last: msgspec.Raw | None) -> bytes:
     return encode({"row_id": row_id, "at": at, "columns": {}, **last})
 
 
-def _other(row_id: RowId) -> StoreError:
+def _wrong_row(row_id: RowId) -> StoreError:
     return StoreError(f"row {row_id} is damaged: other bytes lie where it should be")
 
 
-def _gone(row_id: RowId, error: Exception, size: int) -> bytes:
+def _missing_row(row_id: RowId, error: Exception, size: int) -> bytes:
     """A RowPayload without payload, of the size that was announced."""
     log.error("row is gone", row=row_id, reason=str(error))
-    empty = len(_frame(row_id, payload=None, filler=msgspec.Raw(BIN + bytes(4))))
-    filler = msgspec.Raw(BIN + (size - empty).to_bytes(4, "big") + bytes(size - empty))
+    empty = len(_frame(row_id, payload=None, filler=msgspec.Raw(MSGPACK_BIN32 + bytes(4))))
+    filler = msgspec.Raw(MSGPACK_BIN32 + (size - empty).to_bytes(4, "big") + bytes(size - empty))
     return _frame(row_id, payload=None, filler=filler)

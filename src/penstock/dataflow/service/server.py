@@ -16,45 +16,45 @@ from starlette.applications import Starlette
 
 from penstock.config import RunConfig
 from penstock.dataflow.explain.explain import Explanation, explain
-from penstock.dataflow.ledger.recorded import Recorded
+from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.sealed_batches import partition_folder
 from penstock.dataflow.report.shape import BalanceReport
-from penstock.dataflow.service.build import begin, build_partition, run_facts
-from penstock.dataflow.service.coordinator import Dataflow
-from penstock.dataflow.service.nodes.messages import RunFacts
+from penstock.dataflow.service.build import begin, build_partition, run_info
+from penstock.dataflow.service.coordinator import DataflowService
+from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.dataflow.service.nodes.routes import NodeRoutes
 from penstock.dataflow.service.operators import status as reading
-from penstock.dataflow.service.operators.messages import ForgetAnswer, Status
-from penstock.dataflow.service.operators.observe import look_at
+from penstock.dataflow.service.operators.messages import ForgetSessionAnswer, Status
+from penstock.dataflow.service.operators.observe import observe_service
 from penstock.dataflow.service.partition import PartitionService
-from penstock.dataflow.service.partitions.coordinator_client import HomeClient
+from penstock.dataflow.service.partitions.coordinator_client import CoordinatorClient
 from penstock.dataflow.service.partitions.routes import (
     OPERATORS,
-    FetchRoutes,
-    HomeRoutes,
+    PartitionRoutes,
+    RowPayloadRoutes,
 )
 from penstock.dataflow.service.row_payloads import RowPayloads
-from penstock.dataflow.service.rows.routes import RowSurface
+from penstock.dataflow.service.rows.routes import RowRoutes
 from penstock.dataflow.service.trainers.messages import VersionsInUse
 from penstock.dataflow.service.trainers.routes import READERS, TrainerRoutes
 from penstock.errors import StoreError
 from penstock.wire.auth import Verifier
-from penstock.wire.routes import EVERYBODY, Call, Raw, Route
+from penstock.wire.routes import ALL_ROLES, Call, RawResponse, Route
 from penstock.wire.server import build_app
-from penstock.wire.serving import Tls, calm_collector, server
+from penstock.wire.serving import Tls, server, tune_memory
 
 log = structlog.get_logger(__name__)
 
-EARLY = frozenset({("POST", "/v1/leases"), ("PUT", "/v1/nodes/{node_id}")})
+BEFORE_RESTORE = frozenset({("POST", "/v1/leases"), ("PUT", "/v1/nodes/{node_id}")})
 """Answered before a service is whole: they ask the partition alone, and end nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surface:
+class ServiceRoutes:
     """The routes, bound to one service."""
 
-    service: Dataflow
-    facts: RunFacts
+    service: DataflowService
+    facts: RunInfo
     weights_url: str
     ttl_s: float
 
@@ -63,7 +63,7 @@ class Surface:
 
     async def report(self, call: Call) -> BalanceReport:
         service = self.service
-        look = look_at(service.home, service.host)
+        look = observe_service(service.coordinator, service.host)
         return service.balance.report(look, service.process.clock())
 
     async def versions(self, call: Call) -> VersionsInUse:
@@ -71,15 +71,15 @@ class Surface:
         return self.service.trainers.versions_in_use([live for node in nodes for live in node.live])
 
     async def explain(self, call: Call) -> Explanation:
-        recorded = Recorded(home=self.service.process.ledger.tables, partitions={})
+        recorded = RecordedRun(coordinator=self.service.process.ledger.tables, partitions={})
         return await asyncio.to_thread(explain, recorded, call.path["id"])
 
-    async def forget(self, call: Call) -> ForgetAnswer:
-        return await self.service.forgetting.forget(call.path["session"])
+    async def forget(self, call: Call) -> ForgetSessionAnswer:
+        return await self.service.session_eraser.forget(call.path["session"])
 
-    async def metrics(self, call: Call) -> Raw:
+    async def metrics(self, call: Call) -> RawResponse:
         body = reading.metrics(self.service, self.facts.run)
-        return Raw(body, "text/plain; version=0.0.4; charset=utf-8")
+        return RawResponse(body, "text/plain; version=0.0.4; charset=utf-8")
 
     def routes(self) -> list[Route]:
         nodes = NodeRoutes(
@@ -92,14 +92,16 @@ class Surface:
         routes = [
             *nodes.routes(),
             *TrainerRoutes(trainers=self.service.trainers).routes(),
-            *HomeRoutes(partitions=self.service.partitions).routes(),
-            *RowSurface(service=self.service.rows).routes(),
+            *PartitionRoutes(partitions=self.service.partitions).routes(),
+            *RowRoutes(service=self.service.rows).routes(),
             *self._reader_routes(),
         ]
-        if self.service.is_whole.is_set():
+        if self.service.is_restored.is_set():
             return routes
         return [
-            route if (route.method, route.path) in EARLY else _later(route, self.service.is_whole)
+            route
+            if (route.method, route.path) in BEFORE_RESTORE
+            else _after_restore(route, self.service.is_restored)
             for route in routes
         ]
 
@@ -143,38 +145,38 @@ class Surface:
                 handler=self.forget,
                 roles=OPERATORS,
                 summary="Forget a session: out of what is not trained, masked in what is sealed.",
-                response=ForgetAnswer,
+                response=ForgetSessionAnswer,
             ),
             Route(
                 method="GET",
                 path="/metrics",
                 handler=self.metrics,
-                roles=EVERYBODY,
+                roles=ALL_ROLES,
                 summary="Prometheus metrics.",
             ),
         ]
 
 
-def _later(route: Route, is_whole: asyncio.Event) -> Route:
+def _after_restore(route: Route, is_restored: asyncio.Event) -> Route:
     """The same, held open until the service is whole."""
 
     async def handler(call: Call) -> object:
-        await is_whole.wait()
+        await is_restored.wait()
         return await route.handler(call)
 
     return replace(route, handler=handler)
 
 
-def surface(service: Dataflow, config: RunConfig, weights_url: str) -> Surface:
-    return Surface(
+def surface(service: DataflowService, config: RunConfig, weights_url: str) -> ServiceRoutes:
+    return ServiceRoutes(
         service=service,
-        facts=run_facts(config),
+        facts=run_info(config),
         weights_url=weights_url,
         ttl_s=config.dataflow.lease.ttl_s,
     )
 
 
-def build_server(surface: Surface, verifier: Verifier) -> Starlette:
+def build_server(surface: ServiceRoutes, verifier: Verifier) -> Starlette:
     """Home and its partition as an app, with their timers inside its lifespan."""
     service = surface.service
     return _app(surface.routes(), service, service.run_timers, verifier, "penstock dataflow")
@@ -185,22 +187,22 @@ def build_partition_server(
 ) -> Starlette:
     nodes = NodeRoutes(
         nodes=service.nodes,
-        facts=run_facts(config),
+        facts=run_info(config),
         weights_url=weights_url,
         ttl_s=config.dataflow.lease.ttl_s,
     )
     payloads = RowPayloads(service.process.ledger, service.rows.blobs)
     routes = [
         *nodes.routes(),
-        *FetchRoutes(payloads=payloads).routes(),
-        *RowSurface(service=service.rows).routes(),
+        *RowPayloadRoutes(payloads=payloads).routes(),
+        *RowRoutes(service=service.rows).routes(),
     ]
     return _app(routes, service, service.run, verifier, "penstock dataflow partition")
 
 
 def _app(
     routes: list[Route],
-    service: Dataflow | PartitionService,
+    service: DataflowService | PartitionService,
     loops: Callable[[], Coroutine[None, None, None]],
     verifier: Verifier,
     title: str,
@@ -248,7 +250,7 @@ async def serve_partition(
     run_dir: Path,
     index: int,
     *,
-    home_url: str,
+    coordinator_url: str,
     token: str,
     url: str,
     host: str,
@@ -258,15 +260,15 @@ async def serve_partition(
     tls: Tls | None = None,
 ) -> None:
     """Serve one further partition of a run until told to stop."""
-    home = HomeClient(home_url, token)
+    coordinator = CoordinatorClient(coordinator_url, token)
     folder = partition_folder(run_dir / "ledger", index)
-    service = build_partition(config, folder, index, home, url=url)
+    service = build_partition(config, folder, index, coordinator, url=url)
     app = build_partition_server(service, config, weights_url, verifier)
     log.info("partition serves", run=config.name, index=index, host=host, port=port)
     await _serve(service, server(app, host, port, tls))
 
 
-async def _serve(service: Dataflow | PartitionService, listener: uvicorn.Server) -> None:
+async def _serve(service: DataflowService | PartitionService, listener: uvicorn.Server) -> None:
     failures: list[StoreError] = []
 
     def stop(error: StoreError) -> None:
@@ -275,7 +277,7 @@ async def _serve(service: Dataflow | PartitionService, listener: uvicorn.Server)
         listener.should_exit = True
 
     service.process.ledger.on_failure = stop
-    calm_collector()
+    tune_memory()
     gc.enable()
     await listener.serve()
     if failures:

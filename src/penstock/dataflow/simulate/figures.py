@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from penstock.dataflow.ledger.recorded import Recorded
+from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import BatchRecord, DecisionRecord, FateRecord, FateState
 from penstock.types import GroupId, Manifest, PolicyName
@@ -17,15 +17,15 @@ from penstock.wire.codec import decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Amount:
+class DataAmount:
     """Of one kind of data."""
 
     groups: int = 0
     rows: int = 0
     tokens: int = 0
 
-    def __add__(self, other: Amount) -> Amount:
-        return Amount(
+    def __add__(self, other: DataAmount) -> DataAmount:
+        return DataAmount(
             groups=self.groups + other.groups,
             rows=self.rows + other.rows,
             tokens=self.tokens + other.tokens,
@@ -33,26 +33,26 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyFigures:
+class PolicyTotals:
     batches: int
     """Sealed."""
-    trained: Amount
+    trained: DataAmount
     """In batches for the first time."""
-    served_again: Amount
+    replayed: DataAmount
     """In batches once more, by a replay rule."""
-    waiting: Amount
+    waiting: DataAmount
     """Admitted, in no batch yet."""
-    wasted: Mapping[str, Amount]
+    wasted: Mapping[str, DataAmount]
     """By reason."""
     staleness_mean: float
 
     @property
-    def all_wasted(self) -> Amount:
-        return sum(self.wasted.values(), start=Amount())
+    def total_wasted(self) -> DataAmount:
+        return sum(self.wasted.values(), start=DataAmount())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class RunTotals:
     issued: int
     """Groups."""
     skipped: Mapping[str, int]
@@ -60,29 +60,29 @@ class Figures:
     rule_failures: int
     unknown: int
     """Tasks that the record never rolled out: what they would have been nobody knows."""
-    policies: Mapping[PolicyName, PolicyFigures]
+    policies: Mapping[PolicyName, PolicyTotals]
 
 
-def recorded_figures(recorded: Recorded) -> Figures:
+def recorded_totals(recorded: RecordedRun) -> RunTotals:
     count = (
         "SELECT group_id, count(*) FROM rows WHERE space = 'train' "
         "AND outcome IN ('completed', 'truncated') GROUP BY group_id"
     )
     rows = {
         GroupId(group_id): int(num)
-        for tables in (recorded.home, *recorded.partitions.values())
+        for tables in (recorded.coordinator, *recorded.partitions.values())
         for group_id, num in tables.rows(count)
     }
-    return count_figures(recorded.home, rows, frozenset())
+    return count_totals(recorded.coordinator, rows, frozenset())
 
 
-def count_figures(tables: Tables, rows: Mapping[GroupId, int], unknown: Set[GroupId]) -> Figures:
+def count_totals(tables: Tables, rows: Mapping[GroupId, int], unknown: Set[GroupId]) -> RunTotals:
     decisions = tables.read(DecisionRecord)
     fates: defaultdict[PolicyName, list[FateRecord]] = defaultdict(list)
     for fate in tables.read(FateRecord):
         if fate.group_id not in unknown:
             fates[fate.consumer].append(fate)
-    return Figures(
+    return RunTotals(
         issued=int(tables.scalar("SELECT count(*) FROM issued")) - len(unknown),
         skipped=Counter(one.rule for one in decisions if one.verdict == "skipped"),
         rule_failures=sum(one.verdict == "error" for one in decisions),
@@ -93,21 +93,21 @@ def count_figures(tables: Tables, rows: Mapping[GroupId, int], unknown: Set[Grou
 
 def _of_policy(
     tables: Tables, policy: PolicyName, fates: list[FateRecord], rows: Mapping[GroupId, int]
-) -> PolicyFigures:
+) -> PolicyTotals:
     batches = tables.read(BatchRecord, "consumer = :policy", policy=policy)
-    served = sum((_served(batch) for batch in batches), start=Amount())
-    by_end: defaultdict[str, Amount] = defaultdict(Amount)
+    served = sum((_served(batch) for batch in batches), start=DataAmount())
+    by_end: defaultdict[str, DataAmount] = defaultdict(DataAmount)
     for fate in fates:
         end = fate.reason if fate.state == FateState.DROPPED else str(fate.state)
-        by_end[end] += Amount(groups=1, rows=rows.get(fate.group_id, 0), tokens=fate.tokens)
+        by_end[end] += DataAmount(groups=1, rows=rows.get(fate.group_id, 0), tokens=fate.tokens)
     trained, waiting = (
-        by_end.pop(s.value, Amount()) for s in (FateState.SEALED, FateState.ADMITTED)
+        by_end.pop(s.value, DataAmount()) for s in (FateState.SEALED, FateState.ADMITTED)
     )
     num_rows = sum(batch.num_rows for batch in batches)
-    return PolicyFigures(
+    return PolicyTotals(
         batches=len(batches),
         trained=trained,
-        served_again=Amount(
+        replayed=DataAmount(
             groups=served.groups - trained.groups,
             rows=served.rows - trained.rows,
             tokens=served.tokens - trained.tokens,
@@ -118,7 +118,7 @@ def _of_policy(
     )
 
 
-def _served(batch: BatchRecord) -> Amount:
+def _served(batch: BatchRecord) -> DataAmount:
     manifest = decode(batch.manifest, Manifest)
     tokens = sum(manifest.tokens(row) for row in manifest.rows)
-    return Amount(groups=batch.num_groups, rows=batch.num_rows, tokens=tokens)
+    return DataAmount(groups=batch.num_groups, rows=batch.num_rows, tokens=tokens)

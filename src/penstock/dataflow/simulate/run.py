@@ -17,39 +17,39 @@ from dataclasses import dataclass, replace
 import sqlalchemy as sa
 
 from penstock.dataflow.core.consumers import Consumer
-from penstock.dataflow.core.home import Home
-from penstock.dataflow.core.messages import Dropped, Issue, Report, ToPartition
+from penstock.dataflow.core.home import Coordinator
+from penstock.dataflow.core.messages import DropGroup, GroupEnded, IssueGroup, ToPartition
 from penstock.dataflow.core.retention import Retention
-from penstock.dataflow.core.rulebook import Rulebook
+from penstock.dataflow.core.rulebook import RuleRunner
 from penstock.dataflow.core.sealing import Sealing
-from penstock.dataflow.ledger.assemble import CoreTerms
-from penstock.dataflow.ledger.recorded import Recorded
+from penstock.dataflow.ledger.assemble import CoreSpec
+from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.tables import Tables
-from penstock.dataflow.records import GroupRecord, Outbox
-from penstock.dataflow.simulate.script import Action, Kind, Script, read_script
+from penstock.dataflow.records import CommandJournal, GroupRecord
+from penstock.dataflow.simulate.script import ActionKind, Timeline, TrainerAction, read_timeline
 from penstock.dataflow.simulate.stream import (
-    Ended,
+    RecordedGroup,
     RecordedSource,
     RecordedSupply,
-    Stream,
-    read_stream,
+    RecordedTasks,
+    read_recorded_tasks,
 )
 from penstock.errors import Conflict
 from penstock.types import DropReason, GroupId, PolicyName, RowSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Running:
+class _SimulatedGroup:
     """A group that was issued in the simulation."""
 
     record: GroupRecord
-    ended: Ended
-    shift_s: float
+    ended: RecordedGroup
+    delay_s: float
     """How much later than in the record it was issued; 0 when in step with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
+class SimulationResult:
     """What came out."""
 
     tables: Tables
@@ -58,12 +58,12 @@ class Simulated:
     """Rows of each group."""
     unknown: frozenset[GroupId]
     """Issued here and never rolled out in the record."""
-    unfilled: int
+    num_unfilled_batches: int
     """Batches of the record that were never full here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class SimulatedSource:
     """A source as the config names it; its tasks come from the record."""
 
     name: str
@@ -71,7 +71,9 @@ class Share:
     limit: int | None
 
 
-def simulate(recorded: Recorded, terms: CoreTerms, sources: Sequence[Share]) -> Simulated:
+def simulate(
+    recorded: RecordedRun, terms: CoreSpec, sources: Sequence[SimulatedSource]
+) -> SimulationResult:
     """The recorded run once more under these terms."""
     policies = [policy.policy for policy in terms.policies]
     simulation = _Simulation(
@@ -80,9 +82,9 @@ def simulate(recorded: Recorded, terms: CoreTerms, sources: Sequence[Share]) -> 
             policies=tuple(replace(one, train_columns=frozenset()) for one in terms.policies),
         ),
         sources,
-        read_stream(recorded, policies),
-        read_script(recorded.home, policies),
-        _partitions(recorded.home),
+        read_recorded_tasks(recorded, policies),
+        read_timeline(recorded.coordinator, policies),
+        _partitions(recorded.coordinator),
     )
     return simulation.run()
 
@@ -91,11 +93,11 @@ def _partitions(tables: Tables) -> list[int]:
     return [int(index) for (index,) in tables.rows("SELECT DISTINCT partition FROM issued")] or [0]
 
 
-def _from_record(ordinal: int, seed: int) -> dict[str, object]:
+def _never_called(ordinal: int, seed: int) -> dict[str, object]:
     raise AssertionError("tasks of a simulation are read, not made")
 
 
-def _in_memory(policy: PolicyName, group_ids: Sequence[GroupId]) -> Mapping[GroupId, bytes]:
+def _no_stored_rows(policy: PolicyName, group_ids: Sequence[GroupId]) -> Mapping[GroupId, bytes]:
     """A simulation never restarts, so no group has left its rows in a ledger."""
     return {}
 
@@ -103,22 +105,22 @@ def _in_memory(policy: PolicyName, group_ids: Sequence[GroupId]) -> Mapping[Grou
 class _Simulation:
     def __init__(
         self,
-        terms: CoreTerms,
-        sources: Sequence[Share],
-        stream: Stream,
-        script: Script,
+        terms: CoreSpec,
+        sources: Sequence[SimulatedSource],
+        stream: RecordedTasks,
+        timeline: Timeline,
         partitions: Sequence[int],
     ) -> None:
         self._stream = stream
-        self._script = script
-        self._outbox = Outbox()
-        rules = Rulebook(terms.rules, self._outbox, seed=terms.seed)
+        self._timeline = timeline
+        self._outbox = CommandJournal()
+        rules = RuleRunner(terms.rules, self._outbox, seed=terms.seed)
         supply = RecordedSupply(
             [
                 RecordedSource(
                     name=source.name,
                     weight=source.weight,
-                    make=_from_record,
+                    make=_never_called,
                     limit=stream.served.get(source.name, 0),
                     tasks=stream.tasks,
                 )
@@ -131,31 +133,31 @@ class _Simulation:
         )
         supply.limit_to({source.name: source.limit for source in sources})
         retention = Retention([p.policy for p in terms.policies], retain_batches=1 << 30)
-        self._home = Home(
+        self._coordinator = Coordinator(
             terms.policies, supply, rules, retention, terms.issue, self._outbox, self._send
         )
         for index in partitions:
-            self._home.add_partition(index)
-        self._sealing = Sealing(self._home, self._outbox, _in_memory)
+            self._coordinator.add_partition(index)
+        self._sealing = Sealing(self._coordinator, self._outbox, _no_stored_rows)
         self._now = 0.0
-        self._reports: deque[Report] = deque()
-        self._running: dict[GroupId, _Running] = {}
+        self._reports: deque[GroupEnded] = deque()
+        self._running: dict[GroupId, _SimulatedGroup] = {}
         self._ends: list[tuple[float, int, GroupId]] = []
         ends = (one.ended_at for one in stream.ended.values() if one.ended_at is not None)
-        self._moments = sorted({*ends, *script.times})
+        self._event_times = sorted({*ends, *timeline.times})
         """When something happened in the record, after which groups may have been issued."""
         self._fresh: dict[PolicyName, dict[int, int]] = {p.policy: {} for p in terms.policies}
-        self._blocked: dict[PolicyName, Action] = {}
+        self._blocked: dict[PolicyName, TrainerAction] = {}
         self._rows: dict[GroupId, int] = {}
         self._unknown: set[GroupId] = set()
 
-    def run(self) -> Simulated:
+    def run(self) -> SimulationResult:
         while (now := self._next_at()) is not None:
             self._now = now
             while self._ends and self._ends[0][0] <= now:
                 self._end(heapq.heappop(self._ends)[2])
             self._settle()
-            for action in self._script.take(now):
+            for action in self._timeline.take(now):
                 self._do(action)
                 self._settle()
             for action in [*self._blocked.values()]:
@@ -163,26 +165,28 @@ class _Simulation:
                 self._settle()
         tables = Tables(sa.create_engine("sqlite://", poolclass=sa.StaticPool))
         tables.commit(self._outbox.take())
-        return Simulated(
+        return SimulationResult(
             tables=tables,
             rows=self._rows,
             unknown=frozenset(self._unknown),
-            unfilled=sum(action.kind is Kind.SEAL for action in self._script.left),
+            num_unfilled_batches=sum(
+                action.kind is ActionKind.SEAL for action in self._timeline.left
+            ),
         )
 
     def _next_at(self) -> float | None:
-        times = [self._script.next_at, self._ends[0][0] if self._ends else None]
+        times = [self._timeline.next_at, self._ends[0][0] if self._ends else None]
         return min((at for at in times if at is not None), default=None)
 
     def _settle(self) -> None:
         """As the service does after each command."""
         while True:
             while self._reports:
-                self._home.apply(self._reports.popleft(), self._now)
-            if self._home.is_finished:
-                self._home.wind_up()
+                self._coordinator.apply(self._reports.popleft(), self._now)
+            if self._coordinator.is_finished:
+                self._coordinator.drop_open_groups()
             else:
-                self._home.issue(self._now)
+                self._coordinator.issue(self._now)
             if not self._reports:
                 return
 
@@ -190,9 +194,9 @@ class _Simulation:
 
     def _send(self, index: int, message: ToPartition) -> None:
         match message:
-            case Issue(record=record):
+            case IssueGroup(record=record):
                 self._issue(record)
-            case Dropped(group_id=group_id, reason=reason):
+            case DropGroup(group_id=group_id, reason=reason):
                 self._cut(group_id, reason)
             case _:
                 pass  # nothing that a stand-in for nodes acts on
@@ -203,22 +207,22 @@ class _Simulation:
             self._unknown.add(record.group_id)
             self._report(record.group_id, (), DropReason.REMAINDER)
             return
-        shift_s = 0.0 if self._is_in_step(ended) else self._now - ended.issued.at
-        running = _Running(record=record, ended=ended, shift_s=shift_s)
+        delay_s = 0.0 if self._matches_record(ended) else self._now - ended.issued.at
+        running = _SimulatedGroup(record=record, ended=ended, delay_s=delay_s)
         self._running[record.group_id] = running
         if ended.ended_at is not None:
-            at = max(self._now, ended.ended_at + shift_s)
+            at = max(self._now, ended.ended_at + delay_s)
             heapq.heappush(self._ends, (at, ended.arrival, record.group_id))
 
-    def _is_in_step(self, ended: Ended) -> bool:
+    def _matches_record(self, ended: RecordedGroup) -> bool:
         """Is it issued after the same event as in the record?"""
-        there = bisect_right(self._moments, ended.issued.at)
-        return there == bisect_right(self._moments, self._now)
+        there = bisect_right(self._event_times, ended.issued.at)
+        return there == bisect_right(self._event_times, self._now)
 
     def _end(self, group_id: GroupId) -> None:
         running = self._running.pop(group_id, None)
         if running is not None:
-            rows = tuple(self._moved(row, running) for row in running.ended.rows)
+            rows = tuple(self._with_shifted_versions(row, running) for row in running.ended.rows)
             self._report(group_id, rows, running.ended.dropped)
 
     def _cut(self, group_id: GroupId, reason: DropReason) -> None:
@@ -227,9 +231,9 @@ class _Simulation:
             return
         ended = running.ended
         rows = tuple(
-            self._moved(row, running)
+            self._with_shifted_versions(row, running)
             for row, at in zip(ended.rows, ended.delivered_at, strict=True)
-            if at + running.shift_s <= self._now
+            if at + running.delay_s <= self._now
         )
         self._report(group_id, rows, reason)
 
@@ -237,45 +241,45 @@ class _Simulation:
         self, group_id: GroupId, rows: tuple[RowSummary, ...], dropped: DropReason | None
     ) -> None:
         self._rows[group_id] = len(rows)
-        report = Report(group_id=group_id, policies=(), rows=rows, dropped=dropped)
+        report = GroupEnded(group_id=group_id, policies=(), rows=rows, dropped=dropped)
         self._reports.append(report)
 
-    def _moved(self, row: RowSummary, running: _Running) -> RowSummary:
+    def _with_shifted_versions(self, row: RowSummary, running: _SimulatedGroup) -> RowSummary:
         """The row as versions of this run would have sampled it: as old when its group ended as it
         was in the record."""
-        if not running.shift_s:
+        if not running.delay_s:
             return row
         versions: dict[PolicyName, tuple[tuple[int, int], ...]] = {}
         for policy, pairs in row.versions.items():
-            consumer = self._home.consumers.get(policy)
+            consumer = self._coordinator.consumers.get(policy)
             if consumer is None:
                 versions[policy] = pairs
                 continue
             lineage = consumer.lineage
-            then = self._stream.number_at(policy, self._now - running.shift_s)
+            then = self._stream.number_at(policy, self._now - running.delay_s)
             moved = {max(0, lineage.number - max(0, then - number)) for _, number in pairs}
             versions[policy] = tuple((lineage.incarnation, number) for number in sorted(moved))
         return replace(row, versions=versions)
 
     # --- in place of trainers -----------------------------------------------------------------
 
-    def _do(self, action: Action) -> None:
-        consumer = self._home.consumers[action.policy]
+    def _do(self, action: TrainerAction) -> None:
+        consumer = self._coordinator.consumers[action.policy]
         match action.kind:
-            case Kind.SEAL:
+            case ActionKind.SEAL:
                 self._seal(action)
                 return
-            case Kind.INCARNATE:
+            case ActionKind.INCARNATE:
                 self._incarnate(action, consumer)
-            case Kind.COMMIT:
+            case ActionKind.COMMIT:
                 self._commit(action, consumer)
-            case Kind.PUBLISH:
+            case ActionKind.PUBLISH:
                 self._publish(action, consumer)
-        self._script.done(action, self._now)
+        self._timeline.done(action, self._now)
 
-    def _seal(self, action: Action) -> None:
-        consumer = self._home.consumers[action.policy]
-        if self._home.has_ended(consumer):
+    def _seal(self, action: TrainerAction) -> None:
+        consumer = self._coordinator.consumers[action.policy]
+        if self._coordinator.has_ended(consumer):
             self._blocked[action.policy] = action
             return
         record = self._sealing.seal(consumer, consumer.last_sealed + 1, self._now)
@@ -284,9 +288,9 @@ class _Simulation:
             return
         self._blocked.pop(action.policy, None)
         self._fresh[action.policy][record.seq] = record.num_groups - record.num_replayed
-        self._script.done(action, self._now)
+        self._timeline.done(action, self._now)
 
-    def _incarnate(self, action: Action, consumer: Consumer) -> None:
+    def _incarnate(self, action: TrainerAction, consumer: Consumer) -> None:
         lineage = consumer.lineage
         numbers, seqs = (action.number, lineage.number), (action.seq, lineage.seq)
         for number, seq in zip(numbers, seqs, strict=True):
@@ -305,10 +309,10 @@ class _Simulation:
             raise AssertionError("a life may always begin where the lineage ends")
         self._outbox(record)
         lineage.apply_incarnation(record)
-        self._script.give_up(action.policy, action.incarnation, self._now)
-        self._home.moved(consumer, self._fresh[action.policy], self._now)
+        self._timeline.cancel_older(action.policy, action.incarnation, self._now)
+        self._coordinator.cursor_moved(consumer, self._fresh[action.policy], self._now)
 
-    def _commit(self, action: Action, consumer: Consumer) -> None:
+    def _commit(self, action: TrainerAction, consumer: Consumer) -> None:
         lineage = consumer.lineage
         if lineage.seq >= consumer.last_sealed:
             return
@@ -322,9 +326,9 @@ class _Simulation:
         )
         self._outbox(record)
         lineage.apply_commit(record)
-        self._home.moved(consumer, consumer.sealed, self._now)
+        self._coordinator.cursor_moved(consumer, consumer.sealed, self._now)
 
-    def _publish(self, action: Action, consumer: Consumer) -> None:
+    def _publish(self, action: TrainerAction, consumer: Consumer) -> None:
         lineage = consumer.lineage
         if lineage.has(lineage.incarnation, lineage.number):
             return

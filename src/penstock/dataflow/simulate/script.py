@@ -17,7 +17,7 @@ from penstock.dataflow.records import BatchRecord, CommitRecord, IncarnationReco
 from penstock.types import PolicyName
 
 
-class Kind(IntEnum):
+class ActionKind(IntEnum):
     """In the order in which actions of one moment happen."""
 
     INCARNATE = 0
@@ -27,9 +27,9 @@ class Kind(IntEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Action:
+class TrainerAction:
     policy: PolicyName
-    kind: Kind
+    kind: ActionKind
     at: float
     incarnation: int
     """Of a seal, the life in which the batch was sealed."""
@@ -38,22 +38,22 @@ class Action:
     skipped: str = ""
     weights_digest: str = ""
     manifest_digest: str = ""
-    followed_by: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    successors: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     """Indices of actions that wait for this one, and how long after it each comes at least."""
-    num_awaited: int = 0
+    num_predecessors: int = 0
     due: float = 0.0
     is_done: bool = False
 
 
-class Script:
+class Timeline:
     """The actions of all policies, handed out when they are due."""
 
-    def __init__(self, actions: list[Action]) -> None:
+    def __init__(self, actions: list[TrainerAction]) -> None:
         self._actions = actions
         self._due: list[tuple[float, int]] = []
         for index, action in enumerate(actions):
             action.due = action.at
-            if not action.num_awaited:
+            if not action.num_predecessors:
                 heapq.heappush(self._due, (action.due, index))
 
     @property
@@ -65,66 +65,70 @@ class Script:
     def next_at(self) -> float | None:
         return self._due[0][0] if self._due else None
 
-    def take(self, now: float) -> Iterator[Action]:
+    def take(self, now: float) -> Iterator[TrainerAction]:
         while self._due and self._due[0][0] <= now:
             action = self._actions[heapq.heappop(self._due)[1]]
             if not action.is_done:
                 yield action
 
-    def done(self, action: Action, now: float) -> None:
+    def done(self, action: TrainerAction, now: float) -> None:
         action.is_done = True
         is_late = now != action.at
-        for index, gap_s in action.followed_by:
+        for index, gap_s in action.successors:
             follower = self._actions[index]
             if is_late:
                 follower.due = max(follower.due, now + gap_s)
-            follower.num_awaited -= 1
-            if not follower.num_awaited:
+            follower.num_predecessors -= 1
+            if not follower.num_predecessors:
                 heapq.heappush(self._due, (max(follower.due, now), index))
 
-    def give_up(self, policy: PolicyName, incarnation: int, now: float) -> None:
+    def cancel_older(self, policy: PolicyName, incarnation: int, now: float) -> None:
         """A new life of the trainer: what the old one had not done it never will."""
         for action in self._actions:
             is_old = action.policy == policy and action.incarnation < incarnation
-            if is_old and not action.is_done and action.kind in (Kind.COMMIT, Kind.PUBLISH):
+            if (
+                is_old
+                and not action.is_done
+                and action.kind in (ActionKind.COMMIT, ActionKind.PUBLISH)
+            ):
                 self.done(action, now)
 
     @property
-    def left(self) -> list[Action]:
+    def left(self) -> list[TrainerAction]:
         return [action for action in self._actions if not action.is_done]
 
 
-def read_script(tables: Tables, policies: list[PolicyName]) -> Script:
-    actions: list[Action] = []
+def read_timeline(tables: Tables, policies: list[PolicyName]) -> Timeline:
+    actions: list[TrainerAction] = []
     for policy in policies:
         own = sorted(_actions(tables, policy), key=lambda action: (action.at, action.kind))
         _link(own, len(actions))
         actions += own
-    return Script(actions)
+    return Timeline(actions)
 
 
-def _actions(tables: Tables, policy: PolicyName) -> Iterator[Action]:
-    for life in tables.read(IncarnationRecord, "policy = :p", p=policy):
-        yield Action(
+def _actions(tables: Tables, policy: PolicyName) -> Iterator[TrainerAction]:
+    for incarnation_record in tables.read(IncarnationRecord, "policy = :p", p=policy):
+        yield TrainerAction(
             policy=policy,
-            kind=Kind.INCARNATE,
-            at=life.at,
-            incarnation=life.incarnation,
-            number=life.number,
-            seq=life.seq,
+            kind=ActionKind.INCARNATE,
+            at=incarnation_record.at,
+            incarnation=incarnation_record.incarnation,
+            number=incarnation_record.number,
+            seq=incarnation_record.seq,
         )
     for batch in tables.read(BatchRecord, "consumer = :p", p=policy):
-        yield Action(
+        yield TrainerAction(
             policy=policy,
-            kind=Kind.SEAL,
+            kind=ActionKind.SEAL,
             at=batch.sealed_at,
             incarnation=batch.incarnation,
             seq=batch.seq,
         )
     for commit in tables.read(CommitRecord, "consumer = :p", p=policy):
-        yield Action(
+        yield TrainerAction(
             policy=policy,
-            kind=Kind.COMMIT,
+            kind=ActionKind.COMMIT,
             at=commit.at,
             incarnation=commit.incarnation,
             number=commit.number,
@@ -132,9 +136,9 @@ def _actions(tables: Tables, policy: PolicyName) -> Iterator[Action]:
             skipped=commit.skipped,
         )
     for version in tables.read(VersionRecord, "policy = :p", p=policy):
-        yield Action(
+        yield TrainerAction(
             policy=policy,
-            kind=Kind.PUBLISH,
+            kind=ActionKind.PUBLISH,
             at=version.at,
             incarnation=version.incarnation,
             number=version.number,
@@ -143,28 +147,28 @@ def _actions(tables: Tables, policy: PolicyName) -> Iterator[Action]:
         )
 
 
-def _link(actions: list[Action], offset: int) -> None:
+def _link(actions: list[TrainerAction], offset: int) -> None:
     """Who waits for whom: batches are sealed in order and after the commits they came after; a
     commit follows its own batch by the time that training took."""
-    last_seal: Action | None = None
-    last_move: Action | None = None
-    seals: dict[int, Action] = {}
+    last_seal: TrainerAction | None = None
+    last_move: TrainerAction | None = None
+    seals: dict[int, TrainerAction] = {}
     for index, action in enumerate(actions):
-        waits_for: list[tuple[Action | None, float]] = []
-        if action.kind is Kind.SEAL:
+        waits_for: list[tuple[TrainerAction | None, float]] = []
+        if action.kind is ActionKind.SEAL:
             waits_for = [(last_seal, 0.0), (last_move, 0.0)]
             last_seal = seals[action.seq] = action
-        elif action.kind is Kind.COMMIT:
+        elif action.kind is ActionKind.COMMIT:
             seal = seals.get(action.seq)
             is_same_life = seal is not None and seal.incarnation == action.incarnation
             took_s = action.at - seal.at if seal is not None and is_same_life else 0.0
             waits_for = [(seal, took_s), (last_move, 0.0)]
             last_move = action
-        elif action.kind is Kind.PUBLISH and last_move is not None:
+        elif action.kind is ActionKind.PUBLISH and last_move is not None:
             waits_for = [(last_move, action.at - last_move.at)]
-        elif action.kind is Kind.INCARNATE:
+        elif action.kind is ActionKind.INCARNATE:
             last_move = action
         for before, gap_s in waits_for:
             if before is not None:
-                before.followed_by.append((offset + index, gap_s))
-                action.num_awaited += 1
+                before.successors.append((offset + index, gap_s))
+                action.num_predecessors += 1

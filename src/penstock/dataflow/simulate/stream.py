@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from penstock.dataflow.column_records import ColumnRecord
-from penstock.dataflow.core.supply import Supply
-from penstock.dataflow.ledger.recorded import Recorded
+from penstock.dataflow.core.supply import TaskSupply
+from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.records import (
     CommitRecord,
     DecisionRecord,
@@ -28,14 +28,14 @@ from penstock.dataflow.records import (
 from penstock.dataflow.sources import Source
 from penstock.types import DropReason, GroupId, Outcome, PolicyName, RowId, RowSummary, Task
 
-Place = tuple[str, int]
+TaskPosition = tuple[str, int]
 """A task's place in the prompt stream: its source, its ordinal there."""
-CUT_SHORT = (DropReason.REMAINDER, DropReason.PARTITION_LOST, DropReason.FORGOTTEN)
+UNFINISHED_REASONS = (DropReason.REMAINDER, DropReason.PARTITION_LOST, DropReason.FORGOTTEN)
 """Ends that say nothing about the group itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class RecordedGroup:
     """One group of the record, and how it ended."""
 
     issued: IssuedRecord
@@ -50,9 +50,9 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
-    ended: Mapping[Place, Ended]
-    tasks: Mapping[Place, Task]
+class RecordedTasks:
+    ended: Mapping[TaskPosition, RecordedGroup]
+    tasks: Mapping[TaskPosition, Task]
     served: Mapping[str, int]
     """Tasks that the record took of each source."""
     numbers: Mapping[PolicyName, Sequence[tuple[float, int]]]
@@ -68,13 +68,13 @@ class Stream:
 class RecordedSource(Source):
     """Gives the tasks of the record; needs none of the user's own code."""
 
-    tasks: Mapping[Place, Task] = field(default_factory=dict[Place, Task])
+    tasks: Mapping[TaskPosition, Task] = field(default_factory=dict[TaskPosition, Task])
 
     def task(self, ordinal: int, *, seed: int, workflow: str) -> Task:
         return self.tasks[self.name, ordinal]
 
 
-class RecordedSupply(Supply):
+class RecordedSupply(TaskSupply):
     """Ends where the record does; that alone does not end the run."""
 
     def limit_to(self, limits: Mapping[str, int | None]) -> None:
@@ -89,49 +89,51 @@ class RecordedSupply(Supply):
         )
 
 
-def read_stream(recorded: Recorded, policies: Iterable[PolicyName]) -> Stream:
-    home = recorded.home
-    issued = home.read(IssuedRecord)
+def read_recorded_tasks(recorded: RecordedRun, policies: Iterable[PolicyName]) -> RecordedTasks:
+    coordinator = recorded.coordinator
+    issued = coordinator.read(IssuedRecord)
     groups: dict[GroupId, GroupRecord] = {}
     rows: defaultdict[GroupId, list[RowRecord]] = defaultdict(list)
-    for tables in (home, *recorded.partitions.values()):
+    for tables in (coordinator, *recorded.partitions.values()):
         groups |= {group.group_id: group for group in tables.read(GroupRecord)}
         for row in tables.read(RowRecord, "space = 'train'"):
             if Outcome(kind=row.outcome).has_reward:
                 rows[row.group_id].append(row)
-    arrivals = {fate.group_id: fate.arrival for fate in home.read(FateRecord)}
+    arrivals = {fate.group_id: fate.arrival for fate in coordinator.read(FateRecord)}
     rewards = _reward_columns(recorded)
-    ended: dict[Place, Ended] = {}
-    tasks: dict[Place, Task] = dict(_skipped_tasks(home.read(DecisionRecord, "hook = 'curate'")))
+    ended: dict[TaskPosition, RecordedGroup] = {}
+    tasks: dict[TaskPosition, Task] = dict(
+        _skipped_tasks(coordinator.read(DecisionRecord, "hook = 'curate'"))
+    )
     for one in issued:
         place, group = (one.source, one.ordinal), groups.get(one.group_id)
         if group is None:
-            tasks[place] = _bare_task(one.task_key, place)
+            tasks[place] = _placeholder_task(one.task_key, place)
             continue
         tasks[place] = msgspec.json.decode(group.task, type=Task)
         members = sorted(rows[one.group_id], key=lambda row: row.slot)
-        ended[place] = _ended(one, group, members, rewards, arrivals.get(one.group_id, 0))
-    served = home.rows("SELECT name, next_ordinal FROM sources")
-    return Stream(
+        ended[place] = _recorded_group(one, group, members, rewards, arrivals.get(one.group_id, 0))
+    served = coordinator.rows("SELECT name, next_ordinal FROM sources")
+    return RecordedTasks(
         ended=ended,
         tasks=tasks,
         served={str(name): int(count) for name, count in served},
-        numbers={policy: _moves(recorded, policy) for policy in policies},
+        numbers={policy: _version_history(recorded, policy) for policy in policies},
     )
 
 
-def _ended(
+def _recorded_group(
     issued: IssuedRecord,
     group: GroupRecord,
     rows: Sequence[RowRecord],
     rewards: Mapping[RowId, ColumnRecord],
     arrival: int,
-) -> Ended:
+) -> RecordedGroup:
     dropped = DropReason(group.reason) if group.reason else None
     scored = [rewards[row.row_id] for row in rows if row.reward is None and row.row_id in rewards]
-    is_over = group.state != GroupState.OPEN and dropped not in CUT_SHORT
+    is_over = group.state != GroupState.OPEN and dropped not in UNFINISHED_REASONS
     is_over = is_over and all(row.reward is not None or row.row_id in rewards for row in rows)
-    return Ended(
+    return RecordedGroup(
         issued=issued,
         ended_at=max([group.ended_at, *(column.at for column in scored)]) if is_over else None,
         rows=tuple(_summary(row, rewards) for row in rows),
@@ -148,30 +150,32 @@ def _summary(row: RowRecord, rewards: Mapping[RowId, ColumnRecord]) -> RowSummar
     return replace(row.summary, reward=column.value)
 
 
-def _reward_columns(recorded: Recorded) -> dict[RowId, ColumnRecord]:
+def _reward_columns(recorded: RecordedRun) -> dict[RowId, ColumnRecord]:
     """Rewards that a stage wrote."""
     where = "name = 'reward' AND failed = '' AND value IS NOT NULL"
     return {
         column.row_id: column
-        for tables in (recorded.home, *recorded.partitions.values())
+        for tables in (recorded.coordinator, *recorded.partitions.values())
         for column in tables.read(ColumnRecord, where)
     }
 
 
-def _skipped_tasks(decisions: Iterable[DecisionRecord]) -> Iterable[tuple[Place, Task]]:
+def _skipped_tasks(decisions: Iterable[DecisionRecord]) -> Iterable[tuple[TaskPosition, Task]]:
     """Of a skipped task the record knows its name and place, not its content."""
     for record in decisions:
         detail = msgspec.json.decode(record.detail)
         if record.verdict == "skipped":
             place = (str(detail["source"]), int(detail["ordinal"]))
-            yield place, _bare_task(record.subject, place)
+            yield place, _placeholder_task(record.subject, place)
 
 
-def _bare_task(key: str, place: Place) -> Task:
+def _placeholder_task(key: str, place: TaskPosition) -> Task:
     return Task(key=key, source=place[0], ordinal=place[1], payload={}, workflow="", seed=0)
 
 
-def _moves(recorded: Recorded, policy: PolicyName) -> list[tuple[float, int]]:
-    lives = recorded.home.read(IncarnationRecord, "policy = :policy", policy=policy)
-    commits = recorded.home.read(CommitRecord, "consumer = :policy", policy=policy)
-    return sorted((record.at, record.number) for record in (*lives, *commits))
+def _version_history(recorded: RecordedRun, policy: PolicyName) -> list[tuple[float, int]]:
+    incarnation_records = recorded.coordinator.read(
+        IncarnationRecord, "policy = :policy", policy=policy
+    )
+    commits = recorded.coordinator.read(CommitRecord, "consumer = :policy", policy=policy)
+    return sorted((record.at, record.number) for record in (*incarnation_records, *commits))

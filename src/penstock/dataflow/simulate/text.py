@@ -5,20 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.dataflow.simulate.figures import Amount, Figures, PolicyFigures
+from penstock.dataflow.simulate.figures import DataAmount, PolicyTotals, RunTotals
 from penstock.types import PolicyName
 
-NOTHING = PolicyFigures(
+NO_TOTALS = PolicyTotals(
     batches=0,
-    trained=Amount(),
-    served_again=Amount(),
-    waiting=Amount(),
+    trained=DataAmount(),
+    replayed=DataAmount(),
+    waiting=DataAmount(),
     wasted={},
     staleness_mean=0.0,
 )
 
 
-def lines(before: Figures, after: Figures, name: str, unfilled: int) -> list[str]:
+def lines(before: RunTotals, after: RunTotals, name: str, num_unfilled_batches: int) -> list[str]:
     rows = [("", "recorded", f"with {name}"), *_rows(before, after)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     table = [
@@ -30,15 +30,16 @@ def lines(before: Figures, after: Figures, name: str, unfilled: int) -> list[str
             f"\n{after.unknown:,} tasks were never rolled out in the record, so nobody knows what "
             "they would have become; they are in no figure above but their own"
         )
-    if unfilled:
+    if num_unfilled_batches:
         table.append(
-            f"\n{unfilled:,} batches of the record are missing: the recorded tasks did not fill "
+            f"\n{num_unfilled_batches:,} batches of the record are missing: the recorded tasks "
+            "did not fill "
             "them under these rules"
         )
     return table
 
 
-def _rows(before: Figures, after: Figures) -> Iterator[tuple[str, str, str]]:
+def _rows(before: RunTotals, after: RunTotals) -> Iterator[tuple[str, str, str]]:
     yield "groups rolled out", f"{before.issued:,}", f"{after.issued:,}"
     for rule in sorted({*before.skipped, *after.skipped}):
         old, new = before.skipped.get(rule, 0), after.skipped.get(rule, 0)
@@ -51,25 +52,25 @@ def _rows(before: Figures, after: Figures) -> Iterator[tuple[str, str, str]]:
         yield from _policy_rows(before, after, policy)
 
 
-def _policy_rows(before: Figures, after: Figures, name: str) -> Iterator[tuple[str, str, str]]:
-    old = before.policies.get(PolicyName(name), NOTHING)
-    new = after.policies.get(PolicyName(name), NOTHING)
+def _policy_rows(before: RunTotals, after: RunTotals, name: str) -> Iterator[tuple[str, str, str]]:
+    old = before.policies.get(PolicyName(name), NO_TOTALS)
+    new = after.policies.get(PolicyName(name), NO_TOTALS)
     yield "", "", ""
     yield f"policy {name}", "groups / rows / tokens", "groups / rows / tokens"
     yield "  batches sealed", f"{old.batches:,}", f"{new.batches:,}"
     yield "  trained", _shown(old.trained), _shown(new.trained)
-    if old.served_again.groups or new.served_again.groups:
-        yield "  served again", _shown(old.served_again), _shown(new.served_again)
+    if old.replayed.groups or new.replayed.groups:
+        yield "  served again", _shown(old.replayed), _shown(new.replayed)
     yield "  mean staleness", f"{old.staleness_mean:.2f}", f"{new.staleness_mean:.2f}"
     yield "  waiting", _shown(old.waiting), _shown(new.waiting)
-    yield "  wasted", _shown(old.all_wasted), _shown(new.all_wasted)
+    yield "  wasted", _shown(old.total_wasted), _shown(new.total_wasted)
     for reason in sorted({*old.wasted, *new.wasted}):
         yield (
             f"    {reason}",
-            _shown(old.wasted.get(reason, Amount())),
-            _shown(new.wasted.get(reason, Amount())),
+            _shown(old.wasted.get(reason, DataAmount())),
+            _shown(new.wasted.get(reason, DataAmount())),
         )
 
 
-def _shown(amount: Amount) -> str:
+def _shown(amount: DataAmount) -> str:
     return f"{amount.groups:,} / {amount.rows:,} / {amount.tokens:,}"

@@ -20,54 +20,54 @@ from typing import Protocol
 
 from penstock.errors import LaunchError
 from penstock.fleet import processes
-from penstock.fleet.services import Kind, Service
+from penstock.fleet.services import ServiceKind, ServiceSpec
 
-FIRST_DELAY_S = 0.2
-MAX_DELAY_S = 10.0
-HEALTHY_S = 30.0
+INITIAL_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 10.0
+BACKOFF_RESET_S = 30.0
 """A child that lived so long starts again without delay."""
 MAX_FAILURES = 8
-FAILURES_WINDOW_S = 300.0
+FAILURE_WINDOW_S = 300.0
 """So many failures within so long, and no progress of the run between them: it will not get better.
 Long enough for eight starts that import torch on a busy machine."""
-LEFT_S = 3.0
+NODE_RESTART_DELAY_S = 3.0
 """A node that ended well was told to leave. If the run is not over by then, it is called back."""
-DRAIN_S = 6.0
+NODE_STOP_TIMEOUT_S = 6.0
 """Nodes promise to hand back what they hold within five seconds."""
-COMMIT_S = 20.0
+TRAINER_STOP_TIMEOUT_S = 20.0
 """A trainer finishes the step it has begun, or is stopped: the batch comes again."""
-SERVER_S = 8.0
+SERVER_STOP_TIMEOUT_S = 8.0
 POLL_S = 0.05
-LAST_LINES = 12
+LOG_TAIL_LINES = 12
 EXIT_FENCED = 3
 """Of a trainer: another one took over its policy. Starting it again would take the policy back, and
 the two would go on replacing each other."""
-EXIT_REFUSED = 4
+EXIT_RESUME_REJECTED = 4
 """Of a trainer: the ledger refuses to go on from its newest checkpoint. To go back to an older one
 would be to throw work away, so people decide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Death:
+class ServiceExit:
     """A service ended and is about to be started again."""
 
     service: str
     code: int
-    lived_s: float
+    uptime_s: float
     delay_s: float
-    why: str
+    reason: str
     """The last line it wrote, if it ended by itself."""
     log: Path
 
     def __str__(self) -> str:
-        why = f": {self.why}" if self.why else ""
+        reason = f": {self.reason}" if self.reason else ""
         return (
-            f"{self.service} {describe_exit(self.code)} after {self.lived_s:.1f} s{why}; "
+            f"{self.service} {describe_exit(self.code)} after {self.uptime_s:.1f} s{reason}; "
             f"starting it again in {self.delay_s:.1f} s (log: {self.log})"
         )
 
 
-class RunView(Protocol):
+class RunMonitor(Protocol):
     """What the launcher is told of the run as a whole."""
 
     def progress(self) -> int:
@@ -78,16 +78,16 @@ class RunView(Protocol):
 
 
 @dataclass(slots=True)
-class _Slot:
+class _Supervised:
     """One service and its present child."""
 
-    service: Service
+    service: ServiceSpec
     log: Path
     child: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
-    start_at: float = 0.0
+    restart_at: float = 0.0
     """When to start it again."""
-    delay_s: float = FIRST_DELAY_S
+    delay_s: float = INITIAL_BACKOFF_S
     failures: list[float] = field(default_factory=list[float])
     progress: int = 0
     """The most the run had advanced at any failure; a trainer that rewinds gains nothing by it."""
@@ -99,183 +99,193 @@ class LocalLauncher:
 
     def __init__(
         self,
-        services: Sequence[Service],
+        services: Sequence[ServiceSpec],
         *,
         log_dir: Path,
         work_dir: Path | None = None,
-        on_death: Callable[[Death], None],
-        view: RunView,
+        on_exit: Callable[[ServiceExit], None],
+        monitor: RunMonitor,
     ) -> None:
-        self._slots = [_Slot(service, log_dir / f"{service.name}.log") for service in services]
+        self._supervised = [
+            _Supervised(service, log_dir / f"{service.name}.log") for service in services
+        ]
         self._work_dir = work_dir
-        self._on_death = on_death
-        self._view = view
-        self._guard = processes.Guard()
+        self._on_exit = on_exit
+        self._monitor = monitor
+        self._reaper = processes.OrphanReaper()
         self.is_finishing = False
         """Set when the run is complete: nodes that leave are not called back."""
 
     def start(self) -> None:
         """Start everything at once: importing torch takes long, and clients wait for their
         servers."""
-        for slot in self._slots:
-            self._start(slot)
+        for entry in self._supervised:
+            self._start(entry)
 
     def poll(self) -> bool:
         """Restart what died; True when a child was started or ended. LaunchError when one cannot
         live."""
         changed = False
         now = time.monotonic()
-        for slot in self._slots:
-            if slot.child is None:
-                if not slot.is_done and now >= slot.start_at:
-                    self._start_again(slot)
+        for entry in self._supervised:
+            if entry.child is None:
+                if not entry.is_done and now >= entry.restart_at:
+                    self._restart(entry)
                     changed = True
                 continue
-            code = self._reap(slot)
+            code = self._reap(entry)
             if code is not None:
                 changed = True
-                self._after_exit(slot, code, now)
+                self._handle_exit(entry, code, now)
         return changed
 
-    def is_trained(self) -> bool:
+    def has_finished_training(self) -> bool:
         """Every trainer said that its policy is done."""
-        return all(slot.is_done for slot in self._slots if slot.service.kind is Kind.TRAINER)
+        return all(
+            entry.is_done for entry in self._supervised if entry.service.kind is ServiceKind.TRAINER
+        )
 
     def pids(self) -> dict[str, int]:
-        return {slot.service.name: slot.child.pid for slot in self._slots if slot.child is not None}
+        return {
+            entry.service.name: entry.child.pid
+            for entry in self._supervised
+            if entry.child is not None
+        }
 
     def logs(self) -> dict[str, Path]:
-        return {slot.service.name: slot.log for slot in self._slots}
+        return {entry.service.name: entry.log for entry in self._supervised}
 
-    def wait_nodes(self, timeout_s: float) -> None:
+    def wait_for_nodes(self, timeout_s: float) -> None:
         """Let nodes leave by themselves, as the end of a run tells them to."""
         self.is_finishing = True
-        self._wait(self._of(Kind.NODE), timeout_s)
+        self._wait(self._of_kind(ServiceKind.NODE), timeout_s)
 
     def stop(self) -> None:
         """Nodes hand back and trainers finish their step while the servers answer; servers end
         last."""
         self.is_finishing = True
-        workers = [*self._of(Kind.NODE), *self._of(Kind.TRAINER)]
+        workers = [*self._of_kind(ServiceKind.NODE), *self._of_kind(ServiceKind.TRAINER)]
         self._signal(workers, signal.SIGTERM)
-        self._wait(self._of(Kind.NODE), DRAIN_S)
-        self._signal(self._of(Kind.NODE), signal.SIGKILL)
-        self._wait(workers, COMMIT_S)
+        self._wait(self._of_kind(ServiceKind.NODE), NODE_STOP_TIMEOUT_S)
+        self._signal(self._of_kind(ServiceKind.NODE), signal.SIGKILL)
+        self._wait(workers, TRAINER_STOP_TIMEOUT_S)
         self._signal(workers, signal.SIGKILL)
-        for server in reversed(self._of(Kind.SERVER)):
+        for server in reversed(self._of_kind(ServiceKind.SERVER)):
             self._signal([server], signal.SIGTERM)
-            self._wait([server], SERVER_S)
+            self._wait([server], SERVER_STOP_TIMEOUT_S)
         self.kill()
 
     def kill(self) -> None:
         """End everything at once, whole groups; nothing of ours runs when this returns."""
-        running = [slot for slot in self._slots if slot.child is not None]
+        running = [entry for entry in self._supervised if entry.child is not None]
         self._signal(running, signal.SIGKILL)
         self._wait(running, timeout_s=60.0)
-        self._guard.close()
+        self._reaper.close()
 
     # --- one child --------------------------------------------------------------------------------
 
-    def _start(self, slot: _Slot) -> None:
+    def _start(self, entry: _Supervised) -> None:
         try:
-            slot.child = processes.start(
-                slot.service.command,
-                env=slot.service.make_env(),
+            entry.child = processes.start(
+                entry.service.command,
+                env=entry.service.build_env(),
                 cwd=self._work_dir,
-                log=slot.log,
+                log=entry.log,
             )
         except OSError as error:
-            raise LaunchError(f"cannot start {slot.service.name}: {error}") from error
-        self._guard.add(slot.child.pid)
-        slot.started_at = time.monotonic()
+            raise LaunchError(f"cannot start {entry.service.name}: {error}") from error
+        self._reaper.add(entry.child.pid)
+        entry.started_at = time.monotonic()
 
-    def _start_again(self, slot: _Slot) -> None:
-        if slot.service.kind is Kind.NODE and self._is_over():
-            slot.is_done = True
+    def _restart(self, entry: _Supervised) -> None:
+        if entry.service.kind is ServiceKind.NODE and self._is_run_over():
+            entry.is_done = True
         else:
-            self._start(slot)
+            self._start(entry)
 
-    def _reap(self, slot: _Slot) -> int | None:
-        assert slot.child is not None
-        code = processes.reap(slot.child)
+    def _reap(self, entry: _Supervised) -> int | None:
+        assert entry.child is not None
+        code = processes.reap(entry.child)
         if code is not None:
-            self._guard.remove(slot.child.pid)
-            slot.child = None
+            self._reaper.remove(entry.child.pid)
+            entry.child = None
         return code
 
-    def _after_exit(self, slot: _Slot, code: int, now: float) -> None:
-        kind = slot.service.kind
-        if code == 0 and kind is Kind.TRAINER:
-            slot.is_done = True
+    def _handle_exit(self, entry: _Supervised, code: int, now: float) -> None:
+        kind = entry.service.kind
+        if code == 0 and kind is ServiceKind.TRAINER:
+            entry.is_done = True
             return
-        if code == 0 and kind is Kind.NODE:
-            slot.start_at = now + LEFT_S
+        if code == 0 and kind is ServiceKind.NODE:
+            entry.restart_at = now + NODE_RESTART_DELAY_S
             return
-        if code == EXIT_FENCED and kind is Kind.TRAINER:
+        if code == EXIT_FENCED and kind is ServiceKind.TRAINER:
             raise LaunchError(
-                f"{slot.service.name} ended because another trainer took over its policy; this run "
+                f"{entry.service.name} ended because another trainer took over its policy; this "
+                "run "
                 "does not take it back. Stop the other trainer, then run again (log: "
-                f"{slot.log})"
+                f"{entry.log})"
             )
-        if code == EXIT_REFUSED and kind is Kind.TRAINER:
+        if code == EXIT_RESUME_REJECTED and kind is ServiceKind.TRAINER:
             raise LaunchError(
-                f"{slot.service.name} ended because the ledger refuses to go on from its newest "
+                f"{entry.service.name} ended because the ledger refuses to go on from its newest "
                 "checkpoint; starting it again would change nothing. Its log, "
-                f"{slot.log}, ends:\n{last_lines(slot.log)}"
+                f"{entry.log}, ends:\n{log_tail(entry.log)}"
             )
-        lived_s = now - slot.started_at
-        if lived_s >= HEALTHY_S:
-            slot.delay_s = FIRST_DELAY_S
-        self._count_failure(slot, code, now)
-        slot.start_at = now + slot.delay_s
-        self._on_death(
-            Death(
-                service=slot.service.name,
+        uptime_s = now - entry.started_at
+        if uptime_s >= BACKOFF_RESET_S:
+            entry.delay_s = INITIAL_BACKOFF_S
+        self._count_failure(entry, code, now)
+        entry.restart_at = now + entry.delay_s
+        self._on_exit(
+            ServiceExit(
+                service=entry.service.name,
                 code=code,
-                lived_s=lived_s,
-                delay_s=slot.delay_s,
-                why=last_lines(slot.log, 1).strip()[:200] if code > 0 else "",
-                log=slot.log,
+                uptime_s=uptime_s,
+                delay_s=entry.delay_s,
+                reason=log_tail(entry.log, 1).strip()[:200] if code > 0 else "",
+                log=entry.log,
             )
         )
-        slot.delay_s = min(MAX_DELAY_S, slot.delay_s * 2)
+        entry.delay_s = min(MAX_BACKOFF_S, entry.delay_s * 2)
 
-    def _count_failure(self, slot: _Slot, code: int, now: float) -> None:
-        progress = self._view.progress()
-        if progress > slot.progress:
-            slot.failures.clear()
-        slot.progress = max(slot.progress, progress)
-        slot.failures = [at for at in slot.failures if now - at < FAILURES_WINDOW_S] + [now]
-        if len(slot.failures) >= MAX_FAILURES:
+    def _count_failure(self, entry: _Supervised, code: int, now: float) -> None:
+        progress = self._monitor.progress()
+        if progress > entry.progress:
+            entry.failures.clear()
+        entry.progress = max(entry.progress, progress)
+        entry.failures = [at for at in entry.failures if now - at < FAILURE_WINDOW_S] + [now]
+        if len(entry.failures) >= MAX_FAILURES:
             raise LaunchError(
-                f"{slot.service.name} {describe_exit(code)}, for the {MAX_FAILURES}th time without "
+                f"{entry.service.name} {describe_exit(code)}, for the {MAX_FAILURES}th time "
+                "without "
                 "any progress of the run between; it would not get better by itself. Its log, "
-                f"{slot.log}, ends:\n{last_lines(slot.log)}"
+                f"{entry.log}, ends:\n{log_tail(entry.log)}"
             )
 
-    def _is_over(self) -> bool:
-        has_trainers = bool(self._of(Kind.TRAINER))
-        is_trained = has_trainers and self.is_trained()
-        return self.is_finishing or is_trained or self._view.is_finished()
+    def _is_run_over(self) -> bool:
+        has_trainers = bool(self._of_kind(ServiceKind.TRAINER))
+        has_finished_training = has_trainers and self.has_finished_training()
+        return self.is_finishing or has_finished_training or self._monitor.is_finished()
 
     # --- many children ----------------------------------------------------------------------------
 
-    def _of(self, kind: Kind) -> list[_Slot]:
-        return [slot for slot in self._slots if slot.service.kind is kind]
+    def _of_kind(self, kind: ServiceKind) -> list[_Supervised]:
+        return [entry for entry in self._supervised if entry.service.kind is kind]
 
-    def _signal(self, slots: Iterable[_Slot], number: signal.Signals) -> None:
-        for slot in slots:
-            if slot.child is None:
+    def _signal(self, slots: Iterable[_Supervised], number: signal.Signals) -> None:
+        for entry in slots:
+            if entry.child is None:
                 continue
             if number is signal.SIGKILL:
-                processes.signal_group(slot.child.pid, number)
+                processes.signal_group(entry.child.pid, number)
             else:
-                slot.child.send_signal(number)  # the service itself tells its own children
+                entry.child.send_signal(number)  # the service itself tells its own children
 
-    def _wait(self, slots: Sequence[_Slot], timeout_s: float) -> None:
-        give_up_at = time.monotonic() + timeout_s
-        while any(slot.child is not None and self._reap(slot) is None for slot in slots):
-            if time.monotonic() > give_up_at:
+    def _wait(self, slots: Sequence[_Supervised], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while any(entry.child is not None and self._reap(entry) is None for entry in slots):
+            if time.monotonic() > deadline:
                 return
             time.sleep(POLL_S)
 
@@ -290,7 +300,7 @@ def describe_exit(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def last_lines(log: Path, num_lines: int = LAST_LINES) -> str:
+def log_tail(log: Path, num_lines: int = LOG_TAIL_LINES) -> str:
     """The end of a log, indented, for an error message."""
     try:
         with log.open("rb") as file:

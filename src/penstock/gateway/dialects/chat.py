@@ -13,16 +13,22 @@ from functools import partial
 from typing import Any, cast
 
 from penstock.errors import BadRequest
-from penstock.gateway.dialects.dialect import Ask, Dialect, Problem, Progress, Reply
+from penstock.gateway.dialects.dialect import (
+    AnsweredTurn,
+    Dialect,
+    ParsedRequest,
+    Problem,
+    Progress,
+)
 from penstock.gateway.dialects.fields import (
     SamplingFields,
     convert,
-    offered_tools,
+    join_text,
     read_response_format,
     read_thinking,
     read_tools,
-    refuse,
-    text_of,
+    reject_unsupported,
+    select_tools,
     tool_call,
 )
 from penstock.gateway.dialects.limits import check_choices
@@ -30,10 +36,10 @@ from penstock.gateway.dialects.openai_common import (
     DONE,
     error_body,
     finish_reason,
-    tokens_of,
+    tokens_with_logprobs,
     usage_body,
 )
-from penstock.gateway.dialects.sse import event
+from penstock.gateway.dialects.sse import sse_event
 from penstock.gateway.model_calls import Call, Delta, ToolCall
 from penstock.types import JsonObject, PolicyName
 
@@ -68,7 +74,7 @@ class ChatRequest(SamplingFields):
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class _ChunkHeader:
     """What all chunks of one answer share."""
 
     id: str
@@ -82,25 +88,25 @@ class _Head:
 # --- request ------------------------------------------------------------------------------------
 
 
-def read(fields: JsonObject) -> Ask:
-    refuse(fields)
+def read(fields: JsonObject) -> ParsedRequest:
+    reject_unsupported(fields)
     request = convert(fields, ChatRequest)
     num_choices = 1 if request.n is None else request.n
     check_choices(num_choices)
-    head = _Head(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), request.model)
-    return Ask(
+    head = _ChunkHeader(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), request.model)
+    return ParsedRequest(
         calls=_calls(request, num_choices),
         model=PolicyName(request.model),
         is_stream=bool(request.stream),
         body=partial(_body, head, bool(request.logprobs)),
         writer=partial(_ChatWriter, head, request, num_choices),
-        is_live=not request.logprobs,
+        is_incremental=not request.logprobs,
     )
 
 
 def _calls(request: ChatRequest, num_choices: int) -> list[Call]:
-    messages = [_plain(message, at) for at, message in enumerate(request.messages)]
-    tools = offered_tools(
+    messages = [_normalise(message, at) for at, message in enumerate(request.messages)]
+    tools = select_tools(
         read_tools(request.tools), request.tool_choice, is_parallel=request.parallel_tool_calls
     )
     thinking = read_thinking(request.chat_template_kwargs, request.reasoning_effort)
@@ -123,7 +129,7 @@ def _calls(request: ChatRequest, num_choices: int) -> list[Call]:
     ]
 
 
-def _plain(message: JsonObject, at: int) -> JsonObject:
+def _normalise(message: JsonObject, at: int) -> JsonObject:
     """With string content, as chat templates expect it; unknown fields stay."""
     role = message.get("role")
     if not isinstance(role, str):
@@ -133,7 +139,7 @@ def _plain(message: JsonObject, at: int) -> JsonObject:
     if isinstance(content, str) and not calls and role not in ROLES and "reasoning" not in message:
         return message
     plain = {**message, "role": ROLES.get(role, role)}
-    plain["content"] = text_of(content, f"messages[{at}].content", ("text",))
+    plain["content"] = join_text(content, f"messages[{at}].content", ("text",))
     if isinstance(plain.get("reasoning"), str):
         plain.setdefault("reasoning_content", plain.pop("reasoning"))
     if calls:
@@ -159,7 +165,7 @@ def _history_calls(calls: object, where: str) -> list[JsonObject]:
 # --- answer -------------------------------------------------------------------------------------
 
 
-def _body(head: _Head, has_logprobs: bool, replies: Sequence[Reply]) -> JsonObject:
+def _body(head: _ChunkHeader, has_logprobs: bool, replies: Sequence[AnsweredTurn]) -> JsonObject:
     return {
         **head.fields("chat.completion"),
         "choices": [
@@ -175,7 +181,7 @@ def _body(head: _Head, has_logprobs: bool, replies: Sequence[Reply]) -> JsonObje
     }
 
 
-def _message(reply: Reply) -> JsonObject:
+def _message(reply: AnsweredTurn) -> JsonObject:
     answer = reply.answer
     message: JsonObject = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.reasoning:
@@ -191,10 +197,10 @@ def _tool_call(call: ToolCall) -> JsonObject:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _logprobs(reply: Reply) -> JsonObject:
+def _logprobs(reply: AnsweredTurn) -> JsonObject:
     content = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in tokens_of(reply)
+        for text, logprob in tokens_with_logprobs(reply)
     ]
     return {"content": content, "refusal": None}
 
@@ -202,14 +208,14 @@ def _logprobs(reply: Reply) -> JsonObject:
 class _ChatWriter:
     """Chunks; those of several choices come as their answers grow."""
 
-    def __init__(self, head: _Head, request: ChatRequest, num_choices: int) -> None:
+    def __init__(self, head: _ChunkHeader, request: ChatRequest, num_choices: int) -> None:
         self._head = head.fields("chat.completion.chunk")
         self._has_logprobs = bool(request.logprobs)
         options = request.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
         self._progress: list[Progress | None] = [None] * num_choices
 
-    def grow(self, choice: int, delta: Delta) -> bytes:
+    def write_delta(self, choice: int, delta: Delta) -> bytes:
         events: list[bytes] = []
         progress = self._progress[choice]
         if progress is None:
@@ -222,9 +228,9 @@ class _ChatWriter:
             events.append(self._chunk(choice, {"content": delta.text}))
         return b"".join(events)
 
-    def end(self, choice: int, reply: Reply) -> bytes:
+    def end(self, choice: int, reply: AnsweredTurn) -> bytes:
         progress = self._progress[choice] or Progress()
-        events = [self.grow(choice, progress.rest(reply.answer))]
+        events = [self.write_delta(choice, progress.rest(reply.answer))]
         if reply.answer.tool_calls:
             calls = [
                 {"index": at, **_tool_call(call)} for at, call in enumerate(reply.answer.tool_calls)
@@ -235,13 +241,13 @@ class _ChatWriter:
         events.append(self._chunk(choice, {}, finish=finish_reason(reply)))
         return b"".join(events)
 
-    def finish(self, replies: Sequence[Reply]) -> bytes:
+    def finish(self, replies: Sequence[AnsweredTurn]) -> bytes:
         if not self._include_usage:
             return DONE
-        return event({**self._head, "choices": [], "usage": usage_body(replies)}) + DONE
+        return sse_event({**self._head, "choices": [], "usage": usage_body(replies)}) + DONE
 
     def fail(self, problem: Problem) -> bytes:
-        return event(error_body(problem))
+        return sse_event(error_body(problem))
 
     def _chunk(
         self,
@@ -252,7 +258,7 @@ class _ChatWriter:
         finish: str | None = None,
     ) -> bytes:
         part = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return event({**self._head, "choices": [part]})
+        return sse_event({**self._head, "choices": [part]})
 
 
 CHAT = Dialect(

@@ -12,21 +12,33 @@ from typing import cast
 
 from penstock.errors import BadRequest
 from penstock.gateway.dialects.chat import StreamOptions
-from penstock.gateway.dialects.dialect import Ask, Dialect, Problem, Progress, Prompt, Reply
+from penstock.gateway.dialects.dialect import (
+    AnsweredTurn,
+    Dialect,
+    ParsedRequest,
+    Problem,
+    Progress,
+    RawPrompt,
+)
 from penstock.gateway.dialects.fields import (
-    REFUSED,
+    UNSUPPORTED,
     SamplingFields,
     convert,
     read_response_format,
-    refuse,
+    reject_unsupported,
 )
 from penstock.gateway.dialects.limits import check_choices
-from penstock.gateway.dialects.openai_common import DONE, error_body, tokens_of, usage_body
-from penstock.gateway.dialects.sse import event
+from penstock.gateway.dialects.openai_common import (
+    DONE,
+    error_body,
+    tokens_with_logprobs,
+    usage_body,
+)
+from penstock.gateway.dialects.sse import sse_event
 from penstock.gateway.model_calls import Delta
 from penstock.types import JsonObject, PolicyName
 
-ALSO_REFUSED = {**REFUSED, "echo": (False,), "suffix": ("",), "logprobs": (0,)}
+ALL_UNSUPPORTED = {**UNSUPPORTED, "echo": (False,), "suffix": ("",), "logprobs": (0,)}
 """`logprobs` counts alternatives: 0 gives those of the sampled tokens, more is not recorded."""
 
 
@@ -46,7 +58,7 @@ class CompletionRequest(SamplingFields):
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _ResponseShape:
     """What body and stream need to know of the request."""
 
     head: JsonObject
@@ -54,7 +66,7 @@ class _Shape:
     has_logprobs: bool
     include_usage: bool
 
-    def choice(self, index: int, text: str, reply: Reply | None) -> JsonObject:
+    def choice(self, index: int, text: str, reply: AnsweredTurn | None) -> JsonObject:
         has_logprobs = self.has_logprobs and reply is not None
         return {
             "index": index,
@@ -67,8 +79,8 @@ class _Shape:
 # --- request ------------------------------------------------------------------------------------
 
 
-def read(fields: JsonObject) -> Ask:
-    refuse(fields, ALSO_REFUSED)
+def read(fields: JsonObject) -> ParsedRequest:
+    reject_unsupported(fields, ALL_UNSUPPORTED)
     request = convert(fields, CompletionRequest)
     num_choices = 1 if request.n is None else request.n
     prompts = _prompts(request.prompt)
@@ -77,7 +89,7 @@ def read(fields: JsonObject) -> Ask:
     if request.best_of not in (None, num_choices):
         raise BadRequest("best_of: not supported by this gateway; leave it out")
     options = request.stream_options
-    shape = _Shape(
+    shape = _ResponseShape(
         head={
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -88,13 +100,13 @@ def read(fields: JsonObject) -> Ask:
         has_logprobs=request.logprobs is not None,
         include_usage=options is not None and bool(options.include_usage),
     )
-    return Ask(
+    return ParsedRequest(
         calls=_calls(request, prompts, num_choices),
         model=PolicyName(request.model),
         is_stream=bool(request.stream),
         body=partial(_body, shape),
         writer=partial(_CompletionWriter, shape),
-        is_live=request.logprobs is None,
+        is_incremental=request.logprobs is None,
     )
 
 
@@ -111,10 +123,10 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
 
 def _calls(
     request: CompletionRequest, prompts: Sequence[str | list[int]], num_choices: int
-) -> list[Prompt]:
+) -> list[RawPrompt]:
     json_schema = read_response_format(request.response_format)
     return [
-        Prompt(
+        RawPrompt(
             prompt=prompt,
             policy=PolicyName(request.model),
             overrides=request.overrides(
@@ -131,7 +143,7 @@ def _calls(
 # --- answer -------------------------------------------------------------------------------------
 
 
-def _body(shape: _Shape, replies: Sequence[Reply]) -> JsonObject:
+def _body(shape: _ResponseShape, replies: Sequence[AnsweredTurn]) -> JsonObject:
     return {
         **shape.head,
         "choices": [
@@ -141,8 +153,8 @@ def _body(shape: _Shape, replies: Sequence[Reply]) -> JsonObject:
     }
 
 
-def _logprobs(reply: Reply) -> JsonObject:
-    tokens = tokens_of(reply)
+def _logprobs(reply: AnsweredTurn) -> JsonObject:
+    tokens = tokens_with_logprobs(reply)
     offsets: list[int] = []
     offset = 0
     for text, _ in tokens:
@@ -157,29 +169,29 @@ def _logprobs(reply: Reply) -> JsonObject:
 
 
 class _CompletionWriter:
-    def __init__(self, shape: _Shape) -> None:
+    def __init__(self, shape: _ResponseShape) -> None:
         self._shape = shape
         self._progress: dict[int, Progress] = {}
 
-    def grow(self, choice: int, delta: Delta) -> bytes:
+    def write_delta(self, choice: int, delta: Delta) -> bytes:
         self._progress.setdefault(choice, Progress()).add(delta)
         return self._chunk(choice, delta.text, None) if delta.text else b""
 
-    def end(self, choice: int, reply: Reply) -> bytes:
+    def end(self, choice: int, reply: AnsweredTurn) -> bytes:
         rest = self._progress.get(choice, Progress()).rest(reply.answer)
         return self._chunk(choice, rest.text, reply)
 
-    def finish(self, replies: Sequence[Reply]) -> bytes:
+    def finish(self, replies: Sequence[AnsweredTurn]) -> bytes:
         if not self._shape.include_usage:
             return DONE
         usage = usage_body(replies, self._shape.num_prompts)
-        return event({**self._shape.head, "choices": [], "usage": usage}) + DONE
+        return sse_event({**self._shape.head, "choices": [], "usage": usage}) + DONE
 
     def fail(self, problem: Problem) -> bytes:
-        return event(error_body(problem))
+        return sse_event(error_body(problem))
 
-    def _chunk(self, choice: int, text: str, reply: Reply | None) -> bytes:
-        return event({**self._shape.head, "choices": [self._shape.choice(choice, text, reply)]})
+    def _chunk(self, choice: int, text: str, reply: AnsweredTurn | None) -> bytes:
+        return sse_event({**self._shape.head, "choices": [self._shape.choice(choice, text, reply)]})
 
 
 COMPLETIONS = Dialect(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.errors import ContextOverflow, EngineError, Refused, WireError
+from penstock.errors import ContextOverflow, EngineError, RequestRejected, WireError
 from penstock.gateway.model_calls import Answer, Call, Delta
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.sampling import Overrides
@@ -17,7 +17,7 @@ from penstock.types import JsonObject, PolicyName, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class RawPrompt:
     """A call without messages or template."""
 
     prompt: str | Sequence[int]
@@ -26,7 +26,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class AnsweredTurn:
     """One answer and the turn behind it, for log-probs and the stop string that ended it."""
 
     answer: Answer
@@ -55,7 +55,7 @@ def problem_of(error: BaseException) -> Problem | None:
             retry_after_s=error.retry_after_s,
             overflow=error if isinstance(error, ContextOverflow) else None,
         )
-    if isinstance(error, Refused):
+    if isinstance(error, RequestRejected):
         return Problem(status=400, code="bad_request", message=str(error))
     if isinstance(error, EngineError):
         return Problem(status=503, code="engine_error", message=str(error))
@@ -67,16 +67,16 @@ def problem_of(error: BaseException) -> Problem | None:
 INTERNAL = Problem(status=500, code="internal", message="internal error; see this node's log")
 
 
-class Writer(Protocol):
+class SseWriter(Protocol):
     """Server-sent events of the answers to one request, opened by the first that is written."""
 
-    def grow(self, choice: int, delta: Delta) -> bytes: ...
+    def write_delta(self, choice: int, delta: Delta) -> bytes: ...
 
-    def end(self, choice: int, reply: Reply) -> bytes:
-        """What `grow` did not tell yet, and the end of this answer."""
+    def end(self, choice: int, reply: AnsweredTurn) -> bytes:
+        """What `write_delta` did not tell yet, and the end of this answer."""
         ...
 
-    def finish(self, replies: Sequence[Reply]) -> bytes:
+    def finish(self, replies: Sequence[AnsweredTurn]) -> bytes:
         """After the end of every answer."""
         ...
 
@@ -84,16 +84,16 @@ class Writer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ParsedRequest:
     """A request, read and checked."""
 
-    calls: Sequence[Call | Prompt]
+    calls: Sequence[Call | RawPrompt]
     """One per choice, all of one policy."""
     model: PolicyName
     is_stream: bool
-    body: Callable[[Sequence[Reply]], JsonObject]
-    writer: Callable[[], Writer]
-    is_live: bool = True
+    body: Callable[[Sequence[AnsweredTurn]], JsonObject]
+    writer: Callable[[], SseWriter]
+    is_incremental: bool = True
     """False: a stream needs what only a complete answer has."""
 
 
@@ -103,7 +103,7 @@ class Dialect:
     summary: str
     request: type[Any]
     """For the published document; fields beyond it are accepted."""
-    read: Callable[[JsonObject], Ask]
+    read: Callable[[JsonObject], ParsedRequest]
     error: Callable[[Problem], JsonObject]
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from penstock.errors import BadRequest
-from penstock.gateway.dialects.limits import check_name, check_tools, schema_text
+from penstock.gateway.dialects.limits import check_name, check_tools, checked_schema
 from penstock.gateway.sampling import Overrides
 from penstock.gateway.seeds import derive
 from penstock.types import JsonObject
@@ -21,7 +21,7 @@ from penstock.wire.codec import encode_json
 T = TypeVar("T")
 ANY_OBJECT = '{"type":"object"}'
 
-REFUSED: Mapping[str, tuple[object, ...]] = {
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": (),
     "audio": (),
@@ -94,7 +94,9 @@ def convert(fields: JsonObject, kind: type[T]) -> T:
         raise BadRequest(f"body is no valid {kind.__name__}: {error}") from None
 
 
-def refuse(fields: JsonObject, refused: Mapping[str, tuple[object, ...]] = REFUSED) -> None:
+def reject_unsupported(
+    fields: JsonObject, refused: Mapping[str, tuple[object, ...]] = UNSUPPORTED
+) -> None:
     """Silence about a field that would have changed the answer would be a lie."""
     named = [
         name
@@ -105,7 +107,7 @@ def refuse(fields: JsonObject, refused: Mapping[str, tuple[object, ...]] = REFUS
         raise BadRequest(f"{', '.join(sorted(named))}: not supported by this gateway; leave it out")
 
 
-def object_at(fields: JsonObject | None, name: str) -> JsonObject:
+def get_object(fields: JsonObject | None, name: str) -> JsonObject:
     """A member that is an object, or an empty one."""
     value = (fields or {}).get(name)
     return cast(JsonObject, value) if isinstance(value, dict) else {}
@@ -114,7 +116,7 @@ def object_at(fields: JsonObject | None, name: str) -> JsonObject:
 # --- content ------------------------------------------------------------------------------------
 
 
-def text_of(content: object, where: str, kinds: Sequence[str], joint: str = "") -> str:
+def join_text(content: object, where: str, kinds: Sequence[str], separator: str = "") -> str:
     """A content as one string: itself, or its text parts."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -126,7 +128,7 @@ def text_of(content: object, where: str, kinds: Sequence[str], joint: str = "") 
         if not isinstance(text, str) or fields.get("type", kinds[0]) not in kinds:
             raise BadRequest(f"{where}: only text parts are supported")
         texts.append(text)
-    return joint.join(texts)
+    return separator.join(texts)
 
 
 def tool_call(id: object, name: object, arguments: object, where: str) -> JsonObject:
@@ -150,7 +152,7 @@ def read_tools(tools: Sequence[JsonObject] | None) -> Sequence[JsonObject]:
     return tools or ()
 
 
-def offered_tools(
+def select_tools(
     tools: Sequence[JsonObject], choice: object, *, is_parallel: bool | None = None
 ) -> Sequence[JsonObject]:
     """Those that the model gets to see."""
@@ -163,7 +165,7 @@ def offered_tools(
 
 def read_response_format(format: JsonObject | None) -> str | None:
     """`response_format` of Chat and Completions."""
-    return read_format(format, object_at(format, "json_schema").get("schema"), "response_format")
+    return read_format(format, get_object(format, "json_schema").get("schema"), "response_format")
 
 
 def read_format(format: JsonObject | None, schema: object, where: str) -> str | None:
@@ -174,7 +176,7 @@ def read_format(format: JsonObject | None, schema: object, where: str) -> str | 
     if kind == "json_object":
         return ANY_OBJECT
     if kind == "json_schema":
-        return schema_text(schema, f"{where}.schema")
+        return checked_schema(schema, f"{where}.schema")
     raise BadRequest(f"{where}.type {kind!r} is not text, json_object or json_schema")
 
 

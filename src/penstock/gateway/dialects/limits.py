@@ -37,7 +37,7 @@ def check_tools(tools: Sequence[JsonObject]) -> None:
     if len(tools) > MAX_TOOLS:
         raise BadRequest(f"{len(tools)} tools; send at most {MAX_TOOLS}")
     for at, tool in enumerate(tools):
-        if _is_deeper(tool, MAX_SCHEMA_DEPTH):
+        if _exceeds_depth(tool, MAX_SCHEMA_DEPTH):
             raise BadRequest(f"tools[{at}] nests deeper than {MAX_SCHEMA_DEPTH} levels")
     if len(tools) and len(encode_json(tools)) > MAX_TOOLS_BYTES:
         raise TooLarge(f"the tools take over {MAX_TOOLS_BYTES} bytes; send fewer or shorter ones")
@@ -49,12 +49,12 @@ def check_name(name: object, where: str) -> str:
     return name
 
 
-def schema_text(schema: object, where: str) -> str:
+def checked_schema(schema: object, where: str) -> str:
     """JSON of a schema that an engine may turn into a grammar."""
     if not isinstance(schema, dict):
         raise BadRequest(f"{where} is no JSON schema object")
     fields = cast(JsonObject, schema)
-    if _is_deeper(fields, MAX_SCHEMA_DEPTH):
+    if _exceeds_depth(fields, MAX_SCHEMA_DEPTH):
         raise BadRequest(f"{where} nests deeper than {MAX_SCHEMA_DEPTH} levels")
     text = encode_json(fields)
     if len(text) > MAX_SCHEMA_BYTES:
@@ -63,7 +63,7 @@ def schema_text(schema: object, where: str) -> str:
     return text.decode()
 
 
-def _is_deeper(value: object, max_depth: int) -> bool:
+def _exceeds_depth(value: object, max_depth: int) -> bool:
     level = [value]
     for _ in range(max_depth):
         below: list[Any] = []

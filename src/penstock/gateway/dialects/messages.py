@@ -13,23 +13,28 @@ from functools import partial
 from typing import Any, cast
 
 from penstock.errors import BadRequest
-from penstock.gateway.dialects.dialect import Ask, Dialect, Problem, Reply
+from penstock.gateway.dialects.dialect import AnsweredTurn, Dialect, ParsedRequest, Problem
 from penstock.gateway.dialects.fields import (
     SamplingFields,
     convert,
-    object_at,
-    offered_tools,
+    get_object,
+    join_text,
     read_format,
     read_tools,
-    refuse,
-    text_of,
+    reject_unsupported,
+    select_tools,
     tool_call,
 )
-from penstock.gateway.dialects.messages_stream import MessageWriter, blocks_of, end_of, usage_of
+from penstock.gateway.dialects.messages_stream import (
+    MessageWriter,
+    content_blocks,
+    stop_fields,
+    usage_fields,
+)
 from penstock.gateway.model_calls import Call
 from penstock.types import JsonObject, PolicyName
 
-REFUSED: dict[str, tuple[object, ...]] = {
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "container": (),
     "context_management": ({}, {"edits": []}),
     "mcp_servers": ([],),
@@ -68,8 +73,8 @@ class MessageRequest(SamplingFields):
 # --- request ------------------------------------------------------------------------------------
 
 
-def read(fields: JsonObject) -> Ask:
-    refuse(fields, REFUSED)
+def read(fields: JsonObject) -> ParsedRequest:
+    reject_unsupported(fields, UNSUPPORTED)
     request = convert(
         {**fields, "stop": fields["stop_sequences"]} if "stop_sequences" in fields else fields,
         MessageRequest,
@@ -90,7 +95,7 @@ def read(fields: JsonObject) -> Ask:
         "model": request.model,
     }
     stop = request.stop_sequences or ()
-    return Ask(
+    return ParsedRequest(
         calls=[call],
         model=PolicyName(request.model),
         is_stream=bool(request.stream),
@@ -102,7 +107,7 @@ def read(fields: JsonObject) -> Ask:
 def _messages(request: MessageRequest) -> list[JsonObject]:
     messages: list[JsonObject] = []
     if request.system:
-        content = text_of(request.system, "system", ("text",), "\n")
+        content = join_text(request.system, "system", ("text",), "\n")
         messages.append({"role": "system", "content": content})
     for at, message in enumerate(request.messages):
         where = f"messages[{at}]"
@@ -140,7 +145,7 @@ def _assistant(message: JsonObject, where: str) -> JsonObject:
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
         else:
-            texts.append(text_of([block], f"{where}.content", ("text",)))
+            texts.append(join_text([block], f"{where}.content", ("text",)))
     answer: JsonObject = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         answer["reasoning_content"] = "".join(thoughts)
@@ -154,11 +159,11 @@ def _user(message: JsonObject, where: str) -> list[JsonObject]:
     messages: list[JsonObject] = []
     for block in _blocks(message, where):
         if block.get("type") == "tool_result":
-            content = text_of(block.get("content"), f"{where}.content", ("text",), "\n")
+            content = join_text(block.get("content"), f"{where}.content", ("text",), "\n")
             result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
             messages.append(result | ({"is_error": True} if block.get("is_error") else {}))
             continue
-        text = text_of([block], f"{where}.content", ("text",))
+        text = join_text([block], f"{where}.content", ("text",))
         if messages and messages[-1]["role"] == message["role"]:
             messages[-1]["content"] += "\n" + text
         else:
@@ -179,7 +184,7 @@ def _tools(request: MessageRequest) -> Sequence[JsonObject]:
         }
         tools.append({"type": "function", "function": function})
     is_parallel = False if choice.get("disable_parallel_tool_use") else None
-    return offered_tools(read_tools(tools), choice.get("type"), is_parallel=is_parallel)
+    return select_tools(read_tools(tools), choice.get("type"), is_parallel=is_parallel)
 
 
 def _thinking(thinking: JsonObject | None) -> bool | None:
@@ -194,20 +199,20 @@ def _thinking(thinking: JsonObject | None) -> bool | None:
 def _format(config: JsonObject | None) -> str | None:
     if (config or {}).get("effort") is not None:
         raise BadRequest("output_config.effort: not supported by this gateway; leave it out")
-    format = object_at(config, "format")
+    format = get_object(config, "format")
     return read_format(format or None, format.get("schema"), "output_config.format")
 
 
 # --- answer -------------------------------------------------------------------------------------
 
 
-def _body(head: JsonObject, stop: Sequence[str], replies: Sequence[Reply]) -> JsonObject:
+def _body(head: JsonObject, stop: Sequence[str], replies: Sequence[AnsweredTurn]) -> JsonObject:
     (reply,) = replies
     return {
         **head,
-        "content": blocks_of(reply.answer),
-        **end_of(reply, stop),
-        "usage": usage_of(reply.answer),
+        "content": content_blocks(reply.answer),
+        **stop_fields(reply, stop),
+        "usage": usage_fields(reply.answer),
     }
 
 

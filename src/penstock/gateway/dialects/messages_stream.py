@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from penstock.gateway.dialects.dialect import Problem, Progress, Reply
-from penstock.gateway.dialects.sse import event
+from penstock.gateway.dialects.dialect import AnsweredTurn, Problem, Progress
+from penstock.gateway.dialects.sse import sse_event
 from penstock.gateway.model_calls import Answer, Delta, ToolCall
 from penstock.types import FinishReason, JsonObject, view_ids
 from penstock.wire.codec import encode_json
@@ -23,7 +23,7 @@ TEXT, THINKING = "text", "thinking"
 # --- the whole answer ---------------------------------------------------------------------------
 
 
-def blocks_of(answer: Answer) -> list[JsonObject]:
+def content_blocks(answer: Answer) -> list[JsonObject]:
     blocks: list[JsonObject] = []
     if answer.reasoning:
         thought = {"type": THINKING, "thinking": answer.reasoning, "signature": SIGNATURE}
@@ -41,7 +41,7 @@ def _call_block(call: ToolCall) -> JsonObject:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
-def usage_of(answer: Answer) -> JsonObject:
+def usage_fields(answer: Answer) -> JsonObject:
     return {
         "input_tokens": answer.usage.prompt_tokens,
         "cache_creation_input_tokens": 0,
@@ -50,7 +50,7 @@ def usage_of(answer: Answer) -> JsonObject:
     }
 
 
-def end_of(reply: Reply, stop: Sequence[str]) -> JsonObject:
+def stop_fields(reply: AnsweredTurn, stop: Sequence[str]) -> JsonObject:
     """Why the answer ended, and the stop string that ended it."""
     answer = reply.answer
     if answer.finish is FinishReason.LENGTH:
@@ -61,7 +61,7 @@ def end_of(reply: Reply, stop: Sequence[str]) -> JsonObject:
     return {"stop_reason": "stop_sequence" if found else "end_turn", "stop_sequence": found}
 
 
-def _stop_string(reply: Reply, stop: Sequence[str]) -> str | None:
+def _stop_string(reply: AnsweredTurn, stop: Sequence[str]) -> str | None:
     text = reply.renderer.decode(view_ids(reply.turn.sampled_ids).tolist())
     found = [(at, word) for word in stop if (at := text.find(word)) >= 0]
     return min(found)[1] if found else None
@@ -86,7 +86,7 @@ class MessageWriter:
         """Of the block in progress; empty between blocks."""
         self._num_blocks = 0
 
-    def grow(self, choice: int, delta: Delta) -> bytes:
+    def write_delta(self, choice: int, delta: Delta) -> bytes:
         self._progress.add(delta)
         events = [self._start(0)]
         for kind, text in ((THINKING, delta.reasoning), (TEXT, delta.text)):
@@ -94,20 +94,20 @@ class MessageWriter:
                 events.append(self._add(kind, text))
         return b"".join(events)
 
-    def end(self, choice: int, reply: Reply) -> bytes:
+    def end(self, choice: int, reply: AnsweredTurn) -> bytes:
         answer = reply.answer
         events = [self._start(answer.usage.prompt_tokens)]
-        events.append(self.grow(choice, self._progress.rest(answer)))
+        events.append(self.write_delta(choice, self._progress.rest(answer)))
         if not answer.text and not answer.tool_calls:
             events.append(self._add(TEXT, ""))
         events.append(self._close_block())
         events.extend(self._call(call) for call in answer.tool_calls)
-        ending = {"delta": end_of(reply, self._stop), "usage": usage_of(answer)}
+        ending = {"delta": stop_fields(reply, self._stop), "usage": usage_fields(answer)}
         events.append(_event("message_delta", ending))
         events.append(_event("message_stop", {}))
         return b"".join(events)
 
-    def finish(self, replies: Sequence[Reply]) -> bytes:
+    def finish(self, replies: Sequence[AnsweredTurn]) -> bytes:
         return b""
 
     def fail(self, problem: Problem) -> bytes:
@@ -170,4 +170,4 @@ class MessageWriter:
 
 def _event(kind: str, fields: JsonObject) -> bytes:
     body = {"type": kind, **fields}
-    return event(body, kind)
+    return sse_event(body, kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.gateway.dialects.dialect import Problem, Reply
+from penstock.gateway.dialects.dialect import AnsweredTurn, Problem
 from penstock.types import FinishReason, JsonObject, view_ids, view_log_probs
 
 _CODES = {
@@ -33,14 +33,14 @@ def error_body(problem: Problem) -> JsonObject:
 DONE = b"data: [DONE]\n\n"
 
 
-def finish_reason(reply: Reply) -> str:
+def finish_reason(reply: AnsweredTurn) -> str:
     answer = reply.answer
     if answer.tool_calls and answer.finish is FinishReason.STOP:
         return "tool_calls"
     return answer.finish.value
 
 
-def usage_body(replies: Sequence[Reply], num_prompts: int = 1) -> JsonObject:
+def usage_body(replies: Sequence[AnsweredTurn], num_prompts: int = 1) -> JsonObject:
     """Choices of one prompt share its tokens."""
     per_prompt = max(1, len(replies) // num_prompts)
     prompt = sum(reply.answer.usage.prompt_tokens for reply in replies[::per_prompt])
@@ -52,7 +52,7 @@ def usage_body(replies: Sequence[Reply], num_prompts: int = 1) -> JsonObject:
     }
 
 
-def tokens_of(reply: Reply) -> list[tuple[str, float]]:
+def tokens_with_logprobs(reply: AnsweredTurn) -> list[tuple[str, float]]:
     """Each sampled token as text, with its log-prob."""
     ids = view_ids(reply.turn.sampled_ids)
     logprobs = view_log_probs(reply.turn.logprobs)

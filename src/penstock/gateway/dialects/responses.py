@@ -14,27 +14,27 @@ from functools import partial
 
 from penstock.errors import BadRequest
 from penstock.gateway.dialects.chat import ROLES
-from penstock.gateway.dialects.dialect import Ask, Dialect, Reply
+from penstock.gateway.dialects.dialect import AnsweredTurn, Dialect, ParsedRequest
 from penstock.gateway.dialects.fields import (
-    REFUSED,
+    UNSUPPORTED,
     SamplingFields,
     convert,
-    object_at,
-    offered_tools,
+    get_object,
+    join_text,
     read_format,
     read_thinking,
     read_tools,
-    refuse,
-    text_of,
+    reject_unsupported,
+    select_tools,
     tool_call,
 )
 from penstock.gateway.dialects.openai_common import error_body
-from penstock.gateway.dialects.responses_stream import ResponseWriter, finished, items_of
+from penstock.gateway.dialects.responses_stream import ResponseWriter, finished, output_items
 from penstock.gateway.model_calls import Call
 from penstock.types import JsonObject, PolicyName
 
-ALSO_REFUSED: dict[str, tuple[object, ...]] = {
-    **REFUSED,
+ALL_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    **UNSUPPORTED,
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
@@ -73,23 +73,23 @@ class ResponseRequest(SamplingFields):
 # --- request ------------------------------------------------------------------------------------
 
 
-def read(fields: JsonObject) -> Ask:
-    refuse(fields, ALSO_REFUSED)
+def read(fields: JsonObject) -> ParsedRequest:
+    reject_unsupported(fields, ALL_UNSUPPORTED)
     request = convert(fields, ResponseRequest)
     if request.previous_response_id is not None:
         raise BadRequest(NO_STATE)
     if set(request.include or ()) - INCLUDABLE:
         raise BadRequest(f"include: this gateway knows only {', '.join(INCLUDABLE)}")
-    refuse(request.text or {}, {"verbosity": ("medium",)})
-    format = object_at(request.text, "format")
+    reject_unsupported(request.text or {}, {"verbosity": ("medium",)})
+    format = get_object(request.text, "format")
     effort = (request.reasoning or {}).get("effort")
     if not isinstance(effort, str | None):
         raise BadRequest("reasoning.effort is no string")
     call = Call(
         messages=_messages(request),
         policy=PolicyName(request.model),
-        tools=offered_tools(
-            read_tools([_nested(tool) for tool in request.tools or ()]),
+        tools=select_tools(
+            read_tools([_to_chat_tool(tool) for tool in request.tools or ()]),
             request.tool_choice,
             is_parallel=request.parallel_tool_calls,
         ),
@@ -100,7 +100,7 @@ def read(fields: JsonObject) -> Ask:
         ),
     )
     head = _head(request)
-    return Ask(
+    return ParsedRequest(
         calls=[call],
         model=PolicyName(request.model),
         is_stream=bool(request.stream),
@@ -109,7 +109,7 @@ def read(fields: JsonObject) -> Ask:
     )
 
 
-def _nested(tool: JsonObject) -> JsonObject:
+def _to_chat_tool(tool: JsonObject) -> JsonObject:
     """Chat nests a function under its own key; Responses does not."""
     function = {name: value for name, value in tool.items() if name not in ("type", "strict")}
     return {"type": tool.get("type"), "function": function}
@@ -146,7 +146,7 @@ class _Conversation:
             self._add_reasoning(item, where)
         elif kind == "function_call_output":
             self.end_answer()
-            content = text_of(item.get("output"), f"{where}.output", TEXT_PARTS)
+            content = join_text(item.get("output"), f"{where}.output", TEXT_PARTS)
             tool = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
             self._messages.append(tool)
         else:
@@ -159,7 +159,7 @@ class _Conversation:
         role = item.get("role")
         if not isinstance(role, str):
             raise BadRequest(f"{where} has no role")
-        content = text_of(item.get("content"), f"{where}.content", TEXT_PARTS)
+        content = join_text(item.get("content"), f"{where}.content", TEXT_PARTS)
         if role != "assistant":
             self.end_answer()
             self._messages.append({"role": ROLES.get(role, role), "content": content})
@@ -172,7 +172,7 @@ class _Conversation:
         if self._answer:
             self.end_answer()
         parts: object = item.get("content") or item.get("summary")
-        text = text_of(parts, f"{where}.content", ("reasoning_text", "summary_text"))
+        text = join_text(parts, f"{where}.content", ("reasoning_text", "summary_text"))
         if text:
             self._answer["reasoning_content"] = text
 
@@ -214,9 +214,9 @@ def _head(request: ResponseRequest) -> JsonObject:
     }
 
 
-def _body(head: JsonObject, replies: Sequence[Reply]) -> JsonObject:
+def _body(head: JsonObject, replies: Sequence[AnsweredTurn]) -> JsonObject:
     (reply,) = replies
-    return finished(head, reply, items_of(reply.answer))
+    return finished(head, reply, output_items(reply.answer))
 
 
 RESPONSES = Dialect(

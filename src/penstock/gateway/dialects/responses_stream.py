@@ -6,8 +6,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from penstock.gateway.dialects.dialect import Problem, Progress, Reply
-from penstock.gateway.dialects.sse import event
+from penstock.gateway.dialects.dialect import AnsweredTurn, Problem, Progress
+from penstock.gateway.dialects.sse import sse_event
 from penstock.gateway.model_calls import Answer, Delta, ToolCall
 from penstock.types import FinishReason, JsonObject
 
@@ -18,14 +18,14 @@ _DELTAS = {TEXT: "response.output_text", REASONING: "response.reasoning_text"}
 # --- items --------------------------------------------------------------------------------------
 
 
-def items_of(answer: Answer) -> list[JsonObject]:
+def output_items(answer: Answer) -> list[JsonObject]:
     items = [_item(REASONING, answer.reasoning)] if answer.reasoning else []
     if answer.text or not answer.tool_calls:
         items.append(_item(TEXT, answer.text))
     return [*items, *(_call_item(call) for call in answer.tool_calls)]
 
 
-def finished(head: JsonObject, reply: Reply, items: list[JsonObject]) -> JsonObject:
+def finished(head: JsonObject, reply: AnsweredTurn, items: list[JsonObject]) -> JsonObject:
     """The response with its output; a cut answer is incomplete."""
     answer = reply.answer
     is_cut = answer.finish is not FinishReason.STOP
@@ -93,7 +93,7 @@ class ResponseWriter:
         self._item_id = ""
         self._texts: list[str] = []
 
-    def grow(self, choice: int, delta: Delta) -> bytes:
+    def write_delta(self, choice: int, delta: Delta) -> bytes:
         events = [self._open()]
         self._progress.add(delta)
         for kind, text in ((REASONING, delta.reasoning), (TEXT, delta.text)):
@@ -101,9 +101,9 @@ class ResponseWriter:
                 events.append(self._add(kind, text))
         return b"".join(events)
 
-    def end(self, choice: int, reply: Reply) -> bytes:
+    def end(self, choice: int, reply: AnsweredTurn) -> bytes:
         answer = reply.answer
-        events = [self.grow(choice, self._progress.rest(answer))]
+        events = [self.write_delta(choice, self._progress.rest(answer))]
         if not answer.text and not answer.tool_calls:
             events.append(self._add(TEXT, ""))
         events.append(self._close_item())
@@ -112,7 +112,7 @@ class ResponseWriter:
         events.append(self._event(f"response.{response['status']}", {"response": response}))
         return b"".join(events)
 
-    def finish(self, replies: Sequence[Reply]) -> bytes:
+    def finish(self, replies: Sequence[AnsweredTurn]) -> bytes:
         return b""
 
     def fail(self, problem: Problem) -> bytes:
@@ -178,4 +178,4 @@ class ResponseWriter:
     def _event(self, kind: str, fields: JsonObject) -> bytes:
         body = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        return event(body, kind)
+        return sse_event(body, kind)

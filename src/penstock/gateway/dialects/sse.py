@@ -6,14 +6,16 @@ from __future__ import annotations
 from penstock.types import JsonObject
 from penstock.wire.codec import encode_json
 
-_ENDS_OF_LINES = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029")
+_LINE_SEPARATORS = tuple(
+    (end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029"
+)
 """No ends to the standard, but to clients that split lines as Python does, httpx's among them."""
 
 
-def event(body: JsonObject, kind: str = "") -> bytes:
+def sse_event(body: JsonObject, kind: str = "") -> bytes:
     data = encode_json(body)
     if not data.isascii():
-        for end, escaped in _ENDS_OF_LINES:
+        for end, escaped in _LINE_SEPARATORS:
             data = data.replace(end, escaped)
     name = b"event: " + kind.encode() + b"\n" if kind else b""
     return name + b"data: " + data + b"\n\n"

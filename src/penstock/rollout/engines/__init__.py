@@ -20,7 +20,7 @@ from penstock.rollout.engines.simulated import SimulatedEngine
 
 __all__ = [
     "Engine",
-    "EnginePlace",
+    "EngineSettings",
     "HfEngine",
     "Loadable",
     "ScriptedEngine",
@@ -32,7 +32,7 @@ KINDS = ("hf", "vllm", "sglang", "simulated", "scripted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePlace:
+class EngineSettings:
     """Where a program that is an engine runs: at an address, else as a child (vLLM only) in an
     environment."""
 
@@ -69,7 +69,7 @@ def make_engine(
     *,
     seed: int,
     torch_threads: int,
-    place: EnginePlace | None = None,
+    settings: EngineSettings | None = None,
     is_deterministic: bool = False,
 ) -> Engine:
     """`seed` moves what a simulated engine draws; real sampling is seeded per request. A
@@ -77,13 +77,13 @@ def make_engine(
     if kind == "hf":
         return HfEngine(torch_threads=torch_threads, max_rows=1 if is_deterministic else MAX_ROWS)
     if kind == "vllm":
-        return _make_vllm(place or EnginePlace())
+        return _make_vllm(settings or EngineSettings())
     if kind == "sglang":
         from penstock.rollout.engines.sglang import SglangEngine
 
-        if place is None or not place.url:
+        if settings is None or not settings.url:
             raise ConfigError("engine sglang needs a server that runs; set sglang: {url: ...}")
-        return SglangEngine(place.url)
+        return SglangEngine(settings.url)
     if kind == "simulated":
         return SimulatedEngine(seed=seed)
     if kind == "scripted":
@@ -91,22 +91,22 @@ def make_engine(
     raise ConfigError(f"no engine of kind {kind!r}; `engine` is one of: {', '.join(KINDS)}")
 
 
-def _make_vllm(place: EnginePlace) -> Engine:
+def _make_vllm(settings: EngineSettings) -> Engine:
     from penstock.rollout.engines.vllm import (
-        AdapterRoom,
         ChildServer,
+        LoraCapacity,
         RemoteServer,
         VllmEngine,
         default_environment,
     )
 
-    if place.url:
-        return VllmEngine(RemoteServer(place.url))
-    environment = Path(place.environment).expanduser() if place.environment else None
+    if settings.url:
+        return VllmEngine(RemoteServer(settings.url))
+    environment = Path(settings.environment).expanduser() if settings.environment else None
     server = ChildServer(
         environment or default_environment(),
-        place.options,
-        state_dir=place.state_dir,
-        room=AdapterRoom(num_policies=place.num_policies, rank=place.adapter_rank),
+        settings.options,
+        state_dir=settings.state_dir,
+        lora_capacity=LoraCapacity(num_policies=settings.num_policies, rank=settings.adapter_rank),
     )
     return VllmEngine(server)

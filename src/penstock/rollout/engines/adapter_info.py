@@ -19,23 +19,25 @@ from blake3 import blake3
 
 from penstock.errors import EngineError
 from penstock.types import JsonObject
-from penstock.weights.lora import A, B, other_kind
+from penstock.weights.lora import A, B, unsupported_setting
 from penstock.weights.manifest import ADAPTER_PREFIX, ADAPTER_WEIGHTS
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterFacts:
+class AdapterInfo:
     rank: int
     scale: float
     modules: tuple[str, ...]
     """Paths of the linear layers that it changes, as the base's tensors call them, sorted."""
 
 
-def adapter_facts(config: JsonObject, adapter: Shapes, base: Shapes, where: Path) -> AdapterFacts:
+def read_adapter_info(
+    config: JsonObject, adapter: Shapes, base: Shapes, where: Path
+) -> AdapterInfo:
     """Raises EngineError unless the adapter's tensors are those of its config, for this base."""
-    if why := other_kind(config):
+    if why := unsupported_setting(config):
         raise EngineError(f"{where}: {why}; engines serve no other kind")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
@@ -50,7 +52,7 @@ def adapter_facts(config: JsonObject, adapter: Shapes, base: Shapes, where: Path
         for part, shape in ((A, (rank, num_in)), (B, (num_out, rank)))
     }
     _check_tensors(wanted, adapter, where)
-    return AdapterFacts(rank=rank, scale=alpha / rank, modules=tuple(sorted(modules)))
+    return AdapterInfo(rank=rank, scale=alpha / rank, modules=tuple(sorted(modules)))
 
 
 def _modules(base: Shapes, targets: list[str]) -> dict[str, tuple[int, int]]:
@@ -79,9 +81,7 @@ def _check_tensors(wanted: Shapes, found: Shapes, where: Path) -> None:
         )
 
 
-def check_same_layers(
-    before: AdapterFacts | None, wanted: AdapterFacts | None, folder: Path
-) -> None:
+def check_same_layers(before: AdapterInfo | None, wanted: AdapterInfo | None, folder: Path) -> None:
     """A policy keeps its rank and its layers; `before` is of the version that it serves."""
     if before is None or wanted is None:
         is_adapter = "an adapter" if wanted is not None else "no adapter"
@@ -97,15 +97,15 @@ def check_same_layers(
         )
 
 
-_Mark = tuple[int, int, int, int]
+_FileIdentity = tuple[int, int, int, int]
 
 
 @dataclass(slots=True)
-class BaseFiles:
+class BaseDigests:
     """Tells bases apart by their bytes. Folders of a cache hold hard links of one file, which is
     read for the first of them only."""
 
-    _digests: dict[_Mark, str] = field(default_factory=dict[_Mark, str])
+    _digests: dict[_FileIdentity, str] = field(default_factory=dict[_FileIdentity, str])
 
     def digest(self, folder: Path) -> str:
         """Of all tensor files but the adapter's."""
@@ -117,10 +117,10 @@ class BaseFiles:
 
     def _digest(self, path: Path) -> str:
         found = os.stat(path)
-        mark = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-        if mark not in self._digests:
-            self._digests[mark] = blake3(max_threads=1).update_mmap(path).hexdigest()
-        return f"{path.name} {self._digests[mark]}"
+        identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        if identity not in self._digests:
+            self._digests[identity] = blake3(max_threads=1).update_mmap(path).hexdigest()
+        return f"{path.name} {self._digests[identity]}"
 
 
 def is_base(path: Path) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from penstock.errors import EngineError, Refused
+from penstock.errors import EngineError, RequestRejected
 from penstock.gateway.generation import Generate
 from penstock.types import PolicyName, Version, VersionSpan
 
@@ -37,7 +37,7 @@ class Engine(Generate, Loadable, Protocol):
 class Shareable(Protocol):
     """An engine that can serve several policies whose versions are adapters of one model."""
 
-    def beside(self) -> Engine:
+    def share(self) -> Engine:
         """An engine for one more of them, with a `live` of its own: the process and the base in
         memory are shared, and a load here interrupts no answer there."""
         ...
@@ -76,5 +76,5 @@ def live_for(policy: PolicyName, live: Version | None) -> Version:
             f"no version of {policy!r} is live on this engine; load a snapshot before generating"
         )
     if live.policy != policy:
-        raise Refused(f"this engine serves {live.policy!r}, not {policy!r}")
+        raise RequestRejected(f"this engine serves {live.policy!r}, not {policy!r}")
     return live

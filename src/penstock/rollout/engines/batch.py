@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from penstock.errors import EngineError, Refused
-from penstock.gateway.generation import Completion, Listen
+from penstock.errors import EngineError, RequestRejected
+from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.rollout.engines.base import SpanLog
 from penstock.rollout.engines.sampling import SpecColumns, sample
 from penstock.rollout.engines.snapshot import Snapshot
@@ -60,7 +60,7 @@ class Decoder(Protocol):
 
     def clear(self) -> None: ...
 
-    def beside(self) -> Decoder:
+    def share(self) -> Decoder:
         """One with rows of its own, for adapters of another policy on the same weights."""
         ...
 
@@ -74,7 +74,7 @@ class Row:
     future: asyncio.Future[Completion]
     """Only read here (is the caller gone?); the engine resolves it in the caller's event loop."""
     spans: SpanLog
-    listen: Listen | None = None
+    on_chunk: ChunkCallback | None = None
     """Called by the engine, in the caller's event loop."""
     limit: int = 0
     """Most tokens it may have, set on admission."""
@@ -103,25 +103,25 @@ class Batch:
         self._logits: Logits | None = None
         """Of each row's next token."""
 
-    def admit(self, row: Row, version: Version) -> Refused | None:
+    def admit(self, row: Row, version: Version) -> RequestRejected | None:
         """Prepare a row for `step`, or say why it cannot be decoded."""
         assert self.snapshot is not None
         window, vocab_size = self.snapshot.window, self.snapshot.vocab_size
         room = window - len(row.prompt_ids)
         if not row.prompt_ids or room < 1:
-            return Refused(
+            return RequestRejected(
                 f"prompt of {len(row.prompt_ids)} tokens; the model takes 1 to {window - 1}, so "
                 "that its answer has room: shorten the context"
             )
         if min(row.prompt_ids) < 0 or max(row.prompt_ids) >= vocab_size:
-            return Refused(
+            return RequestRejected(
                 f"prompt holds ids outside the model's vocabulary of {vocab_size}; "
                 "tokenizer and model of this snapshot do not belong together"
             )
         if row.sampling.stop and self.tokenizer is None:
-            return Refused("stop strings need tokenizer.json in the snapshot; it has none")
+            return RequestRejected("stop strings need tokenizer.json in the snapshot; it has none")
         if row.sampling.json_schema:
-            return Refused(
+            return RequestRejected(
                 "this engine cannot hold an answer to a JSON schema; serve the policy with vllm, "
                 "or leave the schema out"
             )

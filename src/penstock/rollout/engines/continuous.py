@@ -2,7 +2,7 @@
 """Continuous batching around any decoder, as an engine of one policy.
 
 Requests and swaps go to a decoding thread; rows keep their tokens over a swap and are prefilled
-again under the new weights, so nothing is lost and each span says what sampled it. `beside` gives
+again under the new weights, so nothing is lost and each span says what sampled it. `share` gives
 an engine for another policy on the same thread and the same base weights. Owns what happens in the
 event loop; the rest is that of `decoding`. Imports no torch.
 """
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from penstock.errors import EngineError, boundary
-from penstock.gateway.generation import Completion, Listen
+from penstock.errors import EngineError, wrap_errors
+from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
 from penstock.rollout.engines.batch import Decoder, Row, Staged
 from penstock.rollout.engines.decoding_thread import (
-    OPENING,
+    IMPORT_LOCK,
     DecodingThread,
     Lane,
     Swap,
@@ -41,11 +41,11 @@ class ContinuousEngine:
         self._thread = thread
         self._max_rows = max_rows
         self._lane = Lane(max_rows)
-        self._outbox: list[Row] = []
+        self._unsent: list[Row] = []
         self._load_lock = asyncio.Lock()
         thread.add(self._lane)
 
-    def beside(self) -> ContinuousEngine:
+    def share(self) -> ContinuousEngine:
         """Serves adapters of another policy on the base that this one loads, or has loaded."""
         return ContinuousEngine(self._thread, max_rows=self._max_rows)
 
@@ -65,7 +65,7 @@ class ContinuousEngine:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         if self._lane.is_closed:
             raise EngineError(CLOSED)
@@ -74,8 +74,8 @@ class ContinuousEngine:
             self._lane.loop = asyncio.get_running_loop()
         loop = self._lane.loop
         future: asyncio.Future[Completion] = loop.create_future()
-        self._outbox.append(Row(prompt_ids, sampling, future, SpanLog(version), listen))
-        if len(self._outbox) == 1:
+        self._unsent.append(Row(prompt_ids, sampling, future, SpanLog(version), on_chunk))
+        if len(self._unsent) == 1:
             # One turn of the event loop later, so a burst of requests wakes the thread once.
             loop.call_soon(self._flush)
         return await future
@@ -83,9 +83,9 @@ class ContinuousEngine:
     async def load(self, folder: Path, version: Version) -> None:
         name = self._thread.name
         async with self._load_lock:
-            with boundary(EngineError, f"engine {name} opening its decoder"):
+            with wrap_errors(EngineError, f"engine {name} opening its decoder"):
                 decoder = await asyncio.shield(asyncio.wrap_future(self._lane.opened))
-            with boundary(EngineError, f"engine {name} loading {version} from {folder}"):
+            with wrap_errors(EngineError, f"engine {name} loading {version} from {folder}"):
                 staged = await asyncio.to_thread(self._stage, decoder, folder)
             if self._lane.is_closed:
                 raise EngineError(CLOSED)
@@ -102,14 +102,14 @@ class ContinuousEngine:
             await asyncio.to_thread(self._lane.ended.wait)
 
     def _flush(self) -> None:
-        rows, self._outbox = self._outbox, []
+        rows, self._unsent = self._unsent, []
         if self._lane.is_closed:
             resolve(refused(rows))
         elif rows:
             self._thread.put(self._lane, rows)
 
     def _stage(self, decoder: Decoder, folder: Path) -> Staged:
-        with OPENING:
+        with IMPORT_LOCK:
             staged = decoder.stage(folder)
         path = folder / "tokenizer.json"
         if self._lane.tokenizer is None and path.exists():

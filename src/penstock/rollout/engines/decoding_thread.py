@@ -24,18 +24,18 @@ import structlog
 from tokenizers import Tokenizer
 
 from penstock.errors import EngineError, PenstockError
-from penstock.gateway.generation import Completion, Piece
+from penstock.gateway.generation import Completion, TokenChunk
 from penstock.rollout.engines.base import CLOSED
 from penstock.rollout.engines.batch import Batch, Decoder, Result, Row, Staged
 from penstock.types import Version
 
 log = structlog.get_logger(__name__)
 
-OPENING = threading.Lock()
+IMPORT_LOCK = threading.Lock()
 """Engines of one pool start at once, and libraries as large as torch do not bear being imported by
 several threads."""
 
-Told = tuple[Row, Piece]
+RowChunk = tuple[Row, TokenChunk]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class Lane:
             swap.done.set_result(None)
 
     def turn(self) -> None:
-        told, results = self._step()
-        self._settle(results, told)
+        chunks, results = self._step()
+        self._settle(results, chunks)
 
     def end(self, rest: Iterable[Row] = ()) -> None:
         """Whatever is left fails, and nothing more is taken."""
@@ -104,7 +104,7 @@ class Lane:
         self._waiting.clear()
         self.ended.set()
 
-    def _step(self) -> tuple[list[Told], list[Result]]:
+    def _step(self) -> tuple[list[RowChunk], list[Result]]:
         results: list[Result] = []
         admitted: list[Row] = []
         batch, live = self._batch, self.live
@@ -121,20 +121,20 @@ class Lane:
                 results.append((row, refusal))
         if not admitted and not batch.rows:
             return [], results
-        heard = [row for row in (*batch.rows, *admitted) if row.listen is not None]
+        streaming = [row for row in (*batch.rows, *admitted) if row.on_chunk is not None]
         try:
             results += batch.step(admitted)
         except Exception as error:
             failure = _engine_error(error, "decoding failed")
             return [], results + _failed(batch.drop_all(), failure)
-        return [(row, _last(row, live)) for row in heard], results
+        return [(row, _last(row, live)) for row in streaming], results
 
-    def _settle(self, results: list[Result], told: Sequence[Told] = ()) -> None:
+    def _settle(self, results: list[Result], chunks: Sequence[RowChunk] = ()) -> None:
         """Hand pieces and results to the event loop, all in one call."""
-        if not (results or told) or self.loop is None:
+        if not (results or chunks) or self.loop is None:
             return
         try:
-            self.loop.call_soon_threadsafe(_hand_over, told, results)
+            self.loop.call_soon_threadsafe(_dispatch, chunks, results)
         except RuntimeError:
             log.warning("event loop ended before its answers", num_answers=len(results))
 
@@ -166,7 +166,7 @@ class DecodingThread:
             if (error := opened.exception()) is not None:
                 lane.opened.set_exception(error)
             else:
-                lane.open(opened.result() if is_first else opened.result().beside())
+                lane.open(opened.result() if is_first else opened.result().share())
 
         self._opened.add_done_callback(open_lane)
 
@@ -178,7 +178,7 @@ class DecodingThread:
         """consumes: requests, swaps · produces: completions, live versions
         waits for: the inbox, while no lane has a row · woken by: `put`"""
         try:
-            with OPENING:
+            with IMPORT_LOCK:
                 decoder = self._open_decoder()
         except BaseException as error:
             self._opened.set_exception(error)
@@ -194,7 +194,7 @@ class DecodingThread:
         except Exception:
             log.exception("decoding thread died", engine=self.name)
         finally:
-            self._refuse_rest()
+            self._fail_remaining()
 
     def _receive(self) -> bool:
         """Everything in the inbox; blocks only while there is nothing to decode. False to end."""
@@ -214,7 +214,7 @@ class DecodingThread:
                 is_idle = False
         return True
 
-    def _refuse_rest(self) -> None:
+    def _fail_remaining(self) -> None:
         rest: dict[Lane, list[Row]] = {lane: [] for lane in self._lanes}
         while not self._inbox.empty():
             lane, item = self._inbox.get()
@@ -240,16 +240,16 @@ def refused(rows: Iterable[Row]) -> list[Result]:
     return _failed(rows, EngineError(CLOSED))
 
 
-def _last(row: Row, version: Version) -> Piece:
-    return Piece(sampled_ids=row.sampled[-1:], logprobs=row.logprobs[-1:], version=version)
+def _last(row: Row, version: Version) -> TokenChunk:
+    return TokenChunk(sampled_ids=row.sampled[-1:], logprobs=row.logprobs[-1:], version=version)
 
 
-def _hand_over(told: Sequence[Told], results: list[Result]) -> None:
-    for row, piece in told:
-        if row.listen is None or row.future.done():
+def _dispatch(chunks: Sequence[RowChunk], results: list[Result]) -> None:
+    for row, chunk in chunks:
+        if row.on_chunk is None or row.future.done():
             continue
         try:
-            row.listen(piece)
+            row.on_chunk(chunk)
         except Exception as error:  # the caller's own, and not its neighbours'
             row.future.set_exception(error)
     resolve(results)

@@ -3,7 +3,7 @@
 
 Owns the live model, the key-value cache of the rows and their left padding. Equal contexts
 (members of one group) are prefilled once. Refuses a snapshot whose tensors are not exactly the
-model's, by name and shape. Decoders `beside` one another share one model: its weights are the base
+model's, by name and shape. Decoders `share` one another share one model: its weights are the base
 that all of them were loaded with, and each brings its adapter to its own passes. Importing this
 module loads torch and transformers, which takes seconds: the decoding thread does it.
 """
@@ -27,7 +27,7 @@ from torch.nn.functional import linear, pad
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from penstock.errors import EngineError
-from penstock.rollout.engines.adapter_info import AdapterFacts, BaseFiles, check_same_layers
+from penstock.rollout.engines.adapter_info import AdapterInfo, BaseDigests, check_same_layers
 from penstock.rollout.engines.snapshot import Snapshot, read_snapshot, tensor_files
 from penstock.weights.lora import A, B
 from penstock.weights.manifest import ADAPTER_PREFIX, ADAPTER_WEIGHTS
@@ -68,7 +68,7 @@ Layers = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    facts: AdapterFacts
+    facts: AdapterInfo
     layers: Layers
 
 
@@ -80,8 +80,8 @@ class _Weights:
         self.base: str | None = None
         """Digest of the base's files, where adapters lie on them."""
         self.num_decoders = 0
-        self._files = BaseFiles()
-        self._heard: set[str] = set()
+        self._files = BaseDigests()
+        self._hooked: set[str] = set()
         self._active: _Adapter | None = None
 
     def prepare(self, folder: Path) -> None:
@@ -97,7 +97,7 @@ class _Weights:
                 "policies that share an engine start from one `init`, and keep it for the run"
             )
 
-    def check_linear(self, facts: AdapterFacts, folder: Path) -> None:
+    def check_linear(self, facts: AdapterInfo, folder: Path) -> None:
         kinds = {name: type(self.module.get_submodule(name)) for name in facts.modules}
         others = sorted(name for name, kind in kinds.items() if kind is not torch.nn.Linear)
         if others:
@@ -106,11 +106,11 @@ class _Weights:
                 "leave them out of lora.targets"
             )
 
-    def hear(self, adapter: _Adapter) -> None:
+    def register_hooks(self, adapter: _Adapter) -> None:
         """Let its layers ask for the active adapter; called while no pass runs."""
         for name in adapter.facts.modules:
-            if name not in self._heard:
-                self._heard.add(name)
+            if name not in self._hooked:
+                self._hooked.add(name)
                 self.module.get_submodule(name).register_forward_hook(partial(self._add, name))
 
     @contextmanager
@@ -147,7 +147,7 @@ class HfStagedAdapter:
     snapshot: Snapshot
 
     def apply(self) -> None:
-        self.decoder.weights.hear(self.adapter)
+        self.decoder.weights.register_hooks(self.adapter)
         self.decoder.adapter = self.adapter
 
 
@@ -161,7 +161,7 @@ class HfDecoder:
         self.adapter: _Adapter | None = None
         self._rows: _Rows | None = None
 
-    def beside(self) -> HfDecoder:
+    def share(self) -> HfDecoder:
         return HfDecoder(torch_threads=self._torch_threads, weights=self.weights)
 
     def stage(self, folder: Path) -> HfStaged | HfStagedAdapter:
@@ -181,7 +181,7 @@ class HfDecoder:
         return HfStaged(self, model, _read_tensors(model, folder), snapshot)
 
     def _stage_adapter(
-        self, folder: Path, snapshot: Snapshot, facts: AdapterFacts
+        self, folder: Path, snapshot: Snapshot, facts: AdapterInfo
     ) -> HfStagedAdapter:
         has_whole_model = self.weights.module is not None and self.weights.base is None
         if self.adapter is not None or has_whole_model:
@@ -301,7 +301,7 @@ def _read_tensors(model: Any, folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in tensor_files(folder):
         tensors.update(load_file(path))
-    tensors = _under_first_names(model, tensors)
+    tensors = _with_canonical_names(model, tensors)
     _check_fit(model, tensors, folder)
     return tensors
 
@@ -319,7 +319,7 @@ def _targets(model: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors if name in names}
 
 
-def _under_first_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_canonical_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A snapshot may carry a tied tensor under any of its names."""
     first = {tensor.data_ptr(): name for name, tensor in _targets(model).items()}
     known: dict[str, Tensor] = model.state_dict()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import Completion, Listen, Piece
+from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
 from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
 from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
 from penstock.types import (
@@ -55,7 +55,7 @@ class ScriptedEngine:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         if self._is_closed:
             raise EngineError(CLOSED)
@@ -69,8 +69,8 @@ class ScriptedEngine:
             if self._live != version:
                 version = live_for(policy, self._live)
                 spans.switch(index, version)
-            if listen is not None:
-                listen(Piece(sampled_ids=[answer[index]], logprobs=[0.0], version=version))
+            if on_chunk is not None:
+                on_chunk(TokenChunk(sampled_ids=[answer[index]], logprobs=[0.0], version=version))
         if self._is_closed:
             raise EngineError(CLOSED)
         assert self._snapshot is not None

@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 import structlog
 
-from penstock.errors import EngineError, Refused
-from penstock.gateway.generation import Completion, Listen, Piece
+from penstock.errors import EngineError, RequestRejected
+from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
 from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
 from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
 from penstock.rollout.engines.vllm.http import HttpClient
@@ -63,7 +63,7 @@ class _Part:
     """What one request of an answer brought."""
 
     version: Version
-    listen: Listen | None
+    on_chunk: ChunkCallback | None
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     finish: str = ""
@@ -91,8 +91,8 @@ class _Part:
         self.finish = str((meta.finish_reason or {}).get("type", ""))
         if meta.weight_version not in (None, "default", str(self.version)):
             raise EngineError(f"SGLang serves {meta.weight_version!r}, not {self.version}")
-        if ids and self.listen is not None:
-            self.listen(Piece(sampled_ids=ids, logprobs=logprobs, version=self.version))
+        if ids and self.on_chunk is not None:
+            self.on_chunk(TokenChunk(sampled_ids=ids, logprobs=logprobs, version=self.version))
 
 
 class SglangEngine:
@@ -104,9 +104,9 @@ class SglangEngine:
         self._lock = asyncio.Lock()
         self._is_open = asyncio.Event()
         """Parts may be sent."""
-        self._is_quiet = asyncio.Event()
+        self._is_idle = asyncio.Event()
         """No part is on its way."""
-        self._is_quiet.set()
+        self._is_idle.set()
         self._num_parts = 0
         self._is_closed = False
 
@@ -121,7 +121,7 @@ class SglangEngine:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         if self._is_closed:
             raise EngineError(CLOSED)
@@ -131,13 +131,13 @@ class SglangEngine:
         limit = min(sampling.max_tokens, self._snapshot.window - len(prompt_ids))
         ids: list[int] = []
         logprobs: list[float] = []
-        begins_anew = bool(sampling.stop or sampling.json_schema)
+        must_restart = bool(sampling.stop or sampling.json_schema)
         while True:
             left = replace(sampling, max_tokens=limit - len(ids), seed=sampling.seed + len(ids))
-            told = None if begins_anew else listen  # what is thrown away was never told
-            part = await self._ask([*prompt_ids, *ids], left, told)
+            callback = None if must_restart else on_chunk  # what is thrown away was never told
+            part = await self._ask([*prompt_ids, *ids], left, callback)
             finish = FINISHES.get(part.finish)
-            if finish is None and begins_anew:
+            if finish is None and must_restart:
                 continue
             spans.switch(len(ids), part.version)
             ids += part.ids
@@ -168,12 +168,12 @@ class SglangEngine:
             self._is_open.clear()
             try:
                 await self._end_parts()
-                await self._put(folder, version)
+                await self._update_weights(folder, version)
                 await self._call("/continue_generation", {})
                 if self._live is None:
-                    await self._examine()
+                    await self._check_logprobs()
             except BaseException:
-                await self._put_back()
+                await self._roll_back()
                 raise
             self._folder, self._snapshot, self._live = folder, snapshot, version
             self._is_open.set()
@@ -186,18 +186,18 @@ class SglangEngine:
     # --- answers ----------------------------------------------------------------------------------
 
     async def _ask(
-        self, context: Sequence[int], spec: SamplingSpec, listen: Listen | None
+        self, context: Sequence[int], spec: SamplingSpec, on_chunk: ChunkCallback | None
     ) -> _Part:
         """A part that a swap ended has the finish "abort", however the swap ended it."""
         await self._is_open.wait()
         if self._live is None:
             raise EngineError(CLOSED if self._is_closed else "the engine lost its weights")
         assert self._snapshot is not None
-        part = _Part(self._live, listen)
-        body = _body(context, spec, self._snapshot, is_streamed=listen is not None)
-        on_body = part.feed if listen is not None else None
+        part = _Part(self._live, on_chunk)
+        body = _body(context, spec, self._snapshot, is_streamed=on_chunk is not None)
+        on_body = part.feed if on_chunk is not None else None
         self._num_parts += 1
-        self._is_quiet.clear()
+        self._is_idle.clear()
         try:
             reply = await self._client.request("POST", "/generate", body, on_body=on_body)
         except OSError as error:
@@ -208,13 +208,13 @@ class SglangEngine:
         finally:
             self._num_parts -= 1
             if not self._num_parts:
-                self._is_quiet.set()
+                self._is_idle.set()
         if reply.status != 200:
-            kind = Refused if reply.status == 400 else EngineError
+            kind = RequestRejected if reply.status == 400 else EngineError
             raise kind(
                 f"SGLang answers {reply.status}: {reply.body.decode(errors='replace')[:500]}"
             )
-        if listen is None:
+        if on_chunk is None:
             part.take(reply.body)
         if part.finish not in FINISHES and (part.finish != "abort" or self._is_open.is_set()):
             raise EngineError(f"SGLang ended an answer with {part.finish or 'nothing'!r}")
@@ -226,35 +226,35 @@ class SglangEngine:
         await self._call("/pause_generation", {"mode": "abort"})
         with suppress(TimeoutError):
             async with asyncio.timeout(ABORT_S):
-                await self._is_quiet.wait()
+                await self._is_idle.wait()
         self._client.abort("taken back for new weights")
-        await self._is_quiet.wait()
+        await self._is_idle.wait()
 
-    async def _put(self, folder: Path, version: Version) -> None:
+    async def _update_weights(self, folder: Path, version: Version) -> None:
         call = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
-        said = await self._call("/update_weights_from_disk", call, timeout_s=LOAD_S)
-        if not said.get("success"):
-            raise EngineError(f"SGLang does not load {folder}: {said.get('message')}")
+        response = await self._call("/update_weights_from_disk", call, timeout_s=LOAD_S)
+        if not response.get("success"):
+            raise EngineError(f"SGLang does not load {folder}: {response.get('message')}")
 
-    async def _put_back(self) -> None:
+    async def _roll_back(self) -> None:
         """The old weights serve on, or nothing does."""
         before, self._live = self._live, None
         if before is not None and self._folder is not None:
             with suppress(EngineError):
-                await self._put(self._folder, before)
+                await self._update_weights(self._folder, before)
                 await self._call("/continue_generation", {})
                 self._live = before
         self._is_open.set()
 
-    async def _examine(self) -> None:
+    async def _check_logprobs(self) -> None:
         """Twice the temperature must halve the distances between log-probs."""
         distances: list[float] = []
         for temperature in (1.0, 2.0):
             params = {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True}
             call = {"input_ids": [1], "sampling_params": params, "return_logprob": True}
-            said = await self._call("/generate", {**call, "top_logprobs_num": 2})
+            response = await self._call("/generate", {**call, "top_logprobs_num": 2})
             try:
-                first, second = said["meta_info"]["output_top_logprobs"][0][:2]
+                first, second = response["meta_info"]["output_top_logprobs"][0][:2]
                 distances.append(float(first[0]) - float(second[0]))
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise EngineError(f"SGLang gives no log-probs: {error!r}") from None
@@ -284,14 +284,14 @@ class SglangEngine:
 
 def _check_fit(prompt_ids: Sequence[int], spec: SamplingSpec, snapshot: Snapshot) -> None:
     if not 0 < len(prompt_ids) < snapshot.window:
-        raise Refused(
+        raise RequestRejected(
             f"prompt of {len(prompt_ids)} tokens; the model takes 1 to {snapshot.window - 1}, so "
             "that its answer has room: shorten the context"
         )
     if min(prompt_ids) < 0 or max(prompt_ids) >= snapshot.vocab_size:
-        raise Refused(f"prompt holds ids outside the vocabulary of {snapshot.vocab_size}")
+        raise RequestRejected(f"prompt holds ids outside the vocabulary of {snapshot.vocab_size}")
     if spec.temperature and (spec.top_p < 1 or spec.top_k or spec.min_p):
-        raise Refused(
+        raise RequestRejected(
             "SGLang's log-probs know no top_p, top_k or min_p, so nothing sampled with them can be "
             "trained; leave them out, or serve the policy with vllm"
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import Completion, Listen, Piece
+from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
 from penstock.gateway.seeds import derive
 from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
 from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
@@ -32,12 +32,12 @@ from penstock.types import (
 )
 
 _NORMAL = NormalDist()
-TELL_S = 0.02
+CHUNK_INTERVAL_S = 0.02
 """Shortest time between two pieces of one answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class LoadProfile:
     """How the simulated model behaves."""
 
     first_token_s: float = 0.0
@@ -52,8 +52,8 @@ class Load:
 
 
 class SimulatedEngine:
-    def __init__(self, load: Load | None = None, *, seed: int = 0) -> None:
-        self._load = load or Load()
+    def __init__(self, load: LoadProfile | None = None, *, seed: int = 0) -> None:
+        self._load = load or LoadProfile()
         self._seed = seed
         self._history: list[tuple[float, Version]] = []
         """When each version went live, by the event loop's clock."""
@@ -76,7 +76,7 @@ class SimulatedEngine:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         if self._is_closed:
             raise EngineError(CLOSED)
@@ -88,11 +88,11 @@ class SimulatedEngine:
         first_at = asyncio.get_running_loop().time() + delay_s
         vocab_size = self._snapshot.vocab_size
         ids = [int(_unit(derive(seed, 3 + at)) * vocab_size) for at in range(num_tokens)]
-        if listen is None:
+        if on_chunk is None:
             await self._sleep_until(first_at + self._load.token_s * (num_tokens - 1))
             spans = self._spans(first_at, num_tokens)
         else:
-            spans = await self._tell(listen, ids, first_at, policy)
+            spans = await self._stream(on_chunk, ids, first_at, policy)
         if _unit(derive(seed, 2)) < self._load.failure_probability:
             raise EngineError("simulated failure, as the declared probability demands")
         return Completion(
@@ -108,29 +108,29 @@ class SimulatedEngine:
             if not future.done():
                 future.set_exception(EngineError(CLOSED))
 
-    async def _tell(
-        self, listen: Listen, ids: Sequence[int], first_at: float, policy: PolicyName
+    async def _stream(
+        self, on_chunk: ChunkCallback, ids: Sequence[int], first_at: float, policy: PolicyName
     ) -> SpanLog:
         """Tokens as their time comes, several in one piece when they come fast; the versions they
         were told with are those of the answer."""
-        told, spans, when = 0, SpanLog(live_for(policy, self.live)), first_at
+        num_sent, spans, when = 0, SpanLog(live_for(policy, self.live)), first_at
         logprob = -math.log(self._snapshot.vocab_size) if self._snapshot else 0.0
-        while told < len(ids):
+        while num_sent < len(ids):
             await self._sleep_until(when)
             now = asyncio.get_running_loop().time()
-            due = max(told + 1, self._num_due(now - first_at, len(ids)))
+            due = max(num_sent + 1, self._num_due(now - first_at, len(ids)))
             for span in self._spans(first_at, due).spans(due):
-                start = max(span.start, told)
+                start = max(span.start, num_sent)
                 if start < span.end:
                     version = Version(
                         policy=policy, incarnation=span.incarnation, number=span.number
                     )
                     spans.switch(start, version)
                     logprobs = [logprob] * (span.end - start)
-                    piece = ids[start : span.end]
-                    listen(Piece(sampled_ids=piece, logprobs=logprobs, version=version))
-            told = due
-            when = max(first_at + self._load.token_s * told, now + TELL_S)
+                    chunk = ids[start : span.end]
+                    on_chunk(TokenChunk(sampled_ids=chunk, logprobs=logprobs, version=version))
+            num_sent = due
+            when = max(first_at + self._load.token_s * num_sent, now + CHUNK_INTERVAL_S)
         return spans
 
     def _num_due(self, elapsed_s: float, num_tokens: int) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.errors import EngineError
-from penstock.rollout.engines.adapter_info import AdapterFacts, adapter_facts, is_base
+from penstock.rollout.engines.adapter_info import AdapterInfo, is_base, read_adapter_info
 from penstock.types import JsonObject
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
@@ -32,7 +32,7 @@ class Snapshot:
     vocab_size: int
     tensors: tuple[str, ...]
     """Names of all tensors of the model, sorted; an adapter's are not among them."""
-    adapter: AdapterFacts | None = None
+    adapter: AdapterInfo | None = None
     """What lies on top of the model in this version, if its policy trains an adapter."""
 
 
@@ -58,11 +58,11 @@ def tensor_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.safetensors")) if is_base(path)]
 
 
-def _read_adapter(folder: Path, base: dict[str, tuple[int, ...]]) -> AdapterFacts | None:
+def _read_adapter(folder: Path, base: dict[str, tuple[int, ...]]) -> AdapterInfo | None:
     config, weights = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
     if not config.exists() and not weights.exists():
         return None
-    return adapter_facts(_read_object(config), _read_shapes(weights), base, config)
+    return read_adapter_info(_read_object(config), _read_shapes(weights), base, config)
 
 
 def _read_object(path: Path) -> JsonObject:

@@ -82,9 +82,9 @@ class Scorer:
         node."""
         async with asyncio.TaskGroup() as workers:
             for number in range(self._num_workers):
-                workers.create_task(self._work(), name=f"reward-{number}")
+                workers.create_task(self._worker_loop(), name=f"reward-{number}")
 
-    async def _work(self) -> None:
+    async def _worker_loop(self) -> None:
         """consumes: completions · produces: the result of each
         waits for: a completion, then its worker or the deadline · woken by: `score()`"""
         worker = WorkerProcess(self._function)
@@ -97,11 +97,11 @@ class Scorer:
                 if not (self._queue.fresh or self._queue.suspects):
                     self._queue.filled.clear()
                 if items:
-                    await self._settle(worker, items)
+                    await self._score_batch(worker, items)
         finally:
             await worker.kill()
 
-    async def _settle(self, worker: WorkerProcess, items: list[_Item]) -> None:
+    async def _score_batch(self, worker: WorkerProcess, items: list[_Item]) -> None:
         request = ScoreRequest(
             completions=[item.completion for item in items],
             payloads=[item.task.payload for item in items],
@@ -122,14 +122,14 @@ class Scorer:
             return
         for item, value in zip(items, answer.values, strict=True):
             if isinstance(value, float) and math.isfinite(value):
-                _tell(item, Scored(reward=value))
+                _resolve(item, Scored(reward=value))
             else:
                 what = f"returned {value}; return one finite number per completion"
-                _tell(item, self._failed(item, FailureKind.REWARD, what))
+                _resolve(item, self._failed(item, FailureKind.REWARD, what))
 
     def _fail(self, items: list[_Item], kind: FailureKind, detail: str) -> None:
         if len(items) == 1:
-            _tell(items[0], self._failed(items[0], kind, detail))
+            _resolve(items[0], self._failed(items[0], kind, detail))
             return
         self._queue.suspects.extend(items)
         self._queue.filled.set()
@@ -139,6 +139,6 @@ class Scorer:
         return Failed(kind=kind, detail=shorten(f"{where}: {detail}"))
 
 
-def _tell(item: _Item, result: Scored | Failed) -> None:
+def _resolve(item: _Item, result: Scored | Failed) -> None:
     if not item.result.done():  # the rollout may have been cancelled meanwhile
         item.result.set_result(result)

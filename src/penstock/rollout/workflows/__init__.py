@@ -31,7 +31,7 @@ def find_workflow(name: str) -> Workflow:
     if name in BUILT_IN:
         return BUILT_IN[name]
     if name.startswith("["):
-        return command(_words(name))
+        return command(_parse_argv(name))
     if ":" not in name:
         raise ConfigError(
             f"no workflow {name!r}: there is {', '.join(BUILT_IN)}; your own is module:function, "
@@ -43,11 +43,11 @@ def find_workflow(name: str) -> Workflow:
     return function
 
 
-def _words(text: str) -> list[str]:
+def _parse_argv(text: str) -> list[str]:
     try:
-        words: Any = json.loads(text)
+        argv: Any = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"workflow {text!r} is no valid JSON list of words: {error}") from None
-    if not words or not all(isinstance(word, str) for word in words):
+    if not argv or not all(isinstance(word, str) for word in argv):
         raise ConfigError(f"workflow {text!r} must be a list of words, the program first")
-    return cast("list[str]", words)
+    return cast("list[str]", argv)

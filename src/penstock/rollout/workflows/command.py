@@ -20,13 +20,13 @@ MAX_ENV_BYTES = 100_000
 """Linux takes at most 128 KiB per variable; a larger task is only on standard input."""
 
 
-def command(words: Sequence[str]) -> Callable[[Task, Context], Awaitable[str | None]]:
+def command(argv: Sequence[str]) -> Callable[[Task, Context], Awaitable[str | None]]:
     async def run(task: Task, ctx: Context) -> str | None:
         payload = encode_json(task.payload)
         env = {"PENSTOCK_SEED": str(ctx.seed)}
         if len(payload) <= MAX_ENV_BYTES:
             env["PENSTOCK_TASK"] = payload.decode()
-        printed = await ctx.run_program(words, env=env, stdin=payload)
+        printed = await ctx.run_program(argv, env=env, stdin=payload)
         return printed.splitlines()[-1] if printed else None
 
     return run

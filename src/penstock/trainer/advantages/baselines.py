@@ -107,7 +107,9 @@ def token_kl(logprobs_T: Floats, reference_T: Floats) -> Floats:
     return np.clip(logprobs_T - reference_T, -20.0, 20.0)
 
 
-def less_kl(rewards_R: Floats, kl_T: Floats, mask_T: Bools, rows_T: Ints, *, coef: float) -> Floats:
+def subtract_kl(
+    rewards_R: Floats, kl_T: Floats, mask_T: Bools, rows_T: Ints, *, coef: float
+) -> Floats:
     """Rewards less the KL summed over a row's trained tokens, as RLOO takes it in."""
     return rewards_R - coef * np.bincount(rows_T[mask_T], kl_T[mask_T], rewards_R.size)
 

@@ -99,7 +99,7 @@ def by_role(rewards_RP: Floats, groups_R: Ints, roles_Q: Ints, turns: Turns, fn:
     return credits_RP[turns.rows_Q, roles_Q]
 
 
-def combined(
+def combine_returns(
     outcomes_R: Floats,
     scores_Q: Floats,
     turns: Turns,
@@ -127,7 +127,7 @@ def combined(
             return outcomes_Q
 
 
-def compared(
+def compare_turns(
     returns_Q: Floats, groups_R: Ints, turns: Turns, *, is_by_depth: bool = False
 ) -> Floats:
     """(return - mean) / (std + ε) over the turns of a group, or over those at equal depth.
@@ -147,7 +147,7 @@ def compared(
     return np.where(counts_Q, centred_Q / (stds[set_Q] + EPSILON), 0.0)
 
 
-def on_tokens(
+def spread_to_tokens(
     credits_Q: Floats, turns: Turns, rows_T: Ints, turns_T: Ints, mask_T: Bools
 ) -> Floats:
     """Each trained token gets its turn's credit; all others 0."""

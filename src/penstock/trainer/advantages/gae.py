@@ -25,7 +25,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimates:
+class GaeResult:
     """0 where a token is not trained."""
 
     advantages_T: Floats
@@ -38,7 +38,7 @@ class Gae:
     """Generalised advantage estimation."""
 
     discount: float = 1.0
-    trace: float = 1.0
+    lam: float = 1.0
     """λ: 1 takes whole returns, 0 the next value only."""
 
     def __call__(
@@ -48,7 +48,7 @@ class Gae:
         mask_T: Bools,
         ends_S: Ints,
         bootstrap_S: Floats | None = None,
-    ) -> Estimates:
+    ) -> GaeResult:
         """`bootstrap_S`: the value behind each sample's last token, where it was truncated; 0 where
         the episode ended (None: everywhere). `ends_S` rises, and samples hold all trained tokens.
         """
@@ -61,15 +61,15 @@ class Gae:
         after_S = np.zeros(ends_S.size) if bootstrap_S is None else bootstrap_S
         following_K[ends_K[has_tokens_S] - 1] = after_S[has_tokens_S]
         errors_K = rewards_K + self.discount * following_K - values_K
-        advantages_K = _traced(errors_K, lengths_S, ends_K, self.discount * self.trace)
+        advantages_K = _discounted_sums(errors_K, lengths_S, ends_K, self.discount * self.lam)
         advantages_K = np.where(np.isfinite(advantages_K), advantages_K, 0.0)
-        return Estimates(
-            advantages_T=_spread_out(advantages_K, tokens_K, mask_T.size),
-            returns_T=_spread_out(advantages_K + values_K, tokens_K, mask_T.size),
+        return GaeResult(
+            advantages_T=_scatter(advantages_K, tokens_K, mask_T.size),
+            returns_T=_scatter(advantages_K + values_K, tokens_K, mask_T.size),
         )
 
 
-def _traced(errors_K: Floats, lengths_S: Ints, ends_K: Ints, decay: float) -> Floats:
+def _discounted_sums(errors_K: Floats, lengths_S: Ints, ends_K: Ints, decay: float) -> Floats:
     """a = error + decay · (a of the next token), in all samples at once, from their ends."""
     out_K = errors_K.copy()
     order = np.argsort(-lengths_S, kind="stable")
@@ -83,7 +83,7 @@ def _traced(errors_K: Floats, lengths_S: Ints, ends_K: Ints, decay: float) -> Fl
     return out_K
 
 
-def _spread_out(values_K: Floats, tokens_K: Ints, num_tokens: int) -> Floats:
+def _scatter(values_K: Floats, tokens_K: Ints, num_tokens: int) -> Floats:
     out_T = np.zeros(num_tokens)
     out_T[tokens_K] = values_K
     return out_T
@@ -99,7 +99,7 @@ class ValueLoss:
     clip: float = 0.2
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        columns = tokens.more or {}
+        columns = tokens.extra_columns or {}
         missing = [name for name in (OLD_VALUES, NEW_VALUES, RETURNS) if name not in columns]
         if missing:
             raise ValueError(
@@ -110,9 +110,9 @@ class ValueLoss:
         returns_K = columns[RETURNS].detach()
         near_K = old_K + (now_K - old_K).clamp(-self.clip, self.clip)
         error_K, near_error_K = (now_K - returns_K) ** 2, (near_K - returns_K) ** 2
-        told = {
+        metrics = {
             "value": now_K.detach(),
             "value/error": error_K.detach(),
             "value/clip_ratio": (near_error_K > error_K).to(error_K.dtype),
         }
-        return TokenLoss(loss_K=0.5 * torch.maximum(error_K, near_error_K), told=told)
+        return TokenLoss(loss_K=0.5 * torch.maximum(error_K, near_error_K), metrics=metrics)

@@ -30,7 +30,7 @@ class Overlong(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverlongRule:
+class OverlongPenalty:
     how: Overlong
     max_length: int
     """Tokens an answer may have, the margin included."""
@@ -48,12 +48,12 @@ class OverlongRule:
         self, rewards_R: Floats, lengths_R: Ints, is_truncated_R: Bools
     ) -> tuple[Floats, Bools]:
         """(rewards to compare, rows whose tokens are set aside)."""
-        is_aside_R = is_truncated_R & (self.how is not Overlong.PUNISH)
+        is_excluded_R = is_truncated_R & (self.how is not Overlong.PUNISH)
         if self.how is not Overlong.MASK:
-            rewards_R = rewards_R + punishment(lengths_R, self.max_length, self.margin)
-        return np.where(is_aside_R, np.nan, rewards_R), is_aside_R
+            rewards_R = rewards_R + overlong_penalty(lengths_R, self.max_length, self.margin)
+        return np.where(is_excluded_R, np.nan, rewards_R), is_excluded_R
 
 
-def punishment(lengths_R: Ints, max_length: int, margin: int) -> Floats:
+def overlong_penalty(lengths_R: Ints, max_length: int, margin: int) -> Floats:
     """0 up to the margin, then falling evenly to -1 at the limit, and -1 beyond."""
     return np.clip((max_length - margin - lengths_R) / margin, -1.0, 0.0)

@@ -86,7 +86,7 @@ def count(lengths_S: Ints, is_kept_K: Bools | None = None) -> Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class LossWeights:
     """The rule a run has chosen."""
 
     aggregation: Aggregation = Aggregation.TOKEN_MEAN

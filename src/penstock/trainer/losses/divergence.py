@@ -22,7 +22,7 @@ from penstock.trainer.losses.logprobs import log_ratio
 from penstock.trainer.losses.tokens import Objective, TokenLoss, Tokens
 
 
-class Kl(StrEnum):
+class KlEstimator(StrEnum):
     """Which estimate of the divergence, by token."""
 
     K1 = "k1"
@@ -34,11 +34,11 @@ class Kl(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithKl:
+class KlPenalty:
     """An objective that also stays near the reference."""
 
     inner: Objective
-    kind: Kl = Kl.K3
+    kind: KlEstimator = KlEstimator.K3
     coef: float = 1e-3
     max_ratio: float = 5.0
     """Bounds the ratio in front, as an importance weight: a token far from its sampling policy must
@@ -54,14 +54,14 @@ class WithKl:
         kl_K = estimate(self.kind, tokens.logprobs_K, tokens.reference_K.detach())
         ratio_K = log_ratio(tokens.logprobs_K, tokens.sampling_K).exp()
         ratio_K = ratio_K.clamp(max=self.max_ratio)
-        if self.kind is Kl.K2:
+        if self.kind is KlEstimator.K2:
             ratio_K = ratio_K.detach()
         loss_K = out.loss_K + self.coef * ratio_K * kl_K
-        return TokenLoss(loss_K=loss_K, told={**out.told, "reference_kl": kl_K.detach()})
+        return TokenLoss(loss_K=loss_K, metrics={**out.metrics, "reference_kl": kl_K.detach()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithEntropy:
+class EntropyBonus:
     """An objective with a bonus for entropy."""
 
     inner: Objective
@@ -69,16 +69,16 @@ class WithEntropy:
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         out = self.inner(tokens)
-        return TokenLoss(loss_K=out.loss_K - self.coef * tokens.entropy_K, told=out.told)
+        return TokenLoss(loss_K=out.loss_K - self.coef * tokens.entropy_K, metrics=out.metrics)
 
 
-def estimate(kind: Kl, logprobs_K: Tensor, reference_K: Tensor) -> Tensor:
+def estimate(kind: KlEstimator, logprobs_K: Tensor, reference_K: Tensor) -> Tensor:
     """KL(now ‖ reference) by token."""
     x_K = log_ratio(reference_K, logprobs_K)
     match kind:
-        case Kl.K1:
+        case KlEstimator.K1:
             return -x_K
-        case Kl.K2:
+        case KlEstimator.K2:
             return x_K**2 / 2
-        case Kl.K3:
+        case KlEstimator.K3:
             return torch.exp(x_K) - 1 - x_K

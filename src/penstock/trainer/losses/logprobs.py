@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_NEVER = -1e30
+_MASKED_LOGIT = -1e30
 """Logit of a token outside the kept set; finite, so that 0 · log 0 is 0 and no gradient is NaN."""
 
 MAX_LOG_RATIO = 20.0
@@ -30,7 +30,7 @@ class Truncation:
     """0 keeps all."""
 
 
-def spec_log_softmax(
+def sampling_log_softmax(
     logits_KV: Tensor, targets_K: Tensor, temperature_K: Tensor | None, kept: Truncation | None
 ) -> Tensor:
     """Log-probabilities over the vocabulary under each token's sampling spec.
@@ -41,13 +41,13 @@ def spec_log_softmax(
     if temperature_K is not None:
         logits_KV = logits_KV / temperature_K[:, None]
     if kept is not None:
-        outside_KV = _outside(logits_KV.detach(), kept)
+        outside_KV = _truncated_mask(logits_KV.detach(), kept)
         outside_KV.scatter_(1, targets_K[:, None], False)
-        logits_KV = logits_KV.masked_fill(outside_KV, _NEVER)
+        logits_KV = logits_KV.masked_fill(outside_KV, _MASKED_LOGIT)
     return torch.log_softmax(logits_KV, dim=-1)
 
 
-def _outside(logits_KV: Tensor, kept: Truncation) -> Tensor:
+def _truncated_mask(logits_KV: Tensor, kept: Truncation) -> Tensor:
     """True for the tokens that min-p and top-k, then top-p over what is left, take away."""
     num_tokens = logits_KV.shape[1]
     sorted_KV, order_KV = logits_KV.sort(dim=-1, descending=True, stable=True)
@@ -55,7 +55,7 @@ def _outside(logits_KV: Tensor, kept: Truncation) -> Tensor:
     top_k_K = torch.where(kept.top_k_K > 0, kept.top_k_K, num_tokens)
     beyond_KV = rank_V[None, :] >= top_k_K[:, None]
     beyond_KV |= sorted_KV < sorted_KV[:, :1] + kept.min_p_K.log()[:, None]
-    probs_KV = sorted_KV.masked_fill(beyond_KV, _NEVER).softmax(dim=-1)
+    probs_KV = sorted_KV.masked_fill(beyond_KV, _MASKED_LOGIT).softmax(dim=-1)
     before_KV = probs_KV.cumsum(dim=-1) - probs_KV
     is_cut_K = kept.top_p_K < 1
     beyond_KV |= is_cut_K[:, None] & (before_KV >= kept.top_p_K[:, None])

@@ -33,8 +33,8 @@ class Refresh(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class M2po:
-    """Settles the budget; the loss itself is `TrustRegion`."""
+class M2poBudget:
+    """Settles the budget; the loss itself is `M2poLoss`."""
 
     budget: float = 0.04
     """Largest mean squared log-ratio over harmful tokens: a variance per token, whatever the
@@ -48,26 +48,26 @@ class M2po:
             raise ValueError(f"M2PO's budget is {self.budget}; it must be above 0, 0.04 is usual")
 
     @torch.no_grad()
-    def pressure(self, tokens: Tokens) -> Tensor:
+    def budget_terms(self, tokens: Tokens) -> Tensor:
         """Squared log-ratios of this micro-batch's harmful tokens."""
         now_K = tokens.logprobs_K
         if self.refresh is Refresh.BATCH:
             now_K = require_proximal(tokens, "M2PO refreshed per batch")
-        square_K, is_harmful_K = _harm(now_K, tokens)
+        square_K, is_harmful_K = _squared_log_ratios(now_K, tokens)
         return square_K[is_harmful_K]
 
-    def within(self, pressures: Tensor) -> Objective:
-        threshold, num_dropped = _threshold(pressures, self.budget)
-        return TrustRegion(
+    def with_budget(self, terms: Tensor) -> Objective:
+        threshold, num_dropped = _threshold(terms, self.budget)
+        return M2poLoss(
             threshold=threshold,
-            is_all_dropped=0 < num_dropped == pressures.numel(),
+            is_all_dropped=0 < num_dropped == terms.numel(),
             ratio_low=self.ratio_low,
             ratio_high=self.ratio_high,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrustRegion:
+class M2poLoss:
     """M2PO's loss in one update."""
 
     threshold: float
@@ -80,16 +80,18 @@ class TrustRegion:
     def __call__(self, tokens: Tokens) -> TokenLoss:
         log_ratio_K = log_ratio(tokens.logprobs_K, tokens.sampling_K)
         ratio_K = log_ratio_K.exp().clamp(self.ratio_low, self.ratio_high)
-        square_K, is_harmful_K = _harm(tokens.logprobs_K.detach(), tokens)
+        square_K, is_harmful_K = _squared_log_ratios(tokens.logprobs_K.detach(), tokens)
         is_dropped_K = is_harmful_K & (square_K >= self.threshold)
         loss_K = torch.where(is_dropped_K, 0.0, -ratio_K * tokens.advantages_K)
-        told = self._told(log_ratio_K.detach(), is_dropped_K, tokens)
-        told["m2po/harmful"] = is_harmful_K.to(loss_K.dtype)
-        return TokenLoss(loss_K=loss_K, told=told)
+        metrics = self._metrics(log_ratio_K.detach(), is_dropped_K, tokens)
+        metrics["m2po/harmful"] = is_harmful_K.to(loss_K.dtype)
+        return TokenLoss(loss_K=loss_K, metrics=metrics)
 
-    def _told(self, log_ratio_K: Tensor, is_dropped_K: Tensor, tokens: Tokens) -> dict[str, Tensor]:
+    def _metrics(
+        self, log_ratio_K: Tensor, is_dropped_K: Tensor, tokens: Tokens
+    ) -> dict[str, Tensor]:
         ratio_K, square_K = log_ratio_K.exp(), log_ratio_K**2
-        is_fresh_K = tokens.lags_K == 0
+        is_fresh_K = tokens.staleness_K == 0
         everywhere_K = torch.ones_like(ratio_K)
         radius = min(math.sqrt(self.threshold), MAX_LOG_RATIO)
         is_good_K = tokens.advantages_K > 0
@@ -108,7 +110,7 @@ class TrustRegion:
         }
 
 
-def _harm(now_K: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _squared_log_ratios(now_K: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
     """(squared log-ratio, whether the advantage makes it grow); in float64, so that thresholds mean
     the same on every rank."""
     log_ratio_K = log_ratio(now_K, tokens.sampling_K).double()

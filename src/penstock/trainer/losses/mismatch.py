@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from penstock.trainer.losses.logprobs import log_ratio
-from penstock.trainer.losses.m2po import TrustRegion
+from penstock.trainer.losses.m2po import M2poLoss
 from penstock.trainer.losses.objectives import (
-    Against,
-    Decoupled,
+    DecoupledLoss,
+    RatioAgainst,
     require_proximal,
     sequence_means,
     sequence_sums,
@@ -105,7 +105,7 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Corrected:
+class CorrectedLoss:
     """An objective whose tokens are weighed by ρ, and left out where it is out of bounds."""
 
     inner: Objective
@@ -114,7 +114,9 @@ class Corrected:
     def __post_init__(self) -> None:
         for part in _layers(self.inner):
             against = getattr(part, "ratio_against", None)
-            is_corrected = isinstance(part, (Decoupled, TrustRegion)) or against == Against.SAMPLING
+            is_corrected = (
+                isinstance(part, (DecoupledLoss, M2poLoss)) or against == RatioAgainst.SAMPLING
+            )
             if is_corrected and self.correction.weighting is not Weighting.NONE:
                 raise ValueError(
                     f"{type(part).__name__} corrects for the sampling log-probs already; weighing "
@@ -128,18 +130,20 @@ class Corrected:
         is_kept_K = self.correction.survivors(proximal_K, tokens.sampling_K, tokens.sequences_K)
         weights_K = self.correction.weights(proximal_K, tokens.sampling_K)
         log_rho_K = log_ratio(proximal_K, tokens.sampling_K)
-        told = {
-            **out.told,
+        metrics = {
+            **out.metrics,
             "mismatch/weight": torch.where(is_kept_K, weights_K, 0.0),
             "mismatch/rejected": (~is_kept_K).to(weights_K.dtype),
             "mismatch/k3": log_rho_K.exp() - 1 - log_rho_K,
         }
-        return TokenLoss(loss_K=torch.where(is_kept_K, weights_K * out.loss_K, 0.0), told=told)
+        return TokenLoss(
+            loss_K=torch.where(is_kept_K, weights_K * out.loss_K, 0.0), metrics=metrics
+        )
 
 
 def correction_of(objective: Objective) -> Correction | None:
     """What rejects tokens in this objective, for the denominators; None when nothing does."""
-    found = (part.correction for part in _layers(objective) if isinstance(part, Corrected))
+    found = (part.correction for part in _layers(objective) if isinstance(part, CorrectedLoss))
     return next(found, None)
 
 

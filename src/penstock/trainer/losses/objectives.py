@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from penstock.trainer.losses.logprobs import behaviour_kl, log_ratio
-from penstock.trainer.losses.tokens import Budgeted, Objective, TokenLoss, Tokens
+from penstock.trainer.losses.tokens import BudgetedObjective, Objective, TokenLoss, Tokens
 
 _WIDEST_SEQUENCE_CLIP = 0.01
 
 
-class Against(StrEnum):
+class RatioAgainst(StrEnum):
     """Whose log-probs a ratio has below it."""
 
     SAMPLING = "sampling"
@@ -37,7 +37,7 @@ class Against(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clipped:
+class ClippedLoss:
     """PPO's clipped objective; GRPO, Dr.GRPO, RLOO and DAPO differ in their advantages, their
     bounds and their denominators only."""
 
@@ -47,7 +47,7 @@ class Clipped:
     """No gain from a ratio above 1 + epsilon_high."""
     delta: float = math.inf
     """Dual clip: a bad token's ratio counts as no more than this, so that no loss is unbounded."""
-    ratio_against: Against = Against.SAMPLING
+    ratio_against: RatioAgainst = RatioAgainst.SAMPLING
 
     def __post_init__(self) -> None:
         if self.delta < 1 + self.epsilon_high:
@@ -60,12 +60,12 @@ class Clipped:
         log_ratio_K = _log_ratio(tokens, self.ratio_against)
         ratio_K = log_ratio_K.exp().clamp(max=self.delta)
         loss_K = _clipped(ratio_K, tokens.advantages_K, self.epsilon, self.epsilon_high)
-        low_K, high_K = _is_flat(log_ratio_K.exp(), tokens.advantages_K, self)
-        return TokenLoss(loss_K=loss_K, told=_told(tokens, low_K, high_K))
+        low_K, high_K = _has_no_gradient(log_ratio_K.exp(), tokens.advantages_K, self)
+        return TokenLoss(loss_K=loss_K, metrics=_ratio_metrics(tokens, low_K, high_K))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decoupled:
+class DecoupledLoss:
     """Decoupled PPO: the trust region lies around the proximal policy, and a detached weight
     corrects for the policy that sampled. The weight holds the engine mismatch already."""
 
@@ -79,23 +79,23 @@ class Decoupled:
         weight_K = weight_K.detach()
         ratio_K = log_ratio(tokens.logprobs_K, proximal_K).exp()
         loss_K = _clipped(ratio_K, tokens.advantages_K, self.epsilon, self.epsilon_high)
-        region = Clipped(epsilon=self.epsilon, epsilon_high=self.epsilon_high)
-        low_K, high_K = _is_flat(ratio_K, tokens.advantages_K, region)
-        told = _told(tokens, low_K, high_K)
-        told["weight"] = weight_K
-        told["weight/at_bound"] = (weight_K >= self.max_weight).to(weight_K.dtype)
-        return TokenLoss(loss_K=weight_K * loss_K, told=told)
+        region = ClippedLoss(epsilon=self.epsilon, epsilon_high=self.epsilon_high)
+        low_K, high_K = _has_no_gradient(ratio_K, tokens.advantages_K, region)
+        metrics = _ratio_metrics(tokens, low_K, high_K)
+        metrics["weight"] = weight_K
+        metrics["weight/at_bound"] = (weight_K >= self.max_weight).to(weight_K.dtype)
+        return TokenLoss(loss_K=weight_K * loss_K, metrics=metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gspo:
+class GspoLoss:
     """One ratio per sequence: the geometric mean of its tokens'. In the token form, whose value and
     gradient are those of GSPO where a sequence has one advantage. Meant for `seq-mean-token-mean`.
     """
 
     epsilon: float = 3e-4
     epsilon_high: float = 4e-4
-    ratio_against: Against = Against.SAMPLING
+    ratio_against: RatioAgainst = RatioAgainst.SAMPLING
     is_wide_allowed: bool = False
 
     def __post_init__(self) -> None:
@@ -112,35 +112,37 @@ class Gspo:
         mean_K = sequence_means(log_ratio_K.detach(), tokens.sequences_K)[tokens.sequences_K]
         ratio_K = (mean_K + log_ratio_K - log_ratio_K.detach()).exp()
         loss_K = _clipped(ratio_K, tokens.advantages_K, self.epsilon, self.epsilon_high)
-        region = Clipped(epsilon=self.epsilon, epsilon_high=self.epsilon_high)
-        low_K, high_K = _is_flat(ratio_K, tokens.advantages_K, region)
-        return TokenLoss(loss_K=loss_K, told=_told(tokens, low_K, high_K))
+        region = ClippedLoss(epsilon=self.epsilon, epsilon_high=self.epsilon_high)
+        low_K, high_K = _has_no_gradient(ratio_K, tokens.advantages_K, region)
+        return TokenLoss(loss_K=loss_K, metrics=_ratio_metrics(tokens, low_K, high_K))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cispo:
+class CispoLoss:
     """The ratio is clipped and detached, so every token keeps a gradient. Both bounds are distances
     from 1, as in PPO: epsilon_high 4 caps the ratio at 5."""
 
     epsilon: float = 1.0
     epsilon_high: float = 4.0
-    ratio_against: Against = Against.SAMPLING
+    ratio_against: RatioAgainst = RatioAgainst.SAMPLING
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         ratio_K = _log_ratio(tokens, self.ratio_against).detach().exp()
         bounded_K = ratio_K.clamp(1 - self.epsilon, 1 + self.epsilon_high)
-        told = _told(tokens, ratio_K < bounded_K, ratio_K > bounded_K)
-        return TokenLoss(loss_K=-bounded_K * tokens.advantages_K * tokens.logprobs_K, told=told)
+        metrics = _ratio_metrics(tokens, ratio_K < bounded_K, ratio_K > bounded_K)
+        return TokenLoss(
+            loss_K=-bounded_K * tokens.advantages_K * tokens.logprobs_K, metrics=metrics
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sapo:
+class SapoLoss:
     """A soft gate in place of the clip. Its slope at ratio 1 is 1 whatever the temperature, so the
     learning rate means what it means elsewhere."""
 
     temperature_good: float = 1.0
     temperature_bad: float = 1.05
-    ratio_against: Against = Against.SAMPLING
+    ratio_against: RatioAgainst = RatioAgainst.SAMPLING
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature_good <= self.temperature_bad:
@@ -157,15 +159,15 @@ class Sapo:
         temperature_K = torch.where(is_good_K, good, bad)
         gate_K = 4 / temperature_K * torch.sigmoid(temperature_K * (ratio_K - 1))
         nowhere_K = torch.zeros_like(is_good_K)
-        told = _told(tokens, nowhere_K, nowhere_K)
-        return TokenLoss(loss_K=-gate_K * tokens.advantages_K, told=told)
+        metrics = _ratio_metrics(tokens, nowhere_K, nowhere_K)
+        return TokenLoss(loss_K=-gate_K * tokens.advantages_K, metrics=metrics)
 
 
 TEACHER = "teacher_logprobs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distilled:
+class DistillationLoss:
     """On-policy distillation: the advantage of a token is how much likelier the teacher finds it
     than the policy does now, so the policy loss descends the reverse KL to the teacher.
 
@@ -176,7 +178,7 @@ class Distilled:
     """Takes the advantages: its ratio corrects for tokens sampled by older weights."""
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        teacher_K = (tokens.more or {}).get(TEACHER)
+        teacher_K = (tokens.extra_columns or {}).get(TEACHER)
         if teacher_K is None:
             raise ValueError(
                 f"distillation reads the token column {TEACHER}, and no stage has written it; "
@@ -184,24 +186,26 @@ class Distilled:
             )
         gap_K = log_ratio(tokens.logprobs_K.detach(), teacher_K)
         out = self.inner(replace(tokens, advantages_K=-gap_K))
-        return TokenLoss(loss_K=out.loss_K, told={**out.told, "teacher_kl": gap_K})
+        return TokenLoss(loss_K=out.loss_K, metrics={**out.metrics, "teacher_kl": gap_K})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wrapped:
+class WrappedBudget:
     """An objective around one that has a budget: settled first, then wrapped."""
 
-    budget: Budgeted
+    budget: BudgetedObjective
     wrap: Callable[[Objective], Objective]
 
     def __post_init__(self) -> None:
-        self.within(torch.zeros(0))  # what must not be wrapped so is refused before any training
+        self.with_budget(
+            torch.zeros(0)
+        )  # what must not be wrapped so is refused before any training
 
-    def pressure(self, tokens: Tokens) -> Tensor:
-        return self.budget.pressure(tokens)
+    def budget_terms(self, tokens: Tokens) -> Tensor:
+        return self.budget.budget_terms(tokens)
 
-    def within(self, pressures: Tensor) -> Objective:
-        return self.wrap(self.budget.within(pressures))
+    def with_budget(self, terms: Tensor) -> Objective:
+        return self.wrap(self.budget.with_budget(terms))
 
 
 def require_proximal(tokens: Tokens, reader: str) -> Tensor:
@@ -226,8 +230,8 @@ def sequence_sums(values_K: Tensor, sequences_K: Tensor) -> Tensor:
     return values_K.new_zeros(num_sequences).index_add_(0, sequences_K, values_K)
 
 
-def _log_ratio(tokens: Tokens, against: Against) -> Tensor:
-    if against is Against.SAMPLING:
+def _log_ratio(tokens: Tokens, against: RatioAgainst) -> Tensor:
+    if against is RatioAgainst.SAMPLING:
         return log_ratio(tokens.logprobs_K, tokens.sampling_K)
     return log_ratio(tokens.logprobs_K, require_proximal(tokens, "a ratio against proximal"))
 
@@ -237,7 +241,9 @@ def _clipped(ratio_K: Tensor, advantages_K: Tensor, low: float, high: float) -> 
     return -torch.minimum(ratio_K * advantages_K, bounded_K * advantages_K)
 
 
-def _is_flat(ratio_K: Tensor, advantages_K: Tensor, region: Clipped) -> tuple[Tensor, Tensor]:
+def _has_no_gradient(
+    ratio_K: Tensor, advantages_K: Tensor, region: ClippedLoss
+) -> tuple[Tensor, Tensor]:
     """Tokens without a gradient: (too unlikely already, too likely already)."""
     low_K = (ratio_K < 1 - region.epsilon) & (advantages_K < 0)
     high_K = (ratio_K > 1 + region.epsilon_high) & (advantages_K > 0)
@@ -245,7 +251,7 @@ def _is_flat(ratio_K: Tensor, advantages_K: Tensor, region: Clipped) -> tuple[Te
 
 
 @torch.no_grad()
-def _told(tokens: Tokens, low_K: Tensor, high_K: Tensor) -> dict[str, Tensor]:
+def _ratio_metrics(tokens: Tokens, low_K: Tensor, high_K: Tensor) -> dict[str, Tensor]:
     """What every policy loss tells: where its bounds bit, by sign, and how far the weights are from
     those that sampled. Effective sample share = `ratio` mean² / `ratio/square` mean."""
     log_ratio_K = log_ratio(tokens.logprobs_K, tokens.sampling_K)

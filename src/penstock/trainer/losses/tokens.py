@@ -30,13 +30,13 @@ class Tokens:
     advantages_K: Tensor
     sequences_K: Tensor
     """Which sequence a token belongs to: 0 … S-1, never falling, none left out."""
-    lags_K: Tensor
+    staleness_K: Tensor
     """Versions between the one that sampled the token and the one the batch trains from."""
     proximal_K: Tensor | None = None
     """Log-probs under the weights at the start of the step, when a stage has written them."""
     reference_K: Tensor | None = None
     """Log-probs under the frozen reference, when a stage has written them."""
-    more: Mapping[str, Tensor] | None = None
+    extra_columns: Mapping[str, Tensor] | None = None
     """Further token columns that the training stage reads, by name: teacher log-probs, old values,
     returns, whatever a user's own stage has written."""
 
@@ -47,7 +47,7 @@ class TokenLoss:
 
     loss_K: Tensor
     """The learner multiplies each by its weight (1 / denominator) and sums."""
-    told: Mapping[str, Tensor]
+    metrics: Mapping[str, Tensor]
     """By metric name, one detached number per token; the learner reports their mean over the
     trained tokens of the step, over all ranks."""
 
@@ -59,14 +59,14 @@ class Objective(Protocol):
 
 
 @runtime_checkable
-class Budgeted(Protocol):
+class BudgetedObjective(Protocol):
     """An objective with a budget over a whole update, all ranks included (M2PO)."""
 
-    def pressure(self, tokens: Tokens) -> Tensor:
+    def budget_terms(self, tokens: Tokens) -> Tensor:
         """What this micro-batch puts on the budget: any number of values, without gradient."""
         ...
 
-    def within(self, pressures: Tensor) -> Objective:
+    def with_budget(self, terms: Tensor) -> Objective:
         """The objective of this update, given the pressures of all its micro-batches on all ranks,
         in any order."""
         ...

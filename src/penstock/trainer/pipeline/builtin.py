@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.config import AlgorithmConfig, RunConfig
 from penstock.config.pipeline import ParallelConfig, PipelineConfig, PipelineStageConfig
-from penstock.trainer.pipeline.plan import Chain, Plan, Trained, make_plan
+from penstock.trainer.pipeline.plan import Chain, Plan, PolicyToPlan, make_plan
 
 _CREDITS = "penstock.trainer.pipeline.credits"
 _ADVANTAGES: Mapping[str, str] = {
@@ -44,7 +44,7 @@ def plan_of(config: RunConfig) -> Plan:
     written = {column for stage in config.dataflow.stages for column in stage.writes}
     return make_plan(
         {
-            name: Trained(init=model.init, stages=pipeline_of(config, name), lora=model.lora)
+            name: PolicyToPlan(init=model.init, stages=pipeline_of(config, name), lora=model.lora)
             for name, model in config.models.items()
         },
         config.pipeline.hosts if config.pipeline else (),
@@ -72,9 +72,9 @@ def builtin(
     else:
         entries = [_advantage(algorithm.name), _train("turns", "advantage")]
     if algorithm.beta > 0:
-        entries = _with_look(entries, "reference", "reference", "reference_logprobs")
+        entries = _with_infer_stage(entries, "reference", "reference", "reference_logprobs")
     if algorithm.needs_proximal:
-        entries = _with_look(entries, "proximal", "actor", "proximal_logprobs")
+        entries = _with_infer_stage(entries, "proximal", "actor", "proximal_logprobs")
     if parallel is not None:
         spread = {"parallel": parallel.model_dump()}
         entries = [entry if entry["type"] == "compute" else entry | spread for entry in entries]
@@ -130,9 +130,9 @@ def _distilled(teacher: str | None) -> list[Entry]:
     ]
 
 
-def _with_look(entries: list[Entry], name: str, role: str, column: str) -> list[Entry]:
+def _with_infer_stage(entries: list[Entry], name: str, role: str, column: str) -> list[Entry]:
     """A look at the batch before it is trained on, whose log-probs the actor's loss reads: of the
     frozen reference, or of the actor itself at the start of the step."""
     *before, train = entries
-    look = _stage(name, "infer", role, ["turns"], [column])
-    return [look, *before, {**train, "reads": [*train["reads"], column]}]
+    infer = _stage(name, "infer", role, ["turns"], [column])
+    return [infer, *before, {**train, "reads": [*train["reads"], column]}]

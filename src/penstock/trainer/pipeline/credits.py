@@ -26,23 +26,23 @@ from penstock.trainer.advantages.baselines import (
     group_then_batch_advantages,
     last_trained,
     leave_one_out_advantages,
-    less_kl,
     moments,
     normalised,
     returns_to_go,
+    subtract_kl,
     token_kl,
 )
 from penstock.trainer.advantages.credit import (
     Combine,
     Turns,
     by_role,
-    combined,
-    compared,
+    combine_returns,
+    compare_turns,
     discounted,
     last_turn,
-    on_tokens,
+    spread_to_tokens,
 )
-from penstock.trainer.advantages.overlong import Overlong, OverlongRule
+from penstock.trainer.advantages.overlong import Overlong, OverlongPenalty
 from penstock.trainer.pipeline.layout import Floats, Layout, TrainedTurns
 
 Columns = Mapping[str, Floats]
@@ -137,8 +137,10 @@ def step_advantage(
     place_Q = turns.starts_R[own.turns.rows_Q] + own.turns.depths_Q
     scores_Q[place_Q] = step_scores[own.last_Q]
     scores_Q = layout.sum_over_ranks(scores_Q)
-    returns_Q = combined(reward, scores_Q, turns, Combine(how), share=share, discount=discount)
-    credits_Q = compared(returns_Q, layout.groups_R, turns, is_by_depth=by_depth)
+    returns_Q = combine_returns(
+        reward, scores_Q, turns, Combine(how), share=share, discount=discount
+    )
+    credits_Q = compare_turns(returns_Q, layout.groups_R, turns, is_by_depth=by_depth)
     return _by_turn(layout, own, turns, credits_Q)
 
 
@@ -174,7 +176,7 @@ def less_kl_reward(
     """Rewards less `coef` times the KL to the reference, summed over each row's trained tokens; to
     be compared by whatever comes after."""
     kl_T = token_kl(sampling_logprobs, reference_logprobs)
-    own_R = less_kl(np.zeros(reward.size), kl_T, layout.mask_T, layout.rows_T, coef=coef)
+    own_R = subtract_kl(np.zeros(reward.size), kl_T, layout.mask_T, layout.rows_T, coef=coef)
     return {"less_kl_reward": reward + layout.sum_over_ranks(own_R)}
 
 
@@ -191,10 +193,10 @@ def overlong(
     """DAPO: long answers lose reward, and truncated ones are set aside. `max_length` is of one
     turn, and a row is as long as its longest; a stage that reads `length` holds all of a row's
     turns against it instead."""
-    rule = OverlongRule(how=Overlong(how), max_length=max_length, margin=margin)
+    rule = OverlongPenalty(how=Overlong(how), max_length=max_length, margin=margin)
     lengths_R = layout.longest_R if length is None else length.astype(np.int64)
-    shaped_R, is_aside_R = rule(reward, lengths_R, truncated > 0)
-    return {"shaped_reward": shaped_R, "excluded": is_aside_R.astype(np.float64)}
+    shaped_R, is_excluded_R = rule(reward, lengths_R, truncated > 0)
+    return {"shaped_reward": shaped_R, "excluded": is_excluded_R.astype(np.float64)}
 
 
 def gae(
@@ -214,15 +216,15 @@ def gae(
     from penstock.trainer.advantages.gae import Gae  # brings torch, which a plan does without
 
     rewards_T = final_rewards(reward, layout.mask_T, layout.starts_S, layout.ends_S, layout.rows_S)
-    after_S = None if truncated is None else _values_behind(layout, values, truncated)
-    found = Gae(discount=gamma, trace=lam)(rewards_T, values, layout.mask_T, layout.ends_S, after_S)
+    after_S = None if truncated is None else _bootstrap_values(layout, values, truncated)
+    found = Gae(discount=gamma, lam=lam)(rewards_T, values, layout.mask_T, layout.ends_S, after_S)
     advantages_T = found.advantages_T
     if normalise:
         advantages_T = _normalised(layout, reward, advantages_T)
     return {"advantage": advantages_T, "returns": found.returns_T}
 
 
-def _values_behind(layout: Layout, values: Floats, truncated: Floats) -> Floats:
+def _bootstrap_values(layout: Layout, values: Floats, truncated: Floats) -> Floats:
     """What was still to come when a row was cut short, as the critic saw it last."""
     last_S = last_trained(layout.mask_T, layout.starts_S, layout.ends_S)
     is_cut_S = (truncated[layout.rows_S] > 0) & (last_S >= 0)
@@ -245,5 +247,5 @@ def _credited(layout: Layout, reward_R: Floats, credit: Credit) -> Columns:
 
 def _by_turn(layout: Layout, own: TrainedTurns, turns: Turns, credits_Q: Floats) -> Columns:
     """Credit of `turns`, those of all ranks or this one's, on the tokens of this one's."""
-    values_T = on_tokens(credits_Q, turns, layout.rows_T, own.depths_T, layout.mask_T)
+    values_T = spread_to_tokens(credits_Q, turns, layout.rows_T, own.depths_T, layout.mask_T)
     return {"advantage": values_T}

@@ -16,15 +16,15 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_origin
 
-from penstock.config.builtin_stages import CREDITS
+from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.errors import ConfigError
 from penstock.plugins import load_function
 
-FUNCTIONS: Mapping[tuple[str, str], str] = {
-    ("compute", "advantage"): f"{CREDITS}:group_advantage",
-    ("compute", "critic"): f"{CREDITS}:gae",
-    ("compute", "overlong"): f"{CREDITS}:overlong",
+BUILTIN_FUNCTIONS: Mapping[tuple[str, str], str] = {
+    ("compute", "advantage"): f"{STAGE_FUNCTIONS_MODULE}:group_advantage",
+    ("compute", "critic"): f"{STAGE_FUNCTIONS_MODULE}:gae",
+    ("compute", "overlong"): f"{STAGE_FUNCTIONS_MODULE}:overlong",
 }
 """By (type, role), for a stage without fn; infer and train stages run the models themselves."""
 
@@ -34,7 +34,7 @@ _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWOR
 
 def function_name(stage: PipelineStageConfig) -> str | None:
     """`module:function`; None where the trainer runs a model."""
-    return stage.fn or FUNCTIONS.get((stage.type, stage.role))
+    return stage.fn or BUILTIN_FUNCTIONS.get((stage.type, stage.role))
 
 
 def find_function(stage: PipelineStageConfig) -> Function | None:
@@ -46,7 +46,7 @@ def find_function(stage: PipelineStageConfig) -> Function | None:
         function = load_function(name)
     except ConfigError as error:
         raise ConfigError(f"stage {stage.id}: {error}") from error.__cause__
-    if found := list(misfits(stage, function)):
+    if found := list(signature_errors(stage, function)):
         raise ConfigError(f"stage {stage.id}: {name}: {'; '.join(found)}")
     return function
 
@@ -58,7 +58,7 @@ def keywords(stage: PipelineStageConfig) -> dict[str, str]:
     return {stage.rename.get(column, column): column for column in stage.reads if column != "turns"}
 
 
-def misfits(stage: PipelineStageConfig, function: Function) -> Iterator[str]:
+def signature_errors(stage: PipelineStageConfig, function: Function) -> Iterator[str]:
     """Why this function cannot be a stage like this."""
     signature = _signature(function)
     if signature is None:
@@ -73,7 +73,7 @@ def misfits(stage: PipelineStageConfig, function: Function) -> Iterator[str]:
     given = {**dict.fromkeys(keywords(stage), "column"), **dict.fromkeys(stage.options, "option")}
     for name, kind in given.items():
         if name not in named and not takes_any:
-            yield f"has no keyword {name} for the {kind} of that name; add it, or {_cure(kind)}"
+            yield f"has no keyword {name} for the {kind} of that name; add it, or {_fix_hint(kind)}"
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in given:
             yield f"needs {name}, which the stage neither reads nor gives as an option; add either"
@@ -87,7 +87,7 @@ def _subject(stage: PipelineStageConfig) -> str:
     return "trajectory" if stage.is_service else "layout"
 
 
-def _cure(kind: str) -> str:
+def _fix_hint(kind: str) -> str:
     return "rename or drop the column" if kind == "column" else "take the option out"
 
 

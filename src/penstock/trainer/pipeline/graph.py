@@ -10,17 +10,24 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
-from penstock.config.stage_graph import Edge, Vertex, arrow, circle, edges, picture
+from penstock.config.stage_graph import (
+    Edge,
+    GraphStage,
+    draw_arrow,
+    draw_path,
+    find_cycle,
+    find_edges,
+)
 from penstock.errors import ConfigError
 
-V = TypeVar("V", bound=Vertex)
+V = TypeVar("V", bound=GraphStage)
 
 
-def ordered(stages: Sequence[V], born: Collection[str]) -> tuple[V, ...]:
+def topological_order(stages: Sequence[V], given_columns: Collection[str]) -> tuple[V, ...]:
     """The stages, each after all it waits for; of those that can run, the first in the list."""
-    refuse_broken(stages, born)
+    check_graph(stages, given_columns)
     waits = {stage.id: set[str]() for stage in stages}
-    for edge in edges(stages):
+    for edge in find_edges(stages):
         waits[edge.target].add(edge.source)
     done: list[V] = []
     while len(done) < len(stages):
@@ -32,20 +39,20 @@ def ordered(stages: Sequence[V], born: Collection[str]) -> tuple[V, ...]:
     return tuple(done)
 
 
-def depths(stages: Sequence[Vertex]) -> dict[str, int]:
+def depths(stages: Sequence[GraphStage]) -> dict[str, int]:
     """How many stages stand before each on the longest way to it."""
     found: dict[str, int] = {}
     by_target: dict[str, list[Edge]] = {}
-    for edge in edges(stages):
+    for edge in find_edges(stages):
         by_target.setdefault(edge.target, []).append(edge)
-    born = {column for stage in stages for column in stage.reads}
-    for stage in ordered(stages, born):
+    given_columns = {column for stage in stages for column in stage.reads}
+    for stage in topological_order(stages, given_columns):
         before = [found[edge.source] for edge in by_target.get(stage.id, ())]
         found[stage.id] = max(before, default=-1) + 1
     return found
 
 
-def refuse_broken(stages: Sequence[Vertex], born: Collection[str]) -> None:
+def check_graph(stages: Sequence[GraphStage], given_columns: Collection[str]) -> None:
     """ConfigError for what has no order: two writers, unknown names, nobody's columns, circles."""
     writers: dict[str, str] = {}
     known = [stage.id for stage in stages]
@@ -57,14 +64,15 @@ def refuse_broken(stages: Sequence[Vertex], born: Collection[str]) -> None:
                 other = writers[column]
                 raise ConfigError(
                     f"stages {other} and {stage.id} both write {column}: {other} "
-                    f"{arrow([column])} ◄─[{column}]─ {stage.id}; rename one of them"
+                    f"{draw_arrow([column])} ◄─[{column}]─ {stage.id}; rename one of them"
                 )
             writers[column] = stage.id
     for stage in stages:
         for column in stage.reads:
-            if column not in writers and column not in born:
+            if column not in writers and column not in given_columns:
                 raise ConfigError(
-                    f"stage {stage.id} reads {column}, which no stage writes: ? {arrow([column])} "
+                    f"stage {stage.id} reads {column}, which no stage writes: ? "
+                    f"{draw_arrow([column])} "
                     f"{stage.id}; add a stage that writes it"
                 )
         for name in stage.after:
@@ -73,5 +81,5 @@ def refuse_broken(stages: Sequence[Vertex], born: Collection[str]) -> None:
                     f"stage {stage.id} waits for {name}, and there is no such stage: {name}? ─► "
                     f"{stage.id}; use one of {', '.join(known)}"
                 )
-    if way := circle(edges(stages)):
-        raise ConfigError(f"circle of stages: {picture(way)}: none can ever start; break it")
+    if way := find_cycle(find_edges(stages)):
+        raise ConfigError(f"circle of stages: {draw_path(way)}: none can ever start; break it")

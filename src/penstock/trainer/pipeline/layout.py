@@ -27,7 +27,7 @@ Bools = npt.NDArray[np.bool_]
 Sum = Callable[[Floats], Floats]
 
 
-def as_it_is(values: Floats) -> Floats:
+def no_reduction(values: Floats) -> Floats:
     """The sum over one rank."""
     return values
 
@@ -54,11 +54,11 @@ class Layout:
     """Index of the token's turn in its trajectory."""
     roles_T: npt.NDArray[np.int32]
     """Number of the role that its turn was taken in; meant where trained."""
-    sum_over_ranks: Sum = as_it_is
+    sum_over_ranks: Sum = no_reduction
     """Element by element; every rank of the gang asks, with as many numbers."""
 
     @classmethod
-    def of(cls, batch: Batch, sum_over_ranks: Sum = as_it_is) -> Layout:
+    def of(cls, batch: Batch, sum_over_ranks: Sum = no_reduction) -> Layout:
         """The layout of this batch; shares its arrays."""
         samples = batch.samples
         return cls(

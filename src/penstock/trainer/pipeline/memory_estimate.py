@@ -27,7 +27,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of one model, or of one rank's share of it."""
 
     weights_bytes: int = 0
@@ -38,34 +38,34 @@ class Memory:
     def total_bytes(self) -> int:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
-    def over(self, num_ranks: int) -> Memory:
+    def per_rank(self, num_ranks: int) -> MemoryEstimate:
         """One rank's share, rounded up."""
-        return Memory(
+        return MemoryEstimate(
             weights_bytes=-(-self.weights_bytes // num_ranks),
             gradients_bytes=-(-self.gradients_bytes // num_ranks),
             optimizer_bytes=-(-self.optimizer_bytes // num_ranks),
         )
 
-    def __add__(self, other: Memory) -> Memory:
-        return Memory(
+    def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
+        return MemoryEstimate(
             weights_bytes=self.weights_bytes + other.weights_bytes,
             gradients_bytes=self.gradients_bytes + other.gradients_bytes,
             optimizer_bytes=self.optimizer_bytes + other.optimizer_bytes,
         )
 
 
-def estimate(num_parameters: int, *, is_trained: bool) -> Memory:
+def estimate(num_parameters: int, *, is_trained: bool) -> MemoryEstimate:
     """Of a whole model: its weights, and for one that learns its gradients and AdamW's state."""
     if not is_trained:
-        return Memory(weights_bytes=FROZEN_BYTES * num_parameters)
-    return Memory(
+        return MemoryEstimate(weights_bytes=FROZEN_BYTES * num_parameters)
+    return MemoryEstimate(
         weights_bytes=WEIGHT_BYTES * num_parameters,
         gradients_bytes=WEIGHT_BYTES * num_parameters,
         optimizer_bytes=ADAMW_BYTES * num_parameters,
     )
 
 
-def estimate_adapted(num_parameters: int, num_adapter: int) -> Memory:
+def estimate_adapted(num_parameters: int, num_adapter: int) -> MemoryEstimate:
     """Of a whole model that stays, and an adapter on it that learns."""
     return estimate(num_parameters, is_trained=False) + estimate(num_adapter, is_trained=True)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from penstock.config import LoraConfig
 from penstock.config.pipeline import HostConfig, PipelineStageConfig
-from penstock.config.pipeline_checks import IN_BATCH
+from penstock.config.pipeline_checks import BATCH_COLUMNS
 from penstock.errors import ConfigError
-from penstock.trainer.pipeline.graph import ordered
+from penstock.trainer.pipeline.graph import topological_order
 from penstock.trainer.pipeline.memory_estimate import (
-    Memory,
+    MemoryEstimate,
     count_adapter,
     count_parameters,
     estimate,
@@ -39,11 +39,11 @@ class Chain:
     policy: str
     stages: tuple[PipelineStageConfig, ...]
     num_ranks: int
-    memory: Memory
+    memory: MemoryEstimate
     """Of the rank that holds most."""
     hosts: tuple[str, ...]
     """One per rank; empty when the plan knows no hosts."""
-    uncounted: tuple[str, ...]
+    unknown_models: tuple[str, ...]
     """Models whose size is not known here, and not in `memory`."""
 
 
@@ -52,10 +52,10 @@ class Service:
     """A stage that is a consumer of the ledger, on hosts of its own."""
 
     stage: PipelineStageConfig
-    memory: Memory
+    memory: MemoryEstimate
     """Of one rank."""
     hosts: tuple[str, ...]
-    uncounted: tuple[str, ...]
+    unknown_models: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
+class PolicyToPlan:
     """One policy to plan for."""
 
     init: str
@@ -83,12 +83,12 @@ class _Host:
 
 
 @dataclass(slots=True)
-class _Room:
+class _HostPool:
     """What is left on each host while things are placed, first fit in the order of the list."""
 
     hosts: list[_Host] = field(default_factory=list[_Host])
 
-    def take(self, who: str, tags: Sequence[str], num_ranks: int, each_bytes: int) -> list[str]:
+    def allocate(self, who: str, tags: Sequence[str], num_ranks: int, each_bytes: int) -> list[str]:
         if not self.hosts:
             return []
         fitting = [host for host in self.hosts if set(tags) <= host.tags]
@@ -114,7 +114,7 @@ class _Room:
 
 
 def make_plan(
-    policies: Mapping[str, Trained],
+    policies: Mapping[str, PolicyToPlan],
     hosts: Sequence[HostConfig] = (),
     *,
     from_ledger: Sequence[str] = (),
@@ -123,11 +123,11 @@ def make_plan(
     """The plan of a run; ConfigError when it does not fit.
 
     `from_ledger` are columns that stages outside the pipeline add to rows."""
-    room = _Room(_expanded(hosts))
+    room = _HostPool(_expanded(hosts))
     chains: list[Chain] = []
     services: dict[str, Service] = {}
     for policy, trained in policies.items():
-        order = ordered(trained.stages, {*IN_BATCH, *from_ledger})
+        order = topological_order(trained.stages, {*BATCH_COLUMNS, *from_ledger})
         inside = tuple(stage for stage in order if not stage.is_service)
         chains.append(_chain(policy, trained, inside, room, count))
         for stage in order:
@@ -138,9 +138,9 @@ def make_plan(
 
 def _chain(
     policy: str,
-    trained: Trained,
+    trained: PolicyToPlan,
     stages: tuple[PipelineStageConfig, ...],
-    room: _Room,
+    room: _HostPool,
     count: Callable[[str], int | None],
 ) -> Chain:
     """Each model once: that of a role is the same in all stages, and learns if one trains it. What
@@ -152,31 +152,31 @@ def _chain(
             is_bare = trained.lora and not stage.model and stage.role not in learning
             role = ACTOR if is_bare else stage.role
             trains = learning.get(role)
-            _refuse_spread_twice(stage, trains)
+            _check_same_parallel(stage, trains)
             key = (role, stage.model or (trains and trains.model) or trained.init)
             models[key] = max(models.get(key, 1), stage.parallel.num_ranks)
-    memory, uncounted = Memory(), list[str]()
+    memory, unknown_models = MemoryEstimate(), list[str]()
     for (role, model), num_ranks in models.items():
         if (num_parameters := count(model)) is None:
-            uncounted.append(model)
+            unknown_models.append(model)
             continue
         found = estimate(num_parameters, is_trained=role in learning)
         if trained.lora and role == ACTOR:
             found = estimate_adapted(num_parameters, count_adapter(model, trained.lora) or 0)
-        memory += found.over(num_ranks)
+        memory += found.per_rank(num_ranks)
     num_ranks = max((stage.parallel.num_ranks for stage in stages), default=1)
-    who = f"the gang of policy {policy}"
+    who = f"the trainer for policy {policy}"
     return Chain(
         policy=policy,
         stages=stages,
         num_ranks=num_ranks,
         memory=memory,
-        hosts=tuple(room.take(who, [TRAIN], num_ranks, memory.total_bytes)),
-        uncounted=tuple(dict.fromkeys(uncounted)),
+        hosts=tuple(room.allocate(who, [TRAIN], num_ranks, memory.total_bytes)),
+        unknown_models=tuple(dict.fromkeys(unknown_models)),
     )
 
 
-def _refuse_spread_twice(stage: PipelineStageConfig, trains: PipelineStageConfig | None) -> None:
+def _check_same_parallel(stage: PipelineStageConfig, trains: PipelineStageConfig | None) -> None:
     """A model that learns lies in one way on its ranks, whoever looks at it."""
     if trains is None or stage.fn is not None or stage.parallel == trains.parallel:
         return
@@ -188,18 +188,18 @@ def _refuse_spread_twice(stage: PipelineStageConfig, trains: PipelineStageConfig
 
 
 def _service(
-    stage: PipelineStageConfig, room: _Room, count: Callable[[str], int | None]
+    stage: PipelineStageConfig, room: _HostPool, count: Callable[[str], int | None]
 ) -> Service:
     num_ranks = stage.parallel.num_ranks
     num_parameters = count(stage.model) if stage.model else 0
-    memory = estimate(num_parameters or 0, is_trained=False).over(num_ranks)
-    hosts = room.take(f"service {stage.id}", stage.place or (), num_ranks, memory.total_bytes)
+    memory = estimate(num_parameters or 0, is_trained=False).per_rank(num_ranks)
+    hosts = room.allocate(f"service {stage.id}", stage.place or (), num_ranks, memory.total_bytes)
     is_unknown = stage.model is not None and num_parameters is None
     return Service(
         stage=stage,
         memory=memory,
         hosts=tuple(hosts),
-        uncounted=(stage.model,) if is_unknown and stage.model else (),
+        unknown_models=(stage.model,) if is_unknown and stage.model else (),
     )
 
 

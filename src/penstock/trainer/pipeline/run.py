@@ -21,14 +21,14 @@ from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch
 from penstock.trainer.learner import Stats
 from penstock.trainer.pipeline.functions import find_function, keywords
-from penstock.trainer.pipeline.layout import Layout, Sum, as_it_is
+from penstock.trainer.pipeline.layout import Layout, Sum, no_reduction
 
 Floats = npt.NDArray[np.float64]
 Columns = Mapping[str, Floats]
 Call = Callable[[Batch], Columns | Stats]
 """What a stage does with a batch: columns to add, or what it learned."""
 
-Move = Callable[[Batch], Batch]
+MoveRows = Callable[[Batch], Batch]
 """From the rows that this rank held at the stage before to those that it holds at this one."""
 
 BY_TOKEN = (
@@ -47,7 +47,7 @@ ACTOR = "actor"
 """The role whose training makes a version; what it tells stands without a prefix."""
 
 
-def stay(batch: Batch) -> Batch:
+def keep_rows(batch: Batch) -> Batch:
     """All ranks have their rows already."""
     return batch
 
@@ -60,9 +60,9 @@ class Stage:
     role: str
     writes: tuple[str, ...]
     call: Call
-    move: Move = stay
+    move: MoveRows = keep_rows
     """Brings the batch's rows to where this stage's model needs them."""
-    is_named: bool = False
+    is_user_function: bool = False
     """Whether it runs a function by name. Columns of such a one must be finite where they train; a
     model that has diverged gives others, and its updates are skipped."""
 
@@ -84,9 +84,9 @@ class Stage:
             raise ConfigError(
                 f"stage {self.id}: column {name} holds no numbers ({error}); return a NumPy array"
             ) from None
-        why = _misshapen(name, values, batch)
-        if self.is_named and not why:
-            why = _broken(name, values, batch)
+        why = _shape_error(name, values, batch)
+        if self.is_user_function and not why:
+            why = _value_error(name, values, batch)
         if why:
             raise ConfigError(f"stage {self.id}: column {name} {why}")
         return values
@@ -100,39 +100,39 @@ class Pipeline:
 
     def run(self, batch: Batch) -> Stats:
         """Every stage in the planned order; a train stage sees all columns written before it."""
-        told: list[tuple[Stage, Stats]] = []
+        results: list[tuple[Stage, Stats]] = []
         seconds: dict[str, float] = {}
         for stage in self.stages:
             started = time.perf_counter()
             batch = stage.move(batch)
             result = stage(batch)
             if isinstance(result, Stats):
-                told.append((stage, result))
+                results.append((stage, result))
             else:
                 batch = batch.with_columns(result)
             seconds[f"seconds/stage/{stage.id}"] = time.perf_counter() - started
-        return merge(told, seconds)
+        return merge_stats(results, seconds)
 
 
-def merge(told: Sequence[tuple[Stage, Stats]], more: Mapping[str, float]) -> Stats:
+def merge_stats(results: Sequence[tuple[Stage, Stats]], more: Mapping[str, float]) -> Stats:
     """What all train stages tell, and `more`. The batch made a version if the actor learned."""
-    actor = next((stats for stage, stats in told if stage.role == ACTOR), None)
+    actor = next((stats for stage, stats in results if stage.role == ACTOR), None)
     if actor is None:
         raise ConfigError("no stage of this pipeline trains the actor, so no batch is ever trained")
     values = dict(actor.values)
-    others = [(stage, stats) for stage, stats in told if stage.role != ACTOR]
+    others = [(stage, stats) for stage, stats in results if stage.role != ACTOR]
     for stage, stats in others:
         values |= {f"{stage.role}/{name}": value for name, value in stats.values.items()}
-    others_learned = any(stats.skipped is None for _, stats in others)
-    return replace(actor, values={**values, **more}, others_learned=others_learned)
+    other_models_updated = any(stats.skipped is None for _, stats in others)
+    return replace(actor, values={**values, **more}, other_models_updated=other_models_updated)
 
 
 def bind(
     stage: PipelineStageConfig,
     runner: Call | None = None,
     *,
-    sum_over_ranks: Sum = as_it_is,
-    move: Move = stay,
+    sum_over_ranks: Sum = no_reduction,
+    move: MoveRows = keep_rows,
 ) -> Stage:
     """The stage with its function, or with what runs its model."""
     call = runner
@@ -149,7 +149,7 @@ def bind(
         writes=stage.writes,
         call=call,
         move=move,
-        is_named=stage.fn is not None,
+        is_user_function=stage.fn is not None,
     )
 
 
@@ -172,7 +172,7 @@ def column_of(batch: Batch, name: str, reader: str) -> Floats:
     )
 
 
-def _misshapen(name: str, values: Floats, batch: Batch) -> str:
+def _shape_error(name: str, values: Floats, batch: Batch) -> str:
     """Why a column of this shape is none of this batch; empty where it is one."""
     num_rows, num_tokens = batch.groups_R.size, batch.samples.ids_T.size
     if values.shape not in ((num_rows,), (num_tokens,)):
@@ -193,7 +193,7 @@ def _misshapen(name: str, values: Floats, batch: Batch) -> str:
     return ""
 
 
-def _broken(name: str, values: Floats, batch: Batch) -> str:
+def _value_error(name: str, values: Floats, batch: Batch) -> str:
     """Why these numbers cannot train; empty where they can. Rows may lack a reward, and their
     tokens then have no credit (0); what is set aside is not asked."""
     is_by_token = values.shape == batch.samples.ids_T.shape

@@ -17,9 +17,9 @@ import structlog
 
 from penstock.config import StageConfig
 from penstock.config.pipeline import PipelineStageConfig
-from penstock.dataflow.client.row_stream import Data, Row
+from penstock.dataflow.client.row_stream import ColumnValue, Row
 from penstock.dataflow.client.rows import RowsClient
-from penstock.dataflow.columns.row_leases import On
+from penstock.dataflow.columns.row_leases import RowTrigger
 from penstock.errors import ConfigError
 from penstock.trainer.pipeline.functions import find_function, keywords
 
@@ -43,7 +43,7 @@ async def serve(
             terms.name,
             reads=terms.reads,
             writes=terms.writes,
-            on=On(terms.on),
+            on=RowTrigger(terms.on),
             deadline_s=terms.deadline_s,
             ttl_s=terms.ttl_s,
             max_attempts=terms.max_attempts,
@@ -57,7 +57,7 @@ async def score(row: Row, scorer: Scorer, stage: PipelineStageConfig) -> None:
     given = {name: row[column] for name, column in keywords(stage).items()}
     subject = row.trajectory() if "turns" in stage.reads else None
     try:
-        columns = _columns(await _ask(partial(scorer, subject, **given, **stage.options)), stage)
+        columns = _columns(await _call(partial(scorer, subject, **given, **stage.options)), stage)
     except Exception as error:  # anything at all: it is other people's code
         why = f"{type(error).__name__}: {error}"
         _log.warning("a scorer failed", stage=stage.id, row=row.key, why=why)
@@ -66,17 +66,17 @@ async def score(row: Row, scorer: Scorer, stage: PipelineStageConfig) -> None:
     await row.write(**columns)
 
 
-async def _ask(call: partial[Any]) -> Any:
+async def _call(call: partial[Any]) -> Any:
     """In a thread, so that leases are kept alive meanwhile; async scorers in the loop itself."""
     if inspect.iscoroutinefunction(call.func):
         return await call()
     return await asyncio.to_thread(call)
 
 
-def _columns(found: Any, stage: PipelineStageConfig) -> Mapping[str, Data]:
+def _columns(found: Any, stage: PipelineStageConfig) -> Mapping[str, ColumnValue]:
     if not isinstance(found, Mapping) or {*found} != {*stage.writes}:
         raise ValueError(f"gave {found!r}, not a mapping of {', '.join(stage.writes)}")
-    values: dict[str, Data] = {}
+    values: dict[str, ColumnValue] = {}
     for name in stage.writes:
         value: Any = found[name]
         values[name] = value if isinstance(value, bytes) else float(value)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from penstock.config.pipeline import PipelineStageConfig
-from penstock.config.stage_graph import edges
+from penstock.config.stage_graph import find_edges
 from penstock.trainer.pipeline.graph import depths
 from penstock.trainer.pipeline.memory_estimate import size_text
 from penstock.trainer.pipeline.plan import Chain, Plan
@@ -34,7 +34,7 @@ class _Box:
     stage: PipelineStageConfig
     badge: str
     column: int
-    born: str
+    given_columns: str
     """What it reads that every batch has; at the first port, when there is any."""
     num_in: int = 0
     num_out: int = 0
@@ -78,7 +78,7 @@ def to_svg(plan: Plan, title: str) -> str:
     lanes = _lanes(plan)
     lines = _lines(plan, lanes)
     boxes = [box for lane in lanes for box in lane.boxes]
-    labels = [*(line.label for line in lines), *(box.born for box in boxes), "after"]
+    labels = [*(line.label for line in lines), *(box.given_columns for box in boxes), "after"]
     pitch = BOX_W + 2 * BEND + CHAR_W * max(map(len, labels))
     left = MARGIN + PAD + pitch - BOX_W - BEND
     bottom = float(MARGIN + HEAD_H)
@@ -90,7 +90,7 @@ def to_svg(plan: Plan, title: str) -> str:
         *(_frame(lane, right) for lane in lanes),
         *(_curve(line, left, pitch) for line in lines),
         *(_title(lane) for lane in lanes),
-        *(_stub(box) for box in boxes if box.born),
+        *(_stub(box) for box in boxes if box.given_columns),
         *(_stage(box) for box in boxes),
     ]
     return _document(title, right + MARGIN, bottom, parts)
@@ -107,16 +107,18 @@ def _lanes(plan: Plan) -> list[_Lane]:
 
     def boxes(stages: Sequence[PipelineStageConfig], badges: Sequence[str]) -> list[_Box]:
         return [
-            _Box(stage, badge, depth[stage.id], born, num_in=bool(born))
+            _Box(stage, badge, depth[stage.id], given_columns, num_in=bool(given_columns))
             for stage, badge in zip(stages, badges, strict=True)
-            for born in (", ".join(column for column in stage.reads if column not in written),)
+            for given_columns in (
+                ", ".join(column for column in stage.reads if column not in written),
+            )
         ]
 
     lanes: list[_Lane] = []
     for chain in plan.chains:
         depth = depths([*services, *chain.stages])
         badges = [str(number) for number in range(1, len(chain.stages) + 1)]
-        lanes.append(_Lane(_gang_title(chain), False, boxes(chain.stages, badges)))
+        lanes.append(_Lane(_trainer_title(chain), False, boxes(chain.stages, badges)))
     if services:
         depth = depths(services)
         badges = [", ".join(service.hosts) for service in plan.services]
@@ -125,9 +127,9 @@ def _lanes(plan: Plan) -> list[_Lane]:
     return lanes
 
 
-def _gang_title(chain: Chain) -> str:
+def _trainer_title(chain: Chain) -> str:
     ranks = f"{chain.num_ranks} rank{'' if chain.num_ranks == 1 else 's'}"
-    title = f"gang of {chain.policy}: {ranks}, one stage after another"
+    title = f"trainer for {chain.policy}: {ranks}, one stage after another"
     if chain.memory.total_bytes:
         title += f" · models {size_text(chain.memory.total_bytes)} a rank"
     if chain.hosts:
@@ -143,7 +145,7 @@ def _lines(plan: Plan, lanes: Sequence[_Lane]) -> list[_Line]:
     found: dict[tuple[int, int], _Line] = {}
     for number, chain in enumerate(plan.chains, first):
         boxes = of_services | {box.stage.id: (number, box) for box in lanes[number].boxes}
-        for edge in edges([*services, *chain.stages]):
+        for edge in find_edges([*services, *chain.stages]):
             (_, source), (lane, target) = boxes[edge.source], boxes[edge.target]
             if (id(source), id(target)) in found:
                 continue
@@ -226,11 +228,11 @@ def _path(points: Sequence[Point]) -> str:
 def _stub(box: _Box) -> str:
     """What every batch has comes from the left, out of nothing."""
     end = (box.x - 7, box.y + PORT_H)
-    x = end[0] - CHAR_W * len(box.born) - 14
+    x = end[0] - CHAR_W * len(box.given_columns) - 14
     return (
         f'<circle cx="{x:.1f}" cy="{end[1]:.1f}" r="2.5" fill="{GREY}"/>'
         f'<path d="M {x:.1f} {end[1]:.1f} L {end[0]:.1f} {end[1]:.1f}" stroke="{GREY}" '
-        'marker-end="url(#grey)"/>' + _above(end, box.born, GREY)
+        'marker-end="url(#grey)"/>' + _above(end, box.given_columns, GREY)
     )
 
 

@@ -35,13 +35,15 @@ def row_costs(tokens_R: Floats, squares_R: Floats) -> Floats:
     return 1 + tokens_R + PER_SQUARE * squares_R
 
 
-def costs_of(manifest: Manifest) -> Floats:
+def manifest_costs(manifest: Manifest) -> Floats:
     """Work of each row of a sealed batch, for its consumer."""
-    work_R2 = np.array([manifest.computed(row) for row in manifest.rows], np.float64).reshape(-1, 2)
+    work_R2 = np.array([manifest.compute_cost(row) for row in manifest.rows], np.float64).reshape(
+        -1, 2
+    )
     return row_costs(work_R2[:, 0], work_R2[:, 1])
 
 
-def share_out(costs_R: Floats, num_parts: int, *, has_equal_counts: bool = False) -> list[Ints]:
+def balance_parts(costs_R: Floats, num_parts: int, *, has_equal_counts: bool = False) -> list[Ints]:
     """Rows of each part, ascending; the dearest part is at most 4/3 of what is possible.
 
     With equal counts, parts differ by one row at most, and may be less even in cost.

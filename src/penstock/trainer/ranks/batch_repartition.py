@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from penstock.trainer.batches import Batch, told_apart
-from penstock.trainer.ranks.repartition import Holding, repartition
-from penstock.trainer.ranks.row_fetch import share_rows
+from penstock.trainer.batches import Batch, pad_if_ambiguous
+from penstock.trainer.ranks.repartition import RowPlacement, repartition
+from penstock.trainer.ranks.row_fetch import assign_rows
 from penstock.trainer.ranks.topology import Parallel
 from penstock.trainer.samples import TOKEN_COLUMNS, Samples
 from penstock.wire.codec import decode, encode
@@ -28,7 +28,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
+class PackedRow:
     """One row on its way; arrays are bytes as they lie in memory."""
 
     lengths: tuple[int, ...]
@@ -43,22 +43,22 @@ class Carried:
 def move(batch: Batch, before: Parallel, after: Parallel, *, minibatches: int) -> Batch:
     """This rank's rows of the next stage. Every rank of the trainer calls it."""
     rank = dist.get_rank()
-    held, wanted = (_holding(batch, parallel, minibatches) for parallel in (before, after))
+    held, wanted = (_placement(batch, parallel, minibatches) for parallel in (before, after))
     rows = {row: encode(_pack(batch, row)) for row in held.rows_of(rank)}
     found, _ = repartition(rows, held, wanted, rank=rank)
-    return _unpack(batch, {row: decode(content, Carried) for row, content in found.items()})
+    return _unpack(batch, {row: decode(content, PackedRow) for row, content in found.items()})
 
 
-def _holding(batch: Batch, parallel: Parallel, minibatches: int) -> Holding:
+def _placement(batch: Batch, parallel: Parallel, minibatches: int) -> RowPlacement:
     """As rows were drawn, had this stage been the first."""
     parts_R = np.zeros(batch.groups_R.size, np.int64)
-    shares = share_rows(batch.costs_R, batch.groups_R, parallel.dp, minibatches)
+    shares = assign_rows(batch.costs_R, batch.groups_R, parallel.dp, minibatches)
     for part, rows in enumerate(shares):
         parts_R[rows] = part
-    return Holding(parallel=parallel, parts_R=parts_R)
+    return RowPlacement(parallel=parallel, parts_R=parts_R)
 
 
-def _pack(batch: Batch, row: int) -> Carried:
+def _pack(batch: Batch, row: int) -> PackedRow:
     samples = batch.samples
     first, end = np.searchsorted(samples.rows_S, (row, row + 1))
     spans = list(zip(samples.starts_S[first:end], samples.ends_S[first:end], strict=True))
@@ -66,7 +66,7 @@ def _pack(batch: Batch, row: int) -> Carried:
     def own(values: npt.NDArray[Any]) -> bytes:
         return b"".join(values[start:stop].tobytes() for start, stop in spans)
 
-    return Carried(
+    return PackedRow(
         lengths=tuple(int(stop - start) for start, stop in spans),
         tokens={name: own(getattr(samples, name)) for name in TOKEN_COLUMNS},
         columns={name: own(values) for name, values in _by_token(batch).items()},
@@ -74,21 +74,21 @@ def _pack(batch: Batch, row: int) -> Carried:
     )
 
 
-def _unpack(batch: Batch, rows: Mapping[int, Carried]) -> Batch:
-    carried = list(rows.values())
-    lengths_S = np.array([length for row in carried for length in row.lengths], np.int64)
+def _unpack(batch: Batch, rows: Mapping[int, PackedRow]) -> Batch:
+    packed = list(rows.values())
+    lengths_S = np.array([length for row in packed for length in row.lengths], np.int64)
     ends_S = np.cumsum(lengths_S)
-    joined = {name: _joined(batch.samples, name, carried) for name in TOKEN_COLUMNS}
+    joined = {name: _joined(batch.samples, name, packed) for name in TOKEN_COLUMNS}
     samples = Samples(
         starts_S=ends_S - lengths_S,
         ends_S=ends_S,
-        rows_S=np.repeat(np.array([*rows], np.int64), [len(row.lengths) for row in carried]),
+        rows_S=np.repeat(np.array([*rows], np.int64), [len(row.lengths) for row in packed]),
         **joined,
     )
-    samples = told_apart(samples, batch.groups_R.size)
-    names = _by_token(batch).keys() | {name for row in carried for name in row.columns}
+    samples = pad_if_ambiguous(samples, batch.groups_R.size)
+    names = _by_token(batch).keys() | {name for row in packed for name in row.columns}
     by_row = {name: values for name, values in batch.columns.items() if name not in names}
-    by_token = {name: _column(name, carried, samples.ids_T.size) for name in sorted(names)}
+    by_token = {name: _column(name, packed, samples.ids_T.size) for name in sorted(names)}
     return replace(
         batch,
         samples=samples,
@@ -102,16 +102,14 @@ def _by_token(batch: Batch) -> dict[str, Floats]:
     return {name: values for name, values in batch.columns.items() if values.shape == shape}
 
 
-def _joined(samples: Samples, name: str, carried: Sequence[Carried]) -> npt.NDArray[Any]:
-    content = bytearray().join(row.tokens[name] for row in carried)
+def _joined(samples: Samples, name: str, packed: Sequence[PackedRow]) -> npt.NDArray[Any]:
+    content = bytearray().join(row.tokens[name] for row in packed)
     return np.frombuffer(content, getattr(samples, name).dtype)
 
 
-def _column(name: str, carried: Sequence[Carried], num_tokens: int) -> Floats:
+def _column(name: str, packed: Sequence[PackedRow], num_tokens: int) -> Floats:
     """0 on tokens of rows that came without it, as where it was read from the ledger."""
-    content = bytearray().join(
-        row.columns.get(name, bytes(8 * sum(row.lengths))) for row in carried
-    )
+    content = bytearray().join(row.columns.get(name, bytes(8 * sum(row.lengths))) for row in packed)
     values_T = np.zeros(num_tokens)
     values_T[: len(content) // 8] = np.frombuffer(content, np.float64)
     return values_T

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.trainer.ranks.supervisor import Membership
-from penstock.trainer.ranks.topology import Parallel, Place
+from penstock.trainer.ranks.supervisor import RankEnv
+from penstock.trainer.ranks.topology import Parallel, RankPosition
 
 Floats = npt.NDArray[np.float64]
 
@@ -30,71 +30,71 @@ TIMEOUT_S = 3600.0
 """A rank that died is noticed by whoever started it; this is for one that hangs."""
 
 
-class Sums(Protocol):
+class RankReductions(Protocol):
     """What a learner asks of the parts of its batch on other ranks."""
 
     def sum_over_ranks(self, values: Floats) -> Floats:
         """Element by element, each part counted once."""
         ...
 
-    def most_over_ranks(self, number: int) -> int:
+    def max_over_ranks(self, number: int) -> int:
         """The largest: every rank runs as many passes as the one with the most micro-batches."""
         ...
 
-    def gather_pressures(self, pressures: Tensor) -> Tensor:
+    def gather_over_ranks(self, terms: Tensor) -> Tensor:
         """The 1-D tensors of all parts, of any lengths, one after another."""
         ...
 
 
-class Word(Protocol):
+class RankBroadcasts(Protocol):
     """What makes many ranks act as one."""
 
-    def first_says(self, numbers: Sequence[int]) -> list[int]:
+    def broadcast_from_rank0(self, numbers: Sequence[int]) -> list[int]:
         """The first rank's numbers, on every rank; all give as many."""
         ...
 
-    def to_neighbours(self, payload: bytes) -> bytes:
+    def broadcast_in_tp_group(self, payload: bytes) -> bytes:
         """What the fetching rank of this part gave; what its neighbours give is not looked at."""
         ...
 
     def barrier(self) -> None: ...
 
 
-class Team(Sums, Word, Protocol):
+class Ranks(RankReductions, RankBroadcasts, Protocol):
     """A gang, or a process alone."""
 
     @property
-    def place(self) -> Place: ...
+    def position(self) -> RankPosition: ...
 
 
-class Alone:
+class SingleRank:
     """One process that is the whole gang."""
 
-    place = Place(rank=0, parallel=Parallel())
+    position = RankPosition(rank=0, parallel=Parallel())
 
     def sum_over_ranks(self, values: Floats) -> Floats:
         return values
 
-    def most_over_ranks(self, number: int) -> int:
+    def max_over_ranks(self, number: int) -> int:
         return number
 
-    def gather_pressures(self, pressures: Tensor) -> Tensor:
-        return pressures
+    def gather_over_ranks(self, terms: Tensor) -> Tensor:
+        return terms
 
-    def first_says(self, numbers: Sequence[int]) -> list[int]:
+    def broadcast_from_rank0(self, numbers: Sequence[int]) -> list[int]:
         return list(numbers)
 
-    def to_neighbours(self, payload: bytes) -> bytes:
+    def broadcast_in_tp_group(self, payload: bytes) -> bytes:
         return payload
 
     def barrier(self) -> None:
         return
 
 
-class _World:
+class _WorldBroadcasts:
     """What is said to every rank there is: also to those that sit a stage out."""
 
-    def first_says(self, numbers: Sequence[int]) -> list[int]:
+    def broadcast_from_rank0(self, numbers: Sequence[int]) -> list[int]:
         said = torch.tensor(list(numbers), dtype=torch.int64)
         dist.broadcast(said, src=0)
         return said.tolist()
@@ -103,130 +103,134 @@ class _World:
         dist.barrier()
 
 
-class Gang(_World):
+class RankGroup(_WorldBroadcasts):
     """This rank among the ranks of one stage."""
 
     def __init__(self, mesh: DeviceMesh, parallel: Parallel) -> None:
         self.mesh = mesh
-        self.place = Place(rank=dist.get_rank(), parallel=parallel)
-        self._parts = mesh.get_group("dp")
-        self._neighbours = mesh.get_group("tp")
+        self.position = RankPosition(rank=dist.get_rank(), parallel=parallel)
+        self._dp_group = mesh.get_group("dp")
+        self._tp_group = mesh.get_group("tp")
 
     def sum_over_ranks(self, values: Floats) -> Floats:
         gathered = self._gather(torch.from_numpy(np.ascontiguousarray(values, np.float64)))
         return torch.stack(gathered).sum(dim=0).numpy()
 
-    def most_over_ranks(self, number: int) -> int:
+    def max_over_ranks(self, number: int) -> int:
         return max(int(found) for found in self._gather(torch.tensor(number)))
 
-    def gather_pressures(self, pressures: Tensor) -> Tensor:
-        lengths = [int(found) for found in self._gather(torch.tensor(pressures.numel()))]
-        padded = torch.zeros(max(lengths), dtype=pressures.dtype)
-        padded[: pressures.numel()] = pressures.detach().cpu()
+    def gather_over_ranks(self, terms: Tensor) -> Tensor:
+        lengths = [int(found) for found in self._gather(torch.tensor(terms.numel()))]
+        padded = torch.zeros(max(lengths), dtype=terms.dtype)
+        padded[: terms.numel()] = terms.detach().cpu()
         found = self._gather(padded)
         joined = torch.cat([part[:length] for part, length in zip(found, lengths, strict=True)])
-        return joined.to(pressures.device)
+        return joined.to(terms.device)
 
-    def to_neighbours(self, payload: bytes) -> bytes:
-        if self.place.parallel.tp == 1:
+    def broadcast_in_tp_group(self, payload: bytes) -> bytes:
+        if self.position.parallel.tp == 1:
             return payload
-        source = self.place.parallel.ranks_of(self.place.part)[0]
+        source = self.position.parallel.num_trainer_ranks(self.position.part)[0]
         length = torch.tensor(len(payload))
-        dist.broadcast(length, src=source, group=self._neighbours)
+        dist.broadcast(length, src=source, group=self._tp_group)
         content = torch.empty(int(length), dtype=torch.uint8)
-        if self.place.is_fetching:
+        if self.position.fetches_rows:
             content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        dist.broadcast(content, src=source, group=self._neighbours)
+        dist.broadcast(content, src=source, group=self._tp_group)
         return content.numpy().tobytes()
 
-    def first_gives(self, tensor: Tensor) -> None:
+    def broadcast_tensor_from_rank0(self, tensor: Tensor) -> None:
         """What the first rank has in it, on every rank: inside its part, then from part to part."""
-        place = self.place
-        if place.part == 0:
-            dist.broadcast(tensor, src=0, group=self._neighbours)
-        dist.broadcast(tensor, src=place.rank % place.parallel.tp, group=self._parts)
+        position = self.position
+        if position.part == 0:
+            dist.broadcast(tensor, src=0, group=self._tp_group)
+        dist.broadcast(tensor, src=position.rank % position.parallel.tp, group=self._dp_group)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         """The parts' tensors in the order of parts."""
-        found = [torch.empty_like(tensor) for _ in range(self.place.parallel.dp)]
-        dist.all_gather(found, tensor, group=self._parts)
+        found = [torch.empty_like(tensor) for _ in range(self.position.parallel.dp)]
+        dist.all_gather(found, tensor, group=self._dp_group)
         return found
 
 
-class Company(_World):
+class StagedRanks(_WorldBroadcasts):
     """All ranks of a trainer whose stages are spread differently, while rows lie as one of them
     needs. Those that sit it out hold no row, add nothing, and hear what the others find."""
 
-    def __init__(self, gangs: Mapping[Parallel, Gang | Alone | None], parallel: Parallel) -> None:
+    def __init__(
+        self, groups: Mapping[Parallel, RankGroup | SingleRank | None], parallel: Parallel
+    ) -> None:
         """gangs: those of all stages; None where this rank sits out."""
-        self.gangs = gangs
-        self.place = Place(rank=dist.get_rank(), parallel=parallel)
-        self._gang = gangs[parallel]
+        self.groups = groups
+        self.position = RankPosition(rank=dist.get_rank(), parallel=parallel)
+        self._group = groups[parallel]
 
-    def at(self, parallel: Parallel) -> Company:
+    def at(self, parallel: Parallel) -> StagedRanks:
         """The same ranks, while rows lie as another stage needs them."""
-        return Company(self.gangs, parallel)
+        return StagedRanks(self.groups, parallel)
 
     def sum_over_ranks(self, values: Floats) -> Floats:
-        found = self._gang.sum_over_ranks(values) if self._gang else values
+        found = self._group.sum_over_ranks(values) if self._group else values
         own = np.array(found, np.float64, order="C")
-        return self._told(torch.from_numpy(own)).numpy()
+        return self._broadcast(torch.from_numpy(own)).numpy()
 
-    def most_over_ranks(self, number: int) -> int:
-        return self.first_says([self._gang.most_over_ranks(number) if self._gang else 0])[0]
+    def max_over_ranks(self, number: int) -> int:
+        return self.broadcast_from_rank0(
+            [self._group.max_over_ranks(number) if self._group else 0]
+        )[0]
 
-    def gather_pressures(self, pressures: Tensor) -> Tensor:
-        own = self._gang.gather_pressures(pressures) if self._gang else pressures
-        [length] = self.first_says([own.numel()])
-        heard = own.cpu() if self._gang else own.new_empty(length, device="cpu")
-        return self._told(heard).to(pressures.device)
+    def gather_over_ranks(self, terms: Tensor) -> Tensor:
+        own = self._group.gather_over_ranks(terms) if self._group else terms
+        [length] = self.broadcast_from_rank0([own.numel()])
+        heard = own.cpu() if self._group else own.new_empty(length, device="cpu")
+        return self._broadcast(heard).to(terms.device)
 
-    def to_neighbours(self, payload: bytes) -> bytes:
-        return self._gang.to_neighbours(payload) if self._gang else payload
+    def broadcast_in_tp_group(self, payload: bytes) -> bytes:
+        return self._group.broadcast_in_tp_group(payload) if self._group else payload
 
-    def _told(self, tensor: Tensor) -> Tensor:
+    def _broadcast(self, tensor: Tensor) -> Tensor:
         """What the first rank has, who is in every gang."""
         dist.broadcast(tensor, src=0)
         return tensor
 
 
-def join(member: Membership, *, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> None:
+def join(rank_env: RankEnv, *, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> None:
     """Meet the other ranks at the first one's store; ends when all are there."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        member.host,
-        member.port,
-        member.num_ranks,
-        is_master=member.rank == 0,
+        rank_env.host,
+        rank_env.port,
+        rank_env.num_ranks,
+        is_master=rank_env.rank == 0,
         timeout=timeout,
-        master_listen_fd=member.listener,
+        master_listen_fd=rank_env.listener,
     )
     dist.init_process_group(
         "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl",
         store=store,
-        rank=member.rank,
-        world_size=member.num_ranks,
+        rank=rank_env.rank,
+        world_size=rank_env.num_ranks,
         timeout=timeout,
     )
 
 
-def form_all(parallels: Sequence[Parallel], *, device: str = "cpu") -> Team:
+def make_ranks(parallels: Sequence[Parallel], *, device: str = "cpu") -> Ranks:
     """The gang of stages that are all spread the same way, over every rank there is; else the
     company of their gangs, at the first of them."""
-    gangs = {parallel: _form_one(parallel, device) for parallel in dict.fromkeys(parallels)}
-    only = gangs[parallels[0]] if len(gangs) == 1 else None
+    groups = {parallel: _make_one(parallel, device) for parallel in dict.fromkeys(parallels)}
+    only = groups[parallels[0]] if len(groups) == 1 else None
     if only is not None and parallels[0].num_ranks == dist.get_world_size():
         return only
-    return Company(gangs, parallels[0])
+    return StagedRanks(groups, parallels[0])
 
 
-def _form_one(parallel: Parallel, device: str) -> Gang | Alone | None:
+def _make_one(parallel: Parallel, device: str) -> RankGroup | SingleRank | None:
     if parallel.num_ranks > 1:
-        return form(parallel, device=device)
-    return Alone() if dist.get_rank() == 0 else None
+        return make_rank_group(parallel, device=device)
+    return SingleRank() if dist.get_rank() == 0 else None
 
 
-def form(parallel: Parallel, *, device: str = "cpu") -> Gang | None:
+def make_rank_group(parallel: Parallel, *, device: str = "cpu") -> RankGroup | None:
     """This rank's place in a stage of this size; None where it sits the stage out.
 
     Every rank of the world calls it, in the same order for the same stages.
@@ -239,4 +243,4 @@ def form(parallel: Parallel, *, device: str = "cpu") -> Gang | None:
         )
     ranks = torch.arange(parallel.num_ranks).view(parallel.dp, parallel.tp)
     mesh = DeviceMesh(device, ranks, mesh_dim_names=("dp", "tp"))
-    return None if mesh.get_coordinate() is None else Gang(mesh, parallel)
+    return None if mesh.get_coordinate() is None else RankGroup(mesh, parallel)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class TensorRegion:
     """A part of a tensor: so many elements from `first` on, in each dimension."""
 
     first: tuple[int, ...]
@@ -24,18 +24,18 @@ class Box:
     """The shape of the tensor that it is a part of."""
 
     @classmethod
-    def all_of(cls, shape: Sequence[int]) -> Box:
+    def full(cls, shape: Sequence[int]) -> TensorRegion:
         return cls(first=(0,) * len(shape), shape=tuple(shape), whole=tuple(shape))
 
-    def common(self, other: Box) -> Box | None:
+    def intersect(self, other: TensorRegion) -> TensorRegion | None:
         """What lies in both; None if nothing does."""
         first = tuple(map(max, self.first, other.first))
         ends = map(min, self._ends, other._ends)
         shape = tuple(end - begin for end, begin in zip(ends, first, strict=True))
         is_empty = min(shape, default=1) <= 0
-        return None if is_empty else Box(first=first, shape=shape, whole=self.whole)
+        return None if is_empty else TensorRegion(first=first, shape=shape, whole=self.whole)
 
-    def slices_in(self, other: Box) -> tuple[slice, ...]:
+    def slices_in(self, other: TensorRegion) -> tuple[slice, ...]:
         """Where this one lies in another that contains it."""
         return tuple(
             slice(first - begins, first - begins + size)
@@ -47,7 +47,7 @@ class Box:
         return (first + size for first, size in zip(self.first, self.shape, strict=True))
 
 
-def box_of(tensor: Tensor) -> Box | None:
+def region_of(tensor: Tensor) -> TensorRegion | None:
     """The part of it that this rank has; None of a tensor that is nobody else's business."""
     if not isinstance(tensor, DTensor):
         return None
@@ -62,18 +62,18 @@ def box_of(tensor: Tensor) -> Box | None:
             begins = min(part * each, shape[dim])
             first[dim] += begins
             shape[dim] = min(each, shape[dim] - begins)
-    box = Box(first=tuple(first), shape=tuple(shape), whole=tuple(tensor.shape))
-    assert box.shape == tuple(tensor.to_local().shape), "this rank has another part than it says"
-    return box
+    region = TensorRegion(first=tuple(first), shape=tuple(shape), whole=tuple(tensor.shape))
+    assert region.shape == tuple(tensor.to_local().shape), "this rank has another part than it says"
+    return region
 
 
-def is_kept_here(tensor: Tensor) -> bool:
+def is_owner(tensor: Tensor) -> bool:
     """Whether this rank is the first of those that have the same part; not where that is empty."""
     if not isinstance(tensor, DTensor):
         return True
     at = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
-    is_first = all(part == 0 for part, placement in at if placement.is_replicate())
-    return is_first and tensor.to_local().numel() > 0
+    is_rank0 = all(part == 0 for part, placement in at if placement.is_replicate())
+    return is_rank0 and tensor.to_local().numel() > 0
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def lay_out(share: Tensor, like: Tensor) -> Tensor:
+def as_dtensor(share: Tensor, like: Tensor) -> Tensor:
     """This rank's own share as a part of the whole, as another tensor is."""
     assert isinstance(like, DTensor), "a plain tensor has no shares"
     return DTensor.from_local(

@@ -22,12 +22,12 @@ from torch import Tensor
 from penstock.trainer.ranks.topology import Parallel
 
 Ints = npt.NDArray[np.int64]
-Rows = dict[int, bytes]
+RowBytes = dict[int, bytes]
 """By index in the manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class RowPlacement:
     """Which rows the ranks of a stage hold."""
 
     parallel: Parallel
@@ -40,21 +40,21 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class RowTransfer:
     row: int
     source: int
     target: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class TransferStats:
     """What an exchange cost this rank, in bytes of rows."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
 
 
-def plan_moves(before: Holding, after: Holding) -> list[Move]:
+def plan_transfers(before: RowPlacement, after: RowPlacement) -> list[RowTransfer]:
     """One move for each row that a rank of the next stage lacks, by target and row.
 
     Of several ranks that hold a row, the one with the fewest to send so far sends it.
@@ -65,37 +65,37 @@ def plan_moves(before: Holding, after: Holding) -> list[Move]:
             "speak of the same batch"
         )
     num_sent = [0] * before.parallel.num_ranks
-    moves: list[Move] = []
+    moves: list[RowTransfer] = []
     for target in range(after.parallel.num_ranks):
         held = set(before.rows_of(target))
         for row in after.rows_of(target):
             if row in held:
                 continue
-            holders = before.parallel.ranks_of(int(before.parts_R[row]))
+            holders = before.parallel.num_trainer_ranks(int(before.parts_R[row]))
             source = min(holders, key=num_sent.__getitem__)
             num_sent[source] += 1
-            moves.append(Move(row=row, source=source, target=target))
+            moves.append(RowTransfer(row=row, source=source, target=target))
     return moves
 
 
 def repartition(
     rows: Mapping[int, bytes],
-    before: Holding,
-    after: Holding,
+    before: RowPlacement,
+    after: RowPlacement,
     *,
     rank: int,
     group: dist.ProcessGroup | None = None,
-) -> tuple[Rows, Moved]:
+) -> tuple[RowBytes, TransferStats]:
     """This rank's rows of the next stage. Every rank of the group calls it with the same plan."""
-    moves = plan_moves(before, after)
+    moves = plan_transfers(before, after)
     wanted = after.rows_of(rank)
     kept = {row: rows[row] for row in wanted if row in rows}
     if not moves:
-        return kept, Moved()
+        return kept, TransferStats()
     outgoing = [move for move in moves if move.source == rank]
     incoming = [move for move in moves if move.target == rank]
     received = _exchange(rows, outgoing, incoming, group)
-    moved = Moved(
+    moved = TransferStats(
         sent_bytes=sum(len(rows[move.row]) for move in outgoing),
         received_bytes=sum(map(len, received.values())),
     )
@@ -105,10 +105,10 @@ def repartition(
 
 def _exchange(
     rows: Mapping[int, bytes],
-    outgoing: Sequence[Move],
-    incoming: Sequence[Move],
+    outgoing: Sequence[RowTransfer],
+    incoming: Sequence[RowTransfer],
     group: dist.ProcessGroup | None,
-) -> Rows:
+) -> RowBytes:
     num_ranks = dist.get_world_size(group)
     outgoing = sorted(outgoing, key=lambda move: (move.target, move.row))
     incoming = sorted(incoming, key=lambda move: (move.source, move.row))

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.errors import StoreError
-from penstock.trainer.ranks.balance import costs_of, share_out
-from penstock.trainer.ranks.group import Word
-from penstock.trainer.ranks.topology import Place
+from penstock.trainer.ranks.balance import balance_parts, manifest_costs
+from penstock.trainer.ranks.group import RankBroadcasts
+from penstock.trainer.ranks.topology import RankPosition
 from penstock.trainer.updates import updates_of
 from penstock.types import Manifest, PolicyName, RowPayload
 from penstock.wire.codec import decode, encode
@@ -29,48 +29,48 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     def rows(
         self, policy: PolicyName, seq: int, indexes: Sequence[int] | None = None
     ) -> RowsAnswer: ...
 
 
-class Drawing(Word, Protocol):
+class RowFetchRanks(RankBroadcasts, Protocol):
     """What drawing asks of a gang."""
 
     @property
-    def place(self) -> Place: ...
+    def position(self) -> RankPosition: ...
 
 
-def draw_rows(
-    dataflow: Rows, manifest: Manifest, gang: Drawing, *, minibatches: int = 1
+def fetch_rows(
+    dataflow: RowSource, manifest: Manifest, ranks: RowFetchRanks, *, minibatches: int = 1
 ) -> list[RowPayload]:
     """One entry for each row of the manifest; those of other parts stand there without payload,
     as a row does that is gone."""
-    place, policy = gang.place, PolicyName(manifest.consumer)
-    if place.is_sitting_out:
-        return _in_place(manifest, (), ())
-    own = rows_of_parts(manifest, place.parallel.dp, minibatches)[place.part]
+    position, policy = ranks.position, PolicyName(manifest.consumer)
+    if position.is_idle:
+        return _at_manifest_index(manifest, (), ())
+    own = split_rows(manifest, position.parallel.dp, minibatches)[position.part]
     encoded = b""
-    if place.is_fetching:
+    if position.fetches_rows:
         answer = dataflow.rows(policy, manifest.seq, own)
-        if place.parallel.tp == 1:
-            return _in_place(manifest, answer.rows, own)
+        if position.parallel.tp == 1:
+            return _at_manifest_index(manifest, answer.rows, own)
         encoded = encode(answer)
-    answer = decode(gang.to_neighbours(encoded), RowsAnswer)
-    return _in_place(manifest, answer.rows, own)
+    answer = decode(ranks.broadcast_in_tp_group(encoded), RowsAnswer)
+    return _at_manifest_index(manifest, answer.rows, own)
 
 
-def rows_of_parts(manifest: Manifest, num_parts: int, minibatches: int) -> list[list[int]]:
+def split_rows(manifest: Manifest, num_parts: int, minibatches: int) -> list[list[int]]:
     """The rows of each part, ascending: in every update all parts have about as much to compute,
     prompts and context included, so no rank waits long for another. Every rank comes to the same
     answer by itself."""
     sizes = np.array([len(group.rows) for group in manifest.groups], np.int64)
     groups_R = np.repeat(np.arange(sizes.size), sizes)
-    return share_rows(costs_of(manifest), groups_R, num_parts, minibatches)
+    return assign_rows(manifest_costs(manifest), groups_R, num_parts, minibatches)
 
 
-def share_rows(
+def assign_rows(
     costs_R: Floats, groups_R: Ints, num_parts: int, minibatches: int
 ) -> list[list[int]]:
     """The same of rows that cost so much, in these groups."""
@@ -79,12 +79,12 @@ def share_rows(
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     for update in range(minibatches):
         rows = np.flatnonzero(updates_R == update)
-        for part, chosen in zip(parts, share_out(costs_R[rows], num_parts), strict=True):
+        for part, chosen in zip(parts, balance_parts(costs_R[rows], num_parts), strict=True):
             part += rows[chosen].tolist()
     return parts
 
 
-def _in_place(
+def _at_manifest_index(
     manifest: Manifest, drawn: Sequence[RowPayload], own: Sequence[int]
 ) -> list[RowPayload]:
     rows = [RowPayload(row_id=row.row_id, payload=None) for row in manifest.rows]

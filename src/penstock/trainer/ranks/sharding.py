@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
 from penstock.trainer.device import CPU
-from penstock.trainer.ranks.group import Gang, Team
+from penstock.trainer.ranks.group import RankGroup, Ranks
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -37,18 +37,18 @@ _HEAD_DIM = 2
 """Of batch × tokens × heads × width: where a part's ranks cut the heads."""
 
 
-def shard(whole: M, model: PreTrainedModel, gang: Team, device: torch.device = CPU) -> M:
+def shard(whole: M, model: PreTrainedModel, ranks: Ranks, device: torch.device = CPU) -> M:
     """Keep this rank's share of every parameter, on its device; the modules themselves are changed.
 
     `whole` is what is called in a forward pass: the model, or a module around it. In a gang layer
     after layer goes to the device and is cut there, so it never holds the whole. Nothing passes
     between ranks: each cuts what it has."""
-    if not isinstance(gang, Gang):
+    if not isinstance(ranks, RankGroup):
         return whole.to(device)
-    if gang.place.parallel.tp > 1:
-        styles = _styles(model, gang.place.parallel.tp)
-        parallelize_module(model, gang.mesh["tp"], styles, src_data_rank=None)
-    over_parts = gang.mesh["dp"]
+    if ranks.position.parallel.tp > 1:
+        styles = _styles(model, ranks.position.parallel.tp)
+        parallelize_module(model, ranks.mesh["tp"], styles, src_data_rank=None)
+    over_parts = ranks.mesh["dp"]
     for layer in _decoder_layers(model):
         fully_shard(layer, mesh=over_parts)
     fully_shard(whole, mesh=over_parts)
@@ -59,7 +59,7 @@ def shard(whole: M, model: PreTrainedModel, gang: Team, device: torch.device = C
     return whole
 
 
-def gather(tensors: Mapping[str, Tensor], gang: Team) -> dict[str, Tensor]:
+def gather(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """All tensors whole, in the first rank's memory; the others help, and are left with none.
 
     One after another: no rank ever has more than one whole tensor on its device. One that stands
@@ -71,13 +71,13 @@ def gather(tensors: Mapping[str, Tensor], gang: Team) -> dict[str, Tensor]:
     kept: dict[str, Tensor] = {}
     for shared in names.values():
         whole = _whole(tensors[shared[0]].detach())
-        if gang.place.is_first:
+        if ranks.position.is_rank0:
             kept |= dict.fromkeys(shared, whole.cpu())
         del whole
     return {name: kept[name] for name in tensors if name in kept}
 
 
-def spread(whole: Tensor, like: Tensor) -> Tensor:
+def shard_like(whole: Tensor, like: Tensor) -> Tensor:
     """This rank's share of a whole tensor that every rank has, laid out as another is."""
     if not isinstance(like, DTensor):
         return whole.to(like.device)

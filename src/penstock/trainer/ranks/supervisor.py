@@ -24,23 +24,23 @@ import structlog
 
 _log = structlog.get_logger(__name__)
 
-PARENT = "PENSTOCK_PARENT_PID"
+PARENT_PID_ENV = "PENSTOCK_PARENT_PID"
 """The process that a service must not outlive; every command ties itself to it as it begins."""
 LISTENER = "PENSTOCK_STORE_FD"
 """A socket that listens already, inherited by the first rank: nobody else can take its port."""
 LOOPBACK = "127.0.0.1"
 
-LOOK_S = 0.05
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
-LONG_LIFE_S = 60.0
+POLL_S = 0.05
+INITIAL_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+HEALTHY_UPTIME_S = 60.0
 """A gang that lived so long has not failed in a row."""
-MAX_SHORT_LIVES = 5
+MAX_FAST_FAILURES = 5
 """In a row; then whoever started the supervisor decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
+class RankEnv:
     """Which rank this process is, and where the ranks meet."""
 
     rank: int
@@ -52,13 +52,13 @@ class Membership:
     listener: int | None = None
 
 
-def membership(environ: Mapping[str, str]) -> Membership | None:
+def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
     """What the environment says; None in a process that is no rank."""
     if "RANK" not in environ:
         return None
     try:
         listener = environ.get(LISTENER, "")
-        return Membership(
+        return RankEnv(
             rank=int(environ["RANK"]),
             num_ranks=int(environ["WORLD_SIZE"]),
             local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
@@ -84,25 +84,29 @@ def run_ranks(
     """Keep a gang of this command alive until it ends by itself; its exit code.
 
     waits for: the first rank to end · ends: when all end with 0, when one ends with a final code,
-    when it is told to stop, or after `MAX_SHORT_LIVES` short lives in a row"""
-    num_short = 0
+    when it is told to stop, or after `MAX_FAST_FAILURES` short lives in a row"""
+    num_fast_failures = 0
     while True:
         began_at = time.monotonic()
-        code = _one_life(command, num_ranks, env=env, is_stopping=is_stopping)
+        code = _run_once(command, num_ranks, env=env, is_stopping=is_stopping)
         if code == 0 or code in final_codes or is_stopping():
             return code
-        num_short = 1 if time.monotonic() - began_at > LONG_LIFE_S else num_short + 1
-        if num_short >= MAX_SHORT_LIVES:
-            _log.error("the gang dies as soon as it starts; given up", lives=num_short, code=code)
+        num_fast_failures = (
+            1 if time.monotonic() - began_at > HEALTHY_UPTIME_S else num_fast_failures + 1
+        )
+        if num_fast_failures >= MAX_FAST_FAILURES:
+            _log.error(
+                "the gang dies as soon as it starts; given up", lives=num_fast_failures, code=code
+            )
             return code
-        pause_s = min(FIRST_PAUSE_S * 2 ** (num_short - 1), LONGEST_PAUSE_S)
+        pause_s = min(INITIAL_BACKOFF_S * 2 ** (num_fast_failures - 1), MAX_BACKOFF_S)
         _log.warning("the gang begins again from its last checkpoint", in_s=pause_s)
         _sleep(pause_s, is_stopping)
         if is_stopping():
             return 128 + signal.SIGTERM
 
 
-def _one_life(
+def _run_once(
     command: Sequence[str],
     num_ranks: int,
     *,
@@ -111,22 +115,22 @@ def _one_life(
 ) -> int:
     """0 when every rank ended with it, else the code of the first that did not."""
     with _started(command, num_ranks, env) as ranks:
-        is_told = False
+        is_terminated = False
         while True:
-            if is_stopping() and not is_told:
-                is_told = True
+            if is_stopping() and not is_terminated:
+                is_terminated = True
                 for rank in ranks:
                     rank.terminate()
             codes = [rank.poll() for rank in ranks]
             failed = [number for number, code in enumerate(codes) if code]
-            if failed and not (is_told and _is_leaving(codes)):
+            if failed and not (is_terminated and _is_shutting_down(codes)):
                 return _report(failed[0], codes)
             if None not in codes:
                 return 0
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
 
-def _is_leaving(codes: Sequence[int | None]) -> bool:
+def _is_shutting_down(codes: Sequence[int | None]) -> bool:
     """Ranks that were told to stop go one after another; the last of them may still save."""
     return None in codes and all(code in (None, 0, 128 + signal.SIGTERM) for code in codes)
 
@@ -172,7 +176,7 @@ def _start(
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(listener.getsockname()[1]),
-        PARENT: str(os.getpid()),
+        PARENT_PID_ENV: str(os.getpid()),
     }
     if rank == 0:
         own[LISTENER] = str(listener.fileno())
@@ -186,4 +190,4 @@ def _start(
 def _sleep(seconds: float, is_stopping: Callable[[], bool]) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until and not is_stopping():
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)

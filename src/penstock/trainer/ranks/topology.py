@@ -33,12 +33,12 @@ class Parallel:
     def part_of(self, rank: int) -> int | None:
         return rank // self.tp if rank < self.num_ranks else None
 
-    def ranks_of(self, part: int) -> range:
+    def num_trainer_ranks(self, part: int) -> range:
         return range(part * self.tp, (part + 1) * self.tp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPosition:
     """One rank of a stage."""
 
     rank: int
@@ -50,21 +50,21 @@ class Place:
         return self.rank // self.parallel.tp
 
     @property
-    def is_sitting_out(self) -> bool:
+    def is_idle(self) -> bool:
         """It has no part of the batch at this stage."""
         return self.rank >= self.parallel.num_ranks
 
     @property
-    def is_first(self) -> bool:
+    def is_rank0(self) -> bool:
         """The one rank that speaks for the gang: commits, publishes, writes."""
         return self.rank == 0
 
     @property
-    def is_fetching(self) -> bool:
+    def fetches_rows(self) -> bool:
         """The one rank of its part that draws rows; its neighbours get them from it."""
         return self.rank % self.parallel.tp == 0
 
 
-def dealt_out(num_rows: int, num_parts: int) -> Ints:
+def round_robin(num_rows: int, num_parts: int) -> Ints:
     """Which part each row belongs to when parts take them in turn: p, p + parts, …"""
     return np.arange(num_rows, dtype=np.int64) % num_parts

@@ -21,33 +21,33 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.trainer.device import CPU
 from penstock.trainer.model_folders import load_model, weight_files
-from penstock.trainer.ranks.group import Gang, Team
-from penstock.trainer.ranks.regions import Box, box_of, local
+from penstock.trainer.ranks.group import RankGroup, Ranks
+from penstock.trainer.ranks.regions import TensorRegion, local, region_of
 
 
-def load_outline(folder: Path) -> PreTrainedModel:
+def load_meta_model(folder: Path) -> PreTrainedModel:
     """The model of a folder without its content; whole where its files name tensors otherwise."""
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     maker: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        outline: PreTrainedModel = maker.from_config(config, dtype=torch.float32)
+        meta_model: PreTrainedModel = maker.from_config(config, dtype=torch.float32)
     stored = {name: file.get_slice(name).get_shape() for name, file in _files(folder).items()}
-    is_known = all(stored.get(name) == [*p.shape] for name, p in outline.named_parameters())
-    return outline if is_known else load_model(folder)
+    is_known = all(stored.get(name) == [*p.shape] for name, p in meta_model.named_parameters())
+    return meta_model if is_known else load_model(folder)
 
 
-def fill(
-    whole: nn.Module, model: PreTrainedModel, folder: Path, gang: Team, device: torch.device = CPU
+def load_weight_slices(
+    whole: nn.Module, model: PreTrainedModel, folder: Path, ranks: Ranks, device: torch.device = CPU
 ) -> None:
     """Give an outline that was cut its content; every rank calls it, the first for the others.
 
     `whole` is what was cut: the model, or a module around it."""
-    if not isinstance(gang, Gang):
+    if not isinstance(ranks, RankGroup):
         return
     if any(parameter.is_meta for parameter in whole.parameters()):
         _read(whole, model, folder, device)
     for buffer in whole.buffers():
-        gang.first_gives(buffer)
+        ranks.broadcast_tensor_from_rank0(buffer)
 
 
 @torch.no_grad()
@@ -62,14 +62,14 @@ def _read(whole: nn.Module, model: PreTrainedModel, folder: Path, device: torch.
     files = _files(folder)
     for name, parameter in model.named_parameters():
         if name in empty:
-            _take(files[name], name, parameter)
+            _copy_slice(files[name], name, parameter)
 
 
-def _take(file: Any, name: str, parameter: Tensor) -> None:
+def _copy_slice(file: Any, name: str, parameter: Tensor) -> None:
     share = local(parameter)
     if share.numel():
-        box = box_of(parameter) or Box.all_of(parameter.shape)
-        share.copy_(file.get_slice(name)[box.slices_in(Box.all_of(box.whole))])
+        region = region_of(parameter) or TensorRegion.full(parameter.shape)
+        share.copy_(file.get_slice(name)[region.slices_in(TensorRegion.full(region.whole))])
 
 
 def _files(folder: Path) -> dict[str, Any]:

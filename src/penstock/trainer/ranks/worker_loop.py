@@ -16,14 +16,14 @@ import torch.distributed as dist
 from penstock.dataflow.service.trainers.messages import BatchAnswer, BatchRequest
 from penstock.errors import StoreError
 from penstock.trainer.batches import assemble
-from penstock.trainer.checkpoint_saver import ShareSaver
-from penstock.trainer.models import Crew
-from penstock.trainer.ranks.group import Alone, Team
-from penstock.trainer.ranks.row_fetch import Rows, draw_rows
+from penstock.trainer.checkpoint_saver import ShardSaver
+from penstock.trainer.models import Models
+from penstock.trainer.ranks.group import Ranks, SingleRank
+from penstock.trainer.ranks.row_fetch import RowSource, fetch_rows
 from penstock.types import PolicyName
 
 
-class Order(IntEnum):
+class RankOrder(IntEnum):
     WAIT = 0
     """Nothing yet; said now and then, so that nobody gives up."""
     TRAIN = 1
@@ -31,55 +31,62 @@ class Order(IntEnum):
     """Bring the weights together in the first rank."""
     STATE = 3
     """Write your share of the rest of the state; the number names the folder."""
-    LEAVE = 4
+    EXIT = 4
 
 
-class Served(Rows, Protocol):
+class BatchSource(RowSource, Protocol):
     """What such a rank asks of the dataflow."""
 
     def batch(self, body: BatchRequest) -> BatchAnswer: ...
 
 
-def num_ranks(team: Team) -> int:
+def num_ranks(ranks: Ranks) -> int:
     """All there are, also those that sit a stage out."""
-    return 1 if isinstance(team, Alone) else dist.get_world_size()
+    return 1 if isinstance(ranks, SingleRank) else dist.get_world_size()
 
 
-def say(team: Team, order: Order, number: int = 0, incarnation: int = 0) -> None:
+def broadcast_order(ranks: Ranks, order: RankOrder, number: int = 0, incarnation: int = 0) -> None:
     """The first rank to all others. number: of the batch, or of a checkpoint's folder."""
-    team.first_says([order, number, incarnation])
+    ranks.broadcast_from_rank0([order, number, incarnation])
 
 
-def follow(policy: PolicyName, crew: Crew, dataflow: Served, team: Team, checkpoints: Path) -> None:
+def worker_loop(
+    policy: PolicyName, models: Models, dataflow: BatchSource, ranks: Ranks, checkpoints: Path
+) -> None:
     """consumes: orders, and its own rows of each batch · produces: its share of every step and of
     every checkpoint in that folder · waits for: the first rank's next word
     ends: when that is to leave, when a rank is lost, or when its share could not be written"""
-    saver = ShareSaver(checkpoints, rank=team.place.rank, num_ranks=num_ranks(team))
+    saver = ShardSaver(checkpoints, rank=ranks.position.rank, num_ranks=num_ranks(ranks))
     try:
         while True:
-            said, number, incarnation = team.first_says([0, 0, 0])
-            saver.refuse_if_failed()
-            match Order(said):
-                case Order.WAIT:
+            order, number, incarnation = ranks.broadcast_from_rank0([0, 0, 0])
+            saver.raise_if_failed()
+            match RankOrder(order):
+                case RankOrder.WAIT:
                     pass
-                case Order.TRAIN:
-                    _train(policy, crew, dataflow, team, number, incarnation)
-                case Order.WEIGHTS:
-                    crew.weights()
-                case Order.STATE:
-                    saver.hand_over(number, crew.state_tensors())
-                case Order.LEAVE:
+                case RankOrder.TRAIN:
+                    _train(policy, models, dataflow, ranks, number, incarnation)
+                case RankOrder.WEIGHTS:
+                    models.weights()
+                case RankOrder.STATE:
+                    saver.submit(number, models.state_tensors())
+                case RankOrder.EXIT:
                     return
     finally:
         saver.close()
 
 
 def _train(
-    policy: PolicyName, crew: Crew, dataflow: Served, team: Team, seq: int, incarnation: int
+    policy: PolicyName,
+    models: Models,
+    dataflow: BatchSource,
+    ranks: Ranks,
+    seq: int,
+    incarnation: int,
 ) -> None:
     request = BatchRequest(consumer=policy, seq=seq, incarnation=incarnation, wait_s=0.0)
     manifest = dataflow.batch(request).manifest
     if manifest is None:
         raise StoreError(f"batch {policy}.{seq} is sealed for the first rank, and not for this one")
-    rows = draw_rows(dataflow, manifest, team, minibatches=crew.minibatches)
-    crew.step(assemble(manifest, rows, policy, crew.vocab_size, ranks=team))
+    rows = fetch_rows(dataflow, manifest, ranks, minibatches=models.minibatches)
+    models.step(assemble(manifest, rows, policy, models.vocab_size, ranks=ranks))

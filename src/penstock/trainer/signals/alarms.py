@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-PATIENCE = 3
+ALARM_AFTER = 3
 """Batches in a row that teach nothing before anybody is told; then at each doubling."""
 MAX_GAP = 1.0
 """Mean |log ratio| of fresh tokens beyond which engine and trainer do not hold the same model."""
 
 
-FAR_K3 = 0.1
+MAX_K3_PER_VERSION = 0.1
 """Per version: far beyond what a policy should move in one step."""
 
 
@@ -42,7 +42,7 @@ class Cause(StrEnum):
     """The batch was skipped for another reason."""
 
 
-_TOLD: Mapping[Cause, str] = {
+_MESSAGES: Mapping[Cause, str] = {
     Cause.NO_TOKENS: (
         "no row had a token to train; look at the outcomes of rollouts (`penstock status`, then "
         "`penstock explain GROUP`): answers may be empty, rejected, or made by another policy"
@@ -106,7 +106,7 @@ def cause_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Idle:
+class NoSignalStreak:
     """Batches in a row that taught nothing, by cause; part of the checkpoint."""
 
     counts: Mapping[Cause, int] = field(default_factory=dict[Cause, int])
@@ -115,10 +115,10 @@ class Idle:
     def num_batches(self) -> int:
         return sum(self.counts.values())
 
-    def after(self, cause: Cause | None) -> Idle:
+    def after(self, cause: Cause | None) -> NoSignalStreak:
         if cause is None:
-            return Idle()
-        return Idle(counts={**self.counts, cause: self.counts.get(cause, 0) + 1})
+            return NoSignalStreak()
+        return NoSignalStreak(counts={**self.counts, cause: self.counts.get(cause, 0) + 1})
 
     @property
     def alarm(self) -> str | None:
@@ -129,25 +129,25 @@ class Idle:
         cause = max(self.counts, key=lambda one: self.counts[one])
         others = "".join(f", {n} {one.value}" for one, n in self.counts.items() if one != cause)
         return (
-            f"{num_batches} batches in a row taught nothing "
-            f"({self.counts[cause]} {cause.value}{others}); {_TOLD[cause]}"
+            f"{num_batches} consecutive batches had no learning signal "
+            f"({self.counts[cause]} {cause.value}{others}); {_MESSAGES[cause]}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
+class DivergenceStreak:
     """Batches in a row whose tokens came from a policy far from the one that trains them."""
 
     num_batches: int = 0
     k3: float = 0.0
     """Of the last, per version of lag."""
 
-    def after(self, k3: float, lag: float) -> Apart:
+    def after(self, k3: float, lag: float) -> DivergenceStreak:
         """`k3` between engines and trainer, over the tokens with the smallest lag of a batch."""
         per_version = k3 / max(lag, 1.0)
-        if per_version <= FAR_K3:
-            return Apart()
-        return Apart(num_batches=self.num_batches + 1, k3=per_version)
+        if per_version <= MAX_K3_PER_VERSION:
+            return DivergenceStreak()
+        return DivergenceStreak(num_batches=self.num_batches + 1, k3=per_version)
 
     @property
     def alarm(self) -> str | None:
@@ -164,5 +164,5 @@ class Apart:
 
 def _is_due(num_batches: int) -> bool:
     """At 3 batches, at 6, at 12, …"""
-    rounds, rest = divmod(num_batches, PATIENCE)
+    rounds, rest = divmod(num_batches, ALARM_AFTER)
     return rounds > 0 and not rest and not rounds & (rounds - 1)

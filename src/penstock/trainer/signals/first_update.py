@@ -14,45 +14,45 @@ import numpy as np
 import torch
 
 from penstock.trainer.batches import Batch
-from penstock.trainer.ranks.group import Sums
-from penstock.trainer.signals.mismatch import Gap, from_numbers, gaps_by_node, pool_gap, to_numbers
+from penstock.trainer.ranks.group import RankReductions
+from penstock.trainer.signals.mismatch import Gap, from_vector, gaps_by_node, pool_gap, to_vector
 from penstock.trainer.signals.ratio_stats import (
     Floats,
-    Ratios,
+    RatioStats,
     informative_share,
     measure_ratios,
-    teaching_tokens,
+    tokens_with_advantage,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstLook:
-    figures: Mapping[str, float]
+class FirstUpdateStats:
+    metrics: Mapping[str, float]
     gaps: Mapping[str, Gap] = field(default_factory=dict[str, Gap])
 
 
-def first_look(
-    batch: Batch, logprobs_T: Floats, bounds: tuple[float, float], ranks: Sums
-) -> FirstLook:
+def first_update_stats(
+    batch: Batch, logprobs_T: Floats, bounds: tuple[float, float], ranks: RankReductions
+) -> FirstUpdateStats:
     """`logprobs_T` are those of the first update, and NaN elsewhere."""
     samples, rows_T = batch.samples, batch.rows_T
     advantages_T = np.where(samples.mask_T, batch.columns["advantage"], 0.0)
-    teaching_G = teaching_tokens(advantages_T, batch.groups_R[rows_T], batch.num_groups)
-    figures = {"signal/informative_groups": informative_share(ranks.sum_over_ranks(teaching_G))}
+    teaching_G = tokens_with_advantage(advantages_T, batch.groups_R[rows_T], batch.num_groups)
+    metrics = {"signal/informative_groups": informative_share(ranks.sum_over_ranks(teaching_G))}
     token_K = np.flatnonzero(~np.isnan(logprobs_T))
     sampling_K = samples.logprobs_T[token_K].astype(np.float64)
     low, high = bounds
     ratios = measure_ratios(
         logprobs_T[token_K], sampling_K, advantages_T[token_K], low=low, high=high
     )
-    figures |= Ratios.of(ranks.sum_over_ranks(ratios.numbers)).figures()
-    lags_K = batch.trains_from - samples.numbers_T[token_K].astype(np.int64)
-    lag = -ranks.most_over_ranks(-int(lags_K.min(initial=np.iinfo(np.int32).max)))
+    metrics |= RatioStats.of(ranks.sum_over_ranks(ratios.numbers)).metrics()
+    staleness_K = batch.trains_from - samples.versions_T[token_K].astype(np.int64)
+    lag = -ranks.max_over_ranks(-int(staleness_K.min(initial=np.iinfo(np.int32).max)))
     own = gaps_by_node(
-        logprobs_T[token_K], sampling_K, lags_K, rows_T[token_K], batch.nodes, lag=lag
+        logprobs_T[token_K], sampling_K, staleness_K, rows_T[token_K], batch.nodes, lag=lag
     )
-    gaps = from_numbers(ranks.gather_pressures(torch.from_numpy(to_numbers(own))).numpy())
+    gaps = from_vector(ranks.gather_over_ranks(torch.from_numpy(to_vector(own))).numpy())
     pool = pool_gap(gaps)
-    figures |= {"gap/mean": pool.mean_abs, "gap/k3": pool.k3, "gap/max": pool.max_abs}
-    figures["gap/lag"] = float(lag if pool.num_tokens else 0)
-    return FirstLook(figures=figures, gaps=gaps)
+    metrics |= {"gap/mean": pool.mean_abs, "gap/k3": pool.k3, "gap/max": pool.max_abs}
+    metrics["gap/staleness"] = float(lag if pool.num_tokens else 0)
+    return FirstUpdateStats(metrics=metrics, gaps=gaps)

@@ -27,7 +27,7 @@ from penstock.types import NodeId
 
 DRIFT = 10.0
 """A node drifts when its k3 is this many times its pool's median."""
-HARMLESS_K3 = 1e-4
+MIN_MEDIAN_K3 = 1e-4
 """Median that is assumed at least: engines that agree to the last bit must not make ordinary
 rounding look like drift."""
 HALF_LIFE_TOKENS = 4096.0
@@ -73,14 +73,14 @@ NO_GAP = Gap(num_tokens=0, sum_abs=0.0, sum_k3=0.0, max_abs=0.0)
 def gaps_by_node(
     logprobs_K: Floats,
     sampling_K: Floats,
-    lags_K: Ints,
+    staleness_K: Ints,
     rows_K: Ints,
     nodes: Mapping[int, str],
     *,
     lag: int,
 ) -> dict[str, Gap]:
     """Over tokens of this lag; `nodes` says which node made a row of the manifest."""
-    is_fresh_K = lags_K == lag
+    is_fresh_K = staleness_K == lag
     log_K, fresh_rows_K = log_ratios(logprobs_K, sampling_K)[is_fresh_K], rows_K[is_fresh_K]
     rows, row_K = np.unique(fresh_rows_K, return_inverse=True)
     names, node_R = np.unique([nodes[int(row)] for row in rows], return_inverse=True)
@@ -106,8 +106,8 @@ def pool_gap(gaps: Mapping[str, Gap]) -> Gap:
     return sum(gaps.values(), start=NO_GAP)
 
 
-def to_numbers(gaps: Mapping[str, Gap]) -> Floats:
-    """As numbers, because ranks send each other nothing else; see `from_numbers`."""
+def to_vector(gaps: Mapping[str, Gap]) -> Floats:
+    """As numbers, because ranks send each other nothing else; see `from_vector`."""
     numbers: list[float] = []
     for node, gap in gaps.items():
         name = node.encode()
@@ -115,7 +115,7 @@ def to_numbers(gaps: Mapping[str, Gap]) -> Floats:
     return np.array(numbers, np.float64)
 
 
-def from_numbers(numbers: Floats) -> dict[str, Gap]:
+def from_vector(numbers: Floats) -> dict[str, Gap]:
     """The gaps of all ranks, one after another; a node that several saw is added up."""
     found: dict[str, Gap] = {}
     at = 0
@@ -130,7 +130,7 @@ def from_numbers(numbers: Floats) -> dict[str, Gap]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Average:
+class MovingAverage:
     """Of one node over its past batches, recent tokens counting more."""
 
     sum_k3: float
@@ -148,9 +148,9 @@ class Average:
     def mean_abs(self) -> float:
         return self.sum_abs / self.weight if self.weight else 0.0
 
-    def after(self, gap: Gap, seq: int) -> Average:
+    def after(self, gap: Gap, seq: int) -> MovingAverage:
         keep = 0.5 ** (gap.num_tokens / HALF_LIFE_TOKENS)
-        return Average(
+        return MovingAverage(
             sum_k3=keep * self.sum_k3 + (1 - keep) * gap.k3,
             sum_abs=keep * self.sum_abs + (1 - keep) * gap.mean_abs,
             weight=keep * self.weight + (1 - keep),
@@ -158,14 +158,14 @@ class Average:
         )
 
 
-_NEW = Average(sum_k3=0.0, sum_abs=0.0, weight=0.0, last_seq=0)
+_NEW = MovingAverage(sum_k3=0.0, sum_abs=0.0, weight=0.0, last_seq=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drifting:
+class DriftingNode:
     """A node that is no longer like its pool."""
 
-    life: str
+    boot: str
     """NODE/SESSION."""
     k3: float
     mean_abs: float
@@ -173,12 +173,12 @@ class Drifting:
 
     @property
     def node_id(self) -> NodeId:
-        return _node(self.life)
+        return _node(self.boot)
 
     @property
-    def session(self) -> str:
+    def boot_id(self) -> str:
         """Empty where its rows do not say."""
-        return self.life.partition("/")[2]
+        return self.boot.partition("/")[2]
 
     def __str__(self) -> str:
         return (
@@ -193,47 +193,47 @@ class Drifting:
 class Gaps:
     """What a trainer remembers of each node; part of its checkpoint."""
 
-    nodes: Mapping[str, Average] = field(default_factory=dict[str, Average])
-    told: frozenset[str] = frozenset()
+    nodes: Mapping[str, MovingAverage] = field(default_factory=dict[str, MovingAverage])
+    reported: frozenset[str] = frozenset()
     """Drifting ones that were told; their rows that still come are of no interest."""
 
     def after(self, observed: Mapping[str, Gap], seq: int) -> Gaps:
         """With the gaps of batch `seq`; who was not seen for long is forgotten."""
         known = {n: a for n, a in self.nodes.items() if seq - a.last_seq <= FORGET_AFTER}
         for node, gap in observed.items():
-            if node not in self.told:
+            if node not in self.reported:
                 known[node] = known.get(node, _NEW).after(gap, seq)
         return replace(self, nodes=known)
 
-    def without(self, drifting: Sequence[Drifting]) -> Gaps:
+    def without(self, drifting: Sequence[DriftingNode]) -> Gaps:
         """A quarantined node is judged anew when it comes back: under a new session, or at once
         where its rows do not say which."""
-        gone = {node.life for node in drifting}
+        gone = {node.boot for node in drifting}
         return Gaps(
             nodes={n: a for n, a in self.nodes.items() if n not in gone},
-            told=self.told | {node.life for node in drifting if node.session},
+            reported=self.reported | {node.boot for node in drifting if node.boot_id},
         )
 
-    def drifting(self) -> tuple[Drifting, ...]:
+    def drifting(self) -> tuple[DriftingNode, ...]:
         """Nodes to be quarantined, by name."""
         judged = {n: a for n, a in self.nodes.items() if a.weight >= MIN_EVIDENCE}
-        pool = _newest_lives(judged)
+        pool = _newest_boots(judged)
         if len(pool) < MIN_POOL:
             return ()
         median_k3 = statistics.median(average.k3 for average in pool.values())
-        limit = DRIFT * max(median_k3, HARMLESS_K3)
+        limit = DRIFT * max(median_k3, MIN_MEDIAN_K3)
         return tuple(
-            Drifting(life=n, k3=a.k3, mean_abs=a.mean_abs, median_k3=median_k3)
+            DriftingNode(boot=n, k3=a.k3, mean_abs=a.mean_abs, median_k3=median_k3)
             for n, a in sorted(judged.items())
             if a.k3 > limit
         )
 
 
-def _newest_lives(averages: Mapping[str, Average]) -> dict[NodeId, Average]:
+def _newest_boots(averages: Mapping[str, MovingAverage]) -> dict[NodeId, MovingAverage]:
     """One for each node: the many lives of one that restarts often would outvote the others."""
     by_age = sorted(averages.items(), key=lambda one: (one[1].last_seq, one[1].weight, one[0]))
-    return {_node(life): average for life, average in by_age}
+    return {_node(boot): average for boot, average in by_age}
 
 
-def _node(life: str) -> NodeId:
-    return NodeId(life.partition("/")[0])
+def _node(boot: str) -> NodeId:
+    return NodeId(boot.partition("/")[0])

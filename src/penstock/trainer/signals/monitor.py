@@ -14,33 +14,33 @@ import structlog
 
 from penstock.trainer.learner import SkipReason, Stats
 from penstock.trainer.signals.alarms import EXCLUDED, cause_of
-from penstock.trainer.signals.mismatch import Drifting, pool_gap
-from penstock.trainer.signals.monitor_state import Memory
+from penstock.trainer.signals.mismatch import DriftingNode, pool_gap
+from penstock.trainer.signals.monitor_state import MonitorState
 
 _log = structlog.get_logger(__name__)
 
 
-class Watch:
+class SignalMonitor:
     def __init__(
-        self, quarantine: Callable[[Drifting], None], memory: Memory | None = None
+        self, quarantine: Callable[[DriftingNode], None], monitor_state: MonitorState | None = None
     ) -> None:
-        memory = memory or Memory()
+        monitor_state = monitor_state or MonitorState()
         self._quarantine = quarantine
-        self._gaps = memory.gaps
-        self._idle = memory.idle
-        self._apart = memory.apart
+        self._gaps = monitor_state.gaps
+        self._no_signal = monitor_state.no_signal
+        self._divergence = monitor_state.divergence
 
     @property
-    def memory(self) -> Memory:
-        return Memory(gaps=self._gaps, idle=self._idle, apart=self._apart)
+    def monitor_state(self) -> MonitorState:
+        return MonitorState(gaps=self._gaps, no_signal=self._no_signal, divergence=self._divergence)
 
-    def see(self, seq: int, stats: Stats) -> str | None:
+    def observe(self, seq: int, stats: Stats) -> str | None:
         """Heed what batch `seq` showed; what to tell people now, if anything."""
         self._gaps = self._gaps.after(stats.gaps, seq)
         drifting = self._gaps.drifting()
         for node in drifting:
             _log.warning(
-                "node is quarantined", node=node.node_id, session=node.session, why=str(node)
+                "node is quarantined", node=node.node_id, boot_id=node.boot_id, why=str(node)
             )
             self._quarantine(node)
         self._gaps = self._gaps.without(drifting)
@@ -54,9 +54,11 @@ class Watch:
             is_rejected=stats.skipped is SkipReason.REJECTED,
             num_excluded=values.get(EXCLUDED, 0.0),
         )
-        self._idle = self._idle.after(cause)
-        self._apart = self._apart.after(values.get("gap/k3", 0.0), values.get("gap/lag", 0.0))
-        alarm = self._idle.alarm or self._apart.alarm
+        self._no_signal = self._no_signal.after(cause)
+        self._divergence = self._divergence.after(
+            values.get("gap/k3", 0.0), values.get("gap/staleness", 0.0)
+        )
+        alarm = self._no_signal.alarm or self._divergence.alarm
         if alarm is not None:
             _log.error("this run may learn nothing", why=alarm)
         return alarm

@@ -16,37 +16,39 @@ from typing import Any
 import structlog
 
 from penstock.errors import BadRequest
-from penstock.trainer.signals.alarms import Apart, Idle
-from penstock.trainer.signals.mismatch import Average, Gaps
+from penstock.trainer.signals.alarms import DivergenceStreak, NoSignalStreak
+from penstock.trainer.signals.mismatch import Gaps, MovingAverage
 from penstock.wire.codec import JSON, decode, encode_json
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MonitorState:
     gaps: Gaps = field(default_factory=Gaps)
-    idle: Idle = field(default_factory=Idle)
-    apart: Apart = field(default_factory=Apart)
+    no_signal: NoSignalStreak = field(default_factory=NoSignalStreak)
+    divergence: DivergenceStreak = field(default_factory=DivergenceStreak)
 
 
-def to_json(memory: Memory) -> dict[str, Any]:
+def to_json(monitor_state: MonitorState) -> dict[str, Any]:
     """Without numbers that JSON does not know: a node with such an average begins anew."""
-    nodes = {name: known for name, known in memory.gaps.nodes.items() if _is_finite(known)}
-    k3 = memory.apart.k3 if math.isfinite(memory.apart.k3) else 0.0
+    nodes = {name: known for name, known in monitor_state.gaps.nodes.items() if _is_finite(known)}
+    k3 = monitor_state.divergence.k3 if math.isfinite(monitor_state.divergence.k3) else 0.0
     finite = replace(
-        memory, gaps=replace(memory.gaps, nodes=nodes), apart=replace(memory.apart, k3=k3)
+        monitor_state,
+        gaps=replace(monitor_state.gaps, nodes=nodes),
+        divergence=replace(monitor_state.divergence, k3=k3),
     )
     return json.loads(encode_json(finite))
 
 
-def from_json(found: Mapping[str, Any]) -> Memory:
+def from_json(found: Mapping[str, Any]) -> MonitorState:
     try:
-        return decode(encode_json(found), Memory, media_type=JSON)
+        return decode(encode_json(found), MonitorState, media_type=JSON)
     except BadRequest as error:
         _log.warning("what the checkpoint remembers of batches is forgotten", why=str(error))
-        return Memory()
+        return MonitorState()
 
 
-def _is_finite(average: Average) -> bool:
+def _is_finite(average: MovingAverage) -> bool:
     return math.isfinite(average.sum_k3) and math.isfinite(average.sum_abs)

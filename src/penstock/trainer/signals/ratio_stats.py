@@ -35,7 +35,7 @@ def log_ratios(logprobs_K: Floats, sampling_K: Floats) -> Floats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ratios:
+class RatioStats:
     """Sums over the ratios of a batch; those of two ranks add up by `numbers`."""
 
     num_tokens: float
@@ -68,9 +68,9 @@ class Ratios:
         return np.concatenate([np.array(sums, np.float64), self.counts_B])
 
     @staticmethod
-    def of(numbers: Floats) -> Ratios:
+    def of(numbers: Floats) -> RatioStats:
         sums = [float(number) for number in numbers[:_NUM_SUMS]]
-        return Ratios(
+        return RatioStats(
             num_tokens=sums[0],
             sum_weights=sums[1],
             sum_squares=sums[2],
@@ -103,7 +103,7 @@ class Ratios:
         at = min(at, self.counts_B.size - 1)
         return float(_EDGES_B[at] + _EDGES_B[at + 1]) / 2
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """For the metrics of the step."""
         num_tokens = max(self.num_tokens, 1.0)
         return {
@@ -118,7 +118,7 @@ class Ratios:
 
 def measure_ratios(
     logprobs_K: Floats, sampling_K: Floats, advantages_K: Floats, *, low: float, high: float
-) -> Ratios:
+) -> RatioStats:
     """A ratio is clipped above 1 + `high` where the advantage is above 0, and below 1 - `low` where
     it is below."""
     log_K = log_ratios(logprobs_K, sampling_K)
@@ -126,7 +126,7 @@ def measure_ratios(
     is_up_K, is_down_K = advantages_K > 0, advantages_K < 0
     is_above_K, is_below_K = weights_K > 1 + high, weights_K < 1 - low
     counts_B, _ = np.histogram(np.clip(log_K, _EDGES_B[0], _EDGES_B[-1]), _EDGES_B)
-    return Ratios(
+    return RatioStats(
         num_tokens=float(log_K.size),
         sum_weights=float(weights_K.sum()),
         sum_squares=float(np.square(weights_K).sum()),
@@ -139,7 +139,7 @@ def measure_ratios(
     )
 
 
-def teaching_tokens(advantages_K: Floats, groups_K: Ints, num_groups: int) -> Floats:
+def tokens_with_advantage(advantages_K: Floats, groups_K: Ints, num_groups: int) -> Floats:
     """Tokens with an advantage, by group; ranks add theirs up."""
     return np.bincount(groups_K[advantages_K != 0], minlength=num_groups).astype(np.float64)
 

@@ -26,15 +26,15 @@ class DeltaEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class DeltaChain:
     """Deltas in the order they are applied; each is fetched as a blob."""
 
     steps: tuple[DeltaEntry, ...]
 
 
-def cheapest(
+def cheapest_chain(
     target: str,
-    is_there: Callable[[str], bool],
+    has_blob: Callable[[str], bool],
     steps_to: Callable[[str], Iterable[DeltaEntry]],
     *,
     below: int,
@@ -44,20 +44,20 @@ def cheapest(
     waiting: list[tuple[int, int, str, tuple[DeltaEntry, ...]]] = [(0, 0, target, ())]
     done: set[str] = set()
     while waiting:
-        cost, num_steps, file, way = heapq.heappop(waiting)
-        if way and is_there(file):
-            return way
+        cost, num_steps, file, chain = heapq.heappop(waiting)
+        if chain and has_blob(file):
+            return chain
         if file in done or num_steps == MAX_STEPS:
             continue
         done.add(file)
         for step in steps_to(file):
             if cost + step.bytes < below:
-                found = (cost + step.bytes, num_steps + 1, step.base, (step, *way))
+                found = (cost + step.bytes, num_steps + 1, step.base, (step, *chain))
                 heapq.heappush(waiting, found)
     return ()
 
 
-def leads_to(
+def is_valid_chain(
     target: str, steps: Sequence[DeltaEntry], have: Collection[str], *, below: int
 ) -> bool:
     """Does what somebody calls a way begin at a file one has, end at the target, and pay?"""

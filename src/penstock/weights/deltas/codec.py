@@ -29,8 +29,8 @@ from penstock.weights.deltas.numpy_kernels import (
     BLOCK_BYTES,
     Bits,
     Changes,
-    Loops,
-    NumpyLoops,
+    Kernels,
+    NumpyKernels,
 )
 from penstock.weights.deltas.payload import (
     Kind,
@@ -43,29 +43,29 @@ from penstock.weights.deltas.payload import (
 )
 from penstock.weights.deltas.sparse import (
     NewValues,
-    by_tensor,
     pack_differences,
-    pack_places,
+    pack_positions,
     pack_values,
+    split_by_tensor,
     unpack_changes,
-    unpack_places,
+    unpack_positions,
 )
 
 NUM_THREADS = 2
-THREADS_WORTH_BYTES = 8 << 20
-RARE_AT_MOST = 16
+MIN_THREADED_BYTES = 8 << 20
+RARE_RATIO = 16
 """Changes that take less than this fraction of their tensor are few."""
-WHOLE_AT_LEAST = 4
+SKIP_FULL_RATIO = 4
 """A sparse form under this fraction of a large tensor is taken without trying the full one."""
 LARGE_BYTES = 1 << 19
-VALUES_AT_MOST = 4
+DENSE_RATIO = 4
 """Where more than this fraction has changed, all values compete with the differences, not some."""
-COMPILED_WORTH_BYTES = 1 << 20
+MIN_COMPILED_BYTES = 1 << 20
 """Under this size plain NumPy is done before a compiler has started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class TensorDiff:
     """All changes of one tensor, with the new bits they were found in. They are for one use:
     whoever encodes them takes them out, so that they need not lie in memory beside the result."""
 
@@ -76,14 +76,14 @@ class Found:
     def is_rare(self) -> bool:
         """So few changes that the tensor may share a payload with its neighbours."""
         num_bytes = sum(chunk.num_bytes for chunk in self.chunks)
-        return num_bytes * RARE_AT_MOST <= self.new.nbytes
+        return num_bytes * RARE_RATIO <= self.new.nbytes
 
 
 # --- encoding ------------------------------------------------------------------------------------
 
 
 def encode_tensor(
-    base: memoryview | None, new: memoryview, item_bytes: int, *, loops: Loops | None = None
+    base: memoryview | None, new: memoryview, item_bytes: int, *, kernels: Kernels | None = None
 ) -> Payload:
     """The smallest payload that turns the base bits into the new ones; without a base, `full`.
 
@@ -93,38 +93,38 @@ def encode_tensor(
         return encode_full(new)
     if item_bytes not in BITS:
         return _SAME if _is_equal(base, new) else encode_full(new)
-    if len(new) < THREADS_WORTH_BYTES:
-        return encode_alone(find_tensor(base, new, item_bytes, loops=loops), new)
+    if len(new) < MIN_THREADED_BYTES:
+        return encode_one(diff_tensor(base, new, item_bytes, kernels=kernels), new)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        found = find_tensor(base, new, item_bytes, loops=loops, pool=pool)
-    return encode_alone(found, new)
+        found = diff_tensor(base, new, item_bytes, kernels=kernels, pool=pool)
+    return encode_one(found, new)
 
 
-def encode_alone(found: Found | None, new: memoryview) -> Payload:
+def encode_one(found: TensorDiff | None, new: memoryview) -> Payload:
     """The smaller of the sparse and the full form."""
-    payload = None if found is None else encode_found([found])
+    payload = None if found is None else encode_diffs([found])
     if payload is None:
         return encode_full(new)
-    if len(new) > LARGE_BYTES and payload.size * WHOLE_AT_LEAST <= len(new):
+    if len(new) > LARGE_BYTES and payload.size * SKIP_FULL_RATIO <= len(new):
         return payload
     return payload if payload.size <= whole_bytes(new) else encode_full(new)
 
 
-def find_tensor(
+def diff_tensor(
     base: memoryview,
     new: memoryview,
     item_bytes: int,
     *,
-    loops: Loops | None = None,
+    kernels: Kernels | None = None,
     pool: Executor | None = None,
-) -> Found | None:
+) -> TensorDiff | None:
     """All changes, or None if they would take more than the tensor; a pool shares the work."""
-    loops = loops or _loops_for(len(new))
+    kernels = kernels or _kernels_for(len(new))
     base_bits, new_bits = as_bits(base, item_bytes), as_bits(new, item_bytes)
-    step = loops.chunk_bytes // item_bytes
+    step = kernels.chunk_bytes // item_bytes
 
     def find(start: int) -> Changes:
-        return loops.find(base_bits[start : start + step], new_bits[start : start + step])
+        return kernels.find(base_bits[start : start + step], new_bits[start : start + step])
 
     chunks: list[Changes] = []
     num_bytes = 0
@@ -133,7 +133,7 @@ def find_tensor(
         num_bytes += chunk.num_bytes
         if num_bytes > len(new):
             return None
-    return Found(new=new_bits, chunks=chunks)
+    return TensorDiff(new=new_bits, chunks=chunks)
 
 
 def _in_order(
@@ -152,7 +152,7 @@ def _in_order(
         yield ahead.popleft().result()
 
 
-def encode_found(tensors: Sequence[Found]) -> Payload | None:
+def encode_diffs(tensors: Sequence[TensorDiff]) -> Payload | None:
     """Tensors of one item size as one `same` or `sparse` payload; None if it would not be small."""
     chunks = [chunk for tensor in tensors for chunk in tensor.chunks if chunk.num_elements]
     for tensor in tensors:
@@ -162,13 +162,13 @@ def encode_found(tensors: Sequence[Found]) -> Payload | None:
     num_changed = sum(chunk.num_changed for chunk in chunks)
     if not num_changed:
         return _SAME
-    places = pack_places(chunks, num_elements, num_changed)
+    changed_positions = pack_positions(chunks, num_elements, num_changed)
     differences = pack_differences(chunks, num_changed)
-    payload = _sparse(num_changed, [*places, *differences])
-    if 8 * _size(differences) > 3 * num_changed and VALUES_AT_MOST * num_changed <= num_elements:
-        values = pack_values(unpack_places(payload, num_elements), bits)
+    payload = _sparse(num_changed, [*changed_positions, *differences])
+    if 8 * _size(differences) > 3 * num_changed and DENSE_RATIO * num_changed <= num_elements:
+        values = pack_values(unpack_positions(payload, num_elements), bits)
         if _size(values) <= _size(differences):
-            payload = _sparse(num_changed, [*places, *values])
+            payload = _sparse(num_changed, [*changed_positions, *values])
     is_small = payload.num_unpacked <= sum(new.nbytes for new in bits)
     return payload if is_small else None
 
@@ -203,22 +203,22 @@ def _size(streams: Sequence[Stream]) -> int:
 
 
 def apply_tensor(
-    payload: Payload, target: memoryview, item_bytes: int, *, loops: Loops | None = None
+    payload: Payload, target: memoryview, item_bytes: int, *, kernels: Kernels | None = None
 ) -> None:
     """Turn the base bits in `target` into the new ones, or raise before touching any."""
-    apply_run(payload, [target], item_bytes, loops=loops)
+    apply_payload(payload, [target], item_bytes, kernels=kernels)
 
 
-def apply_run(
+def apply_payload(
     payload: Payload,
     targets: Sequence[memoryview],
     item_bytes: int,
     *,
-    loops: Loops | None = None,
+    kernels: Kernels | None = None,
 ) -> None:
     """The same for tensors that share a payload, in the order they were encoded."""
     if payload.kind is Kind.SPARSE:
-        _apply_sparse(payload, targets, item_bytes, loops)
+        _apply_sparse(payload, targets, item_bytes, kernels)
     elif payload.num_changed:
         raise WeightsError(f"delta: {payload.kind} payload with {payload.num_changed} changes")
     elif payload.kind is Kind.FULL:
@@ -239,7 +239,7 @@ def _apply_full(payload: Payload, targets: Sequence[memoryview]) -> None:
 
 
 def _apply_sparse(
-    payload: Payload, targets: Sequence[memoryview], item_bytes: int, loops: Loops | None
+    payload: Payload, targets: Sequence[memoryview], item_bytes: int, kernels: Kernels | None
 ) -> None:
     num_bytes = sum(len(target) for target in targets)
     if item_bytes not in BITS or any(len(target) % item_bytes for target in targets):
@@ -251,35 +251,35 @@ def _apply_sparse(
         )
     if sum(stream.num_bytes for stream in payload.streams) > num_bytes:
         raise WeightsError(f"delta: streams take more than the tensor's {num_bytes} bytes")
-    places = unpack_places(payload, num_elements)
+    changed_positions = unpack_positions(payload, num_elements)
     changes = unpack_changes(payload, BITS[item_bytes])
     tensors = [as_bits(target, item_bytes) for target in targets]
-    loops = loops or _loops_for(num_bytes)
-    steps = zip(places.steps(loops), changes.steps(loops), strict=True)
+    kernels = kernels or _kernels_for(num_bytes)
+    steps = zip(changed_positions.steps(kernels), changes.steps(kernels), strict=True)
     for positions, values in steps:
-        for tensor, inside, part in by_tensor(tensors, positions):
+        for tensor, inside, part in split_by_tensor(tensors, positions):
             if isinstance(changes, NewValues):
                 tensor[inside] = values[part]
             else:
-                loops.apply(tensor, inside, values[part])
+                kernels.apply(tensor, inside, values[part])
 
 
 # --- loops ---------------------------------------------------------------------------------------
 
 
-def _loops_for(num_bytes: int) -> Loops:
+def _kernels_for(num_bytes: int) -> Kernels:
     """Small tensors do not start the compiler, but use what is there once it was started."""
-    is_started = best_loops.cache_info().currsize > 0
-    return best_loops() if is_started or num_bytes >= COMPILED_WORTH_BYTES else NumpyLoops()
+    is_started = best_kernels.cache_info().currsize > 0
+    return best_kernels() if is_started or num_bytes >= MIN_COMPILED_BYTES else NumpyKernels()
 
 
 @cache
-def best_loops() -> Loops:
+def best_kernels() -> Kernels:
     """The compiled ones if the extra `fast` is installed."""
     try:
         importlib.import_module("numba")
     except ImportError:
-        return NumpyLoops()
-    from penstock.weights.deltas.numba_kernels import CompiledLoops
+        return NumpyKernels()
+    from penstock.weights.deltas.numba_kernels import NumbaKernels
 
-    return CompiledLoops()
+    return NumbaKernels()

@@ -26,13 +26,13 @@ import msgspec
 
 from penstock.errors import WeightsError
 from penstock.weights.deltas.codec import (
+    MIN_THREADED_BYTES,
     NUM_THREADS,
-    THREADS_WORTH_BYTES,
-    Found,
-    encode_alone,
-    encode_found,
+    TensorDiff,
+    diff_tensor,
+    encode_diffs,
+    encode_one,
     encode_tensor,
-    find_tensor,
 )
 from penstock.weights.deltas.numpy_kernels import BITS
 from penstock.weights.deltas.payload import Kind, Payload, Role, Stream, compress, decompress
@@ -42,10 +42,10 @@ MAGIC = b"penstock-delta\r\n"
 FORMAT = 1
 MAX_HEADER_BYTES = 4096
 MAX_HEAD_BYTES = 1 << 20
-MAX_SHARING = 1024
+MAX_FRAME_TENSORS = 1024
 """Tensors of one frame; with names of 256 characters they stay below `MAX_HEAD_BYTES`."""
 MAX_STREAMS = 64
-SHARED_BYTES = 32 << 20
+SHARED_FRAME_BYTES = 32 << 20
 """Tensors share a frame up to about this size, so that its tables cost little."""
 
 AHEAD_BYTES = 16 << 20
@@ -76,7 +76,7 @@ class DeltaHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One payload and whose it is: `codec.apply_run(payload, tensors by these names, …)`."""
+    """One payload and whose it is: `codec.apply_payload(payload, tensors by these names, …)`."""
 
     names: tuple[str, ...]
     item_bytes: int
@@ -112,49 +112,49 @@ def write_delta(
         DeltaHeader(format=FORMAT, base=base_digest, target=target_digest), order="sorted"
     )
     out.write(MAGIC + _LENGTH.pack(len(header)) + header)
-    shared = {item_bytes: _Shared() for item_bytes in BITS}
-    for (name, item_bytes, base, new), found in _find_ahead(tensors):
+    shared = {item_bytes: _SharedFrame() for item_bytes in BITS}
+    for (name, item_bytes, base, new), found in _diff_ahead(tensors):
         if found is not None and found.is_rare:
             if shared[item_bytes].add(name, found):
-                shared[item_bytes] = _write_shared(out, item_bytes, shared[item_bytes])
+                shared[item_bytes] = _write_shared_frame(out, item_bytes, shared[item_bytes])
         elif _has_sparse_form(item_bytes, base, new):
-            _write_frame(out, [name], item_bytes, encode_alone(found, new))
+            _write_frame(out, [name], item_bytes, encode_one(found, new))
         else:
             _write_frame(out, [name], item_bytes, encode_tensor(base, new, item_bytes))
     for item_bytes, rest in shared.items():
-        _write_shared(out, item_bytes, rest)
+        _write_shared_frame(out, item_bytes, rest)
     out.write(_LENGTHS.pack(0, 0))
 
 
-def _find_ahead(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Found | None]]:
+def _diff_ahead(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, TensorDiff | None]]:
     """Tensors in their order, each with its changes; small ones are searched in threads meanwhile,
     a large one by all threads, when it is its turn."""
-    ahead: deque[tuple[Tensor, Future[Found | None] | None]] = deque()
+    ahead: deque[tuple[Tensor, Future[TensorDiff | None] | None]] = deque()
     num_ahead = 0
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         for tensor in tensors:
             num_bytes = len(tensor[-1])
-            is_large = num_bytes >= THREADS_WORTH_BYTES
-            ahead.append((tensor, None if is_large else pool.submit(_find, tensor)))
+            is_large = num_bytes >= MIN_THREADED_BYTES
+            ahead.append((tensor, None if is_large else pool.submit(_diff, tensor)))
             num_ahead += num_bytes
             while ahead and (len(ahead) > MAX_AHEAD or num_ahead > AHEAD_BYTES):
                 num_ahead -= len(ahead[0][0][-1])
-                yield _found(*ahead.popleft(), pool)
+                yield _diff_result(*ahead.popleft(), pool)
         while ahead:
-            yield _found(*ahead.popleft(), pool)
+            yield _diff_result(*ahead.popleft(), pool)
 
 
-def _found(
-    tensor: Tensor, found: Future[Found | None] | None, pool: Executor
-) -> tuple[Tensor, Found | None]:
-    return tensor, _find(tensor, pool) if found is None else found.result()
+def _diff_result(
+    tensor: Tensor, found: Future[TensorDiff | None] | None, pool: Executor
+) -> tuple[Tensor, TensorDiff | None]:
+    return tensor, _diff(tensor, pool) if found is None else found.result()
 
 
-def _find(tensor: Tensor, pool: Executor | None = None) -> Found | None:
+def _diff(tensor: Tensor, pool: Executor | None = None) -> TensorDiff | None:
     _, item_bytes, base, new = tensor
     if base is None or not _has_sparse_form(item_bytes, base, new):
         return None
-    return find_tensor(base, new, item_bytes, pool=pool)
+    return diff_tensor(base, new, item_bytes, pool=pool)
 
 
 def _has_sparse_form(item_bytes: int, base: memoryview | None, new: memoryview) -> bool:
@@ -162,27 +162,27 @@ def _has_sparse_form(item_bytes: int, base: memoryview | None, new: memoryview) 
 
 
 @dataclass(slots=True)
-class _Shared:
+class _SharedFrame:
     """Tensors that wait for company."""
 
     names: list[str] = field(default_factory=list[str])
-    found: list[Found] = field(default_factory=list[Found])
+    found: list[TensorDiff] = field(default_factory=list[TensorDiff])
     num_bytes: int = 0
 
-    def add(self, name: str, found: Found) -> bool:
+    def add(self, name: str, found: TensorDiff) -> bool:
         """Whether there is enough now."""
         self.names.append(name)
         self.found.append(found)
         self.num_bytes += found.new.nbytes
-        return self.num_bytes >= SHARED_BYTES or len(self.names) == MAX_SHARING
+        return self.num_bytes >= SHARED_FRAME_BYTES or len(self.names) == MAX_FRAME_TENSORS
 
 
-def _write_shared(out: Writable, item_bytes: int, shared: _Shared) -> _Shared:
+def _write_shared_frame(out: Writable, item_bytes: int, shared: _SharedFrame) -> _SharedFrame:
     if shared.names:
-        payload = encode_found(shared.found)
+        payload = encode_diffs(shared.found)
         assert payload is not None, "tensors with few changes have a small sparse form"
         _write_frame(out, shared.names, item_bytes, payload)
-    return _Shared()
+    return _SharedFrame()
 
 
 def _write_frame(out: Writable, names: list[str], item_bytes: int, payload: Payload) -> None:
@@ -214,13 +214,13 @@ def read_delta(source: BinaryIO, sizes: Mapping[str, int]) -> tuple[DeltaHeader,
     `sizes` are the bytes of every tensor of the target version. When the frames have ended without
     an error, each of its tensors was in exactly one.
     """
-    if _exactly(source, len(MAGIC), "magic") != MAGIC:
+    if _read_exactly(source, len(MAGIC), "magic") != MAGIC:
         raise WeightsError("this is no weight delta; its first bytes are not penstock-delta")
-    (num_bytes,) = _LENGTH.unpack(_exactly(source, _LENGTH.size, "header"))
+    (num_bytes,) = _LENGTH.unpack(_read_exactly(source, _LENGTH.size, "header"))
     if num_bytes > MAX_HEADER_BYTES:
         raise WeightsError(f"delta: header of {num_bytes} bytes, {MAX_HEADER_BYTES} allowed")
     try:
-        header = _header_decoder.decode(_exactly(source, num_bytes, "header"))
+        header = _header_decoder.decode(_read_exactly(source, num_bytes, "header"))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsError(f"delta: header is damaged: {error}") from None
     if header.format != FORMAT:
@@ -244,7 +244,7 @@ def _read_frames(source: BinaryIO, sizes: Mapping[str, int]) -> Generator[Frame]
             Stream(
                 role=stream.role,
                 num_bytes=stream.num_bytes,
-                data=_exactly(source, stream.num_packed, f"tensor {head.names[0]}"),
+                data=_read_exactly(source, stream.num_packed, f"tensor {head.names[0]}"),
             )
             for stream in head.streams
         )
@@ -257,17 +257,17 @@ def _read_frames(source: BinaryIO, sizes: Mapping[str, int]) -> Generator[Frame]
 
 
 def _read_head(source: BinaryIO) -> _Head | None:
-    num_bytes, num_packed = _LENGTHS.unpack(_exactly(source, _LENGTHS.size, "frame"))
+    num_bytes, num_packed = _LENGTHS.unpack(_read_exactly(source, _LENGTHS.size, "frame"))
     if not num_bytes and not num_packed:
         return None
     if num_packed > num_bytes or num_bytes > MAX_HEAD_BYTES:
         raise WeightsError(f"delta: frame head of {num_bytes} bytes in {num_packed}")
-    packed = _exactly(source, num_packed, "frame")
+    packed = _read_exactly(source, num_packed, "frame")
     try:
         head = _head_decoder.decode(decompress(packed, num_bytes, "delta frame head"))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsError(f"delta: frame head is damaged: {error}") from None
-    if not 0 < len(head.names) <= MAX_SHARING or len(head.streams) > MAX_STREAMS:
+    if not 0 < len(head.names) <= MAX_FRAME_TENSORS or len(head.streams) > MAX_STREAMS:
         raise WeightsError(
             f"delta: frame of {len(head.names)} tensors and {len(head.streams)} streams"
         )
@@ -285,7 +285,7 @@ def _check_sizes(head: _Head, num_bytes: int) -> None:
         )
 
 
-def _exactly(source: BinaryIO, num_bytes: int, where: str) -> bytes:
+def _read_exactly(source: BinaryIO, num_bytes: int, where: str) -> bytes:
     pieces: list[bytes] = []
     while num_bytes > 0:
         piece = source.read(num_bytes)

@@ -21,12 +21,16 @@ def count_changes(
     here = [blob for blob in whole if store.has_blob(blob)]
     if not here:
         return None
-    spans = layout_of(store.blob_path(here[0])).spans
+    byte_ranges = layout_of(store.blob_path(here[0])).byte_ranges
     with open_regular(store.blob_path(step.blob)) as file:
-        _, frames = read_delta(file, {name: span.num_bytes for name, span in spans.items()})
+        _, frames = read_delta(
+            file, {name: byte_range.num_bytes for name, byte_range in byte_ranges.items()}
+        )
         changed = 0
         for frame in frames:
-            num_bytes = sum(spans[name].num_bytes for name in frame.names)
+            num_bytes = sum(byte_ranges[name].num_bytes for name in frame.names)
             is_full = frame.payload.kind is Kind.FULL
             changed += num_bytes // frame.item_bytes if is_full else frame.payload.num_changed
-    return changed, sum(span.num_bytes // ITEM_BYTES[span.dtype] for span in spans.values())
+    return changed, sum(
+        byte_range.num_bytes // ITEM_BYTES[byte_range.dtype] for byte_range in byte_ranges.values()
+    )

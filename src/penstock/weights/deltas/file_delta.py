@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from penstock.errors import WeightsError
-from penstock.weights.deltas.codec import apply_run
+from penstock.weights.deltas.codec import apply_payload
 from penstock.weights.deltas.delta import Tensor, Writable, read_delta, write_delta
 from penstock.weights.store import open_regular
 from penstock.weights.tensors import ITEM_BYTES, Layout, read_layout
@@ -28,7 +28,7 @@ def layout_of(path: Path) -> Layout:
         return read_layout(file, path.name)
 
 
-def has_one_layout(base: Path, new: Path) -> bool:
+def has_same_layout(base: Path, new: Path) -> bool:
     return layout_of(base) == layout_of(new)
 
 
@@ -40,21 +40,21 @@ def make_delta(base: Path, new: Path, out: Writable, *, base_blob: str, target_b
 
 
 def _tensors(layout: Layout, old: memoryview, now: memoryview) -> Iterator[Tensor]:
-    for name, span in layout.spans.items():
-        here = slice(span.start, span.end)
-        yield name, ITEM_BYTES[span.dtype], old[here], now[here]
+    for name, byte_range in layout.byte_ranges.items():
+        here = slice(byte_range.start, byte_range.end)
+        yield name, ITEM_BYTES[byte_range.dtype], old[here], now[here]
 
 
 def apply_delta(base: Path, delta: BinaryIO, made: Path, *, base_blob: str) -> None:
     """Make the file that the delta leads to, from a copy of its base, which has been verified."""
     shutil.copyfile(base, made)
-    apply_here(made, delta, base_blob=base_blob)
+    apply_in_place(made, delta, base_blob=base_blob)
 
 
-def apply_here(made: Path, delta: BinaryIO, *, base_blob: str) -> None:
+def apply_in_place(made: Path, delta: BinaryIO, *, base_blob: str) -> None:
     """Turn this very file, which holds the delta's base, into what the delta leads to."""
     layout = layout_of(made)
-    sizes = {name: span.num_bytes for name, span in layout.spans.items()}
+    sizes = {name: byte_range.num_bytes for name, byte_range in layout.byte_ranges.items()}
     header, frames = read_delta(delta, sizes)
     if header.base != base_blob:
         raise WeightsError(
@@ -64,11 +64,14 @@ def apply_here(made: Path, delta: BinaryIO, *, base_blob: str) -> None:
         tensors = _views(layout, raw)
         for frame in frames:
             here = [tensors[name] for name in frame.names]
-            apply_run(frame.payload, here, frame.item_bytes)
+            apply_payload(frame.payload, here, frame.item_bytes)
 
 
 def _views(layout: Layout, raw: memoryview) -> Mapping[str, memoryview]:
-    return {name: raw[span.start : span.end] for name, span in layout.spans.items()}
+    return {
+        name: raw[byte_range.start : byte_range.end]
+        for name, byte_range in layout.byte_ranges.items()
+    }
 
 
 @contextmanager

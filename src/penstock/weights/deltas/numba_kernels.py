@@ -24,8 +24,8 @@ from penstock.weights.deltas.numpy_kernels import (
     Bits,
     Bytes,
     Changes,
-    Far,
-    NumpyLoops,
+    LongGaps,
+    NumpyKernels,
     Positions,
     unchanged,
 )
@@ -36,14 +36,14 @@ Counts = tuple[Any, Any, Any, Any, Any]
 _numba: Any = importlib.import_module("numba")
 
 
-class CompiledLoops:
+class NumbaKernels:
     """Unaligned tensors, which are rare, go the slow way."""
 
     chunk_bytes = 4 * BLOCK_BYTES
     """Other threads may run for so long: nothing here holds the interpreter's lock."""
 
     def __init__(self) -> None:
-        self._plain = NumpyLoops()
+        self._plain = NumpyKernels()
         self._scratches = local()
 
     def find(self, base: Bits, new: Bits) -> Changes:
@@ -52,9 +52,9 @@ class CompiledLoops:
         if not (base_words.flags.aligned and new_words.flags.aligned):
             return self._plain.find(base, new)
         out = self._scratch(len(new), new.dtype)
-        count, num_far, num_big, first, last = _compiled(_find, new.itemsize)(
+        count, num_long_gaps, num_large_codes, first, last = _compiled(_find, new.itemsize)(
             base_words, new_words, base, new,
-            out.words, out.places, out.gaps, out.far, out.codes, out.big,
+            out.words, out.positions_found, out.gaps, out.long_gaps, out.codes, out.large_codes,
         )  # fmt: skip
         if not count:
             return unchanged(new)
@@ -64,9 +64,9 @@ class CompiledLoops:
             lead=first,
             trail=len(new) - 1 - last,
             gaps=out.gaps[1:count].copy(),
-            far=out.far[:num_far].copy(),
+            long_gaps=out.long_gaps[:num_long_gaps].copy(),
             codes=out.codes[: -(-count // 4)].copy(),
-            big=out.big[:num_big].copy(),
+            large_codes=out.large_codes[:num_large_codes].copy(),
         )
 
     def _scratch(self, num_elements: int, dtype: np.dtype[Any]) -> _Scratch:
@@ -79,14 +79,16 @@ class CompiledLoops:
             setattr(self._scratches, f"items{dtype.itemsize}", found)
         return found
 
-    def walk(self, gaps: Bytes, far: Far, digits: Bytes, shift: int, last: int) -> Positions:
+    def decode_positions(
+        self, gaps: Bytes, long_gaps: LongGaps, low_bits: Bytes, shift: int, last: int
+    ) -> Positions:
         positions = np.empty(len(gaps), np.int64)
-        _compiled(_walk, 1)(gaps, far, digits, shift, last, positions)
+        _compiled(_decode_positions, 1)(gaps, long_gaps, low_bits, shift, last, positions)
         return positions
 
-    def zigzags(self, codes: Bytes, big: Bits) -> Bits:
-        zigzags = np.empty(len(codes), big.dtype)
-        _compiled(_join, big.itemsize)(codes, big, zigzags)
+    def zigzags(self, codes: Bytes, large_codes: Bits) -> Bits:
+        zigzags = np.empty(len(codes), large_codes.dtype)
+        _compiled(_decode_zigzags, large_codes.itemsize)(codes, large_codes, zigzags)
         return zigzags
 
     def apply(self, target: Bits, positions: Positions, zigzags: Bits) -> None:
@@ -98,22 +100,22 @@ class CompiledLoops:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scratch:
     words: NDArray[np.int32]
-    places: NDArray[np.int32]
+    positions_found: NDArray[np.int32]
     gaps: Bytes
-    far: Far
+    long_gaps: LongGaps
     codes: Bytes
-    big: Bits
+    large_codes: Bits
 
     @classmethod
     def for_elements(cls, num: int, dtype: np.dtype[Any]) -> _Scratch:
         """Room for the worst: every candidate is written, kept or not."""
         return cls(
             words=np.empty(BLOCK_BYTES // 8 + 1, np.int32),
-            places=np.empty(BLOCK_BYTES // dtype.itemsize + 8, np.int32),
+            positions_found=np.empty(BLOCK_BYTES // dtype.itemsize + 8, np.int32),
             gaps=np.empty(num, np.uint8),
-            far=np.empty(num // (ESCAPE_GAP + 1) + 2, np.int64),
+            long_gaps=np.empty(num // (ESCAPE_GAP + 1) + 2, np.int64),
             codes=np.empty(num // 4 + 1, np.uint8),
-            big=np.empty(num + 1, dtype),
+            large_codes=np.empty(num + 1, dtype),
         )
 
 
@@ -141,8 +143,15 @@ def _compile(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
     found = (numbers, numbers, out_bytes, out_places, out_bytes, out)
     arguments = {
         _find: (read_words, read_words, read, read, *found),
-        _walk: (read_bytes, read_places, read_bytes, numba.int64, numba.int64, out_places),
-        _join: (read_bytes, read, out),
+        _decode_positions: (
+            read_bytes,
+            read_places,
+            read_bytes,
+            numba.int64,
+            numba.int64,
+            out_places,
+        ),
+        _decode_zigzags: (read_bytes, read, out),
         _apply: (out, read_places, read),
     }[loop]
     return cast("Callable[..., Any]", numba.njit(arguments, nogil=True)(loop))
@@ -153,8 +162,8 @@ def _compile(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
 
 
 def _find(
-    base_words: Array, new_words: Array, base: Bits, new: Bits, words: Array, places: Array,
-    gaps: Bytes, far: Far, codes: Bytes, big: Bits,
+    base_words: Array, new_words: Array, base: Bits, new: Bits, words: Array,
+    positions_found: Array, gaps: Bytes, long_gaps: LongGaps, codes: Bytes, large_codes: Bits,
 ) -> Counts:  # fmt: skip
     """All that differs, block by block. The first gap means nothing."""
     size = len(words) - 1
@@ -170,30 +179,32 @@ def _find(
         for number in range(num_words):
             start = words[number] * per_word
             for place in range(start, start + per_word):
-                places[num] = place
+                positions_found[num] = place
                 num += base[place] != new[place]
         if end == len(new_words):
             for place in range(end * per_word, len(new)):
-                places[num] = place
+                positions_found[num] = place
                 num += base[place] != new[place]
         if num:
-            counts = _describe(base, new, places[:num], counts, gaps, far, codes, big)
+            counts = _encode_changes(
+                base, new, positions_found[:num], counts, gaps, long_gaps, codes, large_codes
+            )
     return counts
 
 
-def _describe(
-    base: Bits, new: Bits, places: Array, counts: Counts,
-    gaps: Bytes, far: Far, codes: Bytes, big: Bits,
+def _encode_changes(
+    base: Bits, new: Bits, positions_found: Array, counts: Counts,
+    gaps: Bytes, long_gaps: LongGaps, codes: Bytes, large_codes: Bits,
 ) -> Counts:  # fmt: skip
-    """Gaps and differences of the changes at `places`, after those that were counted."""
+    """Gaps and differences of the changes at `positions_found`, after those that were counted."""
     sign_bit = 8 * new.itemsize - 1
     magnitude = (1 << sign_bit) - 1
     mask = (1 << 8 * new.itemsize) - 1
-    count, num_far, num_big, first, last = counts
+    count, num_long_gaps, num_large_codes, first, last = counts
     if not count:
-        first, last = np.int64(places[0]), np.int64(places[0]) - 1
-    for number in range(len(places)):
-        place = np.int64(places[number])
+        first, last = np.int64(positions_found[0]), np.int64(positions_found[0]) - 1
+    for number in range(len(positions_found)):
+        place = np.int64(positions_found[number])
         old = np.int64(base[place])
         now = np.int64(new[place])
         old ^= -(old >> sign_bit) & magnitude
@@ -203,43 +214,43 @@ def _describe(
         shift = 2 * (count & 3)
         kept = codes[count >> 2] & ((1 << shift) - 1)
         codes[count >> 2] = kept | min(code, ESCAPE_CODE) << shift
-        big[num_big] = code - ESCAPE_CODE
-        num_big += code >= ESCAPE_CODE
+        large_codes[num_large_codes] = code - ESCAPE_CODE
+        num_large_codes += code >= ESCAPE_CODE
         gap = place - last - 1
         gaps[count] = min(gap, ESCAPE_GAP)
-        far[num_far] = gap - ESCAPE_GAP
-        num_far += gap >= ESCAPE_GAP
+        long_gaps[num_long_gaps] = gap - ESCAPE_GAP
+        num_long_gaps += gap >= ESCAPE_GAP
         last = place
         count += 1
-    return count, num_far, num_big, first, last
+    return count, num_long_gaps, num_large_codes, first, last
 
 
-_numba.extending.register_jitable(_describe)
+_numba.extending.register_jitable(_encode_changes)
 
 
-def _walk(
-    gaps: Bytes, far: Far, digits: Bytes, shift: int, last: int, positions: Positions
+def _decode_positions(
+    gaps: Bytes, long_gaps: LongGaps, low_bits: Bytes, shift: int, last: int, positions: Positions
 ) -> None:
-    num_far = 0
+    num_long_gaps = 0
     position = np.int64(last)
     for number in range(len(gaps)):
         gap = np.int64(gaps[number])
         if gap == ESCAPE_GAP:
-            gap += far[num_far]
-            num_far += 1
+            gap += long_gaps[num_long_gaps]
+            num_long_gaps += 1
         if shift:
-            gap = (gap << shift) + np.int64(digits[number])
+            gap = (gap << shift) + np.int64(low_bits[number])
         position += gap + 1
         positions[number] = position
 
 
-def _join(codes: Bytes, big: Bits, zigzags: Bits) -> None:
-    num_big = 0
+def _decode_zigzags(codes: Bytes, large_codes: Bits, zigzags: Bits) -> None:
+    num_large_codes = 0
     for number in range(len(codes)):
         zigzag = np.int64(codes[number]) + 1
         if zigzag > ESCAPE_CODE:
-            zigzag += np.int64(big[num_big])
-            num_big += 1
+            zigzag += np.int64(large_codes[num_large_codes])
+            num_large_codes += 1
         zigzags[number] = zigzag
 
 

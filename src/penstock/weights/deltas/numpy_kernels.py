@@ -31,7 +31,7 @@ Bits = NDArray[Any]
 """A one-dimensional array of bit patterns: uint16 or uint32."""
 Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int64]
-Far = NDArray[np.int64]
+LongGaps = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +46,23 @@ class Changes:
     """Unchanged elements after the last change."""
     gaps: Bytes
     """Unchanged elements before each change but the first, escaped at 255."""
-    far: Far
+    long_gaps: LongGaps
     codes: Bytes
     """Zigzag difference minus one (it is never zero), escaped at 3; four codes to a byte."""
-    big: Bits
+    large_codes: Bits
 
     @property
     def num_bytes(self) -> int:
         """What these changes take, which is about what their streams do before compression."""
-        return self.num_changed + self.num_changed // 4 + self.far.nbytes + self.big.nbytes
+        return (
+            self.num_changed
+            + self.num_changed // 4
+            + self.long_gaps.nbytes
+            + self.large_codes.nbytes
+        )
 
 
-class Loops(Protocol):
+class Kernels(Protocol):
     """The inner loops; whoever runs them, the results are the same to the last bit."""
 
     chunk_bytes: int
@@ -67,16 +72,18 @@ class Loops(Protocol):
         """What differs between two chunks of the same length."""
         ...
 
-    def walk(self, gaps: Bytes, far: Far, digits: Bytes, shift: int, last: int) -> Positions:
+    def decode_positions(
+        self, gaps: Bytes, long_gaps: LongGaps, low_bits: Bytes, shift: int, last: int
+    ) -> Positions:
         """Ascending positions from gaps, after `last`.
 
-        Each gap byte of 255 takes the next of `far`. `digits` are the lowest bits of each gap,
-        below the `shift`; there are none if it is 0.
+        Each gap byte of 255 takes the next of `long_gaps`. `low_bits` are the lowest bits of each
+        gap, below the `shift`; there are none if it is 0.
         """
         ...
 
-    def zigzags(self, codes: Bytes, big: Bits) -> Bits:
-        """Zigzag differences from codes; each code of 3 takes the next of `big`."""
+    def zigzags(self, codes: Bytes, large_codes: Bits) -> Bits:
+        """Zigzag differences from codes; each code of 3 takes the next of `large_codes`."""
         ...
 
     def apply(self, target: Bits, positions: Positions, zigzags: Bits) -> None:
@@ -84,7 +91,7 @@ class Loops(Protocol):
         ...
 
 
-class NumpyLoops:
+class NumpyKernels:
     chunk_bytes = BLOCK_BYTES
 
     def find(self, base: Bits, new: Bits) -> Changes:
@@ -92,7 +99,7 @@ class NumpyLoops:
         if not len(positions):
             return unchanged(new)
         zigzags = _zigzag(_monotone(new[positions]) - _monotone(base[positions]))
-        gaps, far = split_gaps(np.diff(positions) - 1)
+        gaps, long_gaps = split_gaps(np.diff(positions) - 1)
         codes = np.minimum(zigzags - 1, ESCAPE_CODE).astype(np.uint8)
         return Changes(
             num_elements=len(new),
@@ -100,24 +107,26 @@ class NumpyLoops:
             lead=int(positions[0]),
             trail=len(new) - 1 - int(positions[-1]),
             gaps=gaps,
-            far=far,
-            codes=pack_pairs(codes),
-            big=zigzags[codes == ESCAPE_CODE] - (ESCAPE_CODE + 1),
+            long_gaps=long_gaps,
+            codes=pack_2bit(codes),
+            large_codes=zigzags[codes == ESCAPE_CODE] - (ESCAPE_CODE + 1),
         )
 
-    def walk(self, gaps: Bytes, far: Far, digits: Bytes, shift: int, last: int) -> Positions:
-        steps = merge_gaps(gaps, far)
+    def decode_positions(
+        self, gaps: Bytes, long_gaps: LongGaps, low_bits: Bytes, shift: int, last: int
+    ) -> Positions:
+        steps = merge_gaps(gaps, long_gaps)
         if shift:
             steps <<= shift
-            steps += digits
+            steps += low_bits
         steps += 1
         steps[0] += last
         return np.cumsum(steps, out=steps)
 
-    def zigzags(self, codes: Bytes, big: Bits) -> Bits:
-        merged = codes.astype(big.dtype) + 1
-        if len(big):
-            merged[codes == ESCAPE_CODE] += big
+    def zigzags(self, codes: Bytes, large_codes: Bits) -> Bits:
+        merged = codes.astype(large_codes.dtype) + 1
+        if len(large_codes):
+            merged[codes == ESCAPE_CODE] += large_codes
         return merged
 
     def apply(self, target: Bits, positions: Positions, zigzags: Bits) -> None:
@@ -131,16 +140,16 @@ def unchanged(new: Bits) -> Changes:
         lead=len(new),
         trail=0,
         gaps=np.empty(0, np.uint8),
-        far=np.empty(0, np.int64),
+        long_gaps=np.empty(0, np.int64),
         codes=np.empty(0, np.uint8),
-        big=np.empty(0, new.dtype),
+        large_codes=np.empty(0, new.dtype),
     )
 
 
-def join_gaps(chunks: Iterable[Changes]) -> tuple[list[Bytes], list[Far]]:
+def join_gaps(chunks: Iterable[Changes]) -> tuple[list[Bytes], list[LongGaps]]:
     """Gap bytes and far gaps of consecutive chunks, those over their borders included."""
     gaps: list[Bytes] = []
-    far: list[Far] = []
+    long_gaps: list[LongGaps] = []
     carry = 0
     for chunk in chunks:
         if not chunk.num_changed:
@@ -149,26 +158,26 @@ def join_gaps(chunks: Iterable[Changes]) -> tuple[list[Bytes], list[Far]]:
         gap = carry + chunk.lead
         carry = chunk.trail
         if gap >= ESCAPE_GAP:
-            far.append(np.array([gap - ESCAPE_GAP]))
+            long_gaps.append(np.array([gap - ESCAPE_GAP]))
             gap = ESCAPE_GAP
         gaps += (_ONE_GAP[gap : gap + 1], chunk.gaps)
-        if len(chunk.far):
-            far.append(chunk.far)
-    return gaps, far
+        if len(chunk.long_gaps):
+            long_gaps.append(chunk.long_gaps)
+    return gaps, long_gaps
 
 
 _ONE_GAP = np.arange(ESCAPE_GAP + 1, dtype=np.uint8)
 
 
-def split_gaps(gaps: NDArray[np.int64]) -> tuple[Bytes, Far]:
+def split_gaps(gaps: NDArray[np.int64]) -> tuple[Bytes, LongGaps]:
     escaped = gaps[gaps >= ESCAPE_GAP] - ESCAPE_GAP
     return np.minimum(gaps, ESCAPE_GAP).astype(np.uint8), escaped
 
 
-def merge_gaps(gaps: Bytes, far: Far) -> NDArray[np.int64]:
+def merge_gaps(gaps: Bytes, long_gaps: LongGaps) -> NDArray[np.int64]:
     merged = gaps.astype(np.int64)
-    if len(far):
-        merged[gaps == ESCAPE_GAP] += far
+    if len(long_gaps):
+        merged[gaps == ESCAPE_GAP] += long_gaps
     return merged
 
 
@@ -177,22 +186,22 @@ def join_codes(chunks: Iterable[Changes]) -> Iterator[Bytes]:
     waiting: list[Bytes] = []
     num_waiting = 0
     for chunk in chunks:
-        waiting.append(unpack_pairs(chunk.codes, chunk.num_changed))
+        waiting.append(unpack_2bit(chunk.codes, chunk.num_changed))
         num_waiting += chunk.num_changed
         if num_waiting >= WINDOW_BYTES:
             codes = np.concatenate(waiting)
             num_even = len(codes) // 4 * 4
-            yield pack_pairs(codes[:num_even])
+            yield pack_2bit(codes[:num_even])
             waiting, num_waiting = [codes[num_even:]], len(codes) - num_even
-    yield pack_pairs(np.concatenate([*waiting, np.empty(0, np.uint8)]))
+    yield pack_2bit(np.concatenate([*waiting, np.empty(0, np.uint8)]))
 
 
-def join_big(chunks: Iterable[Changes]) -> Iterator[Bits]:
+def join_large_codes(chunks: Iterable[Changes]) -> Iterator[Bits]:
     waiting: list[Bits] = []
     num_waiting = 0
     for chunk in chunks:
-        waiting.append(chunk.big)
-        num_waiting += chunk.big.nbytes
+        waiting.append(chunk.large_codes)
+        num_waiting += chunk.large_codes.nbytes
         if num_waiting >= WINDOW_BYTES:
             yield np.concatenate(waiting)
             waiting, num_waiting = [], 0
@@ -200,7 +209,7 @@ def join_big(chunks: Iterable[Changes]) -> Iterator[Bits]:
         yield np.concatenate(waiting)
 
 
-def pack_pairs(values: NDArray[Any]) -> Bytes:
+def pack_2bit(values: NDArray[Any]) -> Bytes:
     """Numbers 0–3, four to a byte, the first in the lowest bits; the last byte filled with 0."""
     padded = np.zeros(-(-len(values) // 4) * 4, np.uint8)
     padded[: len(values)] = values
@@ -214,7 +223,7 @@ _UNPACKED = (
 ).view("<u4")[:, 0]
 
 
-def unpack_pairs(packed: Bytes, num_values: int) -> Bytes:
+def unpack_2bit(packed: Bytes, num_values: int) -> Bytes:
     return _UNPACKED[packed].view(np.uint8)[:num_values]
 
 
@@ -222,7 +231,7 @@ def count_threes(packed: Bytes) -> int:
     return int(np.bitwise_count(packed & packed >> np.uint8(1) & np.uint8(0x55)).sum())
 
 
-def sum_pairs(packed: Bytes) -> int:
+def sum_2bit(packed: Bytes) -> int:
     twos, ones = packed & np.uint8(0xAA), packed & np.uint8(0x55)
     return int(2 * np.bitwise_count(twos).sum() + np.bitwise_count(ones).sum())
 

@@ -37,13 +37,13 @@ class Role(IntEnum):
 
     GAPS = 0
     """Unchanged elements before each changed one, without the digits, at most 255."""
-    FAR = 1
+    LONG_GAPS = 1
     """A byte plane of what gaps of 255 lack."""
-    DIGITS = 2
+    LOW_BITS = 2
     """The lowest two bits of every gap, or the next two; four to a byte."""
     CODES = 3
     """Zigzag differences minus one, at most 3; four to a byte."""
-    BIG = 4
+    LARGE_CODES = 4
     """A byte plane of what codes of 3 lack."""
     VALUES = 5
     """A byte plane of the new values; instead of codes."""
@@ -87,7 +87,7 @@ class Packer:
     def __init__(self, role: Role, num_bytes: int) -> None:
         self._role = role
         self._num_bytes = num_bytes
-        self._squeezing = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compressobj(size=num_bytes)
+        self._compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compressobj(size=num_bytes)
         self._packed = bytearray()
         self._waiting: list[Bytes] = []
         self._num_waiting = 0
@@ -96,22 +96,22 @@ class Packer:
         self._waiting.append(piece)
         self._num_waiting += len(piece)
         if self._num_waiting >= WINDOW_BYTES:
-            self._squeeze()
+            self._compress_pending()
 
     def finish(self) -> Stream:
         if not self._packed and self._num_waiting == self._num_bytes:
             return pack(self._role, np.concatenate([*self._waiting, np.empty(0, np.uint8)]))
-        self._squeeze()
-        self._packed += self._squeezing.flush()
+        self._compress_pending()
+        self._packed += self._compressor.flush()
         data: Data = memoryview(self._packed)
         self._packed = bytearray()
         if len(data) >= self._num_bytes:  # it grew, so the plain bytes are taken, which it knows
             data = zstandard.ZstdDecompressor().decompress(data, max_output_size=self._num_bytes)
         return Stream(role=self._role, num_bytes=self._num_bytes, data=data)
 
-    def _squeeze(self) -> None:
+    def _compress_pending(self) -> None:
         if self._waiting:
-            self._packed += self._squeezing.compress(np.concatenate(self._waiting).data)
+            self._packed += self._compressor.compress(np.concatenate(self._waiting).data)
             self._waiting, self._num_waiting = [], 0
 
 
@@ -133,7 +133,7 @@ def pack_planes(role: Role, num: int, num_values: int, pieces: Iterable[Bits]) -
 
 def pack_whole(raw: memoryview) -> Stream:
     packed = bytearray()
-    for piece in _squeezed(raw):
+    for piece in _compressed_pieces(raw):
         packed += piece
         if len(packed) >= len(raw):
             break
@@ -143,14 +143,14 @@ def pack_whole(raw: memoryview) -> Stream:
 
 def whole_bytes(raw: memoryview) -> int:
     """How many a packed tensor takes, without keeping them."""
-    return min(len(raw), sum(map(len, _squeezed(raw))))
+    return min(len(raw), sum(map(len, _compressed_pieces(raw))))
 
 
-def _squeezed(raw: memoryview) -> Iterator[bytes]:
-    squeezing = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compressobj(size=len(raw))
+def _compressed_pieces(raw: memoryview) -> Iterator[bytes]:
+    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compressobj(size=len(raw))
     for start in range(0, len(raw), WHOLE_STEP_BYTES):
-        yield squeezing.compress(raw[start : start + WHOLE_STEP_BYTES])
-    yield squeezing.flush()
+        yield compressor.compress(raw[start : start + WHOLE_STEP_BYTES])
+    yield compressor.flush()
 
 
 def unpack(stream: Stream) -> Bytes:

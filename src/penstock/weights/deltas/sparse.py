@@ -22,21 +22,21 @@ from penstock.weights.deltas.numpy_kernels import (
     Bits,
     Bytes,
     Changes,
-    Loops,
-    NumpyLoops,
+    Kernels,
+    NumpyKernels,
     Positions,
     count_threes,
     from_planes,
-    join_big,
     join_codes,
     join_gaps,
+    join_large_codes,
     merge_gaps,
     num_planes,
-    pack_pairs,
+    pack_2bit,
     split_gaps,
-    sum_pairs,
+    sum_2bit,
     to_planes,
-    unpack_pairs,
+    unpack_2bit,
 )
 from penstock.weights.deltas.payload import (
     Payload,
@@ -50,53 +50,57 @@ from penstock.weights.deltas.payload import (
 
 STEP = 1 << 14
 """Changes unpacked at a time; a multiple of four, because codes are packed four to a byte."""
-MAX_DIGITS = 4
+MAX_LOW_BIT_PAIRS = 4
 """All digits of a gap fit a byte."""
-MAX_FAR_PLANES = 5
+MAX_LONG_GAP_PLANES = 5
 """A gap over 2^40 elements stands in no tensor of this world."""
 
-USUAL_GAP = 128
+MAX_MEAN_GAP = 128
 """Gaps of this length on average fit a byte; of longer ones the lowest digits are split off."""
 
 T = TypeVar("T")
-_FAR = np.dtype("<i8")
-_PLACE_ROLES = frozenset({Role.GAPS, Role.FAR, Role.DIGITS})
+_LONG_GAP_DTYPE = np.dtype("<i8")
+_POSITION_ROLES = frozenset({Role.GAPS, Role.LONG_GAPS, Role.LOW_BITS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class ChangedPositions:
     """Which elements change."""
 
     gaps: Bytes
-    far: tuple[Bytes, ...]
-    digits: tuple[Bytes, ...]
+    long_gaps: tuple[Bytes, ...]
+    low_bits: tuple[Bytes, ...]
 
     def end(self) -> int:
         """One more than the last position. In Python's integers, for it may be any number."""
-        far = sum(_sum(plane) << 8 * number for number, plane in enumerate(self.far))
-        total = len(self.gaps) + ((_sum(self.gaps) + far) << 2 * len(self.digits))
-        for number, digits in enumerate(self.digits):
-            total += sum_pairs(digits) << 2 * number
+        long_gaps = sum(_sum(plane) << 8 * number for number, plane in enumerate(self.long_gaps))
+        total = len(self.gaps) + ((_sum(self.gaps) + long_gaps) << 2 * len(self.low_bits))
+        for number, low_bits in enumerate(self.low_bits):
+            total += sum_2bit(low_bits) << 2 * number
         return total
 
-    def steps(self, loops: Loops) -> Iterator[Positions]:
+    def steps(self, kernels: Kernels) -> Iterator[Positions]:
         """Positions in ascending order, STEP at a time; `end` says whether they fit."""
-        num_far = 0
+        num_long_gaps = 0
         last = -1
         for start in range(0, len(self.gaps), STEP):
             gaps = self.gaps[start : start + STEP]
             num_escaped = int(np.count_nonzero(gaps == ESCAPE_GAP))
-            far = from_planes(self.far, slice(num_far, num_far + num_escaped), _FAR)
-            num_far += num_escaped
-            digits = self._digits(start, len(gaps))
-            positions = loops.walk(gaps, far, digits, 2 * len(self.digits), last)
+            long_gaps = from_planes(
+                self.long_gaps, slice(num_long_gaps, num_long_gaps + num_escaped), _LONG_GAP_DTYPE
+            )
+            num_long_gaps += num_escaped
+            low_bits = self._low_bits(start, len(gaps))
+            positions = kernels.decode_positions(
+                gaps, long_gaps, low_bits, 2 * len(self.low_bits), last
+            )
             last = int(positions[-1])
             yield positions
 
-    def _digits(self, start: int, count: int) -> Bytes:
-        joined = np.zeros(count if self.digits else 0, np.uint8)
-        for number, digits in enumerate(self.digits):
-            pairs = unpack_pairs(digits[start // 4 : (start + STEP) // 4], count)
+    def _low_bits(self, start: int, count: int) -> Bytes:
+        joined = np.zeros(count if self.low_bits else 0, np.uint8)
+        for number, low_bits in enumerate(self.low_bits):
+            pairs = unpack_2bit(low_bits[start // 4 : (start + STEP) // 4], count)
             joined |= pairs << np.uint8(2 * number)
         return joined
 
@@ -106,18 +110,20 @@ class Differences:
     dtype: np.dtype[Any]
     num_changed: int
     codes: Bytes
-    big: tuple[Bytes, ...]
+    large_codes: tuple[Bytes, ...]
 
-    def steps(self, loops: Loops) -> Iterator[Bits]:
+    def steps(self, kernels: Kernels) -> Iterator[Bits]:
         """Zigzag differences, as many at a time as there are positions."""
-        num_big = 0
+        num_large_codes = 0
         for start in range(0, self.num_changed, STEP):
             num_codes = min(STEP, self.num_changed - start)
-            codes = unpack_pairs(self.codes[start // 4 : (start + STEP) // 4], num_codes)
+            codes = unpack_2bit(self.codes[start // 4 : (start + STEP) // 4], num_codes)
             num_escaped = int(np.count_nonzero(codes == ESCAPE_CODE))
-            big = from_planes(self.big, slice(num_big, num_big + num_escaped), self.dtype)
-            num_big += num_escaped
-            yield loops.zigzags(codes, big)
+            large_codes = from_planes(
+                self.large_codes, slice(num_large_codes, num_large_codes + num_escaped), self.dtype
+            )
+            num_large_codes += num_escaped
+            yield kernels.zigzags(codes, large_codes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +132,7 @@ class NewValues:
     num_changed: int
     planes: tuple[Bytes, ...]
 
-    def steps(self, loops: Loops) -> Iterator[Bits]:
+    def steps(self, kernels: Kernels) -> Iterator[Bits]:
         """New values, as many at a time as there are positions."""
         for start in range(0, self.num_changed, STEP):
             yield from_planes(self.planes, slice(start, start + STEP), self.dtype)
@@ -135,58 +141,67 @@ class NewValues:
 # --- packing -------------------------------------------------------------------------------------
 
 
-def pack_places(chunks: Sequence[Changes], num_elements: int, num_changed: int) -> list[Stream]:
+def pack_positions(chunks: Sequence[Changes], num_elements: int, num_changed: int) -> list[Stream]:
     gaps, far_pieces = join_gaps(chunks)
-    far = np.concatenate([*far_pieces, np.empty(0, np.int64)])
-    digits: list[Bytes] = []
-    if num_digits := _num_digits(num_elements, num_changed):
-        wide = merge_gaps(np.concatenate(gaps), far)
-        digits = [pack_pairs(wide >> 2 * number & 3) for number in range(num_digits)]
-        few, far = split_gaps(wide >> 2 * num_digits)
+    long_gaps = np.concatenate([*far_pieces, np.empty(0, np.int64)])
+    low_bits: list[Bytes] = []
+    if num_low_bits := _num_low_bits(num_elements, num_changed):
+        wide = merge_gaps(np.concatenate(gaps), long_gaps)
+        low_bits = [pack_2bit(wide >> 2 * number & 3) for number in range(num_low_bits)]
+        few, long_gaps = split_gaps(wide >> 2 * num_low_bits)
         gaps = [few]
     return [
         pack_pieces(Role.GAPS, sum(map(len, gaps)), gaps),
-        *map(partial(pack, Role.FAR), to_planes(far)),
-        *map(partial(pack, Role.DIGITS), digits),
+        *map(partial(pack, Role.LONG_GAPS), to_planes(long_gaps)),
+        *map(partial(pack, Role.LOW_BITS), low_bits),
     ]
 
 
 def pack_differences(chunks: list[Changes], num_changed: int) -> list[Stream]:
     """Takes the chunks out of their list."""
     codes = pack_pieces(Role.CODES, -(-num_changed // 4), join_codes(chunks))
-    num_big = sum(len(chunk.big) for chunk in chunks)
-    most = max((int(chunk.big.max()) for chunk in chunks if len(chunk.big)), default=0)
-    num = num_planes(most) if num_big else 0
-    return [codes, *pack_planes(Role.BIG, num, num_big, join_big(_taken(chunks)))]
+    num_large_codes = sum(len(chunk.large_codes) for chunk in chunks)
+    most = max(
+        (int(chunk.large_codes.max()) for chunk in chunks if len(chunk.large_codes)), default=0
+    )
+    num = num_planes(most) if num_large_codes else 0
+    return [
+        codes,
+        *pack_planes(Role.LARGE_CODES, num, num_large_codes, join_large_codes(_drain(chunks))),
+    ]
 
 
-def pack_values(places: Places, tensors: Sequence[Bits]) -> list[Stream]:
+def pack_values(changed_positions: ChangedPositions, tensors: Sequence[Bits]) -> list[Stream]:
     values = [
         tensor[inside]
-        for positions in places.steps(NumpyLoops())
-        for tensor, inside, _ in by_tensor(tensors, positions)
+        for positions in changed_positions.steps(NumpyKernels())
+        for tensor, inside, _ in split_by_tensor(tensors, positions)
     ]
     most = max(int(piece.max()) for piece in values)
-    return pack_planes(Role.VALUES, num_planes(most), len(places.gaps), _taken(values))
+    return pack_planes(Role.VALUES, num_planes(most), len(changed_positions.gaps), _drain(values))
 
 
-def _taken(items: list[T]) -> Iterator[T]:
+def _drain(items: list[T]) -> Iterator[T]:
     """From the first on; the list is empty afterwards, and so is the memory."""
     items.reverse()
     while items:
         yield items.pop()
 
 
-def _num_digits(num_elements: int, num_changed: int) -> int:
+def _num_low_bits(num_elements: int, num_changed: int) -> int:
     """How many two-bit digits make the average gap fit a byte well."""
     mean = num_elements // num_changed
-    return next(n for n in range(MAX_DIGITS + 1) if mean >> 2 * n < USUAL_GAP or n == MAX_DIGITS)
+    return next(
+        n
+        for n in range(MAX_LOW_BIT_PAIRS + 1)
+        if mean >> 2 * n < MAX_MEAN_GAP or n == MAX_LOW_BIT_PAIRS
+    )
 
 
 # --- unpacking -----------------------------------------------------------------------------------
 
 
-def by_tensor(
+def split_by_tensor(
     tensors: Sequence[Bits], positions: Positions
 ) -> Iterator[tuple[Bits, Positions, slice]]:
     """For each tensor with changes here: it, the positions inside it, which of all they are."""
@@ -199,38 +214,44 @@ def by_tensor(
             done = upto
 
 
-def unpack_places(payload: Payload, num_elements: int) -> Places:
+def unpack_positions(payload: Payload, num_elements: int) -> ChangedPositions:
     (gaps,) = _unpack_role(payload, Role.GAPS, range(1, 2), payload.num_changed)
-    num_far = int(np.count_nonzero(gaps == ESCAPE_GAP))
+    num_long_gaps = int(np.count_nonzero(gaps == ESCAPE_GAP))
     num_packed = -(-payload.num_changed // 4)
-    places = Places(
+    changed_positions = ChangedPositions(
         gaps=gaps,
-        far=_unpack_role(payload, Role.FAR, _num_planes(num_far, MAX_FAR_PLANES), num_far),
-        digits=_unpack_role(payload, Role.DIGITS, range(MAX_DIGITS + 1), num_packed),
+        long_gaps=_unpack_role(
+            payload, Role.LONG_GAPS, _num_planes(num_long_gaps, MAX_LONG_GAP_PLANES), num_long_gaps
+        ),
+        low_bits=_unpack_role(payload, Role.LOW_BITS, range(MAX_LOW_BIT_PAIRS + 1), num_packed),
     )
-    for digits in places.digits:
-        _check_filling(digits, payload.num_changed)
-    if places.end() > num_elements:
+    for low_bits in changed_positions.low_bits:
+        _check_padding(low_bits, payload.num_changed)
+    if changed_positions.end() > num_elements:
         raise WeightsError(f"delta: changes beyond the tensor's {num_elements} elements")
-    return places
+    return changed_positions
 
 
 def unpack_changes(payload: Payload, dtype: np.dtype[Any]) -> Differences | NewValues:
     num_changed = payload.num_changed
     if any(stream.role is Role.VALUES for stream in payload.streams):
-        allowed = _PLACE_ROLES | {Role.VALUES}
+        allowed = _POSITION_ROLES | {Role.VALUES}
         planes = _unpack_role(
             payload, Role.VALUES, _num_planes(num_changed, dtype.itemsize), num_changed
         )
         changes = NewValues(dtype=dtype, num_changed=num_changed, planes=planes)
     else:
-        allowed = _PLACE_ROLES | {Role.CODES, Role.BIG}
+        allowed = _POSITION_ROLES | {Role.CODES, Role.LARGE_CODES}
         (codes,) = _unpack_role(payload, Role.CODES, range(1, 2), -(-num_changed // 4))
-        _check_filling(codes, num_changed)
-        num_big = count_threes(codes)
-        big = _unpack_role(payload, Role.BIG, _num_planes(num_big, dtype.itemsize), num_big)
-        _check_big(big, dtype)
-        changes = Differences(dtype=dtype, num_changed=num_changed, codes=codes, big=big)
+        _check_padding(codes, num_changed)
+        num_large_codes = count_threes(codes)
+        large_codes = _unpack_role(
+            payload, Role.LARGE_CODES, _num_planes(num_large_codes, dtype.itemsize), num_large_codes
+        )
+        _check_large_codes(large_codes, dtype)
+        changes = Differences(
+            dtype=dtype, num_changed=num_changed, codes=codes, large_codes=large_codes
+        )
     if any(stream.role not in allowed for stream in payload.streams):
         raise WeightsError("delta: sparse payload has streams that do not belong together")
     return changes
@@ -252,12 +273,12 @@ def _num_planes(num_values: int, most: int) -> range:
     return range(1, most + 1) if num_values else range(1)
 
 
-def _check_filling(pairs: Bytes, num_values: int) -> None:
+def _check_padding(pairs: Bytes, num_values: int) -> None:
     if num_values % 4 and pairs[-1] >> 2 * (num_values % 4):
         raise WeightsError("delta: packed stream has bits after its last value")
 
 
-def _check_big(planes: tuple[Bytes, ...], dtype: np.dtype[Any]) -> None:
+def _check_large_codes(planes: tuple[Bytes, ...], dtype: np.dtype[Any]) -> None:
     """A zigzag difference has as many bits as an element, and the code was taken off."""
     if len(planes) < dtype.itemsize:
         return

@@ -21,17 +21,17 @@ from pathlib import Path
 
 from penstock.errors import WeightsError
 from penstock.weights.deltas.chain import DeltaEntry
-from penstock.weights.deltas.file_delta import apply_here
+from penstock.weights.deltas.file_delta import apply_in_place
 from penstock.weights.manifest import FileEntry, SnapshotManifest, is_digest
 from penstock.weights.pulling.partial import Partial, verify
 from penstock.weights.store import open_regular
 from penstock.weights.tensors import Scan, TensorEntry
 
 LOCK_POLL_S = 0.02
-RESUMABLE_S = 3600.0
+RESUME_WINDOW_S = 3600.0
 """A cut-off blob nobody touched for so long is not worth resuming."""
 PARTIAL = ".partial"
-WRONG = ".wrong"
+DAMAGED = ".wrong"
 """Was taken for the blob and is not: all but a few tensors of it may be of use."""
 MAX_BASES = 64
 """As many as a front looks at."""
@@ -65,12 +65,12 @@ class BlobCache:
         try:
             found = verify(path, file)
             if found is None:
-                path.rename(self._wrong(file))
+                path.rename(self._damaged_path(file))
         except FileNotFoundError:
             return None
         return found
 
-    def alike(self, file: FileEntry) -> list[str]:
+    def possible_bases(self, file: FileEntry) -> list[str]:
         """Blobs from which a delta to this one may lead: weights of the same size."""
         if not file.name.endswith(".safetensors"):
             return []
@@ -88,10 +88,10 @@ class BlobCache:
             shutil.copyfile(self._blobs / steps[0].base, made)
             for step in steps:
                 with open_regular(self._blobs / step.blob) as delta:
-                    apply_here(made, delta, base_blob=step.base)
+                    apply_in_place(made, delta, base_blob=step.base)
             found = verify(made, file)
             if found is None:
-                made.rename(self._wrong(file))
+                made.rename(self._damaged_path(file))
                 raise WeightsError(f"{file.name}: its deltas lead to other bytes than {file.blob}")
             made.chmod(0o444)
             made.rename(self._blobs / file.blob)
@@ -110,8 +110,8 @@ class BlobCache:
             try:
                 if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_at(descriptor, path):
                     partial = Partial(path, self._blobs / file.blob, file, tensors)
-                    if self._wrong(file).exists():
-                        await to_the_end(partial.adopt, self._wrong(file))
+                    if self._damaged_path(file).exists():
+                        await run_uncancelled(partial.start_from, self._damaged_path(file))
                     yield partial
                     return
             finally:
@@ -128,7 +128,7 @@ class BlobCache:
         try:
             for file in manifest.files:
                 os.link(self._blobs / file.blob, staging / file.name)
-            self._move_in(staging, folder, manifest)
+            self._swap_in(staging, folder, manifest)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         return folder
@@ -142,12 +142,12 @@ class BlobCache:
                     shutil.rmtree(folder, ignore_errors=True)
             for blob in self._blobs.iterdir():
                 found = blob.stat()
-                is_resumable = time.time() - found.st_mtime < RESUMABLE_S
+                is_resumable = time.time() - found.st_mtime < RESUME_WINDOW_S
                 if found.st_nlink == 1 and not (blob.suffix == PARTIAL and is_resumable):
                     blob.unlink()
 
-    def _wrong(self, file: FileEntry) -> Path:
-        return self._blobs / f"{file.blob}{WRONG}"
+    def _damaged_path(self, file: FileEntry) -> Path:
+        return self._blobs / f"{file.blob}{DAMAGED}"
 
     @contextmanager
     def _lock(self, kind: int) -> Generator[bool]:
@@ -167,7 +167,7 @@ class BlobCache:
         except FileNotFoundError:
             return False
 
-    def _move_in(self, staging: Path, folder: Path, manifest: SnapshotManifest) -> None:
+    def _swap_in(self, staging: Path, folder: Path, manifest: SnapshotManifest) -> None:
         try:
             staging.rename(folder)
         except OSError:
@@ -179,7 +179,7 @@ class BlobCache:
             shutil.rmtree(damaged, ignore_errors=True)
 
 
-async def to_the_end(work: Callable[..., object], *args: object) -> None:
+async def run_uncancelled(work: Callable[..., object], *args: object) -> None:
     """In a thread. Whoever is cancelled waits for it, so that nothing is written without the lock
     or to a blob that has been verified since."""
     thread = asyncio.ensure_future(asyncio.to_thread(work, *args))

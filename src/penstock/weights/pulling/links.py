@@ -13,36 +13,36 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from penstock.errors import BadRequest, NotFound, TooLarge, Unreachable, WeightsError
-from penstock.wire.client import OUTAGE_S, REQUEST_S, AsyncCaller
+from penstock.wire.client import REQUEST_TIMEOUT_S, RETRY_DEADLINE_S, AsyncServiceClient
 
 T = TypeVar("T")
 Transfer = Literal["auto", "delta", "full"]
 
-ASK_S = 5.0
+QUERY_TIMEOUT_S = 5.0
 """How long a front that does not answer is asked for deltas."""
-MOMENT_S = 3.0
+TRY_TIMEOUT_S = 3.0
 """How long a front is tried that is not the last."""
-SILENCE_S = 10.0
+IDLE_TIMEOUT_S = 10.0
 """As long may it say nothing in mid-answer: a lossy link has such pauses."""
-COMING_S = 300.0
+PENDING_TIMEOUT_S = 300.0
 """How long it is believed that something is on its way to it."""
-REST_S = 60.0
+BACKOFF_S = 60.0
 """How long nobody asks it after that."""
 MIN_SAMPLE_BYTES = 4 << 20
 """What takes less is mostly round trips, and says little about speed."""
-KEEP = 0.5
+HISTORY_WEIGHT = 0.5
 """Weight of all samples before the newest."""
-FADE = 0.9
+DECAY = 0.9
 """Of the seconds, each time a speed decided against its own use."""
-PLAIN = {"accept-encoding": "identity"}
+NO_COMPRESSION = {"accept-encoding": "identity"}
 
 
-class Speed:
+class Throughput:
     """Bytes per second: a mean that forgets."""
 
-    def __init__(self, *, num_unlike: int = 0) -> None:
-        """The first `num_unlike` samples are not like the rest."""
-        self._num_unlike = num_unlike
+    def __init__(self, *, num_warmup: int = 0) -> None:
+        """The first `num_warmup` samples are not like the rest."""
+        self._num_unlike = num_warmup
         self._bytes = 0.0
         self._s = 0.0
 
@@ -57,60 +57,60 @@ class Speed:
         if self._num_unlike:
             self._num_unlike -= 1
             return
-        self._bytes = KEEP * self._bytes + num_bytes
-        self._s = KEEP * self._s + took_s
+        self._bytes = HISTORY_WEIGHT * self._bytes + num_bytes
+        self._s = HISTORY_WEIGHT * self._s + took_s
 
-    def doubt(self) -> None:
+    def decay(self) -> None:
         """Take it for a little faster: what is too slow to be used is never measured again."""
-        self._s *= FADE
+        self._s *= DECAY
 
 
-def takes_delta(
+def prefers_delta(
     transfer: Transfer,
     *,
     delta_bytes: int,
     file_bytes: int,
     link_bytes_per_s: float | None,
-    making_bytes_per_s: float | None,
+    rebuild_bytes_per_s: float | None,
 ) -> bool:
     """Is the way along deltas to be taken: the file is expected sooner so than whole, or nobody
     knows."""
     if transfer != "auto":
         return transfer == "delta"
-    if link_bytes_per_s is None or making_bytes_per_s is None:
+    if link_bytes_per_s is None or rebuild_bytes_per_s is None:
         return True
-    delta_s = delta_bytes / link_bytes_per_s + file_bytes / making_bytes_per_s
+    delta_s = delta_bytes / link_bytes_per_s + file_bytes / rebuild_bytes_per_s
     return delta_s < file_bytes / link_bytes_per_s
 
 
 @dataclass(slots=True)
-class Link:
+class LinkStats:
     """What is known of one front, over all pulls."""
 
-    speed: Speed = field(default_factory=Speed)
-    rests_until_s: float = 0.0
+    speed: Throughput = field(default_factory=Throughput)
+    backoff_until_s: float = 0.0
     """By the monotonic clock."""
-    num_under_way: int = 0
+    num_in_flight: int = 0
     busy_since_s: float = 0.0
     busy_bytes: int = 0
     """Came since then."""
 
     def begin(self) -> None:
-        if not self.num_under_way:
+        if not self.num_in_flight:
             self.busy_since_s, self.busy_bytes = time.monotonic(), 0
-        self.num_under_way += 1
+        self.num_in_flight += 1
 
     def end(self, num_bytes: int) -> None:
-        self.num_under_way -= 1
+        self.num_in_flight -= 1
         self.busy_bytes += num_bytes
-        if not self.num_under_way:
+        if not self.num_in_flight:
             self.speed.add(self.busy_bytes, time.monotonic() - self.busy_since_s)
 
 
-class Front:
+class WeightServerClient:
     """One front in one pull."""
 
-    def __init__(self, caller: AsyncCaller, link: Link, *, is_last: bool) -> None:
+    def __init__(self, caller: AsyncServiceClient, link: LinkStats, *, is_last: bool) -> None:
         self._caller = caller
         self._link = link
         self._is_last = is_last
@@ -124,11 +124,13 @@ class Front:
         return self._link.speed.bytes_per_s
 
     @property
-    def is_worth_asking(self) -> bool:
-        return self._is_last or time.monotonic() >= self._link.rests_until_s
+    def is_usable(self) -> bool:
+        return self._is_last or time.monotonic() >= self._link.backoff_until_s
 
     async def ask(self, path: str, kind: type[T]) -> T:
-        return await self._caller.call("GET", path, None, kind, deadline_s=ASK_S, timeout_s=ASK_S)
+        return await self._caller.call(
+            "GET", path, None, kind, deadline_s=QUERY_TIMEOUT_S, timeout_s=QUERY_TIMEOUT_S
+        )
 
     async def get(
         self, path: str, max_bytes: int, what: str, headers: dict[str, str] | None = None
@@ -137,49 +139,55 @@ class Front:
         num_bytes = 0
         self._link.begin()
         try:
-            body = await self._wait_for(path, {**PLAIN, **(headers or {})}, max_bytes)
+            body = await self._wait_for(path, {**NO_COMPRESSION, **(headers or {})}, max_bytes)
             num_bytes = len(body)
             return body
         except (BadRequest, NotFound, TooLarge) as error:
             raise WeightsError(f"{what}: {error}") from error
         except Unreachable:
-            self._link.rests_until_s = time.monotonic() + REST_S
+            self._link.backoff_until_s = time.monotonic() + BACKOFF_S
             raise
         finally:
             self._link.end(num_bytes)
 
     async def _wait_for(self, path: str, headers: dict[str, str], max_bytes: int) -> bytes:
         began_at = time.monotonic()
-        deadline_s, silence_s = (OUTAGE_S, REQUEST_S) if self._is_last else (MOMENT_S, SILENCE_S)
+        deadline_s, idle_timeout_s = (
+            (RETRY_DEADLINE_S, REQUEST_TIMEOUT_S)
+            if self._is_last
+            else (TRY_TIMEOUT_S, IDLE_TIMEOUT_S)
+        )
         while True:
             try:
                 answer = await self._caller.request(
                     "GET",
                     path,
                     headers=headers,
-                    max_answer_bytes=max_bytes,
+                    max_response_bytes=max_bytes,
                     deadline_s=deadline_s,
-                    timeout_s=silence_s,
+                    timeout_s=idle_timeout_s,
                 )
                 return answer.content
             except Unreachable as error:
-                is_late = self._is_last or time.monotonic() > began_at + COMING_S
-                if is_late or not _is_coming(error):
+                is_late = self._is_last or time.monotonic() > began_at + PENDING_TIMEOUT_S
+                if is_late or not _is_pending(error):
                     raise
 
 
-def _is_coming(error: Unreachable) -> bool:
+def _is_pending(error: Unreachable) -> bool:
     """Did it answer that it will have this soon?"""
-    said = error.__cause__
-    return isinstance(said, Unreachable) and said.retry_after_s is not None
+    cause = error.__cause__
+    return isinstance(cause, Unreachable) and cause.retry_after_s is not None
 
 
-def fronts_of(callers: Sequence[AsyncCaller], links: dict[str, Link]) -> list[Front]:
+def weight_server_clients(
+    callers: Sequence[AsyncServiceClient], links: dict[str, LinkStats]
+) -> list[WeightServerClient]:
     """In order of preference; what is learned about them goes to `links`."""
     return [
-        Front(
+        WeightServerClient(
             caller,
-            links.setdefault(caller.base_url, Link()),
+            links.setdefault(caller.base_url, LinkStats()),
             is_last=number == len(callers),
         )
         for number, caller in enumerate(callers, 1)

@@ -22,7 +22,7 @@ from penstock.weights.manifest import FileEntry
 from penstock.weights.store import open_regular
 from penstock.weights.tensors import Layout, Scan, TensorEntry, read_layout, scan
 
-Span = tuple[int, int]
+ByteRange = tuple[int, int]
 """First byte, and the one after the last."""
 
 MIN_PIECE_BYTES = 128 << 10
@@ -50,14 +50,14 @@ class Partial:
         self._tensors = tensors
         self._piece_bytes = piece_bytes(file.bytes)
         self._num_pieces = -(-file.bytes // self._piece_bytes)
-        self._damaged: list[Span] = []
+        self._damaged: list[ByteRange] = []
         """Of a complete file, what has to come again."""
 
     @property
     def is_complete(self) -> bool:
         return self._path.stat().st_size == self._file.bytes
 
-    def missing(self) -> list[Span]:
+    def missing(self) -> list[ByteRange]:
         """In pieces, each to be written by one call; starts the file if need be."""
         if self.is_complete:
             return self._damaged
@@ -65,7 +65,7 @@ class Partial:
         if marks is None:
             self._start_over()
             marks = bytes(self._num_pieces)
-        return [self._span(number) for number, mark in enumerate(marks) if not mark]
+        return [self._piece_range(number) for number, mark in enumerate(marks) if not mark]
 
     @property
     def num_missing_bytes(self) -> int:
@@ -73,10 +73,10 @@ class Partial:
         if self.is_complete:
             return 0
         marks = self._marks() or bytes(self._num_pieces)
-        spans = (self._span(number) for number, mark in enumerate(marks) if not mark)
-        return sum(end - start for start, end in spans)
+        byte_ranges = (self._piece_range(number) for number, mark in enumerate(marks) if not mark)
+        return sum(end - start for start, end in byte_ranges)
 
-    def adopt(self, wrong: Path) -> None:
+    def start_from(self, wrong: Path) -> None:
         """Begin with the bytes of a file that is nearly this one, unless there are some already."""
         marks = self._marks()
         with suppress(FileNotFoundError):
@@ -91,7 +91,7 @@ class Partial:
             out.flush()
             if os.fstat(out.fileno()).st_size > self._file.bytes:
                 number = start // self._piece_bytes
-                if self._span(number) == (start, start + len(piece)):
+                if self._piece_range(number) == (start, start + len(piece)):
                     out.seek(self._file.bytes + _SIZE_BYTES + number)
                     out.write(b"\1")
 
@@ -113,7 +113,7 @@ class Partial:
     def drop(self) -> None:
         self._path.unlink(missing_ok=True)
 
-    def _span(self, number: int) -> Span:
+    def _piece_range(self, number: int) -> ByteRange:
         start = number * self._piece_bytes
         return start, min(start + self._piece_bytes, self._file.bytes)
 
@@ -139,8 +139,8 @@ def verify(path: Path, file: FileEntry) -> Scan | None:
     """None when the bytes are not those of the digest; WeightsError when they are, and wrong."""
     try:
         with open_regular(path) as blob:
-            written_ns = os.fstat(blob.fileno()).st_mtime_ns
-            found = replace(scan(blob, file.name), written_ns=written_ns)
+            mtime_ns = os.fstat(blob.fileno()).st_mtime_ns
+            found = replace(scan(blob, file.name), mtime_ns=mtime_ns)
     except WeightsError:
         with open_regular(path) as blob:
             if scan(blob, "").blob == file.blob:
@@ -149,7 +149,7 @@ def verify(path: Path, file: FileEntry) -> Scan | None:
     return found if (found.blob, found.num_bytes) == (file.blob, file.bytes) else None
 
 
-def damaged(path: Path, file: FileEntry, tensors: Mapping[str, TensorEntry]) -> list[Span]:
+def damaged(path: Path, file: FileEntry, tensors: Mapping[str, TensorEntry]) -> list[ByteRange]:
     """Which bytes of weights with the wrong digest are to blame, in pieces; none when the file does
     not say where its tensors lie."""
     if not file.name.endswith(".safetensors"):
@@ -161,25 +161,27 @@ def damaged(path: Path, file: FileEntry, tensors: Mapping[str, TensorEntry]) -> 
             layout = read_layout(blob, file.name)
     except WeightsError:
         return []
-    return list(_in_pieces(blame(layout, found.tensors, tensors), piece_bytes(file.bytes)))
+    return list(_in_pieces(locate_damage(layout, found.tensors, tensors), piece_bytes(file.bytes)))
 
 
-def blame(
-    layout: Layout, found: Sequence[TensorEntry], promised: Mapping[str, TensorEntry]
-) -> list[Span]:
+def locate_damage(
+    layout: Layout, found: Sequence[TensorEntry], expected: Mapping[str, TensorEntry]
+) -> list[ByteRange]:
     """The tensors with another digest than promised; the head, when it speaks of other tensors than
     promised, or when there is nothing else to blame."""
     head = (0, len(layout.head))
-    known = [(tensor, promised.get(tensor.name)) for tensor in found]
+    known = [(tensor, expected.get(tensor.name)) for tensor in found]
     if any(
         other is None or (tensor.dtype, tensor.shape) != (other.dtype, other.shape)
         for tensor, other in known
     ):
         return [head]
     wrong = [tensor.name for tensor, other in known if tensor != other]
-    return [(layout.spans[name].start, layout.spans[name].end) for name in wrong] or [head]
+    return [(layout.byte_ranges[name].start, layout.byte_ranges[name].end) for name in wrong] or [
+        head
+    ]
 
 
-def _in_pieces(spans: Iterable[Span], most_bytes: int) -> Iterable[Span]:
-    for start, end in spans:
+def _in_pieces(byte_ranges: Iterable[ByteRange], most_bytes: int) -> Iterable[ByteRange]:
+    for start, end in byte_ranges:
         yield from pairwise([*range(start, end, most_bytes), end])

@@ -18,15 +18,15 @@ from typing import BinaryIO
 import msgspec
 from blake3 import blake3
 
-from penstock.errors import WeightsError, boundary
+from penstock.errors import WeightsError, wrap_errors
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import digest_of, is_digest, parse_manifest
-from penstock.weights.rebuild import make_whole
+from penstock.weights.rebuild import rebuild_blob
 from penstock.weights.serving.object_store import (
     blob_name,
     deltas_to,
     entry_name,
-    is_sound,
+    is_valid_entry,
     manifest_name,
     open_objects,
 )
@@ -49,7 +49,7 @@ class ObjectMirror:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._objects = open_objects(url, patience_s=UPLOAD_S)
+        self._objects = open_objects(url, retry_timeout_s=UPLOAD_S)
         self._has_stopped = False
 
     def stop(self) -> None:
@@ -60,10 +60,12 @@ class ObjectMirror:
         """Bring a version's blobs, the deltas that lead to them and, last, its manifest; how many
         bytes had to travel. May be called again after a failure: what is there is kept."""
         what = f"uploading version {manifest_digest} to {self._url}"
-        with boundary(WeightsError, what), store.writing():
+        with wrap_errors(WeightsError, what), store.writing():
             data = store.read_manifest(manifest_digest)
             sizes = {file.blob: file.bytes for file in parse_manifest(data).files}
-            deltas = [step for blob in sizes for step in store.deltas_to(blob) if is_sound(step)]
+            deltas = [
+                step for blob in sizes for step in store.deltas_to(blob) if is_valid_entry(step)
+            ]
             sizes |= {step.blob: step.bytes for step in deltas}
             sent = self._each(partial(self._put_blob, store), sizes.items())
             sent += self._each(self._put_entry, ((step,) for step in deltas))
@@ -89,7 +91,7 @@ class ObjectMirror:
         import obstore
 
         name = manifest_name(manifest_digest)
-        with boundary(WeightsError, f"reading {self._url}/{name}"):
+        with wrap_errors(WeightsError, f"reading {self._url}/{name}"):
             data = bytes(obstore.get(self._objects, name).bytes())
         if digest_of(data) != manifest_digest:
             return set()
@@ -108,7 +110,7 @@ class ObjectMirror:
     def _listed(self, folder: str) -> Iterator[tuple[str, int]]:
         import obstore
 
-        with boundary(WeightsError, f"listing {self._url}/{folder}"):
+        with wrap_errors(WeightsError, f"listing {self._url}/{folder}"):
             pages = obstore.list(self._objects, folder)  # pyright: ignore[reportUnknownMemberType]
             for meta in (meta for page in pages for meta in page):
                 yield meta["path"].removeprefix(f"{folder}/"), meta["size"]
@@ -116,7 +118,7 @@ class ObjectMirror:
     def _delete(self, name: str) -> None:
         import obstore
 
-        with boundary(WeightsError, f"deleting {self._url}/{name}"), suppress(FileNotFoundError):
+        with wrap_errors(WeightsError, f"deleting {self._url}/{name}"), suppress(FileNotFoundError):
             obstore.delete(self._objects, name)
 
     # --- uploading ------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ class ObjectMirror:
         name = blob_name(digest)
         if self._has(name, num_bytes):
             return 0
-        with open_regular(make_whole(store, digest)) as file:
+        with open_regular(rebuild_blob(store, digest)) as file:
             if num_bytes <= PART_BYTES:
                 return self._create(name, b"".join(_verified(file, digest, num_bytes, PART_BYTES)))
             # No store creates in parts only where nothing lies: two uploads at once write the same

@@ -20,7 +20,7 @@ import structlog
 from anyio.to_thread import run_sync
 
 from penstock.errors import ConfigError, NotFound, Unreachable
-from penstock.weights.deltas.chain import DeltaEntry, cheapest
+from penstock.weights.deltas.chain import DeltaEntry, cheapest_chain
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of, is_digest
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-READ_S = 10.0
+READ_TIMEOUT_S = 10.0
 """A reader is told to ask again when the bucket has not answered for so long."""
 RETRY_S = 1.0
 MAX_KNOWN = 100_000
@@ -40,13 +40,13 @@ class ObjectSource:
     """A bucket as a front serves it, by range."""
 
     def __init__(self, url: str) -> None:
-        self._objects = open_objects(url, patience_s=READ_S)
+        self._objects = open_objects(url, retry_timeout_s=READ_TIMEOUT_S)
         self._known: dict[str, DeltaEntry | None] = {}
 
     async def manifest(self, digest: str) -> bytes:
         import obstore
 
-        with _asked("manifest", digest):
+        with _translated_errors("manifest", digest):
             found = await obstore.get_async(self._objects, manifest_name(digest))
             if found.meta["size"] > MAX_MANIFEST_BYTES:
                 raise NotFound(f"manifest {digest} has {found.meta['size']} bytes, too many")
@@ -61,23 +61,23 @@ class ObjectSource:
     async def blob(self, digest: str) -> ObjectBlob:
         import obstore
 
-        with _asked("blob", digest):
+        with _translated_errors("blob", digest):
             meta = await obstore.head_async(self._objects, blob_name(digest))
         return ObjectBlob(self._objects, digest, meta["size"])
 
-    async def way(
+    async def chain(
         self, target: str, num_bytes: int, have: Collection[str]
     ) -> tuple[DeltaEntry, ...]:
-        with _asked("deltas to", target):
-            return await run_sync(self._way, target, num_bytes, have)
+        with _translated_errors("deltas to", target):
+            return await run_sync(self._chain, target, num_bytes, have)
 
-    def _way(self, target: str, num_bytes: int, have: Collection[str]) -> tuple[DeltaEntry, ...]:
+    def _chain(self, target: str, num_bytes: int, have: Collection[str]) -> tuple[DeltaEntry, ...]:
         def steps_to(blob: str) -> Iterable[DeltaEntry]:
             return deltas_to(self._objects, blob, self._known)
 
         if len(self._known) > MAX_KNOWN:
             self._known.clear()
-        return cheapest(target, lambda blob: blob in have, steps_to, below=num_bytes)
+        return cheapest_chain(target, lambda blob: blob in have, steps_to, below=num_bytes)
 
     async def close(self) -> None:
         return None
@@ -96,14 +96,14 @@ class ObjectBlob:
         if start >= end:
             return b""
         name = blob_name(self._digest)
-        with _asked("blob", self._digest):
+        with _translated_errors("blob", self._digest):
             return bytes(await obstore.get_range_async(self._objects, name, start=start, end=end))
 
     async def close(self) -> None:
         return None
 
 
-def open_objects(url: str, *, patience_s: float) -> ObjectStore:
+def open_objects(url: str, *, retry_timeout_s: float) -> ObjectStore:
     if importlib.util.find_spec("obstore") is None:
         raise ConfigError("weights in object storage need obstore; pip install 'penstock[s3]'")
     from obstore.exceptions import BaseError
@@ -115,7 +115,7 @@ def open_objects(url: str, *, patience_s: float) -> ObjectStore:
         # No client options: they would stand in place of those in the environment.
         return from_url(
             url,
-            retry_config={"max_retries": 10, "retry_timeout": timedelta(seconds=patience_s)},
+            retry_config={"max_retries": 10, "retry_timeout": timedelta(seconds=retry_timeout_s)},
         )
     except (BaseError, ValueError) as error:
         raise ConfigError(
@@ -124,7 +124,7 @@ def open_objects(url: str, *, patience_s: float) -> ObjectStore:
 
 
 @contextmanager
-def _asked(kind: str, digest: str) -> Generator[None]:
+def _translated_errors(kind: str, digest: str) -> Generator[None]:
     """What a bucket does not have is NotFound; a bucket that fails is asked again later."""
     from obstore.exceptions import BaseError
 
@@ -163,12 +163,12 @@ def _read_entry(objects: ObjectStore, name: str, target: str) -> DeltaEntry | No
 
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, FileNotFoundError):
         entry = _entry_decoder.decode(bytes(obstore.get(objects, name).bytes()))
-        if entry.target == target and is_sound(entry):
+        if entry.target == target and is_valid_entry(entry):
             return entry
     return None
 
 
-def is_sound(entry: DeltaEntry) -> bool:
+def is_valid_entry(entry: DeltaEntry) -> bool:
     return entry.bytes > 0 and all(map(is_digest, (entry.base, entry.target, entry.blob)))
 
 

@@ -20,23 +20,23 @@ from anyio.to_thread import run_sync
 
 from penstock.errors import NotFound, Unreachable, WeightsError
 from penstock.weights.deltas.chain import DeltaEntry
-from penstock.weights.rebuild import make_whole, merge, way_from_whole
+from penstock.weights.rebuild import chain_from_full, merge_deltas, rebuild_blob
 from penstock.weights.store import DirectoryStore
 
 log = structlog.get_logger(__name__)
 
-HOLD_S = 2.0
+JOB_WAIT_S = 2.0
 """How long a request waits for work that it has caused; callers give it a little more."""
-NOTE_S = 20.0
-MERGE_FROM = 4
+MARK_INTERVAL_S = 20.0
+MIN_MERGE_STEPS = 4
 """Steps that are worth one delta in their place; fewer overlap little, so merging saves little."""
 
 
 class Origin:
     def __init__(self, store: DirectoryStore) -> None:
         self._store = store
-        self._works = _Works()
-        self._noted: dict[str, float] = {}
+        self._jobs = _BackgroundJobs()
+        self._marked_at: dict[str, float] = {}
 
     async def manifest(self, digest: str) -> bytes:
         try:
@@ -50,9 +50,9 @@ class Origin:
     async def blob(self, digest: str) -> StoredBlob:
         with suppress(FileNotFoundError):
             return await self._open(digest)
-        if not await run_sync(way_from_whole, self._store, digest):
+        if not await run_sync(chain_from_full, self._store, digest):
             raise _missing("blob", digest)
-        if not await self._works.has_done(digest, lambda: make_whole(self._store, digest)):
+        if not await self._jobs.run_and_wait(digest, lambda: rebuild_blob(self._store, digest)):
             raise Unreachable(f"blob {digest} is being made from deltas", retry_after_s=1.0)
         try:
             return await self._open(digest)
@@ -62,48 +62,52 @@ class Origin:
     async def _open(self, digest: str) -> StoredBlob:
         try:
             blob = StoredBlob(await run_sync(self._store.open_blob, digest))
-            await self._note(digest)
+            await self._mark_read(digest)
             return blob
         except FileNotFoundError:
             raise
         except OSError:
             raise _missing("blob", digest) from None
 
-    async def _note(self, digest: str) -> None:
+    async def _mark_read(self, digest: str) -> None:
         """Each range of a blob is a request; one note in a while tells of all of them."""
         now = time.monotonic()
-        if now - self._noted.get(digest, -NOTE_S) >= NOTE_S:
-            self._noted = {blob: at for blob, at in self._noted.items() if now - at < NOTE_S}
-            self._noted[digest] = now
-            await run_sync(self._store.note_read, digest)
+        if now - self._marked_at.get(digest, -MARK_INTERVAL_S) >= MARK_INTERVAL_S:
+            self._marked_at = {
+                blob: at for blob, at in self._marked_at.items() if now - at < MARK_INTERVAL_S
+            }
+            self._marked_at[digest] = now
+            await run_sync(self._store.mark_read, digest)
 
-    async def way(
+    async def chain(
         self, target: str, num_bytes: int, have: Collection[str]
     ) -> tuple[DeltaEntry, ...]:
-        way = await run_sync(self._store.way_to, target, num_bytes, have)
-        if len(way) < MERGE_FROM:
-            return way
-        base = way[0].base
-        await self._works.has_done(base + target, lambda: merge(self._store, base, target))
-        return await run_sync(self._store.way_to, target, num_bytes, have)
+        chain = await run_sync(self._store.chain_to, target, num_bytes, have)
+        if len(chain) < MIN_MERGE_STEPS:
+            return chain
+        base = chain[0].base
+        await self._jobs.run_and_wait(
+            base + target, lambda: merge_deltas(self._store, base, target)
+        )
+        return await run_sync(self._store.chain_to, target, num_bytes, have)
 
     async def close(self) -> None:
-        await self._works.close()
+        await self._jobs.close()
 
 
-class _Works:
+class _BackgroundJobs:
     """Slow work in threads, by name."""
 
     def __init__(self) -> None:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._one_at_a_time = asyncio.Semaphore(1)
 
-    async def has_done(self, name: str, work: Callable[[], object]) -> bool:
+    async def run_and_wait(self, name: str, work: Callable[[], object]) -> bool:
         """Start it unless it runs, and wait a moment; whether it ended, well or not."""
         task = self._running.get(name)
         if task is None:
             task = self._running[name] = asyncio.create_task(self._do(name, work))
-        done, _ = await asyncio.wait([task], timeout=HOLD_S)
+        done, _ = await asyncio.wait([task], timeout=JOB_WAIT_S)
         return bool(done)
 
     async def _do(self, name: str, work: Callable[[], object]) -> None:

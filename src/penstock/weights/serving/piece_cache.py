@@ -26,22 +26,24 @@ PIECE_BYTES = 1 << 20
 """Asked for at once. Its bytes pass on as they come, so its size is nobody's delay."""
 MANIFEST = ".json"
 """Ends the name of a cached manifest; a blob's name is its digest alone."""
-FULL_S = 1.0
+NO_ROOM_RETRY_S = 1.0
 """When to ask again for a blob that found no room."""
 
 
-class Held:
+class CachedBlob:
     """One blob or manifest in the cache, a file whose holes close: each piece from its front on."""
 
-    def __init__(self, name: str, path: Path, num_bytes: int, *, is_left: bool = False) -> None:
+    def __init__(
+        self, name: str, path: Path, num_bytes: int, *, is_unverified: bool = False
+    ) -> None:
         self.name = name
         self.path = path
         self.num_bytes = num_bytes
         self.num_users = 0
-        self.is_left = is_left
+        self.is_unverified = is_unverified
         """By an earlier process, and not digested since."""
-        num_pieces = 0 if is_left else -(-num_bytes // PIECE_BYTES)
-        self._there = {piece: piece * PIECE_BYTES for piece in range(num_pieces)}
+        num_pieces = 0 if is_unverified else -(-num_bytes // PIECE_BYTES)
+        self._next_byte = {piece: piece * PIECE_BYTES for piece in range(num_pieces)}
         """Of each piece that is not complete, the byte after the last that is there."""
 
     @property
@@ -50,19 +52,19 @@ class Held:
 
     @property
     def is_complete(self) -> bool:
-        return not self._there
+        return not self._next_byte
 
     def missing(self, piece: int) -> tuple[int, int]:
         """The first byte of a piece that is not there, and the one after its last."""
         end = min((piece + 1) * PIECE_BYTES, self.num_bytes)
-        return self._there.get(piece, end), end
+        return self._next_byte.get(piece, end), end
 
-    def grow(self, piece: int, num_bytes: int) -> None:
+    def advance(self, piece: int, num_bytes: int) -> None:
         """So many more were written."""
         start, end = self.missing(piece)
-        self._there[piece] = start + num_bytes
+        self._next_byte[piece] = start + num_bytes
         if start + num_bytes == end:
-            del self._there[piece]
+            del self._next_byte[piece]
 
     @contextmanager
     def in_use(self) -> Generator[None]:
@@ -85,7 +87,7 @@ class Held:
     def open(self) -> BinaryIO:
         return open_regular(self.path)
 
-    def is_right(self) -> bool:
+    def matches_digest(self) -> bool:
         """Has the file the digest of its name?"""
         digest = blake3()
         with self.open() as file:
@@ -95,7 +97,7 @@ class Held:
 
 
 class PieceCache:
-    """One process at a time. All but `Held`'s own file access belongs to the event loop."""
+    """One process at a time. All but `CachedBlob`'s own file access belongs to the event loop."""
 
     def __init__(self, root: Path, *, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -105,22 +107,22 @@ class PieceCache:
         shutil.rmtree(self._incoming, ignore_errors=True)
         self._whole.mkdir(exist_ok=True)
         self._incoming.mkdir()
-        self._held = {held.name: held for held in _left(self._whole)}
+        self._cached = {cached.name: cached for cached in _load_existing(self._whole)}
         """Least recently used first."""
         self._make_room(0)
 
     @property
     def num_bytes(self) -> int:
         """Of all that is here or has its room kept."""
-        return sum(held.num_bytes for held in self._held.values())
+        return sum(cached.num_bytes for cached in self._cached.values())
 
-    def find(self, name: str) -> Held | None:
-        held = self._held.pop(name, None)
-        if held is not None:
-            self._held[name] = held
-        return held
+    def find(self, name: str) -> CachedBlob | None:
+        cached = self._cached.pop(name, None)
+        if cached is not None:
+            self._cached[name] = cached
+        return cached
 
-    def admit(self, name: str, num_bytes: int) -> Held:
+    def admit(self, name: str, num_bytes: int) -> CachedBlob:
         """Room for a blob of which nothing is here yet."""
         if num_bytes > self.max_bytes:
             raise NotFound(
@@ -131,35 +133,35 @@ class PieceCache:
             raise Unreachable(
                 f"no room for {name} ({num_bytes} bytes): everything in this relay's cache of "
                 f"{self.max_bytes} bytes is being read; give it more room",
-                retry_after_s=FULL_S,
+                retry_after_s=NO_ROOM_RETRY_S,
             )
-        held = Held(name, self._incoming / f"{name}.{secrets.token_hex(4)}", num_bytes)
-        held.path.touch(0o644)
-        self._held[name] = held
-        return held
+        cached = CachedBlob(name, self._incoming / f"{name}.{secrets.token_hex(4)}", num_bytes)
+        cached.path.touch(0o644)
+        self._cached[name] = cached
+        return cached
 
-    def settle(self, held: Held) -> None:
+    def promote(self, cached: CachedBlob) -> None:
         """It was digested and is right: from now on it outlives this process."""
-        if not held.is_left:
-            held.path = held.path.rename(self._whole / held.name)
-        held.is_left = False
+        if not cached.is_unverified:
+            cached.path = cached.path.rename(self._whole / cached.name)
+        cached.is_unverified = False
 
-    def drop(self, held: Held) -> None:
+    def drop(self, cached: CachedBlob) -> None:
         """Whoever has it open reads on."""
-        if self._held.get(held.name) is held:
-            del self._held[held.name]
-            held.path.unlink(missing_ok=True)
+        if self._cached.get(cached.name) is cached:
+            del self._cached[cached.name]
+            cached.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         self._lock.close()
 
     def _make_room(self, num_bytes: int) -> bool:
         excess = self.num_bytes + num_bytes - self.max_bytes
-        for held in [held for held in self._held.values() if not held.num_users]:
+        for cached in [cached for cached in self._cached.values() if not cached.num_users]:
             if excess <= 0:
                 break
-            self.drop(held)
-            excess -= held.num_bytes
+            self.drop(cached)
+            excess -= cached.num_bytes
         return excess <= 0
 
 
@@ -176,7 +178,7 @@ def _lock(root: Path) -> BinaryIO:
     return lock
 
 
-def _left(folder: Path) -> list[Held]:
+def _load_existing(folder: Path) -> list[CachedBlob]:
     """What an earlier process settled, the oldest first."""
     found = [
         (path.stat(), path)
@@ -184,4 +186,4 @@ def _left(folder: Path) -> list[Held]:
         if is_digest(path.name.removesuffix(MANIFEST)) and path.is_file()
     ]
     found.sort(key=lambda entry: entry[0].st_mtime)
-    return [Held(path.name, path, stat.st_size, is_left=True) for stat, path in found]
+    return [CachedBlob(path.name, path, stat.st_size, is_unverified=True) for stat, path in found]

@@ -21,12 +21,12 @@ import structlog
 from anyio.to_thread import run_sync
 
 from penstock.errors import BadRequest, PenstockError, Unreachable, WeightsError
-from penstock.weights.deltas.chain import DeltaEntry, Way
+from penstock.weights.deltas.chain import DeltaChain, DeltaEntry
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of
-from penstock.weights.serving.piece_cache import MANIFEST, PIECE_BYTES, Held, PieceCache
-from penstock.weights.serving.single_flight import Flow, Shared
-from penstock.weights.serving.upstreams import OtherSize, Upstream, Upstreams
-from penstock.wire.client import AsyncCaller
+from penstock.weights.serving.piece_cache import MANIFEST, PIECE_BYTES, CachedBlob, PieceCache
+from penstock.weights.serving.single_flight import PieceFetch, SingleFlight
+from penstock.weights.serving.upstreams import SizeMismatch, Upstream, Upstreams
+from penstock.wire.client import AsyncServiceClient
 from penstock.wire.codec import MSGPACK, decode
 
 log = structlog.get_logger(__name__)
@@ -35,11 +35,11 @@ NUM_PARALLEL = 48
 """Pieces on their way from upstream at once; a caller has a few connections more."""
 HEAD_BYTES = 128 << 10
 """Asked for first, to learn how long a blob is; many a delta is no longer."""
-WAY_S = 5.0
+CHAIN_TTL_S = 5.0
 """How long an answer about deltas serves others who ask the same."""
-MAX_WAYS = 1024
-MAX_WAY_BYTES = 1 << 16
-MAX_OPENINGS = 3
+MAX_CACHED_CHAINS = 1024
+MAX_CHAIN_BYTES = 1 << 16
+MAX_OPEN_ATTEMPTS = 3
 NOTHING = digest_of(b"")
 """A range of an empty blob cannot be asked for."""
 
@@ -48,25 +48,27 @@ class Relay:
     """`upstreams` in order of preference; they stay their owner's to close. One process per cache
     folder."""
 
-    def __init__(self, upstreams: Sequence[AsyncCaller], cache: Path, *, max_bytes: int) -> None:
+    def __init__(
+        self, upstreams: Sequence[AsyncServiceClient], cache: Path, *, max_bytes: int
+    ) -> None:
         self._upstreams = Upstreams(upstreams)
         self._cache = PieceCache(cache, max_bytes=max_bytes)
         self._slots = asyncio.Semaphore(NUM_PARALLEL)
-        self._suppliers: WeakKeyDictionary[Held, set[Upstream]] = WeakKeyDictionary()
-        self._manifests: Shared[str, bytes] = Shared()
-        self._openings: Shared[str, Held] = Shared()
-        self._flows: dict[tuple[Held, int], Flow] = {}
-        self._checks: Shared[Held, bool] = Shared()
-        self._questions: Shared[tuple[str, ...], Steps] = Shared()
-        self._ways: dict[tuple[str, ...], tuple[float, Steps]] = {}
+        self._suppliers: WeakKeyDictionary[CachedBlob, set[Upstream]] = WeakKeyDictionary()
+        self._manifests: SingleFlight[str, bytes] = SingleFlight()
+        self._openings: SingleFlight[str, CachedBlob] = SingleFlight()
+        self._fetches: dict[tuple[CachedBlob, int], PieceFetch] = {}
+        self._checks: SingleFlight[CachedBlob, bool] = SingleFlight()
+        self._chain_queries: SingleFlight[tuple[str, ...], Steps] = SingleFlight()
+        self._chain_cache: dict[tuple[str, ...], tuple[float, Steps]] = {}
         """With the time until which they serve."""
 
     async def close(self) -> None:
-        flows = [flow.task for flow in self._flows.values() if flow.task is not None]
-        for task in flows:
+        fetches = [fetch.task for fetch in self._fetches.values() if fetch.task is not None]
+        for task in fetches:
             task.cancel()
-        await asyncio.gather(*flows, return_exceptions=True)
-        for shared in (self._manifests, self._openings, self._questions, self._checks):
+        await asyncio.gather(*fetches, return_exceptions=True)
+        for shared in (self._manifests, self._openings, self._chain_queries, self._checks):
             await shared.close()
         self._cache.close()
 
@@ -76,13 +78,13 @@ class Relay:
         return await self._manifests.get(digest, lambda: self._manifest(digest))
 
     async def _manifest(self, digest: str) -> bytes:
-        held = self._cache.find(digest + MANIFEST)
-        if held is not None:
-            with held.in_use(), suppress(OSError):
-                data = await run_sync(held.path.read_bytes)
+        cached = self._cache.find(digest + MANIFEST)
+        if cached is not None:
+            with cached.in_use(), suppress(OSError):
+                data = await run_sync(cached.path.read_bytes)
                 if digest_of(data) == digest:
                     return data
-            self._cache.drop(held)
+            self._cache.drop(cached)
 
         async def get(upstream: Upstream) -> bytes:
             found = await upstream.get(f"/v1/manifests/{digest}", MAX_MANIFEST_BYTES)
@@ -97,66 +99,68 @@ class Relay:
     async def _keep(self, name: str, data: bytes) -> None:
         """If there is room; it is passed on anyway."""
         with suppress(PenstockError), self._writing(name):
-            held = self._cache.admit(name, len(data))
-            with held.in_use():
-                await run_sync(held.write, 0, data)
-                self._cache.settle(held)
+            cached = self._cache.admit(name, len(data))
+            with cached.in_use():
+                await run_sync(cached.write, 0, data)
+                self._cache.promote(cached)
 
-    async def way(self, target: str, num_bytes: int, have: Collection[str]) -> Steps:
+    async def chain(self, target: str, num_bytes: int, have: Collection[str]) -> Steps:
         key = (target, str(num_bytes), *sorted(have))
-        serves_until, steps = self._ways.get(key, (0.0, ()))
-        if time.monotonic() < serves_until:
+        expires_at_s, steps = self._chain_cache.get(key, (0.0, ()))
+        if time.monotonic() < expires_at_s:
             return steps
-        return await self._questions.get(key, lambda: self._way(key))
+        return await self._chain_queries.get(key, lambda: self._chain(key))
 
-    async def _way(self, key: tuple[str, ...]) -> Steps:
+    async def _chain(self, key: tuple[str, ...]) -> Steps:
         target, num_bytes, *have = key
         path = f"/v1/deltas/{target}?bytes={num_bytes}&from={','.join(have)}"
 
         async def get(upstream: Upstream) -> Steps:
-            return _steps(await upstream.get(path, MAX_WAY_BYTES))
+            return _steps(await upstream.get(path, MAX_CHAIN_BYTES))
 
         steps = await self._upstreams.ask(get)
         now = time.monotonic()
-        self._ways = {key: way for key, way in self._ways.items() if now < way[0]}
-        if len(self._ways) < MAX_WAYS:
-            self._ways[key] = now + WAY_S, steps
+        self._chain_cache = {
+            key: chain for key, chain in self._chain_cache.items() if now < chain[0]
+        }
+        if len(self._chain_cache) < MAX_CACHED_CHAINS:
+            self._chain_cache[key] = now + CHAIN_TTL_S, steps
         return steps
 
     # --- blobs ------------------------------------------------------------------------------------
 
-    async def blob(self, digest: str) -> PassedBlob:
-        for _ in range(MAX_OPENINGS):
-            held = await self._openings.get(digest, lambda: self._open(digest))
+    async def blob(self, digest: str) -> RelayedBlob:
+        for _ in range(MAX_OPEN_ATTEMPTS):
+            cached = await self._openings.get(digest, lambda: self._open(digest))
             try:
-                return PassedBlob(self, held)
+                return RelayedBlob(self, cached)
             except FileNotFoundError:  # it had to make room before we had it in hand
-                self._cache.drop(held)
+                self._cache.drop(cached)
         raise Unreachable(f"this relay has no room to keep {digest}")
 
-    async def bring(self, held: Held, at: int) -> int:
+    async def ensure_fetched(self, cached: CachedBlob, at: int) -> int:
         """Byte `at` is there when this returns, and all up to the one returned. The piece after it
         is on its way: between two of them the link would be idle."""
         piece = at // PIECE_BYTES
-        while (there := held.missing(piece)[0]) <= at:
-            flow = self._flows.get((held, piece)) or self._begin(held, piece)
-            await flow.moved()
-        ahead, end = held.missing(piece + 1)
-        if ahead < end and (held, piece + 1) not in self._flows:
-            self._begin(held, piece + 1)
+        while (there := cached.missing(piece)[0]) <= at:
+            fetch = self._fetches.get((cached, piece)) or self._start_fetch(cached, piece)
+            await fetch.wait_progress()
+        ahead, end = cached.missing(piece + 1)
+        if ahead < end and (cached, piece + 1) not in self._fetches:
+            self._start_fetch(cached, piece + 1)
         return there
 
-    async def _open(self, digest: str) -> Held:
-        held = self._cache.find(digest)
-        if held is not None and (not held.is_left or await self._is_right(held)):
-            return held
+    async def _open(self, digest: str) -> CachedBlob:
+        cached = self._cache.find(digest)
+        if cached is not None and (not cached.is_unverified or await self._verify(cached)):
+            return cached
         for _ in range(len(self._upstreams)):
-            held = await self._start(digest)
-            if not held.is_complete or await self._is_right(held):
-                return held
+            cached = await self._start_blob(digest)
+            if not cached.is_complete or await self._verify(cached):
+                return cached
         raise Unreachable(f"every upstream sends other bytes than {digest}")
 
-    async def _start(self, digest: str) -> Held:
+    async def _start_blob(self, digest: str) -> CachedBlob:
         """With its first bytes, which come with the number of all."""
         if digest == NOTHING:
             return self._cache.admit(digest, 0)
@@ -166,46 +170,46 @@ class Relay:
 
         upstream, data, num_bytes = await self._upstreams.ask(get)
         with self._writing(digest):
-            held = self._cache.admit(digest, num_bytes)
-            with held.in_use():
-                await self._put(held, 0, data, upstream)
-        return held
+            cached = self._cache.admit(digest, num_bytes)
+            with cached.in_use():
+                await self._put(cached, 0, data, upstream)
+        return cached
 
-    def _begin(self, held: Held, piece: int) -> Flow:
-        flow = self._flows[held, piece] = Flow()
+    def _start_fetch(self, cached: CachedBlob, piece: int) -> PieceFetch:
+        fetch = self._fetches[cached, piece] = PieceFetch()
 
         def end(task: asyncio.Task[None]) -> None:
-            del self._flows[held, piece]
+            del self._fetches[cached, piece]
             is_cancelled = task.cancelled()
-            flow.tell(Unreachable("this relay is ending") if is_cancelled else task.exception())
+            fetch.notify(Unreachable("this relay is ending") if is_cancelled else task.exception())
 
-        flow.task = asyncio.create_task(self._bring(held, piece, flow))
-        flow.task.add_done_callback(end)
-        return flow
+        fetch.task = asyncio.create_task(self._fetch_piece(cached, piece, fetch))
+        fetch.task.add_done_callback(end)
+        return fetch
 
-    async def _bring(self, held: Held, piece: int, flow: Flow) -> None:
+    async def _fetch_piece(self, cached: CachedBlob, piece: int, fetch: PieceFetch) -> None:
         async def take(upstream: Upstream) -> None:
-            start, end = held.missing(piece)  # what a failed upstream sent is not asked for again
-            part = upstream.part(held.digest, start, end, held.num_bytes)
+            start, end = cached.missing(piece)  # what a failed upstream sent is not asked for again
+            part = upstream.part(cached.digest, start, end, cached.num_bytes)
             try:
                 async with aclosing(part) as chunks:
                     async for chunk in chunks:
-                        await self._put(held, piece, chunk, upstream)
-                        flow.tell()
-            except OtherSize:  # who is wrong only a new start can show
-                self._cache.drop(held)
+                        await self._put(cached, piece, chunk, upstream)
+                        fetch.notify()
+            except SizeMismatch:  # who is wrong only a new start can show
+                self._cache.drop(cached)
                 raise
 
-        with held.in_use(), self._writing(held.name):
+        with cached.in_use(), self._writing(cached.name):
             async with self._slots:
                 await self._upstreams.ask(take)
-        if held.is_complete:
-            self._checks.begin(held, lambda: self._is_right(held))
+        if cached.is_complete:
+            self._checks.begin(cached, lambda: self._verify(cached))
 
-    async def _put(self, held: Held, piece: int, data: bytes, upstream: Upstream) -> None:
-        self._suppliers.setdefault(held, set()).add(upstream)
-        await run_sync(held.write, held.missing(piece)[0], data)
-        held.grow(piece, len(data))
+    async def _put(self, cached: CachedBlob, piece: int, data: bytes, upstream: Upstream) -> None:
+        self._suppliers.setdefault(cached, set()).add(upstream)
+        await run_sync(cached.write, cached.missing(piece)[0], data)
+        cached.advance(piece, len(data))
 
     @contextmanager
     def _writing(self, name: str) -> Generator[None]:
@@ -214,53 +218,53 @@ class Relay:
             yield
         except OSError as error:
             log.error("cannot write the cache", name=name, why=str(error))
-            if (held := self._cache.find(name)) is not None:
-                self._cache.drop(held)
+            if (cached := self._cache.find(name)) is not None:
+                self._cache.drop(cached)
             raise Unreachable(f"this relay cannot write its cache: {error.strerror}") from error
 
-    async def _is_right(self, held: Held) -> bool:
+    async def _verify(self, cached: CachedBlob) -> bool:
         """Digest all of it; one that is wrong is dropped, and its suppliers are asked last."""
         try:
-            with held.in_use():
-                is_right = await run_sync(held.is_right)
-            if is_right:
-                self._cache.settle(held)
+            with cached.in_use():
+                matches_digest = await run_sync(cached.matches_digest)
+            if matches_digest:
+                self._cache.promote(cached)
                 return True
         except OSError as error:
-            log.error("cannot read the cache", path=str(held.path), why=str(error))
-        suppliers = self._suppliers.pop(held, set[Upstream]())
+            log.error("cannot read the cache", path=str(cached.path), why=str(error))
+        suppliers = self._suppliers.pop(cached, set[Upstream]())
         sent_by = sorted(upstream.url for upstream in suppliers)
-        log.error("a blob with another digest is dropped", digest=held.digest, sent_by=sent_by)
+        log.error("a blob with another digest is dropped", digest=cached.digest, sent_by=sent_by)
         for upstream in suppliers:
-            upstream.shun(f"it sent other bytes than {held.digest}")
-        self._cache.drop(held)
+            upstream.demote(f"it sent other bytes than {cached.digest}")
+        self._cache.drop(cached)
         return False
 
 
-class PassedBlob:
+class RelayedBlob:
     """A blob that may still be on its way; a read waits for no more than its first byte."""
 
-    def __init__(self, relay: Relay, held: Held) -> None:
-        self.num_bytes = held.num_bytes
+    def __init__(self, relay: Relay, cached: CachedBlob) -> None:
+        self.num_bytes = cached.num_bytes
         self._relay = relay
-        self._held = held
-        self._file = held.open()
-        held.num_users += 1
+        self._cached = cached
+        self._file = cached.open()
+        cached.num_users += 1
 
     async def read(self, start: int, num_bytes: int) -> bytes:
         if start >= self.num_bytes:
             return b""
-        there = await self._relay.bring(self._held, start)
+        there = await self._relay.ensure_fetched(self._cached, start)
         return await run_sync(os.pread, self._file.fileno(), min(num_bytes, there - start), start)
 
     async def close(self) -> None:
         if not self._file.closed:
             self._file.close()
-            self._held.num_users -= 1
+            self._cached.num_users -= 1
 
 
 def _steps(answer: bytes) -> Steps:
     try:
-        return decode(answer, Way, media_type=MSGPACK).steps
+        return decode(answer, DeltaChain, media_type=MSGPACK).steps
     except BadRequest as error:
         raise WeightsError(f"it answered nonsense about deltas: {error}") from None

@@ -21,19 +21,19 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.errors import BadRequest, WireError
 from penstock.observe.prometheus import MEDIA_TYPE, exposition, new_registry
-from penstock.weights.deltas.chain import Way
+from penstock.weights.deltas.chain import DeltaChain
 from penstock.weights.manifest import is_digest
 from penstock.weights.serving.sources import Blob, Source
 from penstock.wire.auth import Role, Verifier
 from penstock.wire.codec import JSON
-from penstock.wire.routes import Call, Raw, Route
+from penstock.wire.routes import Call, RawResponse, Route
 from penstock.wire.server import build_app, error_response
 
 log = structlog.get_logger(__name__)
 
 READERS = frozenset(Role) - {Role.SESSION}
 PIECE_BYTES = 1 << 20
-OCTETS = "application/octet-stream"
+OCTET_STREAM = "application/octet-stream"
 RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{0,18})|-(\d{1,18}))")
 
 
@@ -42,28 +42,28 @@ MAX_DIGITS = 18
 
 
 def build(source: Source, verifier: Verifier) -> Starlette:
-    front = Front(source, new_registry("weights", verifier.run))
+    weight_server = WeightServer(source, new_registry("weights", verifier.run))
     routes = [
         Route(
             method="GET",
             path="/v1/manifests/{digest}",
-            handler=front.manifest,
+            handler=weight_server.manifest,
             roles=READERS,
             summary="The manifest with this BLAKE3, as JSON, byte for byte.",
         ),
         Route(
             method="GET",
             path="/v1/blobs/{digest}",
-            handler=front.blob,
+            handler=weight_server.blob,
             roles=READERS,
             summary="The blob with this BLAKE3; a Range of bytes may be asked for.",
         ),
         Route(
             method="GET",
             path="/v1/deltas/{digest}",
-            handler=front.deltas,
+            handler=weight_server.deltas,
             roles=READERS,
-            response=Way,
+            response=DeltaChain,
             query=("from", "bytes"),
             summary="Deltas that lead to the blob with this BLAKE3, of `bytes` bytes, from one of "
             "the blobs `from=DIGEST,DIGEST,…`; none when they would not be smaller.",
@@ -71,7 +71,7 @@ def build(source: Source, verifier: Verifier) -> Starlette:
         Route(
             method="GET",
             path="/metrics",
-            handler=front.metrics,
+            handler=weight_server.metrics,
             roles=READERS,
             summary="Prometheus text.",
         ),
@@ -85,7 +85,7 @@ def build(source: Source, verifier: Verifier) -> Starlette:
     return build_app(routes, verifier, title="penstock weights", lifespan=lifespan)
 
 
-class Front:
+class WeightServer:
     def __init__(self, source: Source, registry: CollectorRegistry) -> None:
         self._source = source
         self._registry = registry
@@ -102,37 +102,37 @@ class Front:
     async def manifest(self, call: Call) -> object:
         data = await self._source.manifest(_digest(call))
         self._requests.labels("manifest", call.credential.role).inc()
-        return Raw(data, JSON)
+        return RawResponse(data, JSON)
 
     async def blob(self, call: Call) -> object:
         blob = await self._source.blob(_digest(call))
         asked = call.headers.get("range", "")
-        span = parse_range(asked, blob.num_bytes)
-        if span is None:
+        byte_range = parse_range(asked, blob.num_bytes)
+        if byte_range is None:
             await blob.close()
             return _unsatisfiable(asked, blob.num_bytes)
         try:
-            first = await blob.read(span[0], min(PIECE_BYTES, span[1] - span[0]))
+            first = await blob.read(byte_range[0], min(PIECE_BYTES, byte_range[1] - byte_range[0]))
         except BaseException:
             await blob.close()
             raise
         self._requests.labels("blob", call.credential.role).inc()
-        is_part = bool(RANGE.fullmatch(asked))
-        return BlobResponse(blob, span, first, self._sent_bytes, is_part=is_part)
+        is_partial = bool(RANGE.fullmatch(asked))
+        return BlobResponse(blob, byte_range, first, self._sent_bytes, is_partial=is_partial)
 
-    async def deltas(self, call: Call) -> Way:
+    async def deltas(self, call: Call) -> DeltaChain:
         have = call.query.get("from", "").split(",")
         target, num_bytes = _digest(call), call.query.get("bytes", "")
         if not all(map(is_digest, have)) or len(have) > MAX_BASES:
             raise BadRequest(f"give 1 to {MAX_BASES} digests in 64 lower-case hex digits each")
         if not (num_bytes.isascii() and num_bytes.isdecimal()) or len(num_bytes) > MAX_DIGITS:
             raise BadRequest(f"bytes is {num_bytes[:20]!r}; give the size of the wanted blob")
-        way = await self._source.way(target, int(num_bytes), have)
+        chain = await self._source.chain(target, int(num_bytes), have)
         self._requests.labels("deltas", call.credential.role).inc()
-        return Way(steps=way)
+        return DeltaChain(steps=chain)
 
     async def metrics(self, call: Call) -> object:
-        return Raw(exposition(self._registry), MEDIA_TYPE)
+        return RawResponse(exposition(self._registry), MEDIA_TYPE)
 
 
 def parse_range(header: str, size: int) -> tuple[int, int] | None:
@@ -152,23 +152,29 @@ def parse_range(header: str, size: int) -> tuple[int, int] | None:
 
 
 class BlobResponse(StreamingResponse):
-    """Bytes `span` of an open blob, piece by piece; it is closed whatever happens.
+    """Bytes `byte_range` of an open blob, piece by piece; it is closed whatever happens.
 
     The first piece is read before the answer begins, so that a source that has nothing can say so.
     """
 
     def __init__(
-        self, blob: Blob, span: tuple[int, int], first: bytes, sent: Counter, *, is_part: bool
+        self,
+        blob: Blob,
+        byte_range: tuple[int, int],
+        first: bytes,
+        sent: Counter,
+        *,
+        is_partial: bool,
     ) -> None:
-        start, end = span
+        start, end = byte_range
         headers = {"accept-ranges": "bytes", "content-length": str(end - start)}
-        if is_part:
+        if is_partial:
             headers["content-range"] = f"bytes {start}-{end - 1}/{blob.num_bytes}"
         super().__init__(
             self._pieces(start, end, first),
-            status_code=HTTPStatus.PARTIAL_CONTENT if is_part else HTTPStatus.OK,
+            status_code=HTTPStatus.PARTIAL_CONTENT if is_partial else HTTPStatus.OK,
             headers=headers,
-            media_type=OCTETS,
+            media_type=OCTET_STREAM,
         )
         self._blob = blob
         self._sent = sent

@@ -14,7 +14,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Shared(Generic[K, V]):
+class SingleFlight(Generic[K, V]):
     """Equal questions in flight get one answer; who hangs up does not end it for the others."""
 
     def __init__(self) -> None:
@@ -27,10 +27,10 @@ class Shared(Generic[K, V]):
         task = self._running.get(key)
         if task is None:
             task = self._running[key] = asyncio.create_task(ask())
-            task.add_done_callback(lambda done: self._ended(key, done))
+            task.add_done_callback(lambda done: self._on_done(key, done))
         return task
 
-    def _ended(self, key: K, task: asyncio.Task[V]) -> None:
+    def _on_done(self, key: K, task: asyncio.Task[V]) -> None:
         del self._running[key]
         if not task.cancelled():
             task.exception()  # nobody may be left to hear of it
@@ -42,19 +42,19 @@ class Shared(Generic[K, V]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Flow:
+class PieceFetch:
     """A piece on its way in; whoever waits for it is told when there is more."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
         self.task: asyncio.Task[None] | None = None
 
-    async def moved(self) -> None:
+    async def wait_progress(self) -> None:
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         await future
 
-    def tell(self, error: BaseException | None = None) -> None:
+    def notify(self, error: BaseException | None = None) -> None:
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if future.done():

@@ -35,7 +35,7 @@ class Source(Protocol):
 
     async def blob(self, digest: str) -> Blob: ...
 
-    async def way(
+    async def chain(
         self, target: str, num_bytes: int, have: Collection[str]
     ) -> tuple[DeltaEntry, ...]:
         """Deltas from one of these blobs to the target, of so many bytes; none when they would not

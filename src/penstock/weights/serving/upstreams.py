@@ -17,40 +17,40 @@ import structlog
 
 from penstock.errors import BadRequest, NotFound, Unreachable, WeightsError, WireError
 from penstock.weights.manifest import MAX_FILE_BYTES
-from penstock.wire.client import AsyncCaller
+from penstock.wire.client import AsyncServiceClient
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
-SHUN_S = 60.0
+DEMOTE_S = 60.0
 """How long a front that failed is asked last."""
-SILENCE_S = 8.0
+IDLE_TIMEOUT_S = 8.0
 """Without a byte from a front; less than readers grant a relay."""
 CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
-PLAIN = {"accept-encoding": "identity"}
+NO_COMPRESSION = {"accept-encoding": "identity"}
 
 
 @dataclass(slots=True, eq=False)
 class Upstream:
-    caller: AsyncCaller
-    shunned_until: float = 0.0
+    caller: AsyncServiceClient
+    demoted_until: float = 0.0
 
     @property
     def url(self) -> str:
         return self.caller.base_url
 
-    def shun(self, why: object) -> None:
-        if self.shunned_until < time.monotonic():
-            log.warning("upstream is of no use now", url=self.url, why=str(why), for_s=SHUN_S)
-        self.shunned_until = time.monotonic() + SHUN_S
+    def demote(self, why: object) -> None:
+        if self.demoted_until < time.monotonic():
+            log.warning("upstream is of no use now", url=self.url, why=str(why), for_s=DEMOTE_S)
+        self.demoted_until = time.monotonic() + DEMOTE_S
 
     async def get(self, path: str, max_bytes: int) -> bytes:
         answer = await self.caller.request(
             "GET",
             path,
-            headers=PLAIN,
-            max_answer_bytes=max_bytes,
+            headers=NO_COMPRESSION,
+            max_response_bytes=max_bytes,
             deadline_s=0.0,
-            timeout_s=SILENCE_S,
+            timeout_s=IDLE_TIMEOUT_S,
         )
         return answer.content
 
@@ -59,10 +59,10 @@ class Upstream:
         answer = await self.caller.request(
             "GET",
             f"/v1/blobs/{blob}",
-            headers={"range": f"bytes=0-{num_bytes - 1}", **PLAIN},
-            max_answer_bytes=num_bytes,
+            headers={"range": f"bytes=0-{num_bytes - 1}", **NO_COMPRESSION},
+            max_response_bytes=num_bytes,
             deadline_s=0.0,
-            timeout_s=SILENCE_S,
+            timeout_s=IDLE_TIMEOUT_S,
         )
         size = _size(answer.headers.get("content-range", ""), 0, num_bytes)
         if len(answer.content) != min(num_bytes, size):
@@ -71,12 +71,12 @@ class Upstream:
 
     async def part(self, blob: str, start: int, end: int, num_bytes: int) -> AsyncGenerator[bytes]:
         """These bytes of a blob of so many, as they come: all of them, or an error at the end."""
-        headers = {"range": f"bytes={start}-{end - 1}", **PLAIN}
+        headers = {"range": f"bytes={start}-{end - 1}", **NO_COMPRESSION}
         path = f"/v1/blobs/{blob}"
-        async with self.caller.stream(path, headers=headers, timeout_s=SILENCE_S) as answer:
+        async with self.caller.stream(path, headers=headers, timeout_s=IDLE_TIMEOUT_S) as answer:
             size = _size(answer.headers.get("content-range", ""), start, end)
             if size != num_bytes:
-                raise OtherSize(f"{self.url}: {size} bytes where another said {num_bytes}")
+                raise SizeMismatch(f"{self.url}: {size} bytes where another said {num_bytes}")
             async for chunk in answer.aiter_raw():
                 start += len(chunk)
                 if start > end:
@@ -86,12 +86,12 @@ class Upstream:
             raise WeightsError(f"{self.url} sent {end - start} bytes less than it was asked for")
 
 
-class OtherSize(WeightsError):
+class SizeMismatch(WeightsError):
     """Two fronts disagree about the size of a blob."""
 
 
 class Upstreams:
-    def __init__(self, callers: Sequence[AsyncCaller]) -> None:
+    def __init__(self, callers: Sequence[AsyncServiceClient]) -> None:
         assert callers, "a relay has at least one upstream"
         self._all = [Upstream(caller) for caller in callers]
 
@@ -106,15 +106,15 @@ class Upstreams:
             try:
                 return await get(upstream)
             except (WireError, WeightsError) as error:
-                errors.append(_classified(upstream, error))
-        raise _worst(errors)
+                errors.append(_classify(upstream, error))
+        raise _combine_errors(errors)
 
     def _in_order(self) -> list[Upstream]:
         now = time.monotonic()
-        return sorted(self._all, key=lambda upstream: max(upstream.shunned_until, now))
+        return sorted(self._all, key=lambda upstream: max(upstream.demoted_until, now))
 
 
-def _classified(upstream: Upstream, error: WireError | WeightsError) -> WireError:
+def _classify(upstream: Upstream, error: WireError | WeightsError) -> WireError:
     """A front that failed is shunned; one that lacks the thing, or will have it soon, is not."""
     if isinstance(error, (NotFound, BadRequest)):
         return error
@@ -122,11 +122,11 @@ def _classified(upstream: Upstream, error: WireError | WeightsError) -> WireErro
     for told in (error, error.__cause__):
         if isinstance(told, WireError) and told.retry_after_s is not None:
             return told
-    upstream.shun(error)
+    upstream.demote(error)
     return Unreachable(f"{upstream.url} is of no use now: {error}")
 
 
-def _worst(errors: Sequence[WireError]) -> WireError:
+def _combine_errors(errors: Sequence[WireError]) -> WireError:
     hinted = [error for error in errors if error.retry_after_s is not None]
     if hinted:
         return min(hinted, key=lambda error: error.retry_after_s or 0.0)

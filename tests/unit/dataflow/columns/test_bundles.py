@@ -13,12 +13,12 @@ from tests.sim.reader_world import no_blobs
 from penstock.dataflow.columns.bundles import (
     BUNDLE_BYTES,
     INLINE_BYTES,
-    Blob,
+    BlobLike,
     Bundle,
-    Draft,
+    BundleDraft,
     NewRow,
+    bundle_record,
     drafts,
-    record_of,
 )
 from penstock.dataflow.columns.cells import (
     MAX_INLINE_BYTES,
@@ -44,9 +44,9 @@ def rows_of(values: Sequence[Mapping[str, bytes | float]]) -> list[NewRow]:
     return [(RowId(f'k"{n}\u00e9'), row) for n, row in enumerate(values)]
 
 
-def stored(draft: Draft, arrival: int = 1) -> tuple[Bundle, bytes]:
+def stored(draft: BundleDraft, arrival: int = 1) -> tuple[Bundle, bytes]:
     """As a reader finds it, with its values wherever they are."""
-    record = record_of(
+    record = bundle_record(
         draft, lambda payload: PLACE, space="eval", arrival=arrival, writer="w", now=1.0
     )
     bundle = Bundle(record)
@@ -106,16 +106,16 @@ def test_short_values_stand_in_the_record(size: int, is_here: bool) -> None:
 
 
 def test_blobs_are_stored_alone() -> None:
-    def make_cell(name: str, blob: Blob) -> Cell:
+    def make_cell(name: str, blob: BlobLike) -> Cell:
         return blob_cell(name, blob.digest, blob.size)
 
     ref = BlobRef(digest="d" * 64, size=9)
     rows: list[NewRow] = [(RowId("a"), {"x": b"1", "y": ref}), (RowId("b"), {"x": b"2", "y": ref})]
     (draft,) = drafts(rows, make_cell)
     assert draft.names == ("x", "y") and draft.contents.names == ("x",)
-    assert draft.singles == dict.fromkeys("ab", (blob_cell("y", ref.digest, 9),))
+    assert draft.single_cells == dict.fromkeys("ab", (blob_cell("y", ref.digest, 9),))
     (rest,) = draft.without({RowId("a")})
-    assert rest.keys == ["b"] and rest.singles == {"b": draft.singles[RowId("b")]}
+    assert rest.keys == ["b"] and rest.single_cells == {"b": draft.single_cells[RowId("b")]}
 
 
 def test_what_nobody_can_store_is_refused_by_name() -> None:

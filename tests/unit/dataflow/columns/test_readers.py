@@ -7,48 +7,57 @@ import tracemalloc
 import uuid
 
 import pytest
-from tests.sim.reader_world import ShelfWorld
+from tests.sim.reader_world import ReaderWorld
 
 from penstock.dataflow.column_records import ColumnRecord, ReaderRecord
 from penstock.dataflow.columns.cells import number_cell
-from penstock.dataflow.columns.readers import RowGrant
-from penstock.dataflow.columns.row_leases import NEXT_TAKE, Claim, On, ReaderTerms, Take, TakeState
+from penstock.dataflow.columns.readers import GrantedRow
+from penstock.dataflow.columns.row_leases import (
+    LEASE_TRANSITIONS,
+    Claim,
+    ReaderSpec,
+    RowLease,
+    RowLeaseState,
+    RowTrigger,
+)
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.errors import Conflict, NotFound
 from penstock.types import RowId
 
-SCORE = ReaderTerms(
+SCORE = ReaderSpec(
     name="score", reads=("turns",), writes=("reward",), deadline_s=60, max_attempts=2
 )
-REFER = ReaderTerms(name="refer", reads=("turns", "reward"), writes=("reference",))
+REFER = ReaderSpec(name="refer", reads=("turns", "reward"), writes=("reference",))
 
 
 @pytest.fixture
-def world() -> ShelfWorld:
-    world = ShelfWorld()
+def world() -> ReaderWorld:
+    world = ReaderWorld()
     world.readers.declare(SCORE, world.now)
     return world
 
 
-def lease(world: ShelfWorld, name: str, num: int = 9, request_id: str = "") -> list[RowGrant]:
+def lease(world: ReaderWorld, name: str, num: int = 9, request_id: str = "") -> list[GrantedRow]:
     return world.readers.lease(name, "w", request_id or uuid.uuid4().hex, num, world.now)
 
 
-def claim(grant: RowGrant) -> Claim:
+def claim(grant: GrantedRow) -> Claim:
     return Claim(row_id=grant.row_id, arrival=grant.arrival, epoch=grant.epoch)
 
 
-def score(world: ShelfWorld, grant: RowGrant, name: str = "score", column: str = "reward") -> None:
+def score(
+    world: ReaderWorld, grant: GrantedRow, name: str = "score", column: str = "reward"
+) -> None:
     cell = number_cell(column, 0.5)
     assert world.readers.write(name, claim(grant), [cell], "w", world.now) == [("stored", "")]
     assert world.readers.ack(name, claim(grant), world.now) == ("stored", "")
 
 
-def column(world: ShelfWorld, row_id: str, name: str) -> ColumnRecord | None:
-    return world.columns.standing("train", [RowId(row_id)], [name]).get((RowId(row_id), name))
+def column(world: ReaderWorld, row_id: str, name: str) -> ColumnRecord | None:
+    return world.columns.existing("train", [RowId(row_id)], [name]).get((RowId(row_id), name))
 
 
-def test_a_chain_of_readers_overlaps_row_by_row(world: ShelfWorld) -> None:
+def test_a_chain_of_readers_overlaps_row_by_row(world: ReaderWorld) -> None:
     world.readers.declare(REFER, world.now)
     world.arrive("p0-1.0.1")
     world.arrive("p0-2.0.1")
@@ -56,17 +65,19 @@ def test_a_chain_of_readers_overlaps_row_by_row(world: ShelfWorld) -> None:
     assert lease(world, "refer") == [], "its input is not there yet"
     score(world, first)
     assert [grant.row_id for grant in lease(world, "refer")] == ["p0-1.0.1"]
-    assert [(event.row_id, event.value) for event in world.shelf.drain()] == [("p0-1.0.1", 0.5)]
+    assert [(event.row_id, event.value) for event in world.row_window.pop_completed()] == [
+        ("p0-1.0.1", 0.5)
+    ]
 
 
-def test_a_row_that_came_with_its_column_is_nothing_to_do(world: ShelfWorld) -> None:
+def test_a_row_that_came_with_its_column_is_nothing_to_do(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1", reward=1.0)
     assert lease(world, "score") == []
     world.tick()
     assert world.readers.reader("score").cursor == 1
 
 
-def test_a_killed_worker_s_rows_come_back(world: ShelfWorld) -> None:
+def test_a_killed_worker_s_rows_come_back(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     (first,) = lease(world, "score")
     world.tick(11.9)
@@ -79,7 +90,7 @@ def test_a_killed_worker_s_rows_come_back(world: ShelfWorld) -> None:
     score(world, second)
 
 
-def test_poison_fails_its_column_with_the_last_error(world: ShelfWorld) -> None:
+def test_poison_fails_its_column_with_the_last_error(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     for error in ("first", "the judge said no"):
         (grant,) = lease(world, "score")
@@ -90,10 +101,10 @@ def test_poison_fails_its_column_with_the_last_error(world: ShelfWorld) -> None:
         "the judge said no",
     )
     assert lease(world, "score") == []
-    assert [event.failed for event in world.shelf.drain()] == ["attempts"]
+    assert [event.failed for event in world.row_window.pop_completed()] == ["attempts"]
 
 
-def test_releasing_costs_nothing(world: ShelfWorld) -> None:
+def test_releasing_costs_nothing(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     for _ in range(5):
         (grant,) = lease(world, "score")
@@ -101,38 +112,40 @@ def test_releasing_costs_nothing(world: ShelfWorld) -> None:
     assert lease(world, "score")[0].attempt == 1
 
 
-def test_a_scorer_that_never_existed_closes_by_deadline(world: ShelfWorld) -> None:
+def test_a_scorer_that_never_existed_closes_by_deadline(world: ReaderWorld) -> None:
     world.readers.declare(REFER, world.now)
     world.arrive("p0-1.0.1")
     world.tick(59.9)
-    assert world.shelf.drain() == []
+    assert world.row_window.pop_completed() == []
     world.tick(0.2)
-    events = {(event.name, event.failed) for event in world.shelf.drain()}
+    events = {(event.name, event.failed) for event in world.row_window.pop_completed()}
     assert events == {("reward", "overdue"), ("reference", "input")}, "nobody waits for ever"
 
 
 def test_a_deadline_on_admission_counts_from_there() -> None:
-    world = ShelfWorld()
-    terms = ReaderTerms(
-        name="prm", reads=("turns",), writes=("steps",), on=On.ADMITTED, deadline_s=60
+    world = ReaderWorld()
+    terms = ReaderSpec(
+        name="prm", reads=("turns",), writes=("steps",), on=RowTrigger.ADMITTED, deadline_s=60
     )
     world.readers.declare(terms, world.now)
     world.arrive("p0-1.0.1")
     world.arrive("p0-2.0.1")
     world.tick(500)
     assert lease(world, "prm") == [], "not admitted"
-    world.shelf.admitted([RowId("p0-2.0.1")], world.now)
+    world.row_window.admitted([RowId("p0-2.0.1")], world.now)
     assert [grant.row_id for grant in lease(world, "prm")] == ["p0-2.0.1"]
-    world.shelf.admitted([RowId("p0-1.0.1")], world.now)
+    world.row_window.admitted([RowId("p0-1.0.1")], world.now)
     world.tick(30)
-    world.shelf.admitted([RowId("p0-1.0.1"), RowId("p0-2.0.1")], world.now)  # by another policy
+    world.row_window.admitted(
+        [RowId("p0-1.0.1"), RowId("p0-2.0.1")], world.now
+    )  # by another policy
     first = column(world, "p0-1.0.1", "admitted")
     assert first is not None and first.value == world.now - 30, "the first admission counts"
     world.tick(31)
-    assert {event.row_id for event in world.shelf.drain()} == {"p0-1.0.1", "p0-2.0.1"}
+    assert {event.row_id for event in world.row_window.pop_completed()} == {"p0-1.0.1", "p0-2.0.1"}
 
 
-def test_first_write_wins(world: ShelfWorld) -> None:
+def test_first_write_wins(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     (grant,) = lease(world, "score")
     score(world, grant)
@@ -144,7 +157,7 @@ def test_first_write_wins(world: ShelfWorld) -> None:
     assert record is not None and record.value == 0.5
 
 
-def test_a_repeated_request_gets_the_same_rows(world: ShelfWorld) -> None:
+def test_a_repeated_request_gets_the_same_rows(world: ReaderWorld) -> None:
     for n in range(4):
         world.arrive(f"p0-{n}.0.1")
     first = lease(world, "score", 2, "r1")
@@ -156,7 +169,7 @@ def test_a_repeated_request_gets_the_same_rows(world: ShelfWorld) -> None:
     assert lease(world, "score", 2, "r1") == [], "a late copy holds nothing"
 
 
-def test_columns_written_and_no_word_is_done(world: ShelfWorld) -> None:
+def test_columns_written_and_no_word_is_done(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     (grant,) = lease(world, "score")
     world.readers.write("score", claim(grant), [number_cell("reward", 1.0)], "w", world.now)
@@ -164,7 +177,7 @@ def test_columns_written_and_no_word_is_done(world: ShelfWorld) -> None:
     assert lease(world, "score") == [] and world.readers.reader("score").cursor == 1
 
 
-def test_leases_survive_a_restart_with_a_full_ttl(world: ShelfWorld) -> None:
+def test_leases_survive_a_restart_with_a_full_ttl(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     (grant,) = lease(world, "score", request_id="r1")
     world.settle()
@@ -175,18 +188,18 @@ def test_leases_survive_a_restart_with_a_full_ttl(world: ShelfWorld) -> None:
     score(world, grant)
 
 
-def test_restart_gives_workers_time_before_deadlines(world: ShelfWorld) -> None:
+def test_restart_gives_workers_time_before_deadlines(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     world.settle()
     world.now += 3600
     world.crash()
     world.tick(1)
-    assert world.shelf.drain() == []
+    assert world.row_window.pop_completed() == []
     world.tick(24)
-    assert [event.failed for event in world.shelf.drain()] == ["overdue"]
+    assert [event.failed for event in world.row_window.pop_completed()] == ["overdue"]
 
 
-def test_freed_rows_are_handed_to_nobody(world: ShelfWorld) -> None:
+def test_freed_rows_are_handed_to_nobody(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     world.arrive("p0-2.0.1")
     (first,) = lease(world, "score", 1)
@@ -200,8 +213,8 @@ def test_freed_rows_are_handed_to_nobody(world: ShelfWorld) -> None:
 
 
 def test_a_row_freed_a_moment_ago_is_not_read_from_disk() -> None:
-    world = ShelfWorld(window=1)
-    world.readers.declare(ReaderTerms(name="slow", reads=("turns",)), world.now)
+    world = ReaderWorld(window=1)
+    world.readers.declare(ReaderSpec(name="slow", reads=("turns",)), world.now)
     for n in range(3):
         world.arrive(f"p0-{n}.0.1")
     world.flush()
@@ -211,20 +224,22 @@ def test_a_row_freed_a_moment_ago_is_not_read_from_disk() -> None:
     assert [grant.row_id for grant in lease(world, "slow")] == ["p0-2.0.1"]
 
 
-def test_a_failed_input_is_seen_by_readers_that_come_later(world: ShelfWorld) -> None:
+def test_a_failed_input_is_seen_by_readers_that_come_later(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     for _ in range(2):
         (grant,) = lease(world, "score")
         world.readers.fail("score", claim(grant), "no", world.now)
     world.flush()
-    world.shelf.drain()
+    world.row_window.pop_completed()
     world.readers.declare(REFER, world.now)
     world.tick()
-    assert [(e.name, e.failed) for e in world.shelf.drain()] == [("reference", "input")]
+    assert [(e.name, e.failed) for e in world.row_window.pop_completed()] == [
+        ("reference", "input")
+    ]
 
 
-def test_rows_finished_out_of_order_stay_finished(world: ShelfWorld) -> None:
-    world.readers.declare(ReaderTerms(name="export", reads=("turns",)), world.now)
+def test_rows_finished_out_of_order_stay_finished(world: ReaderWorld) -> None:
+    world.readers.declare(ReaderSpec(name="export", reads=("turns",)), world.now)
     for n in range(3):
         world.arrive(f"p0-{n}.0.1")
     grants = lease(world, "export", request_id="r1")
@@ -236,8 +251,8 @@ def test_rows_finished_out_of_order_stay_finished(world: ShelfWorld) -> None:
 
 
 def test_a_row_that_arrives_waits_for_those_before_it_on_disk() -> None:
-    world = ShelfWorld(window=1)
-    world.readers.declare(ReaderTerms(name="slow", reads=("turns",)), world.now)
+    world = ReaderWorld(window=1)
+    world.readers.declare(ReaderSpec(name="slow", reads=("turns",)), world.now)
     seen: list[str] = []
     for n in range(6):
         world.arrive(f"p0-{n}.0.1")
@@ -252,7 +267,7 @@ def test_a_row_that_arrives_waits_for_those_before_it_on_disk() -> None:
     assert seen == [f"p0-{n}.0.1" for n in range(6)]
 
 
-def test_no_row_is_done_without_its_columns(world: ShelfWorld) -> None:
+def test_no_row_is_done_without_its_columns(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     (grant,) = lease(world, "score")
     status, detail = world.readers.ack("score", claim(grant), world.now)
@@ -260,39 +275,41 @@ def test_no_row_is_done_without_its_columns(world: ShelfWorld) -> None:
     score(world, grant)
 
 
-def test_workers_are_seen_for_two_ttl(world: ShelfWorld) -> None:
+def test_workers_are_seen_for_two_ttl(world: ReaderWorld) -> None:
     assert not world.readers.has_worker("score", world.now)
     lease(world, "score")
     assert world.readers.has_worker("score", world.now + 23.9)
     assert not world.readers.has_worker("score", world.now + 24.1)
-    world.readers.forgive(10)
+    world.readers.extend_deadlines(10)
     assert world.readers.has_worker("score", world.now + 33.9)
 
 
-def test_declaring_again_goes_on_and_other_columns_are_refused(world: ShelfWorld) -> None:
+def test_declaring_again_goes_on_and_other_columns_are_refused(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     score(world, lease(world, "score")[0])
     world.tick()
     world.readers.declare(SCORE, world.now)
     assert world.readers.reader("score").cursor == 1
     with pytest.raises(Conflict, match="choose another name"):
-        world.readers.declare(ReaderTerms(name="score", reads=("turns",)), world.now)
+        world.readers.declare(ReaderSpec(name="score", reads=("turns",)), world.now)
     world.readers.remove("score")
     with pytest.raises(NotFound, match="declare it"):
         world.readers.reader("score")
 
 
 def test_the_life_cycle_is_a_table() -> None:
-    take = Take(row_id=RowId("r"), arrival=1, since=0.0, lacks=0, owes=0)
+    row_lease = RowLease(
+        row_id=RowId("r"), arrival=1, deadline_start=0.0, missing_inputs=0, pending_outputs=0
+    )
     with pytest.raises(AssertionError, match="cannot go from pending to leased"):
-        take.move(TakeState.LEASED)
-    ended = [state for state, following in NEXT_TAKE.items() if not following]
-    assert ended == [TakeState.DONE, TakeState.DEAD, TakeState.GONE]
+        row_lease.move(RowLeaseState.LEASED)
+    ended = [state for state, following in LEASE_TRANSITIONS.items() if not following]
+    assert ended == [RowLeaseState.DONE, RowLeaseState.DEAD, RowLeaseState.FREED]
 
 
 def test_a_slow_reader_costs_bounded_memory_and_loses_nothing() -> None:
-    world = ShelfWorld(window=100)
-    world.readers.declare(ReaderTerms(name="slow", reads=("turns",)), world.now)
+    world = ReaderWorld(window=100)
+    world.readers.declare(ReaderSpec(name="slow", reads=("turns",)), world.now)
     for n in range(3000):
         world.arrive(f"p0-{n}.0.1")
     world.flush()
@@ -308,19 +325,19 @@ def test_a_slow_reader_costs_bounded_memory_and_loses_nothing() -> None:
         world.flush()
     assert seen == [f"p0-{n}.0.1" for n in range(3000)], "in order of arrival, each once"
     assert world.tables.read(ReaderRecord)[0].cursor == 3000
-    assert world.tables.scalar("SELECT count(*) FROM takes") == 0
+    assert world.tables.scalar("SELECT count(*) FROM row_leases") == 0
 
 
 def test_a_stuck_row_does_not_pin_those_behind_it() -> None:
-    world = ShelfWorld()
-    world.readers.declare(ReaderTerms(name="export", reads=("turns",)), world.now)
+    world = ReaderWorld()
+    world.readers.declare(ReaderSpec(name="export", reads=("turns",)), world.now)
     world.arrive("p0-0.0.1")
     (stuck,) = lease(world, "export", 1)
     reader = world.readers.reader("export")
     for n in range(1, 1000):
         world.arrive(f"p0-{n}.0.1")
         world.readers.ack("export", claim(lease(world, "export", 1)[0]), world.now)
-    assert len(reader.in_order) < 100 and len(reader.window) == 1
+    assert len(reader.by_arrival) < 100 and len(reader.window) == 1
     world.tick(0.1)
     assert reader.cursor == 0
     world.readers.ack("export", claim(stuck), world.now)
@@ -329,13 +346,13 @@ def test_a_stuck_row_does_not_pin_those_behind_it() -> None:
 
 
 def test_a_row_in_the_window_costs_200_bytes() -> None:
-    world = ShelfWorld()
+    world = ReaderWorld()
     ids = [RowId(f"p0-{n}.0.1") for n in range(20_000)]
     world.readers.declare(SCORE, world.now)
     tracemalloc.start()
     try:
         for n, row_id in enumerate(ids):
-            world.shelf.arrived("train", row_id, n + 1, ("turns",), world.now)
+            world.row_window.add_row("train", row_id, n + 1, ("turns",), world.now)
         before = tracemalloc.get_traced_memory()[0]
         assert before / len(ids) <= 200
     finally:
@@ -345,55 +362,55 @@ def test_a_row_in_the_window_costs_200_bytes() -> None:
 # --- the service stands still -----------------------------------------------------------------
 
 
-def stand_still(world: ShelfWorld, seconds: float) -> None:
+def stand_still(world: ReaderWorld, seconds: float) -> None:
     """Nobody is heard meanwhile; then it notices."""
     world.now += seconds
-    world.readers.forgive(seconds)
+    world.readers.extend_deadlines(seconds)
     world.tick()
 
 
-def test_a_stall_is_nobodys_silence_and_nobodys_delay(world: ShelfWorld) -> None:
+def test_a_stall_is_nobodys_silence_and_nobodys_delay(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     (grant,) = lease(world, "score")
     stand_still(world, 700)
-    assert world.shelf.drain() == [], "a deadline stood still with the service"
+    assert world.row_window.pop_completed() == [], "a deadline stood still with the service"
     assert world.readers.has_worker("score", world.now)
     score(world, grant)
 
 
-def test_what_began_after_a_stall_gets_its_own_time_and_no_more(world: ShelfWorld) -> None:
+def test_what_began_after_a_stall_gets_its_own_time_and_no_more(world: ReaderWorld) -> None:
     """Requests may be answered after the service woke and before it notices that it slept."""
     world.now += 700
     world.arrive("p0-1.0.1")
     assert len(lease(world, "score")) == 1
-    world.readers.forgive(700)
+    world.readers.extend_deadlines(700)
     world.tick()
     assert world.readers.has_worker("score", world.now)
     world.tick(SCORE.ttl_s + 0.1)
     (again,) = lease(world, "score")  # its worker fell silent, stall or not
     world.readers.release("score", claim(again), world.now)
     world.tick(60 - SCORE.ttl_s)
-    assert [event.failed for event in world.shelf.drain()] == ["overdue"]
+    assert [event.failed for event in world.row_window.pop_completed()] == ["overdue"]
 
 
-def test_stalls_again_and_again_postpone_nothing_for_ever(world: ShelfWorld) -> None:
+def test_stalls_again_and_again_postpone_nothing_for_ever(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     for _ in range(60):
-        assert world.shelf.drain() == [], "it had less than its time"
+        assert world.row_window.pop_completed() == [], "it had less than its time"
         world.tick(1.0)
         stand_still(world, 5.0)
-    assert [event.failed for event in world.shelf.drain()] == ["overdue"]
+    assert [event.failed for event in world.row_window.pop_completed()] == ["overdue"]
 
 
-def test_a_deadline_that_had_passed_stays_passed(world: ShelfWorld) -> None:
+def test_a_deadline_that_had_passed_stays_passed(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     world.now += 60.1
     stand_still(world, 700)
-    assert [event.failed for event in world.shelf.drain()] == ["overdue"]
+    assert [event.failed for event in world.row_window.pop_completed()] == ["overdue"]
 
 
 def test_rows_on_disk_stood_still_too() -> None:
-    world = ShelfWorld(window=1)
+    world = ReaderWorld(window=1)
     world.readers.declare(SCORE, world.now)
     for n in range(3):
         world.arrive(f"p0-{n}.0.1")
@@ -403,4 +420,4 @@ def test_rows_on_disk_stood_still_too() -> None:
         for grant in lease(world, "score"):
             score(world, grant)
         world.flush()
-    assert [event.failed for event in world.shelf.drain()] == ["", "", ""]
+    assert [event.failed for event in world.row_window.pop_completed()] == ["", "", ""]

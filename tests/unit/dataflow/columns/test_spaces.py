@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from tests.sim.reader_world import ShelfWorld, no_blobs
+from tests.sim.reader_world import ReaderWorld, no_blobs
 
 from penstock.dataflow.column_records import ItemRecord
 from penstock.dataflow.columns.bundles import Values, drafts
 from penstock.dataflow.columns.cells import number_cell
 from penstock.dataflow.columns.column_store import COLUMN_BYTES
-from penstock.dataflow.columns.row_leases import Claim, ReaderTerms
+from penstock.dataflow.columns.row_leases import Claim, ReaderSpec
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.errors import BadRequest, Forbidden, NotFound, StorageFull
 from penstock.types import RowId
@@ -21,20 +21,22 @@ BOTH = {"x": "duplicate", "y": "duplicate"}
 
 
 def put(
-    world: ShelfWorld, space: str, key: str, **values: float | bytes
+    world: ReaderWorld, space: str, key: str, **values: float | bytes
 ) -> dict[str, DeliveryStatus]:
     """What was not stored, by column."""
     return put_all(world, space, {key: values})
 
 
-def put_all(world: ShelfWorld, space: str, rows: Mapping[str, Values]) -> dict[str, DeliveryStatus]:
+def put_all(
+    world: ReaderWorld, space: str, rows: Mapping[str, Values]
+) -> dict[str, DeliveryStatus]:
     made = [*drafts(((RowId(key), row) for key, row in rows.items()), no_blobs)]
     refused = world.spaces.put(space, made, "user", world.now)
     return {result.name: result.status for result in refused}
 
 
 def test_a_key_gets_the_columns_it_does_not_have() -> None:
-    world = ShelfWorld()
+    world = ReaderWorld()
     assert put(world, "eval", "a", x=1.0) == {}
     for _ in range(2):
         world.flush()
@@ -45,7 +47,7 @@ def test_a_key_gets_the_columns_it_does_not_have() -> None:
 
 
 def test_a_full_space_says_how_to_go_on_and_keeps_what_it_has() -> None:
-    world = ShelfWorld()
+    world = ReaderWorld()
     world.spaces.set_quota("eval", 2 * (100 + COLUMN_BYTES), world.now)
     put(world, "eval", "a", x=bytes(100))
     put(world, "eval", "b", x=bytes(100))
@@ -64,8 +66,8 @@ def test_a_full_space_says_how_to_go_on_and_keeps_what_it_has() -> None:
 
 
 def test_clearing_touches_no_other_space_and_readers_go_on() -> None:
-    world = ShelfWorld()
-    terms = ReaderTerms(name="judge", reads=("x",), writes=("mark",), space="eval")
+    world = ReaderWorld()
+    terms = ReaderSpec(name="judge", reads=("x",), writes=("mark",), space="eval")
     world.readers.declare(terms, world.now)
     put(world, "eval", "a", x=1.0)
     put(world, "other", "a", x=1.0)
@@ -87,11 +89,11 @@ def test_clearing_touches_no_other_space_and_readers_go_on() -> None:
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "é", "x" * 129])
 def test_names_are_plain(name: str) -> None:
     with pytest.raises(BadRequest, match="is no name"):
-        put(ShelfWorld(), name, "a", x=1.0)
+        put(ReaderWorld(), name, "a", x=1.0)
 
 
 def test_train_belongs_to_the_rollouts() -> None:
-    world = ShelfWorld()
+    world = ReaderWorld()
     with pytest.raises(Forbidden, match="another name"):
         put(world, "train", "a", x=1.0)
     with pytest.raises(Forbidden):
@@ -103,7 +105,7 @@ def test_train_belongs_to_the_rollouts() -> None:
 
 
 def test_rows_of_one_call_are_one_record_and_each_is_found() -> None:
-    world = ShelfWorld()
+    world = ReaderWorld()
     rows: dict[str, Values] = {f"k{n}": {"text": b"t%d" % n, "score": float(n)} for n in range(5)}
     assert put_all(world, "eval", rows) == {}
     assert put_all(world, "eval", rows) == {"text": "duplicate", "score": "duplicate"}
@@ -121,8 +123,8 @@ def test_rows_of_one_call_are_one_record_and_each_is_found() -> None:
 
 
 def test_readers_know_the_columns_that_rows_came_with() -> None:
-    world = ShelfWorld(window=2)
-    terms = ReaderTerms(name="judge", reads=("text",), writes=("mark",), space="eval")
+    world = ReaderWorld(window=2)
+    terms = ReaderSpec(name="judge", reads=("text",), writes=("mark",), space="eval")
     world.readers.declare(terms, world.now)
     put_all(world, "eval", {f"k{n}": {"text": b"t"} for n in range(4)})
     put_all(world, "eval", {"k4": {"text": b"t", "mark": 1.0}, "k5": {"other": b"t"}})
@@ -141,11 +143,11 @@ def test_readers_know_the_columns_that_rows_came_with() -> None:
 
 def test_rows_of_an_older_ledger_stand_as_they_were_written() -> None:
     """Before format 3 every column of a row had its own record, and rows had no bundles."""
-    world = ShelfWorld()
-    world.readers.declare(ReaderTerms(name="judge", reads=("x",), space="eval"), world.now)
+    world = ReaderWorld()
+    world.readers.declare(ReaderSpec(name="judge", reads=("x",), space="eval"), world.now)
     world.spaces.set_quota("eval", 0, world.now)
     old = ItemRecord(space="eval", row_id=RowId("a"), arrival=1, at=world.now)
-    world.columns.land("eval", RowId("a"), number_cell("x", 1.0), "user", world.now)
+    world.columns.complete("eval", RowId("a"), number_cell("x", 1.0), "user", world.now)
     world.tables.commit([*world.journaled, old])
     world.crash()
     assert put(world, "eval", "a", x=1.0, y=2.0) == {"x": "duplicate"}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from penstock.dataflow.core.gate import Gate
+from penstock.dataflow.core.gate import VersionGate
 from penstock.dataflow.core.leasing import LiveVersion
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import CommitRecord, IncarnationRecord, VersionRecord
@@ -50,27 +50,29 @@ def live(**numbers: int) -> list[LiveVersion]:
     ]
 
 
-def gate(*lineages: Lineage) -> Gate:
-    return Gate({one.policy: one for one in lineages}, {one.policy: 1 for one in lineages})
+def gate(*lineages: Lineage) -> VersionGate:
+    return VersionGate({one.policy: one for one in lineages}, {one.policy: 1 for one in lineages})
 
 
 def test_one_policy_waits_for_what_it_committed() -> None:
     single = gate(lineage(A, committed=3, published=2))
-    assert not single.may_run({A: 4}, live(a=2)), "its rows would be too old when they are trained"
-    assert single.may_run({A: 3}, live(a=2))
+    assert not single.can_lease({A: 4}, live(a=2)), (
+        "its rows would be too old when they are trained"
+    )
+    assert single.can_lease({A: 3}, live(a=2))
 
 
 def test_a_policy_that_never_publishes_stops_no_other() -> None:
     both = gate(lineage(A, committed=3, published=2), lineage(B, committed=5, published=5))
-    assert both.may_run({A: 9, B: 5}, live(a=2, b=5))
+    assert both.can_lease({A: 9, B: 5}, live(a=2, b=5))
 
 
 def test_a_node_that_could_load_a_younger_version_loads_it_first() -> None:
     both = gate(lineage(A, committed=3, published=2), lineage(B, committed=5, published=5))
-    assert not both.may_run({A: 9, B: 5}, live(a=1, b=5))
-    assert not both.may_run({A: 3, B: 6}, live(a=2, b=3))
+    assert not both.can_lease({A: 9, B: 5}, live(a=1, b=5))
+    assert not both.can_lease({A: 3, B: 6}, live(a=2, b=3))
 
 
 def test_work_that_no_policy_could_use_waits() -> None:
     both = gate(lineage(A, committed=3, published=2), lineage(B, committed=5, published=4))
-    assert not both.may_run({A: 9, B: 9}, live(a=2, b=4))
+    assert not both.can_lease({A: 9, B: 9}, live(a=2, b=4))

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from tests.sim.world import FAILED, Settings, World
 
-from penstock.dataflow.core.groups import Closing, ClosingKind
-from penstock.dataflow.core.leasing import Register
+from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy
+from penstock.dataflow.core.leasing import RegisterRequest
 from penstock.errors import Fenced, NotFound
 from penstock.types import NodeId
 
@@ -54,9 +54,9 @@ def test_a_repeated_request_gets_the_same_grants() -> None:
     [a, _] = world.held
 
     def ask(request_id: str) -> list[tuple[str, int, int]]:
-        world.partition.ask(a, world.session(a), request_id, world.now)
+        world.partition.ask(a, world.boot_id(a), request_id, world.now)
         grants = world.partition.lease(
-            a, world.session(a), request_id, 3, (world.live[a],), world.now
+            a, world.boot_id(a), request_id, 3, (world.live[a],), world.now
         )
         return [(g.group_id, g.slot, g.epoch) for g in grants]
 
@@ -104,7 +104,7 @@ def test_a_stall_of_the_service_is_nobodys_silence() -> None:
     a, _ = world.held
     [grant] = world.lease(a, 1)
     world.now += 700
-    world.partition.forgive(700)
+    world.partition.extend_deadlines(700)
     world.settle(world.partition.tick(world.now))
     assert world.partition.holds(a, grant.group_id, grant.slot, grant.epoch)
     world.now += 13
@@ -124,12 +124,12 @@ def test_a_new_life_of_a_node_frees_what_the_old_one_held() -> None:
 def test_the_old_life_is_fenced_and_a_stranger_is_not_found() -> None:
     world = ready_world()
     a, _ = world.held
-    old = world.session(a)
+    old = world.boot_id(a)
     world.join(a)
     with pytest.raises(Fenced):
         world.partition.ask(a, old, "r", world.now)
     with pytest.raises(Fenced):  # its late duplicate must not fence the living
-        again = Register(node_id=a, session=old, capacity=1, policies=())
+        again = RegisterRequest(node_id=a, boot_id=old, capacity=1, policies=())
         world.partition.register(again, world.now)
     with pytest.raises(NotFound):
         world.partition.leave(NodeId("nobody"), "s", world.now)
@@ -139,7 +139,7 @@ def test_registering_twice_under_one_session_keeps_the_leases() -> None:
     world = ready_world()
     a, _ = world.held
     [grant] = world.lease(a, 1)
-    body = Register(node_id=a, session=world.session(a), capacity=9, policies=())
+    body = RegisterRequest(node_id=a, boot_id=world.boot_id(a), capacity=9, policies=())
     world.settle(world.partition.register(body, world.now))
     assert world.partition.holds(a, grant.group_id, grant.slot, grant.epoch)
 
@@ -148,7 +148,7 @@ def test_leaving_hands_back_without_costing_an_attempt() -> None:
     world = ready_world()
     a, b = world.held
     [grant] = world.lease(a, 1)
-    world.settle(world.partition.leave(a, world.session(a), world.now))
+    world.settle(world.partition.leave(a, world.boot_id(a), world.now))
     [again] = world.lease(b, 1)
     assert (again.group_id, again.slot, again.attempt) == (grant.group_id, grant.slot, 1)
 
@@ -192,14 +192,14 @@ def test_slots_granted_together_are_one_record() -> None:
 @pytest.mark.parametrize(
     ("closing", "failures", "verdict"),
     [
-        (Closing(kind=ClosingKind.COMPLETE), 2, "closed"),
-        (Closing(kind=ClosingKind.COMPLETE), 3, "dropped"),
-        (Closing(kind=ClosingKind.DROP), 1, "dropped"),
-        (Closing(kind=ClosingKind.SURVIVORS, min_survivors=2), 3, "closed"),
-        (Closing(kind=ClosingKind.SURVIVORS, min_survivors=3), 3, "dropped"),
+        (ClosingPolicy(kind=ClosingKind.COMPLETE), 2, "closed"),
+        (ClosingPolicy(kind=ClosingKind.COMPLETE), 3, "dropped"),
+        (ClosingPolicy(kind=ClosingKind.DROP), 1, "dropped"),
+        (ClosingPolicy(kind=ClosingKind.SURVIVORS, min_survivors=2), 3, "closed"),
+        (ClosingPolicy(kind=ClosingKind.SURVIVORS, min_survivors=3), 3, "dropped"),
     ],
 )
-def test_closing_policies(closing: Closing, failures: int, verdict: str) -> None:
+def test_closing_policies(closing: ClosingPolicy, failures: int, verdict: str) -> None:
     """One slot of three fails this often; failure is never a reward."""
     world = ready_world(Settings(closing=closing, num_slots=3))
     a, _ = world.held

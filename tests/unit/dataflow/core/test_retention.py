@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from penstock.dataflow.core.retention import Pinned, Retention
-from penstock.dataflow.ledger.pinned import PAGE_BATCHES, pinned_batches
+from penstock.dataflow.core.retention import RetainedBatches, Retention
+from penstock.dataflow.ledger.pinned import PAGE_BATCHES, read_retained_batches
 from penstock.dataflow.ledger.tables import open_tables
 from penstock.dataflow.records import FateRecord, FateState, FreedRecord
 from penstock.types import GroupId, PolicyName
@@ -140,7 +140,7 @@ class RetentionMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.retention = Retention([A, B], retain_batches=KEEP)
         freed = set(self.freed)
-        batches: dict[PolicyName, Pinned] = {}
+        batches: dict[PolicyName, RetainedBatches] = {}
         for consumer, facts in self.facts.items():
             last = {g: seq for seq, batch in facts.batches.items() for g in batch}
             since = max((seq for g, seq in last.items() if g in freed), default=0)
@@ -148,7 +148,7 @@ class RetentionMachine(RuleBasedStateMachine):
             for g, seq in sorted(last.items(), key=lambda item: item[1]):
                 if seq > since:
                     pinned[seq] = (*pinned.get(seq, ()), g)
-            batches[consumer] = Pinned(floor=since, batches=pinned)
+            batches[consumer] = RetainedBatches(floor=since, batches=pinned)
             facts.lost = since
             facts.let_go()
         self.freed += self.retention.restore(
@@ -208,14 +208,14 @@ def test_a_start_reads_back_to_the_newest_freed_batch(tmp_path: Path) -> None:
     num = 2 * PAGE_BATCHES + 3
     sealed = [fate(seq, f"{name}{seq}") for seq in range(1, num + 1) for name in "gh"]
     tables.commit([*sealed, fate(0, "x", FateState.ADMITTED), fate(0, "y", FateState.DROPPED)])
-    pinned = pinned_batches(tables, A)
+    pinned = read_retained_batches(tables, A)
     assert (pinned.floor, list(pinned.batches)) == (0, list(range(1, num + 1)))
     names = ("y", "h1", "h2", "g5")
     tables.commit([FreedRecord(group_id=GroupId(name), at=0.0) for name in names])
-    pinned = pinned_batches(tables, A)
+    pinned = read_retained_batches(tables, A)
     assert (pinned.floor, list(pinned.batches)) == (5, list(range(6, num + 1)))
     assert sorted(pinned.batches[6]) == ["g6", "h6"]
-    assert pinned_batches(tables, B) == Pinned(floor=0, batches={})
+    assert read_retained_batches(tables, B) == RetainedBatches(floor=0, batches={})
     tables.commit([FreedRecord(group_id=GroupId(f"g{num}"), at=0.0)])
-    assert pinned_batches(tables, A) == Pinned(floor=num, batches={})
+    assert read_retained_batches(tables, A) == RetainedBatches(floor=num, batches={})
     tables.close()

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import CommitRecord, IncarnationRecord
-from penstock.errors import BadRequest, Conflict, Fenced, NeverCommitted
+from penstock.errors import BadRequest, Conflict, Fenced, UnknownCommit
 from penstock.types import PolicyName
 
 
@@ -78,13 +78,13 @@ def test_two_trainers_race_for_one_incarnation() -> None:
 def test_tokens_of_an_abandoned_branch_count_as_the_fork() -> None:
     lineage = trained(5)
     incarnate(lineage, number=2, seq=2)
-    assert [lineage.effective(1, n) for n in range(6)] == [0, 1, 2, 2, 2, 2]
+    assert [lineage.effective_number(1, n) for n in range(6)] == [0, 1, 2, 2, 2, 2]
     publish(lineage)
     commit(lineage)
     publish(lineage)
     incarnate(lineage, number=1, seq=1)
-    assert lineage.effective(2, 3) == 1
-    assert lineage.effective(1, 5) == 1
+    assert lineage.effective_number(2, 3) == 1
+    assert lineage.effective_number(1, 5) == 1
 
 
 def test_a_bit_equal_replay_moves_the_fork_point_up() -> None:
@@ -94,10 +94,10 @@ def test_a_bit_equal_replay_moves_the_fork_point_up() -> None:
     for number in (3, 4):
         commit(lineage)
         publish(lineage, weights=f"w1.{number}")
-    assert lineage.effective(1, 5) == 4 and lineage.effective(1, 3) == 3
+    assert lineage.effective_number(1, 5) == 4 and lineage.effective_number(1, 3) == 3
     commit(lineage)
     publish(lineage, weights="other")
-    assert lineage.effective(1, 5) == 4, "from here on the two differ"
+    assert lineage.effective_number(1, 5) == 4, "from here on the two differ"
 
 
 @pytest.mark.parametrize(("number", "seq"), [(2, 0), (0, 2), (1, 2), (-3, -2), (9, 9), (2**70, 0)])
@@ -111,7 +111,7 @@ def test_a_life_forks_only_where_one_was_committed(number: int, seq: int) -> Non
         with pytest.raises(Conflict):
             incarnate(lineage, 2, 3)
         return
-    with pytest.raises(NeverCommitted, match="never committed"):
+    with pytest.raises(UnknownCommit, match="never committed"):
         incarnate(lineage, number, seq)
 
 
@@ -168,4 +168,4 @@ def test_a_replica_made_from_the_history_agrees_in_everything() -> None:
         for number in range(6):
             asked = incarnation, number
             assert replica.has(*asked) == lineage.has(*asked)
-            assert replica.effective(*asked) == lineage.effective(*asked)
+            assert replica.effective_number(*asked) == lineage.effective_number(*asked)

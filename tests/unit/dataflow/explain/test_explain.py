@@ -18,7 +18,7 @@ from tests.unit.audit.ledgers import eventful_run
 from tests.unit.dataflow.simulate.recorded_runs import PICKY, POLICY, config, record, reward
 
 from penstock.dataflow.explain.explain import Explanation, explain
-from penstock.dataflow.ledger.recorded import Recorded, open_recorded
+from penstock.dataflow.ledger.recorded import RecordedRun, open_recorded_run
 from penstock.dataflow.records import (
     BatchRecord,
     DecisionRecord,
@@ -33,21 +33,21 @@ from penstock.wire.codec import decode
 
 
 @pytest.fixture(scope="module")
-def picky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+def picky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedRun]:
     """Tasks skipped by GRESO, groups refused by reward-spread, groups served again."""
     folder = tmp_path_factory.mktemp("picky")
     asyncio.run(record(folder, PICKY))
-    recorded = open_recorded(folder / "ledger")
+    recorded = open_recorded_run(folder / "ledger")
     yield recorded
     recorded.close()
 
 
 @pytest.fixture(scope="module")
-def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedRun]:
     """Failures, hand-backs, a replaced node, a restart, a skipped batch and a rewind."""
     folder = tmp_path_factory.mktemp("eventful")
     asyncio.run(eventful_run(folder))
-    recorded = open_recorded(folder / "ledger")
+    recorded = open_recorded_run(folder / "ledger")
     yield recorded
     recorded.close()
 
@@ -56,8 +56,8 @@ def told(explanation: Explanation, what: str) -> list[str]:
     return [step.text for step in explanation.steps if step.what == what]
 
 
-def test_a_skipped_task_names_the_rule_and_its_draw(picky: Recorded) -> None:
-    skipped = picky.home.read(DecisionRecord, "verdict = 'skipped'")
+def test_a_skipped_task_names_the_rule_and_its_draw(picky: RecordedRun) -> None:
+    skipped = picky.coordinator.read(DecisionRecord, "verdict = 'skipped'")
     key = skipped[0].subject
     found = explain(picky, key)
     times = [one for one in skipped if one.subject == key]
@@ -69,9 +69,9 @@ def test_a_skipped_task_names_the_rule_and_its_draw(picky: Recorded) -> None:
     assert explain(picky, key[:12]) == found, "the beginning of a key is enough"
 
 
-def test_the_next_group_says_what_was_skipped_before_it(picky: Recorded) -> None:
+def test_the_next_group_says_what_was_skipped_before_it(picky: RecordedRun) -> None:
     after_skips = [
-        one for one in picky.home.read(IssuedRecord) if json.loads(one.why)["skipped"] > 0
+        one for one in picky.coordinator.read(IssuedRecord) if json.loads(one.why)["skipped"] > 0
     ]
     one = after_skips[0]
     [text] = told(explain(picky, one.group_id), "issued")
@@ -79,21 +79,21 @@ def test_the_next_group_says_what_was_skipped_before_it(picky: Recorded) -> None
     assert f"{num} task" in text and "skipped by greso" in text
 
 
-def test_a_refused_group_names_rule_reason_and_rewards(picky: Recorded) -> None:
-    fate = picky.home.read(FateRecord, "reason = 'uniform_reward'")[0]
+def test_a_refused_group_names_rule_reason_and_rewards(picky: RecordedRun) -> None:
+    fate = picky.coordinator.read(FateRecord, "reason = 'uniform_reward'")[0]
     found = explain(picky, fate.group_id)
     [text] = told(found, "dropped")
     assert "by rule reward-spread: uniform_reward, all members earned the same" in text
-    rewards = picky.home.rows("SELECT reward FROM rows WHERE group_id = :g", g=fate.group_id)
+    rewards = picky.coordinator.rows("SELECT reward FROM rows WHERE group_id = :g", g=fate.group_id)
     assert f"rewards {', '.join(f'{r:g}' for (r,) in rewards)}" in text
     assert f"{fate.tokens} tokens wasted" in text
 
 
-def test_a_group_served_again_lists_every_batch(picky: Recorded) -> None:
-    fate = max(picky.home.read(FateRecord, "uses > 1"), key=lambda one: one.uses)
+def test_a_group_served_again_lists_every_batch(picky: RecordedRun) -> None:
+    fate = max(picky.coordinator.read(FateRecord, "uses > 1"), key=lambda one: one.uses)
     batches = [
         f"policy.{batch.seq}"
-        for batch in sorted(picky.home.read(BatchRecord), key=lambda one: one.seq)
+        for batch in sorted(picky.coordinator.read(BatchRecord), key=lambda one: one.seq)
         if any(g.group_id == fate.group_id for g in decode(batch.manifest, Manifest).groups)
     ]
     assert len(batches) == fate.uses
@@ -102,8 +102,8 @@ def test_a_group_served_again_lists_every_batch(picky: Recorded) -> None:
     assert "the replay rule" in steps[-1].text
 
 
-def test_a_batch_says_who_chose_its_groups(picky: Recorded) -> None:
-    batch = max(picky.home.read(BatchRecord), key=lambda one: one.num_replayed)
+def test_a_batch_says_who_chose_its_groups(picky: RecordedRun) -> None:
+    batch = max(picky.coordinator.read(BatchRecord), key=lambda one: one.num_replayed)
     found = explain(picky, f"policy.{batch.seq}")
     [step] = [step for step in found.steps if step.what == "sealed"]
     assert "select rule" in step.text and "the replay rule added" in step.text
@@ -115,20 +115,20 @@ def test_a_batch_says_who_chose_its_groups(picky: Recorded) -> None:
     ]
 
 
-def test_the_select_rule_is_named_and_what_it_left_behind(eventful: Recorded) -> None:
+def test_the_select_rule_is_named_and_what_it_left_behind(eventful: RecordedRun) -> None:
     texts = [told(explain(eventful, f"policy.{seq}"), "sealed")[0] for seq in range(1, 6)]
     assert all("select rule edf took 3 groups" in text for text in texts)
 
 
-def test_staleness_is_told_as_it_was_judged(eventful: Recorded) -> None:
+def test_staleness_is_told_as_it_was_judged(eventful: RecordedRun) -> None:
     """A fork after sealing makes tokens older; that is not what the batch was judged by."""
-    for batch in eventful.home.read(BatchRecord):
+    for batch in eventful.coordinator.read(BatchRecord):
         [step] = [s for s in explain(eventful, f"policy.{batch.seq}").steps if s.what == "sealed"]
         ages = [group["staleness"] for group in step.facts["groups"]]
         assert max(ages) == batch.staleness_max, batch.seq
 
 
-def test_failed_attempts_and_dead_slots_are_told(eventful: Recorded) -> None:
+def test_failed_attempts_and_dead_slots_are_told(eventful: RecordedRun) -> None:
     found = explain(eventful, "p0-2")
     assert "failed_slots" in found.summary
     leases = [step for step in found.steps if step.what == "leased" and step.facts["slot"] == 1]
@@ -136,19 +136,19 @@ def test_failed_attempts_and_dead_slots_are_told(eventful: Recorded) -> None:
     assert told(found, "given up") and "3 of 4 members" in told(found, "dropped")[0]
 
 
-def test_a_row_of_a_lost_attempt_has_no_part_in_the_batch(eventful: Recorded) -> None:
+def test_a_row_of_a_lost_attempt_has_no_part_in_the_batch(eventful: RecordedRun) -> None:
     lost, kept = explain(eventful, "p0-3.0.1"), explain(eventful, "p0-3.0.2")
     assert "holds no result" in lost.summary and not told(lost, "sealed")
     assert "went into batch policy.1" in kept.summary and told(kept, "published")
 
 
-def test_a_batch_trained_and_then_skipped_by_its_successor(eventful: Recorded) -> None:
+def test_a_batch_trained_and_then_skipped_by_its_successor(eventful: RecordedRun) -> None:
     found = explain(eventful, "policy.4")
     assert "policy@1.4" in found.summary and "loss is not finite" in found.summary
     assert [step.at for step in found.steps] == sorted(step.at for step in found.steps)
 
 
-def test_versions_know_their_batch_or_fork(eventful: Recorded) -> None:
+def test_versions_know_their_batch_or_fork(eventful: RecordedRun) -> None:
     assert "came from batch policy.3" in explain(eventful, "policy@1.3").summary
     assert "restore point of incarnation 2" in explain(eventful, "policy@2.2").summary
     assert "initial model" in explain(eventful, "policy@1.0").summary
@@ -158,14 +158,14 @@ def test_versions_know_their_batch_or_fork(eventful: Recorded) -> None:
 @pytest.mark.parametrize(
     "id", ["p0-9999", "p0-1.7.1", "policy.99", "other.1", "policy@1.99", "ffff", "", "%", "a b'--"]
 )
-def test_what_is_not_there_is_said_with_what_there_is(eventful: Recorded, id: str) -> None:
+def test_what_is_not_there_is_said_with_what_there_is(eventful: RecordedRun, id: str) -> None:
     with pytest.raises(NotFound, match="no such"):
         explain(eventful, id)
 
 
-def test_reading_disturbs_nothing(eventful: Recorded, tmp_path: Path) -> None:
+def test_reading_disturbs_nothing(eventful: RecordedRun, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no ledger"):
-        open_recorded(tmp_path)
+        open_recorded_run(tmp_path)
     assert not [*tmp_path.iterdir()], "looking for a ledger makes none"
 
 
@@ -177,24 +177,24 @@ async def test_a_ledger_of_an_older_format_is_read_in_a_copy(
     ledger, scratch = tmp_path / "ledger", tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    with closing(open_recorded(ledger)) as recorded:
-        rows, story = recorded.home.read(RowRecord), explain(recorded, "p0-1")
+    with closing(open_recorded_run(ledger)) as recorded:
+        rows, story = recorded.coordinator.read(RowRecord), explain(recorded, "p0-1")
     with closing(sqlite3.connect(ledger / "ledger.db")) as writer:
         writer.execute("PRAGMA journal_mode=WAL")
-        writer.execute("ALTER TABLE rows DROP COLUMN computed")
+        writer.execute("ALTER TABLE rows DROP COLUMN compute_cost")
         writer.execute("UPDATE meta SET value = '3' WHERE key = 'format'")
         writer.commit()
         if not is_running:
             writer.close()
         before = {path.name: path.read_bytes() for path in ledger.glob("ledger.db*")}
         assert ("ledger.db-wal" in before) is is_running
-        with closing(open_recorded(ledger)) as recorded:
-            found = recorded.home.read(RowRecord)
+        with closing(open_recorded_run(ledger)) as recorded:
+            found = recorded.coordinator.read(RowRecord)
             assert explain(recorded, "p0-1") == story
         assert [*scratch.iterdir()] == []
         before.pop("ledger.db-shm", None)  # where readers say what they look at
         assert {name: (ledger / name).read_bytes() for name in before} == before
-    assert [replace(row, computed="") for row in rows] == found != []
+    assert [replace(row, compute_cost="") for row in rows] == found != []
 
 
 async def test_where_there_is_no_room_for_the_copy_it_says_so(
@@ -211,7 +211,7 @@ async def test_where_there_is_no_room_for_the_copy_it_says_so(
 
     monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
     with pytest.raises(StoreError, match=r"none could be made in .*scratch: .*; set TMPDIR"):
-        open_recorded(tmp_path / "ledger")
+        open_recorded_run(tmp_path / "ledger")
 
 
 async def test_a_running_ledger_is_read_beside_its_writer(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ async def test_a_running_ledger_is_read_beside_its_writer(tmp_path: Path) -> Non
     await trainer.take_over()
     await node.join()
     await node.work(max_slots=4)
-    recorded = open_recorded(tmp_path / "ledger")
+    recorded = open_recorded_run(tmp_path / "ledger")
     assert "initial model" in explain(recorded, "policy@1.0").summary
     assert "closed" in {step.what for step in explain(recorded, "p0-1").steps}
     await node.work(max_slots=4)

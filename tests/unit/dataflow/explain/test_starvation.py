@@ -13,10 +13,10 @@ from benchmarks.local_run import MAX_SLOTS, LocalNode, LocalTrainer, Reward, run
 
 from penstock.dataflow.core.leasing import Grant, LiveVersion
 from penstock.dataflow.explain.starvation import MIN_GROUPS, NUM_BATCHES
-from penstock.dataflow.ledger.recorded import open_recorded
+from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.records import FateRecord
 from penstock.dataflow.service.build import build
-from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.operators.status import status
 from penstock.types import DropReason, Outcome, OutcomeKind, PolicyName, Task, Trajectory
 
@@ -91,7 +91,9 @@ class Planted:
         )
         [source] = config.sources
         sources = (source.model_copy(update={"limit": limit}),)
-        self.service: Dataflow = build(config.model_copy(update={"sources": sources}), folder)
+        self.service: DataflowService = build(
+            config.model_copy(update={"sources": sources}), folder
+        )
         self.trainers = [LocalTrainer(self.service, PolicyName(policy)) for policy in policies]
         self.trainer = self.trainers[-1]
         self.node = PlantedNode(self.service, reward)
@@ -128,7 +130,7 @@ async def alarm(planted: Planted) -> str:
     """What is told in the end; the log tells the same, at each doubling."""
     await planted.start()
     assert planted.alarms == ()
-    found = planted.service.home.consumers[POLICY].fruitless
+    found = planted.service.coordinator.consumers[POLICY].starvation
     told: list[str] = []
     while len(told) < 2:
         with structlog.testing.capture_logs() as logs:
@@ -192,7 +194,7 @@ async def test_healthy_dynamic_sampling_says_nothing_and_its_end_is_told(tmp_pat
     planted.node.reward = same
     while not planted.alarms:
         await planted.work(1)
-    found = planted.service.home.consumers[POLICY].fruitless
+    found = planted.service.coordinator.consumers[POLICY].starvation
     assert 7 * MIN_GROUPS / 2 < found.num_groups <= 7 * MIN_GROUPS * 2
     planted.service.close()
 
@@ -204,7 +206,7 @@ async def test_a_run_that_breaks_is_told_after_a_few_batches_worth(tmp_path: Pat
     planted.node.reward = same
     while not planted.alarms:
         await planted.work(1)
-    assert planted.service.home.consumers[POLICY].fruitless.num_groups <= 2 * MIN_GROUPS
+    assert planted.service.coordinator.consumers[POLICY].starvation.num_groups <= 2 * MIN_GROUPS
     planted.service.close()
 
 
@@ -214,8 +216,8 @@ async def test_groups_in_which_only_others_act_are_no_failure(tmp_path: Path) ->
     await planted.start()
     await planted.quiet_until(5)
     planted.service.close()
-    recorded = open_recorded(tmp_path)
-    reasons = {one.reason for one in recorded.home.read(FateRecord) if one.consumer == "b"}
+    recorded = open_recorded_run(tmp_path)
+    reasons = {one.reason for one in recorded.coordinator.read(FateRecord) if one.consumer == "b"}
     recorded.close()
     assert DropReason.ABSENT in reasons and DropReason.FAILED_SLOTS not in reasons
 
@@ -237,12 +239,12 @@ async def test_what_is_served_again_is_not_missing(tmp_path: Path) -> None:
     await planted.quiet_until(6)
     planted.max_slots = 2 * GROUP_SIZE
     planted.node.reward = seldom_apart
-    consumer = planted.service.home.consumers[POLICY]
-    while consumer.num_admitted < consumer.num_wanted:
+    consumer = planted.service.coordinator.consumers[POLICY]
+    while consumer.num_admitted < consumer.num_fresh_needed:
         await planted.node.work(planted.max_slots)
-    while consumer.fruitless.num_groups < 100 * MIN_GROUPS and await planted.node.work(GROUP_SIZE):
+    while consumer.starvation.num_groups < 100 * MIN_GROUPS and await planted.node.work(GROUP_SIZE):
         pass
-    assert consumer.num_wanted <= consumer.num_admitted < 8
+    assert consumer.num_fresh_needed <= consumer.num_admitted < 8
     assert planted.alarms == ()
     assert await planted.trainer.batch() is not None
     planted.service.close()
@@ -253,6 +255,6 @@ async def test_a_run_out_of_tasks_has_ended_and_lacks_nothing(tmp_path: Path) ->
     await planted.start()
     while not status(planted.service, "run").finished:
         await planted.work(1)
-    assert planted.service.home.consumers[POLICY].fruitless.num_groups == 60
+    assert planted.service.coordinator.consumers[POLICY].starvation.num_groups == 60
     assert planted.alarms == ()
     planted.service.close()

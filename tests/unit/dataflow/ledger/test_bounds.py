@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataflow.ledger.bounds import Bounds, Level, Reserve, Usage
+from penstock.dataflow.ledger.bounds import AdmissionLevel, DiskReserve, StorageLimits, Usage
 from penstock.errors import Busy, StorageFull
 
 MB = 1 << 20
-BOUNDS = Bounds(
+BOUNDS = StorageLimits(
     max_queued_bytes=100 * MB,
-    mark_queued_bytes=50 * MB,
+    high_water_queued_bytes=50 * MB,
     min_free_bytes=64 * MB,
-    mark_free_bytes=500 * MB,
+    low_water_free_bytes=500 * MB,
 )
 
 
@@ -26,21 +26,23 @@ def usage(*, queued: int = 0, free: int = 10_000) -> Usage:
 @pytest.mark.parametrize(
     ("now", "level"),
     [
-        (usage(), Level.OPEN),
-        (usage(queued=49), Level.OPEN),
-        (usage(queued=50), Level.NO_LEASES),
-        (usage(queued=100), Level.NO_LEASES),
-        (usage(queued=101), Level.REFUSE),
-        (usage(free=500), Level.OPEN),
-        (usage(free=499), Level.NO_LEASES),
-        (usage(free=64), Level.NO_LEASES),
-        (usage(free=63), Level.REFUSE),
-        (usage(queued=10, free=73), Level.REFUSE),
+        (usage(), AdmissionLevel.OPEN),
+        (usage(queued=49), AdmissionLevel.OPEN),
+        (usage(queued=50), AdmissionLevel.NO_LEASES),
+        (usage(queued=100), AdmissionLevel.NO_LEASES),
+        (usage(queued=101), AdmissionLevel.REFUSE),
+        (usage(free=500), AdmissionLevel.OPEN),
+        (usage(free=499), AdmissionLevel.NO_LEASES),
+        (usage(free=64), AdmissionLevel.NO_LEASES),
+        (usage(free=63), AdmissionLevel.REFUSE),
+        (usage(queued=10, free=73), AdmissionLevel.REFUSE),
     ],
 )
-def test_leases_stop_at_the_mark_and_deliveries_at_the_cap(now: Usage, level: Level) -> None:
+def test_leases_stop_at_the_mark_and_deliveries_at_the_cap(
+    now: Usage, level: AdmissionLevel
+) -> None:
     assert BOUNDS.level(now) is level
-    assert BOUNDS.may_lease(now) is (level is Level.OPEN)
+    assert BOUNDS.may_lease(now) is (level is AdmissionLevel.OPEN)
 
 
 def test_a_refusal_says_when_to_come_back() -> None:
@@ -62,7 +64,7 @@ def test_a_call_larger_than_the_cap_is_let_in_alone() -> None:
 
 @given(queued=st.integers(0, 300), free=st.integers(-100, 1000), more=st.integers(0, 300))
 def test_fuller_never_allows_more(queued: int, free: int, more: int) -> None:
-    order = [Level.OPEN, Level.NO_LEASES, Level.REFUSE]
+    order = [AdmissionLevel.OPEN, AdmissionLevel.NO_LEASES, AdmissionLevel.REFUSE]
     before = order.index(BOUNDS.level(usage(queued=queued, free=free)))
     assert order.index(BOUNDS.level(usage(queued=queued + more, free=free))) >= before
     assert order.index(BOUNDS.level(usage(queued=queued, free=free - more))) >= before
@@ -70,13 +72,13 @@ def test_fuller_never_allows_more(queued: int, free: int, more: int) -> None:
 
 def test_marks_that_contradict_are_refused() -> None:
     with pytest.raises(ValueError, match="memory mark"):
-        Bounds(max_queued_bytes=1, mark_queued_bytes=2)
+        StorageLimits(max_queued_bytes=1, high_water_queued_bytes=2)
     with pytest.raises(ValueError, match="disk mark"):
-        Bounds(min_free_bytes=2, mark_free_bytes=1)
+        StorageLimits(min_free_bytes=2, low_water_free_bytes=1)
 
 
 def test_the_reserve_is_real_space(tmp_path: Path) -> None:
-    reserve = Reserve(tmp_path, 3 * MB)
+    reserve = DiskReserve(tmp_path, 3 * MB)
     reserve.take()
     found = (tmp_path / "reserve").stat()
     assert reserve.is_held and found.st_blocks * 512 >= 3 * MB
@@ -87,7 +89,7 @@ def test_the_reserve_is_real_space(tmp_path: Path) -> None:
 
 
 def test_a_reserve_never_takes_the_last_space(tmp_path: Path) -> None:
-    free = Reserve(tmp_path, 0).free_bytes()
-    reserve = Reserve(tmp_path, free - MB)
+    free = DiskReserve(tmp_path, 0).free_bytes()
+    reserve = DiskReserve(tmp_path, free - MB)
     reserve.take()
     assert not reserve.is_held and not (tmp_path / "reserve").exists()

@@ -15,13 +15,13 @@ from blake3 import blake3
 from tests.sim.reader_world import no_blobs
 
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
-from penstock.dataflow.columns.bundles import INLINE_BYTES, drafts, record_of
-from penstock.dataflow.columns.reading import OpenBundle, RowReading
+from penstock.dataflow.columns.bundles import INLINE_BYTES, bundle_record, drafts
+from penstock.dataflow.columns.reading import BundleReader, RowStoreReader
 from penstock.dataflow.ledger import compaction, segments
 from penstock.dataflow.ledger.compaction import Compactor
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.store import Ledger
-from penstock.dataflow.records import Erasure, FreedRecord, RowRecord
+from penstock.dataflow.records import Deletion, FreedRecord, RowRecord
 from penstock.errors import StoreError
 from penstock.types import GroupId, NodeId, OutcomeKind, RowId
 
@@ -79,7 +79,7 @@ def freed(*numbers: int) -> list[FreedRecord]:
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "MAX_SEGMENT_BYTES", PER_SEGMENT * (SIZE + 12))
-    monkeypatch.setattr(compaction, "PORTION_BYTES", 2 * SIZE)
+    monkeypatch.setattr(compaction, "COPY_BATCH_BYTES", 2 * SIZE)
 
 
 async def fill(ledger: Ledger, numbers: range) -> None:
@@ -132,7 +132,7 @@ async def test_columns_live_with_their_row_and_items_until_erased(tmp_path: Path
         assert ledger.payloads.read(at) == key.encode() * 40
     [stale] = ledger.tables.read(ColumnRecord, "row_id = :key", key=row_id(2))
     assert stale.segment == 1, "a freed row's column is not copied"
-    everything = Erasure(kind=ColumnRecord, where="space = :space", values={"space": "eval"})
+    everything = Deletion(kind=ColumnRecord, where="space = :space", values={"space": "eval"})
     await ledger.write([everything])
     assert compaction.live_bytes(ledger.tables, found.segment) == sum(
         SIZE if r.segment == found.segment else 0 for r in ledger.tables.read(RowRecord, "")
@@ -147,18 +147,18 @@ async def test_values_of_rows_put_together_move_with_their_record(
     monkeypatch.setattr(segments, "MAX_SEGMENT_BYTES", 3 * len(values))
     ledger = Ledger(tmp_path)
     [draft] = drafts([(RowId("mine"), {"x": values})], no_blobs)
-    kept = record_of(draft, ledger.place, space="eval", arrival=1, writer="w", now=0.0)
+    kept = bundle_record(draft, ledger.place, space="eval", arrival=1, writer="w", now=0.0)
     await ledger.write([kept, row(0, ledger.place(bytes(3 * len(values))))])
     await fill(ledger, range(1, 2 * 3 * len(values) // SIZE))
-    reading = RowReading(ledger, lambda space: False)
+    reading = RowStoreReader(ledger, lambda space: False)
     await ledger.write(freed(*range(2 * 3 * len(values) // SIZE)))
     before = reading.read("eval", [RowId("mine")], [])
     await fast(ledger).sweep()
     assert 1 not in segments.sizes(ledger.segments_folder)
     assert reading.read("eval", [RowId("mine")], []) == before
-    opened = OpenBundle(ledger, kept, [])
+    opened = BundleReader(ledger, kept, [])
     assert opened.row(RowId("mine"), 0) == ({"x": values}, {}), "it moved after somebody looked"
-    await ledger.write([Erasure(kind=BundleRecord, where="space = 'eval'", values={})])
+    await ledger.write([Deletion(kind=BundleRecord, where="space = 'eval'", values={})])
     left = segments.sizes(ledger.segments_folder)
     assert sum(compaction.live_bytes(ledger.tables, segment) for segment in left) == 0
     ledger.close()

@@ -16,7 +16,7 @@ import pytest
 from blake3 import blake3
 from tests.contract.dataflow_server import POLICY, small_config
 
-from penstock.dataflow.core.retention import pinned_batches
+from penstock.dataflow.ledger.pinned import read_retained_batches
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.ledger.tables import METADATA, open_tables
 from penstock.dataflow.records import (
@@ -68,7 +68,7 @@ async def test_every_record_of_format_1_is_read(folder: Path) -> None:
     ]
     assert all(blake3(ledger.payload(row)).hexdigest() == row.digest for row in rows)
     assert len(ledger.tables.read(GroupRecord)) >= 2 and len(ledger.tables.read(FateRecord)) == 2
-    await ledger.write([*ledger.stamp(), FreedRecord(group_id=GroupId("p0-1"), at=1.0)])
+    await ledger.write([*ledger.start_records(), FreedRecord(group_id=GroupId("p0-1"), at=1.0)])
     ledger.close()
     tables = open_tables(folder)
     assert tables.read(MetaRecord, "key = 'format'")[0].value == str(FORMAT)
@@ -118,7 +118,7 @@ def test_leases_of_format_2_go_on(tmp_path: Path) -> None:
         num_slots=1,
         attempt=1,
         node_id=NodeId("n"),
-        session="s",
+        boot_id="s",
         request_id="r",
         granted_at=5.0,
     )
@@ -158,12 +158,12 @@ def test_rows_of_format_3_do_not_say_what_they_cost(tmp_path: Path) -> None:
     tables.commit([MetaRecord(key="format", value="3"), row])
     tables.close()
     with closing(sqlite3.connect(tmp_path / "ledger.db")) as connection:
-        connection.execute("ALTER TABLE rows DROP COLUMN computed")
+        connection.execute("ALTER TABLE rows DROP COLUMN compute_cost")
         connection.commit()
     for _ in range(2):
         tables = open_tables(tmp_path)
         [found] = tables.read(RowRecord)
-        assert found == row and found.summary.computed_for(POLICY, None) == (3, 9)
+        assert found == row and found.summary.compute_cost_for(POLICY, None) == (3, 9)
         assert tables.read(MetaRecord, "key = 'format'")[0].value == str(FORMAT)
         tables.close()
 
@@ -196,7 +196,7 @@ def test_an_interrupted_upgrade_is_continued(folder: Path) -> None:
 def test_batches_of_format_1_are_pinned(folder: Path) -> None:
     tables = open_tables(folder)
     assert len(tables.read(BatchRecord)) == 1
-    assert pinned_batches(tables, PolicyName("policy")).batches == {1: ("p0-1",)}
+    assert read_retained_batches(tables, PolicyName("policy")).batches == {1: ("p0-1",)}
     tables.close()
 
 

@@ -13,7 +13,7 @@ from penstock.dataflow.report.figures import (
     NodeActivity,
     NodeFigures,
     PolicyFigures,
-    Sample,
+    StepTiming,
     Window,
 )
 from penstock.types import NodeId, PolicyName
@@ -41,7 +41,7 @@ def policy_figures(name: str = POLICY, **changes: Any) -> PolicyFigures:
         done=False,
         num_versions=10,
         eval_s=4.0,
-        samples=(Sample(wait_s=1.0, step_s=10.0), Sample(wait_s=2.0, step_s=10.0)),
+        samples=(StepTiming(wait_s=1.0, step_s=10.0), StepTiming(wait_s=2.0, step_s=10.0)),
         window=flow(1000, 800, 600, stale=40, uniform_reward=150),
         total=flow(5000, 4000, 3600, stale=40, uniform_reward=900),
         staleness={0: counts(400), 1: counts(200)},
@@ -77,7 +77,7 @@ def figures(**changes: Any) -> Figures:
         window=Window(index=3, opened_at=1000.0, closed_at=1100.0, complete=True),
         policies=(policy_figures(),),
         nodes=(node_figures("n0"), node_figures("n1")),
-        departed={},
+        departed_time={},
         waiting_slots=7,
         start_s_p90=2.0,
     )

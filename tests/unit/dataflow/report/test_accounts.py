@@ -7,13 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataflow.report.accounts import NodeClock, TrainerClock, minus, p90, shares, together
-from penstock.dataflow.report.figures import NodeActivity, Sample
+from penstock.dataflow.report.accounts import (
+    NodeClock,
+    TrainerClock,
+    p90,
+    shares,
+    subtract_accounts,
+    sum_accounts,
+)
+from penstock.dataflow.report.figures import NodeActivity, StepTiming
 
 
 def step(clock: TrainerClock, seq: int, at: float, *, wait: float, train: float) -> float:
     """One whole step without evaluation: publishing takes 1 s, a checkpoint 2 s."""
-    clock.asked(seq, at)
+    clock.batch_requested(seq, at)
     clock.served(seq, at + wait)
     clock.committed(at + wait + train)
     clock.published(at + wait + train + 1)
@@ -28,17 +35,17 @@ def test_a_trainer_from_its_start_to_its_third_batch() -> None:
     now = step(clock, 2, now, wait=2.0, train=5.0)
     now = step(clock, 3, now, wait=3.0, train=4.0)
     assert clock.account(now) == {
-        "away": 10.0,
+        "offline": 10.0,
         "starting": 10.0,
         "waiting": 45.0,
         "training": 16.0,
         "publishing": 3.0,
-        "between": 6.0,
+        "other": 6.0,
     }
     now = step(clock, 4, now, wait=0.0, train=1.0)
-    samples = (Sample(wait_s=2.0, step_s=10.0), Sample(wait_s=3.0, step_s=10.0))
-    assert clock.take_samples() == samples, "the first step paid for the start of the nodes"
-    assert clock.take_samples() == ()
+    samples = (StepTiming(wait_s=2.0, step_s=10.0), StepTiming(wait_s=3.0, step_s=10.0))
+    assert clock.pop_samples() == samples, "the first step paid for the start of the nodes"
+    assert clock.pop_samples() == ()
 
 
 def test_a_trainer_that_goes_on_after_our_restart_is_known_from_its_second_step() -> None:
@@ -46,41 +53,41 @@ def test_a_trainer_that_goes_on_after_our_restart_is_known_from_its_second_step(
     now = step(clock, 7, 5.0, wait=30.0, train=1.0)
     now = step(clock, 8, now, wait=2.0, train=5.0)
     step(clock, 9, now, wait=2.0, train=5.0)
-    assert clock.take_samples() == (Sample(wait_s=2.0, step_s=10.0),)
+    assert clock.pop_samples() == (StepTiming(wait_s=2.0, step_s=10.0),)
 
 
 def test_ranks_and_polls_repeat_themselves() -> None:
     clock = TrainerClock(0.0)
     clock.incarnated(0.0)
     step(clock, 1, 0.0, wait=1.0, train=1.0)
-    clock.asked(2, 10.0)
-    clock.asked(2, 12.0)
+    clock.batch_requested(2, 10.0)
+    clock.batch_requested(2, 12.0)
     clock.served(1, 13.0)
-    clock.asked(1, 14.0)
+    clock.batch_requested(1, 14.0)
     clock.served(2, 20.0)
-    clock.asked(2, 21.0)
+    clock.batch_requested(2, 21.0)
     clock.served(2, 22.0)
     clock.committed(30.0)
     assert clock.account(30.0)["training"] == 11.0
     step(clock, 3, 30.0, wait=0.0, train=1.0)
-    assert clock.take_samples() == (Sample(wait_s=10.0, step_s=20.0),)
+    assert clock.pop_samples() == (StepTiming(wait_s=10.0, step_s=20.0),)
 
 
 def test_a_batch_asked_for_ahead_is_no_wait_before_the_commit() -> None:
     clock = TrainerClock(0.0)
     clock.incarnated(0.0)
-    clock.asked(1, 0.0)
+    clock.batch_requested(1, 0.0)
     clock.served(1, 1.0)
-    clock.asked(2, 2.0)
+    clock.batch_requested(2, 2.0)
     clock.committed(10.0)
     clock.published(10.5)
     clock.served(2, 12.0)
-    clock.asked(3, 13.0)
+    clock.batch_requested(3, 13.0)
     clock.served(3, 14.0)
     clock.committed(20.0)
     assert clock.account(20.0) == {"waiting": 3.0, "training": 17.0}
     clock.committed(30.0)
-    assert clock.take_samples() == (Sample(wait_s=2.0, step_s=10.0),)
+    assert clock.pop_samples() == (StepTiming(wait_s=2.0, step_s=10.0),)
 
 
 def test_evaluation_is_no_step_and_spoils_the_one_after_it() -> None:
@@ -88,15 +95,15 @@ def test_evaluation_is_no_step_and_spoils_the_one_after_it() -> None:
     clock.incarnated(0.0)
     now = step(clock, 1, 0.0, wait=1.0, train=6.0)
     now = step(clock, 2, now, wait=1.0, train=6.0)
-    clock.asked(3, now + 50.0)
+    clock.batch_requested(3, now + 50.0)
     clock.served(3, now + 50.0)
     clock.committed(now + 57.0, eval_s=50.0)
     assert clock.account(now + 57.0)["evaluating"] == 50.0
     assert clock.eval_s == 50.0
     now = step(clock, 4, now + 60.0, wait=1.0, train=6.0)
     now = step(clock, 5, now, wait=2.0, train=5.0)
-    samples = (Sample(wait_s=1.0, step_s=10.0), Sample(wait_s=1.0, step_s=10.0))
-    assert clock.take_samples() == samples, "steps 2 and 4; 3 found a full buffer"
+    samples = (StepTiming(wait_s=1.0, step_s=10.0), StepTiming(wait_s=1.0, step_s=10.0))
+    assert clock.pop_samples() == samples, "steps 2 and 4; 3 found a full buffer"
     assert sum(clock.account(now).values()) == pytest.approx(now)
 
 
@@ -104,23 +111,23 @@ def test_evaluation_inside_a_step_spoils_the_next() -> None:
     clock = TrainerClock(0.0)
     clock.incarnated(0.0)
     now = step(clock, 1, 0.0, wait=1.0, train=6.0)
-    clock.asked(2, now)
+    clock.batch_requested(2, now)
     clock.served(2, now + 1.0)
     clock.committed(now + 57.0, eval_s=50.0)
     now = step(clock, 3, now + 60.0, wait=0.0, train=6.0)
     now = step(clock, 4, now, wait=2.0, train=5.0)
-    assert clock.take_samples() == (Sample(wait_s=1.0, step_s=10.0),), "step 2 without it; not 3"
+    assert clock.pop_samples() == (StepTiming(wait_s=1.0, step_s=10.0),), "step 2 without it; not 3"
 
 
 def test_a_successor_tells_since_when_nobody_was_there() -> None:
     clock = TrainerClock(0.0)
     clock.incarnated(0.0)
-    clock.asked(1, 0.0)
+    clock.batch_requested(1, 0.0)
     clock.served(1, 5.0)
     assert clock.account(1000.0)["training"] == 995.0, "a long step looks just like this"
     clock.incarnated(1000.0)
-    assert clock.account(1000.0) == {"waiting": 5.0, "away": 995.0}
-    clock.asked(1, 1001.0)
+    assert clock.account(1000.0) == {"waiting": 5.0, "offline": 995.0}
+    clock.batch_requested(1, 1001.0)
     clock.served(1, 1003.0)
     assert clock.account(1003.0)["waiting"] == 7.0
 
@@ -129,11 +136,11 @@ def test_a_waiting_trainer_that_stops_asking_is_away() -> None:
     clock = TrainerClock(0.0)
     clock.incarnated(0.0)
     for at in range(0, 100, 20):
-        clock.asked(1, float(at))
+        clock.batch_requested(1, float(at))
     assert clock.account(130.0) == {"waiting": 130.0}
-    assert clock.account(200.0) == {"waiting": 80.0, "away": 120.0}
-    clock.asked(1, 200.0)
-    assert clock.account(210.0) == {"waiting": 90.0, "away": 120.0}
+    assert clock.account(200.0) == {"waiting": 80.0, "offline": 120.0}
+    clock.batch_requested(1, 200.0)
+    assert clock.account(210.0) == {"waiting": 90.0, "offline": 120.0}
 
 
 def test_the_account_of_a_trainer_that_is_done_ends() -> None:
@@ -141,7 +148,7 @@ def test_the_account_of_a_trainer_that_is_done_ends() -> None:
     clock.incarnated(0.0)
     now = step(clock, 1, 0.0, wait=1.0, train=1.0)
     clock.stop(now)
-    clock.asked(2, now + 10)
+    clock.batch_requested(2, now + 10)
     assert sum(clock.account(now + 100).values()) == now
 
 
@@ -193,7 +200,7 @@ def test_no_second_of_a_trainer_is_lost_or_counted_twice(
     account = clock.account(now + rest)
     assert sum(account.values()) == pytest.approx(now + rest)
     assert all(seconds >= 0 for seconds in account.values())
-    assert all(0 <= s.wait_s <= s.step_s for s in clock.take_samples())
+    assert all(0 <= s.wait_s <= s.step_s for s in clock.pop_samples())
 
 
 @given(
@@ -215,6 +222,6 @@ def test_no_second_of_a_node_is_lost_or_counted_twice(
 def test_small_sums() -> None:
     assert shares({"a": 1.0, "b": 3.0}) == {"a": 0.25, "b": 0.75}
     assert shares({}) == {}
-    assert minus({"a": 5.0, "b": 1.0}, {"a": 2.0, "b": 1.5}) == {"a": 3.0}
-    assert together([{"a": 1.0}, {"a": 2.0, "b": 1.0}]) == {"a": 3.0, "b": 1.0}
+    assert subtract_accounts({"a": 5.0, "b": 1.0}, {"a": 2.0, "b": 1.5}) == {"a": 3.0}
+    assert sum_accounts([{"a": 1.0}, {"a": 2.0, "b": 1.0}]) == {"a": 3.0, "b": 1.0}
     assert p90([]) == 0.0 and p90([5.0]) == 5.0 and p90([float(n) for n in range(10)]) == 9.0

@@ -16,22 +16,31 @@ from penstock.dataflow.records import (
     RowRecord,
     VersionRecord,
 )
-from penstock.dataflow.report.balance import Balance, Look, NodeLook, PolicyLook
-from penstock.dataflow.report.figures import Counts, NodeActivity, Terms
+from penstock.dataflow.report.balance import (
+    BalanceMonitor,
+    NodeObservation,
+    Observation,
+    PolicyObservation,
+)
+from penstock.dataflow.report.figures import BalanceSettings, Counts, NodeActivity
 from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId
 
 A, B = PolicyName("a"), PolicyName("b")
 N0, N1 = NodeId("n0"), NodeId("n1")
-TERMS = Terms(window_versions=2)
+TERMS = BalanceSettings(window_versions=2)
 
 
-def balance(*policies: PolicyName) -> Balance:
-    return Balance("run", policies or (A,), TERMS, lambda policy, incarnation, number: number, 0.0)
+def balance(*policies: PolicyName) -> BalanceMonitor:
+    return BalanceMonitor(
+        "run", policies or (A,), TERMS, lambda policy, incarnation, number: number, 0.0
+    )
 
 
-def look(*nodes: NodeLook, policies: tuple[PolicyName, ...] = (A,), done: bool = False) -> Look:
-    levels = PolicyLook(issued=1, ready=2, sealed=3, done=done)
-    return Look(nodes=nodes, policies=dict.fromkeys(policies, levels), waiting_slots=0)
+def look(
+    *nodes: NodeObservation, policies: tuple[PolicyName, ...] = (A,), done: bool = False
+) -> Observation:
+    levels = PolicyObservation(issued=1, ready=2, sealed=3, done=done)
+    return Observation(nodes=nodes, policies=dict.fromkeys(policies, levels), waiting_slots=0)
 
 
 def node(
@@ -40,8 +49,8 @@ def node(
     *,
     joined_at: float = 0.0,
     last_seen: float = 0.0,
-) -> NodeLook:
-    return NodeLook(
+) -> NodeObservation:
+    return NodeObservation(
         node_id=name,
         activity=activity,
         joined_at=joined_at,
@@ -115,45 +124,45 @@ def judged(group: str) -> IssuedRecord:
 
 def test_a_window_closes_at_a_look_after_so_many_versions() -> None:
     watched = balance()
-    watched.see([commit(A, 1, 10.0)])
+    watched.on_records([commit(A, 1, 10.0)])
     watched.look(look(node()), 11.0)
     assert not watched.report(look(node()), 12.0).window.complete
-    watched.see([commit(A, 2, 20.0, skipped="no variance")])
+    watched.on_records([commit(A, 2, 20.0, skipped="no variance")])
     watched.look(look(node()), 21.0)
     assert not watched.report(look(node()), 22.0).window.complete, "a skipped batch is no version"
-    watched.see([commit(A, 3, 30.0)])
+    watched.on_records([commit(A, 3, 30.0)])
     watched.look(look(node()), 31.0)
     report = watched.report(look(node()), 40.0)
     assert (report.window.complete, report.window.index) == (True, 0)
     assert (report.window.opened_at, report.window.closed_at) == (0.0, 31.0)
-    assert report.policies[0].window.n_iterations == 2
+    assert report.policies[0].window.num_versions == 2
     assert report.decision.decided_at == 31.0, "judged when it closed, not when it is read"
 
 
 def test_the_first_policy_to_train_enough_closes_the_window_for_all() -> None:
     """One that stopped for ever holds up no decision."""
     watched = balance(A, B)
-    watched.see([commit(A, 1, 10.0), commit(A, 2, 20.0)])
+    watched.on_records([commit(A, 1, 10.0), commit(A, 2, 20.0)])
     both = look(node(), policies=(A, B))
     watched.look(both, 21.0)
     report = watched.report(both, 22.0)
     assert report.window.complete
-    assert [policy.window.n_iterations for policy in report.policies] == [2, 0]
+    assert [policy.window.num_versions for policy in report.policies] == [2, 0]
     assert report.policies[1].window.rollout_wait_fraction is None
 
 
 def test_counts_belong_to_their_window_and_totals_to_the_run() -> None:
     watched = balance()
     done = OutcomeKind.COMPLETED
-    watched.see([row("g1", N0, '{"a":5}', done), fate(A, "g1", FateState.ADMITTED, 5)])
-    watched.see([commit(A, 1, 1.0), commit(A, 2, 2.0)])
+    watched.on_records([row("g1", N0, '{"a":5}', done), fate(A, "g1", FateState.ADMITTED, 5)])
+    watched.on_records([commit(A, 1, 1.0), commit(A, 2, 2.0)])
     watched.look(look(node()), 3.0)
-    watched.see([row("g2", N0, '{"a":7}', done), fate(A, "g1", FateState.SEALED, 5, uses=1)])
+    watched.on_records([row("g2", N0, '{"a":7}', done), fate(A, "g1", FateState.SEALED, 5, uses=1)])
     policy = watched.report(look(node()), 4.0).policies[0]
     assert policy.window.production.produced.tokens == 5
     assert policy.window.production.consumed.tokens == 0
     assert policy.totals.produced.tokens == 12 and policy.totals.consumed.tokens == 5
-    watched.see([commit(A, 3, 5.0), commit(A, 4, 6.0)])
+    watched.on_records([commit(A, 3, 5.0), commit(A, 4, 6.0)])
     watched.look(look(node()), 7.0)
     report = watched.report(look(node()), 8.0)
     assert report.policies[0].window.production.produced.tokens == 7
@@ -163,7 +172,7 @@ def test_counts_belong_to_their_window_and_totals_to_the_run() -> None:
 
 def test_two_policies_count_their_own_tokens() -> None:
     watched = balance(A, B)
-    watched.see(
+    watched.on_records(
         [
             row("g1", N0, '{"a":5,"b":3}', OutcomeKind.COMPLETED),
             row("g1", N1, '{"a":4}', OutcomeKind.COMPLETED),
@@ -174,7 +183,7 @@ def test_two_policies_count_their_own_tokens() -> None:
             fate(B, "g1", FateState.DROPPED, 3, "stale"),
         ]
     )
-    flows = {policy: passed.flow for policy, passed in watched.tally.policies.items()}
+    flows = {policy: passed.flow for policy, passed in watched.flow_counter.policies.items()}
     assert flows[A].produced == Counts(sequences=2, tokens=9)
     assert flows[A].wasted == {"uniform_reward": Counts(sequences=2, tokens=9)}
     assert flows[A].entered == Counts(), "a rule refused it"
@@ -182,25 +191,27 @@ def test_two_policies_count_their_own_tokens() -> None:
     assert flows[B].entered == Counts(sequences=1, tokens=3), "it entered, and then grew old"
     assert flows[B].wasted["stale"] == Counts(sequences=1, tokens=3)
     assert flows[B].wasted["failed"] == Counts(sequences=1, tokens=9)
-    assert watched.tally.nodes[N0].accepted.counts == Counts(sequences=1, tokens=3)
-    assert watched.tally.nodes[N1].accepted.counts == Counts()
+    assert watched.flow_counter.nodes[N0].accepted.counts == Counts(sequences=1, tokens=3)
+    assert watched.flow_counter.nodes[N1].accepted.counts == Counts()
 
 
 def test_a_group_that_lost_rows_to_a_column_entered_with_those_left() -> None:
     watched = balance()
     made = [row("g1", N0, '{"a":5}', OutcomeKind.COMPLETED) for _ in range(2)]
     both = fate(A, "g1", FateState.ADMITTED, 10)
-    watched.see([*made, both, fate(A, "g1", FateState.ADMITTED, 5)])
-    watched.see([fate(A, "g1", FateState.SEALED, 5, uses=1)])
-    flow = watched.tally.policies[A].flow
+    watched.on_records([*made, both, fate(A, "g1", FateState.ADMITTED, 5)])
+    watched.on_records([fate(A, "g1", FateState.SEALED, 5, uses=1)])
+    flow = watched.flow_counter.policies[A].flow
     assert flow.entered.tokens == flow.consumed.tokens == 5
 
 
 def test_served_again_is_not_consumed_again() -> None:
     watched = balance()
-    watched.see([fate(A, "g1", FateState.ADMITTED, 5), fate(A, "g1", FateState.SEALED, 5, uses=1)])
-    watched.see([fate(A, "g1", FateState.SEALED, 5, uses=2)] * 2)
-    assert watched.tally.policies[A].flow.consumed == Counts(sequences=1, tokens=5)
+    watched.on_records(
+        [fate(A, "g1", FateState.ADMITTED, 5), fate(A, "g1", FateState.SEALED, 5, uses=1)]
+    )
+    watched.on_records([fate(A, "g1", FateState.SEALED, 5, uses=2)] * 2)
+    assert watched.flow_counter.policies[A].flow.consumed == Counts(sequences=1, tokens=5)
 
 
 def test_trainer_calls_become_waits() -> None:
@@ -208,12 +219,12 @@ def test_trainer_calls_become_waits() -> None:
     incarnation = IncarnationRecord(
         policy=A, incarnation=1, number=0, seq=0, request_id="r", at=0.0
     )
-    watched.see([incarnation])
+    watched.on_records([incarnation])
     now = 0.0
     for seq in range(1, 6):
-        watched.asked(A, seq, now)
+        watched.batch_requested(A, seq, now)
         watched.served(A, seq, now + 2.0)
-        watched.see([commit(A, seq, now + 8.0)])
+        watched.on_records([commit(A, seq, now + 8.0)])
         published = VersionRecord(
             policy=A,
             incarnation=1,
@@ -222,7 +233,7 @@ def test_trainer_calls_become_waits() -> None:
             weights_digest="",
             at=now + 9.0,
         )
-        watched.see([published])
+        watched.on_records([published])
         now += 10.0
         watched.look(look(node(last_seen=now)), now)
     report = watched.report(look(node(last_seen=now)), now)
@@ -231,15 +242,15 @@ def test_trainer_calls_become_waits() -> None:
     assert window.rollout_wait_fraction == 0.2
     assert report.decision.branch == "scale_up" and report.decision.last_action is not None
     seconds = report.policies[0].trainer_time.seconds
-    assert seconds == {"waiting": 10.0, "training": 30.0, "publishing": 5.0, "between": 5.0}
+    assert seconds == {"waiting": 10.0, "training": 30.0, "publishing": 5.0, "other": 5.0}
 
 
 def test_evaluation_is_told_in_a_commit() -> None:
     watched = balance()
-    watched.see([commit(A, 1, 10.0)])
-    watched.asked(A, 2, 10.0)
+    watched.on_records([commit(A, 1, 10.0)])
+    watched.batch_requested(A, 2, 10.0)
     watched.served(A, 2, 11.0)
-    watched.see([commit(A, 2, 20.0, stats='{"seconds/eval":4.5,"loss":0.1}')])
+    watched.on_records([commit(A, 2, 20.0, stats='{"seconds/eval":4.5,"loss":0.1}')])
     watched.look(look(node()), 21.0)
     assert watched.report(look(node()), 21.0).policies[0].window.eval_time_s == 4.5
 
@@ -253,7 +264,7 @@ def test_who_left_is_shown_for_a_window_and_kept_in_the_account() -> None:
     assert report.pool.gone == (N1,) and report.pool.total_gpus == 1
     assert report.pool.node_time.total_s == pytest.approx(20.0)
     for seq in range(1, 5):
-        watched.see([commit(A, seq, 10.0 * seq)])
+        watched.on_records([commit(A, seq, 10.0 * seq)])
         watched.look(look(node(last_seen=10.0 * seq)), 10.0 * seq)
     report = watched.report(look(node(last_seen=40.0)), 40.0)
     assert [n.node_id for n in report.nodes] == [N0]

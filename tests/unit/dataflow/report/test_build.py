@@ -18,13 +18,13 @@ from tests.unit.dataflow.report.report_factories import (
     policy_figures,
 )
 
-from penstock.dataflow.report.build import make_report, remember
+from penstock.dataflow.report.build import make_report, rule_memory
 from penstock.dataflow.report.figures import (
-    REFUSALS,
+    REFUSAL_REASONS,
+    BalanceSettings,
     Figures,
     NodeActivity,
-    Sample,
-    Terms,
+    StepTiming,
     Window,
 )
 from penstock.dataflow.report.schema import report_schema
@@ -33,11 +33,11 @@ from penstock.types import DropReason
 from penstock.wire.codec import decode, encode_json
 
 PUBLISHED = Path(__file__).parents[4] / "docs" / "report.schema.json"
-TERMS = Terms()
+TERMS = BalanceSettings()
 NOW = 1101.0
 
 
-def report(given: Figures, terms: Terms = TERMS) -> BalanceReport:
+def report(given: Figures, terms: BalanceSettings = TERMS) -> BalanceReport:
     return make_report(given, terms, NOW)
 
 
@@ -114,7 +114,7 @@ def test_the_schema_refuses_what_is_no_report(path: str, wrong: Any) -> None:
 
 def test_the_window_of_a_policy() -> None:
     window = report(figures()).policies[0].window
-    assert (window.n_iterations, window.num_samples) == (10, 2)
+    assert (window.num_versions, window.num_samples) == (10, 2)
     assert (window.wall_time_s, window.eval_time_s, window.training_time_s) == (100.0, 4.0, 96.0)
     assert (window.avg_step_time_s, window.avg_batch_wait_s) == (10.0, 1.5)
     assert window.rollout_wait_fraction == pytest.approx(0.15)
@@ -145,9 +145,9 @@ def test_production_in_sequences_and_tokens() -> None:
 
 
 def test_reasons_are_refusals_or_losses() -> None:
-    losses = set(DropReason) - REFUSALS
+    losses = set(DropReason) - REFUSAL_REASONS
     assert DropReason.STALE in losses and DropReason.REMAINDER in losses
-    assert DropReason.OUTPACED in REFUSALS, "what pacing declines has never entered"
+    assert DropReason.OUTPACED in REFUSAL_REASONS, "what pacing declines has never entered"
 
 
 def test_the_dead_and_the_suspect_are_no_capacity() -> None:
@@ -167,7 +167,7 @@ def test_the_dead_and_the_suspect_are_no_capacity() -> None:
     assert statuses == ["healthy", "suspect", "gone", "healthy", "healthy", "gone"]
     assert made.decision.branch == "hold" and "GPUs are starting (4)" in made.decision.reason
     alone = report(figures(nodes=nodes[:1]))
-    assert alone.decision.g_target == 5, "w = 0.15 of one serving node of 4 GPUs"
+    assert alone.decision.target_gpus == 5, "w = 0.15 of one serving node of 4 GPUs"
 
 
 def test_a_node_is_suspect_only_beyond_its_limit() -> None:
@@ -189,7 +189,7 @@ def test_each_node_has_its_rates_and_the_pool_their_sum() -> None:
 
 
 def test_accounts_sum_to_all() -> None:
-    made = report(figures(departed={"silent": 200.0}))
+    made = report(figures(departed_time={"silent": 200.0}))
     accounts = [made.pool.node_time, *(n.time for n in made.nodes)]
     accounts += [p.trainer_time for p in made.policies]
     for account in accounts:
@@ -203,8 +203,8 @@ def test_accounts_sum_to_all() -> None:
 
 
 def test_the_worst_wait_of_the_policies_decides() -> None:
-    calm = policy_figures("a", samples=(Sample(wait_s=0.0, step_s=10.0),))
-    starved = policy_figures("b", samples=(Sample(wait_s=5.0, step_s=10.0),))
+    calm = policy_figures("a", samples=(StepTiming(wait_s=0.0, step_s=10.0),))
+    starved = policy_figures("b", samples=(StepTiming(wait_s=5.0, step_s=10.0),))
     made = report(figures(policies=(calm, starved)))
     assert made.decision.rollout_wait_fraction == 0.5
     assert made.decision.branch == "scale_up"
@@ -213,7 +213,7 @@ def test_the_worst_wait_of_the_policies_decides() -> None:
 
 
 def test_the_neediest_policy_keeps_the_pool() -> None:
-    calm = (Sample(wait_s=0.0, step_s=10.0),)
+    calm = (StepTiming(wait_s=0.0, step_s=10.0),)
     idle = policy_figures("a", samples=calm, window=flow(1000, 1000, 100))
     needy = policy_figures("b", samples=calm, window=flow(1000, 1000, 1000))
     assert report(figures(policies=(idle, needy))).decision.need == 1.0
@@ -222,7 +222,7 @@ def test_the_neediest_policy_keeps_the_pool() -> None:
 
 def test_time_without_work_counts_as_capacity() -> None:
     """Pacing holds nodes back, so that what enters is what is used: only their idleness shows."""
-    calm = (Sample(wait_s=0.0, step_s=10.0),)
+    calm = (StepTiming(wait_s=0.0, step_s=10.0),)
     policy = policy_figures(samples=calm, window=flow(1000, 1000, 1000))
     nodes = tuple(
         node_figures(f"n{i}", window_account={"rolling_out": 40.0, "waiting": 60.0})
@@ -231,13 +231,13 @@ def test_time_without_work_counts_as_capacity() -> None:
     first = report(figures(policies=(policy,), nodes=nodes))
     assert (first.pool.busy_share, first.decision.need) == (0.4, 0.4)
     assert first.decision.branch == "hold" and first.decision.low_windows == 1
-    given = figures(policies=(policy,), nodes=nodes, memory=remember(first))
+    given = figures(policies=(policy,), nodes=nodes, memory=rule_memory(first))
     second = report(given)
-    assert (second.decision.branch, second.decision.g_target) == ("scale_down", 5)
+    assert (second.decision.branch, second.decision.target_gpus) == ("scale_down", 5)
 
 
 def test_whom_to_drain_first() -> None:
-    calm = (Sample(wait_s=0.0, step_s=10.0),)
+    calm = (StepTiming(wait_s=0.0, step_s=10.0),)
     policy = policy_figures(samples=calm, window=flow(1000, 1000, 300))
     nodes = (
         node_figures("fast-dear", accepted=counts(1000), cost_per_hour=10.0),
@@ -247,7 +247,7 @@ def test_whom_to_drain_first() -> None:
         node_figures("lost", silent_s=8.0),
     )
     given = figures(policies=(policy,), nodes=nodes)
-    made = report(replace(given, memory=remember(report(given))))
+    made = report(replace(given, memory=rule_memory(report(given))))
     assert made.decision.branch == "scale_down" and made.decision.estimated_delta_gpus == -6
     assert made.decision.drain_first == ("lost", "fast-dear", "slow-cheap", "fast-cheap")
 
@@ -264,6 +264,6 @@ def test_loading_weights_is_no_lack_of_nodes() -> None:
 def test_a_window_is_judged_once() -> None:
     first = report(figures())
     assert first.decision.branch == "scale_up"
-    given = figures(memory=remember(first))
+    given = figures(memory=rule_memory(first))
     assert make_report(given, TERMS, NOW + 50, standing=first.decision).decision == first.decision
     assert make_report(given, TERMS, NOW + 50).decision.branch == "hold", "cooling down"

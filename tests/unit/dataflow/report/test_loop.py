@@ -14,14 +14,14 @@ from itertools import pairwise
 import pytest
 from tests.unit.dataflow.report.report_factories import figures, flow, node_figures, policy_figures
 
-from penstock.dataflow.report.build import make_report, remember
+from penstock.dataflow.report.build import make_report, rule_memory
 from penstock.dataflow.report.figures import (
+    BalanceSettings,
     Figures,
-    Memory,
     NodeActivity,
     NodeFigures,
-    Sample,
-    Terms,
+    RuleMemory,
+    StepTiming,
     Window,
 )
 
@@ -31,19 +31,19 @@ BATCH = 10_000
 """Tokens."""
 DELAY_WINDOWS = 3
 """From an order to its effect: a node must start, or finish what it holds."""
-DAMPED = Terms()
+DAMPED = BalanceSettings()
 UNDAMPED = replace(DAMPED, cooldown_windows=0.0, cooldown_starts=0.0)
 
 
 @dataclass(slots=True)
 class World:
-    terms: Terms
+    terms: BalanceSettings
     serving: int = 8
     is_paced: bool = True
     """Nodes stop when nothing more is wanted; else they go on and waste."""
     are_joins_seen: bool = False
     """Ordered nodes have joined and are starting; else nobody knows of them yet."""
-    memory: Memory = field(default_factory=Memory)
+    memory: RuleMemory = field(default_factory=RuleMemory)
     now: float = 0.0
     orders: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Window at whose end it takes effect, and by how many GPUs."""
@@ -58,7 +58,7 @@ class World:
         began_at, self.now = self.now, self.now + STEPS * step_s
         entered = STEPS * BATCH if self.is_paced else int(STEPS * BATCH / busy)
         policy = policy_figures(
-            samples=(Sample(wait_s=wait_s, step_s=step_s),) * STEPS,
+            samples=(StepTiming(wait_s=wait_s, step_s=step_s),) * STEPS,
             window=flow(entered, entered, STEPS * BATCH),
         )
         idle = {"waiting": (self.now - began_at) * (1 - busy)} if self.is_paced else {}
@@ -83,7 +83,7 @@ class World:
 
     def _obey(self, given: Figures) -> None:
         report = make_report(given, self.terms, self.now)
-        self.memory = remember(report)
+        self.memory = rule_memory(report)
         index, delta = given.window.index, report.decision.estimated_delta_gpus
         self.orders.append((index + DELAY_WINDOWS, delta))
         self.serving = max(1, self.serving + sum(gpus for due, gpus in self.orders if due == index))
@@ -135,7 +135,7 @@ def test_without_a_cool_down_it_chases_its_own_delay() -> None:
     assert max(sizes) > 1.3 * max(run(_settled(DAMPED), 160.0, 60)), f"{sizes}"
 
 
-def _settled(terms: Terms) -> World:
+def _settled(terms: BalanceSettings) -> World:
     world = World(terms=terms)
     run(world, 80.0, 20)
     return world

@@ -13,11 +13,11 @@ from penstock.config.report import ReportConfig
 from penstock.dataflow.core.groups import Node
 from penstock.dataflow.core.leasing import LiveVersion, NodeState
 from penstock.dataflow.records import NodeRecord
-from penstock.dataflow.report.figures import NodeActivity, Terms
+from penstock.dataflow.report.figures import BalanceSettings, NodeActivity
 from penstock.dataflow.service.operators.observe import (
     activity_of,
-    node_looks,
-    terms_of,
+    balance_settings,
+    observe_nodes,
 )
 from penstock.types import NodeId, PolicyName, PublishedVersion
 
@@ -26,7 +26,7 @@ WANTED = {P: PublishedVersion(policy=P, incarnation=1, number=5, manifest_digest
 
 
 def test_the_defaults_of_config_and_rule_are_the_same() -> None:
-    assert terms_of(ReportConfig(), ttl_s=12.0) == Terms()
+    assert balance_settings(ReportConfig(), ttl_s=12.0) == BalanceSettings()
 
 
 def test_every_setting_arrives() -> None:
@@ -39,7 +39,7 @@ def test_every_setting_arrives() -> None:
         max_gpus=9,
         node_start_s=77.0,
     )
-    terms = Terms(
+    terms = BalanceSettings(
         tau_low=0.01,
         tau_high=0.3,
         rho=1.5,
@@ -49,7 +49,7 @@ def test_every_setting_arrives() -> None:
         node_start_s=77.0,
         suspect_s=10.0,
     )
-    assert terms_of(config, ttl_s=20.0) == terms
+    assert balance_settings(config, ttl_s=20.0) == terms
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_what_cannot_be_is_refused(given: dict[str, float], cure: str) -> None:
 def node(*tags: str, state: NodeState = NodeState.LIVE, number: int = 5) -> Node:
     record = NodeRecord(
         node_id=NodeId("n"),
-        session="s",
+        boot_id="s",
         capacity=4,
         policies="[]",
         tags=msgspec.json.encode(tags).decode(),
@@ -94,14 +94,14 @@ def node(*tags: str, state: NodeState = NodeState.LIVE, number: int = 5) -> Node
     ],
 )
 def test_tags_tell_gpus_and_cost(tags: tuple[str, ...], gpus: int, cost: float) -> None:
-    [look] = node_looks([node(*tags)], WANTED)
+    [look] = observe_nodes([node(*tags)], WANTED)
     assert (look.gpus, look.cost_per_hour) == (gpus, cost)
 
 
 def test_what_a_node_is_doing() -> None:
     holding = node()
     holding.num_leases = 1
-    silent = replace(holding, is_silent=True)
+    silent = replace(holding, is_expired=True)
     starting, draining = node(state=NodeState.STARTING), node(state=NodeState.DRAINING)
     assert activity_of(node(), WANTED) is NodeActivity.WAITING
     assert activity_of(node(number=4), WANTED) is NodeActivity.LOADING

@@ -12,12 +12,12 @@ from tests.unit.dataflow.report.report_factories import (
 )
 
 from penstock.dataflow.report.build import make_report
-from penstock.dataflow.report.figures import Figures, NodeActivity, Terms, Window
+from penstock.dataflow.report.figures import BalanceSettings, Figures, NodeActivity, Window
 from penstock.dataflow.report.text import render
 
 
 def text(given: Figures) -> str:
-    return render(make_report(given, Terms(), 1101.0))
+    return render(make_report(given, BalanceSettings(), 1101.0))
 
 
 def test_a_busy_run() -> None:

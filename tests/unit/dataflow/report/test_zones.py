@@ -7,22 +7,28 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.dataflow.report.figures import Action, Branch, Memory, Sample, Terms
-from penstock.dataflow.report.zones import Pool, decide, wait_fraction, zone
+from penstock.dataflow.report.figures import (
+    BalanceSettings,
+    RuleMemory,
+    ScalingAction,
+    ScalingBranch,
+    StepTiming,
+)
+from penstock.dataflow.report.zones import PoolWindow, decide, wait_fraction, zone
 
-TERMS = Terms()
-UP, HOLD, DOWN = Branch.SCALE_UP, Branch.HOLD, Branch.SCALE_DOWN
+TERMS = BalanceSettings()
+UP, HOLD, DOWN = ScalingBranch.SCALE_UP, ScalingBranch.HOLD, ScalingBranch.SCALE_DOWN
 
 
 def pool(
     gpus: int = 10, wait: float | None = 0.07, need: float | None = 1.0, *, pending: int = 0
-) -> Pool:
-    return Pool(
+) -> PoolWindow:
+    return PoolWindow(
         gpus=gpus,
         pending_gpus=pending,
         wait_fraction=wait,
         need=need,
-        transferring=False,
+        is_loading_weights=False,
         window_s=100.0,
         start_s=0.0,
     )
@@ -61,25 +67,27 @@ def pool(
     ],
 )
 def test_the_zones(
-    wait: float | None, consumed: int, entered: int, gpus: int, branch: Branch, target: int
+    wait: float | None, consumed: int, entered: int, gpus: int, branch: ScalingBranch, target: int
 ) -> None:
     need = consumed / entered if consumed and entered else None
     assert zone(gpus, wait, need, TERMS) == (branch, target)
 
 
 def test_waits_are_weighed_by_time_and_capped() -> None:
-    fast = [Sample(wait_s=0.9, step_s=1.0)] * 9
-    slow = [Sample(wait_s=0.0, step_s=91.0)]
+    fast = [StepTiming(wait_s=0.9, step_s=1.0)] * 9
+    slow = [StepTiming(wait_s=0.0, step_s=91.0)]
     assert wait_fraction([*fast, *slow]) == pytest.approx(0.081)
-    assert wait_fraction([Sample(wait_s=99.9, step_s=100.0)]) == 0.95
+    assert wait_fraction([StepTiming(wait_s=99.9, step_s=100.0)]) == 0.95
     assert wait_fraction([]) is None
-    assert wait_fraction([Sample(wait_s=0.0, step_s=0.0)]) is None
+    assert wait_fraction([StepTiming(wait_s=0.0, step_s=0.0)]) is None
 
 
 def test_an_action_is_remembered_and_cooled_down() -> None:
-    verdict = decide(pool(wait=0.3), Memory(), TERMS, now=1000.0)
-    assert (verdict.branch, verdict.g_target, verdict.delta_gpus) == (UP, 15, 5)
-    assert verdict.memory.last_action == Action(branch=UP, at=1000.0, gpus_before=10, g_target=15)
+    verdict = decide(pool(wait=0.3), RuleMemory(), TERMS, now=1000.0)
+    assert (verdict.branch, verdict.target_gpus, verdict.delta_gpus) == (UP, 15, 5)
+    assert verdict.memory.last_action == ScalingAction(
+        branch=UP, at=1000.0, gpus_before=10, target_gpus=15
+    )
     assert verdict.memory.cooldown_until == 1200.0, "two windows of 100 s"
     again = decide(pool(wait=0.3), verdict.memory, TERMS, now=1199.9)
     assert again.branch is HOLD and "cooling down" in again.reason
@@ -92,20 +100,20 @@ def test_an_action_is_remembered_and_cooled_down() -> None:
 )
 def test_slow_starts_prolong_the_cool_down(seen_s: float, told_s: float, until: float) -> None:
     terms = replace(TERMS, node_start_s=told_s)
-    verdict = decide(replace(pool(wait=0.3), start_s=seen_s), Memory(), terms, now=0.0)
+    verdict = decide(replace(pool(wait=0.3), start_s=seen_s), RuleMemory(), terms, now=0.0)
     assert verdict.memory.cooldown_until == until
 
 
 def test_shrinking_needs_two_low_windows_in_a_row() -> None:
     low, fine = pool(wait=0.0, need=0.5), pool(wait=0.07, need=0.5)
-    memory = decide(low, Memory(), TERMS, now=0.0).memory
+    memory = decide(low, RuleMemory(), TERMS, now=0.0).memory
     assert memory.low_windows == 1
     memory = decide(fine, memory, TERMS, now=100.0).memory
     assert memory.low_windows == 0, "one window between them starts the count again"
     first = decide(low, memory, TERMS, now=200.0)
     assert first.branch is HOLD and "1 of 2" in first.reason
     second = decide(low, first.memory, TERMS, now=300.0)
-    assert (second.branch, second.g_target, second.delta_gpus) == (DOWN, 6, -4)
+    assert (second.branch, second.target_gpus, second.delta_gpus) == (DOWN, 6, -4)
     assert second.memory.low_windows == 0
 
 
@@ -113,43 +121,43 @@ def test_shrinking_needs_two_low_windows_in_a_row() -> None:
     ("gpus", "wait", "target"), [(10, 0.95, 15), (1, 0.95, 2), (3, 0.95, 5), (10, 0.12, 12)]
 )
 def test_growth_is_at_most_half_of_the_pool_at_once(gpus: int, wait: float, target: int) -> None:
-    assert decide(pool(gpus, wait), Memory(), TERMS, now=0.0).g_target == target
+    assert decide(pool(gpus, wait), RuleMemory(), TERMS, now=0.0).target_gpus == target
 
 
 @pytest.mark.parametrize(("gpus", "target"), [(10, 5), (9, 4), (2, 1), (1, 1)])
 def test_shrinking_is_at_most_half_of_the_pool_at_once(gpus: int, target: int) -> None:
-    verdict = decide(pool(gpus, 0.0, 0.001), Memory(low_windows=1), TERMS, now=0.0)
-    assert verdict.g_target == target
+    verdict = decide(pool(gpus, 0.0, 0.001), RuleMemory(low_windows=1), TERMS, now=0.0)
+    assert verdict.target_gpus == target
 
 
 def test_pending_joins_are_capacity() -> None:
-    verdict = decide(pool(wait=0.3, pending=3), Memory(), TERMS, now=0.0)
-    assert (verdict.g_target, verdict.delta_gpus) == (15, 2), "five wanted, three on their way"
-    covered = decide(pool(wait=0.3, pending=5), Memory(), TERMS, now=0.0)
+    verdict = decide(pool(wait=0.3, pending=3), RuleMemory(), TERMS, now=0.0)
+    assert (verdict.target_gpus, verdict.delta_gpus) == (15, 2), "five wanted, three on their way"
+    covered = decide(pool(wait=0.3, pending=5), RuleMemory(), TERMS, now=0.0)
     assert covered.branch is HOLD and "GPUs are starting (5)" in covered.reason
     assert covered.memory.last_action is None, "no action, no cool-down"
-    resting = decide(pool(pending=4), Memory(), TERMS, now=0.0)
+    resting = decide(pool(pending=4), RuleMemory(), TERMS, now=0.0)
     assert (resting.branch, resting.delta_gpus) == (HOLD, 0)
 
 
 def test_the_pool_keeps_its_declared_size() -> None:
     terms = replace(TERMS, min_gpus=4, max_gpus=12)
-    assert decide(pool(10, 0.5), Memory(), terms, now=0.0).g_target == 12
-    full = decide(pool(12, 0.5), Memory(), terms, now=0.0)
+    assert decide(pool(10, 0.5), RuleMemory(), terms, now=0.0).target_gpus == 12
+    full = decide(pool(12, 0.5), RuleMemory(), terms, now=0.0)
     assert full.branch is HOLD and "max_gpus" in full.reason
-    assert decide(pool(6, 0.0, 0.1), Memory(low_windows=1), terms, now=0.0).g_target == 4
-    least = decide(pool(4, 0.0, 0.1), Memory(low_windows=1), terms, now=0.0)
+    assert decide(pool(6, 0.0, 0.1), RuleMemory(low_windows=1), terms, now=0.0).target_gpus == 4
+    least = decide(pool(4, 0.0, 0.1), RuleMemory(low_windows=1), terms, now=0.0)
     assert least.branch is HOLD and "min_gpus" in least.reason
-    few = decide(pool(1, None, None), Memory(), terms, now=0.0)
-    assert (few.branch, few.g_target) == (UP, 4) and "declared" in few.reason
-    many = decide(pool(14, 0.07), Memory(), terms, now=0.0)
-    assert (many.branch, many.g_target) == (DOWN, 12)
-    waiting = decide(pool(14, 0.5), Memory(), terms, now=0.0)
-    assert (waiting.branch, waiting.g_target) == (DOWN, 12)
+    few = decide(pool(1, None, None), RuleMemory(), terms, now=0.0)
+    assert (few.branch, few.target_gpus) == (UP, 4) and "declared" in few.reason
+    many = decide(pool(14, 0.07), RuleMemory(), terms, now=0.0)
+    assert (many.branch, many.target_gpus) == (DOWN, 12)
+    waiting = decide(pool(14, 0.5), RuleMemory(), terms, now=0.0)
+    assert (waiting.branch, waiting.target_gpus) == (DOWN, 12)
 
 
 def test_loading_weights_and_half_windows_decide_nothing() -> None:
-    loading = decide(replace(pool(wait=0.5), transferring=True), Memory(), TERMS, now=0.0)
+    loading = decide(replace(pool(wait=0.5), is_loading_weights=True), RuleMemory(), TERMS, now=0.0)
     assert loading.branch is HOLD and "loading weights" in loading.reason
-    first = decide(replace(pool(wait=0.5), complete=False), Memory(), TERMS, now=0.0)
+    first = decide(replace(pool(wait=0.5), complete=False), RuleMemory(), TERMS, now=0.0)
     assert first.branch is HOLD and "first window" in first.reason

@@ -18,8 +18,8 @@ def verdict(name: str, options: dict[str, Any], group: JudgedGroup) -> DropReaso
     return make_rule("admit", name, options, Assigned()).judge(group)
 
 
-def mixed(num_cut: int, num_rows: int) -> JudgedGroup:
-    rows = [row(1.0, CUT) if n < num_cut else row(0.0) for n in range(num_rows)]
+def mixed(num_truncated: int, num_rows: int) -> JudgedGroup:
+    rows = [row(1.0, CUT) if n < num_truncated else row(0.0) for n in range(num_rows)]
     group = judged("p0-1", ())
     return JudgedGroup(
         group_id=group.group_id,
@@ -62,11 +62,11 @@ def test_accepted_share_of_bernoulli_tasks(p: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_cut", "max_share", "is_in"), [(2, 0.5, True), (3, 0.5, False), (1, 0.0, False)]
+    ("num_truncated", "max_share", "is_in"), [(2, 0.5, True), (3, 0.5, False), (1, 0.0, False)]
 )
-def test_overlong(num_cut: int, max_share: float, is_in: bool) -> None:
+def test_overlong(num_truncated: int, max_share: float, is_in: bool) -> None:
     expected = None if is_in else DropReason.OVERLONG
-    assert verdict("overlong", {"max_share": max_share}, mixed(num_cut, 4)) == expected
+    assert verdict("overlong", {"max_share": max_share}, mixed(num_truncated, 4)) == expected
 
 
 def test_outcome() -> None:

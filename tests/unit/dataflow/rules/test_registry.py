@@ -12,7 +12,7 @@ from tests.unit.dataflow.rules.rule_inputs import Assigned, judged
 from tests.unit.dataflow.rules.user_rules import AnyOptions, OnlyLong
 
 from penstock.config.rule_options import RULE_OPTIONS
-from penstock.dataflow.rules import RULES, Learns, make_rule
+from penstock.dataflow.rules import RULES, LearningRule, make_rule
 from penstock.dataflow.rules.registry import METHODS
 from penstock.errors import ConfigError
 from penstock.types import DropReason
@@ -67,7 +67,7 @@ def test_who_learns() -> None:
     learning = {
         name
         for hook, name in SHIPPED
-        if isinstance(make_rule(hook, name, NEEDED.get(name, {}), Assigned()), Learns)
+        if isinstance(make_rule(hook, name, NEEDED.get(name, {}), Assigned()), LearningRule)
     }
     assert learning == {"curriculum", "solved-filter", "greso", "dedup"}
 
@@ -121,7 +121,7 @@ def test_the_example_of_the_documents(tmp_path: Path, monkeypatch: pytest.Monkey
         rule = make_rule("admit", "my_rules:FewPerVersion", {"most": 2}, state)
         group = judged(f"p0-{issue}", (0.0, 1.0), number=number)
         verdicts.append(rule.judge(group))
-        assert isinstance(rule, Learns)
+        assert isinstance(rule, LearningRule)
         rule.learn(group, verdicts[-1])
     assert verdicts == [None, None, DropReason.RULE] * 2
 

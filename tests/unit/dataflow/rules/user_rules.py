@@ -4,7 +4,7 @@
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from penstock.types import Candidate, Draw, DropReason, JudgedGroup, PolicyName
+from penstock.types import Candidate, DropReason, JudgedGroup, PolicyName, RandomDraw
 
 
 class OnlyLong:
@@ -48,7 +48,9 @@ class Again:
         self.max_uses = bounds.get("max_uses", 2)
         self.max_staleness = bounds.get("max_staleness")
 
-    def choose(self, pool: Sequence[Candidate], count: int, draw: Draw) -> Sequence[Candidate]:
+    def choose(
+        self, pool: Sequence[Candidate], count: int, draw: RandomDraw
+    ) -> Sequence[Candidate]:
         return pool[:count]
 
 

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from penstock.dataflow.service.nodes.polls import Poll, Polls
+from penstock.dataflow.service.nodes.polls import Poll, PollQueue
 from penstock.types import NodeId
 
 
@@ -15,13 +15,13 @@ class Line:
     """Polls that wait, each with the task that waits for it."""
 
     def __init__(self) -> None:
-        self.polls = Polls()
+        self.polls = PollQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def join(self, name: str, max_slots: int = 8, at_most_s: float = 60.0) -> Poll:
         """A poll of the node of that name, which has just looked in vain."""
         poll = Poll(NodeId(name.partition("/")[0]), max_slots)
-        self.polls.looks(poll)
+        self.polls.mark_checked(poll)
         self._tasks[name] = asyncio.create_task(self.polls.wait(poll, at_most_s))
         await asyncio.sleep(0)
         return poll
@@ -52,7 +52,7 @@ async def test_as_many_are_called_as_may_take_what_there_is() -> None:
     async with line() as waiting:
         for name in "abcde":
             await waiting.join(name)
-        waiting.polls.tell()
+        waiting.polls.mark_new_work()
         waiting.polls.offer(20)
         assert await waiting.called() == ["a", "b", "c"], "the longest waiting first"
         waiting.polls.offer(20)
@@ -63,10 +63,10 @@ async def test_what_one_leaves_goes_to_the_next() -> None:
     async with line() as waiting:
         first = await waiting.join("a")
         await waiting.join("b")
-        waiting.polls.tell()
+        waiting.polls.mark_new_work()
         waiting.polls.offer(8)
         assert await waiting.called() == ["a"]
-        waiting.polls.looks(first)  # and may take nothing
+        waiting.polls.mark_checked(first)  # and may take nothing
         waiting.polls.offer(8)
         assert await waiting.called() == ["b"]
 
@@ -77,7 +77,7 @@ async def test_nobody_looks_twice_at_the_same_news() -> None:
         await waiting.join("b")
         waiting.polls.offer(8)
         assert await waiting.called() == [], "both have seen what there is"
-        waiting.polls.tell()
+        waiting.polls.mark_new_work()
         await waiting.join("c")
         waiting.polls.offer(100)
         assert await waiting.called() == ["a", "b"]
@@ -90,7 +90,7 @@ async def test_a_node_is_called_alone_and_all_together() -> None:
         waiting.polls.call(NodeId("a"))
         waiting.polls.call(NodeId("nobody"))
         assert await waiting.called() == ["a/1", "a/2"]
-        waiting.polls.call_all()
+        waiting.polls.wake_all()
         assert await waiting.called() == ["b", "c"]
 
 

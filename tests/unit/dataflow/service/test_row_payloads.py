@@ -16,8 +16,8 @@ from penstock.dataflow.ledger.payloads import MemoryPayloads, SegmentPayloads
 from penstock.dataflow.ledger.segments import HEADER, Location, segment_path
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import Record, RowRecord
-from penstock.dataflow.service.coordinator import row_payloads
-from penstock.dataflow.service.row_payloads import RowPayloads, Wanted
+from penstock.dataflow.service import row_payloads
+from penstock.dataflow.service.row_payloads import RowPayloads, RowsQuery
 from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.types import GroupId, NodeId, OutcomeKind, RowId
 from penstock.wire.codec import decode
@@ -80,11 +80,11 @@ async def test_rows_come_in_pieces_as_one_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_payloads, "PIECE_BYTES", 60_000)
-    monkeypatch.setattr(row_payloads, "PART", 4)
+    monkeypatch.setattr(row_payloads, "KEYS_PER_QUERY", 4)
     ledger = await filled(tmp_path)
     lost, far, gone = RowId("p0-90.0.1"), RowId("p1-91.0.1"), RowId("p2-92.0.1")
-    wanted = Wanted(
-        row_ids=(*IDS[::-1], lost, far, gone), elsewhere={far: "http://there", gone: ""}
+    wanted = RowsQuery(
+        row_ids=(*IDS[::-1], lost, far, gone), remote_urls={far: "http://there", gone: ""}
     )
     found = await payloads(ledger).find(wanted)
     pieces = [bytes(piece) async for piece in payloads(ledger).pieces(found)]
@@ -113,7 +113,7 @@ async def test_a_damaged_row_is_gone_and_its_neighbours_are_served(
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 4]))
-    announced = await payloads(ledger).find(Wanted(row_ids=IDS))
+    announced = await payloads(ledger).find(RowsQuery(row_ids=IDS))
     body = b"".join([piece async for piece in payloads(ledger).pieces(announced)])
     assert len(body) == announced.num_bytes, "as long as a caller was told"
     answer = decode(body, RowsAnswer)
@@ -131,7 +131,7 @@ async def test_another_rows_bytes_are_never_served(tmp_path: Path, column: bool)
     if column:
         records.append(scores(IDS[2], ledger.place(b"one")))
     await ledger.write(records)
-    answer = await payloads(ledger).answer(Wanted(row_ids=IDS, columns=("scores",)))
+    answer = await payloads(ledger).answer(RowsQuery(row_ids=IDS, columns=("scores",)))
     left = {row_id: data for row_id, data in PAYLOADS.items() if row_id != IDS[2]}
     assert [r.payload for r in answer.rows] == [left.get(row_id) for row_id in IDS]
     ledger.close()
@@ -141,7 +141,7 @@ async def test_another_rows_bytes_are_never_served(tmp_path: Path, column: bool)
 async def test_a_damaged_length_costs_no_more_than_its_row(tmp_path: Path, length: int) -> None:
     ledger = await filled(tmp_path)
     await ledger.write([row(IDS[2], Location(segment=1, offset=0, length=length))])
-    answer = await payloads(ledger).answer(Wanted(row_ids=IDS))
+    answer = await payloads(ledger).answer(RowsQuery(row_ids=IDS))
     left = {row_id: data for row_id, data in PAYLOADS.items() if row_id != IDS[2]}
     assert [r.payload for r in answer.rows] == [left.get(row_id) for row_id in IDS]
     ledger.close()
@@ -161,7 +161,7 @@ async def test_what_is_not_in_memory_is_read_in_a_thread(
         return preadv(fd, parts, offset, flags) - (100 if flags else 0)
 
     monkeypatch.setattr(segments.os, "preadv", cold)
-    answer = await payloads(ledger).answer(Wanted(row_ids=IDS))
+    answer = await payloads(ledger).answer(RowsQuery(row_ids=IDS))
     assert [r.payload for r in answer.rows] == [*PAYLOADS.values()]
     assert asked == [True] + [False] * len(IDS)
     ledger.close()
@@ -173,8 +173,8 @@ async def test_a_row_that_moved_after_the_look_is_found_again(
     ledger = await filled(tmp_path)
     tables, before = ledger.tables, ledger.row(IDS[2])
     assert before is not None
-    elsewhere = ledger.place(PAYLOADS[IDS[2]])
-    await ledger.write([row(IDS[2], elsewhere)])
+    remote_urls = ledger.place(PAYLOADS[IDS[2]])
+    await ledger.write([row(IDS[2], remote_urls)])
     with segment_path(ledger.segments_folder, before.segment).open("r+b") as file:
         file.seek(before.offset)
         file.write(bytes(HEADER.size))
@@ -190,7 +190,7 @@ async def test_a_row_that_moved_after_the_look_is_found_again(
         return [old if r[0] == IDS[2] else r for r in found]
 
     monkeypatch.setattr(tables, "rows", old_then_new)
-    answer = await payloads(ledger).answer(Wanted(row_ids=IDS))
+    answer = await payloads(ledger).answer(RowsQuery(row_ids=IDS))
     assert [r.payload for r in answer.rows] == [*PAYLOADS.values()] and looks == 2
     ledger.close()
 
@@ -209,9 +209,9 @@ async def test_columns_and_blobs_come_with_their_rows(tmp_path: Path) -> None:
         row(IDS[4], Location(segment=0, offset=0, length=len(big)), blob=digest),
     ]
     await ledger.write(records)
-    answer = await reader.answer(Wanted(row_ids=IDS, columns=("scores",)))
+    answer = await reader.answer(RowsQuery(row_ids=IDS, columns=("scores",)))
     assert answer.columns == ("scores",)
-    assert (await reader.find(Wanted(row_ids=IDS, columns=("scores",)))).num_bytes is None
+    assert (await reader.find(RowsQuery(row_ids=IDS, columns=("scores",)))).num_bytes is None
     assert [r.payload for r in answer.rows] == [*PAYLOADS.values()]
     assert [r.columns for r in answer.rows] == [
         {"scores": b"one"} if row_id == IDS[1] else {} for row_id in IDS
@@ -221,7 +221,7 @@ async def test_columns_and_blobs_come_with_their_rows(tmp_path: Path) -> None:
 
 async def test_any_store_serves_rows(tmp_path: Path) -> None:
     ledger = await filled(tmp_path, MemoryPayloads())
-    answer = await payloads(ledger).answer(Wanted(row_ids=IDS))
+    answer = await payloads(ledger).answer(RowsQuery(row_ids=IDS))
     assert [r.payload for r in answer.rows] == [*PAYLOADS.values()]
     ledger.close()
 

@@ -81,9 +81,9 @@ def test_turns_too_old_for_the_next_batch_are_not_offered() -> None:
 
 def test_what_is_over_is_forgotten_and_memory_is_bounded() -> None:
     kept = filled(salvage(), turn(5))
-    kept.keep_only({SLOT[0]})
+    kept.retain({SLOT[0]})
     assert kept.offer(SLOT, 2, 2)
-    kept.keep_only(())
+    kept.retain(())
     assert not len(kept)
     for slot in range(200):
         kept.record((GroupId("p0-2"), slot), 1, 0, turn(5))

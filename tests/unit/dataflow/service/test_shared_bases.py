@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.config import load
-from penstock.dataflow.service.build import run_facts
-from penstock.dataflow.service.nodes.messages import RunFacts, SharedBase
+from penstock.dataflow.service.build import run_info
+from penstock.dataflow.service.nodes.messages import RunInfo, SharedBaseModel
 from penstock.types import PolicyName
 from penstock.wire.codec import decode, encode
 
@@ -28,17 +28,17 @@ training: {{groups_per_batch: 4, steps: 2}}
 def test_policies_with_adapters_of_one_init_share_an_engine(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(RUN.format(folder=tmp_path))
-    facts = run_facts(load(path))
+    facts = run_info(load(path))
     solver, other, judge = map(PolicyName, ("solver", "other", "judge"))
     assert facts.adapters == (
-        SharedBase(policies=(solver, judge), rank=12),
-        SharedBase(policies=(other,), rank=8),
+        SharedBaseModel(policies=(solver, judge), rank=12),
+        SharedBaseModel(policies=(other,), rank=8),
     )
-    assert decode(encode(facts), RunFacts) == facts
+    assert decode(encode(facts), RunInfo) == facts
 
 
 def test_a_run_without_adapters_shares_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     lines = (line for line in RUN.format(folder=tmp_path).splitlines() if "lora" not in line)
     path.write_text("\n".join(lines))
-    assert run_facts(load(path)).adapters == ()
+    assert run_info(load(path)).adapters == ()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.dataflow.service.nodes.validate import Digested, digest
+from penstock.dataflow.service.nodes.validate import TrajectorySummary, digest
 from penstock.types import (
     FinishReason,
     GroupId,
@@ -69,10 +69,10 @@ def is_published(policy: PolicyName, incarnation: int, number: int) -> bool:
 def test_a_sound_record_tells_tokens_and_age() -> None:
     later = turn(parent=0, spans=(span(0, 3, 4),))
     unread = turn(spans=(span(0, 3, 0),), reached_agent=False)
-    assert digest(trajectory(turn(), later, unread), is_published) == Digested(
+    assert digest(trajectory(turn(), later, unread), is_published) == TrajectorySummary(
         sampled={POLICY: 6},
         versions={POLICY: ((1, 1), (1, 2), (1, 4))},
-        computed={POLICY: (10, 100)},
+        compute_cost={POLICY: (10, 100)},
     )
 
 
@@ -84,10 +84,10 @@ def test_tokens_are_counted_by_role_only_where_one_is_named() -> None:
         return True
 
     verdict = digest(trajectory(*turns), always)
-    assert isinstance(verdict, Digested)
+    assert isinstance(verdict, TrajectorySummary)
     assert verdict.sampled == {POLICY: 6, other: 3}
     assert verdict.roles == {POLICY: {"solve": 3, "": 3}}
-    assert verdict.computed == {POLICY: (10, 50), other: (5, 25)}
+    assert verdict.compute_cost == {POLICY: (10, 50), other: (5, 25)}
 
 
 @pytest.mark.parametrize(

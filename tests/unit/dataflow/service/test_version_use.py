@@ -6,7 +6,7 @@ from __future__ import annotations
 from penstock.dataflow.core.leasing import LiveVersion
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import CommitRecord, IncarnationRecord, VersionRecord
-from penstock.dataflow.service.trainers.messages import UsedBy
+from penstock.dataflow.service.trainers.messages import VersionUser
 from penstock.dataflow.service.trainers.version_use import versions_in_use
 from penstock.types import PolicyName
 
@@ -50,7 +50,7 @@ def used(
     live: tuple[int, ...] = (),
     retained: tuple[int, ...] = (),
     max_staleness: int = 1,
-) -> dict[int, UsedBy]:
+) -> dict[int, VersionUser]:
     found = versions_in_use(
         lineage,
         live=[LiveVersion(policy=POLICY, incarnation=1, number=number) for number in live],
@@ -63,15 +63,15 @@ def used(
 def test_who_uses_what() -> None:
     lineage = lineage_of(*range(13), committed=12)
     assert used(lineage, live=(4, 11), retained=(6, 10), max_staleness=2) == {
-        4: UsedBy.NODE,
-        5: UsedBy.ROWS,
-        6: UsedBy.CHECKPOINT,
-        7: UsedBy.ROWS,
-        8: UsedBy.ROWS,
-        9: UsedBy.ROWS,
-        10: UsedBy.CHECKPOINT,
-        11: UsedBy.NEWEST,
-        12: UsedBy.NEWEST,
+        4: VersionUser.NODE,
+        5: VersionUser.ROWS,
+        6: VersionUser.CHECKPOINT,
+        7: VersionUser.ROWS,
+        8: VersionUser.ROWS,
+        9: VersionUser.ROWS,
+        10: VersionUser.CHECKPOINT,
+        11: VersionUser.NEWEST,
+        12: VersionUser.NEWEST,
     }
 
 

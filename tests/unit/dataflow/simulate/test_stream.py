@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.dataflow.core.rulebook import Rulebook, RuleTerms
-from penstock.dataflow.records import Outbox
+from penstock.dataflow.core.rulebook import RuleRunner, RuleSpec
+from penstock.dataflow.records import CommandJournal
 from penstock.dataflow.simulate.stream import RecordedSource, RecordedSupply
 from penstock.types import Task
 
@@ -17,17 +17,17 @@ def task(ordinal: int) -> Task:
 
 @pytest.mark.parametrize(("limit", "is_over"), [(None, False), (3, False), (2, True)])
 def test_only_the_source_itself_can_be_exhausted(limit: int | None, is_over: bool) -> None:
-    rules = Rulebook(
+    rules = RuleRunner(
         [
-            RuleTerms(hook=hook, name=name, options={}, policy=None, position=0)
+            RuleSpec(hook=hook, name=name, options={}, policy=None, position=0)
             for hook, name in (("mix", "weights"), ("curate", "all"))
         ],
-        Outbox(),
+        CommandJournal(),
         seed=0,
     )
     tasks = {("s", ordinal): task(ordinal) for ordinal in range(2)}
     source = RecordedSource(name="s", weight=1.0, make=lambda n, seed: {}, limit=2, tasks=tasks)
-    supply = RecordedSupply([source], rules, Outbox(), workflow="", seed=0)
+    supply = RecordedSupply([source], rules, CommandJournal(), workflow="", seed=0)
     supply.limit_to({"s": limit})
     given = [supply.next_task(0.0) for _ in range(3)]
     assert [one[0].key for one in given if one is not None] == ["k0", "k1"]

@@ -29,10 +29,10 @@ from tests.unit.rollout.engines.tiny_qwen3 import VOCAB_SIZE, write_snapshot
 from penstock.config import LoraConfig
 from penstock.errors import EngineError
 from penstock.gateway.generation import Completion
-from penstock.rollout.engine_pools import Engines
+from penstock.rollout.engine_pools import EnginePools
 from penstock.rollout.engines import Engine, HfEngine, hf
 from penstock.rollout.engines.base import Shareable
-from penstock.trainer.lora import begin_adapter, put_on
+from penstock.trainer.lora import attach_adapter, init_adapter
 from penstock.trainer.model_folders import init_model, load_model
 from penstock.types import PolicyName, SamplingSpec, Version, view_ids, view_log_probs
 
@@ -130,7 +130,7 @@ async def test_logprobs_are_the_trainers_own(tmp_path: Path) -> None:
     folder = tmp_path / "0"
     init_model("builtin:tiny-qwen3", folder, 0)
     lora = LoraConfig(rank=3, alpha=7)
-    begin_adapter(folder, lora, seed=1)
+    init_adapter(folder, lora, seed=1)
     tensors = load_file(folder / WEIGHTS)
     draw = np.random.Generator(np.random.PCG64(2))
     for name in sorted(tensors):
@@ -139,7 +139,7 @@ async def test_logprobs_are_the_trainers_own(tmp_path: Path) -> None:
     save_file(tensors, folder / WEIGHTS)
     model: Any = load_model(folder)
     plain = copy.deepcopy(model)
-    put_on(model, folder, lora)
+    attach_adapter(model, folder, lora)
     async with engine_of() as engine:
         await engine.load(folder, version(0))
         answer = await ask(engine, num_tokens=8)
@@ -255,7 +255,7 @@ async def test_two_policies_answer_at_once_from_one_base(
 
     monkeypatch.setattr(hf, "_build", counting)
     async with engine_of() as solver:
-        judge = solver.beside()
+        judge = solver.share()
         assert isinstance(solver, Shareable)
         await asyncio.gather(
             solver.load(folders[0], version(0)), judge.load(folders[3], version(7, JUDGE))
@@ -287,7 +287,7 @@ async def test_a_whole_model_does_not_overwrite_a_shared_base(
     base: Path, folders: list[Path]
 ) -> None:
     async with engine_of() as solver:
-        judge = solver.beside()
+        judge = solver.share()
         await solver.load(folders[0], version(0))
         before = await ask(solver)
         with pytest.raises(EngineError, match="2 policies share"):
@@ -305,7 +305,7 @@ async def test_pools_of_a_node_share_their_engines(folders: list[Path]) -> None:
         made.append(HfEngine())
         return made[-1]
 
-    engines = Engines([SOLVER, alone, JUDGE], make, num_engines=2, sharing=[(SOLVER, JUDGE)])
+    engines = EnginePools([SOLVER, alone, JUDGE], make, num_engines=2, sharing=[(SOLVER, JUDGE)])
     try:
         assert len(made) == 4, "two for the pair, two for the one alone"
         assert engines.policies == {SOLVER, JUDGE, alone}

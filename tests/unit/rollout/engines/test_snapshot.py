@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import EngineError
-from penstock.rollout.engines import adapter_info as adapter
+from penstock.rollout.engines import adapter_info
 from penstock.rollout.engines.snapshot import read_snapshot
 
 
@@ -64,7 +64,7 @@ def test_a_base_is_known_by_its_bytes_and_hard_links_are_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
-    hash_before: Any = adapter.blake3
+    hash_before: Any = adapter_info.blake3
 
     class Counting:
         def __init__(self, *args: Any, **words: Any) -> None:
@@ -77,7 +77,7 @@ def test_a_base_is_known_by_its_bytes_and_hard_links_are_read_once(
         def hexdigest(self) -> str:
             return self._inner.hexdigest()
 
-    monkeypatch.setattr(adapter, "blake3", Counting)
+    monkeypatch.setattr(adapter_info, "blake3", Counting)
     names = ("one", "link", "copy", "other")
     one, link, copy, other = (tmp_path / name for name in names)
     for folder in (one, link, copy, other):
@@ -87,6 +87,6 @@ def test_a_base_is_known_by_its_bytes_and_hard_links_are_read_once(
     (copy / path.name).write_bytes(path.read_bytes())
     (other / path.name).write_bytes(path.read_bytes()[:-1] + b"x")
     (link / "adapter_model.safetensors").write_bytes(b"not the base's business")
-    files = adapter.BaseFiles()
+    files = adapter_info.BaseDigests()
     assert files.digest(one) == files.digest(link) == files.digest(copy) != files.digest(other)
     assert [found.parent.name for found in read] == ["one", "copy", "other"]

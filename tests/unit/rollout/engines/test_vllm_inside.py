@@ -12,30 +12,30 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.rollout.engines.vllm.server import INSIDE
+from penstock.rollout.engines.vllm.server import PLUGIN_DIR
 
 WAITING = "vllm.distributed.device_communicators.shm_broadcast"
 
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's module, as far as it is changed; what `settle` does to torch is undone."""
+    """vLLM's module, as far as it is changed; what `apply_cpu_patches` does to torch is undone."""
     module = ModuleType(WAITING)
     monkeypatch.setitem(sys.modules, WAITING, module)
     monkeypatch.setattr(torch, "Generator", torch.Generator)
-    monkeypatch.syspath_prepend(INSIDE)
+    monkeypatch.syspath_prepend(PLUGIN_DIR)
     return module
 
 
-def settle() -> None:
+def apply_cpu_patches() -> None:
     """As vLLM finds and calls it."""
-    (found,) = distributions(path=[str(INSIDE)])
+    (found,) = distributions(path=[str(PLUGIN_DIR)])
     (plugin,) = found.entry_points.select(group="vllm.general_plugins")
     plugin.load()()
 
 
 def test_on_a_cpu_waiting_takes_no_processor_time(waiting: Any) -> None:
-    settle()
+    apply_cpu_patches()
     began_at, spent_s = time.monotonic(), time.process_time()
     for _ in range(200):
         waiting.sched_yield()
@@ -45,7 +45,7 @@ def test_on_a_cpu_waiting_takes_no_processor_time(waiting: Any) -> None:
 
 
 def test_on_a_cpu_a_draw_can_be_taken_back_without_an_offset(waiting: Any) -> None:
-    settle()
+    apply_cpu_patches()
     generator: Any = torch.Generator()
     generator.manual_seed(1)
     generator.set_offset(generator.get_offset() - 4)
@@ -54,6 +54,6 @@ def test_on_a_cpu_a_draw_can_be_taken_back_without_an_offset(waiting: Any) -> No
 def test_a_gpu_keeps_vllms_own_ways(waiting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.Generator
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    settle()
+    apply_cpu_patches()
     assert not hasattr(waiting, "sched_yield")
     assert torch.Generator is before

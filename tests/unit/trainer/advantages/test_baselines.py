@@ -21,10 +21,10 @@ from penstock.trainer.advantages.baselines import (
     group_advantages,
     group_then_batch_advantages,
     leave_one_out_advantages,
-    less_kl,
     moments,
     normalised,
     returns_to_go,
+    subtract_kl,
     token_kl,
 )
 
@@ -240,6 +240,6 @@ def test_equal_advantages_normalise_to_nothing() -> None:
 def test_kl_in_the_reward_is_summed_over_trained_tokens_and_bounded() -> None:
     kl = token_kl(np.full(MASK.size, -1.0), np.full(MASK.size, -1.5))
     rows = np.array([0] * 8 + [2] * 3)
-    got = less_kl(np.array([1.0, 2.0, NAN]), kl, MASK, rows, coef=0.1)
+    got = subtract_kl(np.array([1.0, 2.0, NAN]), kl, MASK, rows, coef=0.1)
     np.testing.assert_allclose(got, [1.0 - 0.1 * 4 * 0.5, 2.0, NAN])
     assert token_kl(np.array([-1e38]), np.array([-1.0])).tolist() == [-20.0]

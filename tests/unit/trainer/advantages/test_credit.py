@@ -17,13 +17,13 @@ from penstock.trainer.advantages.credit import (
     Turns,
     broadcast,
     by_role,
-    combined,
-    compared,
+    combine_returns,
+    compare_turns,
     discounted,
     last_turn,
-    on_tokens,
+    spread_to_tokens,
 )
-from penstock.trainer.advantages.overlong import Overlong, OverlongRule, punishment
+from penstock.trainer.advantages.overlong import Overlong, OverlongPenalty, overlong_penalty
 
 NAN = math.nan
 TURNS = Turns(nums_R=np.array([3, 1, 0, 2]))
@@ -45,7 +45,7 @@ def test_a_discount_runs_backward_within_a_row() -> None:
 
 def test_outcome_and_scores_combined() -> None:
     def got(how: Combine, share: float = 0.25, discount: float = 0.5) -> list[float]:
-        out = combined(OUTCOMES, SCORES, TURNS, how, share=share, discount=discount)
+        out = combine_returns(OUTCOMES, SCORES, TURNS, how, share=share, discount=discount)
         return out.tolist()
 
     spread = [1.0, 1.0, 1.0, 0.0, 0.5, 0.5]
@@ -62,7 +62,7 @@ def test_outcome_and_scores_combined() -> None:
 @pytest.mark.parametrize("discount", [1.0, 0.8])
 def test_shaping_telescopes(discount: float) -> None:
     """From any turn on, shaping takes off the return exactly that turn's score."""
-    got = combined(OUTCOMES, SCORES, TURNS, Combine.SHAPING, discount=discount)
+    got = combine_returns(OUTCOMES, SCORES, TURNS, Combine.SHAPING, discount=discount)
     plain = discounted(last_turn(OUTCOMES, TURNS), TURNS, discount)
     assert (plain - got).tolist() == pytest.approx(SCORES.tolist())
 
@@ -70,11 +70,11 @@ def test_shaping_telescopes(discount: float) -> None:
 def test_a_turn_without_a_score_counts_as_zero_and_a_row_without_an_outcome_as_nothing() -> None:
     scores = SCORES.copy()
     scores[1] = NAN
-    got = combined(np.array([1.0, 0.0, 0.0, NAN]), scores, TURNS, Combine.WEIGHTED)
+    got = combine_returns(np.array([1.0, 0.0, 0.0, NAN]), scores, TURNS, Combine.WEIGHTED)
     np.testing.assert_allclose(got, [0.55, 0.5, 0.7, 0.35, NAN, NAN])
-    credit = compared(got, np.zeros(4, np.int64), TURNS)
+    credit = compare_turns(got, np.zeros(4, np.int64), TURNS)
     assert credit[4:].tolist() == [0.0, 0.0]
-    without = compared(got[:4], np.zeros(3, np.int64), Turns(nums_R=np.array([3, 1, 0])))
+    without = compare_turns(got[:4], np.zeros(3, np.int64), Turns(nums_R=np.array([3, 1, 0])))
     np.testing.assert_allclose(credit[:4], without, rtol=1e-12)
 
 
@@ -98,10 +98,10 @@ def test_turns_of_a_group_compared() -> None:
     groups = np.array([0, 0, 0, 1, 1, 1, 1])
     rows = [draw.random(n).tolist() for n in nums]
     turns = Turns(nums_R=np.array(nums))
-    got = compared(np.concatenate(rows), groups, turns)
+    got = compare_turns(np.concatenate(rows), groups, turns)
     want = [r for rows_ in weighted_oracle([rows[:3], rows[3:]]) for row in rows_ for r in row]
     assert got.tolist() == pytest.approx(want, rel=1e-10)
-    at_depth = compared(np.concatenate(rows), groups, turns, is_by_depth=True)
+    at_depth = compare_turns(np.concatenate(rows), groups, turns, is_by_depth=True)
     for members in (range(3), range(3, 7)):
         for depth in range(5):
             deep = [i for i in members if nums[i] > depth]
@@ -114,21 +114,24 @@ def test_equal_returns_give_the_trajectories_own_advantages() -> None:
     """A row of nine turns must not count nine times."""
     outcomes, groups = np.array([1.0, 0.0, 0.2, 0.9, 0.1]), np.array([0, 0, 0, 1, 1])
     turns = Turns(nums_R=np.array([9, 1, 3, 2, 2]))
-    got = compared(combined(outcomes, np.zeros(17), turns, Combine.OUTCOME), groups, turns)
+    got = compare_turns(
+        combine_returns(outcomes, np.zeros(17), turns, Combine.OUTCOME), groups, turns
+    )
     want = broadcast(group_advantages(outcomes, groups), turns)
     np.testing.assert_allclose(got, want, rtol=1e-12)
-    with_scores = combined(outcomes, np.arange(17.0), turns, Combine.WEIGHTED, share=1.0)
-    np.testing.assert_array_equal(compared(with_scores, groups, turns), got)
+    with_scores = combine_returns(outcomes, np.arange(17.0), turns, Combine.WEIGHTED, share=1.0)
+    np.testing.assert_array_equal(compare_turns(with_scores, groups, turns), got)
 
 
 def test_all_malformed_and_groups_of_one_give_zeros() -> None:
     turns = Turns(nums_R=np.array([2, 3, 1]))
     groups = np.array([0, 0, 1])
-    assert compared(np.zeros(6), groups, turns).tolist() == [0.0] * 6
-    assert compared(np.array([0.0] * 5 + [0.9]), groups, turns)[5] == 0.0
-    assert compared(np.full(6, NAN), groups, turns).tolist() == [0.0] * 6
+    assert compare_turns(np.zeros(6), groups, turns).tolist() == [0.0] * 6
+    assert compare_turns(np.array([0.0] * 5 + [0.9]), groups, turns)[5] == 0.0
+    assert compare_turns(np.full(6, NAN), groups, turns).tolist() == [0.0] * 6
     assert (
-        compared(np.zeros(0), np.zeros(0, np.int64), Turns(nums_R=np.zeros(0, np.int64))).size == 0
+        compare_turns(np.zeros(0), np.zeros(0, np.int64), Turns(nums_R=np.zeros(0, np.int64))).size
+        == 0
     )
 
 
@@ -144,7 +147,7 @@ def test_each_role_is_compared_with_itself() -> None:
 
 def test_credit_is_laid_on_the_trained_tokens_of_its_turn() -> None:
     turns = Turns(nums_R=np.array([2, 1]))
-    got = on_tokens(
+    got = spread_to_tokens(
         np.array([0.1, 0.2, 0.3]),
         turns,
         rows_T=np.array([0, 0, 0, 0, 1, 1]),
@@ -169,8 +172,8 @@ def test_finer_credit_is_nearer_the_truth() -> None:
     def nearness(credit: Floats) -> float:
         return float(np.corrcoef(credit, truth)[0, 1])
 
-    both = combined(outcomes, scores, turns, Combine.WEIGHTED, share=0.2)
-    process = compared(both, groups, turns)
+    both = combine_returns(outcomes, scores, turns, Combine.WEIGHTED, share=0.2)
+    process = compare_turns(both, groups, turns)
     later = discounted(last_turn(advantages, turns), turns, 0.4)
     everywhere = broadcast(advantages, turns)
     assert nearness(process) > nearness(later) + 0.02 > nearness(everywhere) + 0.04
@@ -182,7 +185,7 @@ def test_finer_credit_is_nearer_the_truth() -> None:
 
 def test_the_punishment_by_hand() -> None:
     lengths = np.array([1, 768, 896, 1024, 1025, 9999])
-    assert punishment(lengths, 1024, 256).tolist() == [0.0, 0.0, -0.5, -1.0, -1.0, -1.0]
+    assert overlong_penalty(lengths, 1024, 256).tolist() == [0.0, 0.0, -0.5, -1.0, -1.0, -1.0]
 
 
 REWARDS, LENGTHS = np.array([1.0, 1.0, 0.0, 0.5]), np.array([10, 60, 80, 80])
@@ -200,14 +203,14 @@ CUT = np.array([False, False, True, False])
 def test_what_becomes_of_overlong_answers(
     how: Overlong, rewards: list[float], aside: list[bool]
 ) -> None:
-    rule = OverlongRule(how=how, max_length=80, margin=40)
+    rule = OverlongPenalty(how=how, max_length=80, margin=40)
     got, is_aside = rule(REWARDS, LENGTHS, CUT)
     np.testing.assert_array_equal(got, rewards)
     assert is_aside.tolist() == aside
 
 
 def test_an_answer_set_aside_does_not_shift_its_group() -> None:
-    rule = OverlongRule(how=Overlong.MASK, max_length=80, margin=40)
+    rule = OverlongPenalty(how=Overlong.MASK, max_length=80, margin=40)
     got, _ = rule(REWARDS, LENGTHS, CUT)
     credit = group_advantages(got, np.zeros(4, np.int64))
     assert credit[[0, 1, 3]].tolist() == pytest.approx(oracles.grpo([[1.0, 1.0, 0.5]]))
@@ -216,4 +219,4 @@ def test_an_answer_set_aside_does_not_shift_its_group() -> None:
 
 def test_a_margin_beyond_the_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="margin"):
-        OverlongRule(how=Overlong.PUNISH, max_length=10, margin=11)
+        OverlongPenalty(how=Overlong.PUNISH, max_length=10, margin=11)

@@ -12,7 +12,7 @@ import torch
 from tests.unit.trainer import oracles
 from tests.unit.trainer.cases import Floats, random_case, tokens_of
 
-from penstock.trainer.advantages.gae import Estimates, Gae, ValueLoss
+from penstock.trainer.advantages.gae import Gae, GaeResult, ValueLoss
 
 
 def ragged(
@@ -43,7 +43,7 @@ def explicit(
             [float(values[t]) for t in trained],
             float(after[sample]),
             rule.discount,
-            rule.trace,
+            rule.lam,
         )
         advantages[trained], returns[trained] = one, other
     return advantages, returns
@@ -51,13 +51,11 @@ def explicit(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("discount", [1.0, 0.9])
-@pytest.mark.parametrize("trace", [1.0, 0.95, 0.0])
+@pytest.mark.parametrize("lam", [1.0, 0.95, 0.0])
 @pytest.mark.parametrize("is_truncated", [False, True])
-def test_against_the_double_sum(
-    seed: int, discount: float, trace: float, is_truncated: bool
-) -> None:
+def test_against_the_double_sum(seed: int, discount: float, lam: float, is_truncated: bool) -> None:
     rewards, values, mask, lengths = ragged(seed)
-    rule = Gae(discount=discount, trace=trace)
+    rule = Gae(discount=discount, lam=lam)
     after = np.array([0.0, 2.0, -1.0, 3.0, 0.5, 0.0]) * is_truncated
     got = rule(rewards, values, mask, np.cumsum(lengths), after if is_truncated else None)
     advantages, returns = explicit(rewards, values, mask, lengths, after, rule)
@@ -66,7 +64,7 @@ def test_against_the_double_sum(
     assert (got.advantages_T[~mask] == 0).all() and (got.returns_T[~mask] == 0).all()
 
 
-def chain(rule: Gae, values: list[float], rewards: list[float]) -> Estimates:
+def chain(rule: Gae, values: list[float], rewards: list[float]) -> GaeResult:
     mask = np.ones(len(values), np.bool_)
     return rule(np.array(rewards), np.array(values), mask, np.array([len(values)]))
 
@@ -76,7 +74,7 @@ def test_the_two_ends_of_the_trace() -> None:
     whole = chain(Gae(discount=0.9), values, rewards).advantages_T
     sums = [0.1 + 0.81, 0.9, 1.0]
     assert whole.tolist() == pytest.approx([s - v for s, v in zip(sums, values, strict=True)])
-    single = chain(Gae(discount=0.9, trace=0.0), values, rewards).advantages_T
+    single = chain(Gae(discount=0.9, lam=0.0), values, rewards).advantages_T
     assert single.tolist() == pytest.approx([0.1 + 0.18 - 0.5, -0.36 - 0.2, 1.0 + 0.4])
 
 
@@ -87,10 +85,10 @@ def test_without_values_every_token_has_the_outcome() -> None:
 
 def test_a_sample_without_a_reward_teaches_nothing() -> None:
     rewards, values, mask, lengths = ragged(0)
-    plain = Gae(trace=0.9)(rewards, values, mask, np.cumsum(lengths))
+    plain = Gae(lam=0.9)(rewards, values, mask, np.cumsum(lengths))
     last = np.flatnonzero(mask[:18])[-1]
     rewards[last] = math.nan
-    got = Gae(trace=0.9)(rewards, values, mask, np.cumsum(lengths))
+    got = Gae(lam=0.9)(rewards, values, mask, np.cumsum(lengths))
     assert (got.advantages_T[6:18] == 0).all()
     np.testing.assert_array_equal(got.returns_T[6:18], np.where(mask, values, 0)[6:18])
     others = np.r_[0:6, 18:55]
@@ -114,7 +112,7 @@ def test_the_value_loss_and_its_gradient(seed: int) -> None:
         "values_now": values,
         "returns": torch.tensor(returns),
     }
-    out = ValueLoss(clip=0.2)(replace(tokens_of(random_case(0)), more=columns))
+    out = ValueLoss(clip=0.2)(replace(tokens_of(random_case(0)), extra_columns=columns))
     want = oracles.value_loss(now, old, returns, 0.2)
     np.testing.assert_allclose(out.loss_K.detach().numpy(), want, rtol=1e-12)
     (gradient,) = torch.autograd.grad(out.loss_K.sum(), values)
@@ -122,10 +120,10 @@ def test_the_value_loss_and_its_gradient(seed: int) -> None:
         lambda at: float(oracles.value_loss(at, old, returns, 0.2).sum()), now
     )
     np.testing.assert_allclose(gradient.numpy(), numeric, atol=1e-7)
-    assert 0 < float(out.told["value/clip_ratio"].sum()) < 18
-    assert not any(value.requires_grad for value in out.told.values())
+    assert 0 < float(out.metrics["value/clip_ratio"].sum()) < 18
+    assert not any(value.requires_grad for value in out.metrics.values())
 
 
 def test_missing_value_columns_are_named() -> None:
     with pytest.raises(ValueError, match=r"\['values_now', 'returns'\]"):
-        ValueLoss()(replace(tokens_of(random_case(0)), more={"values": torch.zeros(18)}))
+        ValueLoss()(replace(tokens_of(random_case(0)), extra_columns={"values": torch.zeros(18)}))

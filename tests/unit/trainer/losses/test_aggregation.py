@@ -12,15 +12,15 @@ import pytest
 from tests.unit.trainer import oracles
 from tests.unit.trainer.cases import Case, Floats, losses_and_gradient, random_case
 
-from penstock.trainer.losses.aggregation import Aggregation, Counts, Denominator, Weights, count
-from penstock.trainer.losses.mismatch import Corrected, Correction, Weighting
-from penstock.trainer.losses.objectives import Against, Clipped, Gspo
+from penstock.trainer.losses.aggregation import Aggregation, Counts, Denominator, LossWeights, count
+from penstock.trainer.losses.mismatch import CorrectedLoss, Correction, Weighting
+from penstock.trainer.losses.objectives import ClippedLoss, GspoLoss, RatioAgainst
 from penstock.trainer.losses.tokens import Objective
 
 
-def rule(mode: Aggregation, denominator: Denominator = Denominator.SURVIVING) -> Weights:
+def rule(mode: Aggregation, denominator: Denominator = Denominator.SURVIVING) -> LossWeights:
     length = 16 if mode is Aggregation.FIXED_CONSTANT else 0
-    return Weights(aggregation=mode, denominator=denominator, constant_length=length)
+    return LossWeights(aggregation=mode, denominator=denominator, constant_length=length)
 
 
 def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -30,13 +30,13 @@ def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 @pytest.mark.parametrize(
     ("mode", "flat", "peaked"),
     [
-        (Weights(), 1.0, 1.0),
-        (Weights(aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN), 1.0, 2.0),
-        (Weights(aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM), 2.0, 2.0),
-        (Weights(aggregation=Aggregation.FIXED_CONSTANT, constant_length=4), 0.5, 0.5),
+        (LossWeights(), 1.0, 1.0),
+        (LossWeights(aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN), 1.0, 2.0),
+        (LossWeights(aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM), 2.0, 2.0),
+        (LossWeights(aggregation=Aggregation.FIXED_CONSTANT, constant_length=4), 0.5, 0.5),
     ],
 )
-def test_two_sequences_by_hand(mode: Weights, flat: float, peaked: float) -> None:
+def test_two_sequences_by_hand(mode: LossWeights, flat: float, peaked: float) -> None:
     lengths = ints(1, 3)
     weights = mode.by_token(lengths, count(lengths))
     assert weights @ np.ones(4) == pytest.approx(flat)
@@ -67,7 +67,7 @@ def test_rejected_tokens_against_the_oracle(
 
 def test_few_survivors_are_not_blown_up() -> None:
     lengths, kept = ints(10), np.arange(10) < 2
-    weights = Weights().by_token(lengths, count(lengths, kept), kept)
+    weights = LossWeights().by_token(lengths, count(lengths, kept), kept)
     assert weights.tolist() == [1 / 5] * 2 + [0.0] * 8
 
 
@@ -91,9 +91,9 @@ def test_nothing_left_gives_zeros_and_says_so() -> None:
 
 def test_a_constant_length_belongs_to_its_mode_alone() -> None:
     with pytest.raises(ValueError, match="fixed-constant"):
-        Weights(aggregation=Aggregation.FIXED_CONSTANT)
+        LossWeights(aggregation=Aggregation.FIXED_CONSTANT)
     with pytest.raises(ValueError, match="others none"):
-        Weights(constant_length=4)
+        LossWeights(constant_length=4)
 
 
 # ---------------------------------------------------------------------- the same whatever the parts
@@ -112,12 +112,12 @@ def part(case: Case, sequences: list[int]) -> tuple[Case, list[int]]:
 
 def rejected(objective: Objective, case: Case) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     rho = np.exp(case.proximal - case.sampling)
-    is_masking = isinstance(objective, Corrected)
+    is_masking = isinstance(objective, CorrectedLoss)
     return ~((rho >= 0.5) & (rho <= 2)) if is_masking else np.zeros(rho.size, np.bool_)
 
 
 def in_parts(
-    objective: Objective, weights: Weights, case: Case, parts: list[list[int]]
+    objective: Objective, weights: LossWeights, case: Case, parts: list[list[int]]
 ) -> tuple[float, Floats]:
     """Loss and gradient of the update, its sequences laid out in these micro-batches."""
     cut = [part(case, sequences) for sequences in parts]
@@ -134,10 +134,10 @@ def in_parts(
 
 
 OBJECTIVES: list[Objective] = [
-    Clipped(),
-    Gspo(),
-    Corrected(
-        inner=Clipped(ratio_against=Against.PROXIMAL),
+    ClippedLoss(),
+    GspoLoss(),
+    CorrectedLoss(
+        inner=ClippedLoss(ratio_against=RatioAgainst.PROXIMAL),
         correction=Correction(weighting=Weighting.MASK, low=0.5, high=2.0),
     ),
 ]
@@ -161,9 +161,9 @@ def test_micro_batches_and_order_change_nothing(objective: Objective, mode: Aggr
 
 def test_with_a_fixed_constant_twice_the_tokens_are_twice_the_gradient() -> None:
     once = random_case(0, (4, 3))
-    _, first = in_parts(Clipped(), rule(Aggregation.FIXED_CONSTANT), once, [[0, 1]])
+    _, first = in_parts(ClippedLoss(), rule(Aggregation.FIXED_CONSTANT), once, [[0, 1]])
     doubled, _ = part(once, [0, 0, 1])
     doubled = replace(doubled, lengths=(8, 3))
-    _, second = in_parts(Clipped(), rule(Aggregation.FIXED_CONSTANT), doubled, [[0, 1]])
+    _, second = in_parts(ClippedLoss(), rule(Aggregation.FIXED_CONSTANT), doubled, [[0, 1]])
     np.testing.assert_allclose(second[:4] + second[4:8], 2 * first[:4], rtol=1e-15)
     np.testing.assert_allclose(second[8:], first[4:], rtol=1e-15)

@@ -12,8 +12,8 @@ import torch
 from tests.unit.trainer import oracles
 from tests.unit.trainer.cases import Floats, check, losses_and_gradient, random_case, tokens_of
 
-from penstock.trainer.losses.divergence import Kl, WithEntropy, WithKl, estimate
-from penstock.trainer.losses.objectives import Clipped
+from penstock.trainer.losses.divergence import EntropyBonus, KlEstimator, KlPenalty, estimate
+from penstock.trainer.losses.objectives import ClippedLoss
 from penstock.trainer.losses.tokens import TokenLoss, Tokens
 
 
@@ -21,22 +21,22 @@ class Nothing:
     """An objective without a loss."""
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        return TokenLoss(loss_K=torch.zeros_like(tokens.sampling_K), told={})
+        return TokenLoss(loss_K=torch.zeros_like(tokens.sampling_K), metrics={})
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", Kl)
+@pytest.mark.parametrize("kind", KlEstimator)
 @pytest.mark.parametrize("cap", [5.0, 1.1])
-def test_a_policy_loss_with_kl(seed: int, kind: Kl, cap: float) -> None:
+def test_a_policy_loss_with_kl(seed: int, kind: KlEstimator, cap: float) -> None:
     case = random_case(seed)
 
     def oracle(now: Floats) -> Floats:
-        at = case.now if kind is Kl.K2 else now
+        at = case.now if kind is KlEstimator.K2 else now
         ratio = np.minimum(np.exp(at - case.sampling), cap)
         policy = oracles.clipped(now, case.sampling, case.advantages, 0.2, 0.2)
         return policy + 0.3 * ratio * oracles.kl(kind, now, case.reference)
 
-    check(WithKl(inner=Clipped(), kind=kind, coef=0.3, max_ratio=cap), case, oracle)
+    check(KlPenalty(inner=ClippedLoss(), kind=kind, coef=0.3, max_ratio=cap), case, oracle)
 
 
 def distributions(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -47,25 +47,27 @@ def distributions(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("kind", Kl)
-def test_each_kind_descends_the_exact_kl_from_tokens_of_another_policy(seed: int, kind: Kl) -> None:
+@pytest.mark.parametrize("kind", KlEstimator)
+def test_each_kind_descends_the_exact_kl_from_tokens_of_another_policy(
+    seed: int, kind: KlEstimator
+) -> None:
     """In expectation, by enumeration; for k1 and k3 the value is the KL too."""
     logits, sampling, reference = distributions(seed)
     now = logits.log_softmax(0)
     tokens = replace(
         tokens_of(random_case(0, (1,) * 5), now), sampling_K=sampling, reference_K=reference
     )
-    term = WithKl(inner=Nothing(), kind=kind, coef=1.0, max_ratio=math.inf)(tokens).loss_K
+    term = KlPenalty(inner=Nothing(), kind=kind, coef=1.0, max_ratio=math.inf)(tokens).loss_K
     expected = (sampling.exp() * term).sum()
     exact = (now.exp() * (now - reference)).sum()
     (got,) = torch.autograd.grad(expected, logits, retain_graph=True)
     (want,) = torch.autograd.grad(exact, logits)
     np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-13)
-    assert (kind is Kl.K2) or expected.item() == pytest.approx(exact.item())
+    assert (kind is KlEstimator.K2) or expected.item() == pytest.approx(exact.item())
 
 
-@pytest.mark.parametrize("kind", [Kl.K1, Kl.K3])
-def test_draws_average_to_the_exact_kl(kind: Kl) -> None:
+@pytest.mark.parametrize("kind", [KlEstimator.K1, KlEstimator.K3])
+def test_draws_average_to_the_exact_kl(kind: KlEstimator) -> None:
     logits, _, reference = distributions(7)
     now = logits.detach().log_softmax(0)
     draws = np.random.default_rng(3).choice(5, 100_000, p=now.exp().numpy())
@@ -73,32 +75,32 @@ def test_draws_average_to_the_exact_kl(kind: Kl) -> None:
     exact = float((now.exp() * (now - reference)).sum())
     z = (values.mean() - exact) / (values.std() / math.sqrt(values.size))
     assert abs(z) < 3
-    assert kind is Kl.K1 or (values >= 0).all()
+    assert kind is KlEstimator.K1 or (values >= 0).all()
 
 
-@pytest.mark.parametrize("kind", Kl)
-def test_an_impossible_reference_stays_a_number(kind: Kl) -> None:
+@pytest.mark.parametrize("kind", KlEstimator)
+def test_an_impossible_reference_stays_a_number(kind: KlEstimator) -> None:
     case = random_case(0)
     case.reference[2], case.reference[3] = -1e38, 1e3
-    losses, gradient = losses_and_gradient(WithKl(inner=Clipped(), kind=kind), case)
+    losses, gradient = losses_and_gradient(KlPenalty(inner=ClippedLoss(), kind=kind), case)
     assert np.isfinite(losses).all() and np.isfinite(gradient).all()
 
 
 def test_without_a_reference_the_column_is_named() -> None:
     tokens = replace(tokens_of(random_case(0)), reference_K=None)
     with pytest.raises(ValueError, match="reference_logprobs"):
-        WithKl(inner=Clipped())(tokens)
+        KlPenalty(inner=ClippedLoss())(tokens)
 
 
 def test_the_entropy_bonus() -> None:
     case = random_case(0)
     tokens = tokens_of(case)
     entropy = tokens.entropy_K.clone().requires_grad_()
-    out = WithEntropy(inner=Clipped(), coef=0.02)(replace(tokens, entropy_K=entropy))
-    plain = Clipped()(tokens)
+    out = EntropyBonus(inner=ClippedLoss(), coef=0.02)(replace(tokens, entropy_K=entropy))
+    plain = ClippedLoss()(tokens)
     np.testing.assert_allclose(
         out.loss_K.detach().numpy(), plain.loss_K.numpy() - 0.02 * case.entropy, atol=1e-15
     )
     (gradient,) = torch.autograd.grad(out.loss_K.sum(), entropy)
     assert gradient.tolist() == pytest.approx([-0.02] * case.now.size)
-    assert out.told.keys() == plain.told.keys()
+    assert out.metrics.keys() == plain.metrics.keys()

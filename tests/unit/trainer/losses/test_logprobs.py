@@ -16,7 +16,7 @@ from penstock.trainer.losses.logprobs import (
     behaviour_kl,
     entropy,
     log_ratio,
-    spec_log_softmax,
+    sampling_log_softmax,
 )
 
 Floats = npt.NDArray[np.float64]
@@ -54,7 +54,7 @@ def test_log_probs_under_a_spec(top_k: int, top_p: float, min_p: float) -> None:
     logits = DRAW.standard_normal((20, 7)) * 2
     targets = DRAW.integers(0, 7, 20)
     temperature = DRAW.uniform(0.3, 2.0, 20)
-    got = spec_log_softmax(
+    got = sampling_log_softmax(
         torch.tensor(logits),
         torch.tensor(targets),
         torch.tensor(temperature),
@@ -76,7 +76,7 @@ def test_entropy_of_a_truncated_distribution_is_finite_and_right() -> None:
     kept = Truncation(
         top_k_K=torch.tensor([1]), top_p_K=torch.tensor([1.0]), min_p_K=torch.tensor([0.0])
     )
-    logprobs = spec_log_softmax(logits, torch.tensor([0]), None, kept)
+    logprobs = sampling_log_softmax(logits, torch.tensor([0]), None, kept)
     p = 1 / (1 + np.exp(5.0))
     value = entropy(logprobs)
     assert value.item() == pytest.approx(-(p * np.log(p) + (1 - p) * np.log(1 - p)))
@@ -133,7 +133,7 @@ def test_the_gradient_in_the_logits_by_central_differences(truncated: bool) -> N
 
     def loss(values: Tensor) -> Tensor:
         spec = (temperature, kept if truncated else None)
-        logprobs = spec_log_softmax(values, targets, *spec)
+        logprobs = sampling_log_softmax(values, targets, *spec)
         chosen = logprobs.gather(1, targets[:, None]).squeeze(1)
         policy = ((chosen - behaviour).exp() * advantages).sum()
         return policy - 0.01 * entropy(logprobs).sum()

@@ -19,19 +19,24 @@ from tests.unit.trainer.cases import (
     tokens_of,
 )
 
-from penstock.trainer.losses.divergence import WithEntropy
-from penstock.trainer.losses.m2po import M2po, TrustRegion
+from penstock.trainer.losses.divergence import EntropyBonus
+from penstock.trainer.losses.m2po import M2poBudget, M2poLoss
 from penstock.trainer.losses.mismatch import (
-    Corrected,
+    CorrectedLoss,
     Correction,
     SequenceRatio,
     Weighting,
     correction_of,
 )
-from penstock.trainer.losses.objectives import Against, Clipped, Decoupled, Wrapped
+from penstock.trainer.losses.objectives import (
+    ClippedLoss,
+    DecoupledLoss,
+    RatioAgainst,
+    WrappedBudget,
+)
 from penstock.trainer.losses.tokens import Objective
 
-PPO = Clipped(ratio_against=Against.PROXIMAL)
+PPO = ClippedLoss(ratio_against=RatioAgainst.PROXIMAL)
 HAND = torch.tensor([0.2, -1.2, 0.9, -8.0, 0.5], dtype=torch.float64)
 NONE = torch.zeros(5, dtype=torch.float64)
 
@@ -84,12 +89,16 @@ def test_corrected_losses_and_gradients(seed: int) -> None:
     case = random_case(seed)
     rho = np.exp(case.proximal - case.sampling)
     everyone = [True] * rho.size
-    tis = Corrected(inner=PPO, correction=Correction(high=1.2))
+    tis = CorrectedLoss(inner=PPO, correction=Correction(high=1.2))
     check(tis, case, lambda now: oracle(case, now, np.minimum(rho, 1.2), everyone))
     inside = [bool(0.8 <= value <= 1.5) for value in rho]
     assert any(inside) and not all(inside)
     icepop = Correction(weighting=Weighting.MASK, low=0.8, high=1.5)
-    check(Corrected(inner=PPO, correction=icepop), case, lambda now: oracle(case, now, rho, inside))
+    check(
+        CorrectedLoss(inner=PPO, correction=icepop),
+        case,
+        lambda now: oracle(case, now, rho, inside),
+    )
     log_rho = case.proximal - case.sampling
     kept = list[bool]()
     for span in oracles.spans(case.lengths):
@@ -102,7 +111,7 @@ def test_corrected_losses_and_gradients(seed: int) -> None:
         sequence_high=1.2,
     )
     check(
-        Corrected(inner=PPO, correction=sequences),
+        CorrectedLoss(inner=PPO, correction=sequences),
         case,
         lambda now: oracle(case, now, np.ones(rho.size), kept),
     )
@@ -111,50 +120,55 @@ def test_corrected_losses_and_gradients(seed: int) -> None:
 def test_what_is_told() -> None:
     case = random_case(0)
     icepop = Correction(weighting=Weighting.MASK, low=0.8, high=1.5)
-    told = Corrected(inner=PPO, correction=icepop)(tokens_of(case)).told
+    metrics = CorrectedLoss(inner=PPO, correction=icepop)(tokens_of(case)).metrics
     rho = np.exp(case.proximal - case.sampling)
     inside = (rho >= 0.8) & (rho <= 1.5)
-    assert told["mismatch/rejected"].tolist() == (~inside).astype(float).tolist()
-    np.testing.assert_allclose(told["mismatch/weight"].numpy(), np.where(inside, rho, 0))
-    np.testing.assert_allclose(told["mismatch/k3"].numpy(), rho - 1 - np.log(rho), atol=1e-12)
-    assert "clip_ratio/low" in told
+    assert metrics["mismatch/rejected"].tolist() == (~inside).astype(float).tolist()
+    np.testing.assert_allclose(metrics["mismatch/weight"].numpy(), np.where(inside, rho, 0))
+    np.testing.assert_allclose(metrics["mismatch/k3"].numpy(), rho - 1 - np.log(rho), atol=1e-12)
+    assert "clip_ratio/low" in metrics
 
 
 @pytest.mark.parametrize(
     "inner",
     [
-        Decoupled(),
-        Clipped(),
-        WithEntropy(inner=Decoupled(), coef=0.1),
-        TrustRegion(threshold=1.0, is_all_dropped=False, ratio_low=0.05, ratio_high=20.0),
+        DecoupledLoss(),
+        ClippedLoss(),
+        EntropyBonus(inner=DecoupledLoss(), coef=0.1),
+        M2poLoss(threshold=1.0, is_all_dropped=False, ratio_low=0.05, ratio_high=20.0),
     ],
     ids=lambda one: type(one).__name__,
 )
 def test_the_mismatch_is_never_counted_twice(inner: Objective) -> None:
     with pytest.raises(ValueError, match="twice"):
-        Corrected(inner=inner, correction=Correction())
-    Corrected(inner=inner, correction=Correction(weighting=Weighting.NONE, veto=1e-4))
+        CorrectedLoss(inner=inner, correction=Correction())
+    CorrectedLoss(inner=inner, correction=Correction(weighting=Weighting.NONE, veto=1e-4))
 
 
 def test_a_budget_is_refused_its_correction_before_the_first_update() -> None:
     with pytest.raises(ValueError, match="twice"):
-        Wrapped(budget=M2po(), wrap=lambda inner: Corrected(inner=inner, correction=Correction()))
+        WrappedBudget(
+            budget=M2poBudget(),
+            wrap=lambda inner: CorrectedLoss(inner=inner, correction=Correction()),
+        )
     rejects = Correction(weighting=Weighting.NONE, veto=1e-4)
-    Wrapped(budget=M2po(), wrap=lambda inner: Corrected(inner=inner, correction=rejects))
+    WrappedBudget(
+        budget=M2poBudget(), wrap=lambda inner: CorrectedLoss(inner=inner, correction=rejects)
+    )
 
 
 def test_bounds_out_of_order_and_a_missing_column_are_refused() -> None:
     with pytest.raises(ValueError, match="bounds"):
         Correction(low=3.0, high=2.0)
     with pytest.raises(ValueError, match="proximal_logprobs"):
-        Corrected(inner=Clipped(ratio_against=Against.PROXIMAL), correction=Correction())(
-            replace(tokens_of(random_case(0)), proximal_K=None)
-        )
+        CorrectedLoss(
+            inner=ClippedLoss(ratio_against=RatioAgainst.PROXIMAL), correction=Correction()
+        )(replace(tokens_of(random_case(0)), proximal_K=None))
 
 
 def test_a_correction_is_found_under_other_layers() -> None:
     correction = Correction(high=1.7)
-    layered = WithEntropy(inner=Corrected(inner=PPO, correction=correction), coef=0.1)
+    layered = EntropyBonus(inner=CorrectedLoss(inner=PPO, correction=correction), coef=0.1)
     assert correction_of(layered) is correction
     assert correction_of(PPO) is None
 
@@ -164,5 +178,5 @@ def test_an_absurd_record_stays_a_number(recorded: float) -> None:
     case = random_case(0)
     case.sampling[3] = recorded
     correction = Correction(weighting=Weighting.MASK, sequence=SequenceRatio.SUM, veto=1e-4)
-    losses, gradient = losses_and_gradient(Corrected(inner=PPO, correction=correction), case)
+    losses, gradient = losses_and_gradient(CorrectedLoss(inner=PPO, correction=correction), case)
     assert np.isfinite(losses).all() and np.isfinite(gradient).all()

@@ -20,36 +20,36 @@ from tests.unit.trainer.cases import (
     tokens_of,
 )
 
-from penstock.trainer.losses.divergence import WithEntropy
-from penstock.trainer.losses.m2po import M2po, Refresh, TrustRegion
+from penstock.trainer.losses.divergence import EntropyBonus
+from penstock.trainer.losses.m2po import M2poBudget, M2poLoss, Refresh
 from penstock.trainer.losses.objectives import (
-    Against,
-    Cispo,
-    Clipped,
-    Decoupled,
-    Distilled,
-    Gspo,
-    Sapo,
-    Wrapped,
+    CispoLoss,
+    ClippedLoss,
+    DecoupledLoss,
+    DistillationLoss,
+    GspoLoss,
+    RatioAgainst,
+    SapoLoss,
+    WrappedBudget,
 )
-from penstock.trainer.losses.tokens import Budgeted, Objective
+from penstock.trainer.losses.tokens import BudgetedObjective, Objective
 
 SEEDS = range(4)
 
 
-def old(case: Case, against: Against) -> Floats:
-    return case.proximal if against is Against.PROXIMAL else case.sampling
+def old(case: Case, against: RatioAgainst) -> Floats:
+    return case.proximal if against is RatioAgainst.PROXIMAL else case.sampling
 
 
 # ---------------------------------------------------------------------------------------------- PPO
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("against", Against)
+@pytest.mark.parametrize("against", RatioAgainst)
 @pytest.mark.parametrize("delta", [math.inf, 1.6])
-def test_clipped(seed: int, against: Against, delta: float) -> None:
+def test_clipped(seed: int, against: RatioAgainst, delta: float) -> None:
     case = random_case(seed)
-    objective = Clipped(epsilon=0.2, epsilon_high=0.28, delta=delta, ratio_against=against)
+    objective = ClippedLoss(epsilon=0.2, epsilon_high=0.28, delta=delta, ratio_against=against)
     check(
         objective,
         case,
@@ -64,26 +64,26 @@ def test_the_clip_is_flat_in_its_regions_and_plain_elsewhere(
 ) -> None:
     base = random_case(0, (1,))
     case = replace(base, now=base.sampling + math.log(ratio), advantages=np.array([advantage]))
-    _, gradient = losses_and_gradient(Clipped(epsilon_high=0.28, delta=3.0), case)
+    _, gradient = losses_and_gradient(ClippedLoss(epsilon_high=0.28, delta=3.0), case)
     is_flat = ratio > 1.28 if advantage > 0 else (ratio < 0.8 or ratio > 3)
     assert gradient[0] == pytest.approx(0.0 if is_flat else -ratio * advantage)
-    told = Clipped(epsilon_high=0.28, delta=3.0)(tokens_of(case)).told
-    assert bool(told["clip_ratio/low"] + told["clip_ratio/high"]) is is_flat
-    assert bool(told["clip_ratio/low"]) is (is_flat and ratio < 1)
+    metrics = ClippedLoss(epsilon_high=0.28, delta=3.0)(tokens_of(case)).metrics
+    assert bool(metrics["clip_ratio/low"] + metrics["clip_ratio/high"]) is is_flat
+    assert bool(metrics["clip_ratio/low"]) is (is_flat and ratio < 1)
 
 
 def test_what_is_told_of_the_ratio() -> None:
     case = random_case(1)
-    told = Clipped(ratio_against=Against.PROXIMAL)(tokens_of(case)).told
+    metrics = ClippedLoss(ratio_against=RatioAgainst.PROXIMAL)(tokens_of(case)).metrics
     ratio = np.exp(case.now - case.sampling)
-    np.testing.assert_allclose(told["ratio"].numpy(), ratio, rtol=1e-12)
-    np.testing.assert_allclose(told["ratio/square"].numpy(), ratio**2, rtol=1e-12)
-    np.testing.assert_allclose(told["kl"].numpy(), ratio - 1 - np.log(ratio), atol=1e-12)
+    np.testing.assert_allclose(metrics["ratio"].numpy(), ratio, rtol=1e-12)
+    np.testing.assert_allclose(metrics["ratio/square"].numpy(), ratio**2, rtol=1e-12)
+    np.testing.assert_allclose(metrics["kl"].numpy(), ratio - 1 - np.log(ratio), atol=1e-12)
 
 
 def test_a_dual_clip_inside_the_ordinary_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"delta 1\.1"):
-        Clipped(delta=1.1)
+        ClippedLoss(delta=1.1)
 
 
 # ---------------------------------------------------------------------------------------- decoupled
@@ -94,7 +94,7 @@ def test_a_dual_clip_inside_the_ordinary_one_is_refused() -> None:
 def test_decoupled(seed: int, cap: float) -> None:
     case = random_case(seed)
     check(
-        Decoupled(max_weight=cap),
+        DecoupledLoss(max_weight=cap),
         case,
         lambda now: oracles.decoupled(now, case.proximal, case.sampling, case.advantages, 0.2, cap),
     )
@@ -104,7 +104,9 @@ def test_decoupled_with_the_sampling_policy_as_proximal_is_ppo() -> None:
     case = random_case(5)
     case = replace(case, proximal=case.sampling)
     for ours, theirs in zip(
-        losses_and_gradient(Decoupled(), case), losses_and_gradient(Clipped(), case), strict=True
+        losses_and_gradient(DecoupledLoss(), case),
+        losses_and_gradient(ClippedLoss(), case),
+        strict=True,
     ):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -122,7 +124,7 @@ def test_decoupled_descends_the_on_policy_gradient_in_expectation() -> None:
         proximal_K=now.detach(),
         advantages_K=values,
     )
-    out = Decoupled(max_weight=math.inf)(tokens)
+    out = DecoupledLoss(max_weight=math.inf)(tokens)
     (got,) = torch.autograd.grad((sampling.exp() * out.loss_K).sum(), logits, retain_graph=True)
     (want,) = torch.autograd.grad(-(now.exp() * values).sum(), logits)
     np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-14)
@@ -131,8 +133,8 @@ def test_decoupled_descends_the_on_policy_gradient_in_expectation() -> None:
 # --------------------------------------------------------------------------------------------- GSPO
 
 
-def wide(low: float, high: float) -> Gspo:
-    return Gspo(epsilon=low, epsilon_high=high, is_wide_allowed=True)
+def wide(low: float, high: float) -> GspoLoss:
+    return GspoLoss(epsilon=low, epsilon_high=high, is_wide_allowed=True)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -161,7 +163,7 @@ def test_gspo_of_single_tokens_is_ppo() -> None:
     case = random_case(3, (1,) * 12)
     for ours, theirs in zip(
         losses_and_gradient(wide(0.2, 0.28), case),
-        losses_and_gradient(Clipped(epsilon_high=0.28), case),
+        losses_and_gradient(ClippedLoss(epsilon_high=0.28), case),
         strict=True,
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-14)
@@ -169,7 +171,7 @@ def test_gspo_of_single_tokens_is_ppo() -> None:
 
 def test_gspo_refuses_a_clip_that_never_bites() -> None:
     with pytest.raises(ValueError, match="nothing would be clipped"):
-        Gspo(epsilon=0.2, epsilon_high=0.2)
+        GspoLoss(epsilon=0.2, epsilon_high=0.2)
 
 
 # ------------------------------------------------------------------------------------- CISPO, SAPO
@@ -179,12 +181,12 @@ def test_gspo_refuses_a_clip_that_never_bites() -> None:
 def test_cispo(seed: int) -> None:
     case = random_case(seed, spread=1.2)
     args = (case.now, case.sampling, case.advantages, 1.0, 4.0)
-    check(Cispo(), case, lambda now: oracles.cispo(now, *args))
+    check(CispoLoss(), case, lambda now: oracles.cispo(now, *args))
 
 
 def test_cispo_caps_the_ratio_at_five_and_silences_nobody() -> None:
     case = random_case(2, spread=1.5)
-    _, gradient = losses_and_gradient(Cispo(), case)
+    _, gradient = losses_and_gradient(CispoLoss(), case)
     ratio = np.exp(case.now - case.sampling)
     assert (ratio > 5).any()
     np.testing.assert_allclose(gradient, -np.minimum(ratio, 5) * case.advantages, rtol=1e-12)
@@ -195,7 +197,7 @@ def test_cispo_caps_the_ratio_at_five_and_silences_nobody() -> None:
 def test_sapo(seed: int) -> None:
     case = random_case(seed)
     args = (case.sampling, case.advantages, 1.0, 1.05)
-    check(Sapo(), case, lambda now: oracles.sapo(now, *args))
+    check(SapoLoss(), case, lambda now: oracles.sapo(now, *args))
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 1.05, 3.0])
@@ -205,7 +207,7 @@ def test_the_soft_gate_has_slope_one_at_one_and_falls_on_both_sides(tau: float) 
     for ratio in [1.0, *ratios]:
         base = random_case(0, (1,))
         case = replace(base, now=base.sampling + np.log(ratio), advantages=np.array([1.0]))
-        _, gradient = losses_and_gradient(Sapo(temperature_good=tau, temperature_bad=tau), case)
+        _, gradient = losses_and_gradient(SapoLoss(temperature_good=tau, temperature_bad=tau), case)
         slopes.append(-gradient[0] / ratio)
         sigma = 1 / (1 + math.exp(-tau * (ratio - 1)))
         assert slopes[-1] == pytest.approx(4 * sigma * (1 - sigma), rel=1e-9)
@@ -216,22 +218,22 @@ def test_the_soft_gate_has_slope_one_at_one_and_falls_on_both_sides(tau: float) 
 
 def test_sapo_refuses_bad_tokens_that_decay_slower() -> None:
     with pytest.raises(ValueError, match="at least as fast"):
-        Sapo(temperature_good=1.1, temperature_bad=1.0)
+        SapoLoss(temperature_good=1.1, temperature_bad=1.0)
 
 
 # --------------------------------------------------------------------------------------------- M2PO
 
 
-def settle(case: Case, budget: float) -> TrustRegion:
-    rule = M2po(budget=budget)
-    region = rule.within(rule.pressure(tokens_of(case)))
-    assert isinstance(region, TrustRegion)
+def settle(case: Case, budget: float) -> M2poLoss:
+    rule = M2poBudget(budget=budget)
+    region = rule.with_budget(rule.budget_terms(tokens_of(case)))
+    assert isinstance(region, M2poLoss)
     return region
 
 
-def kept(region: TrustRegion, case: Case) -> list[bool]:
-    told = region(tokens_of(case)).told
-    return (told["clip_ratio/low"] + told["clip_ratio/high"] == 0).tolist()
+def kept(region: M2poLoss, case: Case) -> list[bool]:
+    metrics = region(tokens_of(case)).metrics
+    return (metrics["clip_ratio/low"] + metrics["clip_ratio/high"] == 0).tolist()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -262,27 +264,27 @@ def test_m2po_against_brute_force_and_its_own_laws(seed: int) -> None:
 
 def test_m2po_does_not_depend_on_order_or_sharding() -> None:
     case = random_case(0, (200, 300, 100))
-    rule = M2po()
-    whole = rule.pressure(tokens_of(case))
-    first = rule.within(whole)
+    rule = M2poBudget()
+    whole = rule.budget_terms(tokens_of(case))
+    first = rule.with_budget(whole)
     draw = torch.Generator().manual_seed(0)
     for _ in range(20):
         shards = whole[torch.randperm(whole.numel(), generator=draw)].tensor_split(4)
-        assert rule.within(torch.cat(shards[::-1])) == first
+        assert rule.with_budget(torch.cat(shards[::-1])) == first
 
 
 def test_equal_pressures_are_dropped_together_or_not_at_all() -> None:
-    rule = M2po(budget=0.04)
-    region = rule.within(torch.tensor([0.01, 0.09, 0.09, 0.09, 0.01], dtype=torch.float64))
-    assert isinstance(region, TrustRegion)
+    rule = M2poBudget(budget=0.04)
+    region = rule.with_budget(torch.tensor([0.01, 0.09, 0.09, 0.09, 0.01], dtype=torch.float64))
+    assert isinstance(region, M2poLoss)
     assert region.threshold == 0.09 and not region.is_all_dropped
 
 
 def test_a_rounded_mean_drops_nobody_who_is_within_the_budget() -> None:
     equal = torch.full((3,), 0.1, dtype=torch.float64)
     assert float(equal.cumsum(0)[-1] / 3) > 0.1
-    region = M2po(budget=0.1).within(equal)
-    assert isinstance(region, TrustRegion)
+    region = M2poBudget(budget=0.1).with_budget(equal)
+    assert isinstance(region, M2poLoss)
     assert not region.is_all_dropped and region.threshold > 0.1
 
 
@@ -290,13 +292,13 @@ def test_an_alarm_is_told_when_no_harmful_token_is_left() -> None:
     base = random_case(0, (4,))
     now = base.sampling + np.array([0.5, 0.6, -0.7, -0.1])
     case = replace(base, now=now, advantages=np.array([1.0, 1.0, -1.0, 1.0]))
-    told = settle(case, 0.04)(tokens_of(case)).told
-    assert told["m2po/all_dropped"].tolist() == [1.0] * 4
-    assert told["m2po/harmful"].tolist() == [1.0, 1.0, 1.0, 0.0]
-    assert told["m2po/radius"].tolist() == pytest.approx([0.5] * 4)
+    metrics = settle(case, 0.04)(tokens_of(case)).metrics
+    assert metrics["m2po/all_dropped"].tolist() == [1.0] * 4
+    assert metrics["m2po/harmful"].tolist() == [1.0, 1.0, 1.0, 0.0]
+    assert metrics["m2po/radius"].tolist() == pytest.approx([0.5] * 4)
     _, gradient = losses_and_gradient(settle(case, 0.04), case)
     assert (gradient[:3] == 0).all() and gradient[3] != 0
-    calm = settle(case, 9.0)(tokens_of(case)).told
+    calm = settle(case, 9.0)(tokens_of(case)).metrics
     assert calm["m2po/all_dropped"].sum() == 0 and calm["m2po/radius"].tolist() == [20.0] * 4
 
 
@@ -322,17 +324,21 @@ def test_m2po_without_a_harmful_token_keeps_everything() -> None:
 
 def test_m2po_refreshed_per_batch_looks_at_the_proximal_log_probs() -> None:
     case = random_case(1)
-    per_batch = M2po(refresh=Refresh.BATCH).pressure(tokens_of(case))
+    per_batch = M2poBudget(refresh=Refresh.BATCH).budget_terms(tokens_of(case))
     moved = replace(case, now=case.proximal)
-    assert torch.equal(per_batch, M2po().pressure(tokens_of(moved)))
-    assert not torch.equal(per_batch, M2po().pressure(tokens_of(case)))
+    assert torch.equal(per_batch, M2poBudget().budget_terms(tokens_of(moved)))
+    assert not torch.equal(per_batch, M2poBudget().budget_terms(tokens_of(case)))
 
 
 def test_a_layer_around_m2po_is_settled_first() -> None:
     case = random_case(1)
-    layered = Wrapped(budget=M2po(), wrap=lambda inner: WithEntropy(inner=inner, coef=0.1))
-    assert isinstance(layered, Budgeted) and not isinstance(Clipped(), Budgeted)
-    objective = layered.within(layered.pressure(tokens_of(case)))
+    layered = WrappedBudget(
+        budget=M2poBudget(), wrap=lambda inner: EntropyBonus(inner=inner, coef=0.1)
+    )
+    assert isinstance(layered, BudgetedObjective) and not isinstance(
+        ClippedLoss(), BudgetedObjective
+    )
+    objective = layered.with_budget(layered.budget_terms(tokens_of(case)))
     want = settle(case, 0.04)(tokens_of(case)).loss_K - 0.1 * torch.tensor(case.entropy)
     assert torch.equal(objective(tokens_of(case)).loss_K, want)
 
@@ -344,7 +350,7 @@ def test_a_layer_around_m2po_is_settled_first() -> None:
 def test_distilled(seed: int) -> None:
     case = random_case(seed)
     gap = case.teacher - case.now
-    objective = Distilled(inner=Clipped())
+    objective = DistillationLoss(inner=ClippedLoss())
     check(objective, case, lambda now: oracles.clipped(now, case.sampling, gap, 0.2, 0.2))
 
 
@@ -357,9 +363,9 @@ def test_distillation_descends_the_reverse_kl_to_the_teacher() -> None:
     tokens = replace(
         tokens_of(random_case(0, (1,) * 5), now),
         sampling_K=sampling,
-        more={"teacher_logprobs": teacher},
+        extra_columns={"teacher_logprobs": teacher},
     )
-    out = Distilled(inner=Clipped(epsilon=1.0, epsilon_high=math.inf))(tokens)
+    out = DistillationLoss(inner=ClippedLoss(epsilon=1.0, epsilon_high=math.inf))(tokens)
     (got,) = torch.autograd.grad((sampling.exp() * out.loss_K).sum(), logits, retain_graph=True)
     (want,) = torch.autograd.grad((now.exp() * (now - teacher)).sum(), logits)
     np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-14)
@@ -368,14 +374,14 @@ def test_distillation_descends_the_reverse_kl_to_the_teacher() -> None:
 # ------------------------------------------------------------------------------------- all of them
 
 EVERY: list[Objective] = [
-    Clipped(),
-    Clipped(ratio_against=Against.PROXIMAL, delta=3.0),
-    Decoupled(),
-    Gspo(),
-    Cispo(),
-    Sapo(),
-    TrustRegion(threshold=0.09, is_all_dropped=False, ratio_low=0.05, ratio_high=20.0),
-    Distilled(inner=Sapo()),
+    ClippedLoss(),
+    ClippedLoss(ratio_against=RatioAgainst.PROXIMAL, delta=3.0),
+    DecoupledLoss(),
+    GspoLoss(),
+    CispoLoss(),
+    SapoLoss(),
+    M2poLoss(threshold=0.09, is_all_dropped=False, ratio_low=0.05, ratio_high=20.0),
+    DistillationLoss(inner=SapoLoss()),
 ]
 
 
@@ -394,13 +400,13 @@ def test_one_absurd_record_leaves_every_gradient_a_number(
 @pytest.mark.parametrize(
     ("objective", "column"),
     [
-        (Decoupled(), "proximal_logprobs"),
-        (Clipped(ratio_against=Against.PROXIMAL), "proximal_logprobs"),
-        (Distilled(inner=Clipped()), "teacher_logprobs"),
+        (DecoupledLoss(), "proximal_logprobs"),
+        (ClippedLoss(ratio_against=RatioAgainst.PROXIMAL), "proximal_logprobs"),
+        (DistillationLoss(inner=ClippedLoss()), "teacher_logprobs"),
     ],
 )
 def test_a_missing_column_is_named(objective: Objective, column: str) -> None:
-    tokens = replace(tokens_of(random_case(0)), proximal_K=None, more=None)
+    tokens = replace(tokens_of(random_case(0)), proximal_K=None, extra_columns=None)
     with pytest.raises(ValueError, match=column):
         objective(tokens)
 

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from penstock.trainer.ranks.balance import Floats, Ints, imbalance, row_costs, share_out
+from penstock.trainer.ranks.balance import Floats, Ints, balance_parts, imbalance, row_costs
 
 
 def _optimum(costs_R: Floats, num_parts: int) -> float:
@@ -51,14 +51,14 @@ def _greedy(costs_R: Floats, num_parts: int) -> float:
 def test_dearest_part_is_within_four_thirds_of_the_optimum(num_parts: int, num_rows: int) -> None:
     for seed in range(4):
         costs_R = _draw(seed, num_rows)
-        found = _dearest(costs_R, share_out(costs_R, num_parts))
+        found = _dearest(costs_R, balance_parts(costs_R, num_parts))
         assert found <= _optimum(costs_R, num_parts) * 4 / 3 + 1e-9
 
 
 def test_two_parts_of_twelve_rows_are_within_four_thirds_of_the_optimum() -> None:
     for seed in range(100):
         costs_R = _draw(seed, 12)
-        found = _dearest(costs_R, share_out(costs_R, 2))
+        found = _dearest(costs_R, balance_parts(costs_R, 2))
         assert found <= _optimum_of_two(costs_R) * 4 / 3 + 1e-9
 
 
@@ -68,7 +68,7 @@ def test_two_parts_of_twelve_rows_are_within_four_thirds_of_the_optimum() -> Non
 def test_every_row_is_in_exactly_one_part(
     num_rows: int, num_parts: int, has_equal_counts: bool
 ) -> None:
-    parts = share_out(_draw(1, num_rows), num_parts, has_equal_counts=has_equal_counts)
+    parts = balance_parts(_draw(1, num_rows), num_parts, has_equal_counts=has_equal_counts)
     assert len(parts) == num_parts
     assert sorted(np.concatenate(parts).tolist()) == list(range(num_rows))
     if has_equal_counts:
@@ -79,7 +79,7 @@ def test_every_row_is_in_exactly_one_part(
 def test_the_known_case_where_differencing_beats_greed() -> None:
     """8 7 6 5 4 in two parts: differencing 16 (the optimum is 15), greed 17."""
     costs_R = np.array([8.0, 7.0, 6.0, 5.0, 4.0])
-    assert _dearest(costs_R, share_out(costs_R, 2)) == 16
+    assert _dearest(costs_R, balance_parts(costs_R, 2)) == 16
     assert _greedy(costs_R, 2) == 17
 
 
@@ -87,7 +87,7 @@ def test_it_beats_greed_on_long_tailed_lengths_far_more_often_than_it_loses() ->
     wins = losses = 0
     for seed in range(200):
         costs_R = _draw(seed, 64)
-        found, greedy = _dearest(costs_R, share_out(costs_R, 4)), _greedy(costs_R, 4)
+        found, greedy = _dearest(costs_R, balance_parts(costs_R, 4)), _greedy(costs_R, 4)
         wins += found < greedy * (1 - 1e-9)
         losses += found > greedy * (1 + 1e-9)
     assert wins > 4 * losses, (wins, losses)
@@ -97,19 +97,19 @@ def test_long_tailed_rows_are_evened_out_also_with_equal_counts() -> None:
     costs_R = _draw(7, 256)
     as_served = [np.arange(rank, 256, 8) for rank in range(8)]
     assert imbalance(costs_R, as_served) > 1.2
-    assert imbalance(costs_R, share_out(costs_R, 8)) < 1.01
-    assert imbalance(costs_R, share_out(costs_R, 8, has_equal_counts=True)) < 1.15
+    assert imbalance(costs_R, balance_parts(costs_R, 8)) < 1.01
+    assert imbalance(costs_R, balance_parts(costs_R, 8, has_equal_counts=True)) < 1.15
 
 
 def test_equal_rows_give_the_same_parts_every_time() -> None:
     costs_R = np.ones(12)
-    parts = [rows.tolist() for rows in share_out(costs_R, 3)]
+    parts = [rows.tolist() for rows in balance_parts(costs_R, 3)]
     assert [len(rows) for rows in parts] == [4, 4, 4]
-    assert parts == [rows.tolist() for rows in share_out(costs_R.copy(), 3)]
+    assert parts == [rows.tolist() for rows in balance_parts(costs_R.copy(), 3)]
 
 
 def test_what_cannot_be_shared_out_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        share_out(np.ones(3), 0)
+        balance_parts(np.ones(3), 0)
     with pytest.raises(ValueError, match="finite"):
-        share_out(np.array([1.0, np.nan]), 2)
+        balance_parts(np.array([1.0, np.nan]), 2)

@@ -20,7 +20,7 @@ from tests.unit.trainer.spread_jobs import (
     spread_settings,
 )
 
-from penstock.trainer.ranks.group import Alone
+from penstock.trainer.ranks.group import SingleRank
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,7 +45,9 @@ def ranks(work: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def alone(work: Path) -> list[list[float]]:
     """The same stages in one process."""
-    return _figures(live(spread_settings(work, DIFFERENT[0]), Alone(), work / "alone", NUM_STEPS))
+    return _figures(
+        live(spread_settings(work, DIFFERENT[0]), SingleRank(), work / "alone", NUM_STEPS)
+    )
 
 
 def _figures(commits: list[dict[str, float]]) -> list[list[float]]:

@@ -32,10 +32,10 @@ from tests.unit.trainer.test_packing_check import make_tiny
 from transformers import PreTrainedModel
 
 from penstock.config import LoraConfig
-from penstock.trainer.lora import begin_adapter
-from penstock.trainer.losses.m2po import M2po
-from penstock.trainer.ranks.group import Alone
-from penstock.trainer.ranks.sharding import clip, gather, shard, spread
+from penstock.trainer.lora import init_adapter
+from penstock.trainer.losses.m2po import M2poBudget
+from penstock.trainer.ranks.group import SingleRank
+from penstock.trainer.ranks.sharding import clip, gather, shard, shard_like
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,7 +45,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     shutil.copytree(model_folder, folder / "model")
     shutil.copytree(model_folder, folder / "adapted")
-    begin_adapter(folder / "adapted", LoraConfig.model_validate(LORA), seed=0)
+    init_adapter(folder / "adapted", LoraConfig.model_validate(LORA), seed=0)
     make_tiny("llama", {"tie_word_embeddings": True}).save_pretrained(folder / "tied")
     return folder
 
@@ -58,7 +58,7 @@ def ranks(work: Path) -> list[dict[str, Any]]:
 def test_two_ranks_train_as_one_process_does(
     ranks: list[dict[str, Any]], work: Path, new_model: Callable[[], PreTrainedModel]
 ) -> None:
-    loop, curve = train(new_model(), Alone(), range(NUM_STEPS))
+    loop, curve = train(new_model(), SingleRank(), range(NUM_STEPS))
     assert ranks[0]["curve"] == ranks[1]["curve"]
     np.testing.assert_allclose(ranks[0]["curve"], curve, rtol=1e-5, atol=1e-5)
     whole = load_file(work / "whole.safetensors")
@@ -73,7 +73,7 @@ def test_the_learners_of_two_ranks_learn_as_those_of_one(
     ranks: list[dict[str, Any]], work: Path, name: str
 ) -> None:
     """Packed batches, uneven rows, mini-batches, a budget over both ranks, a critic, an adapter."""
-    curve, weights = learned(work, name, Alone())
+    curve, weights = learned(work, name, SingleRank())
     assert ranks[0]["crews"][name] == ranks[1]["crews"][name]
     np.testing.assert_allclose(ranks[0]["crews"][name], curve, rtol=1e-5, atol=1e-5)
     if name in GATHERED:
@@ -100,7 +100,7 @@ def test_a_gang_restored_from_gathered_state_goes_on_bit_for_bit(
 def test_tensor_parallel_ranks_train_as_one_process_does(
     ranks: list[dict[str, Any]], work: Path, new_model: Callable[[], PreTrainedModel]
 ) -> None:
-    loop, curve = train(new_model(), Alone(), range(TENSOR_STEPS))
+    loop, curve = train(new_model(), SingleRank(), range(TENSOR_STEPS))
     np.testing.assert_allclose(ranks[0]["tensor_curve"], curve, rtol=1e-5, atol=1e-5)
     whole = load_file(work / "tensor_whole.safetensors")
     for name, tensor in loop.model.state_dict().items():
@@ -108,11 +108,13 @@ def test_tensor_parallel_ranks_train_as_one_process_does(
 
 
 def test_a_budget_over_two_ranks_is_that_of_one(ranks: list[dict[str, Any]]) -> None:
-    alone = Alone().gather_pressures(pressures_of(0, 1))
+    alone = SingleRank().gather_over_ranks(pressures_of(0, 1))
     for rank in ranks:
         gathered = torch.tensor(rank["pressures"])
         assert torch.equal(gathered.sort().values, alone.sort().values)
-        assert M2po(budget=0.04).within(gathered) == M2po(budget=0.04).within(alone)
+        assert M2poBudget(budget=0.04).with_budget(gathered) == M2poBudget(budget=0.04).with_budget(
+            alone
+        )
 
 
 def test_no_rank_sees_more_than_its_own_share_of_the_payload(ranks: list[dict[str, Any]]) -> None:
@@ -139,12 +141,12 @@ def test_alone_every_call_is_what_plain_torch_does(
     new_model: Callable[[], PreTrainedModel],
 ) -> None:
     model = new_model()
-    assert shard(model, model, Alone()) is model
-    whole = gather(model.state_dict(keep_vars=True), Alone())
+    assert shard(model, model, SingleRank()) is model
+    whole = gather(model.state_dict(keep_vars=True), SingleRank())
     assert whole.keys() == model.state_dict().keys()
     assert not any(tensor.requires_grad for tensor in whole.values())
     weight = model.get_parameter("lm_head.weight")
-    assert torch.equal(spread(whole["lm_head.weight"], weight), weight)
+    assert torch.equal(shard_like(whole["lm_head.weight"], weight), weight)
     twin = new_model()
     for one in (model, twin):
         one(input_ids=torch.arange(12)[None], use_cache=False).logits.square().sum().backward()
@@ -157,7 +159,7 @@ def test_alone_every_call_is_what_plain_torch_does(
 
 def test_tied_weights_stay_one_when_they_are_gathered() -> None:
     tied = torch.nn.Parameter(torch.ones(3))
-    whole = gather({"one": tied, "between": torch.zeros(1), "other": tied}, Alone())
+    whole = gather({"one": tied, "between": torch.zeros(1), "other": tied}, SingleRank())
     assert list(whole) == ["one", "between", "other"]
     assert whole["one"] is whole["other"]
 

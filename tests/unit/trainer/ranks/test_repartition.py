@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 from tests.unit.trainer.rank_jobs import NUM_ROWS, UNEVEN, forked, payload_of
 
-from penstock.trainer.ranks.repartition import Holding, plan_moves
-from penstock.trainer.ranks.topology import Parallel, Place, dealt_out
+from penstock.trainer.ranks.repartition import RowPlacement, plan_transfers
+from penstock.trainer.ranks.topology import Parallel, RankPosition, round_robin
 
 SIZES = [Parallel(dp=dp, tp=tp) for dp in (1, 2, 3, 4) for tp in (1, 2)]
 
 
-def _held(parallel: Parallel) -> Holding:
-    return Holding(parallel=parallel, parts_R=dealt_out(NUM_ROWS, parallel.dp))
+def _held(parallel: Parallel) -> RowPlacement:
+    return RowPlacement(parallel=parallel, parts_R=round_robin(NUM_ROWS, parallel.dp))
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(SIZES, SIZES)))
 def test_a_plan_brings_each_rank_what_it_lacks_from_one_that_has_it(
     before: Parallel, after: Parallel
 ) -> None:
-    moves = plan_moves(_held(before), _held(after))
+    moves = plan_transfers(_held(before), _held(after))
     has = {rank: set(_held(before).rows_of(rank)) for rank in range(8)}
     for move in moves:
         assert move.row in has[move.source]
@@ -37,24 +37,24 @@ def test_a_plan_brings_each_rank_what_it_lacks_from_one_that_has_it(
 
 
 def test_ranks_that_hold_the_same_rows_share_the_sending() -> None:
-    moves = plan_moves(_held(Parallel(dp=1, tp=2)), _held(Parallel(dp=4)))
+    moves = plan_transfers(_held(Parallel(dp=1, tp=2)), _held(Parallel(dp=4)))
     sent = np.bincount([move.source for move in moves])
     assert sent.tolist() == [16, 16]
 
 
 def test_stages_that_speak_of_different_batches_are_refused() -> None:
-    short = Holding(parallel=Parallel(), parts_R=dealt_out(3, 1))
+    short = RowPlacement(parallel=Parallel(), parts_R=round_robin(3, 1))
     with pytest.raises(ValueError, match="same batch"):
-        plan_moves(_held(Parallel()), short)
+        plan_transfers(_held(Parallel()), short)
 
 
 def test_places_of_a_stage() -> None:
     square = Parallel(dp=2, tp=2)
     assert [square.part_of(rank) for rank in range(5)] == [0, 0, 1, 1, None]
-    places = [Place(rank=rank, parallel=square) for rank in range(4)]
-    assert [place.part for place in places] == [0, 0, 1, 1]
-    assert [place.is_fetching for place in places] == [True, False, True, False]
-    assert [place.is_first for place in places] == [True, False, False, False]
+    places = [RankPosition(rank=rank, parallel=square) for rank in range(4)]
+    assert [position.part for position in places] == [0, 0, 1, 1]
+    assert [position.fetches_rows for position in places] == [True, False, True, False]
+    assert [position.is_rank0 for position in places] == [True, False, False, False]
 
 
 # --- four processes -----------------------------------------------------------------------------

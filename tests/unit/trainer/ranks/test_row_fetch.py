@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.trainer.ranks.balance import row_costs
-from penstock.trainer.ranks.row_fetch import rows_of_parts
+from penstock.trainer.ranks.row_fetch import split_rows
 from penstock.trainer.updates import updates_of
 from penstock.types import (
     GroupId,
@@ -42,7 +42,7 @@ def sealed(groups: Sequence[Sequence[Row]]) -> Manifest:
                     outcome=OutcomeKind.COMPLETED,
                     sampled={POLICY: sampled},
                     versions={},
-                    computed={POLICY: (sum(lengths), sum(length**2 for length in lengths))},
+                    compute_cost={POLICY: (sum(lengths), sum(length**2 for length in lengths))},
                 )
                 for slot, (sampled, lengths) in enumerate(rows)
             ),
@@ -63,7 +63,7 @@ def test_in_every_update_all_parts_have_about_as_much_to_compute(
     num_parts: int, minibatches: int
 ) -> None:
     lengths = np.random.default_rng(3).lognormal(8, 1, (16, 8)).astype(int)
-    parts = rows_of_parts(plain(lengths.tolist()), num_parts, minibatches)
+    parts = split_rows(plain(lengths.tolist()), num_parts, minibatches)
     assert sorted(row for part in parts for row in part) == list(range(128))
     assert all(part == sorted(part) for part in parts)
     costs_R = row_costs(lengths.ravel().astype(float), lengths.ravel().astype(float) ** 2)
@@ -86,17 +86,17 @@ def test_long_prompts_are_shared_out_too(minibatches: int) -> None:
         [(int(answer), (int(length),)) for answer, length in zip(*group, strict=True)]
         for group in zip(answers, tokens, strict=True)
     ]
-    parts = rows_of_parts(sealed(groups), 4, minibatches)
+    parts = split_rows(sealed(groups), 4, minibatches)
     updates_R = np.repeat(updates_of(8, minibatches), 8)
     for update in range(minibatches):
         rows_of = [[row for row in part if updates_R[row] == update] for part in parts]
-        computed = [tokens.flat[rows].sum() for rows in rows_of]
-        assert max(computed) <= 1.1 * np.mean(computed)
+        compute_cost = [tokens.flat[rows].sum() for rows in rows_of]
+        assert max(compute_cost) <= 1.1 * np.mean(compute_cost)
 
 
 def test_attention_is_that_of_samples_and_not_of_whole_rows() -> None:
     """A row of ten contexts costs what ten rows of one do."""
-    parts = rows_of_parts(sealed([[(10, [8000] * 10), *[(1, [8000])] * 10]]), 2, 1)
+    parts = split_rows(sealed([[(10, [8000] * 10), *[(1, [8000])] * 10]]), 2, 1)
     assert sorted(map(len, parts)) == [1, 10]
 
 
@@ -106,24 +106,24 @@ def test_turns_of_several_policies_are_computed_by_who_sees_them() -> None:
     row = replace(
         row,
         sampled={POLICY: 3, other: 4},
-        computed={POLICY: (10, 100), other: (20, 400)},
+        compute_cost={POLICY: (10, 100), other: (20, 400)},
         roles={other: {"teach": 4}},
     )
-    assert row.computed_for(POLICY, None) == (10, 100)
-    assert row.computed_for(POLICY, [(other, "teach")]) == (20, 400)
-    assert row.computed_for(POLICY, [(POLICY, ""), (other, "teach")]) == (30, 500)
-    assert row.computed_for(POLICY, [(other, "")]) == (0, 0)
+    assert row.compute_cost_for(POLICY, None) == (10, 100)
+    assert row.compute_cost_for(POLICY, [(other, "teach")]) == (20, 400)
+    assert row.compute_cost_for(POLICY, [(POLICY, ""), (other, "teach")]) == (30, 500)
+    assert row.compute_cost_for(POLICY, [(other, "")]) == (0, 0)
 
 
 def test_a_row_that_does_not_say_counts_with_its_sampled_tokens() -> None:
     [row] = sealed([[(3, (10,))]]).rows
-    assert replace(row, computed={}).computed_for(POLICY, None) == (3, 9)
+    assert replace(row, compute_cost={}).compute_cost_for(POLICY, None) == (3, 9)
 
 
 def test_rows_without_tokens_of_this_policy_are_shared_out_too() -> None:
-    assert [len(part) for part in rows_of_parts(plain([[0] * 8]), 4, 1)] == [2, 2, 2, 2]
+    assert [len(part) for part in split_rows(plain([[0] * 8]), 4, 1)] == [2, 2, 2, 2]
 
 
 def test_more_updates_than_groups_and_an_empty_batch() -> None:
-    assert rows_of_parts(plain([[5, 5]]), 2, 4) == [[0], [1]]
-    assert rows_of_parts(sealed([]), 2, 2) == [[], []]
+    assert split_rows(plain([[5, 5]]), 2, 4) == [[0], [1]]
+    assert split_rows(sealed([]), 2, 2) == [[], []]

@@ -28,17 +28,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.errors import StoreError
-from penstock.trainer import checkpoint_saver as saving
-from penstock.trainer import loop
-from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor, Together
-from penstock.trainer.checkpoint_manifest import STATE, read_described, write_described
-from penstock.trainer.checkpoint_saver import Saver, ShareSaver
+from penstock.trainer import checkpoint_saver, loop
+from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor, ShardedSave
+from penstock.trainer.checkpoint_manifest import (
+    STATE,
+    read_checkpoint_manifest,
+    write_checkpoint_manifest,
+)
+from penstock.trainer.checkpoint_saver import Saver, ShardSaver
 from penstock.trainer.model_folders import WEIGHTS, static_files
-from penstock.trainer.models import Crew
-from penstock.trainer.ranks.group import Alone
-from penstock.trainer.ranks.regions import Box
-from penstock.trainer.ranks.worker_loop import Order, follow
-from penstock.trainer.state_shards import Shares, open_state, put_share, state_names
+from penstock.trainer.models import Models
+from penstock.trainer.ranks.group import SingleRank
+from penstock.trainer.ranks.regions import TensorRegion
+from penstock.trainer.ranks.worker_loop import RankOrder, worker_loop
+from penstock.trainer.state_shards import StateShard, open_state, state_names, write_shard
 from penstock.types import PolicyName
 
 pytestmark = pytest.mark.timeout(300)
@@ -56,7 +59,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(work: Path) -> list[list[float]]:
-    return lived(work, "alone", Alone())
+    return lived(work, "alone", SingleRank())
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +127,7 @@ def test_one_process_goes_on_from_what_two_ranks_saved(
         work / "straight" / "checkpoints" / f"step_{EVERY}",
         work / "narrowed" / "checkpoints" / f"step_{EVERY}",
     )
-    narrowed = lived(work, "narrowed", Alone())
+    narrowed = lived(work, "narrowed", SingleRank())
     np.testing.assert_allclose(narrowed, ranks[0]["straight"][EVERY:], rtol=0, atol=1e-6)
     assert told(checkpoint(work, "narrowed"))["num_ranks"] == 1
 
@@ -159,7 +162,7 @@ def test_a_rank_killed_between_its_file_and_its_word_leaves_the_checkpoint_befor
     assert (partial / SHARES[1]).exists(), "killed too early for this test"
     found = opened(work, "killed").newest()
     assert found is not None and found.cursor.number == EVERY
-    lived(work, "killed", Alone())
+    lived(work, "killed", SingleRank())
     assert {path.name for path in root.iterdir()} == {f"step_{EVERY}", LAST}
 
 
@@ -186,9 +189,9 @@ def test_a_damaged_share_is_refused_and_the_checkpoint_before_counts(
         case "older":
             shutil.copyfile(root / f"step_{EVERY}" / second.name, second)
         case _:
-            state = read_described(root / LAST)
+            state = read_checkpoint_manifest(root / LAST)
             others = {name: one for name, one in state.files.items() if name != second.name}
-            write_described(root / LAST, replace(state, files=others))
+            write_checkpoint_manifest(root / LAST, replace(state, files=others))
     found = reopened(root).newest()
     assert found is not None and found.cursor.number == EVERY
     assert list(root.glob(f".damaged-{LAST}-*"))
@@ -208,25 +211,25 @@ def test_the_other_ranks_hear_of_a_slow_disk(
         return save(*args, **kwargs)
 
     monkeypatch.setattr(Checkpoints, "save", slow)
-    monkeypatch.setattr(loop, "SAY_S", 0.02)
+    monkeypatch.setattr(loop, "KEEPALIVE_S", 0.02)
     between = Path("checkpoints", f"step_{EVERY}")
     shutil.copytree(work / "alone" / between, work / "heard" / between)
-    team = Heard()
-    assert lived(work, "heard", team) == alone[EVERY:]
-    last = team.words[team.words.index(Order.STATE) + 1 :]
-    assert last[-1] is Order.LEAVE
-    assert last.count(Order.WAIT) >= 3
+    ranks = Heard()
+    assert lived(work, "heard", ranks) == alone[EVERY:]
+    last = ranks.words[ranks.words.index(RankOrder.STATE) + 1 :]
+    assert last[-1] is RankOrder.EXIT
+    assert last.count(RankOrder.WAIT) >= 3
 
 
-class Heard(Alone):
+class Heard(SingleRank):
     """A first rank, and what it said."""
 
     def __init__(self) -> None:
-        self.words: list[Order] = []
+        self.words: list[RankOrder] = []
 
-    def first_says(self, numbers: Sequence[int]) -> list[int]:
-        self.words.append(Order(numbers[0]))
-        return super().first_says(numbers)
+    def broadcast_from_rank0(self, numbers: Sequence[int]) -> list[int]:
+        self.words.append(RankOrder(numbers[0]))
+        return super().broadcast_from_rank0(numbers)
 
 
 def reopened(root: Path) -> Checkpoints:
@@ -240,18 +243,18 @@ def at(number: int) -> Cursor:
     return Cursor(number=number, seq=number, incarnation=1)
 
 
-def halves(value: float) -> list[Shares]:
+def halves(value: float) -> list[StateShard]:
     """A tensor of three rows over two ranks, and one that each rank has for itself."""
-    boxes = [
-        Box(first=(0, 0), shape=(2, 4), whole=(3, 4)),
-        Box(first=(2, 0), shape=(1, 4), whole=(3, 4)),
+    regions = [
+        TensorRegion(first=(0, 0), shape=(2, 4), whole=(3, 4)),
+        TensorRegion(first=(2, 0), shape=(1, 4), whole=(3, 4)),
     ]
     return [
-        Shares(
-            tensors={"m": torch.full(box.shape, value + rank), "own": torch.tensor(rank)},
-            boxes={"m": box},
+        StateShard(
+            tensors={"m": torch.full(region.shape, value + rank), "own": torch.tensor(rank)},
+            regions={"m": region},
         )
-        for rank, box in enumerate(boxes)
+        for rank, region in enumerate(regions)
     ]
 
 
@@ -263,13 +266,13 @@ class Pair:
 
     def save(self, number: int, *, token: int) -> Checkpoint:
         first, second = halves(float(number))
-        put_share(self.root / f".partial-{token:016x}", 1, 2, second)
+        write_shard(self.root / f".partial-{token:016x}", 1, 2, second)
         return self.checkpoints.save(
             at(number),
             weights={"w": torch.full((2,), float(number))},
             state=first.tensors,
             static=self.static,
-            together=Together(num_ranks=2, token=token, boxes=first.boxes),
+            sharded=ShardedSave(num_ranks=2, token=token, regions=first.regions),
         )
 
 
@@ -282,19 +285,19 @@ def test_any_part_is_read_from_the_files_that_hold_it(two: Pair) -> None:
     state = two.save(5, token=1).read_state()
     expected = torch.tensor([[5.0] * 4, [5.0] * 4, [6.0] * 4])
     assert state["m"].equal(expected)
-    middle = Box(first=(1, 1), shape=(2, 2), whole=(3, 4))
+    middle = TensorRegion(first=(1, 1), shape=(2, 2), whole=(3, 4))
     assert state.part("m", middle).equal(expected[1:3, 1:3])
-    assert state.part("m", Box(first=(3, 0), shape=(0, 4), whole=(3, 4))).shape == (0, 4)
-    assert [int(state.seen_by(rank)["own"]) for rank in (0, 1, 2)] == [0, 1, 0]
+    assert state.part("m", TensorRegion(first=(3, 0), shape=(0, 4), whole=(3, 4))).shape == (0, 4)
+    assert [int(state.for_rank(rank)["own"]) for rank in (0, 1, 2)] == [0, 1, 0]
 
 
 def test_shares_with_a_gap_are_no_tensor(tmp_path: Path) -> None:
     first, second = halves(1.0)
     paths = [tmp_path / name for name in SHARES]
-    put_share(tmp_path, 0, 2, first)
-    put_share(tmp_path, 1, 2, Shares(tensors={"own": second.tensors["own"]}, boxes={}))
+    write_shard(tmp_path, 0, 2, first)
+    write_shard(tmp_path, 1, 2, StateShard(tensors={"own": second.tensors["own"]}, regions={}))
     state = open_state(paths)
-    assert state.part("m", first.boxes["m"]).equal(first.tensors["m"])
+    assert state.part("m", first.regions["m"]).equal(first.tensors["m"])
     with pytest.raises(StoreError, match=r"m is not whole in .*hold 8 of 12 elements"):
         state["m"]
 
@@ -346,48 +349,48 @@ def test_the_step_goes_on_while_another_rank_writes_and_only_then_it_counts(two:
     seen: list[tuple[tuple[int, int], ...]] = []
     saver = Saver(
         two.checkpoints,
-        permit=lambda: None,
-        tell=lambda: seen.append(two.checkpoints.retained),
+        check_allowed=lambda: None,
+        on_saved=lambda: seen.append(two.checkpoints.retained),
         num_ranks=2,
     )
     live = {"own": torch.tensor(7)}
     weights = {"w": torch.ones(2)}
-    saver.hand_over(at(1), weights=weights, state=live, static=two.static, token=2, memory={})
+    saver.submit(at(1), weights=weights, state=live, static=two.static, token=2, monitor_state={})
     live["own"].fill_(9)
-    assert not saver.finish(within_s=0.3)
+    assert not saver.flush(timeout_s=0.3)
     assert not saver.is_due(at(5)) and seen == [] and not (two.root / "step_1").exists()
-    other = ShareSaver(two.root, rank=1, num_ranks=2)
-    other.hand_over(2, {"own": torch.tensor(8)})
-    assert saver.finish(within_s=60)
+    other = ShardSaver(two.root, rank=1, num_ranks=2)
+    other.submit(2, {"own": torch.tensor(8)})
+    assert saver.flush(timeout_s=60)
     assert seen == [((0, 0), (1, 1))]
     state = two.checkpoints.last.read_state()
-    assert [int(state.seen_by(rank)["own"]) for rank in (0, 1)] == [7, 8]
+    assert [int(state.for_rank(rank)["own"]) for rank in (0, 1)] == [7, 8]
     saver.close()
     other.close()
 
 
 def test_a_folder_that_vanishes_ends_the_wait(two: Pair) -> None:
     two.save(0, token=1)
-    saver = Saver(two.checkpoints, permit=lambda: None, tell=lambda: None, num_ranks=2)
-    saver.hand_over(at(1), weights={}, state={}, static=two.static, token=2, memory={})
-    assert not saver.finish(within_s=0.3)
+    saver = Saver(two.checkpoints, check_allowed=lambda: None, on_saved=lambda: None, num_ranks=2)
+    saver.submit(at(1), weights={}, state={}, static=two.static, token=2, monitor_state={})
+    assert not saver.flush(timeout_s=0.3)
     shutil.rmtree(two.root / f".partial-{2:016x}")
     with pytest.raises(StoreError, match="vanished while a checkpoint was written"):
-        saver.finish(within_s=60)
+        saver.flush(timeout_s=60)
     saver.close()
 
 
-class Scripted(Alone):
+class Scripted(SingleRank):
     """A first rank that says these words."""
 
-    def __init__(self, *orders: Order) -> None:
+    def __init__(self, *orders: RankOrder) -> None:
         self.orders = list(orders)
 
-    def first_says(self, numbers: Sequence[int]) -> list[int]:
+    def broadcast_from_rank0(self, numbers: Sequence[int]) -> list[int]:
         return [self.orders.pop(0), 0, 0]
 
 
-class Stateful(Crew):
+class Stateful(Models):
     def __init__(self) -> None:
         pass
 
@@ -401,8 +404,8 @@ def test_a_rank_that_cannot_write_its_share_ends_at_the_next_word(
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(saving, "put_share", full)
-    words = [Order.STATE, *[Order.WAIT] * 100_000]
+    monkeypatch.setattr(checkpoint_saver, "write_shard", full)
+    words = [RankOrder.STATE, *[RankOrder.WAIT] * 100_000]
     dataflow: Any = None
     with pytest.raises(OSError, match="no space left"):
-        follow(PolicyName("policy"), Stateful(), dataflow, Scripted(*words), tmp_path)
+        worker_loop(PolicyName("policy"), Stateful(), dataflow, Scripted(*words), tmp_path)

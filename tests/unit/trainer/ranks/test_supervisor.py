@@ -15,14 +15,14 @@ import pytest
 
 from penstock.fleet import processes
 from penstock.trainer.ranks import supervisor as ranks
-from penstock.trainer.ranks.supervisor import Membership, membership, run_ranks
+from penstock.trainer.ranks.supervisor import RankEnv, read_rank_env, run_ranks
 
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from penstock.fleet.processes import exit_with_parent
 
-die_with_parent()
+exit_with_parent()
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
@@ -105,9 +105,9 @@ os._exit(143 if stopped else 1)
 def test_a_gang_that_cannot_live_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(ranks, "INITIAL_BACKOFF_S", 0.0)
     assert _run(tmp_path, "sys.exit(7)", num_ranks=1) == 7
-    assert len(_pids(tmp_path)) == ranks.MAX_SHORT_LIVES
+    assert len(_pids(tmp_path)) == ranks.MAX_FAST_FAILURES
 
 
 def test_no_rank_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
@@ -154,13 +154,13 @@ names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PENS
 
 def test_membership_is_what_the_environment_says() -> None:
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "host"}
-    assert membership({}) is None
-    assert membership({**environ, "MASTER_PORT": "29500"}) == Membership(
+    assert read_rank_env({}) is None
+    assert read_rank_env({**environ, "MASTER_PORT": "29500"}) == RankEnv(
         rank=5, num_ranks=8, local_rank=1, host="host", port=29500
     )
     with pytest.raises(ValueError, match="MASTER_PORT"):
-        membership(environ)
+        read_rank_env(environ)
 
 
 def test_ranks_are_tied_by_the_word_that_every_command_heeds() -> None:
-    assert ranks.PARENT == processes.PARENT
+    assert ranks.PARENT_PID_ENV == processes.PARENT_PID_ENV

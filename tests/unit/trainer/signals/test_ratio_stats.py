@@ -8,31 +8,38 @@ import math
 import numpy as np
 import pytest
 
-from penstock.trainer.signals.alarms import FAR_K3, PATIENCE, Apart, Cause, Idle, cause_of
+from penstock.trainer.signals.alarms import (
+    ALARM_AFTER,
+    MAX_K3_PER_VERSION,
+    Cause,
+    DivergenceStreak,
+    NoSignalStreak,
+    cause_of,
+)
 from penstock.trainer.signals.mismatch import (
     FORGET_AFTER,
     NO_GAP,
     Floats,
     Gap,
     Gaps,
-    from_numbers,
+    from_vector,
     gaps_by_node,
     pool_gap,
-    to_numbers,
+    to_vector,
 )
 from penstock.trainer.signals.ratio_stats import (
-    Ratios,
+    RatioStats,
     informative_share,
     log_ratios,
     measure_ratios,
-    teaching_tokens,
+    tokens_with_advantage,
 )
 from penstock.wire.codec import JSON, decode, encode_json
 
 CLIP = {"low": 0.2, "high": 0.2}
 
 
-def ratios_of(weights: list[float], advantages: list[float] | None = None) -> Ratios:
+def ratios_of(weights: list[float], advantages: list[float] | None = None) -> RatioStats:
     log_K = np.log(np.array(weights))
     advantages_K = np.array(advantages or [1.0] * len(weights))
     return measure_ratios(log_K - 3.0, np.full(log_K.shape, -3.0), advantages_K, **CLIP)
@@ -60,11 +67,11 @@ def test_clipping_is_told_by_the_sign_of_the_advantage() -> None:
     """Above the bound a token with a bad advantage still has its gradient, and the other way."""
     up, down = [1.5, 0.5, 0.5, 1.0], [1.5, 1.4, 0.5]
     found = ratios_of([*up, *down, 1.1], [*[2.0] * 4, *[-1.0] * 3, 0.0])
-    figures = found.figures()
-    assert figures["signal/clipped_up"] == pytest.approx(1 / 4)
-    assert figures["signal/clipped_down"] == pytest.approx(1 / 3)
-    assert figures["signal/clipped"] == pytest.approx(2 / 7)
-    assert figures["ratio/beyond"] == pytest.approx(6 / 8)
+    metrics = found.metrics()
+    assert metrics["signal/clipped_up"] == pytest.approx(1 / 4)
+    assert metrics["signal/clipped_down"] == pytest.approx(1 / 3)
+    assert metrics["signal/clipped"] == pytest.approx(2 / 7)
+    assert metrics["ratio/beyond"] == pytest.approx(6 / 8)
 
 
 def test_quantiles_of_the_log_ratio_are_those_of_numpy_to_a_bin() -> None:
@@ -72,7 +79,7 @@ def test_quantiles_of_the_log_ratio_are_those_of_numpy_to_a_bin() -> None:
     found = measure_ratios(log_K, np.zeros_like(log_K), np.ones_like(log_K), **CLIP)
     for name, share in {"q01": 0.01, "q50": 0.5, "q999": 0.999}.items():
         expected = float(np.quantile(log_K, share))
-        assert found.figures()[f"ratio/log_{name}"] == pytest.approx(expected, abs=0.006)
+        assert found.metrics()[f"ratio/log_{name}"] == pytest.approx(expected, abs=0.006)
 
 
 def test_two_ranks_add_up_to_one() -> None:
@@ -83,22 +90,22 @@ def test_two_ranks_add_up_to_one() -> None:
         measure_ratios(now_K[part], then_K[part], advantages_K[part], **CLIP)
         for part in (slice(0, 300), slice(300, None))
     ]
-    added = Ratios.of(parts[0].numbers + parts[1].numbers)
-    assert added.figures() == pytest.approx(whole.figures())
+    added = RatioStats.of(parts[0].numbers + parts[1].numbers)
+    assert added.metrics() == pytest.approx(whole.metrics())
 
 
 def test_an_absurd_record_and_an_empty_batch_give_numbers() -> None:
     odd_K = np.array([-1.0, -1e38, math.nan, math.inf, -math.inf])
     assert np.abs(log_ratios(odd_K, np.full(5, -1.0))).max() == 20.0
-    figures = measure_ratios(odd_K, np.full(5, -1.0), np.ones(5), **CLIP).figures()
-    assert all(math.isfinite(value) for value in figures.values())
+    metrics = measure_ratios(odd_K, np.full(5, -1.0), np.ones(5), **CLIP).metrics()
+    assert all(math.isfinite(value) for value in metrics.values())
     none = np.zeros(0)
-    assert set(measure_ratios(none, none, none, **CLIP).figures().values()) == {0.0}
+    assert set(measure_ratios(none, none, none, **CLIP).metrics().values()) == {0.0}
 
 
 def test_a_group_informs_when_one_of_its_tokens_has_an_advantage() -> None:
     groups_K = np.array([0, 0, 1, 1, 3])
-    teaching_G = teaching_tokens(np.array([0.0, -1.0, 0.0, 0.0, 2.0]), groups_K, 4)
+    teaching_G = tokens_with_advantage(np.array([0.0, -1.0, 0.0, 0.0, 2.0]), groups_K, 4)
     assert teaching_G.tolist() == [1.0, 0.0, 0.0, 1.0]
     assert informative_share(teaching_G) == 0.5
     assert informative_share(np.zeros(0)) == 0.0
@@ -128,9 +135,9 @@ def test_a_gap_counts_fresh_tokens_of_its_node_alone() -> None:
 def test_gaps_travel_between_ranks_as_numbers() -> None:
     one = {"node-1": gap(0.5, 10), "knöten": gap(0.1, 3)}
     other = {"node-1": gap(0.25, 30)}
-    joined = from_numbers(np.concatenate([to_numbers(one), to_numbers(other)]))
+    joined = from_vector(np.concatenate([to_vector(one), to_vector(other)]))
     assert joined == {"node-1": one["node-1"] + other["node-1"], "knöten": one["knöten"]}
-    assert from_numbers(to_numbers({})) == {}
+    assert from_vector(to_vector({})) == {}
 
 
 def gap(k3: float, num_tokens: int = 1000) -> Gap:
@@ -194,11 +201,11 @@ def test_rows_of_a_life_that_was_told_say_nothing_of_the_next() -> None:
     pool = {"a/1": gap(1e-3), "b/1": gap(1e-3)}
     gaps = Gaps().after(pool | {"c/old": gap(9.0)}, 1)
     [found] = gaps.drifting()
-    assert (found.node_id, found.session) == ("c", "old")
+    assert (found.node_id, found.boot_id) == ("c", "old")
     gaps = gaps.without([found]).after(pool | {"c/old": gap(9.0), "c/new": gap(1e-3)}, 2)
     assert gaps.drifting() == ()
     [found] = gaps.after(pool | {"c/new": gap(90.0)}, 3).drifting()
-    assert (found.node_id, found.session) == ("c", "new")
+    assert (found.node_id, found.boot_id) == ("c", "new")
 
 
 def test_several_lives_of_two_nodes_make_no_pool() -> None:
@@ -220,7 +227,7 @@ def test_the_lives_of_a_bad_node_do_not_hide_it() -> None:
         gaps = gaps.after({f"bad/{seq}": gap(0.05), "b/1": gap(2e-4)}, seq)
     gaps = gaps.after({"b/1": gap(2e-4), "c/1": gap(2e-4)}, 7)
     found = gaps.drifting()
-    assert {one.life for one in found} == {f"bad/{seq}" for seq in range(1, 7)}
+    assert {one.boot for one in found} == {f"bad/{seq}" for seq in range(1, 7)}
     assert found[0].median_k3 == pytest.approx(2e-4)
 
 
@@ -237,8 +244,8 @@ def test_an_average_forgets_by_tokens_not_by_batches() -> None:
 def test_what_is_remembered_survives_in_json() -> None:
     gaps = Gaps().after({"a": gap(1e-3), "b": gap(2e-3, 77)}, 5)
     assert decode(encode_json(gaps), Gaps, media_type=JSON) == gaps
-    idle = Idle().after(Cause.GAP).after(Cause.ALL_CLIPPED)
-    assert decode(encode_json(idle), Idle, media_type=JSON) == idle
+    no_signal = NoSignalStreak().after(Cause.GAP).after(Cause.ALL_CLIPPED)
+    assert decode(encode_json(no_signal), NoSignalStreak, media_type=JSON) == no_signal
 
 
 # --- alarms -----------------------------------------------------------------------------------
@@ -279,31 +286,35 @@ def test_each_cause(change: dict[str, float], cause: Cause | None) -> None:
     ],
 )
 def test_the_alarm_names_the_cause_and_the_next_step(cause: Cause, word: str) -> None:
-    idle = Idle()
-    for _ in range(PATIENCE):
-        assert idle.alarm is None
-        idle = idle.after(cause)
-    assert idle.alarm is not None
-    assert f"{PATIENCE} {cause.value}" in idle.alarm and word in idle.alarm
+    no_signal = NoSignalStreak()
+    for _ in range(ALARM_AFTER):
+        assert no_signal.alarm is None
+        no_signal = no_signal.after(cause)
+    assert no_signal.alarm is not None
+    assert f"{ALARM_AFTER} {cause.value}" in no_signal.alarm and word in no_signal.alarm
 
 
 def test_the_alarm_comes_again_ever_more_rarely_and_ends_with_a_good_batch() -> None:
-    idle, told = Idle(), list[int]()
+    no_signal, reported = NoSignalStreak(), list[int]()
     for number in range(1, 26):
-        idle = idle.after(Cause.GAP if number % 5 == 0 else Cause.EQUAL_REWARDS)
-        if idle.alarm:
-            told.append(number)
-            assert "equal_rewards" in idle.alarm
-    assert told == [3, 6, 12, 24]
-    assert idle.after(None) == Idle() and Idle().alarm is None
+        no_signal = no_signal.after(Cause.GAP if number % 5 == 0 else Cause.EQUAL_REWARDS)
+        if no_signal.alarm:
+            reported.append(number)
+            assert "equal_rewards" in no_signal.alarm
+    assert reported == [3, 6, 12, 24]
+    assert no_signal.after(None) == NoSignalStreak() and NoSignalStreak().alarm is None
 
 
 def test_engines_far_from_the_trainer_are_told_after_three_batches() -> None:
-    apart = Apart()
-    for _ in range(PATIENCE):
-        assert apart.alarm is None
-        apart = apart.after(2.2 * FAR_K3, 2.0)
-    assert apart.alarm is not None
-    assert "0.11 per version" in apart.alarm and "training.precision" in apart.alarm
-    assert apart.after(math.nan, 1.0).num_batches == PATIENCE + 1, "no number is far away"
-    assert apart.after(1.9 * FAR_K3, 2.0) == apart.after(0.9 * FAR_K3, 0.0) == Apart()
+    divergence = DivergenceStreak()
+    for _ in range(ALARM_AFTER):
+        assert divergence.alarm is None
+        divergence = divergence.after(2.2 * MAX_K3_PER_VERSION, 2.0)
+    assert divergence.alarm is not None
+    assert "0.11 per version" in divergence.alarm and "training.precision" in divergence.alarm
+    assert divergence.after(math.nan, 1.0).num_batches == ALARM_AFTER + 1, "no number is far away"
+    assert (
+        divergence.after(1.9 * MAX_K3_PER_VERSION, 2.0)
+        == divergence.after(0.9 * MAX_K3_PER_VERSION, 0.0)
+        == DivergenceStreak()
+    )

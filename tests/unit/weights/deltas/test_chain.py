@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.weights.deltas.chain import MAX_STEPS, DeltaEntry, cheapest, leads_to
+from penstock.weights.deltas.chain import MAX_STEPS, DeltaEntry, cheapest_chain, is_valid_chain
 
 FILES = "abcdef"
 Steps = list[DeltaEntry]
@@ -24,7 +24,7 @@ steps = st.lists(
 
 
 def find(target: str, have: str, known: Steps, below: int = 100) -> tuple[DeltaEntry, ...]:
-    return cheapest(
+    return cheapest_chain(
         target,
         lambda file: file in have,
         lambda file: [one for one in known if one.target == file],
@@ -44,32 +44,35 @@ def costs(target: str, have: str, known: Steps, seen: str = "") -> list[int]:
 
 @given(known=steps, have=st.sampled_from(["b", "bc", "f", ""]), below=st.integers(1, 40))
 def test_it_is_the_cheapest_of_all(known: Steps, have: str, below: int) -> None:
-    way = find("a", have, known, below)
+    chain = find("a", have, known, below)
     best = min((cost for cost in costs("a", have, known) if cost < below), default=None)
-    assert sum(one.bytes for one in way) == (best or 0)
-    assert bool(way) == (best is not None)
-    if way:
-        assert leads_to("a", way, have, below=below)
+    assert sum(one.bytes for one in chain) == (best or 0)
+    assert bool(chain) == (best is not None)
+    if chain:
+        assert is_valid_chain("a", chain, have, below=below)
 
 
 def test_a_chain_without_end_ends() -> None:
     known = [step(str(number), str(number + 1), 1) for number in range(MAX_STEPS + 5)]
-    far = str(MAX_STEPS + 5)
-    chosen = cheapest(
-        far, lambda file: file == "0", lambda f: [s for s in known if s.target == f], below=10**9
+    long_gaps = str(MAX_STEPS + 5)
+    chosen = cheapest_chain(
+        long_gaps,
+        lambda file: file == "0",
+        lambda f: [s for s in known if s.target == f],
+        below=10**9,
     )
     assert not chosen
 
 
 def test_ways_of_strangers_are_looked_through() -> None:
     good = [step("b", "c", 3), step("c", "a", 4)]
-    assert leads_to("a", good, "b", below=8)
-    assert not leads_to("a", good, "b", below=7), "it does not pay"
-    assert not leads_to("a", good, "c", below=8), "it begins elsewhere"
-    assert not leads_to("d", good, "b", below=8), "it ends elsewhere"
-    assert not leads_to("a", [good[1], good[0]], "bc", below=8), "its steps do not meet"
-    assert not leads_to("a", [], "b", below=8)
-    assert not leads_to("a", [step("b", "c", 9), step("c", "a", -4)], "b", below=8)
+    assert is_valid_chain("a", good, "b", below=8)
+    assert not is_valid_chain("a", good, "b", below=7), "it does not pay"
+    assert not is_valid_chain("a", good, "c", below=8), "it begins elsewhere"
+    assert not is_valid_chain("d", good, "b", below=8), "it ends elsewhere"
+    assert not is_valid_chain("a", [good[1], good[0]], "bc", below=8), "its steps do not meet"
+    assert not is_valid_chain("a", [], "b", below=8)
+    assert not is_valid_chain("a", [step("b", "c", 9), step("c", "a", -4)], "b", below=8)
     long = [step(str(n), str(n + 1), 1) for n in range(MAX_STEPS + 1)]
     assert all(one.target == other.base for one, other in pairwise(long))
-    assert not leads_to(str(MAX_STEPS + 1), long, ["0"], below=10**6)
+    assert not is_valid_chain(str(MAX_STEPS + 1), long, ["0"], below=10**6)

@@ -24,26 +24,31 @@ from tests.unit.weights.tensor_pairs import (
     weights,
 )
 
-from penstock.weights.deltas import codec, sparse
-from penstock.weights.deltas import numpy_kernels as symbols
+from penstock.weights.deltas import codec, numpy_kernels, sparse
 from penstock.weights.deltas.codec import (
-    apply_run,
+    apply_payload,
     apply_tensor,
-    best_loops,
-    encode_found,
+    best_kernels,
+    diff_tensor,
+    encode_diffs,
     encode_tensor,
-    find_tensor,
 )
 from penstock.weights.deltas.delta import write_delta
-from penstock.weights.deltas.numba_kernels import CompiledLoops
-from penstock.weights.deltas.numpy_kernels import Changes, Loops, NumpyLoops, join_gaps, unchanged
+from penstock.weights.deltas.numba_kernels import NumbaKernels
+from penstock.weights.deltas.numpy_kernels import (
+    Changes,
+    Kernels,
+    NumpyKernels,
+    join_gaps,
+    unchanged,
+)
 from penstock.weights.deltas.payload import Kind, Payload, Role, pack, pack_pieces, unpack
 
-BOTH = pytest.mark.parametrize("loops", [NUMPY, COMPILED], ids=["numpy", "compiled"])
+BOTH = pytest.mark.parametrize("kernels", [NUMPY, COMPILED], ids=["numpy", "compiled"])
 
 
-def always(loops: Loops, num_bytes: int) -> Loops:
-    return loops
+def always(kernels: Kernels, num_bytes: int) -> Kernels:
+    return kernels
 
 
 def roles(payload: Payload) -> list[Role]:
@@ -58,46 +63,46 @@ def roles(payload: Payload) -> list[Role]:
 def test_every_bit_comes_back_and_both_loops_agree(pair: Pair) -> None:
     payload = encode(pair, NUMPY)
     assert payload == encode(pair, COMPILED)
-    for loops in (NUMPY, COMPILED):
-        assert np.array_equal(applied(payload, pair, loops), pair.new)
+    for kernels in (NUMPY, COMPILED):
+        assert np.array_equal(applied(payload, pair, kernels), pair.new)
     assert payload.size <= pair.new.nbytes
     assert (payload.kind is Kind.SAME) == bool(np.array_equal(pair.base, pair.new))
 
 
 @BOTH
 @pytest.mark.parametrize("item_bytes", [2, 4])
-def test_every_odd_value_becomes_every_other(loops: Loops, item_bytes: int) -> None:
+def test_every_odd_value_becomes_every_other(kernels: Kernels, item_bytes: int) -> None:
     both = np.array(list(product(ODD_BITS[item_bytes], repeat=2)), f"<u{item_bytes}")
     filler = weights(5000, 1, item_bytes)  # so that the sparse form pays
     pair = Pair(
         np.concatenate([np.ascontiguousarray(both[:, 0]), filler]),
         np.concatenate([np.ascontiguousarray(both[:, 1]), filler]),
     )
-    payload = encode(pair, loops)
+    payload = encode(pair, kernels)
     assert payload.kind is Kind.SPARSE
-    assert np.array_equal(applied(payload, pair, loops), pair.new)
+    assert np.array_equal(applied(payload, pair, kernels), pair.new)
 
 
 @BOTH
-def test_all_bf16_patterns_change_by_any_difference(loops: Loops) -> None:
+def test_all_bf16_patterns_change_by_any_difference(kernels: Kernels) -> None:
     """The map and the difference modulo 2^16 are bijections, so nothing is special."""
     base = np.arange(1 << 16, dtype=np.uint16)
     for difference in (1, 2, 3, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF):
         new = base + np.uint16(difference)
-        changes = loops.find(base, new)
+        changes = kernels.find(base, new)
         assert changes.num_changed == len(base)
         target = base.copy()
-        codes = symbols.unpack_pairs(changes.codes, changes.num_changed)
-        zigzags = loops.zigzags(codes, changes.big)
-        loops.apply(target, np.arange(len(base)), zigzags)
+        codes = numpy_kernels.unpack_2bit(changes.codes, changes.num_changed)
+        zigzags = kernels.zigzags(codes, changes.large_codes)
+        kernels.apply(target, np.arange(len(base)), zigzags)
         assert np.array_equal(target, new)
 
 
 @BOTH
-def test_an_ulp_is_a_small_difference_on_either_side_of_zero(loops: Loops) -> None:
+def test_an_ulp_is_a_small_difference_on_either_side_of_zero(kernels: Kernels) -> None:
     base = np.array([0x3F80, 0xBF80, 0x0000, 0x8000, 0x0001], np.uint16)
     new = np.array([0x3F81, 0xBF81, 0x8000, 0x0000, 0x0000], np.uint16)  # 1, −1, 0, −0, denormal
-    codes = symbols.unpack_pairs(loops.find(base, new).codes, len(new))
+    codes = numpy_kernels.unpack_2bit(kernels.find(base, new).codes, len(new))
     assert codes.tolist() == [1, 0, 0, 1, 0]
 
 
@@ -105,29 +110,31 @@ def test_an_ulp_is_a_small_difference_on_either_side_of_zero(loops: Loops) -> No
 @pytest.mark.parametrize(
     "gap", [0, 1, 254, 255, 256, 509, 510, 65534, 65535, 65536, 70_000, 600_000]
 )
-def test_gaps_of_every_length(loops: Loops, gap: int) -> None:
+def test_gaps_of_every_length(kernels: Kernels, gap: int) -> None:
     base = np.zeros(2 * gap + 2_000_003, np.uint16)
     new = base.copy()
     new[[gap, 2 * gap + 1]] = 1
     pair = Pair(base, new)
-    payload = encode(pair, loops)
+    payload = encode(pair, kernels)
     assert payload.kind is Kind.SPARSE and payload.num_changed == 2
-    assert np.array_equal(applied(payload, pair, loops), new)
+    assert np.array_equal(applied(payload, pair, kernels), new)
 
 
 @BOTH
-def test_a_gap_beyond_32_bits(loops: Loops) -> None:
+def test_a_gap_beyond_32_bits(kernels: Kernels) -> None:
     """No such tensor is made here: the gap arises between chunks."""
     chunk = NUMPY.find(np.zeros(3, np.uint16), np.array([0, 1, 1], np.uint16))
     gap = 5 << 32
     far_away = Changes(
         num_elements=gap, num_changed=0, lead=gap, trail=0, gaps=chunk.gaps[:0],
-        far=chunk.far, codes=chunk.codes[:0], big=chunk.big,
+        long_gaps=chunk.long_gaps, codes=chunk.codes[:0], large_codes=chunk.large_codes,
     )  # fmt: skip
-    gaps, far = join_gaps([chunk, far_away, chunk])
-    planes = symbols.to_planes(np.concatenate(far))
-    places = sparse.Places(gaps=np.concatenate(gaps), far=tuple(planes), digits=())
-    (positions,) = places.steps(loops)
+    gaps, long_gaps = join_gaps([chunk, far_away, chunk])
+    planes = numpy_kernels.to_planes(np.concatenate(long_gaps))
+    places = sparse.ChangedPositions(
+        gaps=np.concatenate(gaps), long_gaps=tuple(planes), low_bits=()
+    )
+    (positions,) = places.steps(kernels)
     assert positions.tolist() == [1, 2, gap + 4, gap + 5]
     assert places.end() == gap + 6
 
@@ -135,51 +142,51 @@ def test_a_gap_beyond_32_bits(loops: Loops) -> None:
 @BOTH
 @pytest.mark.parametrize("density", [0.2, 0.009, 0.003])  # short gaps, far ones, with digits
 def test_chunks_and_steps_have_no_seams(
-    loops: Loops, density: float, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, density: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = trained(60_001, density, seed=5)
-    whole = encode(pair, loops)
-    assert (Role.FAR in roles(whole)) == (density < 0.1)
-    monkeypatch.setattr(type(loops), "chunk_bytes", 64)
+    whole = encode(pair, kernels)
+    assert (Role.LONG_GAPS in roles(whole)) == (density < 0.1)
+    monkeypatch.setattr(type(kernels), "chunk_bytes", 64)
     monkeypatch.setattr(sparse, "STEP", 4)
-    assert encode(pair, loops) == whole
-    assert np.array_equal(applied(whole, pair, loops), pair.new)
+    assert encode(pair, kernels) == whole
+    assert np.array_equal(applied(whole, pair, kernels), pair.new)
 
 
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = trained(1_500_000, 0.01, seed=6)
     alone = encode(pair)
-    monkeypatch.setattr(codec, "THREADS_WORTH_BYTES", 0)
+    monkeypatch.setattr(codec, "MIN_THREADED_BYTES", 0)
     assert encode(pair) == alone
 
 
 def test_numba_is_used_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    best_loops.cache_clear()
-    assert isinstance(best_loops(), CompiledLoops)
-    best_loops.cache_clear()
+    best_kernels.cache_clear()
+    assert isinstance(best_kernels(), NumbaKernels)
+    best_kernels.cache_clear()
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert isinstance(best_loops(), NumpyLoops)
-    best_loops.cache_clear()
+    assert isinstance(best_kernels(), NumpyKernels)
+    best_kernels.cache_clear()
 
 
 @BOTH
 @pytest.mark.parametrize("offset", [1, 2, 3, 6])
-def test_tensors_lie_at_any_address(loops: Loops, offset: int) -> None:
+def test_tensors_lie_at_any_address(kernels: Kernels, offset: int) -> None:
     pair = trained(3001, 0.1, seed=7)
     base, new, target = bytearray(6100), bytearray(6100), bytearray(6100)
     part = slice(offset, offset + 6002)
     base[part] = target[part] = raw(pair.base)
     new[part] = raw(pair.new)
-    payload = encode_tensor(memoryview(base)[part], memoryview(new)[part], 2, loops=loops)
-    apply_tensor(payload, memoryview(target)[part], 2, loops=loops)
+    payload = encode_tensor(memoryview(base)[part], memoryview(new)[part], 2, kernels=kernels)
+    apply_tensor(payload, memoryview(target)[part], 2, kernels=kernels)
     assert target == new
 
 
 @BOTH
-def test_bits_may_be_read_only(loops: Loops) -> None:
+def test_bits_may_be_read_only(kernels: Kernels) -> None:
     pair = trained(3000, 0.1, seed=8)
     base, new = memoryview(pair.base.tobytes()), memoryview(pair.new.tobytes())
-    assert encode_tensor(base, new, 2, loops=loops) == encode(pair)
+    assert encode_tensor(base, new, 2, kernels=kernels) == encode(pair)
 
 
 # --- kinds ---------------------------------------------------------------------------------------
@@ -272,9 +279,9 @@ def test_close_to_the_entropy(density: float) -> None:
     assert encode(pair).size <= 1.03 * bound
 
 
-def entropy_bytes(symbols: np.ndarray[tuple[int], np.dtype[np.int64]]) -> float:
+def entropy_bytes(numpy_kernels: np.ndarray[tuple[int], np.dtype[np.int64]]) -> float:
     """Of the symbols taken one by one, with their own histogram as the model."""
-    counts = np.unique(symbols, return_counts=True)[1]
+    counts = np.unique(numpy_kernels, return_counts=True)[1]
     return float(-(counts * np.log2(counts / counts.sum())).sum() / 8)
 
 
@@ -301,15 +308,15 @@ HEAVY: dict[str, Callable[[], Pair]] = {
 
 
 @pytest.mark.parametrize(
-    ("loops", "name"), [*((COMPILED, name) for name in HEAVY), (NUMPY, "few"), (NUMPY, "values")]
+    ("kernels", "name"), [*((COMPILED, name) for name in HEAVY), (NUMPY, "few"), (NUMPY, "values")]
 )
 def test_beside_two_versions_at_most_one_tensor_is_in_memory(
-    loops: Loops, name: str, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two large tensors in a row: what was found in one is gone before the next."""
     pair = HEAVY[name]()
-    monkeypatch.setattr(codec, "_loops_for", partial(always, loops))
-    encode(trained(100, 0.5, 9, pair.item_bytes), loops)  # what is compiled stays
+    monkeypatch.setattr(codec, "_kernels_for", partial(always, kernels))
+    encode(trained(100, 0.5, 9, pair.item_bytes), kernels)  # what is compiled stays
     written = 0
 
     class Out:
@@ -342,13 +349,13 @@ def test_applying_takes_less_than_a_tensor(name: str) -> None:
 
 
 @BOTH
-def test_tensors_share_a_payload(loops: Loops) -> None:
+def test_tensors_share_a_payload(kernels: Kernels) -> None:
     some = [trained(size, density, seed=size) for size, density in SHARING]
-    found = [find_tensor(raw(pair.base), raw(pair.new), 2, loops=loops) for pair in some]
-    payload = encode_found([one for one in found if one is not None])
+    found = [diff_tensor(raw(pair.base), raw(pair.new), 2, kernels=kernels) for pair in some]
+    payload = encode_diffs([one for one in found if one is not None])
     assert payload is not None and payload.kind is Kind.SPARSE
     targets = [pair.base.copy() for pair in some]
-    apply_run(payload, [raw(target) for target in targets], 2, loops=loops)
+    apply_payload(payload, [raw(target) for target in targets], 2, kernels=kernels)
     for target, pair in zip(targets, some, strict=True):
         assert np.array_equal(target, pair.new)
 
@@ -367,8 +374,8 @@ SHARING = [
 
 def test_sharing_costs_less_than_apart() -> None:
     some = [trained(20_000, 0.01, seed) for seed in range(30)]
-    found = [find_tensor(raw(pair.base), raw(pair.new), 2) for pair in some]
-    shared = encode_found([one for one in found if one is not None])
+    found = [diff_tensor(raw(pair.base), raw(pair.new), 2) for pair in some]
+    shared = encode_diffs([one for one in found if one is not None])
     assert shared is not None
     assert shared.size < 0.95 * sum(encode(pair).size for pair in some)
 
@@ -376,10 +383,10 @@ def test_sharing_costs_less_than_apart() -> None:
 def test_only_rarely_changed_tensors_may_share() -> None:
     for density, is_rare in ((0.0, True), (0.01, True), (0.5, False)):
         pair = trained(20_000, density, seed=1)
-        found = find_tensor(raw(pair.base), raw(pair.new), 2)
+        found = diff_tensor(raw(pair.base), raw(pair.new), 2)
         assert found is not None and found.is_rare is is_rare
     other = weights(20_000, seed=99)
-    assert find_tensor(raw(weights(20_000, seed=1)), raw(other), 2) is None
+    assert diff_tensor(raw(weights(20_000, seed=1)), raw(other), 2) is None
 
 
 def test_nothing_changed_in_a_chunk() -> None:

@@ -15,7 +15,7 @@ from tests.unit.weights.tensor_pairs import Pair, pairs, raw, trained, weights
 
 from penstock.errors import WeightsError
 from penstock.weights.deltas import delta
-from penstock.weights.deltas.codec import apply_run, encode_full
+from penstock.weights.deltas.codec import apply_payload, encode_full
 from penstock.weights.deltas.delta import MAGIC, Frame, Tensor, read_delta, write_delta
 from penstock.weights.deltas.payload import Kind
 
@@ -49,7 +49,7 @@ def rebuild(source: BinaryIO, tensors: Tensors) -> dict[str, NDArray[Any]]:
         for name, (base, new) in tensors.items()
     }
     for frame in frames:
-        apply_run(frame.payload, [raw(made[name]) for name in frame.names], frame.item_bytes)
+        apply_payload(frame.payload, [raw(made[name]) for name in frame.names], frame.item_bytes)
     return made
 
 
@@ -130,12 +130,12 @@ def test_much_changed_tensors_do_not_share() -> None:
 def test_frames_are_closed_when_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = model()
     few = len(frames_of(written(tensors), tensors))
-    monkeypatch.setattr(delta, "SHARED_BYTES", 1)
+    monkeypatch.setattr(delta, "SHARED_FRAME_BYTES", 1)
     data = written(tensors)
     assert len(frames_of(data, tensors)) == len(tensors) > few
     assert_equal(rebuild(io.BytesIO(data), tensors), tensors)
-    monkeypatch.setattr(delta, "SHARED_BYTES", 1 << 30)
-    monkeypatch.setattr(delta, "MAX_SHARING", 2)
+    monkeypatch.setattr(delta, "SHARED_FRAME_BYTES", 1 << 30)
+    monkeypatch.setattr(delta, "MAX_FRAME_TENSORS", 2)
     assert max(len(frame.names) for frame in frames_of(written(tensors), tensors)) == 2
 
 
@@ -173,7 +173,7 @@ def test_frames_are_read_while_bytes_arrive() -> None:
     assert source.tell() < 100_000
 
 
-class Dribble(io.RawIOBase):
+class TrickleReader(io.RawIOBase):
     """Gives few bytes at a time, as a socket does."""
 
     def __init__(self, data: bytes) -> None:
@@ -185,7 +185,7 @@ class Dribble(io.RawIOBase):
 
 def test_short_reads_are_continued() -> None:
     tensors = model()
-    source = cast(BinaryIO, Dribble(written(tensors)))
+    source = cast(BinaryIO, TrickleReader(written(tensors)))
     assert_equal(rebuild(source, tensors), tensors)
 
 

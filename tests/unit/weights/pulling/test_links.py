@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.weights.pulling.links import MIN_SAMPLE_BYTES, Speed, Transfer, takes_delta
+from penstock.weights.pulling.links import MIN_SAMPLE_BYTES, Throughput, Transfer, prefers_delta
 
 MB = 1_000_000
 
@@ -33,18 +33,18 @@ def test_the_delta_is_taken_when_the_file_is_expected_sooner(
     making_mb_s: float | None,
     is_taken: bool,
 ) -> None:
-    found = takes_delta(
+    found = prefers_delta(
         transfer,
         delta_bytes=delta_mb * MB,
         file_bytes=100 * MB,
         link_bytes_per_s=link_mb_s and link_mb_s * MB,
-        making_bytes_per_s=making_mb_s and making_mb_s * MB,
+        rebuild_bytes_per_s=making_mb_s and making_mb_s * MB,
     )
     assert found is is_taken
 
 
 def test_a_speed_forgets_and_overlooks_what_is_tiny() -> None:
-    speed = Speed()
+    speed = Throughput()
     assert speed.bytes_per_s is None
     speed.add(MIN_SAMPLE_BYTES - 1, 1.0)
     assert speed.bytes_per_s is None
@@ -58,11 +58,11 @@ def test_a_speed_forgets_and_overlooks_what_is_tiny() -> None:
 
 
 def test_a_start_unlike_the_rest_is_left_out_and_doubt_makes_faster() -> None:
-    speed = Speed(num_unlike=1)
+    speed = Throughput(num_warmup=1)
     speed.add(100 * MB, 1000.0)
     assert speed.bytes_per_s is None
     speed.add(100 * MB, 10.0)
     assert speed.bytes_per_s == pytest.approx(10 * MB)
     for _ in range(7):
-        speed.doubt()
+        speed.decay()
     assert (speed.bytes_per_s or 0) > 20 * MB

@@ -18,7 +18,7 @@ from tests.unit.weights.snapshot_folders import weights_bytes
 
 from penstock.weights.manifest import FileEntry
 from penstock.weights.pulling import partial as module
-from penstock.weights.pulling.partial import Partial, blame, piece_bytes
+from penstock.weights.pulling.partial import Partial, locate_damage, piece_bytes
 from penstock.weights.tensors import read_layout, scan
 
 DATA = weights_bytes({"a": (50,), "b": (3, 4), "c": ()}, 1)
@@ -44,9 +44,9 @@ def fill(partial: Partial, data: bytes = DATA) -> None:
 
 def test_pieces_come_in_any_order_and_make_the_blob(tmp_path: Path) -> None:
     partial = begin(tmp_path)
-    spans = partial.missing()
-    assert len(spans) > 5 and {end - start for start, end in spans[:-1]} == {PIECE}
-    for start, end in reversed(spans):
+    byte_ranges = partial.missing()
+    assert len(byte_ranges) > 5 and {end - start for start, end in byte_ranges[:-1]} == {PIECE}
+    for start, end in reversed(byte_ranges):
         partial.write(start, DATA[start:end])
         assert (start, end) not in partial.missing()
     found = partial.finish()
@@ -113,7 +113,7 @@ def test_other_pieces_than_before_are_begun_again(
 
 def test_only_damaged_tensors_are_missing(tmp_path: Path) -> None:
     layout = read_layout(io.BytesIO(DATA), "x.safetensors")
-    start, end = layout.spans["b"].start, layout.spans["b"].end
+    start, end = layout.byte_ranges["b"].start, layout.byte_ranges["b"].end
     wrong = DATA[:start] + bytes([DATA[start] ^ 1]) + DATA[start + 1 :]
     partial = begin(tmp_path)
     fill(partial, wrong)
@@ -147,19 +147,21 @@ def test_who_is_to_blame() -> None:
     found = scan(io.BytesIO(DATA), "x.safetensors").tensors
     right = {one.name: one for one in found}
     head = [(0, len(layout.head))]
-    spans = {name: (span.start, span.end) for name, span in layout.spans.items()}
+    byte_ranges = {
+        name: (byte_range.start, byte_range.end) for name, byte_range in layout.byte_ranges.items()
+    }
 
     def blamed(**changes: str) -> list[tuple[int, int]]:
-        promised = dict(right)
+        expected = dict(right)
         for name, digest in changes.items():
-            promised[name] = replace(right[name], digest=digest)
-        return blame(layout, found, promised)
+            expected[name] = replace(right[name], digest=digest)
+        return locate_damage(layout, found, expected)
 
     assert blamed() == head
-    assert blamed(b="0") == [spans["b"]]
-    assert blamed(a="0", c="0") == [spans["a"], spans["c"]]
-    assert blame(layout, found, {name: right[name] for name in "ab"}) == head
-    assert blame(layout, found, right | {"b": replace(right["b"], shape=(4, 3))}) == head
+    assert blamed(b="0") == [byte_ranges["b"]]
+    assert blamed(a="0", c="0") == [byte_ranges["a"], byte_ranges["c"]]
+    assert locate_damage(layout, found, {name: right[name] for name in "ab"}) == head
+    assert locate_damage(layout, found, right | {"b": replace(right["b"], shape=(4, 3))}) == head
 
 
 def test_a_piece_is_a_small_part_of_a_large_file() -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.weights.relay_doubles import (
     CHUNK,
     MB,
-    Meddler,
+    TamperingSource,
     cached,
     flip,
     origin,
@@ -49,15 +49,15 @@ async def until_settled(tmp_path: Path) -> None:
 
 async def test_many_readers_cost_one_copy(tmp_path: Path) -> None:
     digest, data = put_blob(tmp_path / "store", SIZE)
-    front = origin(tmp_path / "store")
-    async with relay(tmp_path, front) as passed:
+    weight_server = origin(tmp_path / "store")
+    async with relay(tmp_path, weight_server) as passed:
         found = await asyncio.gather(*(read_all(passed, digest, 50_000) for _ in range(32)))
         assert all(each == data for each in found)
-        assert front.num_bytes == len(data)
-        assert len(set(front.reads)) == len(front.reads)
+        assert weight_server.num_bytes == len(data)
+        assert len(set(weight_server.reads)) == len(weight_server.reads)
         await until_settled(tmp_path)
         assert await read_all(passed, digest) == data
-        assert front.num_bytes == len(data)
+        assert weight_server.num_bytes == len(data)
 
 
 async def test_a_read_waits_only_for_what_it_touches(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ async def test_a_reader_who_hangs_up_ends_nothing_for_the_others(tmp_path: Path)
             await opened.wait()
         return chunk
 
-    front = origin(tmp_path / "store", wait)
-    async with relay(tmp_path, front) as passed:
+    weight_server = origin(tmp_path / "store", wait)
+    async with relay(tmp_path, weight_server) as passed:
         readers = [asyncio.create_task(read_all(passed, digest)) for _ in range(4)]
         await asyncio.sleep(0.1)
         readers[0].cancel()
@@ -103,7 +103,7 @@ async def test_a_reader_who_hangs_up_ends_nothing_for_the_others(tmp_path: Path)
         found = await asyncio.gather(*readers, return_exceptions=True)
         assert [isinstance(each, asyncio.CancelledError) for each in found] == [1, 0, 0, 1]
         assert found[1] == found[2] == data
-        assert front.num_bytes == len(data)
+        assert weight_server.num_bytes == len(data)
 
 
 async def test_what_a_failed_upstream_sent_is_not_asked_for_again(tmp_path: Path) -> None:
@@ -115,11 +115,11 @@ async def test_what_a_failed_upstream_sent_is_not_asked_for_again(tmp_path: Path
             raise RuntimeError("this front falls over")
         return chunk
 
-    near, far = origin(tmp_path / "store", fail), origin(tmp_path / "store")
-    async with relay(tmp_path, near, far) as passed:
+    near, long_gaps = origin(tmp_path / "store", fail), origin(tmp_path / "store")
+    async with relay(tmp_path, near, long_gaps) as passed:
         assert await read_all(passed, digest) == data
         assert near.num_bytes > 0
-        assert near.num_bytes + far.num_bytes == len(data)
+        assert near.num_bytes + long_gaps.num_bytes == len(data)
 
 
 async def test_an_empty_blob_is_a_blob(tmp_path: Path) -> None:
@@ -195,8 +195,8 @@ async def test_sizes_that_disagree_lead_to_a_new_start(tmp_path: Path) -> None:
             raise RuntimeError("gone")
         return chunk
 
-    liar, front = origin(tmp_path / "longer", leave), origin(tmp_path / "store")
-    async with relay(tmp_path, liar, front) as passed:
+    liar, weight_server = origin(tmp_path / "longer", leave), origin(tmp_path / "store")
+    async with relay(tmp_path, liar, weight_server) as passed:
         blob = await passed.blob(digest)
         is_away = True
         with pytest.raises(Unreachable, match="where another said"):
@@ -210,15 +210,15 @@ async def test_sizes_that_disagree_lead_to_a_new_start(tmp_path: Path) -> None:
 
 async def test_the_cache_keeps_within_its_bound_and_what_is_used(tmp_path: Path) -> None:
     blobs = [put_blob(tmp_path / "store", MB, seed) for seed in range(8)]
-    front = origin(tmp_path / "store")
-    async with relay(tmp_path, front, max_bytes=3 * MB + 10) as passed:
+    weight_server = origin(tmp_path / "store")
+    async with relay(tmp_path, weight_server, max_bytes=3 * MB + 10) as passed:
         for digest, data in blobs:
             assert await read_all(passed, digest) == data
             await read_all(passed, blobs[0][0])
             await until_settled(tmp_path)
             assert sum(cached(tmp_path).values()) <= 3 * MB + 10
         assert set(cached(tmp_path)) == {blobs[each][0] for each in (0, 6, 7)}
-        assert front.num_bytes == 8 * MB
+        assert weight_server.num_bytes == 8 * MB
 
 
 async def test_what_is_being_read_stays(tmp_path: Path) -> None:
@@ -259,17 +259,17 @@ async def test_a_cache_that_cannot_be_written_is_no_fault_of_upstream(tmp_path: 
 async def test_a_restarted_relay_has_what_it_verified(tmp_path: Path) -> None:
     digest, data = put_blob(tmp_path / "store", SIZE)
     unfinished, _ = put_blob(tmp_path / "store", SIZE, seed=1)
-    front = origin(tmp_path / "store")
-    async with relay(tmp_path, front) as passed:
+    weight_server = origin(tmp_path / "store")
+    async with relay(tmp_path, weight_server) as passed:
         await read_all(passed, digest)
         await until_settled(tmp_path)
         await (await passed.blob(unfinished)).close()
         assert len(cached(tmp_path)) == 2
-    front.reads.clear()
-    async with relay(tmp_path, front) as passed:
+    weight_server.reads.clear()
+    async with relay(tmp_path, weight_server) as passed:
         assert set(cached(tmp_path)) == {digest}
         assert await read_all(passed, digest) == data
-        assert not front.reads
+        assert not weight_server.reads
 
 
 async def test_what_was_damaged_between_two_lives_is_fetched_anew(tmp_path: Path) -> None:
@@ -325,17 +325,17 @@ async def test_without_upstream_it_gives_what_it_has_and_no_hope_for_the_rest(
 
 
 async def test_what_upstream_will_have_soon_is_told_on(tmp_path: Path) -> None:
-    class Making(Meddler):
+    class Making(TamperingSource):
         async def blob(self, digest: str) -> Blob:
             raise Unreachable("it is being made", retry_after_s=0.25)
 
     digest, data = put_blob(tmp_path / "store", SIZE)
-    making, front = Making(origin(tmp_path / "store")), origin(tmp_path / "store")
+    making, weight_server = Making(origin(tmp_path / "store")), origin(tmp_path / "store")
     async with relay(tmp_path, making) as passed:
         with pytest.raises(Unreachable, match="being made") as refused:
             await passed.blob(digest)
         assert refused.value.retry_after_s == 0.25
-    async with relay(tmp_path, making, front) as passed:
+    async with relay(tmp_path, making, weight_server) as passed:
         assert await read_all(passed, digest) == data
 
 
@@ -363,24 +363,24 @@ async def test_equal_questions_about_deltas_share_an_answer(
     ]
     step = DeltaEntry(base=old.blob, target=new.blob, blob="d" * 64, bytes=9)
 
-    class Knowing(Meddler):
-        async def way(
+    class Knowing(TamperingSource):
+        async def chain(
             self, target: str, num_bytes: int, have: Collection[str]
         ) -> tuple[DeltaEntry, ...]:
-            self.num_ways += 1
+            self.num_chain_queries += 1
             await asyncio.sleep(0.05)
             return (step,)
 
-    front = Knowing(origin(tmp_path / "store"))
-    async with relay(tmp_path, front) as passed:
+    weight_server = Knowing(origin(tmp_path / "store"))
+    async with relay(tmp_path, weight_server) as passed:
         for _ in range(2):
-            ask = (passed.way(new.blob, new.bytes, [old.blob, "e" * 64]) for _ in range(8))
+            ask = (passed.chain(new.blob, new.bytes, [old.blob, "e" * 64]) for _ in range(8))
             assert set(await asyncio.gather(*ask)) == {(step,)}
-        await passed.way(new.blob, new.bytes, ["e" * 64, old.blob])
-        assert front.num_ways == 1
-        await passed.way(new.blob, new.bytes, [old.blob])
-        assert front.num_ways == 2
-        monkeypatch.setattr(module, "WAY_S", 0.0)
-        await passed.way(new.blob, new.bytes + 1, [old.blob])
-        await passed.way(new.blob, new.bytes + 1, [old.blob])
-        assert front.num_ways == 4
+        await passed.chain(new.blob, new.bytes, ["e" * 64, old.blob])
+        assert weight_server.num_chain_queries == 1
+        await passed.chain(new.blob, new.bytes, [old.blob])
+        assert weight_server.num_chain_queries == 2
+        monkeypatch.setattr(module, "CHAIN_TTL_S", 0.0)
+        await passed.chain(new.blob, new.bytes + 1, [old.blob])
+        await passed.chain(new.blob, new.bytes + 1, [old.blob])
+        assert weight_server.num_chain_queries == 4

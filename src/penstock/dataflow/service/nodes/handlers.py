@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import structlog
 
-from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, Register
+from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, RegisterRequest
 from penstock.dataflow.core.names import REWARD, TURNS
-from penstock.dataflow.core.partition_host import PartitionHost
-from penstock.dataflow.service.nodes.intake import Intake, Taken
+from penstock.dataflow.core.partition_host import PartitionRuntime
+from penstock.dataflow.service.nodes.intake import DeliveryIntake, IntakeResult
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryAnswer,
@@ -23,11 +23,11 @@ from penstock.dataflow.service.nodes.messages import (
     Heartbeat,
     LeaseAnswer,
     LeaseRequest,
-    Orders,
+    NodeDirectives,
 )
-from penstock.dataflow.service.nodes.polls import Poll, Polls
-from penstock.dataflow.service.nodes.turns import TurnSide
-from penstock.dataflow.service.process import IsGone, Process, stays
+from penstock.dataflow.service.nodes.polls import Poll, PollQueue
+from penstock.dataflow.service.nodes.turns import TurnHandlers
+from penstock.dataflow.service.process import IsDisconnected, Process, never_disconnected
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.errors import BadRequest, Busy, TooLarge
 from penstock.types import NodeId, PolicyName, PublishedVersion
@@ -39,20 +39,20 @@ MAX_CALL_BYTES = 64 << 20
 MAX_ROW_BYTES = 256 << 20
 """Of one trajectory; 100,000 tokens are about 1 MB."""
 RATE_WINDOW_S = 10.0
-CatchUp = Callable[[], Awaitable[bool]]
+CatchUpWithCoordinator = Callable[[], Awaitable[bool]]
 """Hear all that home has said so far; False when it is away."""
-BORN = (TURNS,)
-BORN_SCORED = (TURNS, REWARD)
+INITIAL_COLUMNS = (TURNS,)
+INITIAL_COLUMNS_SCORED = (TURNS, REWARD)
 
 
-class NodeSide:
+class NodeHandlers:
     def __init__(
         self,
         process: Process,
-        host: PartitionHost,
+        host: PartitionRuntime,
         rows: RowService,
         is_finished: Callable[[], bool],
-        catch_up: CatchUp | None = None,
+        catch_up: CatchUpWithCoordinator | None = None,
     ) -> None:
         """`catch_up`: where home is in another process."""
         self.trajectories = 0
@@ -66,80 +66,82 @@ class NodeSide:
         self._rows = rows
         self._is_finished = is_finished
         self._catch_up = catch_up
-        self.intake = Intake(
+        self.intake = DeliveryIntake(
             host.partition,
             process.ledger,
             host.gate.is_published,
-            next_arrival=rows.shelf.next_arrival,
+            next_arrival=rows.row_window.next_arrival,
             is_scored=host.completion.is_scored,
         )
-        self.turns = TurnSide(host.partition)
-        self._told: dict[NodeId, tuple[PublishedVersion, ...]] = {}
-        self._polls = Polls()
-        self._session_polls = Polls()
+        self.turns = TurnHandlers(host.partition)
+        self._sent_versions: dict[NodeId, tuple[PublishedVersion, ...]] = {}
+        self._polls = PollQueue()
+        self._session_polls = PollQueue()
         """Of nodes that serve agents from outside: other slots are for them."""
         self._num_offered = 0
         """By the partition, when polls were last told."""
         self._last_orders: tuple[tuple[PublishedVersion, ...], bool] = ((), False)
         """Wanted versions, and whether the run is finished, when polls were last told."""
-        process.on_wake.append(self._woken)
+        process.on_wake.append(self._on_wake)
 
     # --- membership ---------------------------------------------------------------------------
 
-    def orders(self, node_id: NodeId) -> Orders:
-        self._told[node_id] = self._host.gate.wanted
+    def orders(self, node_id: NodeId) -> NodeDirectives:
+        self._sent_versions[node_id] = self._host.gate.wanted
         finished = self._is_finished()
-        return Orders(
-            wanted=self._told[node_id],
+        return NodeDirectives(
+            wanted=self._sent_versions[node_id],
             drain=finished,
             finished=finished,
-            stop=self._partition.roster.stopped(node_id),
+            stop=self._partition.roster.revoked(node_id),
         )
 
-    async def register(self, body: Register) -> Orders:
+    async def register(self, body: RegisterRequest) -> NodeDirectives:
         self._partition.register(body, self._process.clock())
         self._call(body.node_id)
         await self._process.settle()
         log.info("node registered", node=body.node_id, capacity=body.capacity)
         return self.orders(body.node_id)
 
-    async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> Orders:
+    async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> NodeDirectives:
         is_new = self._partition.heartbeat(
-            node_id, body.session, self._process.clock(), state=body.state, live=body.live
+            node_id, body.boot_id, self._process.clock(), state=body.state, live=body.live
         )
         if is_new:
             self._call(node_id)
         return self.orders(node_id)
 
-    async def leave(self, node_id: NodeId, session: str) -> None:
-        self._partition.leave(node_id, session, self._process.clock())
+    async def leave(self, node_id: NodeId, boot_id: str) -> None:
+        self._partition.leave(node_id, boot_id, self._process.clock())
         self._call(node_id)
         await self._process.settle()
-        self._told.pop(node_id, None)
+        self._sent_versions.pop(node_id, None)
         log.info("node left", node=node_id)
 
     # --- leases -------------------------------------------------------------------------------
 
-    async def lease(self, body: LeaseRequest, is_gone: IsGone = stays) -> LeaseAnswer:
+    async def lease(
+        self, body: LeaseRequest, is_disconnected: IsDisconnected = never_disconnected
+    ) -> LeaseAnswer:
         process = self._process
-        give_up_at = process.hold_until(body.wait_s)
+        give_up_at = process.poll_deadline(body.wait_s)
         if not 0 < len(body.request_id) <= 128:
             raise BadRequest("request_id has 1 to 128 characters")
-        self._partition.ask(body.node_id, body.session, body.request_id, process.clock())
-        serves_sessions = self._partition.nodes[body.node_id].serves_sessions
-        polls = self._session_polls if serves_sessions else self._polls
+        self._partition.ask(body.node_id, body.boot_id, body.request_id, process.clock())
+        is_session_gateway = self._partition.nodes[body.node_id].is_session_gateway
+        polls = self._session_polls if is_session_gateway else self._polls
         key = (body.node_id, "work")
         poll = Poll(body.node_id, body.max_slots)
         try:
             while True:
-                polls.looks(poll)
+                polls.mark_checked(poll)
                 answer = await self._try_lease(body)
                 if answer.grants:
                     polls.call(body.node_id)  # the same request may have come twice
                     return answer
                 if answer.orders.drain or answer.orders.stop:
                     return answer
-                if self._told.get(body.node_id) != self._host.gate.wanted:
+                if self._sent_versions.get(body.node_id) != self._host.gate.wanted:
                     return replace(answer, orders=self.orders(body.node_id))
                 now = process.clock()
                 if now >= give_up_at:
@@ -147,22 +149,22 @@ class NodeSide:
                 process.waiting_since.setdefault(key, now)
                 self._offer()
                 await polls.wait(poll, give_up_at - now)
-                if await is_gone():
+                if await is_disconnected():
                     return answer  # a grant now would be held by nobody
         finally:
             process.waiting_since.pop(key, None)
-            polls.looks(poll)
+            polls.mark_checked(poll)
             self._offer()
 
-    def _woken(self) -> None:
+    def _on_wake(self) -> None:
         """A command changed something: call the polls that it may concern."""
         orders = (self._host.gate.wanted, self._is_finished())
         if orders != self._last_orders:
             self._last_orders = orders
-            self._polls.call_all()
-            self._session_polls.call_all()
-        if self._partition.num_offered != self._num_offered:
-            self._num_offered = self._partition.num_offered
+            self._polls.wake_all()
+            self._session_polls.wake_all()
+        if self._partition.num_enqueued != self._num_offered:
+            self._num_offered = self._partition.num_enqueued
             self._tell()
         self._offer()
 
@@ -171,8 +173,8 @@ class NodeSide:
         self._session_polls.call(node_id)
 
     def _tell(self) -> None:
-        self._polls.tell()
-        self._session_polls.tell()
+        self._polls.mark_new_work()
+        self._session_polls.mark_new_work()
 
     def _offer(self) -> None:
         """What is left goes to polls that did not see it yet."""
@@ -189,13 +191,13 @@ class NodeSide:
         """What changes without a command: room on the disk, how much a slow node may hold."""
         self.turns.tick()
         self._tell()
-        self._woken()
+        self._on_wake()
 
     async def _try_lease(self, body: LeaseRequest) -> LeaseAnswer:
         process = self._process
         grants = self._partition.lease(
             body.node_id,
-            body.session,
+            body.boot_id,
             body.request_id,
             body.max_slots if process.has_room else 0,
             self._live_now(body),
@@ -203,17 +205,17 @@ class NodeSide:
         )
         groups = dict.fromkeys(grant.group_id for grant in grants)
         tasks = tuple(self._partition.groups[group_id].task for group_id in groups)
-        wanted = self._told.get(body.node_id)
+        wanted = self._sent_versions.get(body.node_id)
         if grants:
             await process.repeat()  # a repeated request's first answer may be lost
             wanted = None
         finished = self._is_finished()
         return LeaseAnswer(
             tasks=tasks,
-            grants=tuple(self.turns.mark(grants)),
+            grants=tuple(self.turns.with_num_recorded(grants)),
             orders=self.orders(body.node_id)
             if wanted is None
-            else Orders(wanted=wanted, drain=finished, finished=finished),
+            else NodeDirectives(wanted=wanted, drain=finished, finished=finished),
         )
 
     def _live_now(self, body: LeaseRequest) -> tuple[LiveVersion, ...]:
@@ -233,9 +235,9 @@ class NodeSide:
             raise BadRequest(f"at most {MAX_DELIVERIES} deliveries and releases per call")
         self._require_room(body.deliveries)
         deliveries = [await self._fetched(delivery) for delivery in body.deliveries]
-        taken = self._take(body.node_id, deliveries, knows_all=self._catch_up is None)
-        if any(item.is_early for item in taken):
-            taken = await self._take_early(body.node_id, deliveries, taken)
+        taken = self._take(body.node_id, deliveries, is_authoritative=self._catch_up is None)
+        if any(item.is_unknown_version for item in taken):
+            taken = await self._retry_unknown_versions(body.node_id, deliveries, taken)
         now = self._process.clock()
         results = [item.result for item in taken]
         results += [self.intake.release(body.node_id, row_id, now) for row_id in body.released]
@@ -243,21 +245,23 @@ class NodeSide:
         if any(result.status is DeliveryStatus.FENCED for result in results):
             await self._process.ledger.flush()  # its first copy may be committing just now
             payloads = {delivery.row_id: delivery.payload for delivery in deliveries}
-            results = [self.intake.look_again(result, payloads) for result in results]
+            results = [self.intake.recheck_fenced(result, payloads) for result in results]
         return DeliveryAnswer(results=tuple(results), durability=self._process.ledger.durability)
 
     def _take(
-        self, node_id: NodeId, deliveries: Sequence[Delivery], *, knows_all: bool
-    ) -> list[Taken]:
+        self, node_id: NodeId, deliveries: Sequence[Delivery], *, is_authoritative: bool
+    ) -> list[IntakeResult]:
         now = self._process.clock()
-        taken = [self.intake.take(node_id, d, now, knows_all=knows_all) for d in deliveries]
+        taken = [
+            self.intake.take(node_id, d, now, is_authoritative=is_authoritative) for d in deliveries
+        ]
         for item in taken:
             self._count(item, now)
         return taken
 
-    async def _take_early(
-        self, node_id: NodeId, deliveries: Sequence[Delivery], taken: Sequence[Taken]
-    ) -> list[Taken]:
+    async def _retry_unknown_versions(
+        self, node_id: NodeId, deliveries: Sequence[Delivery], taken: Sequence[IntakeResult]
+    ) -> list[IntakeResult]:
         """Weights may reach a node before the news of them reaches this partition: ask home."""
         assert self._catch_up is not None, "who shares home's memory is never early"
         if not await self._catch_up():
@@ -266,9 +270,9 @@ class NodeSide:
                 "published; try again, their leases stand",
                 retry_after_s=1.0,
             )
-        early = [d for d, item in zip(deliveries, taken, strict=True) if item.is_early]
-        again = iter(self._take(node_id, early, knows_all=True))
-        return [next(again) if item.is_early else item for item in taken]
+        early = [d for d, item in zip(deliveries, taken, strict=True) if item.is_unknown_version]
+        again = iter(self._take(node_id, early, is_authoritative=True))
+        return [next(again) if item.is_unknown_version else item for item in taken]
 
     def _require_room(self, deliveries: Sequence[Delivery]) -> None:
         """Blobs count too: they are read to be judged, so a call could name more than memory."""
@@ -290,14 +294,14 @@ class NodeSide:
         payload = await asyncio.to_thread(read, delivery.blob)
         return replace(delivery, payload=memoryview(payload))
 
-    def _count(self, item: Taken, now: float) -> None:
+    def _count(self, item: IntakeResult, now: float) -> None:
         if item.row is None:
             return
-        self.turns.heed(item)
+        self.turns.on_delivery(item)
         if not item.is_failure:
-            columns = BORN_SCORED if item.row.reward is not None else BORN
-            arrived = self._rows.shelf.arrived
-            arrived(item.row.space, item.row.row_id, item.row.arrival, columns, now)
+            columns = INITIAL_COLUMNS_SCORED if item.row.reward is not None else INITIAL_COLUMNS
+            add_row = self._rows.row_window.add_row
+            add_row(item.row.space, item.row.row_id, item.row.arrival, columns, now)
         self.trajectories += 1
         self.sampled_tokens += item.tokens
         node = self._partition.nodes.get(item.row.node_id)

@@ -21,11 +21,11 @@ from penstock.dataflow.service.nodes import validate
 from penstock.dataflow.service.nodes.messages import Delivery, DeliveryResult
 from penstock.errors import BadRequest
 from penstock.types import GroupId, NodeId, OutcomeKind, RowId, RowSummary, Trajectory
-from penstock.wire.codec import decode_views
+from penstock.wire.codec import decode_zero_copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class IntakeResult:
     """One delivery, judged; durable with the ledger's next write."""
 
     result: DeliveryResult
@@ -37,11 +37,11 @@ class Taken:
     """Of a failure."""
     is_released: bool = False
     """The attempt was given up on purpose; its slot waits as before."""
-    is_early: bool = False
+    is_unknown_version: bool = False
     """It names a version that home may know and this partition does not: nothing was decided."""
 
 
-class Intake:
+class DeliveryIntake:
     def __init__(
         self,
         partition: Partition,
@@ -59,9 +59,9 @@ class Intake:
         self._next_arrival = next_arrival
 
     def take(
-        self, node_id: NodeId, delivery: Delivery, now: float, *, knows_all: bool = True
-    ) -> Taken:
-        """`knows_all`: a version that is not known here was never published."""
+        self, node_id: NodeId, delivery: Delivery, now: float, *, is_authoritative: bool = True
+    ) -> IntakeResult:
+        """`is_authoritative`: a version that is not known here was never published."""
         try:
             group_id, slot, epoch = parse_row_id(delivery.row_id)
             if not self._partition.holds(node_id, group_id, slot, epoch):
@@ -69,8 +69,8 @@ class Intake:
         except BadRequest as error:
             return _refused(delivery, DeliveryStatus.INVALID, str(error))
         judged = self._judge(node_id, delivery)
-        if isinstance(judged, validate.Unpublished) and not knows_all:
-            return replace(_refused(delivery, DeliveryStatus.INVALID), is_early=True)
+        if isinstance(judged, validate.UnknownVersion) and not is_authoritative:
+            return replace(_refused(delivery, DeliveryStatus.INVALID), is_unknown_version=True)
         if isinstance(judged, str):
             self._partition.reject(group_id, slot, judged, now)
             return _refused(delivery, DeliveryStatus.INVALID, str(judged))
@@ -78,23 +78,27 @@ class Intake:
 
     def _judge(
         self, node_id: NodeId, delivery: Delivery
-    ) -> tuple[Trajectory, validate.Digested] | str:
+    ) -> tuple[Trajectory, validate.TrajectorySummary] | str:
         """The sound record behind these bytes, or what is wrong with it."""
         try:
-            trajectory = decode_views(delivery.payload, Trajectory)
+            trajectory = decode_zero_copy(delivery.payload, Trajectory)
         except BadRequest as error:
             return str(error)
         named = row_id(trajectory.group_id, trajectory.slot, trajectory.epoch)
         if not (trajectory.row_id == named == delivery.row_id and trajectory.node_id == node_id):
             return f"the record is {named} of {trajectory.node_id}, not what the lease names"
-        if trajectory.session not in ("", self._partition.nodes[node_id].record.session):
-            return f"the record is of session {trajectory.session[:128]}, not of the lease's"
+        if trajectory.boot_id not in ("", self._partition.nodes[node_id].record.boot_id):
+            return f"the record is of session {trajectory.boot_id[:128]}, not of the lease's"
         summary = validate.digest(trajectory, self._is_published, is_scored=self._is_scored)
         return summary if isinstance(summary, str) else (trajectory, summary)
 
     def _store(
-        self, delivery: Delivery, trajectory: Trajectory, summary: validate.Digested, now: float
-    ) -> Taken:
+        self,
+        delivery: Delivery,
+        trajectory: Trajectory,
+        summary: validate.TrajectorySummary,
+        now: float,
+    ) -> IntakeResult:
         if delivery.blob:
             location = Location(segment=0, offset=0, length=len(delivery.payload))
         else:
@@ -117,7 +121,9 @@ class Intake:
             arrival=self._next_arrival(),
             blob=delivery.blob,
             roles=msgspec.json.encode(summary.roles).decode() if summary.roles else "",
-            computed=msgspec.json.encode(summary.computed).decode() if summary.computed else "",
+            compute_cost=msgspec.json.encode(summary.compute_cost).decode()
+            if summary.compute_cost
+            else "",
         )
         known = RowSummary(
             row_id=row.row_id,
@@ -127,10 +133,10 @@ class Intake:
             sampled=summary.sampled,
             versions=summary.versions,
             roles=summary.roles,
-            computed=summary.computed,
+            compute_cost=summary.compute_cost,
         )
         status = self._partition.deliver(row, known, trajectory.outcome, now)
-        return Taken(
+        return IntakeResult(
             result=DeliveryResult(row_id=delivery.row_id, status=status),
             row=row,
             tokens=sum(summary.sampled.values()),
@@ -149,7 +155,7 @@ class Intake:
         status = DeliveryStatus.STORED if held else DeliveryStatus.FENCED
         return DeliveryResult(row_id=name, status=status)
 
-    def look_again(
+    def recheck_fenced(
         self, result: DeliveryResult, payloads: Mapping[RowId, memoryview]
     ) -> DeliveryResult:
         """No lease stands behind it: the same bytes were stored before, others, or it is late."""
@@ -162,8 +168,8 @@ class Intake:
         return replace(result, status=status)
 
 
-def _refused(delivery: Delivery, status: DeliveryStatus, detail: str = "") -> Taken:
-    return Taken(result=DeliveryResult(row_id=delivery.row_id, status=status, detail=detail))
+def _refused(delivery: Delivery, status: DeliveryStatus, detail: str = "") -> IntakeResult:
+    return IntakeResult(result=DeliveryResult(row_id=delivery.row_id, status=status, detail=detail))
 
 
 def parse_row_id(text: RowId) -> tuple[GroupId, int, int]:

@@ -26,7 +26,7 @@ from penstock.types import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionTerms:
+class SessionSpec:
     """How long a run waits for agents from outside."""
 
     reward_deadline_s: float
@@ -38,7 +38,7 @@ class SessionTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedBase:
+class SharedBaseModel:
     """Policies whose versions are adapters of one model: one engine serves them all."""
 
     policies: tuple[PolicyName, ...]
@@ -47,7 +47,7 @@ class SharedBase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
+class RunInfo:
     """What a node must know of the run; a joiner needs nothing but the URL and a token."""
 
     run: str
@@ -67,16 +67,16 @@ class RunFacts:
     """More words for an engine that is a program of its own."""
     is_scored: bool = True
     """Nodes give the reward; false when a stage does, and rows come without one."""
-    session: SessionTerms | None = None
+    session: SessionSpec | None = None
     """Of runs that learn from agents outside of them."""
     is_deterministic: bool = False
     """An answer's bits may not depend on what else is decoded with it."""
-    adapters: tuple[SharedBase, ...] = ()
+    adapters: tuple[SharedBaseModel, ...] = ()
     """Policies that train adapters, by base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
+class NodeDirectives:
     """Rides on every answer to a node."""
 
     wanted: tuple[PublishedVersion, ...]
@@ -98,13 +98,13 @@ class PartitionAddress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Registered:
-    orders: Orders
+class RegisterAnswer:
+    orders: NodeDirectives
     weights_url: str
     heartbeat_s: float
     ttl_s: float
     """Leases of a node that is silent for so long are given to others."""
-    facts: RunFacts
+    facts: RunInfo
     partitions: tuple[PartitionAddress, ...] = ()
     """Further partitions, to be joined, asked and beaten to in the same way."""
 
@@ -113,7 +113,7 @@ class Registered:
 class Heartbeat:
     """`PUT /v1/nodes/{id}`: renews all leases of the node at once."""
 
-    session: str
+    boot_id: str
     state: NodeState
     live: tuple[LiveVersion, ...]
     num_held: int = 0
@@ -121,7 +121,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatAnswer:
-    orders: Orders
+    orders: NodeDirectives
     weights_url: str
     partitions: tuple[PartitionAddress, ...] = ()
 
@@ -136,7 +136,7 @@ class LeaseRequest:
     request_id: str
     """A repeated request gets the same grants, so an answer lost on the way loses nothing."""
     node_id: NodeId
-    session: str
+    boot_id: str
     max_slots: int
     wait_s: float
     live: tuple[LiveVersion, ...]
@@ -146,7 +146,7 @@ class LeaseRequest:
 class LeaseAnswer:
     tasks: tuple[Task, ...]
     grants: tuple[Grant, ...]
-    orders: Orders
+    orders: NodeDirectives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ class DeliveryRequest:
     """`POST /v1/trajectories`."""
 
     node_id: NodeId
-    session: str
+    boot_id: str
     deliveries: tuple[Delivery, ...]
     released: tuple[RowId, ...] = ()
     """Slots handed back without a result, by the row id they would have had."""

@@ -19,40 +19,40 @@ class Poll:
     max_slots: int
     seen: int = -1
     """The news at which it last looked."""
-    promised: int = 0
+    num_reserved: int = 0
     """Slots it was called for and did not look at yet."""
     called: asyncio.Future[None] | None = None
 
 
-class Polls:
+class PollQueue:
     def __init__(self) -> None:
-        self._line: OrderedDict[Poll, None] = OrderedDict()
+        self._queue: OrderedDict[Poll, None] = OrderedDict()
         self._of_node: defaultdict[NodeId, set[Poll]] = defaultdict(set)
-        self._news = 0
-        self._promised = 0
+        self._work_version = 0
+        self._num_reserved = 0
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
-    def tell(self) -> None:
+    def mark_new_work(self) -> None:
         """There is something new: polls that looked before may look again."""
-        self._news += 1
+        self._work_version += 1
 
-    def looks(self, poll: Poll) -> None:
+    def mark_checked(self, poll: Poll) -> None:
         """It looks now, or gives up."""
-        poll.seen = self._news
-        self._promised -= poll.promised
-        poll.promised = 0
+        poll.seen = self._work_version
+        self._num_reserved -= poll.num_reserved
+        poll.num_reserved = 0
 
     def offer(self, num_slots: int) -> None:
         """So many are to be had: call as many polls as may take them, the longest waiting first,
         and none that looked since the last news."""
-        while self._line and self._promised < num_slots:
-            poll = next(iter(self._line))
-            if poll.seen == self._news:
+        while self._queue and self._num_reserved < num_slots:
+            poll = next(iter(self._queue))
+            if poll.seen == self._work_version:
                 return
-            poll.promised = poll.max_slots
-            self._promised += poll.promised
+            poll.num_reserved = poll.max_slots
+            self._num_reserved += poll.num_reserved
             self._call(poll)
 
     def call(self, node_id: NodeId) -> None:
@@ -60,33 +60,33 @@ class Polls:
         for poll in [*self._of_node.get(node_id, ())]:
             self._call(poll)
 
-    def call_all(self) -> None:
-        for poll in [*self._line]:
+    def wake_all(self) -> None:
+        for poll in [*self._queue]:
             self._call(poll)
 
     async def wait(self, poll: Poll, at_most_s: float) -> None:
         """consumes: nothing · produces: nothing · waits for: a call, or the end of its time
-        woken by: `offer`, `call`, `call_all`"""
+        woken by: `offer`, `call`, `wake_all`"""
         loop = asyncio.get_running_loop()
         poll.called = loop.create_future()
-        self._line[poll] = None
+        self._queue[poll] = None
         self._of_node[poll.node_id].add(poll)
         timer = loop.call_later(at_most_s, self._call, poll)
         try:
             await poll.called
         finally:
             timer.cancel()
-            self._step_out(poll)
+            self._remove(poll)
 
     def _call(self, poll: Poll) -> None:
-        self._step_out(poll)
+        self._remove(poll)
         if poll.called is not None and not poll.called.done():
             poll.called.set_result(None)
 
-    def _step_out(self, poll: Poll) -> None:
-        if poll not in self._line:
+    def _remove(self, poll: Poll) -> None:
+        if poll not in self._queue:
             return
-        del self._line[poll]
+        del self._queue[poll]
         others = self._of_node[poll.node_id]
         others.remove(poll)
         if not others:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.dataflow.core.leasing import Register
-from penstock.dataflow.service.messages import Done
-from penstock.dataflow.service.nodes.handlers import NodeSide
+from penstock.dataflow.core.leasing import RegisterRequest
+from penstock.dataflow.service.messages import Ack
+from penstock.dataflow.service.nodes.handlers import NodeHandlers
 from penstock.dataflow.service.nodes.messages import (
     DeliveryAnswer,
     DeliveryRequest,
@@ -18,8 +18,8 @@ from penstock.dataflow.service.nodes.messages import (
     LeaseRequest,
     PartitionAddress,
     RecordRequest,
-    Registered,
-    RunFacts,
+    RegisterAnswer,
+    RunInfo,
     TurnsAnswer,
 )
 from penstock.errors import BadRequest
@@ -33,18 +33,18 @@ NODES = frozenset({Role.ROLLOUT, Role.STAGE, Role.GATEWAY, Role.ADMIN})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRoutes:
-    nodes: NodeSide
-    facts: RunFacts
+    nodes: NodeHandlers
+    facts: RunInfo
     weights_url: str
     ttl_s: float
     partitions: Callable[[], tuple[PartitionAddress, ...]] = tuple
     """Where else a node should go."""
 
-    async def register(self, call: Call) -> Registered:
-        body: Register = call.body
+    async def register(self, call: Call) -> RegisterAnswer:
+        body: RegisterRequest = call.body
         if not 0 < body.capacity <= 100_000 or not _is_name(body.node_id):
             raise BadRequest("node_id is [A-Za-z0-9._-]{1,128}, capacity 1 to 100,000")
-        return Registered(
+        return RegisterAnswer(
             orders=await self.nodes.register(body),
             weights_url=self.weights_url,
             heartbeat_s=self.ttl_s / 4,
@@ -59,19 +59,19 @@ class NodeRoutes:
             orders=orders, weights_url=self.weights_url, partitions=self.partitions()
         )
 
-    async def leave(self, call: Call) -> Done:
-        await self.nodes.leave(NodeId(call.path["node_id"]), call.query.get("session", ""))
-        return Done()
+    async def leave(self, call: Call) -> Ack:
+        await self.nodes.leave(NodeId(call.path["node_id"]), call.query.get("boot_id", ""))
+        return Ack()
 
     async def lease(self, call: Call) -> LeaseAnswer:
-        return await self.nodes.lease(call.body, call.is_gone)
+        return await self.nodes.lease(call.body, call.is_disconnected)
 
     async def deliver(self, call: Call) -> DeliveryAnswer:
         return await self.nodes.deliver(call.body)
 
-    async def record(self, call: Call) -> Done:
+    async def record(self, call: Call) -> Ack:
         self.nodes.turns.record(call.body)
-        return Done()
+        return Ack()
 
     async def recorded(self, call: Call) -> TurnsAnswer:
         node_id = NodeId(call.query.get("node_id", ""))
@@ -85,8 +85,8 @@ class NodeRoutes:
                 handler=self.register,
                 roles=NODES,
                 summary="Join the run, or start a new life of a known node.",
-                request=Register,
-                response=Registered,
+                request=RegisterRequest,
+                response=RegisterAnswer,
             ),
             Route(
                 method="PUT",
@@ -103,8 +103,8 @@ class NodeRoutes:
                 handler=self.leave,
                 roles=NODES,
                 summary="Leave; what the node held is given to others at once.",
-                response=Done,
-                query=("session",),
+                response=Ack,
+                query=("boot_id",),
             ),
             Route(
                 method="POST",
@@ -132,7 +132,7 @@ class NodeRoutes:
                 roles=NODES,
                 summary="Tell finished turns of running attempts; kept in memory, for a retry.",
                 request=RecordRequest,
-                response=Done,
+                response=Ack,
                 max_body_bytes=DELIVERY_BYTES,
             ),
             Route(

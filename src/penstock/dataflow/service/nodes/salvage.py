@@ -12,12 +12,12 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from penstock.dataflow.core.gate import Gate
+from penstock.dataflow.core.gate import VersionGate
 from penstock.types import GroupId, OutcomeKind, RowId, RowSummary, Turn
 from penstock.wire.codec import encode
 
 MAX_BYTES = 256 << 20
-DROPS_LAST_FROM = 3
+DROP_LAST_TURN_FROM_ATTEMPT = 3
 """The attempt that is the second retry."""
 
 Slot = tuple[GroupId, int]
@@ -32,7 +32,7 @@ class _Recorded:
 
 
 class Salvage:
-    def __init__(self, gate: Gate, *, max_attempts: int, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, gate: VersionGate, *, max_attempts: int, max_bytes: int = MAX_BYTES) -> None:
         self._gate = gate
         self._max_attempts = max_attempts
         self._max_bytes = max_bytes
@@ -65,7 +65,7 @@ class Salvage:
             return ()
         earlier = [turns for known, turns in recorded.attempts.items() if known < epoch]
         turns = max(earlier, key=len, default=list[Turn]())
-        if attempt >= DROPS_LAST_FROM:
+        if attempt >= DROP_LAST_TURN_FROM_ATTEMPT:
             turns = turns[:-1]
         for index, turn in enumerate(turns):
             if not self._is_young(turn):
@@ -78,7 +78,7 @@ class Salvage:
         if recorded is not None:
             self._num_bytes -= recorded.num_bytes
 
-    def keep_only(self, groups: Container[GroupId]) -> None:
+    def retain(self, groups: Container[GroupId]) -> None:
         """Others have ended."""
         for slot in [slot for slot in self._slots if slot[0] not in groups]:
             self.forget(slot)
@@ -93,4 +93,4 @@ class Salvage:
             sampled={},
             versions={turn.policy: versions},
         )
-        return self._gate.slack([row]) >= 0
+        return self._gate.batches_left([row]) >= 0

@@ -10,15 +10,15 @@ import msgspec
 
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.core.partition import Partition
-from penstock.dataflow.service.nodes.intake import Taken, parse_row_id
+from penstock.dataflow.service.nodes.intake import IntakeResult, parse_row_id
 from penstock.dataflow.service.nodes.messages import RecordRequest, TurnsAnswer
 from penstock.dataflow.service.nodes.salvage import Salvage
-from penstock.dataflow.service.nodes.validate import wrong_turn
+from penstock.dataflow.service.nodes.validate import check_turn
 from penstock.errors import BadRequest, Fenced
 from penstock.types import FailureKind, NodeId, RowId
 
 
-class TurnSide:
+class TurnHandlers:
     def __init__(self, partition: Partition) -> None:
         self.salvaged_tokens = 0
         self._partition = partition
@@ -30,7 +30,7 @@ class TurnSide:
             group_id, slot, epoch = parse_row_id(told.row_id)
             if not self._partition.holds(body.node_id, group_id, slot, epoch):
                 continue
-            if wrong := wrong_turn(told.turn, told.index):
+            if wrong := check_turn(told.turn, told.index):
                 raise BadRequest(f"turn {told.index} of {told.row_id}: {wrong}")
             is_new = self._salvage.record((group_id, slot), epoch, told.index, told.turn)
             if is_new and told.is_reused:
@@ -43,7 +43,7 @@ class TurnSide:
         attempt = self._partition.groups[group_id].slot(index).attempt + 1
         return TurnsAnswer(turns=tuple(self._salvage.offer((group_id, index), epoch, attempt)))
 
-    def mark(self, grants: Sequence[Grant]) -> list[Grant]:
+    def with_num_recorded(self, grants: Sequence[Grant]) -> list[Grant]:
         """Say with each lease how much its slot's last holders left."""
         if not len(self._salvage):
             return list(grants)
@@ -58,10 +58,10 @@ class TurnSide:
             for grant in grants
         ]
 
-    def heed(self, taken: Taken) -> None:
+    def on_delivery(self, taken: IntakeResult) -> None:
         """A result came: only an attempt that its engine failed is worth going on from."""
         if taken.row is not None and taken.reason != FailureKind.ENGINE and not taken.is_released:
             self._salvage.forget((taken.row.group_id, taken.row.slot))
 
     def tick(self) -> None:
-        self._salvage.keep_only(self._partition.groups)
+        self._salvage.retain(self._partition.groups)

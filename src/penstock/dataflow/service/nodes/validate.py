@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.types import MAX_ROLE, PolicyName, Trajectory, Turn, is_data, is_trainable
+from penstock.types import MAX_ROLE_CHARS, PolicyName, Trajectory, Turn, is_trainable, is_usable
 
 MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0; engines round."""
@@ -24,21 +24,21 @@ IsPublished = Callable[[PolicyName, int, int], bool]
 """Did the ledger ever publish this (policy, incarnation, number)?"""
 
 
-class Unpublished(str):
+class UnknownVersion(str):
     """What is wrong is a version that nobody here has heard of; elsewhere somebody may have."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Digested:
+class TrajectorySummary:
     sampled: dict[PolicyName, int]
     versions: dict[PolicyName, tuple[tuple[int, int], ...]]
     roles: dict[PolicyName, dict[str, int]] = field(
         default_factory=dict[PolicyName, dict[str, int]]
     )
     """Of policies that acted in named roles, the same tokens by role."""
-    computed: dict[PolicyName, tuple[int, int]] = field(
+    compute_cost: dict[PolicyName, tuple[int, int]] = field(
         default_factory=dict[PolicyName, tuple[int, int]]
     )
     """What a trainer of the policy computes: tokens of its samples, and their squared lengths."""
@@ -46,7 +46,7 @@ class Digested:
 
 def digest(
     trajectory: Trajectory, is_published: IsPublished, *, is_scored: bool = True
-) -> Digested | str:
+) -> TrajectorySummary | str:
     """The summary of a sound record, or what is wrong with it. `is_scored`: the node gives the
     reward, no stage does."""
     turns = trajectory.turns
@@ -64,27 +64,27 @@ def digest(
             version = (turn.policy, span.incarnation, span.number)
             if version not in known and not is_published(*version):
                 name = f"{turn.policy}@{span.incarnation}.{span.number}"
-                return Unpublished(f"turn {index}: {name} was never published")
+                return UnknownVersion(f"turn {index}: {name} was never published")
             known.add(version)
-        if turn.sampled_ids and is_data(turn):
+        if turn.sampled_ids and is_usable(turn):
             sampled[turn.policy] = sampled.get(turn.policy, 0) + len(turn.sampled_ids) // 4
             made_by = versions.setdefault(turn.policy, set())
             made_by.update([(span.incarnation, span.number) for span in turn.spans])
     lengths, leaves = _lengths(turns), _leaves(turns)
     if (tokens := sum(lengths[leaf] for leaf in leaves)) > MAX_TOKENS:
         return f"its branches unfold to {tokens} tokens; at most {MAX_TOKENS}"
-    return Digested(
+    return TrajectorySummary(
         sampled=sampled,
         versions={p: tuple(sorted(made)) for p, made in versions.items()},
         roles=_by_role(turns) if any(turn.role for turn in turns) else {},
-        computed=_computed(turns, lengths, leaves),
+        compute_cost=_compute_cost(turns, lengths, leaves),
     )
 
 
 def _by_role(turns: Sequence[Turn]) -> dict[PolicyName, dict[str, int]]:
     found: dict[PolicyName, dict[str, int]] = {}
     for turn in turns:
-        if turn.sampled_ids and is_data(turn):
+        if turn.sampled_ids and is_usable(turn):
             roles = found.setdefault(turn.policy, {})
             roles[turn.role] = roles.get(turn.role, 0) + len(turn.sampled_ids) // 4
     return {policy: roles for policy, roles in found.items() if roles.keys() != {""}}
@@ -104,7 +104,7 @@ def _leaves(turns: Sequence[Turn]) -> list[int]:
     return [index for index in range(len(turns)) if index not in parents]
 
 
-def _computed(
+def _compute_cost(
     turns: Sequence[Turn], lengths: Sequence[int], leaves: Sequence[int]
 ) -> dict[PolicyName, tuple[int, int]]:
     """As trainers cut samples: a path from a root to each leaf in turn, up to the last turn on it
@@ -147,16 +147,16 @@ def _check_shapes(turns: Sequence[Turn]) -> str:
     return ""
 
 
-def wrong_turn(turn: Turn, index: int) -> str:
+def check_turn(turn: Turn, index: int) -> str:
     """What is wrong with a turn that stands alone, if anything."""
-    return _check_shape(turn, index) or _wrong_values([turn])
+    return _check_shape(turn, index) or _check_numbers([turn])
 
 
 def _check_shape(turn: Turn, index: int) -> str:
     if not -1 <= turn.parent < index:
         return f"parent {turn.parent} does not come before it"
-    if len(turn.role) > MAX_ROLE:
-        return f"its role has {len(turn.role)} characters; at most {MAX_ROLE}"
+    if len(turn.role) > MAX_ROLE_CHARS:
+        return f"its role has {len(turn.role)} characters; at most {MAX_ROLE_CHARS}"
     if len(turn.sampled_ids) % 4 or len(turn.prompt_ids) % 4:
         return "token ids are int32, 4 bytes each"
     if len(turn.sampled_ids) != len(turn.logprobs):
@@ -174,14 +174,14 @@ def _check_shape(turn: Turn, index: int) -> str:
 def _check_values(turns: Sequence[Turn]) -> str:
     """All turns at once, because a look at an array costs more than its numbers; one by one only
     to say which turn is wrong."""
-    wrong = _wrong_values(turns)
+    wrong = _check_numbers(turns)
     if not wrong:
         return ""
-    index = next(index for index, turn in enumerate(turns) if _wrong_values([turn]))
-    return f"turn {index}: {_wrong_values([turns[index]])}"
+    index = next(index for index, turn in enumerate(turns) if _check_numbers([turn]))
+    return f"turn {index}: {_check_numbers([turns[index]])}"
 
 
-def _wrong_values(turns: Sequence[Turn]) -> str:
+def _check_numbers(turns: Sequence[Turn]) -> str:
     values = np.frombuffer(b"".join([turn.logprobs for turn in turns]), "<f4")
     # A NaN passes no comparison, and both reductions hand it on.
     if values.size and not (

@@ -14,9 +14,9 @@ import msgspec
 import structlog
 
 from penstock.dataflow.core.consumers import Consumer, ReadyGroup
-from penstock.dataflow.core.home import Home, partition_of
-from penstock.dataflow.core.messages import Forgotten
-from penstock.dataflow.ledger.restore import rows_of_groups
+from penstock.dataflow.core.home import Coordinator, partition_of
+from penstock.dataflow.core.messages import RowForgotten
+from penstock.dataflow.ledger.restore import load_group_rows
 from penstock.dataflow.records import (
     FateRecord,
     FateState,
@@ -25,7 +25,7 @@ from penstock.dataflow.records import (
     gone_key,
 )
 from penstock.dataflow.service.nodes.intake import parse_row_id
-from penstock.dataflow.service.operators.messages import ForgetAnswer
+from penstock.dataflow.service.operators.messages import ForgetSessionAnswer
 from penstock.dataflow.service.process import Process
 from penstock.errors import BadRequest, NotFound
 from penstock.types import DropReason, GroupId, RowId, RowSummary
@@ -34,37 +34,37 @@ log = structlog.get_logger(__name__)
 _rows = msgspec.msgpack.Decoder(tuple[RowSummary, ...])
 
 
-class Forgetting:
-    def __init__(self, process: Process, home: Home) -> None:
+class SessionEraser:
+    def __init__(self, process: Process, coordinator: Coordinator) -> None:
         self._process = process
-        self._home = home
+        self._coordinator = coordinator
 
-    async def forget(self, session: str) -> ForgetAnswer:
+    async def forget(self, session: str) -> ForgetSessionAnswer:
         """A session is named by the row that it is, or will be; saying it again changes nothing."""
         row_id = RowId(session)
         group_id, _, _ = parse_row_id(row_id)
         await self._process.ledger.flush()
-        self._process.take_up()
+        self._process.run_deferred()
         self._require_session(row_id, group_id)
         was = self._state(row_id, group_id)
-        if row_id not in self._home.gone:
+        if row_id not in self._coordinator.gone:
             self._process.journal(MetaRecord(key=gone_key(row_id), value=DropReason.FORGOTTEN))
-            self._home.gone.add(row_id)
+            self._coordinator.gone.add(row_id)
             self._drop(row_id, group_id)
-            self._home.tell(partition_of(group_id), Forgotten(row_id=row_id))
+            self._coordinator.send_to(partition_of(group_id), RowForgotten(row_id=row_id))
             log.info("forgotten", session=row_id, was=was)
         await self._process.repeat()
-        return ForgetAnswer(session=row_id, was=was)
+        return ForgetSessionAnswer(session=row_id, was=was)
 
     def _require_session(self, row_id: RowId, group_id: GroupId) -> None:
-        issued = self._home.open.get(group_id)
+        issued = self._coordinator.open.get(group_id)
         if issued is None:
             tables = self._process.ledger.tables
             found = tables.read(IssuedRecord, "group_id = :id", id=group_id)
             if not found:
                 raise NotFound(f"no session {row_id} in this run; the gateway tells each its id")
             issued = found[0]
-        if issued.source != self._home.session_source:
+        if issued.source != self._coordinator.session_source:
             raise BadRequest(
                 f"{row_id} is a rollout of source {issued.source!r}, and no session of an agent "
                 "from outside; only those can be forgotten"
@@ -72,7 +72,7 @@ class Forgetting:
 
     def _state(self, row_id: RowId, group_id: GroupId) -> str:
         """Where it is now: running, waiting, sealed, trained or dropped."""
-        if group_id in self._home.open:
+        if group_id in self._coordinator.open:
             return "running"
         if any(self._waiting(consumer, row_id, group_id) for consumer in self._consumers()):
             return "waiting"
@@ -85,7 +85,7 @@ class Forgetting:
         return "trained" if is_trained else "sealed"
 
     def _consumers(self) -> Iterable[Consumer]:
-        return self._home.consumers.values()
+        return self._coordinator.consumers.values()
 
     def _waiting(self, consumer: Consumer, row_id: RowId, group_id: GroupId) -> ReadyGroup | None:
         """The group as this consumer waits with it, if this row is what it is made of: the place
@@ -94,7 +94,7 @@ class Forgetting:
         if group is None:
             return None
         policy, tables = consumer.terms.policy, self._process.ledger.tables
-        body = group.rows or rows_of_groups(tables, policy, [group_id])[group_id]
+        body = group.rows or load_group_rows(tables, policy, [group_id])[group_id]
         return group if any(row.row_id == row_id for row in _rows.decode(body)) else None
 
     def _drop(self, row_id: RowId, group_id: GroupId) -> None:
@@ -104,8 +104,8 @@ class Forgetting:
             if group is not None:
                 consumer.ready.pop(group_id, None)
                 consumer.incomplete.pop(group_id, None)
-                self._home.drop(consumer, group, DropReason.FORGOTTEN, "forget", now)
+                self._coordinator.drop(consumer, group, DropReason.FORGOTTEN, "forget", now)
             pooled = consumer.pool.get(group_id)
             if pooled is not None:
-                self._home.leave_pool(consumer, pooled, now)
-                self._home.count_replayable(consumer)
+                self._coordinator.remove_from_pool(consumer, pooled, now)
+                self._coordinator.update_num_replayable(consumer)

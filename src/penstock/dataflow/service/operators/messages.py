@@ -17,7 +17,7 @@ from penstock.types import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForgetAnswer:
+class ForgetSessionAnswer:
     """`DELETE /v1/sessions/{id}`."""
 
     session: str
@@ -26,7 +26,7 @@ class ForgetAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionFigures:
+class PartitionMetrics:
     """What home shows of a partition it cannot look into."""
 
     num_waiting: int = 0
@@ -37,7 +37,7 @@ class PartitionFigures:
     failed_tokens: int = 0
     salvaged_tokens: int = 0
     tokens_per_s: float = 0.0
-    lacks: tuple[str, ...] = ()
+    missing_stages: tuple[str, ...] = ()
     """Stages without a live worker."""
 
 
@@ -48,7 +48,7 @@ class PartitionStatus:
     state: str
     num_open: int
     silent_s: float
-    figures: PartitionFigures
+    figures: PartitionMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class PolicyStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class WaitStatus:
     """Who waits for whom, and since when."""
 
     who: str
@@ -102,7 +102,7 @@ class Status:
     finished: bool
     policies: tuple[PolicyStatus, ...]
     nodes: tuple[NodeStatus, ...]
-    waiting: tuple[Waiting, ...]
+    waiting: tuple[WaitStatus, ...]
     trajectories: int
     sampled_tokens: int
     wasted_tokens: dict[str, int]

@@ -12,20 +12,25 @@ import msgspec
 
 from penstock.config.report import ReportConfig
 from penstock.dataflow.core.groups import Node
-from penstock.dataflow.core.home import Home
+from penstock.dataflow.core.home import Coordinator
 from penstock.dataflow.core.leasing import NodeState
-from penstock.dataflow.core.partition_host import PartitionHost
-from penstock.dataflow.report.balance import Balance, Look, NodeLook, PolicyLook
-from penstock.dataflow.report.figures import NodeActivity, Terms
+from penstock.dataflow.core.partition_host import PartitionRuntime
+from penstock.dataflow.report.balance import (
+    BalanceMonitor,
+    NodeObservation,
+    Observation,
+    PolicyObservation,
+)
+from penstock.dataflow.report.figures import BalanceSettings, NodeActivity
 from penstock.dataflow.service.process import Process
 from penstock.types import PolicyName, PublishedVersion
 
 _tags = msgspec.json.Decoder(tuple[str, ...])
 
 
-def terms_of(config: ReportConfig, *, ttl_s: float) -> Terms:
+def balance_settings(config: ReportConfig, *, ttl_s: float) -> BalanceSettings:
     """The config section ends here. A node is suspect when it missed two heartbeats, half a ttl."""
-    return Terms(
+    return BalanceSettings(
         tau_low=config.tau_low,
         tau_high=config.tau_high,
         rho=config.rho,
@@ -37,39 +42,41 @@ def terms_of(config: ReportConfig, *, ttl_s: float) -> Terms:
     )
 
 
-def balance_of(process: Process, home: Home, run: str, terms: Terms) -> Balance:
+def make_monitor(
+    process: Process, coordinator: Coordinator, run: str, terms: BalanceSettings
+) -> BalanceMonitor:
     """A balance; its tally has yet to be restored."""
 
     def number_of(policy: PolicyName, incarnation: int, number: int) -> int:
-        return home.consumer(policy).lineage.effective(incarnation, number)
+        return coordinator.consumer(policy).lineage.effective_number(incarnation, number)
 
-    return Balance(run, home.consumers, terms, number_of, process.clock())
+    return BalanceMonitor(run, coordinator.consumers, terms, number_of, process.clock())
 
 
-def look_at(home: Home, host: PartitionHost) -> Look:
+def observe_service(coordinator: Coordinator, host: PartitionRuntime) -> Observation:
     wanted = {version.policy: version for version in host.gate.wanted}
-    return Look(
-        nodes=tuple(node_looks(host.partition.nodes.values(), wanted)),
+    return Observation(
+        nodes=tuple(observe_nodes(host.partition.nodes.values(), wanted)),
         policies={
-            policy: PolicyLook(
-                issued=consumer.num_unjudged,
+            policy: PolicyObservation(
+                issued=consumer.num_undecided,
                 ready=consumer.num_admitted,
                 sealed=len(consumer.sealed),
-                done=consumer.is_done,
+                done=consumer.has_trained_all,
             )
-            for policy, consumer in home.consumers.items()
+            for policy, consumer in coordinator.consumers.items()
         },
         waiting_slots=host.partition.num_waiting,
     )
 
 
-def node_looks(
+def observe_nodes(
     nodes: Iterable[Node], wanted: Mapping[PolicyName, PublishedVersion]
-) -> Iterable[NodeLook]:
+) -> Iterable[NodeObservation]:
     for node in nodes:
         record = node.record
-        gpus, cost_per_hour = _marks(record.tags)
-        yield NodeLook(
+        gpus, cost_per_hour = _parse_tags(record.tags)
+        yield NodeObservation(
             node_id=record.node_id,
             activity=activity_of(node, wanted),
             joined_at=node.joined_at,
@@ -82,7 +89,7 @@ def node_looks(
 
 
 def activity_of(node: Node, wanted: Mapping[PolicyName, PublishedVersion]) -> NodeActivity:
-    if node.is_silent:
+    if node.is_expired:
         return NodeActivity.SILENT
     if node.state is NodeState.STARTING:
         return NodeActivity.STARTING
@@ -100,7 +107,7 @@ def activity_of(node: Node, wanted: Mapping[PolicyName, PublishedVersion]) -> No
 
 
 @lru_cache(maxsize=4096)
-def _marks(tags: str) -> tuple[int, float]:
+def _parse_tags(tags: str) -> tuple[int, float]:
     """GPUs and cost per hour that a node names; asked of every node at every tick."""
     marks = dict(tag.split("=", 1) for tag in _tags.decode(tags) if "=" in tag)
     return max(1, int(_positive(marks.get("gpus"), 1.0))), _positive(marks.get("cost"), 0.0)

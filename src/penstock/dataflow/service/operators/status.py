@@ -12,55 +12,57 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.groups import Node
-from penstock.dataflow.explain.starvation import fruitless, is_fruitless
-from penstock.dataflow.service.coordinator import Dataflow
+from penstock.dataflow.explain.starvation import is_starving, starvation
+from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.operators.messages import (
     NodeStatus,
     PartitionStatus,
     PolicyStatus,
     Status,
-    Waiting,
+    WaitStatus,
 )
 from penstock.types import NodeId
 
-QUIET_S = 15.0
+TRAINER_SILENT_S = 15.0
 """A trainer that was not heard for so long is worth a line."""
 
 
-def status(service: Dataflow, run: str) -> Status:
+def status(service: DataflowService, run: str) -> Status:
     now = service.process.clock()
-    far = service.partitions.status(now)
+    remote = service.partitions.status(now)
     return Status(
         run=run,
         uptime_s=now - service.process.started_at,
-        finished=service.home.is_finished,
-        policies=tuple(_policy(service, consumer) for consumer in service.home.consumers.values()),
+        finished=service.coordinator.is_finished,
+        policies=tuple(
+            _policy(service, consumer) for consumer in service.coordinator.consumers.values()
+        ),
         nodes=tuple(_nodes(service, now)),
         waiting=tuple(_waiting(service, now)),
-        trajectories=service.nodes.trajectories + sum(p.figures.trajectories for p in far),
-        sampled_tokens=service.nodes.sampled_tokens + sum(p.figures.sampled_tokens for p in far),
-        wasted_tokens=_wasted(service, far),
-        tokens_per_s=service.nodes.tokens_per_s(now) + sum(p.figures.tokens_per_s for p in far),
+        trajectories=service.nodes.trajectories + sum(p.figures.trajectories for p in remote),
+        sampled_tokens=service.nodes.sampled_tokens + sum(p.figures.sampled_tokens for p in remote),
+        wasted_tokens=_wasted(service, remote),
+        tokens_per_s=service.nodes.tokens_per_s(now) + sum(p.figures.tokens_per_s for p in remote),
         salvaged_tokens=service.nodes.turns.salvaged_tokens
-        + sum(p.figures.salvaged_tokens for p in far),
-        partitions=far,
-        detail={"failing_rules": dict(troubles)}
-        if (troubles := service.home.rules.troubles)
+        + sum(p.figures.salvaged_tokens for p in remote),
+        partitions=remote,
+        detail={"failing_rules": dict(errors)}
+        if (errors := service.coordinator.rules.errors)
         else {},
         alarms=tuple(
-            fruitless(consumer, service.process.ledger.tables)
-            for consumer in service.home.consumers.values()
-            if is_fruitless(consumer, service.home)
+            starvation(consumer, service.process.ledger.tables)
+            for consumer in service.coordinator.consumers.values()
+            if is_starving(consumer, service.coordinator)
         ),
     )
 
 
-def _wasted(service: Dataflow, far: Sequence[PartitionStatus]) -> dict[str, int]:
-    failed = service.nodes.failed_tokens + sum(p.figures.failed_tokens for p in far)
-    return {**service.home.wasted_tokens, **({"failed": failed} if failed else {})}
+def _wasted(service: DataflowService, remote: Sequence[PartitionStatus]) -> dict[str, int]:
+    failed = service.nodes.failed_tokens + sum(p.figures.failed_tokens for p in remote)
+    return {**service.coordinator.wasted_tokens, **({"failed": failed} if failed else {})}
 
 
-def _policy(service: Dataflow, consumer: Consumer) -> PolicyStatus:
+def _policy(service: DataflowService, consumer: Consumer) -> PolicyStatus:
     lineage, batch = consumer.lineage, consumer.newest_batch
     commit = lineage.last_commit
     return PolicyStatus(
@@ -69,10 +71,10 @@ def _policy(service: Dataflow, consumer: Consumer) -> PolicyStatus:
         number=lineage.number,
         steps=consumer.terms.steps,
         published=lineage.published,
-        issued=consumer.num_unjudged,
+        issued=consumer.num_undecided,
         ready=consumer.num_admitted,
         sealed=len(consumer.sealed),
-        room=max(0, int(service.home.room(consumer))),
+        room=max(0, int(service.coordinator.room(consumer))),
         reward_mean=None if batch is None else batch.reward_mean,
         staleness_mean=None if batch is None else batch.staleness_mean,
         staleness_max=None if batch is None else batch.staleness_max,
@@ -80,7 +82,7 @@ def _policy(service: Dataflow, consumer: Consumer) -> PolicyStatus:
     )
 
 
-def _nodes(service: Dataflow, now: float) -> Iterator[NodeStatus]:
+def _nodes(service: DataflowService, now: float) -> Iterator[NodeStatus]:
     for node_id, node in service.partition.nodes.items():
         yield NodeStatus(
             node_id=node_id,
@@ -94,58 +96,60 @@ def _nodes(service: Dataflow, now: float) -> Iterator[NodeStatus]:
 
 
 def _state(node: Node) -> str:
-    if node.is_silent:
+    if node.is_expired:
         return "silent"
     return "quarantined" if node.is_quarantined else node.state.value
 
 
-def _waiting(service: Dataflow, now: float) -> Iterator[Waiting]:
+def _waiting(service: DataflowService, now: float) -> Iterator[WaitStatus]:
     """Every wait has an owner: name the one that must move next."""
-    home = service.home
+    coordinator = service.coordinator
     nodes = service.partition.nodes
     for (who, on), since in service.process.waiting_since.items():
         if on == "work" and not service.process.has_room:
             on = "memory or disk to have room; see the bounds in the config"
-            yield Waiting(who=who, on=on, since_s=round(now - since, 1))
+            yield WaitStatus(who=who, on=on, since_s=round(now - since, 1))
         elif on == "batch":
-            yield Waiting(who=who, on=_behind_batch(service), since_s=round(now - since, 1))
+            yield WaitStatus(who=who, on=_batch_blocker(service), since_s=round(now - since, 1))
         elif (node := nodes.get(NodeId(who))) is not None and node.is_quarantined:
             on = "the end of its quarantine: look at its engine, then restart it"
-            yield Waiting(who=who, on=on, since_s=round(now - since, 1))
+            yield WaitStatus(who=who, on=on, since_s=round(now - since, 1))
         elif service.partition.num_waiting:
-            yield Waiting(who=who, on="a newer version to load", since_s=round(now - since, 1))
+            yield WaitStatus(who=who, on="a newer version to load", since_s=round(now - since, 1))
         else:
-            policy = next(iter(home.consumers))
-            yield Waiting(who=who, on=f"trainer {policy} to commit", since_s=round(now - since, 1))
-    if service.source_trouble:
-        yield Waiting(who="dataflow", on=f"a source: {service.source_trouble}", since_s=0.0)
-    for policy, consumer in home.consumers.items():
+            policy = next(iter(coordinator.consumers))
+            yield WaitStatus(
+                who=who, on=f"trainer {policy} to commit", since_s=round(now - since, 1)
+            )
+    if service.source_error:
+        yield WaitStatus(who="dataflow", on=f"a source: {service.source_error}", since_s=0.0)
+    for policy, consumer in coordinator.consumers.items():
         seen = service.trainers.seen.get(policy, service.process.started_at)
-        if not consumer.is_done and now - seen > QUIET_S:
-            yield Waiting(who="dataflow", on=f"trainer {policy}", since_s=round(now - seen, 1))
-    if not any(node.state == "live" and not node.is_silent for node in nodes.values()):
-        since_s = round(now - _last_life(service), 1)
-        yield Waiting(who="dataflow", on="a live rollout node", since_s=since_s)
+        if not consumer.has_trained_all and now - seen > TRAINER_SILENT_S:
+            yield WaitStatus(who="dataflow", on=f"trainer {policy}", since_s=round(now - seen, 1))
+    if not any(node.state == "live" and not node.is_expired for node in nodes.values()):
+        since_s = round(now - _last_live_at(service), 1)
+        yield WaitStatus(who="dataflow", on="a live rollout node", since_s=since_s)
 
 
-def _last_life(service: Dataflow) -> float:
+def _last_live_at(service: DataflowService) -> float:
     """When a node was last known to be live: a delivery, or the last word of one now silent."""
     silent = [node.last_seen for node in service.partition.nodes.values() if node.state == "live"]
     delivered = [service.nodes.tokens_seen[-1][0]] if service.nodes.tokens_seen else []
     return max([service.process.started_at, *silent, *delivered])
 
 
-def _behind_batch(service: Dataflow) -> str:
+def _batch_blocker(service: DataflowService) -> str:
     holding = [n for n, node in service.partition.nodes.items() if node.num_leases]
     if holding:
-        return f"{len(service.home.open)} groups on {', '.join(sorted(holding)[:3])}"
+        return f"{len(service.coordinator.open)} groups on {', '.join(sorted(holding)[:3])}"
     if service.partition.num_waiting:
         return "a node to take work"
     return "work to be issued"
 
 
 class _Collector:
-    def __init__(self, service: Dataflow, run: str) -> None:
+    def __init__(self, service: DataflowService, run: str) -> None:
         self._service = service
         self._run = run
 
@@ -171,7 +175,7 @@ class _Collector:
         yield from (depth, version, wasted)
 
 
-def metrics(service: Dataflow, run: str) -> bytes:
+def metrics(service: DataflowService, run: str) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(service, run))
     return generate_latest(registry)

@@ -4,40 +4,40 @@ meanwhile."""
 
 from __future__ import annotations
 
-from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.partitions.messages import (
     LinkPull,
-    LinkPulled,
+    LinkPullAnswer,
     LinkPush,
-    LinkPushed,
+    LinkPushAnswer,
     PartitionJoin,
 )
-from penstock.wire.client import AsyncCaller
+from penstock.wire.client import AsyncServiceClient
 
-FOR_EVER_S = 10 * 365 * 24 * 3600.0
+NO_DEADLINE_S = 10 * 365 * 24 * 3600.0
 
 
-class HomeClient:
+class CoordinatorClient:
     def __init__(self, url: str, token: str) -> None:
-        self._caller = AsyncCaller(url, token)
+        self._caller = AsyncServiceClient(url, token)
 
     async def close(self) -> None:
         await self._caller.close()
 
-    async def join(self, index: int, body: PartitionJoin) -> Done:
+    async def join(self, index: int, body: PartitionJoin) -> Ack:
         path = f"/v1/partitions/{index}"
-        return await self._caller.call("PUT", path, body, Done, deadline_s=FOR_EVER_S)
+        return await self._caller.call("PUT", path, body, Ack, deadline_s=NO_DEADLINE_S)
 
-    async def push(self, index: int, body: LinkPush) -> LinkPushed:
+    async def push(self, index: int, body: LinkPush) -> LinkPushAnswer:
         path = f"/v1/partitions/{index}/messages"
-        return await self._caller.call("POST", path, body, LinkPushed, deadline_s=FOR_EVER_S)
+        return await self._caller.call("POST", path, body, LinkPushAnswer, deadline_s=NO_DEADLINE_S)
 
-    async def pull(self, index: int, body: LinkPull) -> LinkPulled:
+    async def pull(self, index: int, body: LinkPull) -> LinkPullAnswer:
         return await self._caller.call(
             "POST",
             f"/v1/partitions/{index}/orders",
             body,
-            LinkPulled,
-            deadline_s=FOR_EVER_S,
+            LinkPullAnswer,
+            deadline_s=NO_DEADLINE_S,
             timeout_s=body.wait_s + 15.0,
         )

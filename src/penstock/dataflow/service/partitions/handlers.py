@@ -13,17 +13,17 @@ from functools import partial
 
 import structlog
 
-from penstock.dataflow.core.home import Home, Shard
-from penstock.dataflow.core.links import home_end
+from penstock.dataflow.core.home import Coordinator, PartitionState
+from penstock.dataflow.core.links import link_to_partition
 from penstock.dataflow.core.messages import (
     Committed,
-    Horizon,
-    Incarnated,
+    HorizonMoved,
+    IncarnationStarted,
     Published,
     Quarantined,
     ToPartition,
 )
-from penstock.dataflow.core.switchboard import Switchboard
+from penstock.dataflow.core.switchboard import MessageRouter
 from penstock.dataflow.records import (
     CommitRecord,
     IncarnationRecord,
@@ -31,19 +31,19 @@ from penstock.dataflow.records import (
     PartitionRecord,
     VersionRecord,
 )
-from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.messages import PartitionAddress
 from penstock.dataflow.service.operators.messages import (
-    PartitionFigures,
+    PartitionMetrics,
     PartitionStatus,
 )
 from penstock.dataflow.service.partitions.messages import (
     LinkPull,
-    LinkPulled,
+    LinkPullAnswer,
     LinkPush,
-    LinkPushed,
+    LinkPushAnswer,
+    PartitionBoot,
     PartitionJoin,
-    PartitionLife,
 )
 from penstock.dataflow.service.process import Process
 from penstock.errors import BadRequest, Conflict, Fenced, NotFound
@@ -59,133 +59,136 @@ UNFREED = (
 
 
 @dataclass(slots=True)
-class _Far:
+class _RemotePartition:
     """A partition elsewhere, as home knows it."""
 
     record: PartitionRecord
     seen_at: float
-    figures: PartitionFigures
+    figures: PartitionMetrics
 
 
-class PartitionSide:
-    def __init__(self, process: Process, home: Home, board: Switchboard) -> None:
+class PartitionHandlers:
+    def __init__(self, process: Process, coordinator: Coordinator, router: MessageRouter) -> None:
         self._process = process
-        self._home = home
-        self._board = board
+        self._coordinator = coordinator
+        self._router = router
         now = process.clock()
-        self._far = {
-            record.index: _Far(record, now, PartitionFigures())
+        self._remote = {
+            record.index: _RemotePartition(record, now, PartitionMetrics())
             for record in process.ledger.tables.read(PartitionRecord)
         }
-        self._news: dict[int, asyncio.Event] = {}
+        self._wake_events: dict[int, asyncio.Event] = {}
         """Set when there is something for the partition whose poll is held open."""
-        process.on_wake.append(self._woken)
+        process.on_wake.append(self._on_wake)
 
     # --- what partitions ask ------------------------------------------------------------------
 
-    async def join(self, index: int, body: PartitionJoin) -> Done:
+    async def join(self, index: int, body: PartitionJoin) -> Ack:
         """A partition begins a life: the first one is added, a later one replaces its last."""
         if not 0 < index < MAX_PARTITIONS:
             raise BadRequest(f"partition {index}: give 1 to {MAX_PARTITIONS - 1}; 0 is home's own")
-        known = self._far.get(index)
+        known = self._remote.get(index)
         if known is not None:
-            _require_newer(known.record, body.life)
+            _require_newer(known.record, body.boot)
         record = PartitionRecord(
             index=index,
             url=body.url,
-            epoch=body.life.epoch,
-            state=Shard.SERVING if known is None else known.record.state,
+            epoch=body.boot.epoch,
+            state=PartitionState.SERVING if known is None else known.record.state,
             at=self._process.clock(),
-            session=body.life.session,
+            boot_id=body.boot.boot_id,
         )
         self._process.journal(record)
-        self._far[index] = _Far(record, self._process.clock(), PartitionFigures())
+        self._remote[index] = _RemotePartition(record, self._process.clock(), PartitionMetrics())
         if known is None:
-            welcome(index, self._home, self._board, self._process.journal)
+            add_remote_partition(index, self._coordinator, self._router, self._process.journal)
         await self._process.settle()
-        log.info("partition joined", index=index, url=body.url, epoch=body.life.epoch)
-        return Done()
+        log.info("partition joined", index=index, url=body.url, epoch=body.boot.epoch)
+        return Ack()
 
-    async def push(self, index: int, body: LinkPush) -> LinkPushed:
-        far = self._require(index, body.life)
-        far.figures = body.figures
-        link = self._board.links[index]
+    async def push(self, index: int, body: LinkPush) -> LinkPushAnswer:
+        remote = self._require(index, body.boot)
+        remote.figures = body.figures
+        link = self._router.links[index]
         for message in link.receive(body.messages):
-            self._board.call(partial(self._home.apply, message))
+            self._router.call(partial(self._coordinator.apply, message))
         received = link.num_received  # a later call may receive more, durable later
         await self._process.repeat()
-        return LinkPushed(received=received)
+        return LinkPushAnswer(received=received)
 
-    async def pull(self, index: int, body: LinkPull) -> LinkPulled:
+    async def pull(self, index: int, body: LinkPull) -> LinkPullAnswer:
         process = self._process
-        give_up_at = process.hold_until(body.wait_s)
-        self._require(index, body.life)
-        link = self._board.links[index]
+        give_up_at = process.poll_deadline(body.wait_s)
+        self._require(index, body.boot)
+        link = self._router.links[index]
         link.acknowledged(body.received)  # written with whatever comes next
         while True:
-            news = self._news.setdefault(index, asyncio.Event())
-            self._require(index, body.life)
+            news = self._wake_events.setdefault(index, asyncio.Event())
+            self._require(index, body.boot)
             messages = link.unacknowledged(body.received)
-            finished = self._home.is_finished
+            finished = self._coordinator.is_finished
             if messages or finished or process.clock() >= give_up_at:
                 await process.repeat()  # what leaves here must be durable here
-                return LinkPulled(messages=messages, finished=finished)
+                return LinkPullAnswer(messages=messages, finished=finished)
             await process.wait_for(news, give_up_at)
 
-    def _woken(self) -> None:
+    def _on_wake(self) -> None:
         """A command changed something: wake the polls that it concerns."""
-        finished = self._home.is_finished
-        for index in [*self._news]:
-            if finished or self._board.links[index].has_news:
-                self._news.pop(index).set()
+        finished = self._coordinator.is_finished
+        for index in [*self._wake_events]:
+            if finished or self._router.links[index].has_unacknowledged:
+                self._wake_events.pop(index).set()
 
-    def _require(self, index: int, life: PartitionLife) -> _Far:
-        far = self._far.get(index)
-        if far is None:
+    def _require(self, index: int, boot: PartitionBoot) -> _RemotePartition:
+        remote = self._remote.get(index)
+        if remote is None:
             raise NotFound(f"partition {index} is not known here; PUT /v1/partitions/{index} first")
-        if (far.record.epoch, far.record.session) != (life.epoch, life.session):
+        if (remote.record.epoch, remote.record.boot_id) != (boot.epoch, boot.boot_id):
             raise Fenced(
-                f"partition {index} lives in another process (epoch {far.record.epoch}, this one "
-                f"has {life.epoch}); this copy must end"
+                f"partition {index} lives in another process (epoch {remote.record.epoch}, this "
+                "one "
+                f"has {boot.epoch}); this copy must end"
             )
-        _require_not_lost(far.record)
-        far.seen_at = self._process.clock()
-        return far
+        _require_not_lost(remote.record)
+        remote.seen_at = self._process.clock()
+        return remote
 
     # --- what people ask ----------------------------------------------------------------------
 
-    async def drain(self, index: int) -> Done:
+    async def drain(self, index: int) -> Ack:
         """No new group goes there; it can be switched off when its status says `gone`."""
-        self._mark(index, Shard.DRAINING)
+        self._mark(index, PartitionState.DRAINING)
         await self._process.settle()
-        return Done()
+        return Ack()
 
-    async def lose(self, index: int) -> Done:
+    async def lose(self, index: int) -> Ack:
         """Declared lost: open groups there end, sealed rows are gone, its process is fenced."""
-        self._mark(index, Shard.LOST)
-        self._home.lose_partition(index, self._process.clock())
+        self._mark(index, PartitionState.LOST)
+        self._coordinator.declare_lost(index, self._process.clock())
         await self._process.settle()
-        return Done()
+        return Ack()
 
-    def _mark(self, index: int, state: Shard) -> None:
-        far = self._far.get(index)
-        if far is None:
-            known = ", ".join(map(str, sorted(self._far))) or "none besides home's own"
+    def _mark(self, index: int, state: PartitionState) -> None:
+        remote = self._remote.get(index)
+        if remote is None:
+            known = ", ".join(map(str, sorted(self._remote))) or "none besides home's own"
             raise NotFound(f"no partition {index} to {state}; there are: {known}")
-        if far.record.state == Shard.LOST:
+        if remote.record.state == PartitionState.LOST:
             raise Conflict(f"partition {index} was declared lost before; that is final")
-        far.record = replace(far.record, state=state, at=self._process.clock())
-        self._process.journal(far.record)
-        self._home.shards[index] = state
-        self._news.pop(index, asyncio.Event()).set()
+        remote.record = replace(remote.record, state=state, at=self._process.clock())
+        self._process.journal(remote.record)
+        self._coordinator.partition_states[index] = state
+        self._wake_events.pop(index, asyncio.Event()).set()
 
     def tick(self) -> None:
         """A draining partition whose rows nobody needs any more is gone."""
-        for index, far in self._far.items():
-            if far.record.state != Shard.DRAINING or not self._home.is_empty(index):
+        for index, remote in self._remote.items():
+            if remote.record.state != PartitionState.DRAINING or not self._coordinator.is_empty(
+                index
+            ):
                 continue
             if not self._process.ledger.tables.scalar(UNFREED, index=index):
-                self._mark(index, Shard.GONE)
+                self._mark(index, PartitionState.GONE)
 
     # --- what home tells others ---------------------------------------------------------------
 
@@ -193,75 +196,77 @@ class PartitionSide:
     def addresses(self) -> tuple[PartitionAddress, ...]:
         """Partitions that nodes should serve."""
         return tuple(
-            PartitionAddress(index=index, url=far.record.url)
-            for index, far in self._far.items()
-            if far.record.state in (Shard.SERVING, Shard.DRAINING)
+            PartitionAddress(index=index, url=remote.record.url)
+            for index, remote in self._remote.items()
+            if remote.record.state in (PartitionState.SERVING, PartitionState.DRAINING)
         )
 
     def address_of(self, row_id: RowId) -> str | None:
         """Where a row lies: "" for here, None when its partition is lost."""
-        far = self._far.get(int(row_id[1:].partition("-")[0]))
-        if far is None:
+        remote = self._remote.get(int(row_id[1:].partition("-")[0]))
+        if remote is None:
             return ""
-        return None if far.record.state == Shard.LOST else far.record.url
+        return None if remote.record.state == PartitionState.LOST else remote.record.url
 
-    def lacking(self) -> set[str]:
+    def stages_without_worker(self) -> set[str]:
         """Stages that have no live worker at some partition elsewhere."""
         return {
             stage
-            for far in self._far.values()
-            if far.record.state in (Shard.SERVING, Shard.DRAINING)
-            for stage in far.figures.lacks
+            for remote in self._remote.values()
+            if remote.record.state in (PartitionState.SERVING, PartitionState.DRAINING)
+            for stage in remote.figures.missing_stages
         }
 
     def status(self, now: float) -> tuple[PartitionStatus, ...]:
         return tuple(
             PartitionStatus(
                 index=index,
-                url=far.record.url,
-                state=far.record.state,
-                num_open=len(self._home.open_at.get(index, ())),
-                silent_s=round(now - far.seen_at, 1),
-                figures=far.figures,
+                url=remote.record.url,
+                state=remote.record.state,
+                num_open=len(self._coordinator.open_by_partition.get(index, ())),
+                silent_s=round(now - remote.seen_at, 1),
+                figures=remote.figures,
             )
-            for index, far in self._far.items()
+            for index, remote in self._remote.items()
         )
 
 
-def welcome(index: int, home: Home, board: Switchboard, journal: Journal) -> None:
+def add_remote_partition(
+    index: int, coordinator: Coordinator, router: MessageRouter, journal: Journal
+) -> None:
     """A new partition must know every version before it judges a node or a delivery, and which
     lives of nodes get no work."""
-    board.links[index] = link = home_end(index, journal)
-    for policy, consumer in home.consumers.items():
+    router.links[index] = link = link_to_partition(index, journal)
+    for policy, consumer in coordinator.consumers.items():
         for record in consumer.lineage.history():
-            link.send(_fact(record))
-        link.send(Horizon(policy=policy, number=consumer.next_number))
-    for node_id, session in sorted(home.quarantined):
-        link.send(Quarantined(node_id=node_id, session=session))
-    home.add_partition(index)
+            link.send(_as_message(record))
+        link.send(HorizonMoved(policy=policy, number=consumer.next_number))
+    for node_id, boot_id in sorted(coordinator.quarantined):
+        link.send(Quarantined(node_id=node_id, boot_id=boot_id))
+    coordinator.add_partition(index)
 
 
-def _fact(record: IncarnationRecord | CommitRecord | VersionRecord) -> ToPartition:
+def _as_message(record: IncarnationRecord | CommitRecord | VersionRecord) -> ToPartition:
     if isinstance(record, IncarnationRecord):
-        return Incarnated(record=record)
+        return IncarnationStarted(record=record)
     return (
         Committed(record=record) if isinstance(record, CommitRecord) else Published(record=record)
     )
 
 
-def _require_newer(known: PartitionRecord, life: PartitionLife) -> None:
+def _require_newer(known: PartitionRecord, boot: PartitionBoot) -> None:
     _require_not_lost(known)
-    if (known.epoch, known.session) == (life.epoch, life.session):
+    if (known.epoch, known.boot_id) == (boot.epoch, boot.boot_id):
         return
-    if life.epoch <= known.epoch:
+    if boot.epoch <= known.epoch:
         raise Fenced(
             f"partition {known.index} already lives with epoch {known.epoch}; this process has "
-            f"{life.epoch}: two were started from one ledger folder, or from an old copy of it"
+            f"{boot.epoch}: two were started from one ledger folder, or from an old copy of it"
         )
 
 
 def _require_not_lost(known: PartitionRecord) -> None:
-    if known.state == Shard.LOST:
+    if known.state == PartitionState.LOST:
         raise Fenced(
             f"partition {known.index} was declared lost and is fenced for ever; "
             "start a new one under another number"

@@ -5,24 +5,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.dataflow.core.messages import Numbered
-from penstock.dataflow.service.operators.messages import PartitionFigures
+from penstock.dataflow.core.messages import NumberedMessage
+from penstock.dataflow.service.operators.messages import PartitionMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionLife:
+class PartitionBoot:
     """Which process speaks for a partition. A higher epoch replaces a lower one; of two with the
     same, the first that came stays."""
 
     epoch: int
-    session: str
+    boot_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionJoin:
     """`PUT /v1/partitions/{index}`: a partition begins a life."""
 
-    life: PartitionLife
+    boot: PartitionBoot
     url: str
     """Where nodes and trainers reach it."""
 
@@ -31,13 +31,13 @@ class PartitionJoin:
 class LinkPush:
     """`POST /v1/partitions/{index}/messages`: what home lacks, oldest first."""
 
-    life: PartitionLife
-    messages: tuple[Numbered, ...]
-    figures: PartitionFigures
+    boot: PartitionBoot
+    messages: tuple[NumberedMessage, ...]
+    figures: PartitionMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkPushed:
+class LinkPushAnswer:
     received: int
     """Home has made everything up to this number its own."""
 
@@ -47,14 +47,14 @@ class LinkPull:
     """`POST /v1/partitions/{index}/orders`: what the partition lacks; held open when it lacks
     nothing."""
 
-    life: PartitionLife
+    boot: PartitionBoot
     received: int
     """The partition has made everything up to this number its own."""
     wait_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkPulled:
-    messages: tuple[Numbered, ...]
+class LinkPullAnswer:
+    messages: tuple[NumberedMessage, ...]
     finished: bool
     """The run is over."""

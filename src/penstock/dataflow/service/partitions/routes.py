@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.dataflow.service.messages import Done
-from penstock.dataflow.service.partitions.handlers import PartitionSide
+from penstock.dataflow.service.messages import Ack
+from penstock.dataflow.service.partitions.handlers import PartitionHandlers
 from penstock.dataflow.service.partitions.messages import (
     LinkPull,
-    LinkPulled,
+    LinkPullAnswer,
     LinkPush,
-    LinkPushed,
+    LinkPushAnswer,
     PartitionJoin,
 )
-from penstock.dataflow.service.row_payloads import RowPayloads, Wanted
+from penstock.dataflow.service.row_payloads import RowPayloads, RowsQuery
 from penstock.dataflow.service.trainers.messages import RowsAnswer, RowsRequest
 from penstock.dataflow.service.trainers.routes import TRAINERS, serve_rows
 from penstock.errors import BadRequest
@@ -28,24 +28,24 @@ MAX_ROWS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HomeRoutes:
+class PartitionRoutes:
     """What home answers to partitions and their operators."""
 
-    partitions: PartitionSide
+    partitions: PartitionHandlers
 
-    async def join(self, call: Call) -> Done:
+    async def join(self, call: Call) -> Ack:
         return await self.partitions.join(_index(call), call.body)
 
-    async def push(self, call: Call) -> LinkPushed:
+    async def push(self, call: Call) -> LinkPushAnswer:
         return await self.partitions.push(_index(call), call.body)
 
-    async def pull(self, call: Call) -> LinkPulled:
+    async def pull(self, call: Call) -> LinkPullAnswer:
         return await self.partitions.pull(_index(call), call.body)
 
-    async def drain(self, call: Call) -> Done:
+    async def drain(self, call: Call) -> Ack:
         return await self.partitions.drain(_index(call))
 
-    async def lose(self, call: Call) -> Done:
+    async def lose(self, call: Call) -> Ack:
         return await self.partitions.lose(_index(call))
 
     def routes(self) -> list[Route]:
@@ -57,7 +57,7 @@ class HomeRoutes:
                 roles=PARTITIONS,
                 summary="A partition begins a life: the first adds it, a later one replaces it.",
                 request=PartitionJoin,
-                response=Done,
+                response=Ack,
             ),
             Route(
                 method="POST",
@@ -66,7 +66,7 @@ class HomeRoutes:
                 roles=PARTITIONS,
                 summary="What home lacks of this partition, numbered; applied once.",
                 request=LinkPush,
-                response=LinkPushed,
+                response=LinkPushAnswer,
                 max_body_bytes=64 << 20,
             ),
             Route(
@@ -76,7 +76,7 @@ class HomeRoutes:
                 roles=PARTITIONS,
                 summary="What this partition lacks of home; held open when it lacks nothing.",
                 request=LinkPull,
-                response=LinkPulled,
+                response=LinkPullAnswer,
             ),
             Route(
                 method="POST",
@@ -84,7 +84,7 @@ class HomeRoutes:
                 handler=self.drain,
                 roles=OPERATORS,
                 summary="Give this partition no new group; its status says when it is gone.",
-                response=Done,
+                response=Ack,
             ),
             Route(
                 method="POST",
@@ -92,13 +92,13 @@ class HomeRoutes:
                 handler=self.lose,
                 roles=OPERATORS,
                 summary="Declare this partition lost, for ever.",
-                response=Done,
+                response=Ack,
             ),
         ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchRoutes:
+class RowPayloadRoutes:
     """Rows by name, at the partition that holds them."""
 
     payloads: RowPayloads
@@ -107,7 +107,7 @@ class FetchRoutes:
         body: RowsRequest = call.body
         if len(body.row_ids) > MAX_ROWS:
             raise BadRequest(f"at most {MAX_ROWS} rows per call, these are {len(body.row_ids)}")
-        wanted = Wanted(row_ids=body.row_ids, columns=body.columns)
+        wanted = RowsQuery(row_ids=body.row_ids, columns=body.columns)
         return await serve_rows(self.payloads, wanted, call)
 
     def routes(self) -> list[Route]:

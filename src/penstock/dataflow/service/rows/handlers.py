@@ -12,36 +12,36 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from penstock.dataflow.column_records import ColumnRecord
-from penstock.dataflow.columns.bundles import Blob, Draft, drafts
+from penstock.dataflow.columns.bundles import BlobLike, BundleDraft, drafts
 from penstock.dataflow.columns.cells import (
     Cell,
     blob_cell,
     bytes_cell,
     check_column,
     failed_cell,
-    finite,
     number_cell,
+    require_finite,
 )
 from penstock.dataflow.columns.column_store import Columns
-from penstock.dataflow.columns.pages import TablePages, readers_left
+from penstock.dataflow.columns.pages import TablePageLoader, load_saved_readers
 from penstock.dataflow.columns.readers import Readers, Status
-from penstock.dataflow.columns.reading import RowReading
-from penstock.dataflow.columns.row_leases import Claim, ReaderTerms
-from penstock.dataflow.columns.row_window import Shelf
-from penstock.dataflow.columns.spaces import PutResult, Spaces
-from penstock.dataflow.columns.values import BlobRef, Value
+from penstock.dataflow.columns.reading import RowStoreReader
+from penstock.dataflow.columns.row_leases import Claim, ReaderSpec
+from penstock.dataflow.columns.row_window import RowWindow
+from penstock.dataflow.columns.spaces import RejectedColumn, Spaces
+from penstock.dataflow.columns.values import BlobRef, WireValue
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.ledger.blobs import BlobStore
 from penstock.dataflow.records import RowRecord
-from penstock.dataflow.service.process import IsGone, Process, stays
+from penstock.dataflow.service.process import IsDisconnected, Process, never_disconnected
 from penstock.dataflow.service.rows.messages import (
-    ColumnOutcome,
-    End,
+    ColumnStatus,
     ExtendAnswer,
     ExtendRequest,
     GetAnswer,
     GetRequest,
     LeasedRow,
+    LeaseOutcome,
     PutAnswer,
     PutRequest,
     PutRow,
@@ -50,10 +50,10 @@ from penstock.dataflow.service.rows.messages import (
     ResultsRequest,
     RowLeaseAnswer,
     RowLeaseRequest,
-    RowOutcome,
     RowResult,
+    RowResultStatus,
     SpaceState,
-    Stored,
+    WriteStatus,
 )
 from penstock.errors import BadRequest
 
@@ -68,33 +68,33 @@ class RowService:
     def __init__(self, process: Process, blobs: BlobStore) -> None:
         ledger, journal = process.ledger, process.journal
         self.columns = Columns(ledger.tables, journal, ledger.place)
-        self.shelf = Shelf(self.columns, TablePages(ledger.tables), journal)
-        self.readers = Readers(self.shelf, journal)
-        self.spaces = Spaces(self.shelf, self.columns, journal)
+        self.row_window = RowWindow(self.columns, TablePageLoader(ledger.tables), journal)
+        self.readers = Readers(self.row_window, journal)
+        self.spaces = Spaces(self.row_window, self.columns, journal)
         self.blobs = blobs
         self._process = process
         self._ledger = ledger
         self._clock = process.clock
-        self._reading = RowReading(ledger, self.columns.stands_alone)
-        self._erasing = asyncio.Lock()
+        self._store_reader = RowStoreReader(ledger, self.columns.has_single_columns)
+        self._delete_lock = asyncio.Lock()
         """Held while rows or a reader are removed: nothing may take their place before that is
         durable, since a commit erases after it has written every record of its group."""
-        self._ticking = asyncio.Lock()
+        self._tick_lock = asyncio.Lock()
 
     def restore(self) -> None:
         """As the last life left it; before anything else is done."""
-        self.shelf.restore(readers_left(self._ledger.tables), self._clock())
+        self.row_window.restore(load_saved_readers(self._ledger.tables), self._clock())
         self.spaces.restore(self._ledger.tables)
 
     async def tick(self) -> None:
         """Expire what is over; afterwards the tables answer for all that was decided before."""
-        async with self._ticking:
+        async with self._tick_lock:
             self.readers.tick(self._clock())
             self.columns.cut()
-            upto = self.shelf.last_arrival
+            upto = self.row_window.last_arrival
             await self._process.repeat()
             self.columns.release()
-            self.shelf.durable_to = upto
+            self.row_window.durable_through = upto
         self._process.wake()
 
     def require_room(self, num_bytes: int) -> None:
@@ -102,14 +102,14 @@ class RowService:
 
     # --- readers ------------------------------------------------------------------------------
 
-    async def declare(self, terms: ReaderTerms) -> ReaderState:
-        async with self._erasing:
+    async def declare(self, terms: ReaderSpec) -> ReaderState:
+        async with self._delete_lock:
             self.readers.declare(terms, self._clock())
         await self._process.repeat()
         return self.state(terms.name)
 
     async def remove(self, name: str) -> None:
-        async with self._erasing:
+        async with self._delete_lock:
             self.readers.remove(name)
             await self._process.repeat()
 
@@ -132,11 +132,11 @@ class RowService:
         )
 
     async def lease(
-        self, name: str, body: RowLeaseRequest, is_gone: IsGone = stays
+        self, name: str, body: RowLeaseRequest, is_disconnected: IsDisconnected = never_disconnected
     ) -> RowLeaseAnswer:
         _check_lease(body)
         ttl_s = self.readers.reader(name).terms.ttl_s
-        give_up_at = self._process.hold_until(body.wait_s)
+        give_up_at = self._process.poll_deadline(body.wait_s)
         while True:
             change, now = self._process.changed, self._clock()
             grants = self.readers.lease(name, body.worker, body.request_id, body.max_rows, now)
@@ -155,7 +155,7 @@ class RowService:
                 )
             # Looks again each half ttl: a worker that waits is a live one.
             await self._process.wait_for(change, min(give_up_at, now + ttl_s / 2))
-            if await is_gone():  # a grant now would be held by nobody
+            if await is_disconnected():  # a grant now would be held by nobody
                 return RowLeaseAnswer(rows=(), ttl_s=ttl_s)
 
     async def extend(self, name: str, body: ExtendRequest) -> ExtendAnswer:
@@ -178,29 +178,29 @@ class RowService:
 
     def _record_one(
         self, body: ResultsRequest, result: RowResult, cells: Sequence[Cell], now: float
-    ) -> RowOutcome:
+    ) -> RowResultStatus:
         claim = result.claim
         statuses = self.readers.write(body.reader, claim, cells, body.worker, now)
         columns = {
-            cell.name: Stored(status=status, detail=detail)
+            cell.name: WriteStatus(status=status, detail=detail)
             for cell, (status, detail) in zip(cells, statuses, strict=True)
         }
         status, detail = self._end(body.reader, result, now)
-        end = Stored(status=status, detail=detail)
-        return RowOutcome(row_id=claim.row_id, columns=columns, end=end)
+        end = WriteStatus(status=status, detail=detail)
+        return RowResultStatus(row_id=claim.row_id, columns=columns, end=end)
 
     def _end(self, reader: str, result: RowResult, now: float) -> Status:
-        if result.end is End.DONE:
+        if result.end is LeaseOutcome.DONE:
             return self.readers.ack(reader, result.claim, now)
-        if result.end is End.FAILED:
+        if result.end is LeaseOutcome.FAILED:
             return self.readers.fail(reader, result.claim, result.error, now)
-        if result.end is End.RELEASED:
+        if result.end is LeaseOutcome.RELEASED:
             return self.readers.release(reader, result.claim, now)
         return DeliveryStatus.STORED, ""
 
     # --- values -------------------------------------------------------------------------------
 
-    async def _in_thread(self, make: Callable[[], T], rows: Iterable[Mapping[str, Value]]) -> T:
+    async def _in_thread(self, make: Callable[[], T], rows: Iterable[Mapping[str, WireValue]]) -> T:
         """Values made ready to store, off the event loop when they are long; 429 or 507 first, when
         there is no room for them."""
         sizes = [len(v) for values in rows for v in values.values() if isinstance(v, bytes)]
@@ -216,15 +216,15 @@ class RowService:
             cells.append(failed_cell(name, kind, result.error))
         return cells
 
-    def _cell(self, name: str, value: Value) -> Cell:
+    def _cell(self, name: str, value: WireValue) -> Cell:
         check_column(name)
         if isinstance(value, bytes):
             return bytes_cell(name, value)
         if isinstance(value, BlobRef):
             return self._blob_cell(name, value)
-        return number_cell(name, finite(name, value))
+        return number_cell(name, require_finite(name, value))
 
-    def _blob_cell(self, name: str, blob: Blob) -> Cell:
+    def _blob_cell(self, name: str, blob: BlobLike) -> Cell:
         size = self.blobs.claim(blob.digest)
         if size != blob.size:
             raise BadRequest(f"blob {blob.digest} has {size} bytes, not {blob.size}")
@@ -237,12 +237,12 @@ class RowService:
         made = await self._in_thread(
             lambda: self._drafts(body.rows), [row.columns for row in body.rows]
         )
-        async with self._erasing:
+        async with self._delete_lock:
             refused = self.spaces.put(space, made, writer, self._clock())
         await self._process.repeat()
-        return PutAnswer(not_stored=tuple(map(_outcome, refused)))
+        return PutAnswer(rejected=tuple(map(_outcome, refused)))
 
-    def _drafts(self, rows: Iterable[PutRow]) -> list[Draft]:
+    def _drafts(self, rows: Iterable[PutRow]) -> list[BundleDraft]:
         return [*drafts([(row.key, row.columns) for row in rows], self._blob_cell)]
 
     async def get(
@@ -250,12 +250,12 @@ class RowService:
     ) -> T:
         """pack: what to make of the answer, off the event loop: it may be long."""
         _check_count(len(body.keys))
-        found = self._reading.read_few(space, body.keys, body.columns)
+        found = self._store_reader.read_from_tables(space, body.keys, body.columns)
         if found is not None:
             return pack(GetAnswer(rows=tuple(found)))
 
         def read() -> T:
-            rows = self._reading.read(space, body.keys, body.columns)
+            rows = self._store_reader.read(space, body.keys, body.columns)
             return pack(GetAnswer(rows=tuple(rows)))
 
         return await asyncio.to_thread(read)
@@ -265,7 +265,7 @@ class RowService:
         await self._process.repeat()
 
     async def clear(self, space: str) -> None:
-        async with self._erasing:
+        async with self._delete_lock:
             self.spaces.clear(space)
             await self._process.repeat()
 
@@ -281,9 +281,9 @@ class RowService:
 
     async def sweep_blobs(self) -> int:
         """Once an hour or so: uploads and blobs that rest for a day and that no record names."""
-        return await asyncio.to_thread(self.blobs.sweep, self._named_blobs)
+        return await asyncio.to_thread(self.blobs.sweep, self._referenced_blobs)
 
-    def _named_blobs(self, digests: list[str]) -> set[str]:
+    def _referenced_blobs(self, digests: list[str]) -> set[str]:
         tables, where = self._ledger.tables, "blob IN :digests"
         named = {column.blob for column in tables.read(ColumnRecord, where, digests=digests)}
         # A freed row needs its payload no more.
@@ -303,7 +303,7 @@ def _check_count(num: int) -> None:
         raise BadRequest(f"{num} rows in one call; give at most {MAX_ROWS}")
 
 
-def _outcome(result: PutResult) -> ColumnOutcome:
-    return ColumnOutcome(
+def _outcome(result: RejectedColumn) -> ColumnStatus:
+    return ColumnStatus(
         key=result.key, name=result.name, status=result.status, detail=result.detail
     )

@@ -13,8 +13,8 @@ from enum import StrEnum
 
 import msgspec
 
-from penstock.dataflow.columns.row_leases import Claim, On
-from penstock.dataflow.columns.values import RowValues, Value
+from penstock.dataflow.columns.row_leases import Claim, RowTrigger
+from penstock.dataflow.columns.values import RowValues, WireValue
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.types import RowId
 
@@ -28,7 +28,7 @@ class ReaderRequest:
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
     space: str = "train"
-    on: On = On.DELIVERED
+    on: RowTrigger = RowTrigger.DELIVERED
     deadline_s: float = 0.0
     ttl_s: float = 12.0
     max_attempts: int = 3
@@ -42,7 +42,7 @@ class ReaderState:
     space: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    on: On
+    on: RowTrigger
     deadline_s: float
     ttl_s: float
     max_attempts: int
@@ -96,7 +96,7 @@ class ExtendAnswer:
     """Given to others or over; stop working on them."""
 
 
-class End(StrEnum):
+class LeaseOutcome(StrEnum):
     NONE = "none"
     """Columns only; the lease goes on."""
     DONE = "done"
@@ -109,10 +109,10 @@ class End(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowResult:
     claim: Claim
-    columns: Mapping[str, Value] = field(default_factory=dict[str, Value])
+    columns: Mapping[str, WireValue] = field(default_factory=dict[str, WireValue])
     failed: Mapping[str, str] = field(default_factory=dict[str, str])
     """Columns that will never have a value, with the kind of failure."""
-    end: End = End.NONE
+    end: LeaseOutcome = LeaseOutcome.NONE
     error: str = ""
 
 
@@ -126,22 +126,22 @@ class ResultsRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class WriteStatus:
     status: DeliveryStatus
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowOutcome:
+class RowResultStatus:
     row_id: RowId
-    columns: Mapping[str, Stored]
-    end: Stored
+    columns: Mapping[str, WriteStatus]
+    end: WriteStatus
     """Of the lease; `fenced` when it had ended before, which loses nothing that is stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultsAnswer:
-    outcomes: tuple[RowOutcome, ...]
+    outcomes: tuple[RowResultStatus, ...]
     durability: str = "D1"
 
 
@@ -170,7 +170,7 @@ class SpacesAnswer:
 
 class PutRow(msgspec.Struct, frozen=True, kw_only=True):
     key: RowId
-    columns: Mapping[str, Value]
+    columns: Mapping[str, WireValue]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ class PutRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnOutcome:
+class ColumnStatus:
     key: RowId
     name: str
     status: DeliveryStatus
@@ -190,7 +190,7 @@ class ColumnOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutAnswer:
-    not_stored: tuple[ColumnOutcome, ...]
+    rejected: tuple[ColumnStatus, ...]
     """Duplicates and conflicts; every other column is stored now."""
     durability: str = "D1"
 

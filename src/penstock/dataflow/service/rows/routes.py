@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from starlette.responses import FileResponse
 
-from penstock.dataflow.columns.row_leases import On, ReaderTerms
+from penstock.dataflow.columns.row_leases import ReaderSpec, RowTrigger
 from penstock.dataflow.columns.spaces import check_name
 from penstock.dataflow.core.names import RESERVED, TRAIN
 from penstock.dataflow.ledger.blobs import BlobStore
-from penstock.dataflow.service.messages import Done
+from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.dataflow.service.rows.messages import (
     BlobState,
@@ -37,7 +37,7 @@ from penstock.dataflow.service.rows.messages import (
 from penstock.errors import BadRequest, Forbidden, NotFound, TooLarge
 from penstock.wire.auth import Role
 from penstock.wire.codec import MSGPACK, encode
-from penstock.wire.routes import Call, Raw, Route
+from penstock.wire.routes import Call, RawResponse, Route
 
 PUT_BYTES = 32 << 20
 PIECE_BYTES = 1 << 20
@@ -45,18 +45,18 @@ PIECE_BYTES = 1 << 20
 WRITERS = frozenset({Role.STAGE, Role.TRAINER, Role.ADMIN})
 READERS = WRITERS | {Role.READER}
 UPLOADERS = WRITERS | {Role.ROLLOUT, Role.GATEWAY}
-OCTETS = "application/octet-stream"
+OCTET_STREAM = "application/octet-stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowSurface:
+class RowRoutes:
     service: RowService
 
     # --- readers ------------------------------------------------------------------------------
 
     async def declare(self, call: Call) -> ReaderState:
         body: ReaderRequest = call.body
-        terms = ReaderTerms(
+        terms = ReaderSpec(
             name=call.path["name"],
             reads=body.reads,
             writes=body.writes,
@@ -66,21 +66,21 @@ class RowSurface:
             ttl_s=body.ttl_s,
             max_attempts=body.max_attempts,
         )
-        check_terms(terms)
+        check_reader_spec(terms)
         if body.writes and call.credential.role is Role.READER:
             raise Forbidden("role reader may not declare a reader that writes; take a stage token")
         return await self.service.declare(terms)
 
-    async def remove(self, call: Call) -> Done:
+    async def remove(self, call: Call) -> Ack:
         await self.service.remove(self._reader(call))
-        return Done()
+        return Ack()
 
     async def readers(self, call: Call) -> ReadersAnswer:
-        names = sorted(self.service.shelf.readers)
+        names = sorted(self.service.row_window.readers)
         return ReadersAnswer(readers=tuple(self.service.state(name) for name in names))
 
     async def lease(self, call: Call) -> RowLeaseAnswer:
-        return await self.service.lease(self._reader(call), call.body, call.is_gone)
+        return await self.service.lease(self._reader(call), call.body, call.is_disconnected)
 
     async def extend(self, call: Call) -> ExtendAnswer:
         return await self.service.extend(self._reader(call), call.body)
@@ -105,26 +105,26 @@ class RowSurface:
     async def spaces(self, call: Call) -> SpacesAnswer:
         return SpacesAnswer(spaces=self.service.space_states())
 
-    async def set_quota(self, call: Call) -> Done:
+    async def set_quota(self, call: Call) -> Ack:
         body: QuotaRequest = call.body
         await self.service.set_quota(call.path["space"], body.quota_bytes)
-        return Done()
+        return Ack()
 
     async def put(self, call: Call) -> PutAnswer:
         writer = call.credential.subject or call.credential.role.value
         return await self.service.put(call.path["space"], call.body, writer)
 
-    async def get(self, call: Call) -> GetAnswer | Raw:
+    async def get(self, call: Call) -> GetAnswer | RawResponse:
         if MSGPACK in call.headers.get("accept", ""):
-            return await self.service.get(call.path["space"], call.body, _packed)
+            return await self.service.get(call.path["space"], call.body, _encode_msgpack)
         return await self.service.get(call.path["space"], call.body)
 
-    async def clear(self, call: Call) -> Done:
+    async def clear(self, call: Call) -> Ack:
         await self.service.clear(call.path["space"])
-        return Done()
+        return Ack()
 
     def routes(self) -> list[Route]:
-        blobs = BlobSurface(blobs=self.service.blobs, require_room=self.service.require_room)
+        blobs = BlobRoutes(blobs=self.service.blobs, require_room=self.service.require_room)
         return [*self._reader_routes(), *self._space_routes(), *blobs.routes()]
 
     def _reader_routes(self) -> list[Route]:
@@ -152,7 +152,7 @@ class RowSurface:
                 handler=self.remove,
                 roles=READERS,
                 summary="Forget a reader; columns it wrote stay.",
-                response=Done,
+                response=Ack,
             ),
             Route(
                 method="POST",
@@ -201,7 +201,7 @@ class RowSurface:
                 roles=frozenset({Role.ADMIN}),
                 summary="Make a space, or change its quota.",
                 request=QuotaRequest,
-                response=Done,
+                response=Ack,
             ),
             Route(
                 method="DELETE",
@@ -209,7 +209,7 @@ class RowSurface:
                 handler=self.clear,
                 roles=WRITERS,
                 summary="Remove every row of this space and of no other.",
-                response=Done,
+                response=Ack,
             ),
             Route(
                 method="POST",
@@ -234,7 +234,7 @@ class RowSurface:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlobSurface:
+class BlobRoutes:
     blobs: BlobStore
     require_room: Callable[[int], None]
     """Refuses an upload that memory or disk cannot take."""
@@ -266,7 +266,7 @@ class BlobSurface:
         digest = call.path["digest"]
         if not (await self.state(call)).complete:
             raise NotFound(f"no blob {digest} here")
-        return FileResponse(self.blobs.path(digest), media_type=OCTETS)
+        return FileResponse(self.blobs.path(digest), media_type=OCTET_STREAM)
 
     def routes(self) -> list[Route]:
         return [
@@ -315,8 +315,8 @@ async def _pieces(body: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes
         yield b"".join(held)
 
 
-def _packed(answer: GetAnswer) -> Raw:
-    return Raw(encode(answer))
+def _encode_msgpack(answer: GetAnswer) -> RawResponse:
+    return RawResponse(encode(answer))
 
 
 def _number(call: Call, name: str) -> int:
@@ -326,7 +326,7 @@ def _number(call: Call, name: str) -> int:
     return int(text)
 
 
-def check_terms(terms: ReaderTerms) -> None:
+def check_reader_spec(terms: ReaderSpec) -> None:
     """What a reader may not ask, said before anything is done."""
     for name in (terms.name, terms.space):
         check_name(name)
@@ -335,7 +335,7 @@ def check_terms(terms: ReaderTerms) -> None:
         raise BadRequest("each column is named once, in reads or in writes, and 64 are enough")
     if any(not 0 < len(name) <= 128 for name in names) or RESERVED.intersection(terms.writes):
         raise BadRequest(f"a column has 1 to 128 characters; {sorted(RESERVED)} are never written")
-    if terms.on is On.ADMITTED and terms.space != TRAIN:
+    if terms.on is RowTrigger.ADMITTED and terms.space != TRAIN:
         raise BadRequest("only rows of 'train' are admitted; use on: delivered in other spaces")
     if not (0 <= terms.deadline_s < 1e9 and 0.1 <= terms.ttl_s <= 3600):
         raise BadRequest("deadline_s is 0 (never) or more, ttl_s 0.1 to 3600")

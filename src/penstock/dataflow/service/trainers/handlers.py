@@ -14,15 +14,15 @@ import structlog
 from blake3 import blake3
 
 from penstock.dataflow.core.consumers import Consumer
-from penstock.dataflow.core.home import Home
+from penstock.dataflow.core.home import Coordinator
 from penstock.dataflow.core.leasing import LiveVersion
 from penstock.dataflow.core.manifests import manifest_of
-from penstock.dataflow.core.messages import Committed, Incarnated, Published, Quarantined
+from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published, Quarantined
 from penstock.dataflow.core.sealing import Sealing
 from penstock.dataflow.records import BatchRecord, CheckpointRecord, quarantine
-from penstock.dataflow.report.balance import Balance
+from penstock.dataflow.report.balance import BalanceMonitor
 from penstock.dataflow.service.process import Process
-from penstock.dataflow.service.row_payloads import RowPayloads, Wanted
+from penstock.dataflow.service.row_payloads import RowPayloads, RowsQuery
 from penstock.dataflow.service.trainers.messages import (
     BatchAnswer,
     BatchRequest,
@@ -47,20 +47,20 @@ from penstock.types import NodeId, PolicyName, RowId
 log = structlog.get_logger(__name__)
 
 
-class TrainerSide:
+class TrainerHandlers:
     def __init__(
         self,
         process: Process,
-        home: Home,
+        coordinator: Coordinator,
         sealing: Sealing,
         payloads: RowPayloads,
-        balance: Balance,
+        balance: BalanceMonitor,
         address_of: Callable[[RowId], str | None],
     ) -> None:
         self.seen: dict[PolicyName, float] = {}
         """When each policy's trainer was last heard."""
         self._process = process
-        self._home = home
+        self._coordinator = coordinator
         self._sealing = sealing
         self.payloads = payloads
         self._durable: dict[PolicyName, int] = {}
@@ -81,9 +81,9 @@ class TrainerSide:
         )
 
     def _seen(self, policy: str) -> Consumer:
-        consumer = self._home.consumer(policy)
+        consumer = self._coordinator.consumer(policy)
         self.seen[consumer.terms.policy] = self._process.clock()
-        self._process.take_up()
+        self._process.run_deferred()
         return consumer
 
     async def incarnate(self, policy: str, body: IncarnationRequest) -> IncarnationAnswer:
@@ -100,14 +100,14 @@ class TrainerSide:
             self._require_servable(consumer, body.seq)
             self._process.journal(record)
             consumer.lineage.apply_incarnation(record)
-            self._home.tell_all(Incarnated(record=record))
-            self._home.moved(consumer, self._sealed_after(consumer), now)
+            self._coordinator.broadcast(IncarnationStarted(record=record))
+            self._coordinator.cursor_moved(consumer, self._sealed_after(consumer), now)
             log.info("incarnation", policy=policy, incarnation=record.incarnation, at=record.number)
         await self._process.repeat()
         return IncarnationAnswer(incarnation=record.incarnation, steps=consumer.terms.steps)
 
     def _require_servable(self, consumer: Consumer, seq: int) -> None:
-        oldest = self._home.retention.oldest_servable(consumer.terms.policy)
+        oldest = self._coordinator.retention.oldest_servable(consumer.terms.policy)
         if seq < oldest:
             raise Conflict(
                 f"batches of {consumer.terms.policy} before {oldest + 1} were let go, so a trainer "
@@ -129,9 +129,9 @@ class TrainerSide:
 
     async def batch(self, body: BatchRequest) -> BatchAnswer:
         process, consumer = self._process, self._seen(body.consumer)
-        give_up_at = process.hold_until(body.wait_s)
+        give_up_at = process.poll_deadline(body.wait_s)
         key = (f"trainer {body.consumer}", "batch")
-        self._balance.asked(consumer.terms.policy, body.seq, process.clock())
+        self._balance.batch_requested(consumer.terms.policy, body.seq, process.clock())
         try:
             while True:
                 change = process.changed
@@ -150,9 +150,9 @@ class TrainerSide:
     async def _try_batch(self, consumer: Consumer, seq: int) -> BatchAnswer:
         if seq <= consumer.last_sealed:
             return _serve(await self._sealed(consumer, seq))
-        if self._home.has_ended(consumer):
+        if self._coordinator.has_ended(consumer):
             return BatchAnswer(manifest=None, end=True)
-        self._process.take_up()
+        self._process.run_deferred()
         record = self._sealing.seal(consumer, seq, self._process.clock())
         await self._process.settle()
         return BatchAnswer(manifest=None) if record is None else _serve(record)
@@ -175,7 +175,9 @@ class TrainerSide:
         """Rows of a sealed batch, all in memory."""
         return await self.payloads.answer(await self.wanted(policy, seq, indexes))
 
-    async def wanted(self, policy: str, seq: int, indexes: Sequence[int] | None = None) -> Wanted:
+    async def wanted(
+        self, policy: str, seq: int, indexes: Sequence[int] | None = None
+    ) -> RowsQuery:
         """Those at these places of the manifest; None for all."""
         consumer = self._seen(policy)
         if not 0 < seq <= consumer.last_sealed:
@@ -183,13 +185,13 @@ class TrainerSide:
         manifest = manifest_of((await self._sealed(consumer, seq)).manifest)
         row_ids = _at(indexes, [row.row_id for row in manifest.rows], f"{policy}.{seq}")
         places = {
-            row_id: None if row_id in self._home.gone else self._address_of(row_id)
+            row_id: None if row_id in self._coordinator.gone else self._address_of(row_id)
             for row_id in row_ids
         }
-        return Wanted(
+        return RowsQuery(
             row_ids=row_ids,
             columns=sorted({name for row in manifest.rows for name in row.columns}),
-            elsewhere={row_id: at or "" for row_id, at in places.items() if at != ""},
+            remote_urls={row_id: at or "" for row_id, at in places.items() if at != ""},
         )
 
     async def commit(self, policy: str, seq: int, body: CommitRequest) -> None:
@@ -208,24 +210,24 @@ class TrainerSide:
         if seq > consumer.lineage.seq:
             self._process.journal(record)
             consumer.lineage.apply_commit(record)
-            self._home.tell_all(Committed(record=record))
-            self._home.moved(consumer, consumer.sealed, now)
+            self._coordinator.broadcast(Committed(record=record))
+            self._coordinator.cursor_moved(consumer, consumer.sealed, now)
         await self._process.repeat()
 
     async def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None:
         """Told to every partition, also to those that join later. Where the rows do not say which
         life of the node made them, only to those that know it now."""
         self._seen(body.policy).lineage.require(body.incarnation)
-        life = (node_id, body.session)
-        if life not in self._home.quarantined:
-            if body.session:
-                self._process.journal(quarantine(*life))
-                self._home.quarantined.add(life)
-            self._home.tell_all(Quarantined(node_id=node_id, session=body.session))
+        boot = (node_id, body.boot_id)
+        if boot not in self._coordinator.quarantined:
+            if body.boot_id:
+                self._process.journal(quarantine(*boot))
+                self._coordinator.quarantined.add(boot)
+            self._coordinator.broadcast(Quarantined(node_id=node_id, boot_id=body.boot_id))
             log.warning(
                 "node quarantined",
                 node=node_id,
-                session=body.session,
+                boot_id=body.boot_id,
                 policy=body.policy,
                 why=body.why[:1000],
             )
@@ -245,7 +247,7 @@ class TrainerSide:
         if not consumer.lineage.has(record.incarnation, record.number):
             self._process.journal(record)
             consumer.lineage.apply_version(record)
-            self._home.tell_all(Published(record=record))
+            self._coordinator.broadcast(Published(record=record))
         await self._process.repeat()
 
     def versions_in_use(self, live: Collection[LiveVersion]) -> VersionsInUse:
@@ -258,7 +260,7 @@ class TrainerSide:
                 retained=retained.get(policy, NO_CHECKPOINT),
                 max_staleness=consumer.terms.max_staleness,
             )
-            for policy, consumer in self._home.consumers.items()
+            for policy, consumer in self._coordinator.consumers.items()
         )
         return VersionsInUse(versions=tuple(chain.from_iterable(found)))
 
@@ -267,7 +269,7 @@ class TrainerSide:
         consumer.lineage.require(body.incarnation)
         now, policy_name = self._process.clock(), consumer.terms.policy
         # Rows let go before a checkpoint was named do not come back: nobody could go on from it.
-        floor = self._home.retention.oldest_servable(policy_name)
+        floor = self._coordinator.retention.oldest_servable(policy_name)
         retained = [(number, seq) for number, seq in body.retained if seq >= floor]
         self._process.journal(
             CheckpointRecord(
@@ -278,7 +280,7 @@ class TrainerSide:
             )
         )
         oldest = min((seq for _, seq in retained), default=None)
-        self._home.free(self._home.retention.retained(policy_name, oldest), now)
+        self._coordinator.free(self._coordinator.retention.retained(policy_name, oldest), now)
         await self._process.settle()
 
 

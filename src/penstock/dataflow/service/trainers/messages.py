@@ -139,11 +139,11 @@ class QuarantineRequest:
     incarnation: int
     why: str
     """For the log and for people."""
-    session: str = ""
+    boot_id: str = ""
     """The life of the node that made the rows, as they say; empty: the one that runs now."""
 
 
-class UsedBy(StrEnum):
+class VersionUser(StrEnum):
     NEWEST = "newest"
     """Nodes are told to serve it, or were a moment ago."""
     NODE = "node"
@@ -158,7 +158,7 @@ class VersionInUse:
     incarnation: int
     number: int
     manifest_digest: str
-    by: UsedBy
+    by: VersionUser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

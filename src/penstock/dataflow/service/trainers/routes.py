@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.dataflow.service.messages import Done
-from penstock.dataflow.service.row_payloads import RowPayloads, Wanted
-from penstock.dataflow.service.trainers.handlers import TrainerSide
+from penstock.dataflow.service.messages import Ack
+from penstock.dataflow.service.row_payloads import RowPayloads, RowsQuery
+from penstock.dataflow.service.trainers.handlers import TrainerHandlers
 from penstock.dataflow.service.trainers.messages import (
     BatchAnswer,
     BatchRequest,
@@ -25,7 +25,7 @@ from penstock.errors import BadRequest
 from penstock.types import NodeId
 from penstock.wire.auth import Role
 from penstock.wire.codec import MSGPACK
-from penstock.wire.routes import Call, Pieces, Route
+from penstock.wire.routes import Call, Route, StreamedResponse
 
 TRAINERS = frozenset({Role.TRAINER, Role.ADMIN})
 READERS = frozenset({Role.READER, Role.TRAINER, Role.ADMIN})
@@ -33,7 +33,7 @@ READERS = frozenset({Role.READER, Role.TRAINER, Role.ADMIN})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerRoutes:
-    trainers: TrainerSide
+    trainers: TrainerHandlers
 
     async def policy(self, call: Call) -> PolicyState:
         return self.trainers.policy_state(call.path["policy"])
@@ -41,13 +41,13 @@ class TrainerRoutes:
     async def incarnate(self, call: Call) -> IncarnationAnswer:
         return await self.trainers.incarnate(call.path["policy"], call.body)
 
-    async def publish(self, call: Call) -> Done:
+    async def publish(self, call: Call) -> Ack:
         await self.trainers.publish(call.path["policy"], call.body)
-        return Done()
+        return Ack()
 
-    async def checkpoints(self, call: Call) -> Done:
+    async def checkpoints(self, call: Call) -> Ack:
         await self.trainers.checkpoints(call.path["policy"], call.body)
-        return Done()
+        return Ack()
 
     async def batch(self, call: Call) -> BatchAnswer:
         return await self.trainers.batch(call.body)
@@ -58,14 +58,14 @@ class TrainerRoutes:
         wanted = await self.trainers.wanted(policy, seq, body.indexes)
         return await serve_rows(self.trainers.payloads, wanted, call)
 
-    async def commit(self, call: Call) -> Done:
+    async def commit(self, call: Call) -> Ack:
         policy, seq = _batch_id(call.path["batch_id"])
         await self.trainers.commit(policy, seq, call.body)
-        return Done()
+        return Ack()
 
-    async def quarantine(self, call: Call) -> Done:
+    async def quarantine(self, call: Call) -> Ack:
         await self.trainers.quarantine(NodeId(call.path["node_id"]), call.body)
-        return Done()
+        return Ack()
 
     def routes(self) -> list[Route]:
         return [
@@ -93,7 +93,7 @@ class TrainerRoutes:
                 roles=TRAINERS,
                 summary="Publish a committed version by compare-and-set.",
                 request=PublishRequest,
-                response=Done,
+                response=Ack,
             ),
             Route(
                 method="PUT",
@@ -102,7 +102,7 @@ class TrainerRoutes:
                 roles=TRAINERS,
                 summary="Name the checkpoints that could be restored.",
                 request=CheckpointsRequest,
-                response=Done,
+                response=Ack,
             ),
             Route(
                 method="POST",
@@ -129,7 +129,7 @@ class TrainerRoutes:
                 roles=TRAINERS,
                 summary="This batch is trained, or skipped with a reason.",
                 request=CommitRequest,
-                response=Done,
+                response=Ack,
             ),
             Route(
                 method="POST",
@@ -138,16 +138,16 @@ class TrainerRoutes:
                 roles=TRAINERS,
                 summary="This node's engine disagrees with the trainer: no more work for its life.",
                 request=QuarantineRequest,
-                response=Done,
+                response=Ack,
             ),
         ]
 
 
-async def serve_rows(payloads: RowPayloads, wanted: Wanted, call: Call) -> object:
+async def serve_rows(payloads: RowPayloads, wanted: RowsQuery, call: Call) -> object:
     """In pieces, unless somebody wants to read them as JSON."""
     if MSGPACK in call.headers.get("accept", ""):
         found = await payloads.find(wanted)
-        return Pieces(payloads.pieces(found), found.num_bytes)
+        return StreamedResponse(payloads.pieces(found), found.num_bytes)
     return await payloads.answer(wanted)
 
 

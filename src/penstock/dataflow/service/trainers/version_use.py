@@ -9,11 +9,11 @@ import msgspec
 
 from penstock.dataflow.core.leasing import LiveVersion
 from penstock.dataflow.core.versions import Lineage
-from penstock.dataflow.ledger.recorded import Recorded
+from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.restore import restore_lineage
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import CheckpointRecord
-from penstock.dataflow.service.trainers.messages import UsedBy, VersionInUse
+from penstock.dataflow.service.trainers.messages import VersionInUse, VersionUser
 from penstock.types import PolicyName
 
 NO_CHECKPOINT: Sequence[tuple[int, int]] = ((0, 0),)
@@ -38,13 +38,13 @@ def versions_in_use(
     newest = {record.manifest_digest for record in versions[-2:]}
     for record in versions:
         if record.manifest_digest in newest:
-            by = UsedBy.NEWEST
+            by = VersionUser.NEWEST
         elif (record.incarnation, record.number) in served:
-            by = UsedBy.NODE
+            by = VersionUser.NODE
         elif record.number in checkpoints:
-            by = UsedBy.CHECKPOINT
+            by = VersionUser.CHECKPOINT
         elif record.number >= oldest:
-            by = UsedBy.ROWS
+            by = VersionUser.ROWS
         else:
             continue
         yield VersionInUse(
@@ -64,13 +64,13 @@ def retained_checkpoints(tables: Tables) -> dict[PolicyName, Sequence[tuple[int,
     }
 
 
-def recorded_in_use(
-    recorded: Recorded, max_staleness: Mapping[PolicyName, int]
+def versions_in_use_on_disk(
+    recorded: RecordedRun, max_staleness: Mapping[PolicyName, int]
 ) -> Iterator[VersionInUse]:
     """Of a run that nobody serves now: no node has anything."""
-    retained = retained_checkpoints(recorded.home)
+    retained = retained_checkpoints(recorded.coordinator)
     for policy, bound in max_staleness.items():
         lineage = Lineage(policy)
-        restore_lineage(lineage, recorded.home)
+        restore_lineage(lineage, recorded.coordinator)
         checkpoints = retained.get(policy, NO_CHECKPOINT)
         yield from versions_in_use(lineage, live=(), retained=checkpoints, max_staleness=bound)

@@ -3,16 +3,16 @@
 
 from penstock.rollout.engines.vllm.engine import VllmEngine
 from penstock.rollout.engines.vllm.server import (
-    AdapterRoom,
     ChildServer,
+    LoraCapacity,
     RemoteServer,
     Server,
     default_environment,
 )
 
 __all__ = [
-    "AdapterRoom",
     "ChildServer",
+    "LoraCapacity",
     "RemoteServer",
     "Server",
     "VllmEngine",

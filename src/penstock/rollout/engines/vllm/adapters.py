@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import structlog
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import Completion, Listen
-from penstock.rollout.engines.adapter_info import BaseFiles, check_same_layers
+from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.rollout.engines.adapter_info import BaseDigests, check_same_layers
 from penstock.rollout.engines.snapshot import Snapshot
-from penstock.rollout.engines.vllm.full_model import Loaded, salt_of
-from penstock.rollout.engines.vllm.generate_api import Hearing, body_of
-from penstock.rollout.engines.vllm.server import MOST_ADAPTERS, Server
-from penstock.rollout.engines.vllm.supervisor import Keeper
+from penstock.rollout.engines.vllm.full_model import LoadedVersion, cache_salt
+from penstock.rollout.engines.vllm.generate_api import CompletionParser, request_body
+from penstock.rollout.engines.vllm.server import MAX_ADAPTERS, Server
+from penstock.rollout.engines.vllm.supervisor import Supervisor
 from penstock.types import PolicyName, SamplingSpec, Version
 
 BASE = "base"
@@ -36,17 +36,17 @@ log = structlog.get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Adapter:
     name: str
-    loaded: Loaded
+    loaded: LoadedVersion
 
 
-class AdapterShelf:
+class AdapterSet:
     def __init__(self, server: Server, *, stall_s: float) -> None:
-        self.keeper = Keeper(server, self, stall_s=stall_s)
+        self.supervisor = Supervisor(server, self, stall_s=stall_s)
         self.paused_s = 0.0
         """Nobody waits for an adapter."""
         self._is_lost = True
         self._base = ""
-        self._files = BaseFiles()
+        self._files = BaseDigests()
         self._newest: dict[PolicyName, _Adapter] = {}
         self._names: set[str] = set()
         """On the server."""
@@ -55,7 +55,7 @@ class AdapterShelf:
 
     def live(self, policy: PolicyName) -> Version | None:
         newest = self._newest.get(policy)
-        if newest is None or self._is_lost or not self.keeper.is_running:
+        if newest is None or self._is_lost or not self.supervisor.is_running:
             return None
         return newest.loaded.version if newest.name in self._names else None
 
@@ -67,27 +67,27 @@ class AdapterShelf:
         prompt_ids: Sequence[int],
         sampling: SamplingSpec,
         version: Version,
-        listen: Listen | None,
+        on_chunk: ChunkCallback | None,
     ) -> tuple[Completion, bool]:
         """And whether its pieces were told with the right versions."""
-        is_streamed, name = listen is not None, self._newest[version.policy].name
-        body = body_of(
+        is_streamed, name = on_chunk is not None, self._newest[version.policy].name
+        body = request_body(
             prompt_ids,
             sampling,
             self.snapshot(version),
-            salt=salt_of(version),
+            salt=cache_salt(version),
             is_streamed=is_streamed,
             model=name,
         )
-        hearing = Hearing(lambda: version, listen)
+        parser = CompletionParser(lambda: version, on_chunk)
         self._uses[name] += 1
         try:
-            await self.keeper.ask(body, hearing, is_streamed=is_streamed)
+            await self.supervisor.ask(body, parser, is_streamed=is_streamed)
         finally:
             self._uses[name] -= 1
-        return hearing.completion({BASE: version}), hearing.was_told_right
+        return parser.completion({BASE: version}), parser.spans_matched
 
-    async def load(self, wanted: Loaded) -> None:
+    async def load(self, wanted: LoadedVersion) -> None:
         policy = wanted.version.policy
         before = self._newest.get(policy)
         if before is not None and self.live(policy) is not None and before.loaded == wanted:
@@ -95,10 +95,10 @@ class AdapterShelf:
         base = self._files.digest(wanted.folder)
         self._check(before, wanted, base)
         if self._is_lost:
-            await self._bring_up(wanted)
+            await self._start_serving(wanted)
             self._base = base
-        await self._put(wanted)
-        await self.tidy()
+        await self._load_adapter(wanted)
+        await self.unload_unused()
 
     def leave(self, policy: PolicyName | None) -> None:
         """An engine of this policy is no more. Its answers end by themselves, and its adapter with
@@ -106,61 +106,61 @@ class AdapterShelf:
         if policy is not None:
             self._newest.pop(policy, None)
 
-    def lost(self) -> None:
+    def on_server_lost(self) -> None:
         self._is_lost = True
         self._names.clear()
 
-    async def revive(self) -> bool:
+    async def restore(self) -> bool:
         first = next(iter(self._newest.values()), None)
         if first is None:
             return False
-        await self._bring_up(first.loaded)
+        await self._start_serving(first.loaded)
         return True
 
-    async def tidy(self) -> None:
+    async def unload_unused(self) -> None:
         """Unload what nobody needs; a later try follows where that fails."""
         needed = {adapter.name for adapter in self._newest.values()}
         for name in sorted(self._names - needed):
             if not self._uses[name]:
                 try:
-                    await self.keeper.control.unload_adapter(name)
+                    await self.supervisor.control.unload_adapter(name)
                 except EngineError as error:
                     log.warning("an old adapter stays on the server", name=name, why=str(error))
                     continue
                 self._names.discard(name)
                 del self._uses[name]
 
-    async def _put(self, wanted: Loaded) -> None:
-        if len(self._names) >= MOST_ADAPTERS:
-            await self.tidy()
-        if len(self._names) >= MOST_ADAPTERS:
+    async def _load_adapter(self, wanted: LoadedVersion) -> None:
+        if len(self._names) >= MAX_ADAPTERS:
+            await self.unload_unused()
+        if len(self._names) >= MAX_ADAPTERS:
             raise EngineError(
                 f"{len(self._names)} adapters have answers under way, and vLLM has room for "
-                f"{MOST_ADAPTERS}; {wanted.version} is tried again"
+                f"{MAX_ADAPTERS}; {wanted.version} is tried again"
             )
         self._num_loads += 1  # names are never used twice, nor are prefixes cached under them
         name = f"{wanted.version}-{self._num_loads}"
-        await self.keeper.control.load_adapter(name, wanted.folder)
+        await self.supervisor.control.load_adapter(name, wanted.folder)
         self._names.add(name)
         self._newest[wanted.version.policy] = _Adapter(name, wanted)
 
-    async def _bring_up(self, wanted: Loaded) -> None:
+    async def _start_serving(self, wanted: LoadedVersion) -> None:
         """A server with the base, and on it what was live before."""
         self._names.clear()
-        if not await self.keeper.start(wanted.folder):
+        if not await self.supervisor.start(wanted.folder):
             raise EngineError(
                 "adapters need a vLLM that the node starts by itself on their base; leave "
                 "models.NAME.vllm.url out"
             )
-        control = self.keeper.control
+        control = self.supervisor.control
         await control.label(BASE)
-        await control.examine()
+        await control.check_logprobs()
         for adapter in list(self._newest.values()):
-            await self._put(adapter.loaded)
+            await self._load_adapter(adapter.loaded)
         self._is_lost = False
-        self.keeper.is_up()
+        self.supervisor.mark_up()
 
-    def _check(self, before: _Adapter | None, wanted: Loaded, base: str) -> None:
+    def _check(self, before: _Adapter | None, wanted: LoadedVersion, base: str) -> None:
         if before is not None or wanted.snapshot.adapter is None:
             facts = None if before is None else before.loaded.snapshot.adapter
             check_same_layers(facts, wanted.snapshot.adapter, wanted.folder)

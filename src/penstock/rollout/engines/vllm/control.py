@@ -14,7 +14,7 @@ from urllib.parse import quote
 import msgspec
 
 from penstock.errors import EngineError
-from penstock.rollout.engines.vllm.http import HttpClient, Reply
+from penstock.rollout.engines.vllm.http import HttpClient, HttpReply
 
 CALL_S = 60.0
 PAUSE_S = 120.0
@@ -22,7 +22,7 @@ LOAD_S = 1800.0
 """Large models take minutes from a cold disk."""
 PROBE_S = 300.0
 EXTENSION = "penstock_worker.Extension"
-NEEDED = (
+REQUIRED_OPTIONS = (
     "--enable-scale-out",
     "--logprobs-mode",
     "processed_logprobs",
@@ -31,8 +31,9 @@ NEEDED = (
 )
 """Options without which a server cannot serve a run; VLLM_SERVER_DEV_MODE=1 besides."""
 COUNTERS = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total")
-_CURE = (
-    f"start it with VLLM_SERVER_DEV_MODE=1 and `{' '.join(NEEDED)}`, penstock_worker.py on its "
+_FIX_HINT = (
+    f"start it with VLLM_SERVER_DEV_MODE=1 and `{' '.join(REQUIRED_OPTIONS)}`, "
+    "penstock_worker.py on its "
     "PYTHONPATH and PENSTOCK_WEIGHTS_ROOT set to the folder that snapshots lie in"
 )
 
@@ -63,7 +64,7 @@ class Control:
     async def load(self, folder: Path) -> None:
         await self._worker("penstock_load", folder)
 
-    async def forget_prefixes(self) -> None:
+    async def reset_prefix_cache(self) -> None:
         path = "/reset_prefix_cache?reset_running_requests=true"
         if not _read(await self._call("POST", path)).get("success"):
             raise EngineError("vLLM does not drop its prefix cache, which holds the old weights'")
@@ -82,7 +83,7 @@ class Control:
     async def resume(self) -> None:
         await self._call("POST", "/resume", timeout_s=PAUSE_S)
 
-    async def examine(self) -> None:
+    async def check_logprobs(self) -> None:
         """Refuse a server whose log-probs are not those of the distribution it samples from: of
         one kept token the log-prob is 0, which no plain softmax says four times."""
         params = {"top_k": 1, "temperature": 2.0, "max_tokens": 4, "logprobs": 0}
@@ -96,7 +97,9 @@ class Control:
             logprobs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
             has_spans = bool(choice["weight_versions"])
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"vLLM's token route answers oddly ({error!r}); {_CURE}") from None
+            raise EngineError(
+                f"vLLM's token route answers oddly ({error!r}); {_FIX_HINT}"
+            ) from None
         if not has_spans:
             raise EngineError("vLLM does not say which weights made a token; use vLLM 0.32")
         if len(logprobs) != 4 or any(abs(logprob) > 1e-6 for logprob in logprobs):
@@ -111,7 +114,7 @@ class Control:
 
     async def _call(
         self, method: str, path: str, body: object = None, *, timeout_s: float = CALL_S
-    ) -> Reply:
+    ) -> HttpReply:
         data = b"" if body is None else msgspec.json.encode(body)
         where = quote(path, safe="/?=&_")
         try:
@@ -120,13 +123,13 @@ class Control:
             why = str(error) or type(error).__name__
             raise EngineError(f"vLLM does not answer {method} {path}: {why}") from None
         if reply.status != 200:
-            said = reply.body.decode(errors="replace")[:1000]
-            cure = f"; {_CURE}" if reply.status in (403, 404, 405) else ""
-            raise EngineError(f"vLLM answers {reply.status} to {method} {path}: {said}{cure}")
+            response = reply.body.decode(errors="replace")[:1000]
+            fix = f"; {_FIX_HINT}" if reply.status in (403, 404, 405) else ""
+            raise EngineError(f"vLLM answers {reply.status} to {method} {path}: {response}{fix}")
         return reply
 
 
-def _read(reply: Reply) -> dict[str, Any]:
+def _read(reply: HttpReply) -> dict[str, Any]:
     try:
         return msgspec.json.decode(reply.body, type=dict[str, Any])
     except msgspec.DecodeError as error:

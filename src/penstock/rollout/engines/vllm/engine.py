@@ -4,7 +4,7 @@
 Route: `POST /inference/v1/generate`, whose last event or whole answer carries vLLM's own version
 spans, counted where the tokens are sampled. With a listener the answer is streamed. What a server
 holds is decided by the first folder: a whole model that is swapped (`whole`), or a base with the
-adapters of one or more policies (`adapters`), each of which has an engine `beside` the others.
+adapters of one or more policies (`adapters`), each of which has an engine `share` the others.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 import structlog
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import Completion, Listen
+from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.rollout.engines.base import CLOSED, live_for
 from penstock.rollout.engines.snapshot import read_snapshot
-from penstock.rollout.engines.vllm.adapters import AdapterShelf
-from penstock.rollout.engines.vllm.full_model import Loaded, WholeModel
+from penstock.rollout.engines.vllm.adapters import AdapterSet
+from penstock.rollout.engines.vllm.full_model import FullModel, LoadedVersion
 from penstock.rollout.engines.vllm.generate_api import check_fit
 from penstock.rollout.engines.vllm.server import Server
 from penstock.types import PolicyName, SamplingSpec, Version
@@ -30,57 +30,57 @@ STALL_S = 120.0
 log = structlog.get_logger(__name__)
 
 
-class _Host:
+class _SharedServer:
     """The server of one or more engines."""
 
     def __init__(self, server: Server, stall_s: float) -> None:
         self.server = server
         self.stall_s = stall_s
         self.num_open = 0
-        self.serving: WholeModel | AdapterShelf | None = None
+        self.serving: FullModel | AdapterSet | None = None
 
-    def serve(self, first: Loaded) -> WholeModel | AdapterShelf:
+    def serve(self, first: LoadedVersion) -> FullModel | AdapterSet:
         if first.snapshot.adapter is None and self.num_open > 1:
             raise EngineError(
                 f"{first.folder} holds no adapter, and {self.num_open} policies share this vLLM; "
                 "give a policy that trains all weights an engine of its own"
             )
         if self.serving is None:
-            kind = WholeModel if first.snapshot.adapter is None else AdapterShelf
+            kind = FullModel if first.snapshot.adapter is None else AdapterSet
             self.serving = kind(self.server, stall_s=self.stall_s)
         return self.serving
 
 
 class VllmEngine:
     def __init__(
-        self, server: Server, *, stall_s: float = STALL_S, host: _Host | None = None
+        self, server: Server, *, stall_s: float = STALL_S, shared: _SharedServer | None = None
     ) -> None:
-        """`host` is that of another engine, to be shared."""
-        self._host = host or _Host(server, stall_s)
-        self._host.num_open += 1
+        """`shared` is that of another engine, to be shared."""
+        self._shared = shared or _SharedServer(server, stall_s)
+        self._shared.num_open += 1
         self._policy: PolicyName | None = None
         self._is_closed = False
 
-    def beside(self) -> VllmEngine:
+    def share(self) -> VllmEngine:
         """Serves adapters of another policy on the same server."""
-        return VllmEngine(self._host.server, host=self._host)
+        return VllmEngine(self._shared.server, shared=self._shared)
 
     @property
     def live(self) -> Version | None:
-        if self._is_closed or self._policy is None or self._host.serving is None:
+        if self._is_closed or self._policy is None or self._shared.serving is None:
             return None
-        return self._host.serving.live(self._policy)
+        return self._shared.serving.live(self._policy)
 
     @property
     def url(self) -> str | None:
         """Where its server listens."""
-        serving = self._host.serving
-        return None if serving is None else serving.keeper.url
+        serving = self._shared.serving
+        return None if serving is None else serving.supervisor.url
 
     @property
     def paused_s(self) -> float:
         """How long the last swap held answers up."""
-        return 0.0 if self._host.serving is None else self._host.serving.paused_s
+        return 0.0 if self._shared.serving is None else self._shared.serving.paused_s
 
     async def __call__(
         self,
@@ -89,25 +89,25 @@ class VllmEngine:
         *,
         policy: PolicyName,
         session: str,
-        listen: Listen | None = None,
+        on_chunk: ChunkCallback | None = None,
     ) -> Completion:
         if self._is_closed:
             raise EngineError(CLOSED)
         version = live_for(policy, self.live)
-        serving = self._host.serving
+        serving = self._shared.serving
         assert serving is not None
         check_fit(prompt_ids, sampling, serving.snapshot(version))
-        completion, was_told_right = await serving.answer(prompt_ids, sampling, version, listen)
-        if not was_told_right:
+        completion, spans_matched = await serving.answer(prompt_ids, sampling, version, on_chunk)
+        if not spans_matched:
             log.warning("pieces were told of another version", session=session)
         return completion
 
     async def load(self, folder: Path, version: Version) -> None:
         if self._is_closed:
             raise EngineError(CLOSED)
-        wanted = Loaded(folder, version, await asyncio.to_thread(read_snapshot, folder))
-        serving = self._host.serve(wanted)
-        async with serving.keeper.lock:
+        wanted = LoadedVersion(folder, version, await asyncio.to_thread(read_snapshot, folder))
+        serving = self._shared.serve(wanted)
+        async with serving.supervisor.lock:
             if self._is_closed:
                 raise EngineError(CLOSED)
             await serving.load(wanted)
@@ -117,11 +117,11 @@ class VllmEngine:
         if self._is_closed:
             return
         self._is_closed = True
-        self._host.num_open -= 1
-        serving = self._host.serving
+        self._shared.num_open -= 1
+        serving = self._shared.serving
         if serving is None:
-            await self._host.server.stop()
-        elif self._host.num_open:
+            await self._shared.server.stop()
+        elif self._shared.num_open:
             serving.leave(self._policy)
         else:
-            await serving.keeper.close()
+            await serving.supervisor.close()

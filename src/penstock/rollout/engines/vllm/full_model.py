@@ -22,36 +22,36 @@ from pathlib import Path
 import structlog
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import Completion, Listen
+from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.rollout.engines.adapter_info import check_same_layers
 from penstock.rollout.engines.snapshot import Snapshot
 from penstock.rollout.engines.vllm.control import Control
-from penstock.rollout.engines.vllm.generate_api import Hearing, body_of
+from penstock.rollout.engines.vllm.generate_api import CompletionParser, request_body
 from penstock.rollout.engines.vllm.server import Server
-from penstock.rollout.engines.vllm.supervisor import Keeper
+from penstock.rollout.engines.vllm.supervisor import Supervisor
 from penstock.types import PolicyName, SamplingSpec, Version
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedVersion:
     folder: Path
     version: Version
     snapshot: Snapshot
 
 
-class WholeModel:
+class FullModel:
     def __init__(self, server: Server, *, stall_s: float) -> None:
-        self.keeper = Keeper(server, self, stall_s=stall_s)
+        self.supervisor = Supervisor(server, self, stall_s=stall_s)
         self.paused_s = 0.0
         self._live: Version | None = None
-        self._loaded: Loaded | None = None
+        self._loaded: LoadedVersion | None = None
         """The last that was loaded whole; not live while the server is down."""
         self._versions: dict[str, Version] = {}
 
     def live(self, policy: PolicyName) -> Version | None:
-        return self._live if self.keeper.is_running else None
+        return self._live if self.supervisor.is_running else None
 
     def snapshot(self, version: Version) -> Snapshot:
         assert self._loaded is not None
@@ -62,43 +62,43 @@ class WholeModel:
         prompt_ids: Sequence[int],
         sampling: SamplingSpec,
         version: Version,
-        listen: Listen | None,
+        on_chunk: ChunkCallback | None,
     ) -> tuple[Completion, bool]:
         """And whether its pieces were told with the right versions."""
-        is_streamed = listen is not None
-        body = body_of(
+        is_streamed = on_chunk is not None
+        body = request_body(
             prompt_ids,
             sampling,
             self.snapshot(version),
-            salt=salt_of(version),
+            salt=cache_salt(version),
             is_streamed=is_streamed,
         )
-        hearing = Hearing(self._serving, listen)
-        await self.keeper.ask(body, hearing, is_streamed=is_streamed)
-        return hearing.completion(self._versions), hearing.was_told_right
+        parser = CompletionParser(self._serving, on_chunk)
+        await self.supervisor.ask(body, parser, is_streamed=is_streamed)
+        return parser.completion(self._versions), parser.spans_matched
 
-    async def load(self, wanted: Loaded) -> None:
+    async def load(self, wanted: LoadedVersion) -> None:
         if self._live is not None and wanted == self._loaded:
             return  # brought back with it by the keeper
         _check_same_model(self._loaded, wanted)
         if self._live is None:
-            await self._bring_up(wanted)
+            await self._start_serving(wanted)
         else:
             await self._swap(wanted)
 
     def leave(self, policy: PolicyName | None) -> None:
         """There is no other engine that could stay."""
 
-    def lost(self) -> None:
+    def on_server_lost(self) -> None:
         self._live = None
 
-    async def revive(self) -> bool:
+    async def restore(self) -> bool:
         if self._loaded is None:
             return False
-        await self._bring_up(self._loaded)
+        await self._start_serving(self._loaded)
         return True
 
-    async def tidy(self) -> None:
+    async def unload_unused(self) -> None:
         pass
 
     def _serving(self) -> Version:
@@ -106,64 +106,64 @@ class WholeModel:
         assert self._loaded is not None
         return self._loaded.version
 
-    async def _bring_up(self, wanted: Loaded) -> None:
+    async def _start_serving(self, wanted: LoadedVersion) -> None:
         """A server that serves this, from whatever state it was in."""
-        has_weights = await self.keeper.start(wanted.folder)
-        control = self.keeper.control
+        has_weights = await self.supervisor.start(wanted.folder)
+        control = self.supervisor.control
         if not has_weights:
             await control.check(wanted.folder)
             await control.pause()
             await control.load(wanted.folder)
-        await self._name(control, wanted)
+        await self._label(control, wanted)
         await control.resume()
-        await control.examine()
+        await control.check_logprobs()
         self._loaded, self._live = wanted, wanted.version
-        self.keeper.is_up()
+        self.supervisor.mark_up()
 
-    async def _swap(self, wanted: Loaded) -> None:
+    async def _swap(self, wanted: LoadedVersion) -> None:
         assert self._loaded is not None
-        before, control = self._loaded, self.keeper.control
+        before, control = self._loaded, self.supervisor.control
         await control.check(wanted.folder)
         began = time.monotonic()
         try:
             await control.pause()
             await control.load(wanted.folder)
-            await self._name(control, wanted)
+            await self._label(control, wanted)
             self._loaded = wanted
             await control.resume()
         except BaseException as error:
             self._loaded = before
-            if not await self._put_back(control, before):
-                self.keeper.lose(f"swap to {wanted.version} failed half-way: {error}")
+            if not await self._roll_back(control, before):
+                self.supervisor.mark_lost(f"swap to {wanted.version} failed half-way: {error}")
             raise
         self._live = wanted.version
-        self.keeper.is_up()
+        self.supervisor.mark_up()
         self.paused_s = time.monotonic() - began
 
-    async def _put_back(self, control: Control, before: Loaded) -> bool:
+    async def _roll_back(self, control: Control, before: LoadedVersion) -> bool:
         try:
             await control.pause()
             await control.load(before.folder)
-            await self._name(control, before)
+            await self._label(control, before)
             await control.resume()
         except EngineError as error:
             log.error("the old weights do not go back", version=str(before.version), why=str(error))
             return False
         return True
 
-    async def _name(self, control: Control, wanted: Loaded) -> None:
+    async def _label(self, control: Control, wanted: LoadedVersion) -> None:
         """The weights are in; from here on tokens are theirs, and nothing older is reused."""
         self._versions[str(wanted.version)] = wanted.version
-        await control.forget_prefixes()
+        await control.reset_prefix_cache()
         await control.label(str(wanted.version))
 
 
-def salt_of(version: Version) -> str:
+def cache_salt(version: Version) -> str:
     """vLLM takes no @ there."""
     return f"{version.policy}.{version.incarnation}.{version.number}"
 
 
-def _check_same_model(before: Loaded | None, wanted: Loaded) -> None:
+def _check_same_model(before: LoadedVersion | None, wanted: LoadedVersion) -> None:
     """A swap with a tensor less would leave the old one in place under the new name."""
     if wanted.snapshot.adapter is not None:
         check_same_layers(None, wanted.snapshot.adapter, wanted.folder)

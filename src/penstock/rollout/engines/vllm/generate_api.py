@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import EngineError, Refused
-from penstock.gateway.generation import Completion, Listen, Piece
+from penstock.errors import EngineError, RequestRejected
+from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
 from penstock.rollout.engines.base import SpanLog
 from penstock.rollout.engines.snapshot import Snapshot
 from penstock.types import (
@@ -26,7 +26,7 @@ from penstock.types import (
     token_ids,
 )
 
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM raises what is below to this, silently, and refuses what is above."""
 NO_LOGPROB = -9999.0
 """What vLLM writes for a log-prob that is NaN or infinite."""
@@ -66,24 +66,24 @@ _DECODER = msgspec.json.Decoder(_Chunk)
 def check_fit(prompt_ids: Sequence[int], sampling: SamplingSpec, snapshot: Snapshot) -> None:
     """Refused: what vLLM would refuse, or do otherwise than asked."""
     if not 0 < len(prompt_ids) < snapshot.window:
-        raise Refused(
+        raise RequestRejected(
             f"prompt of {len(prompt_ids)} tokens; the model takes 1 to {snapshot.window - 1}, so "
             "that its answer has room: shorten the context"
         )
     if min(prompt_ids) < 0 or max(prompt_ids) >= snapshot.vocab_size:
-        raise Refused(
+        raise RequestRejected(
             f"prompt holds ids outside the model's vocabulary of {snapshot.vocab_size}; "
             "tokenizer and model of this snapshot do not belong together"
         )
     temperature = sampling.temperature
-    if temperature and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
-        raise Refused(
-            f"temperature {temperature:g}: vLLM samples at 0, or from {LEAST_TEMPERATURE:g} to "
-            f"{MOST_TEMPERATURE:g}; set one of these"
+    if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise RequestRejected(
+            f"temperature {temperature:g}: vLLM samples at 0, or from {MIN_TEMPERATURE:g} to "
+            f"{MAX_TEMPERATURE:g}; set one of these"
         )
 
 
-def body_of(
+def request_body(
     prompt_ids: Sequence[int],
     sampling: SamplingSpec,
     snapshot: Snapshot,
@@ -122,19 +122,19 @@ def body_of(
     return msgspec.json.encode(call)
 
 
-class Hearing:
+class CompletionParser:
     """One answer, put together from what the server sends."""
 
-    def __init__(self, serving: Callable[[], Version], listen: Listen | None) -> None:
+    def __init__(self, serving: Callable[[], Version], on_chunk: ChunkCallback | None) -> None:
         """`serving` is asked for the version of each piece, when the piece is read."""
         self._serving = serving
-        self._listen = listen
+        self._listen = on_chunk
         self._rest = b""
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._finish: str | None = None
         self._spans: list[_Span] | None = None
-        self._told = SpanLog(serving())
+        self._streamed_spans = SpanLog(serving())
 
     def feed(self, data: bytes) -> None:
         """Some bytes of an event stream."""
@@ -169,16 +169,16 @@ class Hearing:
             self._finish, self._spans = choice.finish_reason, choice.weight_versions
         if ids and self._listen is not None:
             version = self._serving()
-            self._told.switch(len(self._ids), version)
-            self._listen(Piece(sampled_ids=ids, logprobs=logprobs, version=version))
+            self._streamed_spans.switch(len(self._ids), version)
+            self._listen(TokenChunk(sampled_ids=ids, logprobs=logprobs, version=version))
         self._ids += ids
         self._logprobs += logprobs
 
     @property
-    def was_told_right(self) -> bool:
+    def spans_matched(self) -> bool:
         """Whether the pieces had the versions of the completion."""
-        told = [(span.start, span.end) for span in self._told.spans(len(self._ids))]
-        return self._listen is None or told == [(s.start, s.end) for s in self._spans or ()]
+        streamed = [(span.start, span.end) for span in self._streamed_spans.spans(len(self._ids))]
+        return self._listen is None or streamed == [(s.start, s.end) for s in self._spans or ()]
 
     def completion(self, versions: Mapping[str, Version]) -> Completion:
         """`versions` are all that the server was ever told to serve, by label."""

@@ -25,7 +25,7 @@ OnBody = Callable[[bytes], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class HttpReply:
     status: int
     body: bytes
     """Empty where pieces were handed over."""
@@ -52,7 +52,7 @@ class HttpClient:
         *,
         timeout_s: float | None = None,
         on_body: OnBody | None = None,
-    ) -> Reply:
+    ) -> HttpReply:
         """`on_body` hears the pieces of a reply with status 200; what it raises is raised here."""
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
@@ -83,7 +83,7 @@ class HttpClient:
         self._open.add(connection)
         return connection
 
-    async def _ask(self, connection: _Connection, data: bytes, on_body: OnBody | None) -> Reply:
+    async def _ask(self, connection: _Connection, data: bytes, on_body: OnBody | None) -> HttpReply:
         try:
             reply = await connection.ask(data, on_body)
         except BaseException:
@@ -107,7 +107,7 @@ class _Connection(asyncio.Protocol):
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._waiter: asyncio.Future[Reply] | None = None
+        self._waiter: asyncio.Future[HttpReply] | None = None
         self._on_body: OnBody | None = None
         self._pieces: list[bytes] = []
         self._num_replies = 0
@@ -119,7 +119,7 @@ class _Connection(asyncio.Protocol):
         is_open = self._transport is not None and not self._transport.is_closing()
         return is_open and not self._must_close and self._waiter is None
 
-    async def ask(self, data: bytes, on_body: OnBody | None) -> Reply:
+    async def ask(self, data: bytes, on_body: OnBody | None) -> HttpReply:
         assert self._transport is not None
         self._waiter = asyncio.get_running_loop().create_future()
         self._on_body, self._pieces, self._has_begun = on_body, [], False
@@ -170,4 +170,4 @@ class _Connection(asyncio.Protocol):
         self._must_close = not self._parser.should_keep_alive()
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
-            waiter.set_result(Reply(self._parser.get_status_code(), b"".join(self._pieces)))
+            waiter.set_result(HttpReply(self._parser.get_status_code(), b"".join(self._pieces)))

@@ -27,7 +27,7 @@ from typing import Protocol
 import structlog
 
 from penstock.errors import EngineError
-from penstock.rollout.engines.vllm.control import NEEDED, Control
+from penstock.rollout.engines.vllm.control import REQUIRED_OPTIONS, Control
 from penstock.rollout.engines.vllm.http import HttpClient
 from penstock.rollout.programs import inherited_env
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -35,16 +35,16 @@ from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 START_S = 1800.0
 STOP_S = 15.0
 POLL_S = 0.5
-TELL_S = 15.0
+LOG_INTERVAL_S = 15.0
 """Between two lines about a server that is still starting."""
 COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 """Under a schema, a model that likes blanks would otherwise never end."""
-INSIDE = Path(__file__).parent / "inside"
-ONLY_PLUGINS = "VLLM_PLUGINS"
+PLUGIN_DIR = Path(__file__).parent / "inside"
+PLUGINS_VARIABLE = "VLLM_PLUGINS"
 """Where it is set, vLLM loads those alone; ours is in INSIDE."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM makes room for."""
-MOST_ADAPTERS = 16
+MAX_ADAPTERS = 16
 """In memory at once, of all policies."""
 log = structlog.get_logger(__name__)
 
@@ -55,7 +55,7 @@ def default_environment() -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterRoom:
+class LoraCapacity:
     """What a server must have room for, where its folders hold adapters."""
 
     num_policies: int = 1
@@ -112,14 +112,14 @@ class ChildServer:
         *,
         state_dir: Path | None = None,
         start_s: float = START_S,
-        room: AdapterRoom | None = None,
+        lora_capacity: LoraCapacity | None = None,
     ) -> None:
         """The server's log goes to `state_dir`, else to a temporary folder."""
         self._program = environment / "bin" / "vllm"
         self._options = tuple(options)
         self._state_dir = state_dir
         self._start_s = start_s
-        self._room = room or AdapterRoom()
+        self._lora_capacity = lora_capacity or LoraCapacity()
         self._process: asyncio.subprocess.Process | None = None
         self._scratch: Path | None = None
 
@@ -145,12 +145,15 @@ class ChildServer:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         model, more = folder, ()
         if (folder / ADAPTER_CONFIG).exists():
-            model, more = _base_of(folder, self._scratch / "base"), _for_adapters(self._room)
+            model, more = (
+                _base_of(folder, self._scratch / "base"),
+                _for_adapters(self._lora_capacity),
+            )
         words = [str(self._program), *_arguments(model, port), *more, *self._options]
         log.info("starting vLLM", command=shlex.join(words), log=str(log_path))
         with log_path.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(INSIDE / "guardian.py"), *words),
+                *(sys.executable, "-I", "-S", str(PLUGIN_DIR / "guardian.py"), *words),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=out,
                 stderr=out,
@@ -184,7 +187,7 @@ class ChildServer:
         self, process: asyncio.subprocess.Process, url: str, log_path: Path
     ) -> None:
         control = Control(HttpClient(url))
-        began = told = time.monotonic()
+        began = logged_at = time.monotonic()
         while process.returncode is None:
             if await control.is_healthy():
                 log.info("vLLM is up", url=url, seconds=round(time.monotonic() - began, 1))
@@ -194,8 +197,8 @@ class ChildServer:
                 raise EngineError(
                     f"vLLM is not up after {self._start_s:g} s; see {log_path}: {_end(log_path)}"
                 )
-            if now - told >= TELL_S:
-                told = now
+            if now - logged_at >= LOG_INTERVAL_S:
+                logged_at = now
                 log.info("vLLM starts", seconds=round(now - began), says=_end(log_path, 1)[-200:])
             await asyncio.sleep(POLL_S)
         raise EngineError(f"vLLM ended while starting; see {log_path}: {_end(log_path)}")
@@ -207,7 +210,7 @@ def _arguments(folder: Path, port: int) -> list[str]:
         *("--served-model-name", "policy", "--generation-config", "vllm"),
         *("--enforce-eager", "--disable-uvicorn-access-log"),
         *("--structured-outputs-config", COMPACT_JSON),
-        *NEEDED,
+        *REQUIRED_OPTIONS,
     ]
 
 
@@ -220,19 +223,19 @@ def _base_of(folder: Path, place: Path) -> Path:
     return place
 
 
-def _for_adapters(room: AdapterRoom) -> tuple[str, ...]:
-    rank = next((rank for rank in RANKS if rank >= room.rank), room.rank)
+def _for_adapters(lora_capacity: LoraCapacity) -> tuple[str, ...]:
+    rank = next((rank for rank in RANKS if rank >= lora_capacity.rank), lora_capacity.rank)
     return (
         "--enable-lora",
-        *("--max-lora-rank", str(rank), "--max-loras", str(2 * room.num_policies)),
-        *("--max-cpu-loras", str(max(MOST_ADAPTERS, 2 * room.num_policies))),
+        *("--max-lora-rank", str(rank), "--max-loras", str(2 * lora_capacity.num_policies)),
+        *("--max-cpu-loras", str(max(MAX_ADAPTERS, 2 * lora_capacity.num_policies))),
     )
 
 
 def _environment(folder: Path, scratch: Path) -> dict[str, str]:
     inherited = inherited_env()
-    if ONLY_PLUGINS in inherited:
-        inherited[ONLY_PLUGINS] += ",penstock"
+    if PLUGINS_VARIABLE in inherited:
+        inherited[PLUGINS_VARIABLE] += ",penstock"
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
@@ -242,7 +245,7 @@ def _environment(folder: Path, scratch: Path) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_RPC_BASE_PATH": str(scratch),
-        "PYTHONPATH": str(INSIDE),
+        "PYTHONPATH": str(PLUGIN_DIR),
         "PENSTOCK_WEIGHTS_ROOT": str(folder.resolve().parent),
     }
 

@@ -3,7 +3,7 @@
 
 Health is progress: a server whose requests wait while its token counters stand still for `stall_s`
 is dead, whatever it answers to /health. A dead server's requests fail at once, and it is started
-again without being asked. What it serves then is its `Tenant`'s business.
+again without being asked. What it serves then is its `ServedModel`'s business.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ from typing import Protocol
 
 import structlog
 
-from penstock.errors import EngineError, Refused
+from penstock.errors import EngineError, RequestRejected
 from penstock.rollout.engines.base import CLOSED
 from penstock.rollout.engines.vllm.control import Control
-from penstock.rollout.engines.vllm.generate_api import Hearing
+from penstock.rollout.engines.vllm.generate_api import CompletionParser
 from penstock.rollout.engines.vllm.http import HttpClient
 from penstock.rollout.engines.vllm.server import Server
 
 WATCH_S = 1.0
-MOST_RETRY_S = 60.0
+MAX_RETRY_S = 60.0
 log = structlog.get_logger(__name__)
 
 
-class Tenant(Protocol):
+class ServedModel(Protocol):
     """Who decides what a server serves; each call is made with the keeper's lock held."""
 
-    def lost(self) -> None:
+    def on_server_lost(self) -> None:
         """Nothing is live any more."""
         ...
 
-    async def revive(self) -> bool:
+    async def restore(self) -> bool:
         """Bring up what was live; False if nothing ever was."""
         ...
 
-    async def tidy(self) -> None:
+    async def unload_unused(self) -> None:
         """Called now and then while the server is well."""
         ...
 
 
-class Keeper:
-    def __init__(self, server: Server, tenant: Tenant, *, stall_s: float) -> None:
+class Supervisor:
+    def __init__(self, server: Server, served: ServedModel, *, stall_s: float) -> None:
         self.lock = asyncio.Lock()
         """Held while what is served changes."""
         self.client: HttpClient | None = None
         self.is_closed = False
         self._server = server
-        self._tenant = tenant
+        self._served = served
         self._stall_s = stall_s
-        self._why_lost: str | None = None
+        self._lost_reason: str | None = None
         """Why the server must be brought up anew."""
         self._watcher: asyncio.Task[None] | None = None
-        self._doubt = asyncio.Event()
+        self._suspected = asyncio.Event()
         self._num_waiting = 0
-        self._moved_at = 0.0
+        self._last_progress_at = 0.0
         self._num_tokens: float = -1.0
 
     @property
@@ -82,17 +82,17 @@ class Keeper:
         self.client = HttpClient(url)
         return has_weights
 
-    def is_up(self) -> None:
+    def mark_up(self) -> None:
         """It serves what it should."""
-        self._why_lost = None
-        self._moved_at = time.monotonic()
+        self._lost_reason = None
+        self._last_progress_at = time.monotonic()
         if self._watcher is None:
             self._watcher = asyncio.create_task(self._watch(), name="vllm-watch")
 
-    def lose(self, why: str) -> None:
+    def mark_lost(self, why: str) -> None:
         log.error("vLLM is lost", why=why, num_waiting=self._num_waiting)
-        self._why_lost = why
-        self._tenant.lost()
+        self._lost_reason = why
+        self._served.on_server_lost()
         if self.client is not None:
             self.client.abort(f"the engine is lost: {why}")
 
@@ -110,38 +110,38 @@ class Keeper:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    async def ask(self, body: bytes, hearing: Hearing, *, is_streamed: bool) -> None:
+    async def ask(self, body: bytes, parser: CompletionParser, *, is_streamed: bool) -> None:
         assert self.client is not None
         if self._num_waiting == 0:
-            self._moved_at = time.monotonic()
+            self._last_progress_at = time.monotonic()
         self._num_waiting += 1
         try:
-            await self._ask(self.client, body, hearing, is_streamed=is_streamed)
+            await self._ask(self.client, body, parser, is_streamed=is_streamed)
         finally:
             self._num_waiting -= 1
-            self._moved_at = time.monotonic()
+            self._last_progress_at = time.monotonic()
 
     async def _ask(
-        self, client: HttpClient, body: bytes, hearing: Hearing, *, is_streamed: bool
+        self, client: HttpClient, body: bytes, parser: CompletionParser, *, is_streamed: bool
     ) -> None:
-        def heard(data: bytes) -> None:
-            self._moved_at = time.monotonic()
-            hearing.feed(data)
+        def on_data(data: bytes) -> None:
+            self._last_progress_at = time.monotonic()
+            parser.feed(data)
 
-        on_body = heard if is_streamed else None
+        on_body = on_data if is_streamed else None
         try:
             reply = await client.request("POST", "/inference/v1/generate", body, on_body=on_body)
         except OSError as error:
-            self._doubt.set()
+            self._suspected.set()
             raise EngineError(f"vLLM broke off: {str(error) or type(error).__name__}") from None
         if reply.status != 200:
-            said = reply.body.decode(errors="replace")[:1000]
-            kind = Refused if reply.status in (400, 422) else EngineError
+            response = reply.body.decode(errors="replace")[:1000]
+            kind = RequestRejected if reply.status in (400, 422) else EngineError
             if kind is EngineError:
-                self._doubt.set()
-            raise kind(f"vLLM answers {reply.status} to a request: {said}")
+                self._suspected.set()
+            raise kind(f"vLLM answers {reply.status} to a request: {response}")
         if not is_streamed:
-            hearing.take(reply.body)
+            parser.take(reply.body)
 
     # --- health -----------------------------------------------------------------------------------
 
@@ -152,32 +152,32 @@ class Keeper:
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(WATCH_S, self._stall_s / 4)):
-                    await self._doubt.wait()
-            if self._why_lost is not None:
+                    await self._suspected.wait()
+            if self._lost_reason is not None:
                 await asyncio.sleep(retry_s)
             async with self.lock:
-                if self._why_lost is None and (why := await self._fault()) is not None:
-                    self.lose(why)
-                if self._why_lost is None:
-                    await self._tenant.tidy()
+                if self._lost_reason is None and (why := await self._fault()) is not None:
+                    self.mark_lost(why)
+                if self._lost_reason is None:
+                    await self._served.unload_unused()
                     retry_s = WATCH_S
                     continue
                 try:
-                    if await self._tenant.revive():
+                    if await self._served.restore():
                         log.info("vLLM is back")
                     retry_s = WATCH_S
                 except EngineError as error:
                     log.error("vLLM does not come back", error=str(error), retry_s=retry_s)
-                    retry_s = min(2 * retry_s, MOST_RETRY_S)
+                    retry_s = min(2 * retry_s, MAX_RETRY_S)
 
     async def _fault(self) -> str | None:
-        is_doubted = self._doubt.is_set()
-        self._doubt.clear()
+        is_suspected = self._suspected.is_set()
+        self._suspected.clear()
         if not self._server.is_running:
             return "its process ended"
-        if is_doubted and self.client and not await self.control.is_healthy():
+        if is_suspected and self.client and not await self.control.is_healthy():
             return "it does not answer"
-        quiet_s = time.monotonic() - self._moved_at
+        quiet_s = time.monotonic() - self._last_progress_at
         if self._num_waiting == 0 or quiet_s < self._stall_s / 2 or self.client is None:
             return None
         try:
@@ -186,7 +186,7 @@ class Keeper:
         except (EngineError, TimeoutError) as error:
             return f"it does not count its tokens: {error or 'no answer'}"
         if num_tokens != self._num_tokens:
-            self._num_tokens, self._moved_at = num_tokens, time.monotonic()
+            self._num_tokens, self._last_progress_at = num_tokens, time.monotonic()
         elif quiet_s >= self._stall_s:
             return f"{self._num_waiting} requests wait and no token came for {quiet_s:.0f} s"
         return None

@@ -27,12 +27,12 @@ def main() -> None:
         program.send_signal(number)
 
     signal.signal(signal.SIGTERM, pass_on)
-    threading.Thread(target=_kill_when_alone, daemon=True).start()
+    threading.Thread(target=_kill_when_orphaned, daemon=True).start()
     print(f"guardian: {sys.argv[1]} ended with {program.wait()}", file=sys.stderr, flush=True)
     _kill_group()
 
 
-def _kill_when_alone() -> None:
+def _kill_when_orphaned() -> None:
     os.read(0, 1)
     _kill_group()
 

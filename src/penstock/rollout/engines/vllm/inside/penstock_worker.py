@@ -7,8 +7,8 @@ own reload are closed here. A checkpoint with a tied head has no tensor for it, 
 head would go on with its old packed copy: heads are tied and packed anew. q, k and v are one layer
 inside vLLM, gate and up another: an update with a part of one is refused before anything changes.
 The route that calls this asks for no credentials, so folders outside `$PENSTOCK_WEIGHTS_ROOT` are
-refused too. Two more traps, of engines on a CPU, are closed by `settle`, which vLLM calls in each
-of its processes: the folder beside this file names it as a plugin.
+refused too. Two more traps, of engines on a CPU, are closed by `apply_cpu_patches`, which vLLM
+calls in each of its processes: the folder beside this file names it as a plugin.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Extension:
         """Whether `penstock_load` would take this folder; changes nothing."""
         files = weight_files(folder)
         names = [name for path in files for name in _names(path)]
-        if (why := half_layer(names)) is not None:
+        if (why := missing_fused_part(names)) is not None:
             raise ValueError(f"{folder}: {why}")
         return {"num_files": len(files), "num_tensors": len(names)}
 
@@ -44,7 +44,7 @@ class Extension:
         torch = importlib.import_module("torch")
         with torch.no_grad():
             self.model_runner.reload_weights(weights_iterator=_tensors(weight_files(folder)))
-            found["num_heads"] = pack_heads(self.model_runner.get_model())
+            found["num_heads"] = repack_heads(self.model_runner.get_model())
         return found
 
 
@@ -61,7 +61,7 @@ def weight_files(folder: str) -> list[Path]:
     return files
 
 
-def half_layer(names: list[str]) -> str | None:
+def missing_fused_part(names: list[str]) -> str | None:
     """Which part of a fused layer is missing, if any."""
     known = set(names)
     for name in names:
@@ -77,7 +77,7 @@ def half_layer(names: list[str]) -> str | None:
     return None
 
 
-def pack_heads(model: Any) -> int:
+def repack_heads(model: Any) -> int:
     """Tie output heads to the new embedding and pack both anew."""
     layers = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
     tables = [part for part in model.modules() if isinstance(part, layers.VocabParallelEmbedding)]
@@ -91,14 +91,14 @@ def pack_heads(model: Any) -> int:
     return len(tables)
 
 
-def settle() -> None:
+def apply_cpu_patches() -> None:
     """Where vLLM computes on a CPU, two habits that suit a GPU harm it."""
     if not importlib.import_module("torch").accelerator.is_available():
-        keep_used_draws()
-        wait_asleep()
+        stub_generator_offset()
+        sleep_while_waiting()
 
 
-def keep_used_draws() -> None:
+def stub_generator_offset() -> None:
     """vLLM takes back the draw of a token that it throws away (a prompt read in parts) through its
     generator's offset. Generators of a CPU have none, and the engine dies of it. There the draw
     stays used: the one after it is as fair."""
@@ -114,7 +114,7 @@ def keep_used_draws() -> None:
     torch.Generator = Generator
 
 
-def wait_asleep() -> None:
+def sleep_while_waiting() -> None:
     """vLLM's processes wait for each other by yielding in a loop. On cores that compute as well
     they then lose their turns: a pause waited up to 18 s behind the answers of another engine."""
     waiting: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
