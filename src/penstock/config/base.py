@@ -37,6 +37,7 @@ __all__ = [
     "is_url",
     "matching",
     "nested_error",
+    "non_blank",
     "non_empty",
     "one_of",
     "only_supported",
@@ -99,3 +100,10 @@ def matching(pattern: re.Pattern[str], fix: str) -> Callable[[str], str]:
         return value
 
     return check
+
+
+def non_blank(value: str) -> str:
+    """Reject empty text."""
+    if not value.strip():
+        raise ValueError("is empty; give a value")
+    return value
