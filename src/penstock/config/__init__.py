@@ -19,7 +19,6 @@ from penstock.config.lora import LoraConfig
 from penstock.config.models import ModelConfig
 from penstock.config.pipeline import HostConfig, PipelineConfig, PipelineStageConfig
 from penstock.config.resolved import changed, differences, digest, dump, identity, run_dir
-from penstock.config.rule_options import Hook
 from penstock.config.rules import RuleConfig
 from penstock.config.run import RunConfig
 from penstock.config.run_sections import PolicyConfig
@@ -32,6 +31,7 @@ from penstock.config.trainer import (
     TrainingConfig,
 )
 from penstock.config.weights import WeightsConfig
+from penstock.types import Hook
 
 __all__ = [
     "AlgorithmConfig",

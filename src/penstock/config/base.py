@@ -32,6 +32,7 @@ __all__ = [
     "OBJECT_STORES",
     "Contradiction",
     "KeyPath",
+    "Options",
     "Section",
     "did_you_mean",
     "is_url",

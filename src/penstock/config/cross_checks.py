@@ -17,9 +17,9 @@ from penstock.config.pipeline_cross_checks import (
     row_stage_checks,
     row_stages,
 )
-from penstock.config.rule_options import Hook
 from penstock.config.rules import RuleConfig
 from penstock.config.run_sections import PolicyConfig, RunSections
+from penstock.types import Hook
 
 VLLM_TEMPERATURE_RANGE = (0.01, 2.0)
 """vLLM silently raises lower temperatures to the minimum and rejects higher ones."""

@@ -18,16 +18,17 @@ from penstock.config.stages import PipelineStageConfig, StageConfig
 def with_service_stages(whole: Mapping[str, Any]) -> dict[str, Any]:
     """The run file as written, with every service added to `dataflow.stages`."""
     completed = dict(whole)
-    dataflow: object = whole.get("dataflow", {})
-    section = dict(dataflow) if isinstance(dataflow, Mapping | DataflowConfig) else None
-    declared = section.get("stages", ()) if section is not None else None
-    if section is None or not isinstance(declared, Sequence):
+    section: object = whole.get("dataflow", {})
+    if not isinstance(section, Mapping | DataflowConfig):
         return completed  # not valid; the section says so
-    written = [*cast(Sequence[object], declared)]
+    dataflow = dict[str, Any](cast(Mapping[str, Any], section))
+    if not isinstance(dataflow.get("stages", ()), list | tuple):
+        return completed
+    written = [*cast(Sequence[object], dataflow.get("stages", ()))]
     names = {_name(entry) for entry in written}
     services = [stage for stage in _services(whole.get("pipeline")) if stage.name not in names]
     if services:
-        completed["dataflow"] = {**section, "stages": [*written, *services]}
+        completed["dataflow"] = {**dataflow, "stages": [*written, *services]}
     return completed
 
 
