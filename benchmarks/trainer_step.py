@@ -77,10 +77,8 @@ def make_batch(lengths: Ints, vocab_size: int, draw: np.random.Generator) -> Bat
         groups_R=np.arange(lengths.size) // 8,
         staleness_R=np.zeros(lengths.size, np.int64),
         costs_R=np.ones(lengths.size),  # one rank, which computes them all
-        columns={
-            "reward": draw.random(lengths.size),
-            "advantage": np.repeat(advantages, lengths + PROMPT),
-        },
+        row_columns={"reward": draw.random(lengths.size)},
+        token_columns={"advantage": np.repeat(advantages, lengths + PROMPT)},
         longest_R=lengths,
         roles=Roles.unnamed(lengths.size),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from blake3 import blake3
 from penstock.errors import StoreError
 from penstock.trainer.ranks.balance import manifest_costs
 from penstock.trainer.ranks.group import RankReductions, SingleRank
-from penstock.trainer.samples import TOKEN_COLUMNS, Samples, is_seen, make_samples
+from penstock.trainer.samples import Samples, is_seen, make_samples
 from penstock.types import (
     FinishReason,
     Manifest,
@@ -35,6 +36,7 @@ from penstock.wire.codec import decode
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+NO_COLUMNS: Mapping[str, Floats] = MappingProxyType({})
 
 _log = structlog.get_logger(__name__)
 
@@ -87,8 +89,10 @@ class Batch:
     staleness_R: Ints
     costs_R: Floats
     """Work of computing each row; by it ranks share rows among themselves."""
-    columns: Mapping[str, Floats]
-    """By name, each by row or by token: `reward` (R) from the manifest, the others from stages."""
+    row_columns: Mapping[str, Floats]
+    """By name, one number per row (R): `reward` from the manifest, and what stages write."""
+    token_columns: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
+    """By name, one number per token (T), all written by stages."""
     longest_R: Ints
     """Sampled tokens of each row's longest turn, of those that this trainer sees."""
     roles: Roles
@@ -114,17 +118,37 @@ class Batch:
         mask_T = self.samples.mask_T & ~is_out_R[self.rows_T]
         return replace(self, samples=replace(self.samples, mask_T=mask_T))
 
-    def with_columns(self, columns: Mapping[str, Floats]) -> Batch:
-        """This batch, and what a stage has written; a column is written once."""
-        if twice := self.columns.keys() & columns.keys():
-            raise ValueError(f"columns are written once, but {sorted(twice)} stand already")
-        for name, values in columns.items():
-            if values.shape not in ((self.groups_R.size,), self.samples.ids_T.shape):
-                raise ValueError(
-                    f"column {name} has shape {values.shape}: it is neither by row "
-                    f"({self.groups_R.size}) nor by token ({self.samples.ids_T.size})"
-                )
-        return replace(self, columns={**self.columns, **columns})
+    @property
+    def column_names(self) -> frozenset[str]:
+        return frozenset({*self.row_columns, *self.token_columns})
+
+    def with_columns(
+        self,
+        *,
+        row_columns: Mapping[str, Floats] = NO_COLUMNS,
+        token_columns: Mapping[str, Floats] = NO_COLUMNS,
+    ) -> Batch:
+        """This batch with the columns that a stage wrote; a column is written once."""
+        written = [*row_columns, *token_columns]
+        if twice := [
+            name for name in written if name in self.column_names or written.count(name) > 1
+        ]:
+            raise ValueError(f"columns {sorted({*twice})} exist already; write each column once")
+        for axis, columns, size in (
+            ("row", row_columns, self.groups_R.size),
+            ("token", token_columns, self.samples.ids_T.size),
+        ):
+            for name, values in columns.items():
+                if values.shape != (size,):
+                    raise ValueError(
+                        f"{axis} column {name} has shape {values.shape}, and the batch has {size} "
+                        f"{axis}s; give one number per {axis}"
+                    )
+        return replace(
+            self,
+            row_columns={**self.row_columns, **row_columns},
+            token_columns={**self.token_columns, **token_columns},
+        )
 
 
 def assemble(
@@ -144,9 +168,7 @@ def assemble(
     served = dict(_trajectories(manifest, rows))
     roles = Roles.of(manifest)
     numbers = {name: number for number, name in enumerate(roles.names)}
-    samples = pad_if_ambiguous(
-        make_samples(served.items(), policy, manifest.visible_roles, numbers), groups_R.size
-    )
+    samples = make_samples(served.items(), policy, manifest.visible_roles, numbers)
     truncated_R, longest_R = _row_lengths(manifest, served, ranks or SingleRank())
     batch = Batch(
         seq=manifest.seq,
@@ -155,7 +177,7 @@ def assemble(
         groups_R=groups_R,
         staleness_R=_staleness(manifest, policy),
         costs_R=manifest_costs(manifest),
-        columns=_row_columns(manifest, truncated_R),
+        row_columns=_row_columns(manifest, truncated_R),
         longest_R=longest_R,
         roles=roles,
         nodes={index: _boot_key(trajectory) for index, trajectory in served.items()},
@@ -166,16 +188,6 @@ def assemble(
 def _boot_key(trajectory: Trajectory) -> str:
     """No node's name has a slash."""
     return f"{trajectory.node_id}/{trajectory.boot_id}"
-
-
-def pad_if_ambiguous(samples: Samples, num_rows: int) -> Samples:
-    """With one token more, of no sample, where there are as many tokens as rows: the length of a
-    column says what it is by."""
-    if samples.ids_T.size != num_rows or num_rows == 0:
-        return samples
-    columns = {name: getattr(samples, name) for name in TOKEN_COLUMNS}
-    longer = {name: np.append(values, values.dtype.type(0)) for name, values in columns.items()}
-    return replace(samples, **longer)
 
 
 def _trajectories(
@@ -260,7 +272,7 @@ def _with_token_columns(batch: Batch, rows: Sequence[RowPayload], manifest: Mani
             rows=np.flatnonzero(is_broken_R).tolist(),
         )
         batch = batch.without(is_broken_R)
-    return batch.with_columns(columns)
+    return batch.with_columns(token_columns=columns)
 
 
 def _drop_unknown_ids(samples: Samples, vocab_size: int, seq: int) -> Samples:

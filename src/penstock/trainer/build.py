@@ -33,7 +33,7 @@ from penstock.trainer.packing_check import require_packable
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.functions import find_function
 from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, Stage, bind, keep_rows
-from penstock.trainer.ranks.batch_repartition import move
+from penstock.trainer.ranks.batch_repartition import repartition_batch
 from penstock.trainer.ranks.group import Ranks, SingleRank, StagedRanks
 from penstock.trainer.ranks.sharding import shard
 from penstock.trainer.ranks.topology import Parallel
@@ -159,13 +159,13 @@ class _Builder:
         for stage in stages:
             there = _parallel(stage) if _has_model(stage) else here
             minibatches = self._settings.training.minibatches
-            way = partial(move, before=here, after=there, minibatches=minibatches)
+            way = partial(repartition_batch, before=here, after=there, minibatches=minibatches)
             found.append(
                 bind(
                     stage,
                     self._call(stage, learners),
                     sum_over_ranks=self._ranks.at(there).sum_over_ranks,
-                    move=keep_rows if there == here else way,
+                    move_rows=keep_rows if there == here else way,
                 )
             )
             here = there
@@ -285,7 +285,7 @@ def _idle_result(stage: PipelineStageConfig, batch: Batch) -> Stats | dict[str, 
 
 
 def _train(learner: Learner, batch: Batch) -> Stats:
-    excluded_R = batch.columns.get("excluded")
+    excluded_R = batch.row_columns.get("excluded")
     if excluded_R is None:
         return learner.step(batch)
     stats = learner.step(batch.without(excluded_R > 0))

@@ -135,8 +135,8 @@ def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> 
     token_K = tokens_of(samples, chosen)
     columns = {
         name: torch.from_numpy(values[token_K])
-        for name, values in batch.columns.items()
-        if values.shape == samples.ids_T.shape and name != "advantage"
+        for name, values in batch.token_columns.items()
+        if name != "advantage"
     }
     _, sequences_K = np.unique(sample_K, return_inverse=True)
     return Inputs(
@@ -162,7 +162,7 @@ def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> 
 def advantages_of(batch: Batch) -> Floats:
     """By token. Zeros as long as no stage has written any: a model may look, and a critic learn,
     before there is credit."""
-    found = batch.columns.get("advantage")
+    found = batch.token_columns.get("advantage")
     return np.zeros(batch.samples.ids_T.shape) if found is None else found
 
 

@@ -328,7 +328,7 @@ def _averages(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _describe(batch: Batch, ranks: RankReductions) -> dict[str, float]:
-    rewards_R = batch.columns["reward"]
+    rewards_R = batch.row_columns["reward"]
     is_trained_T = batch.samples.mask_T
     credited = np.unique(batch.rows_T[is_trained_T & (advantages_of(batch) != 0)])
     own = np.array([batch.samples.num_trained, credited.size], np.float64)

@@ -113,7 +113,7 @@ def _survivors(batch: Batch, correction: Correction | None) -> Bools | None:
     token_K = tokens_of(samples, np.arange(samples.starts_S.size))
     sequences_K = np.repeat(np.arange(samples.starts_S.size), trained_tokens(samples))
     is_kept_K = correction.survivors(
-        torch.from_numpy(batch.columns[PROXIMAL][token_K]),
+        torch.from_numpy(batch.token_columns[PROXIMAL][token_K]),
         torch.from_numpy(samples.logprobs_T[token_K].astype(np.float64)),
         torch.from_numpy(np.unique(sequences_K, return_inverse=True)[1]),
     )

@@ -36,7 +36,7 @@ def credit(name: str, options: str, reads: str = "reward") -> str:
         (credit("group_advantage", "{std_ddof: one}"), "std_ddof", "must be a whole number"),
         (ADVANTAGE.replace("type", "options: {std_ddof: 2}, type"), "std_ddof", "at most 1"),
         (credit("role_advantage", "{leave_one_ot: true}"), "leave_one_ot",
-         'is no option of what is shipped for it (leave_one_out); did you mean "leave_one_out"?'),
+         'is not an option of the built-in stage (leave_one_out); did you mean "leave_one_out"?'),
         (credit("role_advantage", "{leave_one_out: 1}"), "leave_one_out", "true or false"),
         (credit("discounted_advantage", "{discount: x}"), "discount", "must be a number"),
         (credit("discounted_advantage", "{}"), "discount", "missing required key"),

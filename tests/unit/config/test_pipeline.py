@@ -104,7 +104,7 @@ def test_a_pipeline_is_kept_as_it_was_written(load_stages: LoadStages) -> None:
         (
             (ADVANTAGE, TRAIN.replace("reads", "options: {lr: 1}, reads")),
             "run.yaml:28: pipeline.stages[1].options.lr: ",
-            "lr is no option of what is shipped for it (none); take it out",
+            "lr is not an option of the built-in stage (none); remove it",
         ),
         (
             (SHAPE.replace("READS", "reward").replace("[shaped]", "[reward]"), ADVANTAGE, TRAIN),

@@ -129,7 +129,8 @@ class Sealed:
 
 def credited(batch: Batch) -> Batch:
     """As the pipeline's first stage does."""
-    return batch.with_columns(group_advantage(Layout.of(batch), reward=batch.columns["reward"]))
+    credit = group_advantage(Layout.of(batch), reward=batch.row_columns["reward"])
+    return batch.with_columns(token_columns=credit)
 
 
 def make_turn(

@@ -162,7 +162,7 @@ def learned(
         ]
         batch = assemble(sealed.manifest, rows, POLICY, VOCAB, ranks=ranks)
         values = models.step(batch).values
-        assert values["tokens/trained"] == sum(batch.columns["length"])
+        assert values["tokens/trained"] == sum(batch.row_columns["length"])
         curve.append((values["loss"], values["grad_norm"]))
     return curve, models.weights()
 

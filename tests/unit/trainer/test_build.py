@@ -117,7 +117,7 @@ def test_tokens_that_the_correction_rejects_leave_the_denominator(model_folder: 
     models = build_models(config, POLICY, model_folder)
     given = batch(1)
     proximal_T = make_learner(load_model(model_folder)).infer(given)
-    advantage_T = credited(given).columns["advantage"]
+    advantage_T = credited(given).token_columns["advantage"]
     mask_T = given.samples.mask_T
     rho_K = np.exp(proximal_T - given.samples.logprobs_T)[mask_T]
     is_kept_K = (rho_K >= 0.5) & (rho_K <= 2.0)

@@ -16,17 +16,10 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_origin
 
-from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
+from penstock.config.builtin_stages import default_functions
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.errors import ConfigError
 from penstock.plugins import load_function
-
-BUILTIN_FUNCTIONS: Mapping[tuple[str, str], str] = {
-    ("compute", "advantage"): f"{STAGE_FUNCTIONS_MODULE}:group_advantage",
-    ("compute", "critic"): f"{STAGE_FUNCTIONS_MODULE}:gae",
-    ("compute", "overlong"): f"{STAGE_FUNCTIONS_MODULE}:overlong",
-}
-"""By (type, role), for a stage without fn; infer and train stages run the models themselves."""
 
 Function = Callable[..., Any]
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -34,7 +27,7 @@ _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWOR
 
 def function_name(stage: PipelineStageConfig) -> str | None:
     """`module:function`; None where the trainer runs a model."""
-    return stage.fn or BUILTIN_FUNCTIONS.get((stage.type, stage.role))
+    return stage.fn or default_functions().get((stage.type, stage.role))
 
 
 def find_function(stage: PipelineStageConfig) -> Function | None:

@@ -9,14 +9,15 @@ R = rows of the manifest, S = samples, T = tokens of all samples, Q = turns, row
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.trainer.advantages.credit import Turns
+from penstock.trainer.advantages.baselines import Moments, moments, normalised
+from penstock.trainer.advantages.credit import Turns, spread_to_tokens
 
 if TYPE_CHECKING:
     from penstock.trainer.batches import Batch, Roles
@@ -24,7 +25,23 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Columns = Mapping[str, Floats]
+"""What a stage function returns, by column name."""
 Sum = Callable[[Floats], Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class RowColumn:
+    """A returned column with one number per row: for custom columns of undeclared functions."""
+
+    values_R: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumn:
+    """A returned column with one number per token: for custom columns of undeclared functions."""
+
+    values_T: Floats
 
 
 def no_reduction(values: Floats) -> Floats:
@@ -106,3 +123,18 @@ class TrainedTurns:
         depths_T = np.zeros(layout.mask_T.size, np.int64)
         depths_T[tokens_K] = turns.depths_Q[of_K]
         return cls(turns=turns, last_Q=last_Q, depths_T=depths_T)
+
+    def by_token(self, layout: Layout, turns: Turns, credits_Q: Floats) -> Floats:
+        """Credit of `turns`, of all ranks or of this one, on the trained tokens of this rank."""
+        return spread_to_tokens(credits_Q, turns, layout.rows_T, self.depths_T, layout.mask_T)
+
+
+def normalised_over_batch(layout: Layout, reward: Floats, advantages_T: Floats) -> Floats:
+    """Zero mean and unit variance over the trained tokens of all ranks; tokens of rows without a
+    reward are not counted and stay 0."""
+    counts_T = layout.mask_T & np.isfinite(reward[layout.rows_T])
+    own = moments(advantages_T, counts_T)
+    sums = layout.sum_over_ranks(np.array([own.num_tokens, own.total, own.square], np.float64))
+    num_tokens, total, square = sums.tolist()
+    of_batch = Moments(num_tokens=int(num_tokens), total=total, square=square)
+    return normalised(advantages_T, counts_T, of_batch)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from penstock.trainer.batches import Batch, pad_if_ambiguous
+from penstock.trainer.batches import Batch
 from penstock.trainer.ranks.repartition import RowPlacement, repartition
 from penstock.trainer.ranks.row_fetch import assign_rows
 from penstock.trainer.ranks.topology import Parallel
@@ -40,7 +40,9 @@ class PackedRow:
     """Which life of a node made it; None of a row that is gone."""
 
 
-def move(batch: Batch, before: Parallel, after: Parallel, *, minibatches: int) -> Batch:
+def repartition_batch(
+    batch: Batch, before: Parallel, after: Parallel, *, minibatches: int
+) -> Batch:
     """This rank's rows of the next stage. Every rank of the trainer calls it."""
     rank = dist.get_rank()
     held, wanted = (_placement(batch, parallel, minibatches) for parallel in (before, after))
@@ -69,7 +71,7 @@ def _pack(batch: Batch, row: int) -> PackedRow:
     return PackedRow(
         lengths=tuple(int(stop - start) for start, stop in spans),
         tokens={name: own(getattr(samples, name)) for name in TOKEN_COLUMNS},
-        columns={name: own(values) for name, values in _by_token(batch).items()},
+        columns={name: own(values) for name, values in batch.token_columns.items()},
         node=batch.nodes.get(row),
     )
 
@@ -85,21 +87,12 @@ def _unpack(batch: Batch, rows: Mapping[int, PackedRow]) -> Batch:
         rows_S=np.repeat(np.array([*rows], np.int64), [len(row.lengths) for row in packed]),
         **joined,
     )
-    samples = pad_if_ambiguous(samples, batch.groups_R.size)
-    names = _by_token(batch).keys() | {name for row in packed for name in row.columns}
-    by_row = {name: values for name, values in batch.columns.items() if name not in names}
-    by_token = {name: _column(name, packed, samples.ids_T.size) for name in sorted(names)}
     return replace(
         batch,
         samples=samples,
-        columns={**by_row, **by_token},
+        token_columns={name: _column(name, packed) for name in batch.token_columns},
         nodes={row: found.node for row, found in rows.items() if found.node is not None},
     )
-
-
-def _by_token(batch: Batch) -> dict[str, Floats]:
-    shape = batch.samples.ids_T.shape
-    return {name: values for name, values in batch.columns.items() if values.shape == shape}
 
 
 def _joined(samples: Samples, name: str, packed: Sequence[PackedRow]) -> npt.NDArray[Any]:
@@ -107,9 +100,5 @@ def _joined(samples: Samples, name: str, packed: Sequence[PackedRow]) -> npt.NDA
     return np.frombuffer(content, getattr(samples, name).dtype)
 
 
-def _column(name: str, packed: Sequence[PackedRow], num_tokens: int) -> Floats:
-    """0 on tokens of rows that came without it, as where it was read from the ledger."""
-    content = bytearray().join(row.columns.get(name, bytes(8 * sum(row.lengths))) for row in packed)
-    values_T = np.zeros(num_tokens)
-    values_T[: len(content) // 8] = np.frombuffer(content, np.float64)
-    return values_T
+def _column(name: str, packed: Sequence[PackedRow]) -> Floats:
+    return np.frombuffer(bytearray().join(row.columns[name] for row in packed), np.float64)

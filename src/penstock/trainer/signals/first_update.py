@@ -36,7 +36,7 @@ def first_update_stats(
 ) -> FirstUpdateStats:
     """`logprobs_T` are those of the first update, and NaN elsewhere."""
     samples, rows_T = batch.samples, batch.rows_T
-    advantages_T = np.where(samples.mask_T, batch.columns["advantage"], 0.0)
+    advantages_T = np.where(samples.mask_T, batch.token_columns["advantage"], 0.0)
     teaching_G = tokens_with_advantage(advantages_T, batch.groups_R[rows_T], batch.num_groups)
     metrics = {"signal/informative_groups": informative_share(ranks.sum_over_ranks(teaching_G))}
     token_K = np.flatnonzero(~np.isnan(logprobs_T))
