@@ -26,7 +26,7 @@ from penstock.trainer.batches import Batch, Roles
 from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.inputs import make_inputs, split
 from penstock.trainer.learner import Learner, Optimizer
-from penstock.trainer.losses.objectives import ClippedLoss
+from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.model_folders import load_model
 from penstock.trainer.ranks.group import SingleRank
 from penstock.trainer.samples import Samples

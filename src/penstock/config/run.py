@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from penstock.config.algorithms import PRESETS, with_minibatches
+from penstock.config.algorithms import with_minibatches
 from penstock.config.base import (
     FUNCTION,
     MODULE,
@@ -291,7 +291,7 @@ class RunConfig(Section):
     """The dataflow service."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are sampled."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """The algorithm of every policy that names no other."""
     training: TrainingConfig
     """The training of every policy that names no other."""
@@ -380,7 +380,7 @@ class RunConfig(Section):
             rules=effective_rules(
                 model.dataflow.rules if model.dataflow else (),
                 self.dataflow.rules,
-                PRESETS[algorithm.name].rules,
+                algorithm.declaration.rules,
             ),
         )
 

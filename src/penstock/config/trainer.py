@@ -9,14 +9,19 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from penstock.config.algorithms import PRESETS, with_preset
-from penstock.config.base import Contradiction, Section, one_of, quoted, raise_contradictions
+from penstock.config.algorithms import Algorithm, builtin_algorithms, with_preset
+from penstock.config.base import (
+    Contradiction,
+    Section,
+    one_of,
+    quoted,
+    raise_contradictions,
+    unknown_choice,
+)
 from penstock.config.pipeline import ParallelConfig
 
 STALENESS_BY_MODE: Mapping[str, int] = {"sync": 0, "one_step": 1, "async": 8}
 """`max_staleness` of each mode; of async only where the file gives none."""
-MAX_SEQUENCE_CLIP = 0.01
-"""Above, clipping the mean ratio of a sequence does nothing."""
 
 
 def _temperature(value: object) -> object:
@@ -100,35 +105,17 @@ class CorrectionConfig(Section):
             )
 
 
-CLIPPED = ("grpo", "dr_grpo", "reinforce", "ppo", "dapo", "rloo", "opd")
-"""Algorithms with PPO's clipped loss."""
-UNCLIPPED: Mapping[str, str] = {
-    "sapo": "a soft gate in place of the clip",
-    "m2po": "the budget tau",
-}
-"""Algorithms that clip no ratio, and what they have instead."""
+def _algorithm_name(value: object) -> object:
+    names = tuple(builtin_algorithms())
+    if not isinstance(value, str) or value not in names:
+        raise unknown_choice(value, names)
+    return value
 
 
 class AlgorithmConfig(Section):
     """The loss and its advantage, under TRL's names."""
 
-    name: Annotated[
-        Literal[
-            "grpo",
-            "dr_grpo",
-            "reinforce",
-            "ppo",
-            "decoupled",
-            "dapo",
-            "m2po",
-            "gspo",
-            "cispo",
-            "sapo",
-            "rloo",
-            "opd",
-        ],
-        one_of(*PRESETS),
-    ] = "grpo"
+    name: Annotated[str, BeforeValidator(_algorithm_name)] = "grpo"
     """The algorithm: its graph of stages, and the defaults of the other keys (`penstock plan` shows
     both). reinforce compares the rows of a batch, ppo has a critic, opd a teacher; all others
     compare the members of a group."""
@@ -170,15 +157,20 @@ class AlgorithmConfig(Section):
     """For engines whose log-probs are not the trainer's; null trusts them."""
 
     @property
+    def declaration(self) -> Algorithm:
+        """What the algorithm of this name declares."""
+        return builtin_algorithms()[self.name]
+
+    @property
     def is_group_relative(self) -> bool:
-        """Whether a group of one teaches nothing, under its own graph."""
-        return PRESETS[self.name].is_group_relative
+        """Whether a group of one has no learning signal, under the algorithm's own graph."""
+        return self.declaration.is_group_relative
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the loss looks at the trainer's log-probs at the start of the step."""
-        is_asked = self.ratio_against == "proximal" or self.correction is not None
-        return is_asked or self.name == "decoupled"
+        """Whether the loss reads the trainer's log-probs at the start of the step."""
+        is_set = self.ratio_against == "proximal" or self.correction is not None
+        return is_set or self.declaration.needs_proximal
 
     @model_validator(mode="before")
     @classmethod
@@ -193,58 +185,60 @@ class AlgorithmConfig(Section):
         return self
 
     def _double_correction(self) -> Iterator[Contradiction]:
-        """A ratio against the engine's log-probs holds the disagreement already."""
-        if self.name in ("m2po", "decoupled") and self.ratio_against == "proximal":
-            text = f"{self.name} says itself what its ratio stands against; take ratio_against out"
+        """A ratio to the engine's log-probs includes the mismatch already."""
+        takes_ratio = "ratio_against" in self.declaration.keys
+        if not takes_ratio and self.ratio_against == "proximal":
+            text = f"{self.name} fixes what its ratio is against; remove ratio_against"
             yield Contradiction(text=text, keys=(("ratio_against",), ("name",)))
         if self.correction is None:
             return
-        if self.name == "m2po":
-            text = "m2po bounds the ratio to the engine's log-probs itself; take correction out"
+        if "correction" not in self.declaration.keys:
+            text = f"{self.name} bounds the ratio to the engine's log-probs itself"
+            text = f"{text}; remove correction"
             yield Contradiction(text=text, keys=(("correction",), ("name",)))
         elif self.correction.weighting != "none" and (
-            self.ratio_against == "sampling" or self.name == "decoupled"
+            self.ratio_against == "sampling" or not takes_ratio
         ):
-            way = "" if self.name == "decoupled" else "set ratio_against: proximal, or "
-            text = (
-                "the loss's ratio to the engine's log-probs corrects for them already, and would "
-            )
+            fix = "set ratio_against: proximal, or " if takes_ratio else ""
+            text = "the loss's ratio to the engine's log-probs corrects the mismatch already; it "
             yield Contradiction(
-                text=f"{text}count twice; {way}only set aside (weighting: none)",
+                text=f"{text}would count twice; {fix}only reject tokens (weighting: none)",
                 keys=(("correction", "weighting"), ("ratio_against",)),
             )
 
     def _misplaced(self) -> Iterator[Contradiction]:
-        """Keys that only one algorithm has, and what that one must have."""
-        owners = {"tau": "m2po", "teacher": "opd", "gamma": "ppo", "lam": "ppo"}
-        for key, owner in owners.items():
-            is_default = getattr(self, key) == type(self).model_fields[key].default
-            if not is_default and self.name != owner:
-                text = f"{key} belongs to {owner}, and the algorithm is {self.name}; take it out"
+        """Keys that this algorithm does not take, and those it requires."""
+        declared = self.declaration
+        for key in ("tau", "teacher", "gamma", "lam"):
+            if key not in declared.keys and not self._is_default(key):
+                owners = [name for name, one in builtin_algorithms().items() if key in one.keys]
+                owner = " or ".join(owners)
+                text = f"{key} belongs to {owner}, and the algorithm is {self.name}; remove it"
                 yield Contradiction(text=f"{text}, or set name: {owner}", keys=((key,), ("name",)))
-            if is_default and self.name == owner and key in ("tau", "teacher"):
-                text = f"{owner} needs {key}; set it"
-                yield Contradiction(text=text, keys=((key,), ("name",)))
-        if self.delta is not None and self.name not in CLIPPED:
-            text = f"delta belongs to the clipped loss, and {self.name} has another; take it out"
+        for key in declared.required:
+            if getattr(self, key) is None:
+                yield Contradiction(
+                    text=f"{self.name} needs {key}; set it", keys=((key,), ("name",))
+                )
+        if self.delta is not None and "delta" not in declared.keys:
+            text = f"delta belongs to the clipped loss, and {self.name} has another; remove it"
             yield Contradiction(text=text, keys=(("delta",), ("name",)))
-        for key in ("epsilon", "epsilon_high") if self.name in UNCLIPPED else ():
-            default = type(self).model_fields[key].default
-            if getattr(self, key) != default:
-                text = f"{key} clips a ratio, and {self.name} has {UNCLIPPED[self.name]}"
-                fix = f"take it out, or set it to {quoted(default)}"
-                yield Contradiction(text=f"{text}; {fix}", keys=((key,), ("name",)))
-        if self.name == "gspo" and max(self.epsilon, self.epsilon_high or 0) > MAX_SEQUENCE_CLIP:
-            yield Contradiction(
-                text="gspo clips the mean ratio of a whole sequence, which never moves that far; "
-                f"set epsilon and epsilon_high <= {MAX_SEQUENCE_CLIP} (3e-4 and 4e-4 are usual)",
-                keys=(("epsilon",), ("epsilon_high",), ("name",)),
-            )
+        for key in ("epsilon", "epsilon_high"):
+            if key not in declared.keys and not self._is_default(key):
+                default = quoted(type(self).model_fields[key].default)
+                text = f"{key} clips a ratio, and {self.name} has {declared.instead_of_clip}"
+                text = f"{text}; remove it, or set it to {default}"
+                yield Contradiction(text=text, keys=((key,), ("name",)))
+        if declared.check is not None:
+            yield from declared.check(self)
+
+    def _is_default(self, key: str) -> bool:
+        return getattr(self, key) == type(self).model_fields[key].default
 
     def _contradictions(self) -> Iterator[Contradiction]:
         if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
-            is_preset = PRESETS[self.name].algorithm.get("epsilon_high") == self.epsilon_high
-            whose = f", what {self.name} has unless told otherwise," if is_preset else ""
+            is_preset = self.declaration.preset.get("epsilon_high") == self.epsilon_high
+            whose = f", the default of {self.name}," if is_preset else ""
             yield Contradiction(
                 text=f"epsilon_high {self.epsilon_high}{whose} is below epsilon {self.epsilon}; "
                 "set epsilon_high >= epsilon, or epsilon_high: null to clip evenly",

@@ -129,11 +129,10 @@ class Batch:
         token_columns: Mapping[str, Floats] = NO_COLUMNS,
     ) -> Batch:
         """This batch with the columns that a stage wrote; a column is written once."""
-        written = [*row_columns, *token_columns]
-        if twice := [
-            name for name in written if name in self.column_names or written.count(name) > 1
-        ]:
-            raise ValueError(f"columns {sorted({*twice})} exist already; write each column once")
+        written = {*row_columns, *token_columns}
+        twice = (written & self.column_names) | (row_columns.keys() & token_columns.keys())
+        if twice:
+            raise ValueError(f"columns {sorted(twice)} exist already; write each column once")
         for axis, columns, size in (
             ("row", row_columns, self.groups_R.size),
             ("token", token_columns, self.samples.ids_T.size),

@@ -200,7 +200,7 @@ class _Builder:
                 minibatches=self._settings.training.minibatches,
                 weights=loss_weights_of(algorithm, self._settings.sampling.max_tokens),
                 correction=None if is_budgeted else correction_of(objective),
-                needs_advantage=algorithm.name != "opd",
+                needs_advantage=algorithm.declaration.needs_advantage,
             ),
             forward_pass=self._forward_pass(ranks),
             bounds=NO_BOUNDS if own else bounds_of(algorithm),

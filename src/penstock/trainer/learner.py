@@ -30,7 +30,7 @@ from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch
 from penstock.trainer.forward_pass import ForwardPass, Scorer
 from penstock.trainer.inputs import Inputs, advantages_of
-from penstock.trainer.losses.logprobs import behaviour_kl, log_ratio
+from penstock.trainer.losses.ratios import behaviour_kl, log_ratio
 from penstock.trainer.losses.tokens import BudgetedObjective, Objective, TokenLoss, Tokens
 from penstock.trainer.ranks.group import RankReductions
 from penstock.trainer.ranks.sharding import clip

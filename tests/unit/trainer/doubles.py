@@ -35,8 +35,8 @@ from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.learner import Learner, Optimizer
+from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.losses.divergence import EntropyBonus
-from penstock.trainer.losses.objectives import ClippedLoss
 from penstock.trainer.losses.tokens import BudgetedObjective, Objective
 from penstock.trainer.pipeline.credits import group_advantage
 from penstock.trainer.pipeline.layout import Layout

@@ -18,7 +18,7 @@ import pytest
 from tests.unit.trainer.stage_makers import OWN, of, stage, train
 
 from penstock.config import HostConfig, LoraConfig, PipelineConfig, PipelineStageConfig
-from penstock.config.algorithms import PRESETS
+from penstock.config.algorithms import builtin_algorithms
 from penstock.config.builtin_stages import (
     STAGE_FUNCTIONS_MODULE,
     builtin_functions,
@@ -38,7 +38,7 @@ from penstock.trainer.pipeline.memory_estimate import count_adapter, count_param
 from penstock.trainer.pipeline.plan import Plan, PolicyToPlan, make_plan
 from penstock.trainer.pipeline.svg import to_svg
 
-BUILTINS = tuple(PRESETS)
+BUILTINS = tuple(builtin_algorithms())
 
 
 def plan_for(

@@ -18,7 +18,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from penstock.trainer.losses.logprobs import log_ratio
+from penstock.trainer.losses.ratios import log_ratio
 from penstock.trainer.losses.tokens import Objective, TokenLoss, Tokens
 
 

@@ -21,11 +21,9 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from penstock.trainer.losses.logprobs import log_ratio
-from penstock.trainer.losses.m2po import M2poLoss
-from penstock.trainer.losses.objectives import (
-    DecoupledLoss,
+from penstock.trainer.losses.ratios import (
     RatioAgainst,
+    log_ratio,
     require_proximal,
     sequence_means,
     sequence_sums,
@@ -113,10 +111,7 @@ class CorrectedLoss:
 
     def __post_init__(self) -> None:
         for part in _layers(self.inner):
-            against = getattr(part, "ratio_against", None)
-            is_corrected = (
-                isinstance(part, (DecoupledLoss, M2poLoss)) or against == RatioAgainst.SAMPLING
-            )
+            is_corrected = getattr(part, "ratio_against", None) == RatioAgainst.SAMPLING
             if is_corrected and self.correction.weighting is not Weighting.NONE:
                 raise ValueError(
                     f"{type(part).__name__} corrects for the sampling log-probs already; weighing "
