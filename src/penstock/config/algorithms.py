@@ -87,7 +87,7 @@ class Algorithm:
     """Whether a batch without any advantage has no learning signal."""
     loss_reads: tuple[str, ...] = ()
     """Further token columns that the loss reads."""
-    instead_of_clip: str = ""
+    instead_of_clip: str = "no clip"
     """For messages: what a loss without `epsilon` has in place of the clip."""
     check: Callable[[AlgorithmConfig], Iterator[Contradiction]] | None = None
     """Contradictions that only this algorithm has."""
