@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sealed batch as the trainer takes it: its rows verified and cut into samples, with columns.
+"""A sealed batch as the trainer uses it: its rows verified and cut into samples, with columns.
 
-Owns the check that what was served is what was sealed, and the columns that stages add. Rewards
-come from the manifest, so a row that is gone, or not of this model's vocabulary, changes nobody
-else's advantage.
+Owns the check that the rows received are the rows sealed, and the columns that stages add. Rewards
+come from the manifest, so a missing row, or one with unknown token ids, does not change the
+advantages of the others.
 
 R = rows of the manifest, in its order; T = tokens of all samples, one after another.
 """
@@ -54,7 +54,7 @@ class Roles:
 
     @classmethod
     def unnamed(cls, num_rows: int) -> Roles:
-        """Of rows in which nobody said what they act as."""
+        """For rows without role names."""
         return cls(names=("",), rows_N=np.arange(num_rows), roles_N=np.zeros(num_rows, np.int64))
 
     @classmethod
@@ -88,7 +88,7 @@ class Batch:
     """Which group of the manifest a row belongs to; never falls."""
     staleness_R: Ints
     costs_R: Floats
-    """Work of computing each row; by it ranks share rows among themselves."""
+    """Cost of computing each row; ranks divide rows by it."""
     row_columns: Mapping[str, Floats]
     """By name, one number per row (R): `reward` from the manifest, and what stages write."""
     token_columns: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
@@ -97,8 +97,8 @@ class Batch:
     """Sampled tokens of each row's longest turn, of those that this trainer sees."""
     roles: Roles
     nodes: Mapping[int, str] = field(default_factory=dict[int, str])
-    """Who made each row that stands here: NODE/SESSION, because a node that was restarted is as
-    good as another."""
+    """Which node process produced each row held here, as NODE/BOOT: a restarted node counts as
+    another."""
 
     @property
     def num_groups(self) -> int:
@@ -158,10 +158,10 @@ def assemble(
     *,
     ranks: RankReductions | None = None,
 ) -> Batch:
-    """The batch of this manifest from its rows as they were served.
+    """The batch of this manifest, from its rows as received.
 
-    On a rank of a gang, rows that others compute stand there without payload, as do those that are
-    gone; what is told of rows is told of all of them."""
+    With several ranks, rows that other ranks compute have no payload here, like missing rows; row
+    columns cover all of them."""
     sizes = [len(group.rows) for group in manifest.groups]
     groups_R = np.repeat(np.arange(len(sizes)), np.array(sizes, np.int64))
     served = dict(_trajectories(manifest, rows))
@@ -195,13 +195,13 @@ def _trajectories(
     sealed = list(manifest.rows)
     batch = f"batch {manifest.consumer}.{manifest.seq}"
     if len(rows) != len(sealed):
-        raise StoreError(f"{batch}: {len(rows)} rows were served, {len(sealed)} are sealed")
+        raise StoreError(f"{batch}: {len(rows)} rows were received, {len(sealed)} are sealed")
     for index, (summary, row) in enumerate(zip(sealed, rows, strict=True)):
         if row.payload is None:
             continue
         if row.row_id != summary.row_id or blake3(row.payload).hexdigest() != summary.digest:
             raise StoreError(
-                f"{batch}, row {index}: {row.row_id} was served, but other bytes than those of "
+                f"{batch}, row {index}: the bytes received for {row.row_id} are not those of "
                 f"{summary.row_id} as sealed; the ledger's segments may be damaged"
             )
         yield index, decode(row.payload, Trajectory)
@@ -210,8 +210,8 @@ def _trajectories(
 def _row_lengths(
     manifest: Manifest, served: Mapping[int, Trajectory], ranks: RankReductions
 ) -> tuple[Floats, Ints]:
-    """(whether each row was cut short, tokens of its longest turn), from whoever has the row. One
-    that is gone counts as all in one turn."""
+    """(whether each row was truncated, tokens of its longest turn), reduced over the ranks that
+    hold the rows. A missing row counts as one turn."""
     policy, visible_roles = PolicyName(manifest.consumer), manifest.visible_roles
     lengths_R = np.array([manifest.tokens(row) for row in manifest.rows], np.int64)
     own = np.zeros((2, lengths_R.size))
@@ -238,7 +238,7 @@ def _row_columns(manifest: Manifest, truncated_R: Floats) -> dict[str, Floats]:
 
 
 def _token_names(manifest: Manifest) -> list[str]:
-    """Columns by token: those that came as bytes for some row of the batch, whoever has it."""
+    """Names of token columns: those that came as bytes for any row of the batch, on any rank."""
     return sorted({name for row in manifest.rows for name in row.columns})
 
 
@@ -249,9 +249,9 @@ def _is_truncated(trajectory: Trajectory) -> bool:
 
 
 def _with_token_columns(batch: Batch, rows: Sequence[RowPayload], manifest: Manifest) -> Batch:
-    """With columns that a stage placed elsewhere wrote as bytes: a float32 for each sampled token
-    of the row, turn after turn. A row with something else, be it one number, is left out: a
-    worker's mistake must not end the trainer again and again."""
+    """Add the columns that a placed stage wrote as bytes: one float32 per sampled token of the row,
+    turn after turn. A row with anything else, such as one number, is masked: a worker's mistake
+    must not crash the trainer over and over."""
     samples = batch.samples
     columns = {name: np.zeros(samples.ids_T.shape) for name in _token_names(manifest)}
     is_broken_R = np.zeros(len(rows), np.bool_)

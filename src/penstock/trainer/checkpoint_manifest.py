@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says of itself: `trainer.json`, with the cursor and a digest per file.
+"""The checkpoint manifest (`trainer.json`): cursor and a digest per file.
 
-It begins with a digest of its own: the BLAKE3 of all its bytes but the digest's. So not one bit of
-it changes unnoticed, whatever later versions put into it.
+It starts with its own digest: the BLAKE3 of all its bytes except the digest's. So no bit of it
+changes unnoticed, whatever later versions put into it.
 
-Owns that file's form and its versions. Folders and what else lies in them are not its business.
+Owns the form of that file and its versions, not the folders or the other files.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ STATE = "trainer.json"
 FORMAT = 3
 """What this version writes, and the highest that it reads."""
 FIRST_WITH_DIGEST = 3
-"""Those before it say nothing of themselves, and are believed."""
+"""Older manifests have no digest and are accepted without one."""
 _DIGEST = re.compile(rb'\{\s*"digest": "([0-9a-f]{64})"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """Where in its data a trainer stands."""
+    """A trainer's position in its data."""
 
     number: int
     """Version number: batches that changed the weights."""
@@ -53,9 +53,10 @@ class CheckpointManifest:
     files: dict[str, str]
     """BLAKE3 of each other file, by name."""
     config: dict[str, str] = field(default_factory=dict[str, str])
-    """What may not change between this and the next step, by key; empty: nobody wrote it down."""
+    """Config that may not change between this and the next step, by key; empty if it was not
+    recorded."""
     num_ranks: int = 1
-    """So many shares make up the learner's other state."""
+    """Number of shards of the learner's other state."""
     format: int = FORMAT
     monitor_state: dict[str, Any] = field(default_factory=dict[str, Any])
     """Of the batches up to the cursor, for alarms and quarantine; the loop knows its form."""
@@ -63,7 +64,7 @@ class CheckpointManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Format:
-    """What every `trainer.json`, also a later one, says first."""
+    """The first keys of every `trainer.json`, including later versions."""
 
     format: int
 
@@ -84,8 +85,7 @@ class Checkpoint:
         return self.state.cursor
 
     def read_state(self) -> ShardedState:
-        """The learner's other state, for any number of ranks; each tensor is read when it is
-        asked for."""
+        """The learner's other state, for any number of ranks; each tensor is read on access."""
         return open_state([self.folder / name for name in state_names(self.state.num_ranks)])
 
 
@@ -108,7 +108,7 @@ def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
     except (OSError, BadRequest) as error:
         raise UnusableCheckpoint(str(error)) from error
     if not has_digest and written >= FIRST_WITH_DIGEST:
-        raise UnusableCheckpoint(f"{STATE} is damaged: it does not begin with its digest")
+        raise UnusableCheckpoint(f"{STATE} is damaged: it does not start with its digest")
     if found.num_ranks < 1:
         raise UnusableCheckpoint(f"{STATE} names {found.num_ranks} ranks")
     return found
@@ -130,7 +130,7 @@ def write_checkpoint_manifest(folder: Path, state: CheckpointManifest) -> None:
 
 
 def _check(content: bytes) -> bool:
-    """Whether it begins with a digest, which is then the right one."""
+    """Whether it starts with a digest, which is then correct."""
     found = _DIGEST.match(content)
     if found is None:
         return False

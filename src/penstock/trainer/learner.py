@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The learner: parameters, optimizer, and one `step` per batch.
 
-    batch ─► updates (minibatches × epochs, groups whole) ─► micro-batches ─► to device
+    batch ─► updates (minibatches × epochs, groups kept together) ─► micro-batches ─► to device
           ─► forward ─► loss ─► backward ─► reduce ─► clip ─► AdamW
 
 Owns everything a step changes, and its exact bits: the same batches in the same order give the same
-parameters. Knows nothing of files, services or versions.
+parameters. Does not know files, services or versions.
 
 K = trained tokens, T = tokens of all samples.
 """
@@ -78,7 +78,7 @@ class Stats:
     gaps: Mapping[str, Gap] = field(default_factory=dict[str, Gap])
     """Between each node's engine and this trainer, on the tokens of the first update."""
     other_models_updated: bool = False
-    """Whether a model beside the actor's changed: a critic learns from equal rewards too."""
+    """Whether another model than the actor's changed: a critic learns from equal rewards too."""
 
 
 class Learner:
@@ -94,7 +94,7 @@ class Learner:
         forward_pass: ForwardPass,
         bounds: tuple[float, float] | None = None,
     ) -> None:
-        """bounds: how far below and above 1 a ratio may lie; None for a model without ratios."""
+        """bounds: how far below and above 1 a ratio may be; None for a model without ratios."""
         self._bounds = bounds
         self._scorer = scorer
         self._objective = objective
@@ -149,7 +149,7 @@ class Learner:
         return Stats(skipped=skipped, values={**values, **found.metrics}, gaps=found.gaps)
 
     def infer(self, batch: Batch) -> Floats:
-        """What the model says of each trained token now, by token of the batch."""
+        """The model's current output for each trained token, by token of the batch."""
         return self._forward_pass.infer(self._scorer, batch)
 
     def _reason(self, values: Mapping[str, float], plan: Sequence[Update]) -> SkipReason:
@@ -202,8 +202,8 @@ class Learner:
         return self._forward_pass.run(self._scorer, batch, update.samples, update.weights_T)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What the next step depends on besides the weights: AdamW's state, random generator. In a
-        gang, this rank's share."""
+        """What the next step depends on in addition to the weights: AdamW's state and the random
+        generator. With several ranks, this rank's shard."""
         state = self._optimizer.state
         tensors = {
             f"{name}.{key}": value
@@ -216,7 +216,7 @@ class Learner:
         return {f"{_WEIGHTS}{name}": value.detach() for name, value in self._parameters.items()}
 
     def restore(self, tensors: Mapping[str, Tensor], *, with_weights: bool = False) -> None:
-        """Go on bit for bit, given the same weights; or with those that stand beside."""
+        """Continue bit for bit, given the same weights; or with the weights passed here."""
         by_parameter: dict[int, dict[str, Tensor]] = {}
         for index, (name, parameter) in enumerate(self._parameters.items()):
             if f"{name}.step" in tensors:
@@ -254,8 +254,9 @@ def _by_token(loss: TokenLoss, tokens: Tokens) -> TokenLoss:
     for name, values_K in {"loss_K": loss.loss_K, **loss.metrics}.items():
         if values_K.shape != wanted:
             raise ConfigError(
-                f"the loss gave {name} of shape {tuple(values_K.shape)}, and {tuple(wanted)} is "
-                "wanted: one number per trained token, as tokens.logprobs_K has; take no mean and "
+                f"the loss returned {name} of shape {tuple(values_K.shape)} instead of "
+                f"{tuple(wanted)}: one number per trained token, as in tokens.logprobs_K; take no "
+                "mean and "
                 "no sum over tokens, which is what algorithm.aggregation is for"
             )
     return loss
@@ -278,8 +279,8 @@ def sum_metrics(tokens: Tokens, loss: TokenLoss, inputs: Inputs, *, has_ratios: 
 
 
 def _ratio_sums(tokens: Tokens) -> dict[str, Tensor]:
-    """Of a model that gives log-probs. `mismatch` is over the tokens that the version trained from
-    has sampled: there alone trainer and engine hold the same weights."""
+    """For a model that returns log-probs. `mismatch` covers tokens sampled by the version trained
+    from: only there do trainer and engine hold the same weights."""
     log_ratio_K = log_ratio(tokens.logprobs_K, tokens.sampling_K)
     is_fresh_K = tokens.staleness_K == 0
     return {

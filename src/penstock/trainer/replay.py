@@ -103,7 +103,7 @@ def choose_start_checkpoint(
     and the others get None."""
     if not ranks.position.is_rank0:
         [chosen] = ranks.broadcast_from_rank0([0])
-        return None if chosen == _REFUSED else checkpoints.at(chosen)
+        return None if chosen == _REFUSED else checkpoints.read_step(chosen)
     try:
         found = _last_before(checkpoints, number)
     except PenstockError:

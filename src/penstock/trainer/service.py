@@ -189,11 +189,11 @@ def restore_models(
     """The learners as the newest checkpoint left them; the first start makes the one of number
     0."""
     if ranks.position.is_rank0:
-        checkpoint = checkpoints.newest() or _init_checkpoint(config, policy, checkpoints)
+        checkpoint = checkpoints.open_newest() or _init_checkpoint(config, policy, checkpoints)
         ranks.broadcast_from_rank0([checkpoint.cursor.number])
     else:
         [number] = ranks.broadcast_from_rank0([0])
-        checkpoint = checkpoints.at(number)
+        checkpoint = checkpoints.read_step(number)
     models = build_models(config, policy, checkpoint.folder, ranks, device)
     models.restore(checkpoint.read_state())
     return models, checkpoint

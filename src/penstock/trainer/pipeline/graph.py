@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which stages can run: edges by column and by `after`, earliest in the list first.
+"""The order in which stages run: edges by column and by `after`, earliest in the list first.
 
-Owns the order, and the refusal of lists that have none. What an edge is, and how a path is drawn,
-is said once, for the run file too.
+Owns the order, and the refusal of lists that have none. Edges and drawn paths come from
+`config.stage_graph`, which the run file's checks use too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ V = TypeVar("V", bound=GraphStage)
 
 
 def topological_order(stages: Sequence[V], given_columns: Collection[str]) -> tuple[V, ...]:
-    """The stages, each after all it waits for; of those that can run, the first in the list."""
+    """The stages, each after all it depends on; ties go to the first in the list."""
     check_graph(stages, given_columns)
     waits = {stage.id: set[str]() for stage in stages}
     for edge in find_edges(stages):
@@ -40,7 +40,7 @@ def topological_order(stages: Sequence[V], given_columns: Collection[str]) -> tu
 
 
 def depths(stages: Sequence[GraphStage]) -> dict[str, int]:
-    """How many stages stand before each on the longest way to it."""
+    """Number of stages before each one on the longest path to it."""
     found: dict[str, int] = {}
     by_target: dict[str, list[Edge]] = {}
     for edge in find_edges(stages):
@@ -53,12 +53,12 @@ def depths(stages: Sequence[GraphStage]) -> dict[str, int]:
 
 
 def check_graph(stages: Sequence[GraphStage], given_columns: Collection[str]) -> None:
-    """ConfigError for what has no order: two writers, unknown names, nobody's columns, circles."""
+    """ConfigError for two writers, unknown names, columns without a writer, and cycles."""
     writers: dict[str, str] = {}
     known = [stage.id for stage in stages]
     for stage in stages:
         if known.count(stage.id) > 1:
-            raise ConfigError(f"two stages are called {stage.id}; give each its own id")
+            raise ConfigError(f"two stages have the id {stage.id}; give each its own")
         for column in stage.writes:
             if column in writers:
                 other = writers[column]
@@ -78,8 +78,8 @@ def check_graph(stages: Sequence[GraphStage], given_columns: Collection[str]) ->
         for name in stage.after:
             if name not in known:
                 raise ConfigError(
-                    f"stage {stage.id} waits for {name}, and there is no such stage: {name}? ─► "
+                    f"stage {stage.id} waits for {name}, which does not exist: {name}? ─► "
                     f"{stage.id}; use one of {', '.join(known)}"
                 )
     if way := find_cycle(find_edges(stages)):
-        raise ConfigError(f"circle of stages: {draw_path(way)}: none can ever start; break it")
+        raise ConfigError(f"cycle of stages: {draw_path(way)}: none can ever start; remove an edge")

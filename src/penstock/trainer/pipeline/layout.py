@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where things are in a batch: all that a compute stage sees beside its columns.
+"""The structure of a batch: everything a compute stage sees in addition to its columns.
 
-Owns no value: rewards, advantages and log-probs are columns. On a rank of a gang, rows are all of
-the manifest and tokens the rank's own: what is summed over tokens goes through `sum_over_ranks`.
+Holds no values: rewards, advantages and log-probs are columns. With several ranks, rows are all
+rows of the manifest and tokens those of this rank; sums over tokens go through `sum_over_ranks`.
 
 R = rows of the manifest, S = samples, T = tokens of all samples, Q = turns, row after row.
 """
@@ -52,13 +52,13 @@ def no_reduction(values: Floats) -> Floats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     groups_R: Ints
-    """Which group of the manifest a row belongs to; never falls."""
+    """Which group of the manifest a row belongs to; never decreases."""
     longest_R: Ints
     """Sampled tokens of each row's longest turn."""
     roles: Roles
-    """Which roles had a part in which rows."""
+    """Which roles took part in which rows."""
     rows_S: Ints
-    """The row each sample was cut from; never falls."""
+    """The row each sample was cut from; never decreases."""
     starts_S: Ints
     """First token of each sample."""
     ends_S: Ints
@@ -66,17 +66,17 @@ class Layout:
     """The row each token belongs to."""
     ids_T: npt.NDArray[np.int32]
     mask_T: Bools
-    """True where the token was sampled and is to be trained."""
+    """True for sampled tokens that are trained."""
     turns_T: npt.NDArray[np.int32]
     """Index of the token's turn in its trajectory."""
     roles_T: npt.NDArray[np.int32]
-    """Number of the role that its turn was taken in; meant where trained."""
+    """Number of the role of the token's turn; valid where trained."""
     sum_over_ranks: Sum = no_reduction
-    """Element by element; every rank of the gang asks, with as many numbers."""
+    """Element by element; every rank calls it, with arrays of the same size."""
 
     @classmethod
     def of(cls, batch: Batch, sum_over_ranks: Sum = no_reduction) -> Layout:
-        """The layout of this batch; shares its arrays."""
+        """The layout of this batch, with the same arrays."""
         samples = batch.samples
         return cls(
             groups_R=batch.groups_R,
@@ -102,14 +102,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTurns:
-    """The turns that have a trained token here, in their order: the steps that credit goes to. What
-    another policy did between two of them is no step, as it is none for GAE."""
+    """The turns with a trained token on this rank, in order: the steps that get credit. Turns of
+    another policy between two of them are not steps; GAE skips them too."""
 
     turns: Turns
     last_Q: Ints
     """The last trained token of each."""
     depths_T: Ints
-    """Index of the token's turn among those of its row; meant where trained."""
+    """Index of the token's turn among the turns of its row; valid where trained."""
 
     @classmethod
     def of(cls, layout: Layout) -> TrainedTurns:

@@ -23,14 +23,14 @@ Ints = npt.NDArray[np.int64]
 
 
 PER_SQUARE = 1 / 16384
-"""Work of attention per L², where that of all matrices is 1 per token: a forward pass costs 24·d²
-per token and layer in the matrices of a model of width d and 2·d·L in causal attention, which meet
-at L = 12·d. This is d = 1,365, a model of some billion parameters. One number for all models,
-because a batch may pass through stages with different ones and must be shared in one way."""
+"""Cost of attention per L², where the cost of all matrices is 1 per token: a forward pass costs
+24·d² per token and layer in the matrices of a model of width d and 2·d·L in causal attention, which
+meet at L = 12·d. This is d = 1,365, a model of some billion parameters. One number for all models,
+because a batch may pass through stages with different ones and must be divided the same way."""
 
 
 def row_costs(tokens_R: Floats, squares_R: Floats) -> Floats:
-    """Work of rows with so many tokens in their samples, whose lengths squared sum up to this."""
+    """Cost of rows with this many tokens in their samples, and this sum of squared lengths."""
     # One of which nothing is computed is work too: fetched and read.
     return 1 + tokens_R + PER_SQUARE * squares_R
 
@@ -65,7 +65,8 @@ def balance_parts(costs_R: Floats, num_parts: int, *, has_equal_counts: bool = F
 
 
 def imbalance(costs_R: Floats, parts: Sequence[Ints]) -> float:
-    """The dearest part over the mean: 1.0 is perfect, and the share of time lost is 1 - 1 / it."""
+    """The most expensive part over the mean: 1.0 is perfect, and the share of time lost is 1 - 1 /
+    it."""
     sums_P = np.array([costs_R[rows].sum() for rows in parts])
     mean = float(sums_P.mean())
     return float(sums_P.max()) / mean if mean else 1.0
@@ -80,11 +81,11 @@ class _Part:
 _Split = list[_Part]
 """Some of the rows in P parts, dearest first."""
 _Entry = tuple[float, int, _Split]
-"""Widest split first; among equals the older, so that the order is nobody's choice."""
+"""Widest split first; among equals the older, so that the order is deterministic."""
 
 
 def _first_splits(costs_R: Floats, num_parts: int, *, has_equal_counts: bool) -> list[_Entry]:
-    """Each row alone in the first part; for equal counts, each run of P rows with one per part."""
+    """Each row in the first part; for equal counts, each run of P rows with one per part."""
     order = np.argsort(-costs_R, kind="stable")
     size = num_parts if has_equal_counts else 1
     splits: list[_Entry] = []

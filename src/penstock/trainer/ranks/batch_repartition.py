@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch between two stages that are spread differently: its rows go where the next one needs
-them, each with every column that was written for its tokens.
+"""Moves a batch between two stages with different sharding: each row to the rank that needs it
+next, with all its token columns.
 
-Owns what of a batch travels: the tokens as they were cut, so that nothing is cut again and every
-bit stays. What is by row stands on every rank already.
+Owns what is sent: the tokens as they were cut, so that nothing is cut again and every bit stays.
+Row columns are on every rank already.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
-    """One row on its way; arrays are bytes as they lie in memory."""
+    """One row in transit; arrays are raw bytes."""
 
     lengths: tuple[int, ...]
     """Tokens of each of its samples."""
@@ -37,22 +37,22 @@ class PackedRow:
     """Its part of every array of `Samples` that is by token."""
     columns: Mapping[str, bytes]
     node: str | None
-    """Which life of a node made it; None of a row that is gone."""
+    """The node process that produced it; None for a missing row."""
 
 
 def repartition_batch(
     batch: Batch, before: Parallel, after: Parallel, *, minibatches: int
 ) -> Batch:
-    """This rank's rows of the next stage. Every rank of the trainer calls it."""
+    """This rank's rows in the next stage. Every rank of the trainer calls it."""
     rank = dist.get_rank()
-    held, wanted = (_placement(batch, parallel, minibatches) for parallel in (before, after))
+    held, needed = (_placement(batch, parallel, minibatches) for parallel in (before, after))
     rows = {row: encode(_pack(batch, row)) for row in held.rows_of(rank)}
-    found, _ = repartition(rows, held, wanted, rank=rank)
+    found, _ = repartition(rows, held, needed, rank=rank)
     return _unpack(batch, {row: decode(content, PackedRow) for row, content in found.items()})
 
 
 def _placement(batch: Batch, parallel: Parallel, minibatches: int) -> RowPlacement:
-    """As rows were drawn, had this stage been the first."""
+    """Where rows would have been fetched to, had this stage been the first."""
     parts_R = np.zeros(batch.groups_R.size, np.int64)
     shares = assign_rows(batch.costs_R, batch.groups_R, parallel.dp, minibatches)
     for part, rows in enumerate(shares):

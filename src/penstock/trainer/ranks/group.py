@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of a trainer says to the others, and its twin that is alone.
+"""Collectives between the ranks of a trainer, and the single-rank implementation.
 
-Owns the collectives of a step: sums, maxima, a budget's pressures, rows for the ranks of one part,
-the first rank's word. Each has one form: tensors of numbers or bytes, never objects. What is summed
-is summed in the order of parts on every rank, so all ranks hold the same bits.
+Owns the collectives of a step: sums, maxima, budget terms, rows for the ranks of one part, and
+broadcasts from rank 0. Each has one form: tensors of numbers or bytes, never objects. Sums run in
+the order of parts on every rank, so all ranks hold the same bits.
 
 P = data-parallel parts.
 """
@@ -27,11 +27,11 @@ from penstock.trainer.ranks.topology import Parallel, RankPosition
 Floats = npt.NDArray[np.float64]
 
 TIMEOUT_S = 3600.0
-"""A rank that died is noticed by whoever started it; this is for one that hangs."""
+"""For a rank that hangs; a rank that exits is noticed by its supervisor."""
 
 
 class RankReductions(Protocol):
-    """What a learner asks of the parts of its batch on other ranks."""
+    """What a learner needs from the parts of its batch on other ranks."""
 
     def sum_over_ranks(self, values: Floats) -> Floats:
         """Element by element, each part counted once."""
@@ -54,21 +54,21 @@ class RankBroadcasts(Protocol):
         ...
 
     def broadcast_in_tp_group(self, payload: bytes) -> bytes:
-        """What the fetching rank of this part gave; what its neighbours give is not looked at."""
+        """The value of this part's fetching rank; the values of its neighbours are ignored."""
         ...
 
     def barrier(self) -> None: ...
 
 
 class Ranks(RankReductions, RankBroadcasts, Protocol):
-    """A gang, or a process alone."""
+    """The ranks of a trainer: several, or one."""
 
     @property
     def position(self) -> RankPosition: ...
 
 
 class SingleRank:
-    """One process that is the whole gang."""
+    """Single-process implementation: every collective is the identity."""
 
     position = RankPosition(rank=0, parallel=Parallel())
 
@@ -92,7 +92,7 @@ class SingleRank:
 
 
 class _WorldBroadcasts:
-    """What is said to every rank there is: also to those that sit a stage out."""
+    """Broadcasts to every rank, including ranks that are idle in a stage."""
 
     def broadcast_from_rank0(self, numbers: Sequence[int]) -> list[int]:
         said = torch.tensor(list(numbers), dtype=torch.int64)
@@ -154,19 +154,19 @@ class RankGroup(_WorldBroadcasts):
 
 
 class StagedRanks(_WorldBroadcasts):
-    """All ranks of a trainer whose stages are spread differently, while rows lie as one of them
-    needs. Those that sit it out hold no row, add nothing, and hear what the others find."""
+    """All ranks of a trainer whose stages differ in sharding, positioned at one of these stages.
+    Idle ranks hold no rows and receive the reduced results by broadcast."""
 
     def __init__(
         self, groups: Mapping[Parallel, RankGroup | SingleRank | None], parallel: Parallel
     ) -> None:
-        """gangs: those of all stages; None where this rank sits out."""
+        """groups: those of all stages; None for stages in which this rank is idle."""
         self.groups = groups
         self.position = RankPosition(rank=dist.get_rank(), parallel=parallel)
         self._group = groups[parallel]
 
     def at(self, parallel: Parallel) -> StagedRanks:
-        """The same ranks, while rows lie as another stage needs them."""
+        """The same ranks, positioned at another stage."""
         return StagedRanks(self.groups, parallel)
 
     def sum_over_ranks(self, values: Floats) -> Floats:
@@ -189,7 +189,7 @@ class StagedRanks(_WorldBroadcasts):
         return self._group.broadcast_in_tp_group(payload) if self._group else payload
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        """What the first rank has, who is in every gang."""
+        """The value of rank 0, which is in every group."""
         dist.broadcast(tensor, src=0)
         return tensor
 
@@ -215,8 +215,8 @@ def join(rank_env: RankEnv, *, device: str = "cpu", timeout_s: float = TIMEOUT_S
 
 
 def make_ranks(parallels: Sequence[Parallel], *, device: str = "cpu") -> Ranks:
-    """The gang of stages that are all spread the same way, over every rank there is; else the
-    company of their gangs, at the first of them."""
+    """One group if all stages are sharded the same way over all ranks; else the staged ranks,
+    positioned at the first stage."""
     groups = {parallel: _make_one(parallel, device) for parallel in dict.fromkeys(parallels)}
     only = groups[parallels[0]] if len(groups) == 1 else None
     if only is not None and parallels[0].num_ranks == dist.get_world_size():
@@ -231,10 +231,9 @@ def _make_one(parallel: Parallel, device: str) -> RankGroup | SingleRank | None:
 
 
 def make_rank_group(parallel: Parallel, *, device: str = "cpu") -> RankGroup | None:
-    """This rank's place in a stage of this size; None where it sits the stage out.
+    """This rank's group in a stage of this size; None if the rank is idle there.
 
-    Every rank of the world calls it, in the same order for the same stages.
-    """
+    Every rank of the world calls it, in the same order for the same stages."""
     num_ranks = dist.get_world_size()
     if parallel.num_ranks > num_ranks:
         raise ValueError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a tensor a rank has, and which of several ranks with the same part keeps it.
+"""Which region of a tensor a rank holds, and which of several ranks with the same region writes it.
 
-Owns the arithmetic of boxes: no tensor moves from rank to rank here, and no rank asks another.
+Owns the arithmetic of regions; moves no tensor and calls no collective.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRegion:
-    """A part of a tensor: so many elements from `first` on, in each dimension."""
+    """A region of a tensor: its offset and shape in each dimension."""
 
     first: tuple[int, ...]
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class TensorRegion:
         return cls(first=(0,) * len(shape), shape=tuple(shape), whole=tuple(shape))
 
     def intersect(self, other: TensorRegion) -> TensorRegion | None:
-        """What lies in both; None if nothing does."""
+        """The intersection; None if it is empty."""
         first = tuple(map(max, self.first, other.first))
         ends = map(min, self._ends, other._ends)
         shape = tuple(end - begin for end, begin in zip(ends, first, strict=True))
@@ -36,7 +36,7 @@ class TensorRegion:
         return None if is_empty else TensorRegion(first=first, shape=shape, whole=self.whole)
 
     def slices_in(self, other: TensorRegion) -> tuple[slice, ...]:
-        """Where this one lies in another that contains it."""
+        """This region's slices in another one that contains it."""
         return tuple(
             slice(first - begins, first - begins + size)
             for first, begins, size in zip(self.first, other.first, self.shape, strict=True)
@@ -48,7 +48,7 @@ class TensorRegion:
 
 
 def region_of(tensor: Tensor) -> TensorRegion | None:
-    """The part of it that this rank has; None of a tensor that is nobody else's business."""
+    """The region that this rank holds; None for a tensor that is not sharded."""
     if not isinstance(tensor, DTensor):
         return None
     first, shape = [0] * tensor.ndim, list(tensor.shape)
@@ -63,7 +63,9 @@ def region_of(tensor: Tensor) -> TensorRegion | None:
             first[dim] += begins
             shape[dim] = min(each, shape[dim] - begins)
     region = TensorRegion(first=tuple(first), shape=tuple(shape), whole=tuple(tensor.shape))
-    assert region.shape == tuple(tensor.to_local().shape), "this rank has another part than it says"
+    assert region.shape == tuple(tensor.to_local().shape), (
+        "this rank holds another region than its placement"
+    )
     return region
 
 
@@ -82,8 +84,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def as_dtensor(share: Tensor, like: Tensor) -> Tensor:
-    """This rank's own share as a part of the whole, as another tensor is."""
-    assert isinstance(like, DTensor), "a plain tensor has no shares"
+    """This rank's shard as a region of the full tensor, like another tensor's."""
+    assert isinstance(like, DTensor), "a plain tensor has no shards"
     return DTensor.from_local(
         share.to(like.device),
         like.device_mesh,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows on their way from the ranks of one stage to those of the next, rank to rank.
+"""Moves rows from the ranks of one stage to the ranks of the next.
 
-Owns who sends what to whom, and the exchange: lengths first, then bytes, all to all. What a rank
-already has is not sent; where nobody lacks anything, nobody says a word. No row passes through a
-rank that neither had nor wants it. A row is bytes here; what is in them is the stages' business.
+Owns who sends what to whom, and the exchange: lengths first, then bytes, all to all. Rows that a
+rank already has are not sent; if no rank misses any, nothing is sent at all. No row passes through
+a rank that neither had nor needs it. A row is opaque bytes here.
 
 R = rows of a batch, in manifest order, W = ranks.
 """

@@ -36,7 +36,7 @@ class RowSource(Protocol):
 
 
 class RowFetchRanks(RankBroadcasts, Protocol):
-    """What drawing asks of a gang."""
+    """What fetching needs from the ranks."""
 
     @property
     def position(self) -> RankPosition: ...
@@ -45,8 +45,8 @@ class RowFetchRanks(RankBroadcasts, Protocol):
 def fetch_rows(
     dataflow: RowSource, manifest: Manifest, ranks: RowFetchRanks, *, minibatches: int = 1
 ) -> list[RowPayload]:
-    """One entry for each row of the manifest; those of other parts stand there without payload,
-    as a row does that is gone."""
+    """One entry for each row of the manifest; rows of other parts have no payload, like missing
+    rows."""
     position, policy = ranks.position, PolicyName(manifest.consumer)
     if position.is_idle:
         return _at_manifest_index(manifest, (), ())
@@ -90,8 +90,8 @@ def _at_manifest_index(
     rows = [RowPayload(row_id=row.row_id, payload=None) for row in manifest.rows]
     if len(own) != len(drawn):
         raise StoreError(
-            f"batch {manifest.consumer}.{manifest.seq}: {len(drawn)} rows were served, "
-            f"{len(own)} were asked for"
+            f"batch {manifest.consumer}.{manifest.seq}: {len(drawn)} rows were received, "
+            f"{len(own)} were requested"
         )
     for index, row in zip(own, drawn, strict=True):
         rows[index] = row

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ranks of a gang stand: data-parallel parts, each of `tp` ranks side by side.
+"""The positions of ranks: data-parallel parts, each of `tp` ranks.
 
-Owns the numbering. Rank r of a stage with `dp` × `tp` is in part r // tp; ranks beyond dp × tp sit
-this stage out. Imports nothing of ours, and no torch.
+Owns the numbering. Rank r of a stage with `dp` × `tp` is in part r // tp; ranks from dp × tp on are
+idle in this stage. Imports no other module of penstock, and no torch.
 
 R = rows of a batch, in manifest order.
 """
@@ -56,7 +56,7 @@ class RankPosition:
 
     @property
     def is_rank0(self) -> bool:
-        """The one rank that speaks for the gang: commits, publishes, writes."""
+        """The one rank that acts for the trainer: commits, publishes, writes."""
         return self.rank == 0
 
     @property

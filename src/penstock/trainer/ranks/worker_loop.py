@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that is not the first: it does what the first one says, with its own rows.
+"""Worker loop of ranks 1..N-1: execute rank 0's orders on their own rows.
 
-The first rank alone speaks for the trainer: it takes over, commits, publishes and saves. The others
-hold their shares of the model, and take part whenever shares meet. Owns the words between them.
+Only rank 0 acts for the trainer: it takes over, commits, publishes and saves. The others hold their
+shards of the model and join every collective. Owns the orders between them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from penstock.types import PolicyName
 
 class RankOrder(IntEnum):
     WAIT = 0
-    """Nothing yet; said now and then, so that nobody gives up."""
+    """Keepalive: prevents a collective timeout."""
     TRAIN = 1
     WEIGHTS = 2
     """Bring the weights together in the first rank."""
     STATE = 3
-    """Write your share of the rest of the state; the number names the folder."""
+    """Write your shard of the rest of the state; the number names the folder."""
     EXIT = 4
 
 
 class BatchSource(RowSource, Protocol):
-    """What such a rank asks of the dataflow."""
+    """What such a rank requests from the dataflow."""
 
     def batch(self, body: BatchRequest) -> BatchAnswer: ...
 
@@ -53,9 +53,10 @@ def broadcast_order(ranks: Ranks, order: RankOrder, number: int = 0, incarnation
 def worker_loop(
     policy: PolicyName, models: Models, dataflow: BatchSource, ranks: Ranks, checkpoints: Path
 ) -> None:
-    """consumes: orders, and its own rows of each batch · produces: its share of every step and of
-    every checkpoint in that folder · waits for: the first rank's next word
-    ends: when that is to leave, when a rank is lost, or when its share could not be written"""
+    """consumes: orders, and its own rows of each batch · produces: its part of every step, and its
+    shard
+    of every checkpoint in that folder · waits for: rank 0's next order
+    ends: on the order to leave, when a rank is lost, or when its shard could not be written"""
     saver = ShardSaver(checkpoints, rank=ranks.position.rank, num_ranks=num_ranks(ranks))
     try:
         while True:
