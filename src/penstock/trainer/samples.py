@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trajectories cut into flat token sequences for one policy.
 
-Owns which tokens are trained: those of turns that this policy's trainer sees, its own unless the
-manifest says otherwise, in an answer that reached its agent, each exactly once and in the context
-in which it was sampled. Knows nothing of rewards, torch or text.
+Owns which tokens are trained: those of turns visible to this policy's trainer, its own unless the
+manifest lists roles, in an answer that reached its agent, each exactly once and in the context in
+which it was sampled. Does not know rewards, torch or text.
 
 T = tokens of all samples one after another, S = samples.
 """
@@ -64,7 +64,7 @@ TOKEN_COLUMNS = tuple(one.name for one in fields(Samples) if one.name.endswith("
 
 @dataclass(slots=True)
 class _SampleBuilder:
-    """What `make_samples` collects before it is joined once: a segment is one prompt part or one
+    """What `make_samples` collects before concatenating: a segment is one prompt part or one
     answer."""
 
     ids: list[bytes] = field(default_factory=list[bytes])
@@ -121,8 +121,8 @@ def make_samples(
     visible_roles: Seen | None = None,
     roles: Mapping[str, int] = NO_ROLES,
 ) -> Samples:
-    """Samples of these (manifest index, trajectory) pairs, in their order. `roles` numbers those of
-    the batch; one that is not among them is 0."""
+    """Samples of these (manifest index, trajectory) pairs, in their order. `roles` numbers the
+    roles of the batch; any other role is 0."""
     pieces = _SampleBuilder()
     for row, trajectory in rows:
         lengths = [len(turn.sampled_ids) // 4 for turn in trajectory.turns]
@@ -156,10 +156,10 @@ def is_trained(turn: Turn, policy: PolicyName, visible_roles: Seen | None = None
 def _paths(
     turns: Sequence[Turn], policy: PolicyName, visible_roles: Seen | None
 ) -> Iterator[tuple[Sequence[int], frozenset[int]]]:
-    """Each root-to-leaf path with the turns to train in it, cut behind the last of these.
+    """Each root-to-leaf path with the turns to train in it, cut after the last of these.
 
-    A turn shared by several branches is trained in the first; a path left with none is left out.
-    """
+    A turn shared by several branches is trained in the first; a path without turns to train is
+    dropped."""
     left = {index for index, turn in enumerate(turns) if is_trained(turn, policy, visible_roles)}
     if len(turns) == 1:
         if left:
@@ -191,7 +191,7 @@ def _join(pieces: _SampleBuilder) -> Samples:
     starts = ends - np.array(pieces.sample_lengths, np.int64)
     span_lengths = np.array(pieces.span_lengths, np.int64)
     mask = np.repeat(specs[:, 0] > 0, lengths)
-    mask[starts] = False  # nothing stands before it, so no forward pass predicts it
+    mask[starts] = False  # no token precedes it, so no forward pass predicts it
     return Samples(
         starts_S=starts,
         ends_S=ends,

@@ -46,7 +46,7 @@ EXIT_FENCED = 3
 """A newer trainer of the policy has taken over; starting this one again would take it back."""
 
 EXIT_STOPPED = 128 + signal.SIGTERM
-"""Told to stop before its last step; the next life goes on from the checkpoint it left."""
+"""Stopped before its last step; the next process continues from the checkpoint it left."""
 
 _log = structlog.get_logger(__name__)
 
@@ -63,10 +63,10 @@ def run_trainer(
     accepts_changes: bool = False,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Train until the dataflow says `end` or the caller says stop; the exit code of the process.
+    """Train until the dataflow reports the end or the caller stops it; return the exit code.
 
-    member: which rank of a gang this process is. accepts_changes: go on from a checkpoint that was
-    saved under another config."""
+    member: which rank this process is. accepts_changes: resume from a checkpoint that was saved
+    under another config."""
     client = TrainerClient(url, token, is_stopping=is_stopping)
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     torch.set_num_threads(config.for_policy(policy).model.torch_threads)
@@ -127,8 +127,8 @@ def replay_step(
     ranks: Ranks | None = None,
     device: torch.device = CPU,
 ) -> ReplayResult | None:
-    """Compute `number` again, from the newest checkpoint before it, into a store in `scratch`. All
-    ranks of a team call it, and the first one gets what came of it."""
+    """Recompute `number`, from the newest checkpoint before it, into a store in `scratch`. All
+    ranks call it, and rank 0 gets the result."""
     ranks = ranks or SingleRank()
     torch.set_num_threads(config.for_policy(policy).model.torch_threads)
     checkpoints = make_checkpoints(config, policy, run_dir)
@@ -210,8 +210,8 @@ def _init_checkpoint(config: RunConfig, policy: str, checkpoints: Checkpoints) -
 def save_initial_checkpoint(
     config: RunConfig, policy: str, checkpoints: Checkpoints, folder: Path
 ) -> Checkpoint:
-    """Number 0, of the model in this folder alone: what else learns begins when it is built, each
-    rank with its share. The folder is changed."""
+    """Number 0, from the model in this folder only: other learners are initialized when they are
+    built, each rank with its shard. Changes the folder."""
     torch.manual_seed(config.seed)
     settings = config.for_policy(policy)
     if settings.model.lora is not None:
@@ -231,7 +231,7 @@ def save_initial_checkpoint(
 def join_ranks(
     config: RunConfig, policy: str, rank_env: RankEnv | None, device: torch.device
 ) -> Ranks:
-    """The gang this process is a rank of, or a team of its own."""
+    """The ranks that this process belongs to, or a single rank."""
     if rank_env is None:
         return SingleRank()
     join(rank_env, device=device.type)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""M2PO: a trust region that is a budget over a whole update, not a bound on each token.
+"""M2PO: a trust region that is a budget over a complete update, not a bound on each token.
 
-A token is harmful where its advantage pushes it further from the policy that sampled it. The budget
-is the mean squared log-ratio of the harmful tokens of an update, all micro-batches and all ranks;
-the largest are dropped until what is left keeps it. Dropped tokens lose their gradient as clipped
-ones do: they stay in the denominator. Order, ties and sharding change nothing.
+A token is harmful if its advantage pushes it further from the policy that sampled it. The budget is
+the mean squared log-ratio of the harmful tokens of an update, over all micro-batches and ranks; the
+largest are dropped until the rest is within it. Dropped tokens lose their gradient as clipped ones
+do: they stay in the denominator. Order, ties and sharding change nothing.
 
 K = trained tokens of a micro-batch, H = harmful tokens of the update.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Refresh(StrEnum):
-    """When the threshold is found anew."""
+    """When the threshold is computed."""
 
     UPDATE = "update"
     """Before each update, under the weights of that moment: one forward pass more."""
@@ -83,7 +83,7 @@ class M2poLoss:
     threshold: float
     """Harmful tokens at or above this squared log-ratio are dropped; inf when none is."""
     is_all_dropped: bool
-    """Not one harmful token kept the budget; only self-correcting ones are left. An alarm."""
+    """No harmful token was within the budget; only self-correcting ones are left. An alarm."""
     ratio_low: float
     ratio_high: float
 
@@ -142,7 +142,7 @@ def _threshold(pressures_H: Tensor, budget: float) -> tuple[float, int]:
     num_kept = int((is_within_H * counts_H).max()) if ascending_H.numel() else 0
     if num_kept == ascending_H.numel():
         return math.inf, 0
-    # What is within the budget itself is never dropped: a rounded mean of equals must not do it.
+    # A value within the budget is never dropped, whatever the rounding of a mean of equal values.
     threshold = max(float(ascending_H[num_kept]), math.nextafter(budget, math.inf))
     return threshold, int((ascending_H >= threshold).sum())
 

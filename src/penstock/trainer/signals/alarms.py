@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that trains on nothing says so, and why; and one whose engines are far from its trainer.
+"""Alarms for batches without a learning signal, with the cause, and for engines far from the
+trainer.
 
-Owns the cause of one batch that taught nothing, and the counts of bad batches in a row. Raises
-nothing and stops nothing: a run may recover, an operator decides.
+Owns the cause of one batch without a signal, and the counts of consecutive bad batches. Raises
+nothing and stops nothing: a run may recover, and the operator decides.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 ALARM_AFTER = 3
-"""Batches in a row that teach nothing before anybody is told; then at each doubling."""
+"""Consecutive batches without a signal before the first alarm; then one at each doubling."""
 MAX_GAP = 1.0
 """Mean |log ratio| of fresh tokens beyond which engine and trainer do not hold the same model."""
 
@@ -22,7 +23,7 @@ MAX_K3_PER_VERSION = 0.1
 
 
 EXCLUDED = "rows/excluded"
-"""The figure of rows that a stage has set aside."""
+"""The metric that counts rows masked by a stage."""
 
 
 class Cause(StrEnum):
@@ -44,11 +45,11 @@ class Cause(StrEnum):
 
 _MESSAGES: Mapping[Cause, str] = {
     Cause.NO_TOKENS: (
-        "no row had a token to train; look at the outcomes of rollouts (`penstock status`, then "
+        "no row had a token to train; check the outcomes of rollouts (`penstock status`, then "
         "`penstock explain GROUP`): answers may be empty, rejected, or made by another policy"
     ),
     Cause.EXCLUDED: (
-        "every row was set aside by a stage that writes `excluded`, and none is left to train; the "
+        "every row was masked by a stage that writes `excluded`, and none is left to train; the "
         "one of dapo does so with answers that reach the limit: raise sampling.max_tokens, or let "
         "it punish them (options: {how: punish})"
     ),
@@ -73,8 +74,8 @@ _MESSAGES: Mapping[Cause, str] = {
         "(decoupled, m2po)"
     ),
     Cause.SKIPPED: (
-        "every update was skipped; the reason stands in the commits (`penstock status`): gradients "
-        "that are not finite ask for a lower learning_rate or float32"
+        "every update was skipped; the reason is in the commits (`penstock status`): gradients "
+        "that are not finite need a lower learning_rate or float32"
     ),
 }
 
@@ -89,9 +90,9 @@ def cause_of(
     is_rejected: bool = False,
     num_excluded: float = 0.0,
 ) -> Cause | None:
-    """Why a batch taught nothing, None when it did. `informative` is the share of groups, `clipped`
-    that of tokens with an advantage, `gap` the mean |log ratio| of fresh tokens; of a batch that
-    was rejected there is neither."""
+    """Why a batch had no learning signal, None if it had one. `informative` is the share of groups,
+    `clipped` the share of tokens with an advantage, `gap` the mean |log ratio| of fresh tokens; a
+    rejected batch has neither."""
     if num_tokens == 0:
         return Cause.EXCLUDED if num_excluded else Cause.NO_TOKENS
     if is_rejected:
@@ -107,7 +108,7 @@ def cause_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoSignalStreak:
-    """Batches in a row that taught nothing, by cause; part of the checkpoint."""
+    """Consecutive batches without a signal, by cause; part of the checkpoint."""
 
     counts: Mapping[Cause, int] = field(default_factory=dict[Cause, int])
 
@@ -122,7 +123,7 @@ class NoSignalStreak:
 
     @property
     def alarm(self) -> str | None:
-        """What to tell now, if anything."""
+        """The alarm to raise now, if any."""
         num_batches = self.num_batches
         if not _is_due(num_batches):
             return None

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far each node's engine is from the trainer on the same weights, and which node drifts away.
+"""How far each node's engine is from the trainer on the same weights, and which node drifts.
 
-Owns the gap of a batch by node, its moving average, and the judgement that a node is no longer like
-its pool. The averages are plain numbers and go into the checkpoint. What happens to a drifting node
-is the dataflow's business.
+Owns the mismatch of a batch by node, its moving average, and the judgement that a node differs from
+its pool. The averages are plain numbers and go into the checkpoint. The dataflow decides what
+happens to a drifting node.
 
-A node here is one life of it, NODE/SESSION: what it did before a restart is no word against it, and
-rows of that life may come long after.
+A node here is one of its processes, NODE/BOOT: mismatch before a restart does not count against the
+new process, and rows of the old process may arrive long after.
 
-Fresh tokens are those with the smallest lag of their batch: at lag 0 the gap is the engine's alone,
-at a larger one the change of the policy is in it too, for all nodes alike.
+Fresh tokens are those with the smallest staleness of their batch: at staleness 0 the mismatch is
+only the engine's, at a larger one it includes the change of the policy, for all nodes alike.
 
 K = trained tokens of this rank, N = nodes.
 """
@@ -28,16 +28,16 @@ from penstock.types import NodeId
 DRIFT = 10.0
 """A node drifts when its k3 is this many times its pool's median."""
 MIN_MEDIAN_K3 = 1e-4
-"""Median that is assumed at least: engines that agree to the last bit must not make ordinary
-rounding look like drift."""
+"""Smallest median assumed: if engines agree to the last bit, ordinary rounding must not count as
+drift."""
 HALF_LIFE_TOKENS = 4096.0
 """Fresh tokens of a node after which what came before counts half."""
 MIN_EVIDENCE = 0.1
 """Weight that an average needs before anybody is judged by it: some 600 tokens."""
 MIN_POOL = 3
-"""Nodes that make a pool, whatever their lives; of two, nobody knows which one is wrong."""
+"""Nodes that make a pool, however often they restart; of two, it is unknown which one is wrong."""
 FORGET_AFTER = 200
-"""Batches after which a node that sends nothing is no part of the pool any more."""
+"""Batches after which a node that sends nothing leaves the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def gaps_by_node(
     *,
     lag: int,
 ) -> dict[str, Gap]:
-    """Over tokens of this lag; `nodes` says which node made a row of the manifest."""
+    """Over tokens of this staleness; `nodes` maps rows of the manifest to nodes."""
     is_fresh_K = staleness_K == lag
     log_K, fresh_rows_K = log_ratios(logprobs_K, sampling_K)[is_fresh_K], rows_K[is_fresh_K]
     rows, row_K = np.unique(fresh_rows_K, return_inverse=True)
@@ -163,7 +163,7 @@ _NEW = MovingAverage(sum_k3=0.0, sum_abs=0.0, weight=0.0, last_seq=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftingNode:
-    """A node that is no longer like its pool."""
+    """A node that differs from its pool."""
 
     boot: str
     """NODE/SESSION."""
@@ -177,14 +177,14 @@ class DriftingNode:
 
     @property
     def boot_id(self) -> str:
-        """Empty where its rows do not say."""
+        """Empty if its rows do not carry it."""
         return self.boot.partition("/")[2]
 
     def __str__(self) -> str:
         return (
             f"node {self.node_id} disagrees with the trainer on the same weights: k3 "
             f"{self.k3:.2g}, more than {DRIFT:g} times the pool's median {self.median_k3:.2g} "
-            f"(mean |log ratio| {self.mean_abs:.2g}); it gets no more work; look at "
+            f"(mean |log ratio| {self.mean_abs:.2g}); it gets no more work; check "
             "its engine build, precision and loaded weights, then restart it"
         )
 
@@ -195,7 +195,7 @@ class Gaps:
 
     nodes: Mapping[str, MovingAverage] = field(default_factory=dict[str, MovingAverage])
     reported: frozenset[str] = frozenset()
-    """Drifting ones that were told; their rows that still come are of no interest."""
+    """Drifting nodes that were reported; their remaining rows are ignored."""
 
     def after(self, observed: Mapping[str, Gap], seq: int) -> Gaps:
         """With the gaps of batch `seq`; who was not seen for long is forgotten."""
@@ -206,8 +206,8 @@ class Gaps:
         return replace(self, nodes=known)
 
     def without(self, drifting: Sequence[DriftingNode]) -> Gaps:
-        """A quarantined node is judged anew when it comes back: under a new session, or at once
-        where its rows do not say which."""
+        """A quarantined node is judged again when it returns: with a new boot id, or immediately if
+        its rows carry none."""
         gone = {node.boot for node in drifting}
         return Gaps(
             nodes={n: a for n, a in self.nodes.items() if n not in gone},
@@ -230,7 +230,8 @@ class Gaps:
 
 
 def _newest_boots(averages: Mapping[str, MovingAverage]) -> dict[NodeId, MovingAverage]:
-    """One for each node: the many lives of one that restarts often would outvote the others."""
+    """One value per node: the many processes of one that restarts often must not outvote the
+    others."""
     by_age = sorted(averages.items(), key=lambda one: (one[1].last_seq, one[1].weight, one[0]))
     return {_node(boot): average for boot, average in by_age}
 

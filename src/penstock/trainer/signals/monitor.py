@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer makes of its own figures: nodes that drift are reported, idle training is told,
-and engines that are far away.
+"""Judges a trainer's own metrics: reports nodes that drift, batches without a signal, and engines
+far from the trainer.
 
-Owns the memory over batches (average gap by node, bad batches in a row), with which a trainer that
-restarts goes on. Measures nothing itself: the learner does, before the weights move.
+Owns the state over batches (average mismatch by node, consecutive bad batches), which survives a
+restart of the trainer. Measures nothing itself: the learner does, before the weights move.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SignalMonitor:
         return MonitorState(gaps=self._gaps, no_signal=self._no_signal, divergence=self._divergence)
 
     def observe(self, seq: int, stats: Stats) -> str | None:
-        """Heed what batch `seq` showed; what to tell people now, if anything."""
+        """Judge the metrics of batch `seq`; return the alarms to raise now, if any."""
         self._gaps = self._gaps.after(stats.gaps, seq)
         drifting = self._gaps.drifting()
         for node in drifting:

@@ -31,7 +31,7 @@ class MonitorState:
 
 
 def to_json(monitor_state: MonitorState) -> dict[str, Any]:
-    """Without numbers that JSON does not know: a node with such an average begins anew."""
+    """Without numbers that JSON cannot hold: a node with such an average starts fresh."""
     nodes = {name: known for name, known in monitor_state.gaps.nodes.items() if _is_finite(known)}
     k3 = monitor_state.divergence.k3 if math.isfinite(monitor_state.divergence.k3) else 0.0
     finite = replace(
@@ -46,7 +46,10 @@ def from_json(found: Mapping[str, Any]) -> MonitorState:
     try:
         return decode(encode_json(found), MonitorState, media_type=JSON)
     except BadRequest as error:
-        _log.warning("what the checkpoint remembers of batches is forgotten", why=str(error))
+        _log.warning(
+            "monitor state in the checkpoint is unreadable; starting with empty state",
+            why=str(error),
+        )
         return MonitorState()
 
 

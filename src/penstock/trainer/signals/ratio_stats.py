@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a batch can teach: effective sample size, informative groups, clipped shares, tails of
-the ratio. Sums over tokens, so that ranks add theirs up; what is made of them comes after.
+"""The learning signal of a batch: effective sample size, informative groups, clipped shares, tails
+of the ratio. Sums over tokens, so that ranks can add theirs up before they are evaluated.
 
 Pure functions of NumPy arrays over trained tokens at the first update of a batch, before the
-weights have moved. Knows nothing of nodes (gaps.py) nor of what is wrong (alarms.py).
+weights have moved. Does not know nodes (mismatch.py) or causes (alarms.py).
 
 K = trained tokens of this rank, G = groups of the batch, B = bins.
 """
@@ -21,13 +21,13 @@ Ints = npt.NDArray[np.int64]
 MAX_LOG_RATIO = 20.0
 """As in the losses: one absurd record must not make every sum infinite."""
 _EDGES_B = np.linspace(-2.0, 2.0, 801)
-"""Bins of log ratios; what lies beyond counts in the first and the last."""
+"""Bins of log ratios; values outside count in the first and the last."""
 _QUANTILES = {"q001": 0.001, "q01": 0.01, "q50": 0.5, "q99": 0.99, "q999": 0.999}
 _NUM_SUMS = 8
 
 
 def log_ratios(logprobs_K: Floats, sampling_K: Floats) -> Floats:
-    """Of the policy now to the engine that sampled, bounded; what is no number is far off."""
+    """Log-ratio of the current policy to the sampling engine, bounded; NaN counts as the bound."""
     with np.errstate(invalid="ignore", over="ignore"):
         ratios_K = np.subtract(logprobs_K, sampling_K, dtype=np.float64)
     filled_K = np.nan_to_num(ratios_K, nan=MAX_LOG_RATIO)
@@ -36,7 +36,7 @@ def log_ratios(logprobs_K: Floats, sampling_K: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioStats:
-    """Sums over the ratios of a batch; those of two ranks add up by `numbers`."""
+    """Sums over the ratios of a batch; add those of two ranks by their `vector`."""
 
     num_tokens: float
     sum_weights: float
@@ -84,8 +84,7 @@ class RatioStats:
 
     @property
     def effective_samples(self) -> float:
-        """Tokens that would say as much if all weighed the same: n when they do, 1 when one
-        outweighs all."""
+        """Effective sample size: n if all tokens have the same weight, 1 if one outweighs all."""
         return self.sum_weights**2 / self.sum_squares if self.sum_squares else 0.0
 
     @property
@@ -145,5 +144,5 @@ def tokens_with_advantage(advantages_K: Floats, groups_K: Ints, num_groups: int)
 
 
 def informative_share(teaching_G: Floats) -> float:
-    """Of groups, those that say which of their answers is better."""
+    """Share of groups whose answers differ in reward."""
     return float(np.count_nonzero(teaching_G)) / teaching_G.size if teaching_G.size else 0.0
