@@ -36,7 +36,7 @@ from penstock.trainer.ranks.group import RankReductions
 from penstock.trainer.ranks.sharding import clip
 from penstock.trainer.schedules import Schedule
 from penstock.trainer.signals.first_update import FirstUpdateStats, first_update_stats
-from penstock.trainer.signals.mismatch import Gap
+from penstock.trainer.signals.mismatch import Mismatch
 from penstock.trainer.state_shards import load_shard
 from penstock.trainer.updates import Update, UpdateSpec, plan_updates
 
@@ -75,7 +75,7 @@ class Stats:
     skipped: SkipReason | None
     """Why the weights are unchanged; None when they are not."""
     values: Mapping[str, float]
-    gaps: Mapping[str, Gap] = field(default_factory=dict[str, Gap])
+    mismatches: Mapping[str, Mismatch] = field(default_factory=dict[str, Mismatch])
     """Between each node's engine and this trainer, on the tokens of the first update."""
     other_models_updated: bool = False
     """Whether another model than the actor's changed: a critic learns from equal rewards too."""
@@ -146,7 +146,9 @@ class Learner:
             found = first_update_stats(batch, seen_T, self._bounds, self._forward_pass.ranks)
         values["seconds/train"] = time.perf_counter() - started
         skipped = None if applied else self._reason(values, plan)
-        return Stats(skipped=skipped, values={**values, **found.metrics}, gaps=found.gaps)
+        return Stats(
+            skipped=skipped, values={**values, **found.metrics}, mismatches=found.mismatches
+        )
 
     def infer(self, batch: Batch) -> Floats:
         """The model's current output for each trained token, by token of the batch."""

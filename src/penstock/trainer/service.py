@@ -27,7 +27,7 @@ from penstock.trainer.lora import adapter_tensors, init_adapter
 from penstock.trainer.model_folders import init_model, set_config_dtype
 from penstock.trainer.models import Models
 from penstock.trainer.pipeline.builtin import chain_of
-from penstock.trainer.ranks.group import Ranks, SingleRank, join, make_ranks
+from penstock.trainer.ranks.group import Ranks, SingleRank, init_process_group, make_ranks
 from penstock.trainer.ranks.row_fetch import fetch_rows
 from penstock.trainer.ranks.supervisor import RankEnv
 from penstock.trainer.ranks.worker_loop import num_ranks, worker_loop
@@ -234,5 +234,5 @@ def join_ranks(
     """The ranks that this process belongs to, or a single rank."""
     if rank_env is None:
         return SingleRank()
-    join(rank_env, device=device.type)
+    init_process_group(rank_env, device=device.type)
     return make_ranks(parallel_layouts(chain_of(config, policy).stages), device=device.type)

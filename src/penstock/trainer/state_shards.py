@@ -143,7 +143,7 @@ class _ShardTensor:
         """The slice of it in this region, which intersects it."""
         if not region.shape:
             return self.file.get_tensor(self.name)
-        own = self.region or TensorRegion.full(region.whole)
+        own = self.region or TensorRegion.full(region.full_shape)
         return self.file.get_slice(self.name)[region.slices_in(own)]
 
 
@@ -161,7 +161,7 @@ class ShardedState(Mapping[str, Tensor]):
         if pieces[0].region is None:
             own = self._own(pieces)
             return own.file.get_tensor(own.name)
-        return self.part(name, TensorRegion.full(pieces[0].region.whole))
+        return self.part(name, TensorRegion.full(pieces[0].region.full_shape))
 
     def __contains__(self, name: object) -> bool:
         return name in self.pieces

@@ -140,7 +140,9 @@ def _all_moves() -> dict[str, list[str]]:
     company = make_ranks([ONE, TWO, TENSOR])
     assert isinstance(company, StagedRanks)
     return {
-        f"{name}: {before} to {after}": _differences(sealed, company.at(before), company.at(after))
+        f"{name}: {before} to {after}": _differences(
+            sealed, company.at_stage(before), company.at_stage(after)
+        )
         for name, sealed in (("ragged", _ragged()), ("as many tokens as rows", _level()))
         for before in (ONE, TWO, TENSOR)
         for after in (ONE, TWO, TENSOR)

@@ -26,7 +26,7 @@ from penstock.trainer.checkpoint_manifest import (
 from penstock.trainer.learner import Learner
 from penstock.trainer.model_folders import WEIGHTS, load_model, static_files
 from penstock.trainer.signals.alarms import Cause, DivergenceStreak, NoSignalStreak
-from penstock.trainer.signals.mismatch import Gap, Gaps
+from penstock.trainer.signals.mismatch import Mismatch, NodeMismatches
 from penstock.trainer.signals.monitor_state import MonitorState, from_json, to_json
 from penstock.trainer.snapshots import weights_of
 
@@ -326,8 +326,8 @@ def test_skipped_batches_move_only_the_cursor(
     before = files(tmp_path)
     moved = checkpoints.advance_cursor(at(2, seq=9), {})
     assert moved.folder == first.folder
-    after = files(tmp_path)
-    assert [name for name in after if after[name] != before[name]] == [f"step_2/{STATE}"]
+    updated = files(tmp_path)
+    assert [name for name in updated if updated[name] != before[name]] == [f"step_2/{STATE}"]
     found = open_checkpoints(tmp_path).open_newest()
     assert found == moved and found is not None and found.cursor.seq == 9
     assert checkpoints.retained == ((2, 9),)
@@ -420,12 +420,14 @@ def test_what_is_remembered_of_batches_is_part_of_the_checkpoint(
     new_model: NewModel, model_folder: Path, tmp_path: Path
 ) -> None:
     learner = make_learner(new_model(), minibatches=2)
-    gap = Gap(num_tokens=100, sum_abs=1 / 3, sum_k3=0.1, max_abs=0.2)
-    gaps = Gaps(reported=frozenset({"c/2"})).after({"a/1": gap, "b/1": gap + gap}, 2)
+    gap = Mismatch(num_tokens=100, sum_abs=1 / 3, sum_k3=0.1, max_abs=0.2)
+    mismatches = NodeMismatches(reported=frozenset({"c/2"})).updated(
+        {"a/1": gap, "b/1": gap + gap}, 2
+    )
     monitor_state = MonitorState(
-        gaps=gaps,
-        no_signal=NoSignalStreak().after(Cause.EQUAL_REWARDS).after(Cause.GAP),
-        divergence=DivergenceStreak().after(0.7, 1.0),
+        mismatches=mismatches,
+        no_signal=NoSignalStreak().updated(Cause.EQUAL_REWARDS).updated(Cause.GAP),
+        divergence=DivergenceStreak().updated(0.7, 1.0),
     )
     checkpoints = open_checkpoints(tmp_path)
     weights, state = weights_of(learner.model), learner.state_tensors()
@@ -434,15 +436,15 @@ def test_what_is_remembered_of_batches_is_part_of_the_checkpoint(
         at(2), weights=weights, state=state, static=static, monitor_state=to_json(monitor_state)
     )
     assert from_json(read_checkpoint_manifest(tmp_path / "step_2").monitor_state) == monitor_state
-    lost = gap + Gap(num_tokens=1, sum_abs=math.inf, sum_k3=math.nan, max_abs=math.inf)
+    lost = gap + Mismatch(num_tokens=1, sum_abs=math.inf, sum_k3=math.nan, max_abs=math.inf)
     later = replace(
         monitor_state,
-        gaps=gaps.after({"b/1": lost}, 3),
-        divergence=DivergenceStreak().after(math.inf, 1.0),
+        mismatches=mismatches.updated({"b/1": lost}, 3),
+        divergence=DivergenceStreak().updated(math.inf, 1.0),
     )
     checkpoints.advance_cursor(at(2, seq=3), to_json(later))
     found = from_json(read_checkpoint_manifest(tmp_path / "step_2").monitor_state)
-    assert (found.gaps.nodes.keys(), found.gaps.reported) == ({"a/1"}, {"c/2"})
+    assert (found.mismatches.nodes.keys(), found.mismatches.reported) == ({"a/1"}, {"c/2"})
     assert (found.no_signal, found.divergence.num_batches) == (monitor_state.no_signal, 1)
     checkpoints.advance_cursor(
         at(2, seq=4), {"idle": {"counts": {"a cause of another version": 1}}}

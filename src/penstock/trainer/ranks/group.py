@@ -165,7 +165,7 @@ class StagedRanks(_WorldBroadcasts):
         self.position = RankPosition(rank=dist.get_rank(), parallel=parallel)
         self._group = groups[parallel]
 
-    def at(self, parallel: Parallel) -> StagedRanks:
+    def at_stage(self, parallel: Parallel) -> StagedRanks:
         """The same ranks, positioned at another stage."""
         return StagedRanks(self.groups, parallel)
 
@@ -194,7 +194,9 @@ class StagedRanks(_WorldBroadcasts):
         return tensor
 
 
-def join(rank_env: RankEnv, *, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> None:
+def init_process_group(
+    rank_env: RankEnv, *, device: str = "cpu", timeout_s: float = TIMEOUT_S
+) -> None:
     """Meet the other ranks at the first one's store; ends when all are there."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]

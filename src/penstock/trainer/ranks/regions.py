@@ -18,40 +18,44 @@ from torch.distributed.tensor import DTensor
 class TensorRegion:
     """A region of a tensor: its offset and shape in each dimension."""
 
-    first: tuple[int, ...]
+    offset: tuple[int, ...]
     shape: tuple[int, ...]
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     """The shape of the tensor that it is a part of."""
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> TensorRegion:
-        return cls(first=(0,) * len(shape), shape=tuple(shape), whole=tuple(shape))
+        return cls(offset=(0,) * len(shape), shape=tuple(shape), full_shape=tuple(shape))
 
     def intersect(self, other: TensorRegion) -> TensorRegion | None:
         """The intersection; None if it is empty."""
-        first = tuple(map(max, self.first, other.first))
+        offset = tuple(map(max, self.offset, other.offset))
         ends = map(min, self._ends, other._ends)
-        shape = tuple(end - begin for end, begin in zip(ends, first, strict=True))
+        shape = tuple(end - begin for end, begin in zip(ends, offset, strict=True))
         is_empty = min(shape, default=1) <= 0
-        return None if is_empty else TensorRegion(first=first, shape=shape, whole=self.whole)
+        return (
+            None
+            if is_empty
+            else TensorRegion(offset=offset, shape=shape, full_shape=self.full_shape)
+        )
 
     def slices_in(self, other: TensorRegion) -> tuple[slice, ...]:
         """This region's slices in another one that contains it."""
         return tuple(
-            slice(first - begins, first - begins + size)
-            for first, begins, size in zip(self.first, other.first, self.shape, strict=True)
+            slice(offset - begins, offset - begins + size)
+            for offset, begins, size in zip(self.offset, other.offset, self.shape, strict=True)
         )
 
     @property
     def _ends(self) -> Iterable[int]:
-        return (first + size for first, size in zip(self.first, self.shape, strict=True))
+        return (offset + size for offset, size in zip(self.offset, self.shape, strict=True))
 
 
 def region_of(tensor: Tensor) -> TensorRegion | None:
     """The region that this rank holds; None for a tensor that is not sharded."""
     if not isinstance(tensor, DTensor):
         return None
-    first, shape = [0] * tensor.ndim, list(tensor.shape)
+    offset, shape = [0] * tensor.ndim, list(tensor.shape)
     mesh = tensor.device_mesh
     cuts = zip(mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True)
     for num_parts, part, placement in reversed(list(cuts)):  # FSDP cuts what tp has cut already
@@ -60,9 +64,9 @@ def region_of(tensor: Tensor) -> TensorRegion | None:
             dim = int(cast(Any, placement).dim)
             each = -(-shape[dim] // num_parts)
             begins = min(part * each, shape[dim])
-            first[dim] += begins
+            offset[dim] += begins
             shape[dim] = min(each, shape[dim] - begins)
-    region = TensorRegion(first=tuple(first), shape=tuple(shape), whole=tuple(tensor.shape))
+    region = TensorRegion(offset=tuple(offset), shape=tuple(shape), full_shape=tuple(tensor.shape))
     assert region.shape == tuple(tensor.to_local().shape), (
         "this rank holds another region than its placement"
     )

@@ -70,7 +70,7 @@ def _copy_slice(file: Any, name: str, parameter: Tensor) -> None:
     share = local(parameter)
     if share.numel():
         region = region_of(parameter) or TensorRegion.full(parameter.shape)
-        share.copy_(file.get_slice(name)[region.slices_in(TensorRegion.full(region.whole))])
+        share.copy_(file.get_slice(name)[region.slices_in(TensorRegion.full(region.full_shape))])
 
 
 def _files(folder: Path) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class NoSignalStreak:
     def num_batches(self) -> int:
         return sum(self.counts.values())
 
-    def after(self, cause: Cause | None) -> NoSignalStreak:
+    def updated(self, cause: Cause | None) -> NoSignalStreak:
         if cause is None:
             return NoSignalStreak()
         return NoSignalStreak(counts={**self.counts, cause: self.counts.get(cause, 0) + 1})
@@ -143,9 +143,9 @@ class DivergenceStreak:
     k3: float = 0.0
     """Of the last, per version of lag."""
 
-    def after(self, k3: float, lag: float) -> DivergenceStreak:
+    def updated(self, k3: float, staleness: float) -> DivergenceStreak:
         """`k3` between engines and trainer, over the tokens with the smallest lag of a batch."""
-        per_version = k3 / max(lag, 1.0)
+        per_version = k3 / max(staleness, 1.0)
         if per_version <= MAX_K3_PER_VERSION:
             return DivergenceStreak()
         return DivergenceStreak(num_batches=self.num_batches + 1, k3=per_version)

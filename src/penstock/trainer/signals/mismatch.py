@@ -41,7 +41,7 @@ FORGET_AFTER = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
+class Mismatch:
     """Between one node's engine and the trainer, over fresh tokens of one batch."""
 
     num_tokens: int
@@ -58,8 +58,8 @@ class Gap:
         """Mean of rho - 1 - log rho: 0 when both agree, never below."""
         return self.sum_k3 / max(self.num_tokens, 1)
 
-    def __add__(self, other: Gap) -> Gap:
-        return Gap(
+    def __add__(self, other: Mismatch) -> Mismatch:
+        return Mismatch(
             num_tokens=self.num_tokens + other.num_tokens,
             sum_abs=self.sum_abs + other.sum_abs,
             sum_k3=self.sum_k3 + other.sum_k3,
@@ -67,20 +67,20 @@ class Gap:
         )
 
 
-NO_GAP = Gap(num_tokens=0, sum_abs=0.0, sum_k3=0.0, max_abs=0.0)
+NO_GAP = Mismatch(num_tokens=0, sum_abs=0.0, sum_k3=0.0, max_abs=0.0)
 
 
-def gaps_by_node(
+def mismatch_by_node(
     logprobs_K: Floats,
     sampling_K: Floats,
     staleness_K: Ints,
     rows_K: Ints,
     nodes: Mapping[int, str],
     *,
-    lag: int,
-) -> dict[str, Gap]:
+    staleness: int,
+) -> dict[str, Mismatch]:
     """Over tokens of this staleness; `nodes` maps rows of the manifest to nodes."""
-    is_fresh_K = staleness_K == lag
+    is_fresh_K = staleness_K == staleness
     log_K, fresh_rows_K = log_ratios(logprobs_K, sampling_K)[is_fresh_K], rows_K[is_fresh_K]
     rows, row_K = np.unique(fresh_rows_K, return_inverse=True)
     names, node_R = np.unique([nodes[int(row)] for row in rows], return_inverse=True)
@@ -91,7 +91,7 @@ def gaps_by_node(
     abs_N = np.bincount(node_K, size_K, minlength=names.size)
     k3_N = np.bincount(node_K, np.expm1(log_K) - log_K, minlength=names.size)
     return {
-        str(name): Gap(
+        str(name): Mismatch(
             num_tokens=int(nums_N[n]),
             sum_abs=float(abs_N[n]),
             sum_k3=float(k3_N[n]),
@@ -101,30 +101,39 @@ def gaps_by_node(
     }
 
 
-def pool_gap(gaps: Mapping[str, Gap]) -> Gap:
+def pool_mismatch(mismatches: Mapping[str, Mismatch]) -> Mismatch:
     """Of all nodes together."""
-    return sum(gaps.values(), start=NO_GAP)
+    return sum(mismatches.values(), start=NO_GAP)
 
 
-def to_vector(gaps: Mapping[str, Gap]) -> Floats:
+def to_vector(mismatches: Mapping[str, Mismatch]) -> Floats:
     """As numbers, because ranks send each other nothing else; see `from_vector`."""
     numbers: list[float] = []
-    for node, gap in gaps.items():
+    for node, mismatch in mismatches.items():
         name = node.encode()
-        numbers += [len(name), *name, gap.num_tokens, gap.sum_abs, gap.sum_k3, gap.max_abs]
+        numbers += [
+            len(name),
+            *name,
+            mismatch.num_tokens,
+            mismatch.sum_abs,
+            mismatch.sum_k3,
+            mismatch.max_abs,
+        ]
     return np.array(numbers, np.float64)
 
 
-def from_vector(numbers: Floats) -> dict[str, Gap]:
+def from_vector(numbers: Floats) -> dict[str, Mismatch]:
     """The gaps of all ranks, one after another; a node that several saw is added up."""
-    found: dict[str, Gap] = {}
+    found: dict[str, Mismatch] = {}
     at = 0
     while at < numbers.size:
         end = at + 1 + int(numbers[at])
         node = bytes(int(byte) for byte in numbers[at + 1 : end]).decode()
         num_tokens, sum_abs, sum_k3, max_abs = (float(one) for one in numbers[end : end + 4])
-        gap = Gap(num_tokens=int(num_tokens), sum_abs=sum_abs, sum_k3=sum_k3, max_abs=max_abs)
-        found[node] = found.get(node, NO_GAP) + gap
+        mismatch = Mismatch(
+            num_tokens=int(num_tokens), sum_abs=sum_abs, sum_k3=sum_k3, max_abs=max_abs
+        )
+        found[node] = found.get(node, NO_GAP) + mismatch
         at = end + 4
     return found
 
@@ -148,11 +157,11 @@ class MovingAverage:
     def mean_abs(self) -> float:
         return self.sum_abs / self.weight if self.weight else 0.0
 
-    def after(self, gap: Gap, seq: int) -> MovingAverage:
-        keep = 0.5 ** (gap.num_tokens / HALF_LIFE_TOKENS)
+    def updated(self, mismatch: Mismatch, seq: int) -> MovingAverage:
+        keep = 0.5 ** (mismatch.num_tokens / HALF_LIFE_TOKENS)
         return MovingAverage(
-            sum_k3=keep * self.sum_k3 + (1 - keep) * gap.k3,
-            sum_abs=keep * self.sum_abs + (1 - keep) * gap.mean_abs,
+            sum_k3=keep * self.sum_k3 + (1 - keep) * mismatch.k3,
+            sum_abs=keep * self.sum_abs + (1 - keep) * mismatch.mean_abs,
             weight=keep * self.weight + (1 - keep),
             last_seq=seq,
         )
@@ -190,26 +199,26 @@ class DriftingNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gaps:
+class NodeMismatches:
     """What a trainer remembers of each node; part of its checkpoint."""
 
     nodes: Mapping[str, MovingAverage] = field(default_factory=dict[str, MovingAverage])
     reported: frozenset[str] = frozenset()
     """Drifting nodes that were reported; their remaining rows are ignored."""
 
-    def after(self, observed: Mapping[str, Gap], seq: int) -> Gaps:
+    def updated(self, observed: Mapping[str, Mismatch], seq: int) -> NodeMismatches:
         """With the gaps of batch `seq`; who was not seen for long is forgotten."""
         known = {n: a for n, a in self.nodes.items() if seq - a.last_seq <= FORGET_AFTER}
-        for node, gap in observed.items():
+        for node, mismatch in observed.items():
             if node not in self.reported:
-                known[node] = known.get(node, _NEW).after(gap, seq)
+                known[node] = known.get(node, _NEW).updated(mismatch, seq)
         return replace(self, nodes=known)
 
-    def without(self, drifting: Sequence[DriftingNode]) -> Gaps:
+    def without_reported(self, drifting: Sequence[DriftingNode]) -> NodeMismatches:
         """A quarantined node is judged again when it returns: with a new boot id, or immediately if
         its rows carry none."""
         gone = {node.boot for node in drifting}
-        return Gaps(
+        return NodeMismatches(
             nodes={n: a for n, a in self.nodes.items() if n not in gone},
             reported=self.reported | {node.boot for node in drifting if node.boot_id},
         )

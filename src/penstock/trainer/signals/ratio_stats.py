@@ -53,7 +53,7 @@ class RatioStats:
     counts_B: Floats
 
     @property
-    def numbers(self) -> Floats:
+    def vector(self) -> Floats:
         """All of it as one vector, for `sum_over_ranks`."""
         sums = [
             self.num_tokens,
@@ -68,8 +68,8 @@ class RatioStats:
         return np.concatenate([np.array(sums, np.float64), self.counts_B])
 
     @staticmethod
-    def of(numbers: Floats) -> RatioStats:
-        sums = [float(number) for number in numbers[:_NUM_SUMS]]
+    def from_vector(vector: Floats) -> RatioStats:
+        sums = [float(number) for number in vector[:_NUM_SUMS]]
         return RatioStats(
             num_tokens=sums[0],
             sum_weights=sums[1],
@@ -79,7 +79,7 @@ class RatioStats:
             num_clipped_up=sums[5],
             num_clipped_down=sums[6],
             num_beyond=sums[7],
-            counts_B=numbers[_NUM_SUMS:],
+            counts_B=vector[_NUM_SUMS:],
         )
 
     @property

@@ -246,8 +246,8 @@ def at(number: int) -> Cursor:
 def halves(value: float) -> list[StateShard]:
     """A tensor of three rows over two ranks, and one that each rank has for itself."""
     regions = [
-        TensorRegion(first=(0, 0), shape=(2, 4), whole=(3, 4)),
-        TensorRegion(first=(2, 0), shape=(1, 4), whole=(3, 4)),
+        TensorRegion(offset=(0, 0), shape=(2, 4), full_shape=(3, 4)),
+        TensorRegion(offset=(2, 0), shape=(1, 4), full_shape=(3, 4)),
     ]
     return [
         StateShard(
@@ -285,9 +285,12 @@ def test_any_part_is_read_from_the_files_that_hold_it(two: Pair) -> None:
     state = two.save(5, token=1).read_state()
     expected = torch.tensor([[5.0] * 4, [5.0] * 4, [6.0] * 4])
     assert state["m"].equal(expected)
-    middle = TensorRegion(first=(1, 1), shape=(2, 2), whole=(3, 4))
+    middle = TensorRegion(offset=(1, 1), shape=(2, 2), full_shape=(3, 4))
     assert state.part("m", middle).equal(expected[1:3, 1:3])
-    assert state.part("m", TensorRegion(first=(3, 0), shape=(0, 4), whole=(3, 4))).shape == (0, 4)
+    assert state.part("m", TensorRegion(offset=(3, 0), shape=(0, 4), full_shape=(3, 4))).shape == (
+        0,
+        4,
+    )
     assert [int(state.for_rank(rank)["own"]) for rank in (0, 1, 2)] == [0, 1, 0]
 
 
