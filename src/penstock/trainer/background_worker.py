@@ -38,7 +38,7 @@ class BackgroundWorker(Generic[T]):
             return self._has_work
 
     def put(self, item: T) -> T | None:
-        """Hand an item over; the one that waited until now, whose place it takes."""
+        """Submit an item; returns the waiting item that it replaces, if any."""
         with self._changed:
             self._raise_error()
             replaced = self._waiting.pop() if self._waiting else None
@@ -47,7 +47,7 @@ class BackgroundWorker(Generic[T]):
             return replaced
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything handed over is done, or no longer than so; whether it is."""
+        """Wait for all submitted work, at most `timeout_s`; return whether it finished."""
         with self._changed:
             is_done = self._changed.wait_for(
                 lambda: self._error is not None or not self._has_work, timeout_s

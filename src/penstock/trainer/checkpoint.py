@@ -68,7 +68,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedSave:
-    """What makes the files of several ranks one checkpoint; the first of them has it."""
+    """What joins the files of several ranks into one checkpoint; only rank 0 has it."""
 
     num_ranks: int
     token: int
@@ -90,9 +90,8 @@ class Checkpoints:
         accepts_changes: bool = False,
         upgrade_config: Callable[[Mapping[str, str]], Mapping[str, str]] = dict,
     ) -> None:
-        """config: by key, what must be as it was when a checkpoint is restored, unless changes are
-        accepted.
-        upgrade_config: adds keys that an older version did not write."""
+        """config: values that must be unchanged when a checkpoint is restored, unless changes are
+        accepted, by key. upgrade_config: adds keys that an older version did not write."""
         self._root = root
         self._policy = policy
         self._config = dict(config or {})

@@ -27,7 +27,7 @@ from penstock.wire.codec import JSON, decode, encode_json
 
 STATE = "trainer.json"
 FORMAT = 3
-"""What this version writes, and the highest that it reads."""
+"""The version that is written, and the highest that can be read."""
 FIRST_WITH_DIGEST = 3
 """Older manifests have no digest and are accepted without one."""
 _DIGEST = re.compile(rb'\{\s*"digest": "([0-9a-f]{64})"')
@@ -59,7 +59,8 @@ class CheckpointManifest:
     """Number of shards of the learner's other state."""
     format: int = FORMAT
     monitor_state: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Of the batches up to the cursor, for alarms and quarantine; the loop knows its form."""
+    """State over the batches up to the cursor, for alarms and quarantine; the loop owns its form.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class UnusableCheckpoint(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete one, its digests checked when it was found or written."""
+    """A complete checkpoint, whose digests were checked when it was found or written."""
 
     folder: Path
     state: CheckpointManifest
@@ -90,7 +91,7 @@ class Checkpoint:
 
 
 def weights_name(beside: Iterable[str]) -> str:
-    """Of the file that changes from step to step, by the names of others."""
+    """The name of the weights file, given the names of the others."""
     return ADAPTER_WEIGHTS if ADAPTER_CONFIG in beside else WEIGHTS
 
 
@@ -102,7 +103,7 @@ def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
         if written > FORMAT:
             raise StoreError(
                 f"{folder} was written by a newer penstock: its format is {written}, this one "
-                f"reads up to {FORMAT}. Go on with that version; nothing was changed"
+                f"reads up to {FORMAT}. Use that version; nothing was changed"
             )
         found = decode(content, CheckpointManifest, media_type=JSON)
     except (OSError, BadRequest) as error:
@@ -115,7 +116,7 @@ def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
 
 
 def write_cursor(known: Checkpoint, cursor: Cursor, monitor_state: Mapping[str, Any]) -> Checkpoint:
-    """Batches skipped since change nothing but the cursor, and what is remembered of them."""
+    """Rewrite the cursor and the monitor state; batches skipped since change nothing else."""
     if known.cursor == cursor:
         return known
     state = replace(known.state, cursor=cursor, monitor_state=dict(monitor_state), format=FORMAT)
@@ -136,5 +137,5 @@ def _check(content: bytes) -> bool:
         return False
     rest = content[: found.start(1)] + content[found.end(1) :]
     if blake3(rest).hexdigest().encode() != found[1]:
-        raise UnusableCheckpoint(f"{STATE} is damaged: its digest is of other bytes")
+        raise UnusableCheckpoint(f"{STATE} is damaged: it does not match its digest")
     return True

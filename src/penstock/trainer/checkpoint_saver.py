@@ -23,7 +23,7 @@ from penstock.trainer.durable_files import partial_name
 from penstock.trainer.state_shards import StateShard, copy_shard, write_shard
 
 CLOSE_TIMEOUT_S = 5.0
-"""A trainer that dies of something else waits no longer for the checkpoint being written."""
+"""A trainer that fails for another reason waits no longer than this for the current checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +40,17 @@ class _FullSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CursorSave:
-    """The state is as it was."""
+    """Only the cursor has changed."""
 
     cursor: Cursor
     monitor_state: Mapping[str, Any]
 
 
 class Saver:
-    """Writes the checkpoints of one trainer; in its first rank, where it has several.
+    """Writes the checkpoints of one trainer; with several ranks, on rank 0.
 
-    `check_allowed` raises when this trainer may not write any more, and `on_saved` names what is
-    retained to the ledger; both are called in the thread, before and after each write."""
+    `check_allowed` raises if this trainer may no longer write, and `on_saved` reports the retained
+    checkpoints to the ledger; both are called in the thread, before and after each write."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Saver:
         self._worker.put(copied)
 
     def advance_cursor(self, cursor: Cursor, monitor_state: Mapping[str, Any]) -> None:
-        """The last state is also that at this cursor."""
+        """Save only a new cursor: the last state is also the state at this one."""
         self.flush()
         self._worker.put(_CursorSave(cursor=cursor, monitor_state=monitor_state))
 
@@ -105,7 +105,7 @@ class Saver:
         return self._worker.flush(timeout_s)
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no further work."""
         self._worker.close(CLOSE_TIMEOUT_S)
 
     def _write(self, copied: _FullSave | _CursorSave) -> None:
@@ -149,12 +149,12 @@ class ShardSaver:
         self._worker = BackgroundWorker("saver", self._write)
 
     def submit(self, token: int, state: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part of the state; it is written elsewhere."""
+        """Copy this rank's shard of the state; it is written in the background."""
         self._worker.flush()
         self._worker.put(_ShardSave(token=token, shares=copy_shard(state)))
 
     def raise_if_failed(self) -> None:
-        """Raise what went wrong in the thread: the first rank waits for a file that never comes."""
+        """Raise an error of the thread: rank 0 would wait for a file that never comes."""
         self._worker.flush(timeout_s=0.0)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ PARTIAL = ".partial-"
 """Being written or being removed: the next save clears it away."""
 DAMAGED = ".damaged-"
 REPLACED = ".replaced-"
-"""What another folder takes the place of, until it has."""
+"""The old folder during a replacement."""
 
 _log = structlog.get_logger(__name__)
 
@@ -44,7 +44,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def remove_partials(root: Path, *, keep: str) -> None:
-    """Remove what was never completed, except the folder of this name."""
+    """Remove unfinished folders, except the one of this name."""
     for leftover in root.glob(f"{PARTIAL}*"):
         if leftover.name != keep:
             shutil.rmtree(leftover)
@@ -58,8 +58,8 @@ def remove(folders: Iterable[Path]) -> None:
 
 
 def replace_folder(made: Path, folder: Path) -> None:
-    """Give a folder this name. One that has it steps aside first, because no folder can be renamed
-    onto another; after a crash between the two, `recover_replaced` finds it."""
+    """Rename a folder to this name. An existing one is renamed first, because a folder cannot be
+    renamed onto another; after a crash between the two, `recover_replaced` finds it."""
     aside = folder.with_name(f"{REPLACED}{folder.name}")
     if folder.exists():
         folder.rename(aside)

@@ -48,11 +48,11 @@ MetricSums = dict[str, Tensor]
 
 class SkipReason(StrEnum):
     NO_TOKENS = "no_tokens"
-    """Not one token of this policy to train."""
+    """The batch has no trained token of this policy."""
     ZERO_ADVANTAGE = "zero_advantage"
-    """The rewards of every group were equal, so there is nothing to compare."""
+    """The rewards of every group were equal, so there are no advantages."""
     REJECTED = "rejected"
-    """The mismatch correction let no token pass: the engine's log-probs are too far from the
+    """The mismatch correction rejected every token: the engine's log-probs are too far from the
     trainer's."""
     NON_FINITE = "non_finite_gradient"
     """No update of the batch had a finite gradient."""
@@ -60,7 +60,7 @@ class SkipReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """AdamW, and how often a batch is gone through."""
+    """AdamW, and the number of passes over a batch."""
 
     schedule: Schedule
     weight_decay: float = 0.01
@@ -70,10 +70,10 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """What a step did."""
+    """The result of a step."""
 
     skipped: SkipReason | None
-    """Why the weights are unchanged; None when they are not."""
+    """Why the weights are unchanged; None if they changed."""
     values: Mapping[str, float]
     mismatches: Mapping[str, Mismatch] = field(default_factory=dict[str, Mismatch])
     """Between each node's engine and this trainer, on the tokens of the first update."""
@@ -171,7 +171,7 @@ class Learner:
     def _update(
         self, update: Update, batch: Batch, seen_T: Floats | None
     ) -> tuple[MetricSums, float]:
-        """One optimizer call, or none when the gradient is not finite."""
+        """One optimizer call; none if the gradient is not finite."""
         objective = self._resolve_objective(update, batch)
         tallies: list[MetricSums] = []
         for inputs, tokens in self._forward(update, batch):
@@ -239,18 +239,17 @@ _WEIGHTS = "weights/"
 
 
 def initial_state() -> dict[str, Tensor]:
-    """That of a learner that has learned nothing yet."""
+    """The state of a learner before its first step."""
     return {_RANDOM: torch.get_rng_state()}
 
 
 def _by_token(loss: TokenLoss, tokens: Tokens) -> TokenLoss:
-    """The loss as it is. What a user's own gives may be anything: a mean, multiplied with weights
-    by token, would be counted once for each of them."""
+    """Check a loss's result. A custom loss may return anything: a mean, multiplied by token
+    weights, would count once per token."""
     if not isinstance(loss, TokenLoss):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
-            f"the loss gave a {type(loss).__name__}; return TokenLoss(loss_K=..., metrics={{}}) "
-            "with "
-            "one number per trained token"
+            f"the loss returned a {type(loss).__name__}; return TokenLoss(loss_K=..., "
+            "metrics={}) with one number per trained token"
         )
     wanted = tokens.logprobs_K.shape
     for name, values_K in {"loss_K": loss.loss_K, **loss.metrics}.items():
@@ -258,8 +257,7 @@ def _by_token(loss: TokenLoss, tokens: Tokens) -> TokenLoss:
             raise ConfigError(
                 f"the loss returned {name} of shape {tuple(values_K.shape)} instead of "
                 f"{tuple(wanted)}: one number per trained token, as in tokens.logprobs_K; take no "
-                "mean and "
-                "no sum over tokens, which is what algorithm.aggregation is for"
+                "mean and no sum over tokens: algorithm.aggregation does that"
             )
     return loss
 
@@ -298,7 +296,7 @@ def add_sums(tallies: Sequence[MetricSums]) -> MetricSums:
 
 
 def reduce_sums(tallies: Sequence[MetricSums], ranks: RankReductions) -> list[dict[str, float]]:
-    """The sums of each update over all ranks: the one place where a step's figures meet."""
+    """The sums of each update over all ranks: the only reduction of a step's metrics."""
     if not tallies:
         return []
     names = sorted(tallies[0])
@@ -308,15 +306,15 @@ def reduce_sums(tallies: Sequence[MetricSums], ranks: RankReductions) -> list[di
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Most memory this process has ever held, on the device it trains on."""
+    """Peak memory of this process, on the device it trains on."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def _averages(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the trained tokens of all updates, the loss over updates; the mismatch before any
-    of them has moved the weights."""
+    """Means over the trained tokens of all updates, the loss over updates; the mismatch is measured
+    before the first update."""
     if not sums:
         return {}
     num_tokens = math.fsum(one["tokens"] for one in sums)

@@ -59,13 +59,13 @@ KEEPALIVE_S = 1.0
 
 
 class Batches(BatchSource, Protocol):
-    """Sealed batches and what became of them."""
+    """Sealed batches and their outcome."""
 
     def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None: ...
 
 
 class Versions(Protocol):
-    """Who trains a policy, and what it has published."""
+    """The takeover of a policy, and its published versions."""
 
     def state(self, policy: PolicyName) -> PolicyState: ...
 
@@ -79,7 +79,7 @@ class Versions(Protocol):
 
 
 class Nodes(Protocol):
-    """Those who made what it trains on."""
+    """The nodes that produced its rows."""
 
     def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None: ...
 
@@ -104,7 +104,7 @@ class Trainer:
         ranks: Ranks | None = None,
         publish_every_version: bool = False,
     ) -> None:
-        """publishes_all: no number is left out when publishing lags; the training waits for it."""
+        """publishes_all: skip no number if publishing falls behind; training waits for it."""
         self._policy = policy
         self._models = models
         self._ranks = ranks or SingleRank()
@@ -133,10 +133,10 @@ class Trainer:
     def run(self) -> bool:
         """Train to the end (True), or until stopped (False).
 
-        consumes: sealed batches · produces: commits, versions, checkpoints
-        waits for: the next batch · ends: when no batch will follow, when it is stopped (after its
-        step,
-        with a checkpoint), or when it is fenced"""
+        consumes: sealed batches · produces: commits, versions, checkpoints · waits for: the next
+        batch
+        ends: when no batch will follow, when it is stopped (after its step, with a checkpoint), or
+        fenced"""
         try:
             self._take_over()
             self._publish()
@@ -192,7 +192,7 @@ class Trainer:
         )
         if isinstance(error, UnknownCommit):
             message += (
-                "\n  it is the ledger of another run, or an older copy of this one. Bring back the "
+                "\n  it is the ledger of another run, or an older copy of this one. Restore the "
                 "one that belongs to this checkpoint; or move the checkpoint away, and what was "
                 "trained since the previous one is trained again"
             )
@@ -341,8 +341,8 @@ class Trainer:
             )
 
     def _report_checkpoints(self) -> None:
-        """Tell the ledger what could be restored, so that it keeps the rows after the oldest."""
-        # Without any, the initial model is what a successor would restore.
+        """Report usable checkpoints to the ledger, so that it keeps the rows after the oldest."""
+        # Without any, a successor would restore the initial model.
         retained = self._checkpoints.retained or ((0, 0),)
         body = CheckpointsRequest(incarnation=self._cursor.incarnation, retained=retained)
         self._dataflow.checkpoints(self._policy, body)

@@ -22,7 +22,7 @@ from penstock.weights.publish import StoredVersion
 _log = structlog.get_logger(__name__)
 
 Announce = Callable[[int, StoredVersion], None]
-"""Tell the ledger that this number has these weights."""
+"""Report to the ledger that this number has these weights."""
 InUse = Callable[[], tuple[list[str], list[str]]]
 """Manifests that are referenced, and the newest of them."""
 
@@ -43,17 +43,21 @@ class Publisher:
         )
 
     def submit(self, weights: Mapping[str, Tensor], number: int) -> None:
-        """Copy the weights; the rest happens elsewhere."""
+        """Copy the weights; the rest happens in the background."""
         skipped = self._worker.put((number, self._snapshots.copy(weights)))
         if skipped is not None:
-            _log.info("version skipped: publishing lags", number=skipped[0], newer=number)
+            _log.info(
+                "version skipped: publishing is slower than training",
+                number=skipped[0],
+                newer=number,
+            )
 
     def flush(self) -> None:
-        """Wait until everything handed over is announced."""
+        """Wait until all submitted versions are announced."""
         self._worker.flush()
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no further work."""
         self._worker.close(CLOSE_TIMEOUT_S)
 
     # --- in the thread ------------------------------------------------------------------------
@@ -72,5 +76,5 @@ class Publisher:
         try:
             self._snapshots.collect_garbage(*self._in_use())
         except (WeightsError, WireError) as error:
-            _log.warning("the weight store was not tidied", why=str(error))
+            _log.warning("weight store not pruned", why=str(error))
         self._collected_at = time.monotonic()

@@ -29,26 +29,26 @@ NO_ROLES: Mapping[str, int] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Columns over all tokens; where `mask_T` is false the columns below it mean nothing."""
+    """Columns over all tokens; where `mask_T` is false the columns below it are undefined."""
 
     starts_S: Ints
     """First token of each sample."""
     ends_S: Ints
     rows_S: Ints
-    """Index in the manifest of the row each sample was cut from; never falls."""
+    """Index in the manifest of the row each sample was cut from; never decreases."""
     ids_T: npt.NDArray[np.int32]
     mask_T: Bools
-    """True where the token was sampled and is to be trained."""
+    """True for sampled tokens that are trained."""
     logprobs_T: Floats
     """As sampled, under the token's own sampling spec."""
     versions_T: npt.NDArray[np.int32]
-    """Number of the version that sampled it; -1 where another policy did."""
+    """Number of the version that sampled it; -1 for another policy."""
     turns_T: npt.NDArray[np.int32]
     """Index of the token's turn in its trajectory, its prompt included."""
     roles_T: npt.NDArray[np.int32]
-    """Number of the role that its turn's policy acted in; meant where trained."""
+    """Number of the role of its turn; valid where trained."""
     sampled_T: npt.NDArray[np.int64]
-    """Index among all sampled tokens of its trajectory, turn after turn; meant where trained."""
+    """Index among all sampled tokens of its trajectory, turn after turn; valid where trained."""
     temperature_T: Floats
     top_k_T: npt.NDArray[np.int32]
     top_p_T: Floats
@@ -144,7 +144,7 @@ def make_samples(
 
 
 def is_seen(made_by: PolicyName, role: str, policy: PolicyName, visible_roles: Seen | None) -> bool:
-    """Whether the trainer of `policy` sees what `made_by` did in this role."""
+    """Whether the trainer of `policy` trains on turns of `made_by` in this role."""
     return made_by == policy if visible_roles is None else (made_by, role) in visible_roles
 
 
@@ -211,6 +211,6 @@ def _join(pieces: _SampleBuilder) -> Samples:
 
 
 def _counted_from(firsts: Ints, lengths: Ints) -> Ints:
-    """first, first+1, … of each segment."""
+    """start, start+1, … of each segment."""
     offsets = np.cumsum(lengths) - lengths
     return np.repeat(firsts - offsets, lengths) + np.arange(int(lengths.sum()))

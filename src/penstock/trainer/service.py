@@ -43,7 +43,7 @@ from penstock.trainer.snapshots import Snapshots, unchanged_files, weights_of
 from penstock.types import Manifest, PolicyName
 
 EXIT_FENCED = 3
-"""A newer trainer of the policy has taken over; starting this one again would take it back."""
+"""A newer trainer of the policy has taken over; restarting this one would take over in turn."""
 
 EXIT_STOPPED = 128 + signal.SIGTERM
 """Stopped before its last step; the next process continues from the checkpoint it left."""
@@ -96,12 +96,12 @@ def run_trainer(
             publish_every_version=config.deterministic,
         ).run()
     except Fenced as error:
-        _log.error("trainer was replaced and exits", policy=policy, why=str(error))
+        _log.error("trainer replaced; exiting", policy=policy, why=str(error))
         return EXIT_FENCED
     except Unreachable as error:
         if not is_stopping():
             raise
-        _log.warning("stopped while the dataflow was away", policy=policy, why=str(error))
+        _log.warning("stopped while the dataflow was unreachable", policy=policy, why=str(error))
         return EXIT_STOPPED
     finally:
         snapshots.close()

@@ -30,7 +30,7 @@ from penstock.trainer.ranks.sharding import shard_like
 from penstock.wire.codec import JSON, decode, encode_json
 
 OPTIMIZER = "optimizer.safetensors"
-"""All of it, where one rank has all of it."""
+"""The file of a single rank."""
 POLL_S = 0.02
 _REGIONS = "regions"
 _RECEIPT = ".written-by-rank-"
@@ -46,7 +46,7 @@ def state_names(num_ranks: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateShard:
-    """What one rank keeps of the state; no later step changes it."""
+    """One rank's shard of the state; later steps do not change it."""
 
     tensors: Mapping[str, Tensor]
     regions: Mapping[str, TensorRegion]
@@ -55,7 +55,8 @@ class StateShard:
 
 
 def copy_shard(state: Mapping[str, Tensor]) -> StateShard:
-    """This rank's part of each tensor, in host memory. What a lower rank has too is left to it."""
+    """This rank's region of each tensor, in host memory; regions that a lower rank also has are
+    left out."""
     kept = {name: tensor.detach() for name, tensor in state.items() if is_owner(tensor)}
     regions = {name: region_of(tensor) for name, tensor in kept.items()}
     return StateShard(
@@ -154,7 +155,7 @@ class ShardedState(Mapping[str, Tensor]):
 
     pieces: Mapping[str, Sequence[_ShardTensor]]
     rank: int = 0
-    """Whose own tensors are read, where every rank has its own."""
+    """The rank whose own tensors are read, for tensors that every rank has its own of."""
 
     def __getitem__(self, name: str) -> Tensor:
         pieces = self.pieces[name]
@@ -173,7 +174,7 @@ class ShardedState(Mapping[str, Tensor]):
         return len(self.pieces)
 
     def part(self, name: str, wanted: TensorRegion) -> Tensor:
-        """One box of a tensor, from all files that hold some of it."""
+        """One region of a tensor, from all files that hold some of it."""
         pieces = self.pieces[name]
         if pieces[0].region is None:
             return self._own(pieces).read(wanted)
@@ -205,7 +206,7 @@ class ShardedState(Mapping[str, Tensor]):
 
 
 def open_state(paths: Sequence[Path]) -> ShardedState:
-    """Files of which the digests were checked, by rank; nothing but headers is read yet."""
+    """Files whose digests were checked, by rank; only headers are read yet."""
     pieces: dict[str, list[_ShardTensor]] = {}
     for rank, path in enumerate(paths):
         file: Any = safe_open(path, framework="pt")
@@ -216,7 +217,7 @@ def open_state(paths: Sequence[Path]) -> ShardedState:
             )
             known = pieces.setdefault(name, [])
             if piece.region is None or all(piece.region != other.region for other in known):
-                known.append(piece)  # ranks inside one part may have written the same box
+                known.append(piece)  # ranks inside one part may have written the same region
     return ShardedState(pieces=pieces)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows shared out so that all ranks finish together: Karmarkar–Karp, k-way largest differencing.
+"""Divides rows so that all ranks finish together: Karmarkar–Karp, k-way largest differencing.
 
-Owns what a row costs and who gets it. Knows nothing of ranks or payload. Deterministic: every rank
-that has the manifest comes to the same parts, without a word between them.
+Owns what a row costs and which part gets it. Does not know ranks or payloads. Deterministic: every
+rank computes the same parts from the manifest, without communication.
 
 R = rows, P = parts.
 """
@@ -31,12 +31,12 @@ because a batch may pass through stages with different ones and must be divided 
 
 def row_costs(tokens_R: Floats, squares_R: Floats) -> Floats:
     """Cost of rows with this many tokens in their samples, and this sum of squared lengths."""
-    # One of which nothing is computed is work too: fetched and read.
+    # A row without computation has a cost too: it is fetched and read.
     return 1 + tokens_R + PER_SQUARE * squares_R
 
 
 def manifest_costs(manifest: Manifest) -> Floats:
-    """Work of each row of a sealed batch, for its consumer."""
+    """Cost of each row of a sealed batch, for its consumer."""
     work_R2 = np.array([manifest.compute_cost(row) for row in manifest.rows], np.float64).reshape(
         -1, 2
     )
@@ -44,12 +44,11 @@ def manifest_costs(manifest: Manifest) -> Floats:
 
 
 def balance_parts(costs_R: Floats, num_parts: int, *, has_equal_counts: bool = False) -> list[Ints]:
-    """Rows of each part, ascending; the dearest part is at most 4/3 of what is possible.
+    """Rows of each part, ascending; the most expensive part is at most 4/3 of the optimum.
 
-    With equal counts, parts differ by one row at most, and may be less even in cost.
-    """
+    With equal counts, parts differ by at most one row, and may be less even in cost."""
     if num_parts < 1:
-        raise ValueError(f"rows cannot be shared among {num_parts} parts; give at least 1")
+        raise ValueError(f"rows cannot be divided into {num_parts} parts; give at least 1")
     if costs_R.size and not (np.isfinite(costs_R) & (costs_R >= 0)).all():
         raise ValueError("the cost of a row is a finite number >= 0")
     heap = _first_splits(costs_R, num_parts, has_equal_counts=has_equal_counts)
@@ -79,7 +78,7 @@ class _Part:
 
 
 _Split = list[_Part]
-"""Some of the rows in P parts, dearest first."""
+"""Some of the rows in P parts, most expensive first."""
 _Entry = tuple[float, int, _Split]
 """Widest split first; among equals the older, so that the order is deterministic."""
 
@@ -101,7 +100,7 @@ def _entry(age: int, split: _Split) -> _Entry:
 
 
 def _merge(one: _Split, other: _Split) -> _Split:
-    """The dearest part of one with the cheapest of the other, and so on."""
+    """The most expensive part of one with the cheapest of the other, and so on."""
     merged = [
         _Part(cost=dear.cost + cheap.cost, rows=dear.rows + cheap.rows)
         for dear, cheap in zip(one, reversed(other), strict=True)

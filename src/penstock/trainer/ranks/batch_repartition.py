@@ -34,7 +34,7 @@ class PackedRow:
     lengths: tuple[int, ...]
     """Tokens of each of its samples."""
     tokens: Mapping[str, bytes]
-    """Its part of every array of `Samples` that is by token."""
+    """Its slice of every token array of `Samples`."""
     columns: Mapping[str, bytes]
     node: str | None
     """The node process that produced it; None for a missing row."""

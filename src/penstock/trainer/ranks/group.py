@@ -34,11 +34,11 @@ class RankReductions(Protocol):
     """What a learner needs from the parts of its batch on other ranks."""
 
     def sum_over_ranks(self, values: Floats) -> Floats:
-        """Element by element, each part counted once."""
+        """Sum element by element; each part counts once."""
         ...
 
     def max_over_ranks(self, number: int) -> int:
-        """The largest: every rank runs as many passes as the one with the most micro-batches."""
+        """The maximum: every rank runs as many passes as the one with the most micro-batches."""
         ...
 
     def gather_over_ranks(self, terms: Tensor) -> Tensor:
@@ -47,10 +47,10 @@ class RankReductions(Protocol):
 
 
 class RankBroadcasts(Protocol):
-    """What makes many ranks act as one."""
+    """Broadcasts that keep all ranks in step."""
 
     def broadcast_from_rank0(self, numbers: Sequence[int]) -> list[int]:
-        """The first rank's numbers, on every rank; all give as many."""
+        """Rank 0's numbers, on every rank; all pass arrays of the same size."""
         ...
 
     def broadcast_in_tp_group(self, payload: bytes) -> bytes:
@@ -104,7 +104,7 @@ class _WorldBroadcasts:
 
 
 class RankGroup(_WorldBroadcasts):
-    """This rank among the ranks of one stage."""
+    """This rank in the group of one stage."""
 
     def __init__(self, mesh: DeviceMesh, parallel: Parallel) -> None:
         self.mesh = mesh
@@ -140,7 +140,7 @@ class RankGroup(_WorldBroadcasts):
         return content.numpy().tobytes()
 
     def broadcast_tensor_from_rank0(self, tensor: Tensor) -> None:
-        """What the first rank has in it, on every rank: inside its part, then from part to part."""
+        """Broadcast rank 0's tensor: inside its part, then from part to part."""
         position = self.position
         if position.part == 0:
             dist.broadcast(tensor, src=0, group=self._tp_group)
@@ -197,7 +197,7 @@ class StagedRanks(_WorldBroadcasts):
 def init_process_group(
     rank_env: RankEnv, *, device: str = "cpu", timeout_s: float = TIMEOUT_S
 ) -> None:
-    """Meet the other ranks at the first one's store; ends when all are there."""
+    """Join the other ranks at rank 0's store; returns when all have joined."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         rank_env.host,

@@ -21,7 +21,7 @@ class TensorRegion:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     full_shape: tuple[int, ...]
-    """The shape of the tensor that it is a part of."""
+    """Shape of the full tensor."""
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> TensorRegion:
@@ -58,8 +58,10 @@ def region_of(tensor: Tensor) -> TensorRegion | None:
     offset, shape = [0] * tensor.ndim, list(tensor.shape)
     mesh = tensor.device_mesh
     cuts = zip(mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True)
-    for num_parts, part, placement in reversed(list(cuts)):  # FSDP cuts what tp has cut already
-        assert not placement.is_partial(), "a sum that was never made"
+    for num_parts, part, placement in reversed(
+        list(cuts)
+    ):  # FSDP shards what tp has sharded already
+        assert not placement.is_partial(), "a pending reduction"
         if not placement.is_replicate():
             dim = int(cast(Any, placement).dim)
             each = -(-shape[dim] // num_parts)
@@ -74,7 +76,7 @@ def region_of(tensor: Tensor) -> TensorRegion | None:
 
 
 def is_owner(tensor: Tensor) -> bool:
-    """Whether this rank is the first of those that have the same part; not where that is empty."""
+    """Whether this rank is the first of those with the same region; false if that is empty."""
     if not isinstance(tensor, DTensor):
         return True
     at = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
@@ -83,7 +85,7 @@ def is_owner(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """This rank's local tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -34,7 +34,7 @@ from penstock.trainer.ranks.group import RankGroup, Ranks
 M = TypeVar("M", bound=torch.nn.Module)
 
 _HEAD_DIM = 2
-"""Of batch × tokens × heads × width: where a part's ranks cut the heads."""
+"""In batch × tokens × heads × width: the dimension that tensor parallelism cuts."""
 
 
 def shard(whole: M, model: PreTrainedModel, ranks: Ranks, device: torch.device = CPU) -> M:
@@ -86,7 +86,7 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-    """Scale the gradient down to the norm allowed, over all shards; returns the norm it had."""
+    """Clip the gradient to this norm, over all shards; return the norm it had."""
     by_mesh: dict[DeviceMesh | None, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -113,7 +113,7 @@ def _decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def _styles(model: PreTrainedModel, tp: int) -> dict[str, ParallelStyle]:
-    """How each module is cut inside a part, as its architecture plans it."""
+    """How each module is cut inside a part, by its architecture's plan."""
     plan = model.tp_plan
     if not plan:
         raise ConfigError(

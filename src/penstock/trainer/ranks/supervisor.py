@@ -41,12 +41,12 @@ MAX_FAST_FAILURES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnv:
-    """Which rank this process is, and where the ranks meet."""
+    """Which rank this process is, and the address of the store."""
 
     rank: int
     num_ranks: int
     local_rank: int
-    """Among the ranks of its host: which device is its own."""
+    """Index among the ranks of its host: selects its device."""
     host: str
     port: int
     listener: int | None = None
@@ -68,7 +68,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
         )
     except (KeyError, ValueError) as error:
         raise ValueError(
-            f"RANK is set, but the rest of a rank's environment is not right: {error}; set RANK, "
+            f"RANK is set, but the rest of a rank's environment is invalid: {error}; set RANK, "
             "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun does, or none of them"
         ) from error
 
@@ -84,8 +84,7 @@ def run_ranks(
     """Keep the ranks of this command running until they end by themselves; return the exit code.
 
     waits for: the first rank to end · ends: when all end with 0, when one ends with a final code,
-    when
-    it is stopped, or after `MAX_FAST_FAILURES` consecutive fast failures"""
+    when it is stopped, or after `MAX_FAST_FAILURES` consecutive fast failures"""
     num_fast_failures = 0
     while True:
         began_at = time.monotonic()
@@ -114,7 +113,7 @@ def _run_once(
     env: Mapping[str, str],
     is_stopping: Callable[[], bool],
 ) -> int:
-    """0 when every rank ended with it, else the code of the first that did not."""
+    """0 if every rank ended with 0, else the code of the first that did not."""
     with _started(command, num_ranks, env) as ranks:
         is_terminated = False
         while True:
@@ -142,7 +141,7 @@ def _report(failed: int, codes: Sequence[int | None]) -> int:
     shell_code = code if code > 0 else 128 - code
     if shell_code != 128 + signal.SIGTERM:
         why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        _log.error("a rank ended; the others are stopped", rank=failed, why=why)
+        _log.error("rank ended; stopping the others", rank=failed, why=why)
     return shell_code
 
 

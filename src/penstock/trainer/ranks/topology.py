@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """How a stage is spread over ranks."""
+    """How a stage is sharded over ranks."""
 
     dp: int = 1
     """Parts that a batch is cut into."""
@@ -51,7 +51,7 @@ class RankPosition:
 
     @property
     def is_idle(self) -> bool:
-        """It has no part of the batch at this stage."""
+        """It computes no part of the batch in this stage."""
         return self.rank >= self.parallel.num_ranks
 
     @property
@@ -61,10 +61,10 @@ class RankPosition:
 
     @property
     def fetches_rows(self) -> bool:
-        """The one rank of its part that draws rows; its neighbours get them from it."""
+        """The one rank of its part that fetches rows; its neighbours get them from it."""
         return self.rank % self.parallel.tp == 0
 
 
 def round_robin(num_rows: int, num_parts: int) -> Ints:
-    """Which part each row belongs to when parts take them in turn: p, p + parts, …"""
+    """The part of each row if parts take rows in turn: p, p + parts, …"""
     return np.arange(num_rows, dtype=np.int64) % num_parts

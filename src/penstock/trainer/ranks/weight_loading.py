@@ -74,7 +74,7 @@ def _copy_slice(file: Any, name: str, parameter: Tensor) -> None:
 
 
 def _files(folder: Path) -> dict[str, Any]:
-    """The open file of each tensor of a folder, by its name; nothing but headers is read yet."""
+    """The open file of each tensor of a folder, by name; only headers are read yet."""
     found: dict[str, Any] = {}
     for path in weight_files(folder):
         if path.suffix == ".safetensors":

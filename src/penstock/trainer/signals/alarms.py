@@ -30,15 +30,15 @@ class Cause(StrEnum):
     NO_TOKENS = "no_tokens"
     """No row had a token that this policy trains."""
     EXCLUDED = "excluded"
-    """A stage of the pipeline has set every row aside."""
+    """A stage of the pipeline masked every row."""
     EQUAL_REWARDS = "equal_rewards"
-    """In every group all answers earned the same."""
+    """In every group all answers earned the same reward."""
     GAP = "gap"
-    """Engine and trainer disagree on the same weights by more than any clip lets through."""
+    """Engine and trainer disagree on the same weights by more than any clip allows."""
     REJECTED = "rejected"
-    """The mismatch correction let no token pass."""
+    """The mismatch correction rejected every token."""
     ALL_CLIPPED = "all_clipped"
-    """Every token with an advantage lay beyond its bound."""
+    """Every token with an advantage was outside its bound."""
     SKIPPED = "skipped"
     """The batch was skipped for another reason."""
 
@@ -69,8 +69,8 @@ _MESSAGES: Mapping[Cause, str] = {
         "training.precision before you widen the correction's bounds"
     ),
     Cause.ALL_CLIPPED: (
-        "every token lay outside the clip bounds; the data is too old or the steps are too long: "
-        "lower max_staleness or learning_rate, or take an objective made for stale data "
+        "every token was outside the clip bounds; the data is too old or the steps are too long: "
+        "lower max_staleness or learning_rate, or use an objective made for stale data "
         "(decoupled, m2po)"
     ),
     Cause.SKIPPED: (
@@ -137,14 +137,14 @@ class NoSignalStreak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergenceStreak:
-    """Batches in a row whose tokens came from a policy far from the one that trains them."""
+    """Consecutive batches whose tokens came from a policy far from the one that trains them."""
 
     num_batches: int = 0
     k3: float = 0.0
-    """Of the last, per version of lag."""
+    """Of the last batch, per version of staleness."""
 
     def updated(self, k3: float, staleness: float) -> DivergenceStreak:
-        """`k3` between engines and trainer, over the tokens with the smallest lag of a batch."""
+        """`k3` between engines and trainer, over a batch's tokens with the smallest staleness."""
         per_version = k3 / max(staleness, 1.0)
         if per_version <= MAX_K3_PER_VERSION:
             return DivergenceStreak()
@@ -155,8 +155,8 @@ class DivergenceStreak:
         if not _is_due(self.num_batches):
             return None
         return (
-            f"engines and trainer are far apart: {self.num_batches} batches in a row with a k3 of "
-            f"{self.k3:.2g} per version between what sampled a token and what trains it; the steps "
+            f"engines and trainer are far apart: {self.num_batches} consecutive batches have a k3 "
+            f"of {self.k3:.2g} per version between what sampled a token and what trains it; the steps "
             "are too long (lower learning_rate), or they do not reach the engines (compare "
             "versions in `penstock status`, and the precision of the engine with "
             "training.precision)"

@@ -31,9 +31,9 @@ MIN_MEDIAN_K3 = 1e-4
 """Smallest median assumed: if engines agree to the last bit, ordinary rounding must not count as
 drift."""
 HALF_LIFE_TOKENS = 4096.0
-"""Fresh tokens of a node after which what came before counts half."""
+"""Fresh tokens of a node after which earlier ones count half."""
 MIN_EVIDENCE = 0.1
-"""Weight that an average needs before anybody is judged by it: some 600 tokens."""
+"""Weight that an average needs before a node is judged by it: some 600 tokens."""
 MIN_POOL = 3
 """Nodes that make a pool, however often they restart; of two, it is unknown which one is wrong."""
 FORGET_AFTER = 200
@@ -55,7 +55,7 @@ class Mismatch:
 
     @property
     def k3(self) -> float:
-        """Mean of rho - 1 - log rho: 0 when both agree, never below."""
+        """Mean of rho - 1 - log rho: 0 if both agree, never below."""
         return self.sum_k3 / max(self.num_tokens, 1)
 
     def __add__(self, other: Mismatch) -> Mismatch:
@@ -107,7 +107,7 @@ def pool_mismatch(mismatches: Mapping[str, Mismatch]) -> Mismatch:
 
 
 def to_vector(mismatches: Mapping[str, Mismatch]) -> Floats:
-    """As numbers, because ranks send each other nothing else; see `from_vector`."""
+    """As numbers, because ranks exchange only numbers; see `from_vector`."""
     numbers: list[float] = []
     for node, mismatch in mismatches.items():
         name = node.encode()
@@ -123,7 +123,7 @@ def to_vector(mismatches: Mapping[str, Mismatch]) -> Floats:
 
 
 def from_vector(numbers: Floats) -> dict[str, Mismatch]:
-    """The gaps of all ranks, one after another; a node that several saw is added up."""
+    """The mismatches of all ranks, one after another; those of the same node are added up."""
     found: dict[str, Mismatch] = {}
     at = 0
     while at < numbers.size:
@@ -200,14 +200,14 @@ class DriftingNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMismatches:
-    """What a trainer remembers of each node; part of its checkpoint."""
+    """What a trainer knows of each node; part of its checkpoint."""
 
     nodes: Mapping[str, MovingAverage] = field(default_factory=dict[str, MovingAverage])
     reported: frozenset[str] = frozenset()
     """Drifting nodes that were reported; their remaining rows are ignored."""
 
     def updated(self, observed: Mapping[str, Mismatch], seq: int) -> NodeMismatches:
-        """With the gaps of batch `seq`; who was not seen for long is forgotten."""
+        """With the mismatches of batch `seq`; a node not seen for long is dropped."""
         known = {n: a for n, a in self.nodes.items() if seq - a.last_seq <= FORGET_AFTER}
         for node, mismatch in observed.items():
             if node not in self.reported:

@@ -41,9 +41,7 @@ class SignalMonitor:
         self._mismatches = self._mismatches.updated(stats.mismatches, seq)
         drifting = self._mismatches.drifting()
         for node in drifting:
-            _log.warning(
-                "node is quarantined", node=node.node_id, boot_id=node.boot_id, why=str(node)
-            )
+            _log.warning("node quarantined", node=node.node_id, boot_id=node.boot_id, why=str(node))
             self._quarantine(node)
         self._mismatches = self._mismatches.without_reported(drifting)
         values = stats.values
@@ -62,5 +60,5 @@ class SignalMonitor:
         )
         alarm = self._no_signal.alarm or self._divergence.alarm
         if alarm is not None:
-            _log.error("this run may learn nothing", why=alarm)
+            _log.error("run may have no learning signal", why=alarm)
         return alarm

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer remembers of the batches before, and its form in the checkpoint.
+"""What a trainer keeps about past batches, and its form in the checkpoint.
 
-Owns that form: plain JSON, in which a trainer of another version finds what it understands or
-nothing. A checkpoint is not worth less because an alarm cannot be read.
+Owns that form: plain JSON. If a trainer of another version cannot read it, it starts with empty
+state: a checkpoint stays usable without its alarms.
 """
 
 from __future__ import annotations

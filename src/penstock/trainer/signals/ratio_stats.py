@@ -46,7 +46,7 @@ class RatioStats:
     """Tokens to be made likelier: their advantage is above 0."""
     num_down: float
     num_clipped_up: float
-    """Of those, at a ratio beyond the upper bound: they have no gradient."""
+    """Of those, at a ratio above the upper bound: they have no gradient."""
     num_clipped_down: float
     num_beyond: float
     """Outside the bounds on either side, whatever the advantage."""
