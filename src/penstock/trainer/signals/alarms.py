@@ -156,7 +156,7 @@ class DivergenceStreak:
             return None
         return (
             f"engines and trainer are far apart: {self.num_batches} consecutive batches have a k3 "
-            f"of {self.k3:.2g} per version between what sampled a token and what trains it; the steps "
+            f"of {self.k3:.2g} per version between sampling and training; the steps "
             "are too long (lower learning_rate), or they do not reach the engines (compare "
             "versions in `penstock status`, and the precision of the engine with "
             "training.precision)"
