@@ -6,26 +6,30 @@ Owns what no section can see alone. Holds no default and changes no value."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
 from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.dataflow import SurvivorsClosing
-from penstock.config.lora import lora_cross_checks
+from penstock.config.lora import ENGINES as LORA_ENGINES
 from penstock.config.pipeline_cross_checks import (
     group_comparer,
-    ledger_stages,
     pipeline_cross_checks,
+    row_stage_checks,
+    row_stages,
 )
-from penstock.config.rule_options import Hook
 from penstock.config.rules import RuleConfig
+from penstock.config.run_sections import PolicyConfig, RunSections
+from penstock.types import Hook
 
-if TYPE_CHECKING:
-    from penstock.config.run import PolicyConfig, RunConfig
+VLLM_TEMPERATURE_RANGE = (0.01, 2.0)
+"""vLLM silently raises lower temperatures to the minimum and rejects higher ones."""
 
 
-def cross_checks(config: RunConfig) -> Iterator[Contradiction]:
+def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     """Everything that two sections cannot say together."""
+    yield from _repeated_sources(config)
+    yield from _temperatures(config)
+    yield from row_stage_checks(config)
     yield from dict.fromkeys(_groups_too_small(config))
     yield from _groups_that_cannot_close(config)
     yield from _unknown_pace_policy(config)
@@ -34,11 +38,30 @@ def cross_checks(config: RunConfig) -> Iterator[Contradiction]:
     yield from _duplicate_reward(config)
     yield from _sessions(config)
     yield from _determinism(config)
-    yield from lora_cross_checks(config)
+    yield from _lora(config)
     yield from pipeline_cross_checks(config)
 
 
-def _determinism(config: RunConfig) -> Iterator[Contradiction]:
+def _repeated_sources(config: RunSections) -> Iterator[Contradiction]:
+    names = [source.name for source in config.sources]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            text = f"duplicate source name {quoted(name)}; names must be unique"
+            yield Contradiction(text=text, keys=(("sources", index, "name"),))
+
+
+def _temperatures(config: RunSections) -> Iterator[Contradiction]:
+    least, most = VLLM_TEMPERATURE_RANGE
+    is_vllm = any(model.engine == "vllm" for model in config.models.values())
+    if is_vllm and not least <= config.sampling.temperature <= most:
+        yield Contradiction(
+            text=f"temperature {config.sampling.temperature:g}: vLLM samples from {least:g} to "
+            f"{most:g}; choose a value in this range, or another engine",
+            keys=(("sampling", "temperature"),),
+        )
+
+
+def _determinism(config: RunSections) -> Iterator[Contradiction]:
     """What would make a deterministic run depend on who is fast."""
     if not config.deterministic:
         return
@@ -60,7 +83,7 @@ def _determinism(config: RunConfig) -> Iterator[Contradiction]:
                 yield Contradiction(text=text, keys=(at,))
 
 
-def _groups_too_small(config: RunConfig) -> Iterator[Contradiction]:
+def _groups_too_small(config: RunSections) -> Iterator[Contradiction]:
     """What teaches nothing where each task is attempted once."""
     for name, model in config.models.items():
         policy = config.for_policy(name)
@@ -84,7 +107,7 @@ def _requires_reward_spread(policy: PolicyConfig) -> bool:
     return any(rule.hook is Hook.ADMIT and rule.name == "reward-spread" for rule in policy.rules)
 
 
-def _groups_that_cannot_close(config: RunConfig) -> Iterator[Contradiction]:
+def _groups_that_cannot_close(config: RunSections) -> Iterator[Contradiction]:
     closing = config.dataflow.closing
     if not isinstance(closing, SurvivorsClosing):
         return
@@ -100,7 +123,7 @@ def _groups_that_cannot_close(config: RunConfig) -> Iterator[Contradiction]:
             )
 
 
-def _unknown_pace_policy(config: RunConfig) -> Iterator[Contradiction]:
+def _unknown_pace_policy(config: RunSections) -> Iterator[Contradiction]:
     known = ("any", "all", *config.models)
     if config.dataflow.pace not in known:
         yield _unknown("policy", config.dataflow.pace, known, ("dataflow", "pace"))
@@ -113,7 +136,7 @@ def _unknown(kind: str, name: str, known: Iterable[str], at: KeyPath) -> Contrad
     return Contradiction(text=f"there is no {kind} {quoted(name)}; {fix}", keys=(at, at[:-1]))
 
 
-def _written_rules(config: RunConfig) -> Iterator[tuple[KeyPath, RuleConfig]]:
+def _written_rules(config: RunSections) -> Iterator[tuple[KeyPath, RuleConfig]]:
     for index, rule in enumerate(config.dataflow.rules):
         yield ("dataflow", "rules", index), rule
     for name, model in config.models.items():
@@ -121,7 +144,7 @@ def _written_rules(config: RunConfig) -> Iterator[tuple[KeyPath, RuleConfig]]:
             yield ("models", name, "dataflow", "rules", index), rule
 
 
-def _unknown_names_in_rules(config: RunConfig) -> Iterator[Contradiction]:
+def _unknown_names_in_rules(config: RunSections) -> Iterator[Contradiction]:
     """Policies and sources that options of shipped rules speak of."""
     sources = [source.name for source in config.sources]
     for at, rule in _written_rules(config):
@@ -140,7 +163,7 @@ def _unknown_names_in_rules(config: RunConfig) -> Iterator[Contradiction]:
                     yield _unknown("policy", name, config.models, place)
 
 
-def _replay_without_staleness(config: RunConfig) -> Iterator[Contradiction]:
+def _replay_without_staleness(config: RunSections) -> Iterator[Contradiction]:
     for name in config.models:
         policy = config.for_policy(name)
         for rule in policy.rules:
@@ -156,8 +179,8 @@ def _replay_without_staleness(config: RunConfig) -> Iterator[Contradiction]:
             )
 
 
-def _duplicate_reward(config: RunConfig) -> Iterator[Contradiction]:
-    for at, stage in ledger_stages(config):
+def _duplicate_reward(config: RunSections) -> Iterator[Contradiction]:
+    for at, stage in row_stages(config):
         if config.reward is not None and "reward" in stage.writes:
             yield Contradiction(
                 text=f"stage {stage.name} writes reward, and the nodes score with "
@@ -166,7 +189,7 @@ def _duplicate_reward(config: RunConfig) -> Iterator[Contradiction]:
             )
 
 
-def _sessions(config: RunConfig) -> Iterator[Contradiction]:
+def _sessions(config: RunSections) -> Iterator[Contradiction]:
     """What groups of one, whose reward comes from outside and late, cannot go with."""
     found = [i for i, source in enumerate(config.sources) if source.session is not None]
     if not found:
@@ -185,7 +208,7 @@ def _sessions(config: RunConfig) -> Iterator[Contradiction]:
                 "nobody is late with; leave it null",
                 keys=(("dataflow", "lease", name), at),
             )
-    for place, stage in ledger_stages(config):
+    for place, stage in row_stages(config):
         if "reward" in stage.writes:
             yield Contradiction(
                 text=f"stage {stage.name} writes reward, and that of a session comes through the "
@@ -194,7 +217,7 @@ def _sessions(config: RunConfig) -> Iterator[Contradiction]:
             )
 
 
-def _session_groups(config: RunConfig, at: KeyPath) -> Iterator[Contradiction]:
+def _session_groups(config: RunSections, at: KeyPath) -> Iterator[Contradiction]:
     """A session has no fellows in its group."""
     for name in config.models:
         policy = config.for_policy(name)
@@ -219,3 +242,41 @@ def _session_groups(config: RunConfig, at: KeyPath) -> Iterator[Contradiction]:
             "set closing: complete",
             keys=(("dataflow", "closing"), at),
         )
+
+
+def _lora(config: RunSections) -> Iterator[Contradiction]:
+    """What an adapter cannot go with."""
+    for name, model in config.models.items():
+        if model.lora is None:
+            continue
+        at: KeyPath = ("models", name, "lora")
+        if model.engine not in LORA_ENGINES:
+            yield Contradiction(
+                text=f"engine {model.engine} does not serve adapters yet; use hf or vllm, or leave "
+                "lora out",
+                keys=(("models", name, "engine"), at),
+            )
+        yield from _tensor_parallel_lora(config, name, at)
+
+
+def _tensor_parallel_lora(config: RunSections, name: str, at: KeyPath) -> Iterator[Contradiction]:
+    """Tensor parallelism cuts the layers that adapters stand beside."""
+    own: KeyPath = ("models", name, "training", "parallel", "tp")
+    places: list[tuple[KeyPath, int]] = []
+    if not (config.pipeline and config.pipeline.stages):
+        is_own = config.models[name].training is not None
+        where: KeyPath = own if is_own else ("training", "parallel", "tp")
+        places = [(where, config.for_policy(name).training.parallel.tp)]
+    else:
+        places = [
+            (("pipeline", "stages", index, "parallel", "tp"), stage.parallel.tp)
+            for index, stage in enumerate(config.pipeline.stages)
+            if stage.policy in (None, name) and not stage.is_service
+        ]
+    for place, tp in places:
+        if tp > 1:
+            yield Contradiction(
+                text=f"tp {tp} would cut the layers beside which adapters of {name} stand, which "
+                "is not supported yet; set tp: 1 and raise dp, or leave lora out",
+                keys=(place, place[:-1], at),
+            )

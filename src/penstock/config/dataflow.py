@@ -33,7 +33,7 @@ from penstock.config.base import (
 from penstock.config.report import ReportConfig
 from penstock.config.rules import SHARED_HOOKS, Rules, rule_contradictions
 from penstock.config.rules import RuleConfig as RuleConfig
-from penstock.config.stages import StageConfig, stage_contradictions
+from penstock.config.stages import StageConfig
 
 
 class LeaseConfig(Section):
@@ -181,7 +181,6 @@ class DataflowConfig(Section):
         raise_contradictions(
             [
                 *rule_contradictions(self.rules),
-                *stage_contradictions(self.stages),
                 *self._mixed_durability(),
                 *self._repeated_spaces(),
             ]

@@ -8,15 +8,19 @@ of what is shipped by `builtin`."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
+from penstock.config.base import Contradiction, KeyPath
 from penstock.config.builtin_stages import builtin_stage_for, builtin_stages
-from penstock.config.stage_graph import Edge, draw_path, find_cycle, find_edges
-from penstock.config.stages import INITIAL_COLUMNS
-
-if TYPE_CHECKING:
-    from penstock.config.pipeline import PipelineStageConfig
+from penstock.config.stage_graph import (
+    Edge,
+    GraphProblem,
+    cycles,
+    draw_path,
+    duplicate_ids,
+    duplicate_writers,
+    unknown_after,
+)
+from penstock.config.stages import INITIAL_COLUMNS, PipelineStageConfig
 
 BATCH_COLUMNS = (*INITIAL_COLUMNS, "length", "truncated", "sampling_logprobs")
 """Columns that every batch has: of its rows also the tokens each one sampled and whether it was cut
@@ -34,13 +38,14 @@ CRITIC_COLUMNS = ("values", "returns")
 
 def pipeline_contradictions(stages: Sequence[PipelineStageConfig]) -> Iterator[Contradiction]:
     """What cannot work whatever the rest of the file says."""
-    repeated = list(_repeated_ids(stages))
+    repeated = [_at(range(len(stages)), problem) for problem in duplicate_ids(stages)]
     if repeated:
         yield from repeated
         return
     for index, stage in enumerate(stages):
         yield from _check_stage(("stages", index), stage)
-    yield from _unknown_after(stages)
+    for problem in unknown_after(stages):
+        yield _at(range(len(stages)), problem)
     found: dict[Contradiction, None] = {}
     for policy in {stage.policy: None for stage in stages if stage.policy} or (None,):
         seen = {i: stage for i, stage in enumerate(stages) if stage.policy in (None, policy)}
@@ -48,12 +53,10 @@ def pipeline_contradictions(stages: Sequence[PipelineStageConfig]) -> Iterator[C
     yield from found
 
 
-def _repeated_ids(stages: Sequence[PipelineStageConfig]) -> Iterator[Contradiction]:
-    names = [stage.id for stage in stages]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            text = f"a stage with id {quoted(name)} stands above; give each its own id"
-            yield Contradiction(text=text, keys=(("stages", index, "id"),))
+def _at(indices: Sequence[int], problem: GraphProblem) -> Contradiction:
+    """A problem of the graph as one of the section; `indices` are positions in the section."""
+    at: KeyPath = ("stages", indices[problem.index])
+    return Contradiction(text=problem.text, keys=((*at, *problem.key), (*at, problem.key[0]), at))
 
 
 def _check_stage(at: KeyPath, stage: PipelineStageConfig) -> Iterator[Contradiction]:
@@ -171,56 +174,27 @@ def _service_problems(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
         yield "after", "a service waits for columns only; leave after empty"
 
 
-def _unknown_after(stages: Sequence[PipelineStageConfig]) -> Iterator[Contradiction]:
-    known = [stage.id for stage in stages]
-    for index, stage in enumerate(stages):
-        for position, name in enumerate(stage.after):
-            if name in known:
-                continue
-            closest = did_you_mean(name, known)
-            fix = f'did you mean "{closest}"?' if closest else f"use one of {', '.join(known)}"
-            at: KeyPath = ("stages", index, "after")
-            yield Contradiction(
-                text=f"stage {stage.id} waits for {quoted(name)}, and there is no such stage "
-                f"({name}? ─► {stage.id}); {fix}",
-                keys=((*at, position), at),
-            )
-
-
 def _check_policy_stages(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
     """Stages of one policy."""
-    stages = tuple(seen.values())
-    yield from _duplicate_writers(seen)
+    stages, indices = tuple(seen.values()), tuple(seen)
+    for problem in (*duplicate_writers(stages), *cycles(stages)):
+        yield _at(indices, problem)
+    yield from _rewritten_batch_columns(seen)
     yield from _service_reads(seen)
     yield from _duplicate_train_stages(seen)
-    if way := find_cycle(find_edges(stages)):
-        index = next(i for i, stage in seen.items() if stage.id == way[0].target)
-        keys: tuple[KeyPath, ...] = (("stages", index, "reads"), ("stages", index))
-        yield Contradiction(
-            text=f"circle of stages: {draw_path(way)}: none can ever start; take one of these "
-            "columns out of reads, or the stage out of after",
-            keys=keys,
-        )
 
 
-def _duplicate_writers(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
-    first: dict[str, str] = {}
+def _rewritten_batch_columns(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
     for index, stage in seen.items():
         for position, column in enumerate(stage.writes):
-            at: KeyPath = ("stages", index, "writes")
-            text = ""
-            if column in first:
-                other = first[column]
-                drawing = f"{other} ─[{column}]─► ◄─[{column}]─ {stage.id}"
-                text = f"stages {other} and {stage.id} both write {column}: {drawing}"
-                text += "; a column is written once: rename one of them"
-            elif column in BATCH_COLUMNS and not (column == "reward" and stage.is_service):
-                text = f"stage {stage.id} writes {column}, which every row of a batch has already"
-                fix = ", or place the stage elsewhere to score rows" * (column == "reward")
-                text += f"; give it another name, like shaped_{column}{fix}"
-            if text:
-                yield Contradiction(text=text, keys=((*at, position), at))
-            first.setdefault(column, stage.id)
+            if column in BATCH_COLUMNS and not (column == "reward" and stage.is_service):
+                fix = ", or set place so that a service scores rows" * (column == "reward")
+                at: KeyPath = ("stages", index, "writes")
+                yield Contradiction(
+                    text=f"stage {stage.id} writes {column}, which every batch already has; "
+                    f"use another name, like shaped_{column}{fix}",
+                    keys=((*at, position), at),
+                )
 
 
 def _service_reads(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:

@@ -8,24 +8,21 @@ value."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
 from penstock.config.builtin_stages import builtin_stage_for
+from penstock.config.pipeline import PipelineStageConfig
 from penstock.config.pipeline_checks import (
     ADVANTAGE_COLUMN,
     BATCH_COLUMNS,
     CRITIC_COLUMNS,
     missing_column_text,
 )
-from penstock.config.stage_graph import Edge, draw_path
-from penstock.config.stages import StageConfig, stage_contradictions
-
-if TYPE_CHECKING:
-    from penstock.config.pipeline import PipelineStageConfig
-    from penstock.config.run import PolicyConfig, RunConfig
-    from penstock.config.trainer import AlgorithmConfig, TrainingConfig
+from penstock.config.row_stage_checks import row_stage_problems
+from penstock.config.run_sections import PolicyConfig, RunSections
+from penstock.config.stage_graph import Edge, draw_path, unknown_reads
+from penstock.config.stages import StageConfig
+from penstock.config.trainer import AlgorithmConfig, TrainingConfig
 
 BUILTIN_GRAPH_KEYS = ("gamma", "lam")
 """Keys of `algorithm` that are options of a stage, where the stages are written out."""
@@ -43,21 +40,30 @@ BUILTIN_LOSS_KEYS = (
 makes the entropy carry a gradient for any loss."""
 
 
-def ledger_stages(config: RunConfig) -> list[tuple[KeyPath, StageConfig]]:
-    """Every stage that works on rows, and where the file says so."""
-    found: list[tuple[KeyPath, StageConfig]] = [
-        (("dataflow", "stages", index), stage) for index, stage in enumerate(config.dataflow.stages)
-    ]
-    declared = {stage.name for stage in config.dataflow.stages}
-    services = config.pipeline.services if config.pipeline else ()
-    return found + [
-        (("pipeline", "stages", index), stage.to_stage_config())
-        for index, stage in services
-        if stage.id not in declared
-    ]
+def row_stages(config: RunSections) -> list[tuple[KeyPath, StageConfig]]:
+    """Every stage that works on rows, with the key that declares it."""
+    services = dict[str, tuple[int, StageConfig]]()
+    for index, stage in config.pipeline.services if config.pipeline else ():
+        if stage.writes:
+            services[stage.id] = index, stage.to_stage_config()
+    found: list[tuple[KeyPath, StageConfig]] = []
+    for position, declared in enumerate(config.dataflow.stages):
+        index, derived = services.get(declared.name, (0, None))
+        place = ("pipeline", index) if declared == derived else ("dataflow", position)
+        found.append(((place[0], "stages", place[1]), declared))
+    return found
 
 
-def group_comparer(config: RunConfig, policy: str) -> str | None:
+def row_stage_checks(config: RunSections) -> Iterator[Contradiction]:
+    """What cannot work among the stages that work on rows."""
+    places = [at for at, _ in row_stages(config)]
+    for problem in row_stage_problems(config.dataflow.stages):
+        at = places[problem.index]
+        keys = ((*at, *problem.key), (*at, problem.key[0]), at)
+        yield Contradiction(text=problem.text, keys=keys)
+
+
+def group_comparer(config: RunSections, policy: str) -> str | None:
     """Who compares the members of this policy's groups: its algorithm or, where the stages are
     written out, the one that makes the advantages. None where nobody does, or a function of the
     user's, of which nothing is known."""
@@ -72,11 +78,10 @@ def group_comparer(config: RunConfig, policy: str) -> str | None:
     return None
 
 
-def pipeline_cross_checks(config: RunConfig) -> Iterator[Contradiction]:
+def pipeline_cross_checks(config: RunSections) -> Iterator[Contradiction]:
     """Everything that the pipeline cannot say beside the other sections."""
     if config.pipeline is None:
         return
-    yield from _ledger(config)
     yield from _conflicting_declarations(config)
     stages = config.pipeline.stages
     for index, stage in enumerate(stages):
@@ -98,17 +103,7 @@ def pipeline_cross_checks(config: RunConfig) -> Iterator[Contradiction]:
         yield from dict.fromkeys(_ineffective_settings(config))
 
 
-def _ledger(config: RunConfig) -> Iterator[Contradiction]:
-    """What holds for stages of the ledger holds for services, wherever they are written."""
-    places, stages = zip(*found, strict=True) if (found := ledger_stages(config)) else ((), ())
-    for problem in stage_contradictions(stages):
-        keys = tuple((*places[int(key[1])], *key[2:]) for key in problem.keys)
-        if any(key[0] == "pipeline" for key in keys):  # the dataflow has judged its own
-            name = stages[int(problem.keys[0][1])].name
-            yield replace(problem, text=f"stage {name}: {problem.text}", keys=keys)
-
-
-def _conflicting_declarations(config: RunConfig) -> Iterator[Contradiction]:
+def _conflicting_declarations(config: RunSections) -> Iterator[Contradiction]:
     """An entry under dataflow.stages may give a service its deadlines, not other columns."""
     declared = {stage.name: (i, stage) for i, stage in enumerate(config.dataflow.stages)}
     for index, stage in config.pipeline.services if config.pipeline else ():
@@ -125,11 +120,11 @@ def _conflicting_declarations(config: RunConfig) -> Iterator[Contradiction]:
 
 
 def _missing_columns(
-    config: RunConfig, at: KeyPath, stage: PipelineStageConfig
+    config: RunSections, at: KeyPath, stage: PipelineStageConfig
 ) -> Iterator[Contradiction]:
     """Columns that nobody writes for one of the policies that run this stage."""
     assert config.pipeline is not None, "the stage is one of its stages"
-    writer = {column: other for _, other in ledger_stages(config) for column in other.writes}
+    writer = {column: other for _, other in row_stages(config) for column in other.writes}
     sent = {column for column, other in writer.items() if other.required}
     for policy in (stage.policy,) if stage.policy else config.models:
         policy_stages = [
@@ -140,35 +135,27 @@ def _missing_columns(
             *sent,
             *(column for sibling in policy_stages for column in sibling.writes),
         }
-        missing = [(i, column) for i, column in enumerate(stage.reads) if column not in known]
-        for position, column in missing:
-            yield Contradiction(
-                text=f"stage {stage.id} reads {column}, which "
-                f"{_missing_column_reason(column, stage.id, writer.get(column), sorted(known))}",
-                keys=((*at, "reads", position), (*at, "reads"), at),
-            )
+        missing = [*unknown_reads((stage,), known)]
+        for problem in missing:
+            column = stage.reads[int(problem.key[1])]
+            text = _unsent_column(stage, column, writer.get(column)) or problem.text
+            yield Contradiction(text=text, keys=((*at, *problem.key), (*at, "reads"), at))
         if missing:
             return
 
 
-def _missing_column_reason(
-    column: str, reader: str, writer: StageConfig | None, known: list[str]
-) -> str:
-    """What is wrong with the column, and the cure."""
-    drawing = draw_path(
-        (Edge(source=writer.name if writer else "?", target=reader, columns=(column,)),)
+def _unsent_column(stage: PipelineStageConfig, column: str, writer: StageConfig | None) -> str:
+    """Why trainers do not get a column that a stage of the dataflow writes."""
+    if writer is None:
+        return ""
+    drawing = draw_path((Edge(source=writer.name, target=stage.id, columns=(column,)),))
+    return (
+        f"stage {stage.id} reads {column}, which stage {writer.name} of the dataflow writes with "
+        f"required: false, so trainers do not get it: {drawing}; set required: true there"
     )
-    if writer is not None:
-        return (
-            f"stage {writer.name} of the dataflow writes with required: false, so that trainers "
-            f"are not sent it: {drawing}; set required: true there"
-        )
-    closest = did_you_mean(column, known)
-    fix = f'did you mean "{closest}"?' if closest else "add a stage that writes it"
-    return f"no stage writes and no batch has: {drawing}; {fix}"
 
 
-def _redundant_parallel(config: RunConfig) -> Iterator[Contradiction]:
+def _redundant_parallel(config: RunSections) -> Iterator[Contradiction]:
     """Own stages say how they are spread; what stands beside them would be without effect."""
     places: list[tuple[KeyPath, TrainingConfig]] = [(("training", "parallel"), config.training)]
     for name, model in config.models.items():
@@ -185,7 +172,7 @@ def _redundant_parallel(config: RunConfig) -> Iterator[Contradiction]:
 
 
 def _stages_by_policy(
-    config: RunConfig,
+    config: RunSections,
 ) -> Iterator[tuple[KeyPath, PipelineStageConfig, PolicyConfig]]:
     """Each stage with every policy whose trainer runs it."""
     assert config.pipeline is not None, "asked of pipelines only"
@@ -195,7 +182,7 @@ def _stages_by_policy(
                 yield ("pipeline", "stages", index), stage, config.for_policy(policy)
 
 
-def _missing_columns_for_loss(config: RunConfig) -> Iterator[Contradiction]:
+def _missing_columns_for_loss(config: RunSections) -> Iterator[Contradiction]:
     """Columns that the algorithm's own loss cannot do without."""
     for at, stage, policy in _stages_by_policy(config):
         if (stage.type, stage.role, stage.fn) != ("train", "actor", None):
@@ -216,7 +203,7 @@ def _missing_columns_for_loss(config: RunConfig) -> Iterator[Contradiction]:
                 )
 
 
-def _conflicting_teacher(config: RunConfig) -> Iterator[Contradiction]:
+def _conflicting_teacher(config: RunSections) -> Iterator[Contradiction]:
     """The stage asks the model that stands beside it; `algorithm.teacher` is for the built-in
     graph, and must not say otherwise."""
     for at, stage, policy in _stages_by_policy(config):
@@ -232,7 +219,7 @@ def _conflicting_teacher(config: RunConfig) -> Iterator[Contradiction]:
         )
 
 
-def _ineffective_settings(config: RunConfig) -> Iterator[Contradiction]:
+def _ineffective_settings(config: RunSections) -> Iterator[Contradiction]:
     """Numbers of the algorithm that nothing reads. What its name stands for is not written."""
     assert config.pipeline is not None, "asked of pipelines only"
     for name, model in config.models.items():
@@ -267,7 +254,7 @@ def _written(algorithm: AlgorithmConfig, keys: Sequence[str]) -> Iterator[str]:
             yield key
 
 
-def _untrained_policies(config: RunConfig) -> Iterator[Contradiction]:
+def _untrained_policies(config: RunSections) -> Iterator[Contradiction]:
     assert config.pipeline is not None, "asked of pipelines only"
     for name in config.models:
         policy_stages = config.pipeline.of_policy(name)
@@ -278,7 +265,7 @@ def _untrained_policies(config: RunConfig) -> Iterator[Contradiction]:
             )
 
 
-def _untrained_critic(config: RunConfig) -> Iterator[Contradiction]:
+def _untrained_critic(config: RunSections) -> Iterator[Contradiction]:
     """Only training gives a critic the head that says values."""
     asking = [
         (at, stage, policy.name)

@@ -54,12 +54,12 @@ def test_a_pipeline_is_kept_as_it_was_written(load_stages: LoadStages) -> None:
         (
             (SHAPE.replace("READS", "advantage"), ADVANTAGE.replace("[reward]", "[shaped]"), TRAIN),
             "run.yaml:27: pipeline.stages[0].reads: ",
-            "circle of stages: advantage ─[advantage]─► shape ─[shaped]─► advantage",
+            "stages form a cycle: advantage ─[advantage]─► shape ─[shaped]─► advantage",
         ),
         (
             (TRAIN,),
             "run.yaml:27: pipeline.stages[0].reads[1]: ",
-            "stage train reads advantage, which no stage writes and no batch has: "
+            "stage train reads advantage, which no stage writes: "
             "? ─[advantage]─► train",
         ),
         (
@@ -71,13 +71,13 @@ def test_a_pipeline_is_kept_as_it_was_written(load_stages: LoadStages) -> None:
         (
             (ADVANTAGE, TRAIN.replace("role: actor", "role: actor, after: [advanage]")),
             "run.yaml:28: pipeline.stages[1].after[0]: ",
-            'stage train waits for "advanage", and there is no such stage (advanage? ─► train); '
+            'stage train waits for the unknown stage "advanage" (advanage? ─► train); '
             'did you mean "advantage"?',
         ),
         (
             (ADVANTAGE, TRAIN, TRAIN),
             "run.yaml:29: pipeline.stages[2].id: ",
-            'a stage with id "train" stands above',
+            'duplicate stage "train"; names of stages must be unique',
         ),
         (
             (ADVANTAGE, TRAIN, TRAIN.replace("id: train", "id: again")),
@@ -107,7 +107,7 @@ def test_a_pipeline_is_kept_as_it_was_written(load_stages: LoadStages) -> None:
         (
             (SHAPE.replace("READS", "reward").replace("[shaped]", "[reward]"), ADVANTAGE, TRAIN),
             "run.yaml:27: pipeline.stages[0].writes[0]: ",
-            "stage shape writes reward, which every row of a batch has already",
+            "stage shape writes reward, which every batch already has",
         ),
         (
             (SHAPE.replace("READS", "reward").replace("type", "rename: {x: y}, type"), TRAIN),
@@ -325,10 +325,10 @@ def test_a_stage_placed_elsewhere_is_a_stage_of_the_ledger(load_stages: LoadStag
 def test_the_ledger_judges_a_service_as_any_of_its_stages(load_stages: LoadStages) -> None:
     unknown = SCORE.replace("[turns]", "[turns, mark]")
     message = load_error(load_stages, unknown, ADVANTAGE, TRAIN)
-    assert "pipeline.stages[0].reads[1]: stage score: no row is born with mark" in message
+    assert "pipeline.stages[0].reads[1]: stage score reads mark, which no stage writes: " in message
     late = SCORE.replace("[score]", "[reward]").replace("place", "on: admitted, place")
     message = load_error(load_stages, late, ADVANTAGE, TRAIN, overrides=("reward=null",))
-    assert "stage score: reward decides what is admitted" in message
+    assert "stage score: admission depends on reward" in message
     twice = SCORE.replace("[score]", "[reward]")
     assert "the nodes score with penstock.tasks.reverse:reward already" in load_error(
         load_stages, twice, ADVANTAGE, TRAIN

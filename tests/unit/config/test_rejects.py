@@ -158,7 +158,7 @@ CHOICES = [
     case("workflow: single_turn", "workflow: single_trun #@", "workflow",
          'did you mean "single_turn"?'),
     case("workflow: single_turn", "workflow: mine.py #@", "workflow",
-         "module:function, or {command: [...]}"),
+         "single_turn | module:function | {command: [...]}"),
     case("reward: penstock.tasks.reverse:reward", "reward: penstock.tasks.reverse #@", "reward",
          "write module:function"),
     case("store: sqlite", "store: sqlit #@", "dataflow.store", 'did you mean "sqlite"?'),
@@ -205,7 +205,7 @@ CONTRADICTIONS = [
     case(RULES, rules("{select: edf}, {select: fifo}"), "dataflow.rules[1]", "keep one of them"),
     case(RULES, rules("{admit: all}, {admit: all}"), "dataflow.rules[1]", "delete this entry"),
     case(SOURCE, SOURCE + "\n  - name: train #@\n    task: a.b", "sources[1].name",
-         "give each its own name"),
+         "names must be unique"),
     case("seed: 0", "sampling: {temperature: 0} #@", "sampling.temperature",
          "set temperature > 0"),
     case(POLICY, policy("dataflow: {rules: [{mix: weights}]}"), "models.policy.dataflow.rules[0]",
@@ -230,12 +230,12 @@ RULE_OPTIONS = [
     case(RULES, rules("{replay: newest, ratoi: 0.3}"), "dataflow.rules[0].ratoi",
          'did you mean "ratio"?'),
     case(RULES, rules("{select: edf, parts: 2}"), "dataflow.rules[0].parts",
-         "it takes none; delete this key"),
-    case(RULES, rules("{admit: dedup, zzz: 2}"), "dataflow.rules[0].zzz", "it takes window"),
+         'unknown option "parts" of edf; remove it'),
+    case(RULES, rules("{admit: dedup, zzz: 2}"), "dataflow.rules[0].zzz", "of dedup; use window"),
     case(RULES, rules("{admit: 3}"), "dataflow.rules[0].admit", "must be text"),
     case(RULES, rules("{replay: newst}"), "dataflow.rules[0].replay", 'did you mean "newest"?'),
     case(RULES, rules("{replay: ratio}"), "dataflow.rules[0].replay",
-         "use newest | uniform | prioritised (module:Class for a rule of your own)"),
+         "use newest | prioritised | uniform | module:Class"),
     case(RULES, rules("{replay: newest, ratio: 1.0}"), "dataflow.rules[0].ratio",
          "must be less than 1"),
     case(RULES, rules("{replay: newest, max_uses: 1}"), "dataflow.rules[0].max_uses",
@@ -310,11 +310,11 @@ DATAFLOW = [
     case("  lease: {ttl_s: 12}", "  lease: {schedule_to_close_s: 0} #@",
          "dataflow.lease.schedule_to_close_s", "must be greater than 0"),
     stages("name: a, reads: [turns]")("stages[0].writes", "missing required key"),
-    stages(SCORE, SCORE)("stages[1].name", "give each its own name"),
+    stages(SCORE, SCORE)("stages[1].name", "names of stages must be unique"),
     stages(SCORE, "name: b, reads: [turns], writes: [scores]")(
-        "stages[1].writes[0]", "stage score writes scores too"),
+        "stages[1].writes[0]", "stages score and b both write scores"),
     stages("name: a, reads: [turns], writes: [turns]")(
-        "stages[0].writes[0]", "every row is born with turns"),
+        "stages[0].writes[0]", "every row has turns on delivery"),
     stages("name: a, reads: [score], writes: [x]", SCORE)(
         "stages[0].reads[0]", 'did you mean "scores"?'),
     stages("name: a, reads: [logits], writes: [x]")(
@@ -324,7 +324,7 @@ DATAFLOW = [
     stages(f"{SCORE}, on: admitted", "name: b, reads: [scores], writes: [x]")(
         "stages[1].reads[0]", "set on: admitted"),
     stages("name: a, reads: [x], writes: [y]", "name: b, reads: [y], writes: [x]")(
-        "stages[0].reads", "circle of stages a, b: none can ever start"),
+        "stages[0].reads", "stages form a cycle: "),
     stages("name: a, reads: [turns], writes: [reward]")(
         "stages[0].writes", "set reward: null"),
     stages("name: a, reads: [turns], writes: [a/b]")(
