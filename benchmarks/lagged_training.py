@@ -124,7 +124,7 @@ def _batch(
         groups_R=np.arange(num_rows) // NUM_GENERATIONS,
         staleness_R=np.full(num_rows, trains_from - number),
         costs_R=np.ones(num_rows),  # one rank, which computes them all
-        columns={"reward": rewards_R},
+        row_columns={"reward": rewards_R},
         longest_R=answers.lengths_R,
         roles=Roles.unnamed(num_rows),
     )
@@ -171,7 +171,7 @@ class ActorCritic:
     def step(self, batch: Batch) -> None:
         batch = self._with_critic_advantages(batch) if self._critic else _compared(batch)
         if self._needs_proximal:
-            batch = batch.with_columns({PROXIMAL: self.actor.infer(batch)})
+            batch = batch.with_columns(token_columns={PROXIMAL: self.actor.infer(batch)})
         self.actor.step(batch)
 
     def _with_critic_advantages(self, batch: Batch) -> Batch:
@@ -180,12 +180,12 @@ class ActorCritic:
         samples, values_T = batch.samples, self._critic.infer(batch)
         mask_T, ends_S = samples.mask_T, samples.ends_S
         rewards_T = final_rewards(
-            batch.columns["reward"], mask_T, samples.starts_S, ends_S, samples.rows_S
+            batch.row_columns["reward"], mask_T, samples.starts_S, ends_S, samples.rows_S
         )
         found = Gae(lam=0.95)(rewards_T, values_T, mask_T, ends_S)
         scale = moments(found.advantages_T, mask_T)
         batch = batch.with_columns(
-            {
+            token_columns={
                 OLD_VALUES: values_T,
                 RETURNS: found.returns_T,
                 "advantage": normalised(found.advantages_T, mask_T, scale),
@@ -196,8 +196,8 @@ class ActorCritic:
 
 
 def _compared(batch: Batch) -> Batch:
-    advantages_R = group_advantages(batch.columns["reward"], batch.groups_R)
-    return batch.with_columns({"advantage": advantages_R[batch.rows_T]})
+    advantages_R = group_advantages(batch.row_columns["reward"], batch.groups_R)
+    return batch.with_columns(token_columns={"advantage": advantages_R[batch.rows_T]})
 
 
 def train(

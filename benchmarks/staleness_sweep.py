@@ -25,12 +25,14 @@ from benchmarks.lagged_training import ActorCritic, Sampler, train
 from benchmarks.plot import Curve, Point, curves
 from penstock.trainer.actor import Actor
 from penstock.trainer.advantages.gae import ValueLoss
+from penstock.trainer.algorithms.decoupled import DecoupledLoss
+from penstock.trainer.algorithms.m2po import M2poBudget
 from penstock.trainer.critic import Critic
 from penstock.trainer.forward_pass import ForwardPass, Scorer
 from penstock.trainer.learner import Learner, Optimizer
+from penstock.trainer.losses.budgets import WrappedBudget
+from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.losses.divergence import EntropyBonus
-from penstock.trainer.losses.m2po import M2poBudget
-from penstock.trainer.losses.objectives import ClippedLoss, DecoupledLoss, WrappedBudget
 from penstock.trainer.losses.tokens import BudgetedObjective, Objective
 from penstock.trainer.model_folders import TINY_QWEN3, init_model, load_model
 from penstock.trainer.ranks.group import SingleRank

@@ -26,7 +26,7 @@ from penstock.trainer.batches import Batch, Roles
 from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.inputs import make_inputs, split
 from penstock.trainer.learner import Learner, Optimizer
-from penstock.trainer.losses.objectives import ClippedLoss
+from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.model_folders import load_model
 from penstock.trainer.ranks.group import SingleRank
 from penstock.trainer.samples import Samples
@@ -77,10 +77,8 @@ def make_batch(lengths: Ints, vocab_size: int, draw: np.random.Generator) -> Bat
         groups_R=np.arange(lengths.size) // 8,
         staleness_R=np.zeros(lengths.size, np.int64),
         costs_R=np.ones(lengths.size),  # one rank, which computes them all
-        columns={
-            "reward": draw.random(lengths.size),
-            "advantage": np.repeat(advantages, lengths + PROMPT),
-        },
+        row_columns={"reward": draw.random(lengths.size)},
+        token_columns={"advantage": np.repeat(advantages, lengths + PROMPT)},
         longest_R=lengths,
         roles=Roles.unnamed(lengths.size),
     )

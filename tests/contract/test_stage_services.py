@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from penstock.config import PipelineConfig, PipelineStageConfig, RunConfig
 from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.ledger.sealed_batches import SealedBatches
 from penstock.dataflow.service.trainers.messages import BatchRequest
-from penstock.trainer.batches import assemble
+from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.credits import group_advantage
 from penstock.trainer.pipeline.layout import Layout
@@ -95,19 +94,21 @@ def test_what_three_services_wrote_is_in_the_batch_and_gives_the_credit(tmp_path
         assert manifest is not None
         rows = first.client.rows(POLICY, 1).rows
         batch = assemble(manifest, rows, POLICY, 16)
-    np.testing.assert_array_equal(batch.columns["reward"], [2.0, 2.0, 2.0, 2.0])
+    np.testing.assert_array_equal(batch.row_columns["reward"], [2.0, 2.0, 2.0, 2.0])
     mask = batch.samples.mask_T
     np.testing.assert_allclose(
-        batch.columns["reference_logprobs"][mask], batch.samples.logprobs_T[mask] - 0.125
+        batch.token_columns["reference_logprobs"][mask], batch.samples.logprobs_T[mask] - 0.125
     )
     slot_T = batch.rows_T % 2
-    scores_T = batch.columns["step_scores"]
+    scores_T = batch.token_columns["step_scores"]
     np.testing.assert_allclose(scores_T[mask], np.where(slot_T == 0, 1.0, 2 / 3)[mask], rtol=1e-6)
     credit = bind(chain_of(config, POLICY).stages[0])(batch)
-    assert isinstance(credit, Mapping)
+    assert isinstance(credit, Batch)
     sign_T = np.where(mask, np.where(slot_T == 0, 1.0, -1.0), 0.0)
-    np.testing.assert_allclose(credit["advantage"], sign_T * math.sqrt(0.5), rtol=1e-3)
-    without = group_advantage(Layout.of(batch), reward=batch.columns["reward"])
+    np.testing.assert_allclose(
+        credit.token_columns["advantage"], sign_T * math.sqrt(0.5), rtol=1e-3
+    )
+    without = group_advantage(Layout.of(batch), reward=batch.row_columns["reward"])
     assert not without["advantage"].any(), "all are rewarded alike: the scores tell them apart"
     with contextlib.closing(open_recorded_run(tmp_path / "ledger")) as recorded:
         again = SealedBatches(recorded, tmp_path / "ledger", POLICY).rows(manifest)

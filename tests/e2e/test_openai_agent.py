@@ -117,7 +117,8 @@ def recomputed(trajectory: Trajectory, folder: Path) -> tuple[torch.Tensor, torc
         groups_R=np.zeros(1, np.int64),
         staleness_R=np.zeros(1, np.int64),
         costs_R=np.ones(1),
-        columns={"advantage": np.zeros(samples.ids_T.size)},
+        row_columns={},
+        token_columns={"advantage": np.zeros(samples.ids_T.size)},
         longest_R=np.zeros(1, np.int64),
         roles=Roles.unnamed(1),
     )

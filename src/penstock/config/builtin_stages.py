@@ -1,169 +1,219 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is shipped for stages of a pipeline: which columns it writes, and its options.
+"""Built-in stages: the columns they write, each with its axis, and their options.
 
-Owns what may stand under `writes` and `options` of a stage that runs something of ours. Does not
-know what a function does; a test holds names and defaults equal to those of the functions."""
+A stage function declares itself once, with the decorator `stage_function` and its signature:
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+    @stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True)
+    def group_advantage(
+        layout: Layout, *, reward: RowValues, std_ddof: Annotated[int, Field(ge=0, le=1)] = 1
+    ) -> Columns: ...
 
-from pydantic import Field, PositiveInt, ValidationError, model_validator
+Keywords annotated with an axis are columns it reads; all others are options, with their types,
+bounds and defaults. Built-in functions are the modules of `BUILTIN_PACKAGE`, found by the plug-in
+loader: to add one, add one file. They import no torch, so a run file can be checked without it.
+User functions may carry the same decorator. This module calls no stage function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from penstock.config.base import (
     Contradiction,
     Section,
     did_you_mean,
     nested_error,
-    one_of,
     raise_contradictions,
 )
+from penstock.plugins import builtin_plugins
 
 STAGE_FUNCTIONS_MODULE = "penstock.trainer.pipeline.credits"
-"""The module of the shipped stage functions."""
+"""The module under which run files name the built-in stage functions."""
+BUILTIN_PACKAGE = "penstock.trainer.stage_functions"
+"""The package that holds them, one module each."""
+
+Check = Callable[[Mapping[str, Any]], Iterator[Contradiction]]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class CriticOptions(Section):
-    """Of a critic that learns."""
+class Axis(StrEnum):
+    """What a column has one number for."""
 
-    learning_rate: float | None = Field(default=None, ge=0, lt=10)
-    """Peak of its learning rate; null: five times the actor's."""
-
-
-class GroupAdvantageOptions(Section):
-    """Of the comparison inside groups."""
-
-    std_ddof: int = Field(default=1, ge=0, le=1)
-    """1 is the unbiased std, 0 the population's."""
+    ROW = "row"
+    """Each row of the batch, on every rank."""
+    TOKEN = "token"
+    """Each token of the rows that this rank holds."""
 
 
-class DiscountOptions(Section):
-    """Of credit that falls from turn to turn."""
-
-    discount: float = Field(ge=0, le=1)
-    """What a turn gets of the next one's credit."""
-
-
-class RoleOptions(Section):
-    """Of the comparison of each role with itself."""
-
-    leave_one_out: bool = False
-    """Against the mean of the others, as RLOO; false: as GRPO."""
-
-
-class StepScoreOptions(Section):
-    """Of outcome and scores of steps together."""
-
-    how: Annotated[
-        Literal["weighted", "return", "shaping", "min", "outcome"],
-        one_of("weighted", "return", "shaping", "min", "outcome"),
-    ] = "weighted"
-    """How they become one return for each turn."""
-    share: float = Field(default=0.5, ge=0)
-    """Weight of the outcome."""
-    discount: float = Field(default=1.0, ge=0, le=1)
-    """Of what comes a turn later."""
-    by_depth: bool = False
-    """Compare only turns that are as deep."""
-
-
-class KlOptions(Section):
-    """Of a distance to the reference inside the reward."""
-
-    coef: float = Field(ge=0)
-    """Its weight."""
-
-
-class OverlongPenaltyOptions(Section):
-    """Of what becomes of answers that were too long."""
-
-    max_length: PositiveInt
-    """Tokens an answer may have, the margin included."""
-    margin: PositiveInt
-    """Over so many tokens before the limit the punishment grows from 0 to -1."""
-    how: Annotated[Literal["mask", "punish", "both"], one_of("mask", "punish", "both")] = "both"
-    """Set truncated answers aside, punish long ones, or both."""
-
-    @model_validator(mode="after")
-    def _check_consistency(self) -> Self:
-        if self.margin > self.max_length:
-            text = f"the margin of {self.margin} tokens must be within the {self.max_length} that "
-            raise_contradictions(
-                [Contradiction(text=f"{text}an answer may have; lower it", keys=(("margin",),))]
-            )
-        return self
-
-
-class GaeOptions(Section):
-    """Of advantages through a critic's values."""
-
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of later rewards."""
-    lam: float = Field(default=1.0, ge=0, le=1)
-    """1 takes whole returns, 0 the next value only."""
-    normalise: bool = False
-    """Over the batch's mean and spread."""
+RowValues = Annotated[npt.NDArray[np.float64], Axis.ROW]
+"""A column that a stage function reads by row."""
+TokenValues = Annotated[npt.NDArray[np.float64], Axis.TOKEN]
+"""A column that a stage function reads by token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltinStage:
-    """What is known of a stage that runs something of ours."""
+    """The declaration of a stage: what it reads, writes and accepts."""
 
-    writes: tuple[str, ...] = ("advantage",)
+    writes: Mapping[str, Axis]
     """Exactly these columns."""
+    reads: Mapping[str, Axis] = field(default_factory=dict[str, Axis])
+    """Axis of each column that the function takes by keyword."""
+    extra_reads: Axis | None = None
+    """Axis of any further column (`**columns`); None if there can be none."""
     options: type[Section] = Section
-    """Names, types and bounds."""
+    """Names, types, bounds and defaults."""
+    check: Check | None = None
+    """Contradictions between valid options."""
     is_group_relative: bool = False
     """Whether a group of one gets no credit."""
+    default_role: str | None = None
+    """A compute stage with this role and no fn runs this function."""
 
 
-BUILTIN_FUNCTIONS: Mapping[str, BuiltinStage] = {
-    "group_advantage": BuiltinStage(options=GroupAdvantageOptions, is_group_relative=True),
-    "centred_advantage": BuiltinStage(is_group_relative=True),
-    "leave_one_out_advantage": BuiltinStage(is_group_relative=True),
-    "batch_advantage": BuiltinStage(),
-    "group_then_batch_advantage": BuiltinStage(is_group_relative=True),
-    "last_turn_advantage": BuiltinStage(is_group_relative=True),
-    "discounted_advantage": BuiltinStage(options=DiscountOptions, is_group_relative=True),
-    "role_advantage": BuiltinStage(options=RoleOptions, is_group_relative=True),
-    "step_advantage": BuiltinStage(options=StepScoreOptions),
-    "to_go_advantage": BuiltinStage(options=KlOptions),
-    "no_advantage": BuiltinStage(),
-    "less_kl_reward": BuiltinStage(writes=("less_kl_reward",), options=KlOptions),
-    "overlong": BuiltinStage(writes=("shaped_reward", "excluded"), options=OverlongPenaltyOptions),
-    "gae": BuiltinStage(writes=("advantage", "returns"), options=GaeOptions),
+class FunctionOptions(Section):
+    """Base of the options that a function's signature declares."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+
+class CriticOptions(Section):
+    """Options of a train stage with role critic."""
+
+    learning_rate: float | None = Field(default=None, ge=0, lt=10)
+    """Peak learning rate; null: five times the actor's."""
+
+
+MODEL_STAGES: Mapping[tuple[str, str], BuiltinStage] = {
+    ("infer", "actor"): BuiltinStage(writes={"proximal_logprobs": Axis.TOKEN}),
+    ("infer", "reference"): BuiltinStage(writes={"reference_logprobs": Axis.TOKEN}),
+    ("infer", "teacher"): BuiltinStage(writes={"teacher_logprobs": Axis.TOKEN}),
+    ("infer", "critic"): BuiltinStage(writes={"values": Axis.TOKEN}),
+    ("train", "actor"): BuiltinStage(writes={}),
+    ("train", "critic"): BuiltinStage(writes={}, options=CriticOptions),
 }
-"""The functions of `STAGE_FUNCTIONS_MODULE`."""
+"""By (type, role): stages that run a model of the trainer, without fn."""
 
-BUILTIN_STAGES: Mapping[tuple[str, str], BuiltinStage] = {
-    ("infer", "actor"): BuiltinStage(writes=("proximal_logprobs",)),
-    ("infer", "reference"): BuiltinStage(writes=("reference_logprobs",)),
-    ("infer", "teacher"): BuiltinStage(writes=("teacher_logprobs",)),
-    ("infer", "critic"): BuiltinStage(writes=("values",)),
-    ("compute", "overlong"): BUILTIN_FUNCTIONS["overlong"],
-    ("compute", "advantage"): BUILTIN_FUNCTIONS["group_advantage"],
-    ("compute", "critic"): BUILTIN_FUNCTIONS["gae"],
-    ("train", "actor"): BuiltinStage(writes=()),
-    ("train", "critic"): BuiltinStage(writes=(), options=CriticOptions),
-}
-"""By (type, role), for a stage that has no fn of its own."""
+
+def stage_function(
+    *,
+    writes: Mapping[str, Axis],
+    is_group_relative: bool = False,
+    default_role: str | None = None,
+    check: Check | None = None,
+) -> Callable[[F], F]:
+    """Declare the decorated function as a stage; its signature gives columns and options."""
+
+    def declare(function: F) -> F:
+        given = {"writes": writes, "is_group_relative": is_group_relative}
+        given |= {"default_role": default_role, "check": check}
+        vars(function)["stage_declaration"] = given
+        return function
+
+    return declare
+
+
+@cache
+def declaration_of(function: Callable[..., Any]) -> BuiltinStage | None:
+    """What the function declares; None if it has no `stage_function` decorator."""
+    given = getattr(function, "stage_declaration", None)
+    if given is None:
+        return None
+    reads: dict[str, Axis] = {}
+    extra_reads: Axis | None = None
+    options: dict[str, Any] = {}
+    _, *keywords = inspect.signature(function, eval_str=True).parameters.values()
+    for parameter in keywords:
+        axis = _axis_of(parameter.annotation)
+        if parameter.kind is parameter.VAR_KEYWORD:
+            extra_reads = axis
+        elif axis is not None:
+            reads[parameter.name] = axis
+        else:
+            default = ... if parameter.default is parameter.empty else parameter.default
+            options[parameter.name] = (parameter.annotation, default)
+    name = getattr(function, "__name__", "stage")
+    return BuiltinStage(
+        reads=reads,
+        extra_reads=extra_reads,
+        options=create_model(f"Options_{name}", __base__=FunctionOptions, **options),
+        **given,
+    )
+
+
+def _axis_of(annotation: Any) -> Axis | None:
+    """The axis of a column's annotation, optional or not; None for an option."""
+    if get_origin(annotation) is not Annotated:
+        return next((axis for part in get_args(annotation) if (axis := _axis_of(part))), None)
+    return next((mark for mark in annotation.__metadata__ if isinstance(mark, Axis)), None)
+
+
+@cache
+def builtin_functions() -> Mapping[str, BuiltinStage]:
+    """Declarations of all built-in stage functions, by name."""
+    found: dict[str, BuiltinStage] = {}
+    for name, function in builtin_plugins(BUILTIN_PACKAGE, "STAGE").items():
+        declaration = declaration_of(function)
+        assert declaration is not None, f"{name} has no stage_function decorator"
+        found[name] = declaration
+    return found
+
+
+@cache
+def builtin_stages() -> Mapping[tuple[str, str], BuiltinStage]:
+    """Stages that need no fn, by (type, role); of two that write a column, the simpler is first."""
+    declared = sorted(builtin_functions().values(), key=lambda stage: len(stage.writes))
+    functions = {
+        ("compute", stage.default_role): stage
+        for stage in declared
+        if stage.default_role is not None
+    }
+    return {**MODEL_STAGES, **functions}
+
+
+@cache
+def default_functions() -> Mapping[tuple[str, str], str]:
+    """The `module:function` of stages without fn, by (type, role); models are not in it."""
+    return {
+        ("compute", stage.default_role): f"{STAGE_FUNCTIONS_MODULE}:{name}"
+        for name, stage in builtin_functions().items()
+        if stage.default_role is not None
+    }
 
 
 def builtin_stage_for(type: str, role: str, fn: str | None) -> BuiltinStage | None:
-    """What such a stage runs of ours; None where the function is the user's."""
+    """The built-in that such a stage runs; None if the function is the user's."""
     if fn is None:
-        return BUILTIN_STAGES.get((type, role))
+        return builtin_stages().get((type, role))
     module, _, name = fn.partition(":")
-    return BUILTIN_FUNCTIONS.get(name) if module == STAGE_FUNCTIONS_MODULE else None
+    return builtin_functions().get(name) if module == STAGE_FUNCTIONS_MODULE else None
+
+
+def known_axis(column: str) -> Axis | None:
+    """The axis of a column that built-ins write or losses read; None for any other name."""
+    if column.endswith("_logprobs"):
+        return Axis.TOKEN
+    declared = [*builtin_functions().values(), *MODEL_STAGES.values()]
+    return next((stage.writes[column] for stage in declared if column in stage.writes), None)
 
 
 def check_options(builtin: BuiltinStage, options: Mapping[str, Any]) -> None:
-    """Return if they are options of it; raise what is wrong with them, each with its key."""
+    """Raise every problem of these options, each with its key."""
     raise_contradictions(_unknown_options(builtin, options))
     try:
-        builtin.options.model_validate(dict(options))
+        valid = builtin.options.model_validate(dict(options))
     except ValidationError as error:
         raise nested_error(error) from None
+    if builtin.check is not None:
+        raise_contradictions(builtin.check(valid.model_dump()))
 
 
 def _unknown_options(builtin: BuiltinStage, options: Mapping[str, Any]) -> Iterator[Contradiction]:
@@ -172,7 +222,7 @@ def _unknown_options(builtin: BuiltinStage, options: Mapping[str, Any]) -> Itera
         if option in known:
             continue
         closest = did_you_mean(option, known)
-        fix = f'did you mean "{closest}"?' if closest else "take it out, or give a fn of your own"
+        fix = f'did you mean "{closest}"?' if closest else "remove it, or give your own fn"
         listed = ", ".join(known) or "none"
-        text = f"{option} is no option of what is shipped for it ({listed}); {fix}"
+        text = f"{option} is not an option of the built-in stage ({listed}); {fix}"
         yield Contradiction(text=text, keys=((option,), ()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from penstock.config.base import Contradiction, KeyPath
-from penstock.config.builtin_stages import BUILTIN_STAGES, builtin_stage_for
+from penstock.config.builtin_stages import builtin_stage_for, builtin_stages
 from penstock.config.stage_graph import (
     Edge,
     GraphProblem,
@@ -82,8 +82,8 @@ def _kind_problems(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
         yield "writes", f"{stage.type} stages are for the columns they write; name at least one"
     if stage.type == "train" and stage.role not in TRAINED_ROLES:
         yield "role", f"a train stage has the role {' or '.join(TRAINED_ROLES)}; choose one"
-    if stage.fn is None and kind not in BUILTIN_STAGES and not stage.is_service:
-        roles = ", ".join(role for type_, role in BUILTIN_STAGES if type_ == stage.type)
+    if stage.fn is None and kind not in builtin_stages() and not stage.is_service:
+        roles = ", ".join(role for type_, role in builtin_stages() if type_ == stage.type)
         fix = f"give fn: module:function, or one of the roles {roles}"
         yield "role", f"nothing is shipped for type {stage.type} and role {stage.role}; {fix}"
     builtin = builtin_stage_for(stage.type, stage.role, stage.fn)
@@ -118,7 +118,7 @@ def _missing_columns_for_loss(stage: PipelineStageConfig) -> Iterator[tuple[str,
 
 def missing_column_text(why: str, column: str) -> str:
     """What is wrong with a stage that leaves a column out which it needs, and the cure."""
-    type_, role = next(kind for kind, ours in BUILTIN_STAGES.items() if column in ours.writes)
+    type_, role = next(kind for kind, ours in builtin_stages().items() if column in ours.writes)
     fix = f"where no stage writes it, add one with type: {type_} and role: {role}"
     return f"{why} {column}, which it does not read; add it to reads; {fix}"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from penstock.config.algorithms import PRESETS
 from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
 from penstock.config.builtin_stages import builtin_stage_for
 from penstock.config.pipeline import PipelineStageConfig
@@ -189,8 +188,8 @@ def _missing_columns_for_loss(config: RunSections) -> Iterator[Contradiction]:
         if (stage.type, stage.role, stage.fn) != ("train", "actor", None):
             continue
         algorithm, needed = policy.algorithm, dict[str, str]()
-        if algorithm.name == "opd":
-            needed["teacher_logprobs"] = "opd learns from"
+        for column in algorithm.declaration.loss_reads:
+            needed[column] = f"{algorithm.name} learns from"
         if algorithm.beta > 0:
             needed["reference_logprobs"] = f"beta {algorithm.beta:g} weighs the distance to"
         if algorithm.needs_proximal:
@@ -248,7 +247,7 @@ def _ineffective_keys(
 
 def _written(algorithm: AlgorithmConfig, keys: Sequence[str]) -> Iterator[str]:
     """Keys with another value than they have by themselves; a resolved file writes all of them."""
-    preset = PRESETS[algorithm.name].algorithm
+    preset = algorithm.declaration.preset
     for key in keys:
         default = type(algorithm).model_fields[key].default
         if getattr(algorithm, key) not in (default, preset.get(key, default)):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from penstock.config.algorithms import PRESETS, with_minibatches
+from penstock.config.algorithms import with_minibatches
 from penstock.config.base import (
     FUNCTION,
     NAME,
@@ -103,7 +103,7 @@ class RunSections(Section):
     """The dataflow service."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are sampled."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """The algorithm of every policy that names no other."""
     training: TrainingConfig
     """The training of every policy that names no other."""
@@ -157,7 +157,7 @@ class RunSections(Section):
             rules=effective_rules(
                 model.dataflow.rules if model.dataflow else (),
                 self.dataflow.rules,
-                PRESETS[algorithm.name].rules,
+                algorithm.declaration.rules,
             ),
         )
 

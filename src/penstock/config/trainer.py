@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of learning: sampling, algorithm, training.
 
-Owns their defaults and the contradictions inside each. Knows nothing of policies, sources or
-storage, and builds nothing."""
+Owns their defaults and the contradictions inside each. Does not know policies, sources or storage,
+and builds nothing."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from penstock.config.algorithms import PRESETS, with_preset
-from penstock.config.base import Contradiction, Section, one_of, quoted, raise_contradictions
+from penstock.config.algorithms import Algorithm, builtin_algorithms, with_preset
+from penstock.config.base import (
+    Contradiction,
+    Section,
+    one_of,
+    quoted,
+    raise_contradictions,
+    unknown_choice,
+)
 from penstock.config.pipeline import ParallelConfig
 
 STALENESS_BY_MODE: Mapping[str, int] = {"sync": 0, "one_step": 1, "async": 8}
 """`max_staleness` of each mode; of async only where the file gives none."""
-MAX_SEQUENCE_CLIP = 0.01
-"""Above, clipping the mean ratio of a sequence does nothing."""
 
 
 def _temperature(value: object) -> object:
     if value == 0 and not isinstance(value, bool):
         raise ValueError(
-            "0 would make every member of a group the same answer; set temperature > 0"
+            "with 0 all members of a group would be the same answer; set temperature > 0"
         )
     return value
 
@@ -41,27 +46,27 @@ class SamplingConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """What is done about tokens on which trainer and engine disagree. ρ is the trainer's
+    """Correction for tokens on which trainer and engine disagree. ρ is the trainer's
     probability of a token at the start of the step over the engine's."""
 
     weighting: Annotated[
         Literal["truncate", "mask", "none"], one_of("truncate", "mask", "none")
     ] = "truncate"
-    """truncate (TIS) weighs a token's loss by ρ, by no more than high; mask (IcePop) weighs it by ρ
-    and sets tokens outside low and high aside; none leaves the weights alone."""
+    """truncate (TIS) weighs a token's loss by ρ, at most by high; mask (IcePop) weighs it by ρ and
+    rejects tokens outside low and high; none does not weigh tokens."""
     low: float = Field(default=0.0, ge=0)
     """Lower bound of a token's ρ under mask."""
     high: float = Field(default=2.0, gt=0)
     """Upper bound of a token's ρ."""
     sequence: Annotated[Literal["sum", "geometric"], one_of("sum", "geometric")] | None = None
-    """Also set whole sequences aside by their ρ: the product over their tokens (sum of logarithms),
-    or its geometric mean, which needs bounds near 1."""
+    """Also reject sequences by their ρ: the product over their tokens (sum of logarithms), or its
+    geometric mean, which needs bounds near 1."""
     sequence_low: float = Field(default=0.0, ge=0)
     """Lower bound of a sequence's ρ."""
     sequence_high: float | None = Field(default=None, gt=0)
     """Upper bound of a sequence's ρ; null for none."""
     veto: float = Field(default=0.0, ge=0, lt=1)
-    """Set a sequence aside that has a token with a ρ below this; 1e-4 is usual, 0 is off."""
+    """Reject a sequence that has a token with a ρ below this; 1e-4 is usual, 0 is off."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
@@ -73,62 +78,42 @@ class CorrectionConfig(Section):
             text = f"low {self.low} is not below high {self.high}, so no token is left; lower it"
             yield Contradiction(text=text, keys=(("low",), ("high",)))
         if self.low > 0 and self.weighting != "mask":
-            text = f"low has no effect with weighting {self.weighting}; take it out, or use mask"
+            text = f"low has no effect with weighting {self.weighting}; remove it, or use mask"
             yield Contradiction(text=text, keys=(("low",), ("weighting",)))
         if self.weighting == "none":
             yield from self._ineffective_keys()
         is_bounded = self.sequence_low > 0 or self.sequence_high is not None
         if is_bounded != (self.sequence is not None):
             text = "sequence and its bounds belong together; set sequence_low or sequence_high "
-            yield Contradiction(
-                text=f"{text}beside sequence, or none of them", keys=(("sequence",),)
-            )
+            yield Contradiction(text=f"{text}with sequence, or none of them", keys=(("sequence",),))
         if self.sequence_high is not None and self.sequence_low >= self.sequence_high:
             text = "sequence_low is not below sequence_high, so no sequence is left; lower it"
             yield Contradiction(text=text, keys=(("sequence_low",), ("sequence_high",)))
 
     def _ineffective_keys(self) -> Iterator[Contradiction]:
-        """What does nothing where tokens are not weighed."""
+        """Keys without effect if tokens are not weighed."""
         if self.high != type(self).model_fields["high"].default:
-            text = "high has no effect with weighting none; take it out, or use truncate or mask"
+            text = "high has no effect with weighting none; remove it, or use truncate or mask"
             yield Contradiction(text=text, keys=(("high",), ("weighting",)))
         if self.sequence is None and not self.veto:
             yield Contradiction(
-                text="weighting none alone corrects nothing, and costs a forward pass; set "
-                "sequence with its bounds, or veto, or take correction out",
+                text="weighting none by itself corrects nothing, and costs a forward pass; set "
+                "sequence with its bounds, or veto, or remove correction",
                 keys=(("weighting",),),
             )
 
 
-CLIPPED = ("grpo", "dr_grpo", "reinforce", "ppo", "dapo", "rloo", "opd")
-"""Algorithms with PPO's clipped loss."""
-UNCLIPPED: Mapping[str, str] = {
-    "sapo": "a soft gate in place of the clip",
-    "m2po": "the budget tau",
-}
-"""Algorithms that clip no ratio, and what they have instead."""
+def _algorithm_name(value: object) -> object:
+    names = tuple(builtin_algorithms())
+    if not isinstance(value, str) or value not in names:
+        raise unknown_choice(value, names)
+    return value
 
 
 class AlgorithmConfig(Section):
     """The loss and its advantage, under TRL's names."""
 
-    name: Annotated[
-        Literal[
-            "grpo",
-            "dr_grpo",
-            "reinforce",
-            "ppo",
-            "decoupled",
-            "dapo",
-            "m2po",
-            "gspo",
-            "cispo",
-            "sapo",
-            "rloo",
-            "opd",
-        ],
-        one_of(*PRESETS),
-    ] = "grpo"
+    name: Annotated[str, BeforeValidator(_algorithm_name)] = "grpo"
     """The algorithm: its graph of stages, and the defaults of the other keys (`penstock plan` shows
     both). reinforce compares the rows of a batch, ppo has a critic, opd a teacher; all others
     compare the members of a group."""
@@ -139,8 +124,8 @@ class AlgorithmConfig(Section):
     epsilon_high: float | None = Field(default=None, gt=0)
     """Clips the ratio above at 1 + epsilon_high; the same as epsilon when null."""
     delta: float | None = Field(default=None, gt=1)
-    """Bounds the ratio above also where the advantage is negative (two-sided clipping, 3 is usual);
-    null leaves it unbounded, and a stale unlikely token may then outweigh a whole batch."""
+    """Upper bound of the ratio also for negative advantages (two-sided clipping, 3 is usual); null
+    leaves it unbounded, and a stale unlikely token may then outweigh a batch."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss."""
     beta: float = Field(default=0.0, ge=0)
@@ -150,8 +135,8 @@ class AlgorithmConfig(Section):
         Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-constant"],
         one_of("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-constant"),
     ] = "token-mean"
-    """What the sum over tokens is divided by: all trained tokens, each sequence's and then the
-    sequences, the sequences alone, or the sequences times sampling.max_tokens."""
+    """What the sum over tokens is divided by: all trained tokens, each sequence's tokens and then
+    the number of sequences, only the number of sequences, or that times sampling.max_tokens."""
     tau: float | None = Field(default=None, gt=0)
     """M2PO's budget: largest mean squared log-ratio of harmful tokens. 0.01 for m2po; 0.002 is
     usual from 14 B parameters on."""
@@ -164,21 +149,26 @@ class AlgorithmConfig(Section):
     ratio_against: Annotated[Literal["sampling", "proximal"], one_of("sampling", "proximal")] = (
         "sampling"
     )
-    """Whose log-probs the loss's ratio has below it: those the engine recorded at sampling, or the
+    """The denominator of the loss's ratio: the log-probs recorded by the engine at sampling, or the
     trainer's own at the start of the step, which costs a forward pass."""
     correction: CorrectionConfig | None = None
-    """For engines whose log-probs are not the trainer's; null trusts them."""
+    """For engines whose log-probs differ from the trainer's; null trusts them."""
+
+    @property
+    def declaration(self) -> Algorithm:
+        """What the algorithm of this name declares."""
+        return builtin_algorithms()[self.name]
 
     @property
     def is_group_relative(self) -> bool:
-        """Whether a group of one teaches nothing, under its own graph."""
-        return PRESETS[self.name].is_group_relative
+        """Whether a group of one has no learning signal, under the algorithm's own graph."""
+        return self.declaration.is_group_relative
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the loss looks at the trainer's log-probs at the start of the step."""
-        is_asked = self.ratio_against == "proximal" or self.correction is not None
-        return is_asked or self.name == "decoupled"
+        """Whether the loss reads the trainer's log-probs at the start of the step."""
+        is_set = self.ratio_against == "proximal" or self.correction is not None
+        return is_set or self.declaration.needs_proximal
 
     @model_validator(mode="before")
     @classmethod
@@ -193,58 +183,60 @@ class AlgorithmConfig(Section):
         return self
 
     def _double_correction(self) -> Iterator[Contradiction]:
-        """A ratio against the engine's log-probs holds the disagreement already."""
-        if self.name in ("m2po", "decoupled") and self.ratio_against == "proximal":
-            text = f"{self.name} says itself what its ratio stands against; take ratio_against out"
+        """A ratio to the engine's log-probs includes the mismatch already."""
+        takes_ratio = "ratio_against" in self.declaration.keys
+        if not takes_ratio and self.ratio_against == "proximal":
+            text = f"{self.name} fixes what its ratio is against; remove ratio_against"
             yield Contradiction(text=text, keys=(("ratio_against",), ("name",)))
         if self.correction is None:
             return
-        if self.name == "m2po":
-            text = "m2po bounds the ratio to the engine's log-probs itself; take correction out"
+        if "correction" not in self.declaration.keys:
+            text = f"{self.name} bounds the ratio to the engine's log-probs itself"
+            text = f"{text}; remove correction"
             yield Contradiction(text=text, keys=(("correction",), ("name",)))
         elif self.correction.weighting != "none" and (
-            self.ratio_against == "sampling" or self.name == "decoupled"
+            self.ratio_against == "sampling" or not takes_ratio
         ):
-            way = "" if self.name == "decoupled" else "set ratio_against: proximal, or "
-            text = (
-                "the loss's ratio to the engine's log-probs corrects for them already, and would "
-            )
+            fix = "set ratio_against: proximal, or " if takes_ratio else ""
+            text = "the loss's ratio to the engine's log-probs corrects the mismatch already; it "
             yield Contradiction(
-                text=f"{text}count twice; {way}only set aside (weighting: none)",
+                text=f"{text}would count twice; {fix}only reject tokens (weighting: none)",
                 keys=(("correction", "weighting"), ("ratio_against",)),
             )
 
     def _misplaced(self) -> Iterator[Contradiction]:
-        """Keys that only one algorithm has, and what that one must have."""
-        owners = {"tau": "m2po", "teacher": "opd", "gamma": "ppo", "lam": "ppo"}
-        for key, owner in owners.items():
-            is_default = getattr(self, key) == type(self).model_fields[key].default
-            if not is_default and self.name != owner:
-                text = f"{key} belongs to {owner}, and the algorithm is {self.name}; take it out"
+        """Keys that this algorithm does not take, and those it requires."""
+        declared = self.declaration
+        for key in ("tau", "teacher", "gamma", "lam"):
+            if key not in declared.keys and not self._is_default(key):
+                owners = [name for name, one in builtin_algorithms().items() if key in one.keys]
+                owner = " or ".join(owners)
+                text = f"{key} belongs to {owner}, and the algorithm is {self.name}; remove it"
                 yield Contradiction(text=f"{text}, or set name: {owner}", keys=((key,), ("name",)))
-            if is_default and self.name == owner and key in ("tau", "teacher"):
-                text = f"{owner} needs {key}; set it"
-                yield Contradiction(text=text, keys=((key,), ("name",)))
-        if self.delta is not None and self.name not in CLIPPED:
-            text = f"delta belongs to the clipped loss, and {self.name} has another; take it out"
+        for key in declared.required:
+            if getattr(self, key) is None:
+                yield Contradiction(
+                    text=f"{self.name} needs {key}; set it", keys=((key,), ("name",))
+                )
+        if self.delta is not None and "delta" not in declared.keys:
+            text = f"delta belongs to the clipped loss, and {self.name} has another; remove it"
             yield Contradiction(text=text, keys=(("delta",), ("name",)))
-        for key in ("epsilon", "epsilon_high") if self.name in UNCLIPPED else ():
-            default = type(self).model_fields[key].default
-            if getattr(self, key) != default:
-                text = f"{key} clips a ratio, and {self.name} has {UNCLIPPED[self.name]}"
-                fix = f"take it out, or set it to {quoted(default)}"
-                yield Contradiction(text=f"{text}; {fix}", keys=((key,), ("name",)))
-        if self.name == "gspo" and max(self.epsilon, self.epsilon_high or 0) > MAX_SEQUENCE_CLIP:
-            yield Contradiction(
-                text="gspo clips the mean ratio of a whole sequence, which never moves that far; "
-                f"set epsilon and epsilon_high <= {MAX_SEQUENCE_CLIP} (3e-4 and 4e-4 are usual)",
-                keys=(("epsilon",), ("epsilon_high",), ("name",)),
-            )
+        for key in ("epsilon", "epsilon_high"):
+            if key not in declared.keys and not self._is_default(key):
+                default = quoted(type(self).model_fields[key].default)
+                text = f"{key} clips a ratio, and {self.name} has {declared.instead_of_clip}"
+                text = f"{text}; remove it, or set it to {default}"
+                yield Contradiction(text=text, keys=((key,), ("name",)))
+        if declared.check is not None:
+            yield from declared.check(self)
+
+    def _is_default(self, key: str) -> bool:
+        return getattr(self, key) == type(self).model_fields[key].default
 
     def _contradictions(self) -> Iterator[Contradiction]:
         if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
-            is_preset = PRESETS[self.name].algorithm.get("epsilon_high") == self.epsilon_high
-            whose = f", what {self.name} has unless told otherwise," if is_preset else ""
+            is_preset = self.declaration.preset.get("epsilon_high") == self.epsilon_high
+            whose = f", the default of {self.name}," if is_preset else ""
             yield Contradiction(
                 text=f"epsilon_high {self.epsilon_high}{whose} is below epsilon {self.epsilon}; "
                 "set epsilon_high >= epsilon, or epsilon_high: null to clip evenly",
@@ -264,11 +256,11 @@ class TrainingConfig(Section):
     steps: PositiveInt
     """Batches to train on; the run is finished after the last."""
     learning_rate: float = Field(default=1e-6, ge=0, lt=10)
-    """AdamW's learning rate; 0 trains nothing, which is a useful control."""
+    """AdamW's peak learning rate; 0 changes nothing, which is a useful control."""
     lr_scheduler_type: Annotated[
         Literal["constant", "linear", "cosine"], one_of("constant", "linear", "cosine")
     ] = "constant"
-    """How the learning rate goes on from its peak: it stays, or falls to 0 behind the last step."""
+    """The learning rate after its peak: constant, or falling to 0 after the last step."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises evenly to its peak."""
     groups_per_batch: PositiveInt = 64
@@ -280,12 +272,12 @@ class TrainingConfig(Section):
     mode: Annotated[
         Literal["sync", "one_step", "async"] | None, one_of("sync", "one_step", "async")
     ] = None
-    """Pacing by name: sync is max_staleness 0, one_step 1, async 8 or what max_staleness says;
-    null: what max_staleness says."""
+    """Pacing by name: sync is max_staleness 0, one_step 1, async 8 or the value of max_staleness;
+    null: the value of max_staleness."""
     max_staleness: NonNegativeInt = 1
-    """Versions a row may be behind the one it trains; 0 is fully synchronous."""
+    """Versions a row may be older than the one it trains; 0 is fully synchronous."""
     parallel: ParallelConfig = ParallelConfig()
-    """Ranks of the trainer under the algorithm's own graph; stages of a pipeline say theirs."""
+    """Ranks of the trainer under the algorithm's own graph; stages of a pipeline have their own."""
     checkpoint_every: PositiveInt = 20
     """Steps between two checkpoints."""
     weight_decay: float = Field(default=0.01, ge=0, lt=10)
@@ -296,12 +288,12 @@ class TrainingConfig(Section):
     """Of activations; weights and optimizer stay in float32. bfloat16 is faster where the processor
     has instructions for it, and on others slower."""
     micro_batch_tokens: PositiveInt = 4096
-    """Most tokens in one forward pass, a longer sample alone; decides memory, not the gradient."""
+    """Most tokens in one forward pass, or one longer sample; affects memory, not the gradient."""
 
     @model_validator(mode="before")
     @classmethod
     def _apply_mode(cls, data: Any) -> Any:
-        """Write out what the mode stands for."""
+        """Write out the values of the mode."""
         if not isinstance(data, Mapping):
             return data
         written = cast(Mapping[str, Any], data)
@@ -326,7 +318,7 @@ class TrainingConfig(Section):
             wanted = ">= 1" if self.mode == "async" else str(STALENESS_BY_MODE[self.mode])
             yield Contradiction(
                 text=f"mode {self.mode} means max_staleness {wanted}, not {self.max_staleness}; "
-                "take one of the two out",
+                "remove one of the two",
                 keys=(("max_staleness",), ("mode",)),
             )
         if self.minibatches > self.groups_per_batch:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy's model as the learner sees it: packed samples in, log-probs and entropy out.
+"""The policy's model as the learner uses it: packed samples in, log-probs and entropy out.
 
-All of one forward pass, so it is also what a gang shards. Logits are made for the trained tokens
-only, and in parts when they are many; a part is computed again in the backward pass instead of
-being kept, so what they take is bounded by `MAX_LOGITS`.
+It covers one complete forward pass, so it is also what is sharded over ranks. Logits are computed
+for the trained tokens only, in chunks if there are many; a chunk is recomputed in the backward pass
+instead of being kept, so their memory is bounded by `MAX_LOGITS`.
 
 K = trained tokens, D = hidden size.
 """
@@ -25,7 +25,7 @@ from penstock.trainer.losses.logprobs import Truncation, entropy, sampling_log_s
 from penstock.trainer.losses.tokens import Tokens
 
 MAX_LOGITS = 1 << 27
-"""Numbers held at once: 512 MB in float32."""
+"""Numbers in memory at a time: 512 MB in float32."""
 
 
 class Actor(nn.Module):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over packed samples: each token sees its own sample's past and nothing else.
+"""Attention over packed samples: each token attends to the past of its own sample and nothing else.
 
-Samples stand one after another in one line, so that all other layers compute no padding. For
-attention alone they are laid out again as rows, those of like length together, and back. A row is
-one sample and the mask is causal, so nothing can leak from one to another.
+Samples are packed one after another in one line, so that all other layers compute no padding. Only
+for attention they are laid out again as rows, grouped by similar length, and then packed again. A
+row is one sample and the mask is causal, so nothing can leak from one sample to another.
 
 P = tokens of the line, N = rows of a run, L = their length, H = heads, D = size of a head.
 """
@@ -31,7 +31,7 @@ SHORT = 16
 MIN_FILL = 0.75
 """Rows of a run are at least this long, relative to its longest."""
 _WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "cache_position", "is_causal"}
-"""What models hand on to attention besides and what does not change it: dropout is off."""
+"""Further arguments that models pass to attention and that do not change it: dropout is off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,10 @@ class AttentionLayout:
     """How the line of one micro-batch is laid out for attention."""
 
     buckets: tuple[Tensor, ...]
-    """Each N×L: which token of the line stands there; padding, on the right, repeats any."""
+    """Each N×L: the index of the token of the line at that place; padding, on the right, repeats
+    any."""
     unbucket_P: Tensor
-    """Where each token of the line stands in the runs, flat and one run after another."""
+    """Index of each token of the line in the runs, flat and one run after another."""
 
     def to(self, device: torch.device) -> AttentionLayout:
         return AttentionLayout(
@@ -51,7 +52,7 @@ class AttentionLayout:
 
 
 def make_attention_layout(lengths: Ints) -> AttentionLayout:
-    """Rows for samples of these lengths, which stand in this order in the line."""
+    """Rows for samples of these lengths, in the order in which they are packed."""
     starts = np.cumsum(lengths) - lengths
     order = np.argsort(-lengths, kind="stable")
     unbucket_P = np.empty(int(lengths.sum()), np.int64)
@@ -73,7 +74,7 @@ def make_attention_layout(lengths: Ints) -> AttentionLayout:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """From now on the model's forward pass takes `rows` beside a single line of tokens."""
+    """Make the model's forward pass take `rows` in addition to a single line of tokens."""
     AttentionInterface.register(PACKED, _attend)
     model.set_attn_implementation(PACKED)
 
@@ -95,7 +96,7 @@ def _attend(
     given = {name for name, value in others.items() if value is not None}
     if unknown := sorted(given - _WITHOUT_EFFECT):
         raise ConfigError(
-            f"{type(module).__name__} asks for attention with {', '.join(unknown)}, which packed "
+            f"{type(module).__name__} needs attention with {', '.join(unknown)}, which packed "
             "samples do not have: its log-probs would be others. Take a model of plain attention"
         )
     if not rows.buckets:
@@ -114,10 +115,10 @@ def _attend(
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """Every token over itself and those before it, N×H×L×D; with a window over so many in all.
+    """Each token over itself and those before it, N×H×L×D; with a window, over at most that many.
 
-    There blocks of queries as long as the window meet the keys that one of them may see, so what
-    it takes grows with the length and not with its square."""
+    With a window, blocks of queries as long as the window meet only the keys they may see, so the
+    cost grows with the length and not with its square."""
     length = q.shape[2]
     attend = partial(scaled_dot_product_attention, scale=scale, enable_gqa=True)
     if window is None or length <= window:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thing after another, done in a thread beside the training.
+"""A background worker: one item at a time, in a thread next to the training.
 
-Owns that thread and the place for the one item that waits. What goes wrong in it is raised at the
-next call of whoever hands items over.
+Owns that thread and the slot of the one waiting item. An exception in it is raised at the caller's
+next call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class BackgroundWorker(Generic[T]):
-    """`work` is called with each item that is taken; `after_each` once nobody waits for it."""
+    """Runs `work` on each submitted item in one background thread, then `after_each`."""
 
     def __init__(
         self, name: str, work: Callable[[T], None], after_each: Callable[[], None] = lambda: None
@@ -38,7 +38,7 @@ class BackgroundWorker(Generic[T]):
             return self._has_work
 
     def put(self, item: T) -> T | None:
-        """Hand an item over; the one that waited until now, whose place it takes."""
+        """Submit an item; returns the waiting item that it replaces, if any."""
         with self._changed:
             self._raise_error()
             replaced = self._waiting.pop() if self._waiting else None
@@ -47,7 +47,7 @@ class BackgroundWorker(Generic[T]):
             return replaced
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything handed over is done, or no longer than so; whether it is."""
+        """Wait for all submitted work, at most `timeout_s`; return whether it finished."""
         with self._changed:
             is_done = self._changed.wait_for(
                 lambda: self._error is not None or not self._has_work, timeout_s
@@ -56,7 +56,7 @@ class BackgroundWorker(Generic[T]):
             return is_done
 
     def close(self, timeout_s: float) -> None:
-        """Begin nothing more, and wait so long for what was begun."""
+        """Start no further work; wait up to `timeout_s` for the current item."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -77,7 +77,7 @@ class BackgroundWorker(Generic[T]):
         waits for: the next item · ends: when it is closed, or at the first error"""
         try:
             while taken := self._take():
-                self._work(taken.pop())  # so that nobody but the work itself holds the item
+                self._work(taken.pop())  # so that only the work itself holds the item
                 with self._changed:
                     self._is_busy = False
                     self._changed.notify_all()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sealed batch as the trainer takes it: its rows verified and cut into samples, with columns.
+"""A sealed batch as the trainer uses it: its rows verified and cut into samples, with columns.
 
-Owns the check that what was served is what was sealed, and the columns that stages add. Rewards
-come from the manifest, so a row that is gone, or not of this model's vocabulary, changes nobody
-else's advantage.
+Owns the check that the rows received are the rows sealed, and the columns that stages add. Rewards
+come from the manifest, so a missing row, or one with unknown token ids, does not change the
+advantages of the others.
 
 R = rows of the manifest, in its order; T = tokens of all samples, one after another.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from blake3 import blake3
 from penstock.errors import StoreError
 from penstock.trainer.ranks.balance import manifest_costs
 from penstock.trainer.ranks.group import RankReductions, SingleRank
-from penstock.trainer.samples import TOKEN_COLUMNS, Samples, is_seen, make_samples
+from penstock.trainer.samples import Samples, is_seen, make_samples
 from penstock.types import (
     FinishReason,
     Manifest,
@@ -35,6 +36,7 @@ from penstock.wire.codec import decode
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+NO_COLUMNS: Mapping[str, Floats] = MappingProxyType({})
 
 _log = structlog.get_logger(__name__)
 
@@ -52,7 +54,7 @@ class Roles:
 
     @classmethod
     def unnamed(cls, num_rows: int) -> Roles:
-        """Of rows in which nobody said what they act as."""
+        """For rows without role names."""
         return cls(names=("",), rows_N=np.arange(num_rows), roles_N=np.zeros(num_rows, np.int64))
 
     @classmethod
@@ -86,15 +88,17 @@ class Batch:
     """Which group of the manifest a row belongs to; never falls."""
     staleness_R: Ints
     costs_R: Floats
-    """Work of computing each row; by it ranks share rows among themselves."""
-    columns: Mapping[str, Floats]
-    """By name, each by row or by token: `reward` (R) from the manifest, the others from stages."""
+    """Cost of computing each row; ranks divide rows by it."""
+    row_columns: Mapping[str, Floats]
+    """By name, one number per row (R): `reward` from the manifest, and what stages write."""
+    token_columns: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
+    """By name, one number per token (T), all written by stages."""
     longest_R: Ints
     """Sampled tokens of each row's longest turn, of those that this trainer sees."""
     roles: Roles
     nodes: Mapping[int, str] = field(default_factory=dict[int, str])
-    """Who made each row that stands here: NODE/SESSION, because a node that was restarted is as
-    good as another."""
+    """Which node process produced each row held here, as NODE/BOOT: a restarted node counts as
+    another."""
 
     @property
     def num_groups(self) -> int:
@@ -114,17 +118,36 @@ class Batch:
         mask_T = self.samples.mask_T & ~is_out_R[self.rows_T]
         return replace(self, samples=replace(self.samples, mask_T=mask_T))
 
-    def with_columns(self, columns: Mapping[str, Floats]) -> Batch:
-        """This batch, and what a stage has written; a column is written once."""
-        if twice := self.columns.keys() & columns.keys():
-            raise ValueError(f"columns are written once, but {sorted(twice)} stand already")
-        for name, values in columns.items():
-            if values.shape not in ((self.groups_R.size,), self.samples.ids_T.shape):
-                raise ValueError(
-                    f"column {name} has shape {values.shape}: it is neither by row "
-                    f"({self.groups_R.size}) nor by token ({self.samples.ids_T.size})"
-                )
-        return replace(self, columns={**self.columns, **columns})
+    @property
+    def column_names(self) -> frozenset[str]:
+        return frozenset({*self.row_columns, *self.token_columns})
+
+    def with_columns(
+        self,
+        *,
+        row_columns: Mapping[str, Floats] = NO_COLUMNS,
+        token_columns: Mapping[str, Floats] = NO_COLUMNS,
+    ) -> Batch:
+        """This batch with the columns that a stage wrote; a column is written once."""
+        written = {*row_columns, *token_columns}
+        twice = (written & self.column_names) | (row_columns.keys() & token_columns.keys())
+        if twice:
+            raise ValueError(f"columns {sorted(twice)} exist already; write each column once")
+        for axis, columns, size in (
+            ("row", row_columns, self.groups_R.size),
+            ("token", token_columns, self.samples.ids_T.size),
+        ):
+            for name, values in columns.items():
+                if values.shape != (size,):
+                    raise ValueError(
+                        f"{axis} column {name} has shape {values.shape}, and the batch has {size} "
+                        f"{axis}s; give one number per {axis}"
+                    )
+        return replace(
+            self,
+            row_columns={**self.row_columns, **row_columns},
+            token_columns={**self.token_columns, **token_columns},
+        )
 
 
 def assemble(
@@ -135,18 +158,16 @@ def assemble(
     *,
     ranks: RankReductions | None = None,
 ) -> Batch:
-    """The batch of this manifest from its rows as they were served.
+    """The batch of this manifest, from its rows as received.
 
-    On a rank of a gang, rows that others compute stand there without payload, as do those that are
-    gone; what is told of rows is told of all of them."""
+    With several ranks, rows that other ranks compute have no payload here, like missing rows; row
+    columns cover all of them."""
     sizes = [len(group.rows) for group in manifest.groups]
     groups_R = np.repeat(np.arange(len(sizes)), np.array(sizes, np.int64))
     served = dict(_trajectories(manifest, rows))
     roles = Roles.of(manifest)
     numbers = {name: number for number, name in enumerate(roles.names)}
-    samples = pad_if_ambiguous(
-        make_samples(served.items(), policy, manifest.visible_roles, numbers), groups_R.size
-    )
+    samples = make_samples(served.items(), policy, manifest.visible_roles, numbers)
     truncated_R, longest_R = _row_lengths(manifest, served, ranks or SingleRank())
     batch = Batch(
         seq=manifest.seq,
@@ -155,7 +176,7 @@ def assemble(
         groups_R=groups_R,
         staleness_R=_staleness(manifest, policy),
         costs_R=manifest_costs(manifest),
-        columns=_row_columns(manifest, truncated_R),
+        row_columns=_row_columns(manifest, truncated_R),
         longest_R=longest_R,
         roles=roles,
         nodes={index: _boot_key(trajectory) for index, trajectory in served.items()},
@@ -168,29 +189,19 @@ def _boot_key(trajectory: Trajectory) -> str:
     return f"{trajectory.node_id}/{trajectory.boot_id}"
 
 
-def pad_if_ambiguous(samples: Samples, num_rows: int) -> Samples:
-    """With one token more, of no sample, where there are as many tokens as rows: the length of a
-    column says what it is by."""
-    if samples.ids_T.size != num_rows or num_rows == 0:
-        return samples
-    columns = {name: getattr(samples, name) for name in TOKEN_COLUMNS}
-    longer = {name: np.append(values, values.dtype.type(0)) for name, values in columns.items()}
-    return replace(samples, **longer)
-
-
 def _trajectories(
     manifest: Manifest, rows: Sequence[RowPayload]
 ) -> Iterator[tuple[int, Trajectory]]:
     sealed = list(manifest.rows)
     batch = f"batch {manifest.consumer}.{manifest.seq}"
     if len(rows) != len(sealed):
-        raise StoreError(f"{batch}: {len(rows)} rows were served, {len(sealed)} are sealed")
+        raise StoreError(f"{batch}: {len(rows)} rows were received, {len(sealed)} are sealed")
     for index, (summary, row) in enumerate(zip(sealed, rows, strict=True)):
         if row.payload is None:
             continue
         if row.row_id != summary.row_id or blake3(row.payload).hexdigest() != summary.digest:
             raise StoreError(
-                f"{batch}, row {index}: {row.row_id} was served, but other bytes than those of "
+                f"{batch}, row {index}: the bytes received for {row.row_id} are not those of "
                 f"{summary.row_id} as sealed; the ledger's segments may be damaged"
             )
         yield index, decode(row.payload, Trajectory)
@@ -199,8 +210,8 @@ def _trajectories(
 def _row_lengths(
     manifest: Manifest, served: Mapping[int, Trajectory], ranks: RankReductions
 ) -> tuple[Floats, Ints]:
-    """(whether each row was cut short, tokens of its longest turn), from whoever has the row. One
-    that is gone counts as all in one turn."""
+    """(whether each row was truncated, tokens of its longest turn), reduced over the ranks that
+    hold the rows. A missing row counts as one turn."""
     policy, visible_roles = PolicyName(manifest.consumer), manifest.visible_roles
     lengths_R = np.array([manifest.tokens(row) for row in manifest.rows], np.int64)
     own = np.zeros((2, lengths_R.size))
@@ -227,7 +238,7 @@ def _row_columns(manifest: Manifest, truncated_R: Floats) -> dict[str, Floats]:
 
 
 def _token_names(manifest: Manifest) -> list[str]:
-    """Columns by token: those that came as bytes for some row of the batch, whoever has it."""
+    """Names of token columns: those that came as bytes for any row of the batch, on any rank."""
     return sorted({name for row in manifest.rows for name in row.columns})
 
 
@@ -238,9 +249,9 @@ def _is_truncated(trajectory: Trajectory) -> bool:
 
 
 def _with_token_columns(batch: Batch, rows: Sequence[RowPayload], manifest: Manifest) -> Batch:
-    """With columns that a stage placed elsewhere wrote as bytes: a float32 for each sampled token
-    of the row, turn after turn. A row with something else, be it one number, is left out: a
-    worker's mistake must not end the trainer again and again."""
+    """Add the columns that a placed stage wrote as bytes: one float32 per sampled token of the row,
+    turn after turn. A row with anything else, such as one number, is masked: a worker's mistake
+    must not crash the trainer over and over."""
     samples = batch.samples
     columns = {name: np.zeros(samples.ids_T.shape) for name in _token_names(manifest)}
     is_broken_R = np.zeros(len(rows), np.bool_)
@@ -260,7 +271,7 @@ def _with_token_columns(batch: Batch, rows: Sequence[RowPayload], manifest: Mani
             rows=np.flatnonzero(is_broken_R).tolist(),
         )
         batch = batch.without(is_broken_R)
-    return batch.with_columns(columns)
+    return batch.with_columns(token_columns=columns)
 
 
 def _drop_unknown_ids(samples: Samples, vocab_size: int, seq: int) -> Samples:

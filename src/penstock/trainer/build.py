@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a run's settings to what learns: learners, frozen models, their pipeline."""
+"""Builds a policy's learners, frozen models and pipeline from a run's settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock.trainer.packing_check import require_packable
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.functions import find_function
 from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, Stage, bind, keep_rows
-from penstock.trainer.ranks.batch_repartition import move
+from penstock.trainer.ranks.batch_repartition import repartition_batch
 from penstock.trainer.ranks.group import Ranks, SingleRank, StagedRanks
 from penstock.trainer.ranks.sharding import shard
 from penstock.trainer.ranks.topology import Parallel
@@ -45,7 +45,7 @@ from penstock.trainer.vocabulary_check import vocabulary_mismatches
 
 CRITIC = "critic"
 CRITIC_RATE = 5.0
-"""A critic learns so much faster than its actor, unless its stage has the option learning_rate."""
+"""A critic's learning rate over its actor's, unless its stage sets the option learning_rate."""
 S = TypeVar("S", Actor, Critic)
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -77,13 +77,13 @@ def build_models(
 def load_policy(settings: PolicyConfig, folder: Path, *, is_rank0: bool = True) -> PreTrainedModel:
     """The model that makes versions, with its adapter if it trains one.
 
-    is_first: of its ranks; the others get an outline of it."""
+    is_rank0: the other ranks get a meta model."""
     lora = settings.model.lora
     if has_adapter(folder) is (lora is None):
         trained, held = ("all weights", "an") if lora is None else ("an adapter", "no")
         raise ConfigError(
             f"policy {settings.name} trains {trained}, and {folder} holds {held} adapter; set lora "
-            "as it was when that was written, or begin from another folder"
+            "as it was when that was written, or start from another folder"
         )
     model = _load(folder, is_rank0)
     if lora is not None:
@@ -92,7 +92,7 @@ def load_policy(settings: PolicyConfig, folder: Path, *, is_rank0: bool = True) 
 
 
 def _load(folder: Path, is_rank0: bool) -> PreTrainedModel:
-    """Whole on the first rank, which tries for all whether it can be packed."""
+    """The full model on rank 0, which also checks that it can be packed."""
     if not is_rank0:
         return load_meta_model(folder)
     model = load_model(folder)
@@ -101,7 +101,7 @@ def _load(folder: Path, is_rank0: bool) -> PreTrainedModel:
 
 
 def parallel_layouts(stages: Sequence[PipelineStageConfig]) -> list[Parallel]:
-    """How the models of these stages are spread, in the order in which they run."""
+    """How the models of these stages are sharded, in the order in which they run."""
     return [_parallel(stage) for stage in stages if _has_model(stage)]
 
 
@@ -114,7 +114,7 @@ def _parallel(stage: PipelineStageConfig) -> Parallel:
 
 
 def _vocab_size(folder: Path) -> int:
-    """Of a model that this rank has no share of."""
+    """Of a model that this rank holds no shard of."""
     config: Any = AutoConfig.from_pretrained(folder)
     return config.get_text_config().vocab_size
 
@@ -137,7 +137,7 @@ class _Builder:
         self._device = device
 
     def learners(self, folder: Path, stages: tuple[PipelineStageConfig, ...]) -> dict[str, Learner]:
-        """Those that this rank has a share of, the actor first."""
+        """The learners that this rank holds a shard of, the actor first."""
         found: dict[str, Learner] = {}
         actor, critic = (_stage(stages, "train", role) for role in (ACTOR, CRITIC))
         if (ranks := self._ranks_of(actor)) is not None:
@@ -149,8 +149,8 @@ class _Builder:
     def bind_stages(
         self, stages: tuple[PipelineStageConfig, ...], learners: dict[str, Learner]
     ) -> list[Stage]:
-        """Each stage ready to be called, with the move before it where its rows lie elsewhere.
-        Functions of columns take rows as they lie."""
+        """Bind every stage, with a repartition before it if its rows are on other ranks. Functions
+        of columns use rows where they are."""
         if not isinstance(self._ranks, StagedRanks):
             total = self._ranks.sum_over_ranks
             return [bind(one, self._call(one, learners), sum_over_ranks=total) for one in stages]
@@ -159,20 +159,20 @@ class _Builder:
         for stage in stages:
             there = _parallel(stage) if _has_model(stage) else here
             minibatches = self._settings.training.minibatches
-            way = partial(move, before=here, after=there, minibatches=minibatches)
+            way = partial(repartition_batch, before=here, after=there, minibatches=minibatches)
             found.append(
                 bind(
                     stage,
                     self._call(stage, learners),
-                    sum_over_ranks=self._ranks.at(there).sum_over_ranks,
-                    move=keep_rows if there == here else way,
+                    sum_over_ranks=self._ranks.at_stage(there).sum_over_ranks,
+                    move_rows=keep_rows if there == here else way,
                 )
             )
             here = there
         return found
 
     def _ranks_of(self, stage: PipelineStageConfig | None) -> Ranks | None:
-        """Whom its model is spread over; None where this rank sits it out."""
+        """The ranks that its model is sharded over; None if this rank is idle there."""
         if stage is None or not isinstance(self._ranks, StagedRanks):
             return self._ranks
         return self._ranks.groups[_parallel(stage)]
@@ -200,7 +200,7 @@ class _Builder:
                 minibatches=self._settings.training.minibatches,
                 weights=loss_weights_of(algorithm, self._settings.sampling.max_tokens),
                 correction=None if is_budgeted else correction_of(objective),
-                needs_advantage=algorithm.name != "opd",
+                needs_advantage=algorithm.declaration.needs_advantage,
             ),
             forward_pass=self._forward_pass(ranks),
             bounds=NO_BOUNDS if own else bounds_of(algorithm),
@@ -221,7 +221,7 @@ class _Builder:
         )
 
     def _call(self, stage: PipelineStageConfig, learners: dict[str, Learner]) -> Call | None:
-        """What runs the stage's model; None where it is a function of columns."""
+        """The callable that runs the stage's model; None if the stage is a function of columns."""
         if not _has_model(stage):
             return None
         if (ranks := self._ranks_of(stage)) is None:
@@ -237,14 +237,14 @@ class _Builder:
         return partial(_infer, column, partial(self._forward_pass(ranks).infer, frozen))
 
     def _initial(self, stage: PipelineStageConfig, ranks: Ranks, make: Callable[..., S]) -> S:
-        """Of the model the stage names, or of the one its policy began with."""
+        """The model that the stage names, or the one its policy started from."""
         init = stage.model or self._settings.model.init
         with initial_folder(init, self._seed) as folder:
             scorer = make(_load(folder, self._ranks.position.is_rank0))
             return self._shard(scorer, folder, ranks)
 
     def _shard(self, scorer: S, folder: Path, ranks: Ranks) -> S:
-        """Its share on each rank, those of the others than the first read from the folder."""
+        """Shard it; ranks other than 0 read their shards from the folder."""
         shard(scorer, scorer.model, ranks, self._device)
         load_weight_slices(scorer, scorer.model, folder, ranks, self._device)
         return scorer
@@ -278,14 +278,14 @@ def _frozen(model: PreTrainedModel) -> Actor:
 
 
 def _idle_result(stage: PipelineStageConfig, batch: Batch) -> Stats | dict[str, Any]:
-    """What a rank without rows says: nothing of no token."""
+    """Result of an idle rank: empty stats, or zero columns."""
     if stage.type == "train":
         return Stats(skipped=None, values={})
     return {column: np.zeros(batch.samples.ids_T.shape) for column in stage.writes}
 
 
 def _train(learner: Learner, batch: Batch) -> Stats:
-    excluded_R = batch.columns.get("excluded")
+    excluded_R = batch.row_columns.get("excluded")
     if excluded_R is None:
         return learner.step(batch)
     stats = learner.step(batch.without(excluded_R > 0))
@@ -297,13 +297,14 @@ def _infer(column: str, infer: Callable[[Batch], Any], batch: Batch) -> dict[str
 
 
 def _infer_without_adapter(actor: Learner, batch: Batch) -> Any:
-    """What the actor's model says without its adapter: where the policy began, held only once."""
+    """Output of the actor's model without its adapter: the initial policy, kept in memory only
+    once."""
     with adapter_disabled(actor.model):
         return actor.infer(batch)
 
 
 def _own_objective(stage: PipelineStageConfig) -> Objective | None:
-    """The user's own loss."""
+    """A custom loss."""
     if stage.fn is None:
         return None
     function = find_function(stage)

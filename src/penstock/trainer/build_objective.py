@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss that an algorithm's name and numbers stand for, and how its tokens are weighed.
+"""Builds the loss of a run file's `algorithm` section, and the weights of its tokens.
 
-Owns which of the losses is meant; what they compute is in `losses/`, and the graph of stages before
-them in `pipeline/builtin.py`.
+Owns the layers around an algorithm's loss (correction, KL, entropy). The losses are in `losses/`
+and in the algorithms' modules.
 """
 
 from __future__ import annotations
@@ -11,59 +11,31 @@ import math
 
 from penstock.config import AlgorithmConfig, CorrectionConfig
 from penstock.trainer.losses.aggregation import Aggregation, LossWeights
+from penstock.trainer.losses.budgets import WrappedBudget
+from penstock.trainer.losses.clipped import clip_bounds
 from penstock.trainer.losses.divergence import EntropyBonus, KlPenalty
-from penstock.trainer.losses.m2po import M2poBudget
 from penstock.trainer.losses.mismatch import CorrectedLoss, Correction, SequenceRatio, Weighting
-from penstock.trainer.losses.objectives import (
-    CispoLoss,
-    ClippedLoss,
-    DecoupledLoss,
-    DistillationLoss,
-    GspoLoss,
-    RatioAgainst,
-    SapoLoss,
-    WrappedBudget,
-)
 from penstock.trainer.losses.tokens import BudgetedObjective, Objective
+
+NO_BOUNDS = (math.inf, math.inf)
 
 
 def objective_of(algorithm: AlgorithmConfig) -> Objective | BudgetedObjective:
-    """The loss that the algorithm's name and numbers stand for."""
+    """The algorithm's loss with its correction, KL penalty and entropy bonus."""
 
-    def near_reference(inner: Objective) -> Objective:
+    def with_penalties(inner: Objective) -> Objective:
         if algorithm.beta > 0:
             inner = KlPenalty(inner=inner, coef=algorithm.beta)
         if algorithm.entropy_coef > 0:
             inner = EntropyBonus(inner=inner, coef=algorithm.entropy_coef)
         return inner
 
-    if algorithm.name == "m2po":
-        assert algorithm.tau is not None, "the config has seen to it"
-        return WrappedBudget(budget=M2poBudget(budget=algorithm.tau), wrap=near_reference)
-    inner = _policy_loss(algorithm)
+    inner = algorithm.declaration.loss(algorithm)
+    if isinstance(inner, BudgetedObjective):
+        return WrappedBudget(budget=inner, wrap=with_penalties)
     if algorithm.correction is not None:
         inner = CorrectedLoss(inner=inner, correction=_correction(algorithm.correction))
-    return near_reference(inner)
-
-
-def _policy_loss(algorithm: AlgorithmConfig) -> Objective:
-    high = algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
-    low, against = algorithm.epsilon, RatioAgainst(algorithm.ratio_against)
-    match algorithm.name:
-        case "decoupled":
-            return DecoupledLoss(epsilon=low, epsilon_high=high)
-        case "gspo":
-            return GspoLoss(epsilon=low, epsilon_high=high, ratio_against=against)
-        case "cispo":
-            return CispoLoss(epsilon=low, epsilon_high=high, ratio_against=against)
-        case "sapo":
-            return SapoLoss(ratio_against=against)
-        case name:
-            delta = math.inf if algorithm.delta is None else algorithm.delta
-            clipped = ClippedLoss(
-                epsilon=low, epsilon_high=high, delta=delta, ratio_against=against
-            )
-            return DistillationLoss(inner=clipped) if name == "opd" else clipped
+    return with_penalties(inner)
 
 
 def _correction(config: CorrectionConfig) -> Correction:
@@ -78,20 +50,16 @@ def _correction(config: CorrectionConfig) -> Correction:
     )
 
 
-NO_BOUNDS = (math.inf, math.inf)
-
-
 def bounds_of(algorithm: AlgorithmConfig) -> tuple[float, float]:
-    """How far below and above 1 the ratio of a token to its sampling may lie before it teaches
-    nothing; of a loss that bounds something else, or goes on teaching, none."""
-    others = ("cispo", "decoupled", "gspo", "m2po", "opd", "sapo")
-    if algorithm.name in others or algorithm.ratio_against != "sampling":
+    """How far below and above 1 a token's ratio to its sampling log-prob may be before it has no
+    gradient; infinite for losses that bound something else or keep every gradient."""
+    if not algorithm.declaration.has_ratio_bounds or algorithm.ratio_against != "sampling":
         return NO_BOUNDS
-    high = algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
-    return algorithm.epsilon, high
+    return clip_bounds(algorithm)
 
 
 def loss_weights_of(algorithm: AlgorithmConfig, max_tokens: int) -> LossWeights:
+    """How the losses of tokens are weighed in the sum of an update."""
     aggregation = Aggregation(algorithm.aggregation)
     is_fixed = aggregation is Aggregation.FIXED_CONSTANT
     return LossWeights(aggregation=aggregation, constant_length=max_tokens if is_fixed else 0)

@@ -2,14 +2,14 @@
 """Checkpoints: what a trainer resumes from, with the cursor inside.
 
 `step_N/` is an ordinary Hugging Face folder with two more files: the learner's other state as
-safetensors (one file per rank in a gang), and `trainer.json` with the cursor and the BLAKE3 of
-every other file and of itself. That one is written last, in a hidden folder that is renamed when
-all of it is on disk; a folder without it, or one that does not fit its digests, is set aside, and
-the next older one counts. One of the same number takes its place, where only a critic has learned.
+safetensors (one file per rank), and `trainer.json` with the cursor and the BLAKE3 of every other
+file and of itself. That one is written last, in a hidden folder that is renamed once all of it is
+on disk. A folder without it, or one that does not match its digests, is moved away, and the next
+older one is used. A checkpoint replaces another of the same number if only a critic has learned.
 
 Owns these folders. Reads only files whose digest it has checked, and unpickles nothing. Deletes
-only what it can read and what no trainer of a higher incarnation wrote; where checkpoints stand and
-none can be used, it refuses to begin again.
+only what it can read and what no trainer of a higher incarnation wrote; if there are checkpoints
+and none is usable, it refuses to start from scratch.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedSave:
-    """What makes the files of several ranks one checkpoint; the first of them has it."""
+    """What joins the files of several ranks into one checkpoint; only rank 0 has it."""
 
     num_ranks: int
     token: int
     """Names the hidden folder that all of them write into."""
     regions: Mapping[str, TensorRegion]
-    """Of the first rank's share."""
+    """Of rank 0's shard."""
 
 
 class Checkpoints:
@@ -90,9 +90,8 @@ class Checkpoints:
         accepts_changes: bool = False,
         upgrade_config: Callable[[Mapping[str, str]], Mapping[str, str]] = dict,
     ) -> None:
-        """config: by key, what must be as it was when a checkpoint is restored, unless changes are
-        accepted.
-        complete_config: adds what an older penstock did not write into one."""
+        """config: values that must be unchanged when a checkpoint is restored, unless changes are
+        accepted, by key. upgrade_config: adds keys that an older version did not write."""
         self._root = root
         self._policy = policy
         self._config = dict(config or {})
@@ -107,7 +106,7 @@ class Checkpoints:
 
     @property
     def last(self) -> Checkpoint:
-        """The newest complete one; there is one once `newest` found or `save` wrote it."""
+        """The newest complete one; there is one once `open_newest` found or `save` wrote it."""
         return self._complete[-1]
 
     @property
@@ -115,18 +114,18 @@ class Checkpoints:
         """(number, seq) of each complete checkpoint, oldest first."""
         return tuple((one.cursor.number, one.cursor.seq) for one in self._complete)
 
-    def newest(self) -> Checkpoint | None:
-        """Read the folder anew; the newest complete checkpoint wins, damaged ones are set aside.
+    def open_newest(self) -> Checkpoint | None:
+        """Read the folder again; the newest complete checkpoint wins, damaged ones are moved away.
 
-        None means that there is not one folder: to begin at number 0 beside checkpoints that
-        cannot be read would be to throw them away."""
+        None means that there are no checkpoints at all: starting at number 0 next to checkpoints
+        that cannot be read would throw them away."""
         recover_replaced(self._root)
         self._complete, unusable = self.scan()
         if unusable and not self._complete:
             raise StoreError(
                 f"{self._root} has checkpoints, but none that could be restored:\n"
                 f"{format_unusable(unusable)}\n"
-                "  nothing was changed. Make them readable or bring back a copy; to begin again at "
+                "  nothing was changed. Make them readable or restore a copy; to start again at "
                 "number 0, move these folders away"
             )
         if self._complete:
@@ -136,26 +135,25 @@ class Checkpoints:
         return self._complete[-1] if self._complete else None
 
     def scan(self) -> tuple[list[Checkpoint], dict[Path, str]]:
-        """Those that could be restored, oldest first, and what is wrong with the others, by folder.
-        For readers: nothing is set aside."""
+        """(usable checkpoints, oldest first; what is wrong with the others, by folder). For
+        readers: moves nothing."""
         complete: list[Checkpoint] = []
         unusable: dict[Path, str] = {}
         for _, folder in sorted(_numbered(self._root)):
             try:
                 complete.append(self._read(folder))
             except UnusableCheckpoint as error:
-                if folder.exists():  # else its trainer let it go meanwhile
+                if folder.exists():  # else its trainer pruned it meanwhile
                     unusable[folder] = str(error)
         return complete, unusable
 
-    def at(self, number: int) -> Checkpoint:
-        """The one of this number, whose digests another rank has checked just now."""
+    def read_step(self, number: int) -> Checkpoint:
+        """The checkpoint of this number; another rank has just checked its digests."""
         folder = self._root / f"step_{number}"
         return Checkpoint(folder=folder, state=read_checkpoint_manifest(folder))
 
     def changes(self, found: Checkpoint) -> list[str]:
-        """What of the config is not as it was when this one was saved; empty where nobody wrote it
-        down."""
+        """Config changes since this one was saved; empty if its config was not recorded."""
         saved = found.state.config
         return changed(self._complete_config(saved), self._config) if saved else []
 
@@ -174,10 +172,10 @@ class Checkpoints:
     ) -> Checkpoint:
         """Make this state durable; complete when this returns, never half visible.
 
-        together: `state` is this rank's share, and those of the other ranks are waited for.
-        static: files that stay as they are. With an adapter's config among them `weights` are the
-        adapter's, and those of its model are linked from one checkpoint to the next.
-        Raises Fenced when a trainer of a higher incarnation has saved here."""
+        sharded: `state` is this rank's shard, and the shards of the other ranks are waited for.
+        static: files that stay as they are. With an adapter's config among them, `weights` are the
+        adapter's, and the files of its base model are hard-linked from one checkpoint to the next.
+        Raises Fenced if a trainer of a higher incarnation has saved here."""
         self._check_owner(cursor)
         partial = self._partial_folder(sharded.token if sharded else new_token())
         for path in static:
@@ -197,22 +195,22 @@ class Checkpoints:
             partial, cursor, num_ranks=sharded.num_ranks, known=shares, monitor_state=monitor_state
         )
 
-    def move(self, cursor: Cursor, monitor_state: Mapping[str, Any]) -> Checkpoint:
-        """The newest one further on in its data: batches since then changed nothing else."""
+    def advance_cursor(self, cursor: Cursor, monitor_state: Mapping[str, Any]) -> Checkpoint:
+        """Advance the cursor of the newest one: batches since then changed nothing else."""
         assert cursor.number == self.last.cursor.number, "another number has other weights"
         unreadable = self._unreadable(cursor)
         if why := unreadable.get(self.last.folder):
             raise StoreError(
                 f"the newest checkpoint, {self.last.folder}, was damaged after it was saved: {why}"
-                "\n  it cannot be moved on to later batches, and was left as it is. Start the "
-                "trainer again: it sets this one aside and goes on from the one before it"
+                "\n  its cursor cannot be advanced, and it was left as it is. Start the "
+                "trainer again: it moves this one away and resumes from the previous one"
             )
         self._move_damaged(unreadable)
         self._complete[-1] = write_cursor(self.last, cursor, monitor_state)
         return self.last
 
     def fork_from(self, other: Checkpoint) -> Checkpoint:
-        """The state of another run as number 0 of this one, digested again in the copy."""
+        """Copy the state of another run as number 0 of this one, verifying digests of the copy."""
         partial = self._partial_folder(new_token())
         for name, expected in other.state.files.items():
             try:
@@ -225,7 +223,7 @@ class Checkpoints:
         return self._make_visible(partial, beginning, num_ranks=other.state.num_ranks)
 
     def _partial_folder(self, token: int) -> Path:
-        """Other ranks may have begun to write into this one."""
+        """Other ranks may have started to write into this one."""
         partial = self._root / partial_name(token)
         remove_partials(self._root, keep=partial.name)
         partial.mkdir(parents=True, exist_ok=True)
@@ -240,8 +238,8 @@ class Checkpoints:
         known: Mapping[str, str] | None = None,
         monitor_state: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
-        """Everything in this folder on disk first, then visible at once. Of known digests the files
-        are on disk already."""
+        """Sync everything in this folder to disk, then make it visible in one step. Files of known
+        digests are on disk already."""
         files = dict(known or {})
         for path in sorted(partial.iterdir()):
             if path.name not in files:
@@ -258,8 +256,8 @@ class Checkpoints:
         write_checkpoint_manifest(partial, manifest)
         folder = self._root / f"step_{cursor.number}"
         self._check_owner(cursor)  # again: writing may have taken minutes
-        # What stands beyond this number is of a trainer that was replaced; what stands at it may be
-        # our last one, if only a critic has learned since.
+        # Higher numbers are from a trainer that was replaced; this number may be our last one, if
+        # only a critic has learned since.
         remove(path for number, path in _numbered(self._root) if number > cursor.number)
         replace_folder(partial, folder)
         self._complete = [one for one in self._complete if one.folder != folder]
@@ -268,7 +266,7 @@ class Checkpoints:
         return self._complete[-1]
 
     def _digest_of(self, path: Path) -> str:
-        """That of a linked file is known, and is what it must have, whatever a disk did to it."""
+        """Reuse the recorded digest of a hard-linked file, so that disk corruption is detected."""
         if self._complete:
             before = self._complete[-1]
             twin = before.folder / path.name
@@ -282,12 +280,12 @@ class Checkpoints:
         remove(path for _, path in _numbered(self._root) if path not in kept)
 
     def _check_owner(self, cursor: Cursor) -> None:
-        """Before anything is removed: a successor's checkpoint ends us, and what cannot be read is
-        set aside."""
+        """Before anything is removed: a successor's checkpoint raises Fenced, and unreadable ones
+        are moved away."""
         self._move_damaged(self._unreadable(cursor))
 
     def _unreadable(self, cursor: Cursor) -> dict[Path, str]:
-        """Why, by folder; Fenced where a successor has saved one."""
+        """Why each unreadable checkpoint is, by folder; Fenced if a successor has saved one."""
         unreadable: dict[Path, str] = {}
         for _, folder in _numbered(self._root):
             try:
@@ -298,12 +296,12 @@ class Checkpoints:
             if incarnation > cursor.incarnation:
                 raise Fenced(
                     f"{folder} was saved by incarnation {incarnation} of {self._policy}; "
-                    f"incarnation {cursor.incarnation} was replaced and leaves it as it is"
+                    f"incarnation {cursor.incarnation} was replaced and does not touch it"
                 )
         return unreadable
 
     def _move_damaged(self, unreadable: Mapping[Path, str]) -> None:
-        """What is not there any more takes no sound one's place among those that are kept."""
+        """Moved checkpoints no longer count towards `NUM_KEPT`."""
         for folder, why in unreadable.items():
             move_damaged(folder, why)
         self._complete = [one for one in self._complete if one.folder not in unreadable]
@@ -319,7 +317,7 @@ class Checkpoints:
             if not is_whole:
                 raise UnusableCheckpoint(f"{name} is damaged")
         if state.policy != self._policy:
-            raise UnusableCheckpoint(f"it is of policy {state.policy}, not {self._policy}")
+            raise UnusableCheckpoint(f"it belongs to policy {state.policy}, not {self._policy}")
         return Checkpoint(folder=folder, state=state)
 
     def _refuse_changes(self, found: Checkpoint) -> None:
@@ -328,22 +326,21 @@ class Checkpoints:
             lines = "\n".join(f"    {change}" for change in changes)
             raise ConfigError(
                 f"{found.folder} was saved under another config:\n{lines}\n"
-                "  undo these changes, or go on with them by --accept-changes"
+                "  undo these changes, or accept them with --accept-changes"
             )
         if changes:
-            _log.warning("going on with another config", folder=str(found.folder), changes=changes)
+            _log.warning("config changed on resume", folder=str(found.folder), changes=changes)
 
 
 def _pruned_error(folder: Path) -> StoreError:
     left = ", ".join(path.name for _, path in sorted(_numbered(folder.parent))) or "none"
     return StoreError(
-        f"{folder} was let go by its trainer while it was copied; choose one that is left in "
-        f"{folder.parent}: {left}"
+        f"{folder} was pruned by its trainer during the copy; choose one of {folder.parent}: {left}"
     )
 
 
 def format_unusable(unusable: Mapping[Path, str]) -> str:
-    """What is wrong with each, a line for one."""
+    """One line per checkpoint, with what is wrong with it."""
     return "\n".join(f"    {folder.name}: {why}" for folder, why in unusable.items())
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says of itself: `trainer.json`, with the cursor and a digest per file.
+"""The checkpoint manifest (`trainer.json`): cursor and a digest per file.
 
-It begins with a digest of its own: the BLAKE3 of all its bytes but the digest's. So not one bit of
-it changes unnoticed, whatever later versions put into it.
+It starts with its own digest: the BLAKE3 of all its bytes except the digest's. So no bit of it
+changes unnoticed, whatever later versions put into it.
 
-Owns that file's form and its versions. Folders and what else lies in them are not its business.
+Owns the form of that file and its versions, not the folders or the other files.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from penstock.wire.codec import JSON, decode, encode_json
 
 STATE = "trainer.json"
 FORMAT = 3
-"""What this version writes, and the highest that it reads."""
+"""The version that is written, and the highest that can be read."""
 FIRST_WITH_DIGEST = 3
-"""Those before it say nothing of themselves, and are believed."""
+"""Older manifests have no digest and are accepted without one."""
 _DIGEST = re.compile(rb'\{\s*"digest": "([0-9a-f]{64})"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """Where in its data a trainer stands."""
+    """A trainer's position in its data."""
 
     number: int
     """Version number: batches that changed the weights."""
@@ -53,17 +53,19 @@ class CheckpointManifest:
     files: dict[str, str]
     """BLAKE3 of each other file, by name."""
     config: dict[str, str] = field(default_factory=dict[str, str])
-    """What may not change between this and the next step, by key; empty: nobody wrote it down."""
+    """Config that may not change between this and the next step, by key; empty if it was not
+    recorded."""
     num_ranks: int = 1
-    """So many shares make up the learner's other state."""
+    """Number of shards of the learner's other state."""
     format: int = FORMAT
     monitor_state: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Of the batches up to the cursor, for alarms and quarantine; the loop knows its form."""
+    """State over the batches up to the cursor, for alarms and quarantine; the loop owns its form.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Format:
-    """What every `trainer.json`, also a later one, says first."""
+    """The first keys of every `trainer.json`, including later versions."""
 
     format: int
 
@@ -74,7 +76,7 @@ class UnusableCheckpoint(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete one, its digests checked when it was found or written."""
+    """A complete checkpoint, whose digests were checked when it was found or written."""
 
     folder: Path
     state: CheckpointManifest
@@ -84,13 +86,12 @@ class Checkpoint:
         return self.state.cursor
 
     def read_state(self) -> ShardedState:
-        """The learner's other state, for any number of ranks; each tensor is read when it is
-        asked for."""
+        """The learner's other state, for any number of ranks; each tensor is read on access."""
         return open_state([self.folder / name for name in state_names(self.state.num_ranks)])
 
 
 def weights_name(beside: Iterable[str]) -> str:
-    """Of the file that changes from step to step, by the names of others."""
+    """The name of the weights file, given the names of the others."""
     return ADAPTER_WEIGHTS if ADAPTER_CONFIG in beside else WEIGHTS
 
 
@@ -102,20 +103,20 @@ def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
         if written > FORMAT:
             raise StoreError(
                 f"{folder} was written by a newer penstock: its format is {written}, this one "
-                f"reads up to {FORMAT}. Go on with that version; nothing was changed"
+                f"reads up to {FORMAT}. Use that version; nothing was changed"
             )
         found = decode(content, CheckpointManifest, media_type=JSON)
     except (OSError, BadRequest) as error:
         raise UnusableCheckpoint(str(error)) from error
     if not has_digest and written >= FIRST_WITH_DIGEST:
-        raise UnusableCheckpoint(f"{STATE} is damaged: it does not begin with its digest")
+        raise UnusableCheckpoint(f"{STATE} is damaged: it does not start with its digest")
     if found.num_ranks < 1:
         raise UnusableCheckpoint(f"{STATE} names {found.num_ranks} ranks")
     return found
 
 
 def write_cursor(known: Checkpoint, cursor: Cursor, monitor_state: Mapping[str, Any]) -> Checkpoint:
-    """Batches skipped since change nothing but the cursor, and what is remembered of them."""
+    """Rewrite the cursor and the monitor state; batches skipped since change nothing else."""
     if known.cursor == cursor:
         return known
     state = replace(known.state, cursor=cursor, monitor_state=dict(monitor_state), format=FORMAT)
@@ -130,11 +131,11 @@ def write_checkpoint_manifest(folder: Path, state: CheckpointManifest) -> None:
 
 
 def _check(content: bytes) -> bool:
-    """Whether it begins with a digest, which is then the right one."""
+    """Whether it starts with a digest, which is then correct."""
     found = _DIGEST.match(content)
     if found is None:
         return False
     rest = content[: found.start(1)] + content[found.end(1) :]
     if blake3(rest).hexdigest().encode() != found[1]:
-        raise UnusableCheckpoint(f"{STATE} is damaged: its digest is of other bytes")
+        raise UnusableCheckpoint(f"{STATE} is damaged: it does not match its digest")
     return True

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on their way to the disk, beside the training: copied, written, then told.
+"""Writes checkpoints in the background: copied, written, then reported.
 
-The trainer pays for one copy of its state and goes on; a second
-copy is not made before the first is on disk, so memory holds one at most. The ledger hears of a
-checkpoint only when it is complete. What goes wrong here ends the trainer at its next call.
+The trainer pays for one copy of its state and continues; a second copy is not made before the first
+is on disk, so memory holds at most one. The ledger learns of a checkpoint only when it is complete.
+An error here ends the trainer at its next call.
 
-The ranks of a gang write their shares of the state each for itself, and beside the training, too.
+Every rank writes its shard of the state in the background, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.trainer.durable_files import partial_name
 from penstock.trainer.state_shards import StateShard, copy_shard, write_shard
 
 CLOSE_TIMEOUT_S = 5.0
-"""A trainer that dies of something else waits no longer for the checkpoint being written."""
+"""A trainer that fails for another reason waits no longer than this for the current checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +40,17 @@ class _FullSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CursorSave:
-    """The state is as it was."""
+    """Only the cursor has changed."""
 
     cursor: Cursor
     monitor_state: Mapping[str, Any]
 
 
 class Saver:
-    """Writes the checkpoints of one trainer; in its first rank, where it has several.
+    """Writes the checkpoints of one trainer; with several ranks, on rank 0.
 
-    `check_allowed` raises when this trainer may not write any more, and `on_saved` names what is
-    retained to the ledger; both are called in the thread, before and after each write."""
+    `check_allowed` raises if this trainer may no longer write, and `on_saved` reports the retained
+    checkpoints to the ledger; both are called in the thread, before and after each write."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class Saver:
         monitor_state: Mapping[str, Any],
         token: int = 0,
     ) -> None:
-        """Copy this state once the copy before it is written; the rest happens elsewhere.
+        """Copy this state once the previous copy is written; the rest happens in the background.
 
-        token: what the other ranks were given for their shares of the state."""
+        token: the one the other ranks were given for their shards of the state."""
         self.flush()
         copied = _FullSave(
             cursor=cursor,
@@ -94,25 +94,25 @@ class Saver:
         )
         self._worker.put(copied)
 
-    def move(self, cursor: Cursor, monitor_state: Mapping[str, Any]) -> None:
-        """The last state is also that at this cursor."""
+    def advance_cursor(self, cursor: Cursor, monitor_state: Mapping[str, Any]) -> None:
+        """Save only a new cursor: the last state is also the state at this one."""
         self.flush()
         self._worker.put(_CursorSave(cursor=cursor, monitor_state=monitor_state))
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything handed over is complete and told, or no longer than so; whether it
-        is."""
+        """Wait for all submitted work, at most `timeout_s`; return whether it is complete and
+        reported."""
         return self._worker.flush(timeout_s)
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no further work."""
         self._worker.close(CLOSE_TIMEOUT_S)
 
     def _write(self, copied: _FullSave | _CursorSave) -> None:
         """In the thread."""
         self._permit()
         if isinstance(copied, _CursorSave):
-            self._checkpoints.move(copied.cursor, copied.monitor_state)
+            self._checkpoints.advance_cursor(copied.cursor, copied.monitor_state)
         else:
             self._checkpoints.save(
                 copied.cursor,
@@ -140,8 +140,7 @@ class _ShardSave:
 
 
 class ShardSaver:
-    """Writes the shares of a rank that is not the first; what they are part of is complete when the
-    first one says so."""
+    """Writes the shards of ranks other than 0; rank 0 decides when a checkpoint is complete."""
 
     def __init__(self, root: Path, *, rank: int, num_ranks: int) -> None:
         self._root = root
@@ -150,12 +149,12 @@ class ShardSaver:
         self._worker = BackgroundWorker("saver", self._write)
 
     def submit(self, token: int, state: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part of the state; it is written elsewhere."""
+        """Copy this rank's shard of the state; it is written in the background."""
         self._worker.flush()
         self._worker.put(_ShardSave(token=token, shares=copy_shard(state)))
 
     def raise_if_failed(self) -> None:
-        """Raise what went wrong in the thread: the first rank waits for a file that never comes."""
+        """Raise an error of the thread: rank 0 would wait for a file that never comes."""
         self._worker.flush(timeout_s=0.0)
 
     def close(self) -> None:

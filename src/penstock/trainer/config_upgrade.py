@@ -18,8 +18,8 @@ _NOTHING = object()
 
 
 def upgrade_saved_config(saved: Mapping[str, str], config: RunConfig) -> dict[str, str]:
-    """The identity of an older config with every key that it lacks at the default of today's, as
-    if its file were read again; over how many steps a learning rate fell, nobody wrote down."""
+    """An older config with every missing key at today's default, as if its file were read again;
+    over how many steps a learning rate decayed was not recorded."""
     today = identity(config)
     absent = today.keys() - saved.keys()
     defaults = _defaults(config, absent) if absent else {}

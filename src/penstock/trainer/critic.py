@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The critic's model as the learner sees it: packed samples in, one value per trained token out.
+"""The critic's model as the learner uses it: packed samples in, one value per trained token out.
 
-A value is of the state before its token: what is still to come, as far as the tokens before it
-tell. The head begins at zero, so that a new critic says 0 everywhere.
+A value belongs to the state before its token: the expected return, given the tokens before it. The
+head starts at zero, so a new critic outputs 0 everywhere.
 
 K = trained tokens, D = hidden size.
 """

@@ -11,14 +11,14 @@ CPU = torch.device("cpu")
 
 
 def select_device(local_rank: int = 0) -> torch.device:
-    """The GPU that is this rank's own among those of its host; the processor where there is none.
-    From now on it is the process's current one."""
+    """This rank's GPU on its host, or the CPU if there is none; it becomes the process's current
+    device."""
     if not torch.cuda.is_available():
         return CPU
     num_devices = torch.cuda.device_count()
     if local_rank >= num_devices:
         raise ConfigError(
-            f"rank {local_rank} of this host has no GPU of its own: there are {num_devices}; lower "
+            f"rank {local_rank} of this host has no GPU: there are {num_devices}; lower "
             "training.parallel, start ranks on more hosts, or show more of them in "
             "CUDA_VISIBLE_DEVICES (empty: train on the processor)"
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and folders that are there whole or not at all, whenever the power goes.
+"""Files and folders that exist completely or not at all, even after a power failure.
 
-Owns the names of folders that are not ready, and the order of write, sync and rename. Knows nothing
-of what stands in them.
+Owns the names of unfinished folders, and the order of write, sync and rename. Does not know their
+content.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import structlog
 from blake3 import blake3
 
 PARTIAL = ".partial-"
-"""Being written or being removed: whoever saves next clears it away."""
+"""Being written or being removed: the next save clears it away."""
 DAMAGED = ".damaged-"
 REPLACED = ".replaced-"
-"""What another folder takes the place of, until it has."""
+"""The old folder during a replacement."""
 
 _log = structlog.get_logger(__name__)
 
 
 def new_token() -> int:
-    """For the name of a folder that nobody else has; fits into a signed 64-bit number."""
+    """A unique token for the name of a folder; fits into a signed 64-bit number."""
     return secrets.randbits(63)
 
 
@@ -44,22 +44,22 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def remove_partials(root: Path, *, keep: str) -> None:
-    """Remove what was never completed, except the folder of this name."""
+    """Remove unfinished folders, except the one of this name."""
     for leftover in root.glob(f"{PARTIAL}*"):
         if leftover.name != keep:
             shutil.rmtree(leftover)
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Out of sight first: half a folder must not look like a damaged one."""
+    """Rename it first: half a folder must not be taken for a damaged one."""
     for folder in list(folders):
         hidden = folder.rename(folder.with_name(partial_name(new_token())))
         shutil.rmtree(hidden)
 
 
 def replace_folder(made: Path, folder: Path) -> None:
-    """Give a folder this name. One that has it steps aside first, because no folder can be renamed
-    onto another; after a crash between the two, `recover_replaced` finds it."""
+    """Rename a folder to this name. An existing one is renamed first, because a folder cannot be
+    renamed onto another; after a crash between the two, `recover_replaced` finds it."""
     aside = folder.with_name(f"{REPLACED}{folder.name}")
     if folder.exists():
         folder.rename(aside)
@@ -70,7 +70,7 @@ def replace_folder(made: Path, folder: Path) -> None:
 
 
 def recover_replaced(root: Path) -> None:
-    """Undo replacements that a crash cut short, and end those that lacked the removal alone."""
+    """Undo replacements that a crash interrupted, and finish those that only lacked the removal."""
     for aside in root.glob(f"{REPLACED}*"):
         folder = root / aside.name.removeprefix(REPLACED)
         if folder.exists():
@@ -81,7 +81,7 @@ def recover_replaced(root: Path) -> None:
 
 def move_damaged(folder: Path, why: str) -> None:
     aside = folder.with_name(f"{DAMAGED}{folder.name}-{secrets.token_hex(4)}")
-    _log.error("checkpoint set aside", folder=str(folder), now=str(aside), why=why)
+    _log.error("damaged checkpoint moved", folder=str(folder), now=str(aside), why=why)
     folder.rename(aside)
 
 

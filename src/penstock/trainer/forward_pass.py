@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model run over a batch in micro-batches: what learning and mere looking have in common.
+"""Runs a model over a batch in micro-batches: shared by training and inference.
 
-Owns how a batch is cut for one forward pass after another, and that every rank runs as many: the
-ranks of a gang meet in each of them.
+Owns how a batch is cut into forward passes, and that every rank runs the same number of them: the
+ranks meet in each one.
 
 K = trained tokens, T = tokens of all samples.
 """
@@ -29,14 +29,14 @@ Ints = npt.NDArray[np.int64]
 
 
 class Scorer(Protocol):
-    """A model with what it says of each trained token."""
+    """A model with an output per trained token."""
 
     @property
     def model(self) -> PreTrainedModel: ...
 
     @property
     def gives_logprobs(self) -> bool:
-        """Whether its tokens can be held against those of the engine that sampled them."""
+        """Whether its outputs are log-probs, comparable with those of the engine that sampled."""
         ...
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
@@ -54,14 +54,14 @@ class ForwardPass:
 
     ranks: RankReductions
     micro_batch_tokens: int = 4096
-    """Most tokens in one; a longer sample goes alone."""
+    """Most tokens in one; a longer sample is a micro-batch by itself."""
     precision: torch.dtype = torch.float32
     """Of activations; weights and optimizer stay in float32."""
 
     def run(
         self, scorer: Scorer, batch: Batch, samples: Ints, weights_T: Floats | None = None
     ) -> Iterator[tuple[Inputs, Tokens]]:
-        """Each micro-batch of these samples, and what the model says of it."""
+        """Each micro-batch of these samples, with the model's output."""
         device = scorer.model.device
         parts = split(samples, batch.samples, self.micro_batch_tokens)
         for index in range(self.ranks.max_over_ranks(len(parts))):
@@ -74,7 +74,7 @@ class ForwardPass:
 
     @torch.no_grad()
     def infer(self, scorer: Scorer, batch: Batch) -> Floats:
-        """What the model says of each trained token now; 0 elsewhere."""
+        """The model's current output for each trained token; 0 elsewhere."""
         scores_T = np.zeros(batch.samples.ids_T.shape)
         for inputs, tokens in self.run(scorer, batch, np.arange(batch.samples.starts_S.size)):
             scores_T[inputs.token_K.cpu()] = scorer.scores(tokens).double().cpu()

@@ -75,7 +75,7 @@ class Inputs:
         return temperature_K, kept
 
     def tokens(self, logprobs_K: Tensor, entropy_K: Tensor, **now: Tensor) -> Tokens:
-        """What the objective sees, once the model has spoken."""
+        """What the objective sees after the forward pass."""
         dtype = logprobs_K.dtype
         extra_columns = {name: values.to(dtype) for name, values in self.extra_columns.items()}
         return Tokens(
@@ -106,11 +106,10 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def split(chosen: Ints, samples: Samples, max_tokens: int) -> list[Ints]:
-    """Samples in parts of at most `max_tokens` tokens, a longer one alone.
+    """Split samples into parts of at most `max_tokens` tokens; a longer sample is a part by itself.
 
-    Those of like length stand together, so little is padded in attention; the sum over an update
-    does not depend on their order.
-    """
+    Samples of similar length are grouped, so little is padded in attention; the sum over an update
+    does not depend on their order."""
     lengths = (samples.ends_S - samples.starts_S)[chosen] - 1
     order = np.argsort(-lengths, kind="stable")
     parts: list[Ints] = []
@@ -129,14 +128,14 @@ def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> 
     lengths = (samples.ends_S - samples.starts_S)[lines] - 1
     offsets = np.cumsum(lengths) - lengths
     ids_P = samples.ids_T[_ranges(samples.starts_S[lines], lengths)].astype(np.int64)
-    if not ids_P.size:  # models do not compute nothing: one token, of which nobody asks
+    if not ids_P.size:  # models cannot compute an empty input: one token, whose output is not used
         lengths, ids_P = np.ones(1, np.int64), np.zeros(1, np.int64)
     sample_K, column_K = _trained(samples, chosen)
     token_K = tokens_of(samples, chosen)
     columns = {
         name: torch.from_numpy(values[token_K])
-        for name, values in batch.columns.items()
-        if values.shape == samples.ids_T.shape and name != "advantage"
+        for name, values in batch.token_columns.items()
+        if name != "advantage"
     }
     _, sequences_K = np.unique(sample_K, return_inverse=True)
     return Inputs(
@@ -160,14 +159,14 @@ def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> 
 
 
 def advantages_of(batch: Batch) -> Floats:
-    """By token. Zeros as long as no stage has written any: a model may look, and a critic learn,
-    before there is credit."""
-    found = batch.columns.get("advantage")
+    """Advantages by token; zeros until a stage has written any: an infer stage may run, and a
+    critic learn, before there is credit."""
+    found = batch.token_columns.get("advantage")
     return np.zeros(batch.samples.ids_T.shape) if found is None else found
 
 
 def _distinct(samples: Samples, chosen: Ints) -> tuple[Ints, Ints]:
-    """(samples that stand for all, which of them each one is).
+    """(one sample per distinct input, which of them each sample uses).
 
     Members of a group that agree on all but their last token are one input, and computed once."""
     seen: dict[bytes, int] = {}

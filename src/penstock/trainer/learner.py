@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The learner: parameters, optimizer, and one `step` per batch.
 
-    batch ─► updates (minibatches × epochs, groups whole) ─► micro-batches ─► to device
+    batch ─► updates (minibatches × epochs, groups kept together) ─► micro-batches ─► to device
           ─► forward ─► loss ─► backward ─► reduce ─► clip ─► AdamW
 
 Owns everything a step changes, and its exact bits: the same batches in the same order give the same
-parameters. Knows nothing of files, services or versions.
+parameters. Does not know files, services or versions.
 
 K = trained tokens, T = tokens of all samples.
 """
@@ -30,13 +30,13 @@ from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch
 from penstock.trainer.forward_pass import ForwardPass, Scorer
 from penstock.trainer.inputs import Inputs, advantages_of
-from penstock.trainer.losses.logprobs import behaviour_kl, log_ratio
+from penstock.trainer.losses.ratios import behaviour_kl, log_ratio
 from penstock.trainer.losses.tokens import BudgetedObjective, Objective, TokenLoss, Tokens
 from penstock.trainer.ranks.group import RankReductions
 from penstock.trainer.ranks.sharding import clip
 from penstock.trainer.schedules import Schedule
 from penstock.trainer.signals.first_update import FirstUpdateStats, first_update_stats
-from penstock.trainer.signals.mismatch import Gap
+from penstock.trainer.signals.mismatch import Mismatch
 from penstock.trainer.state_shards import load_shard
 from penstock.trainer.updates import Update, UpdateSpec, plan_updates
 
@@ -48,11 +48,11 @@ MetricSums = dict[str, Tensor]
 
 class SkipReason(StrEnum):
     NO_TOKENS = "no_tokens"
-    """Not one token of this policy to train."""
+    """The batch has no trained token of this policy."""
     ZERO_ADVANTAGE = "zero_advantage"
-    """The rewards of every group were equal, so there is nothing to compare."""
+    """The rewards of every group were equal, so there are no advantages."""
     REJECTED = "rejected"
-    """The mismatch correction let no token pass: the engine's log-probs are too far from the
+    """The mismatch correction rejected every token: the engine's log-probs are too far from the
     trainer's."""
     NON_FINITE = "non_finite_gradient"
     """No update of the batch had a finite gradient."""
@@ -60,7 +60,7 @@ class SkipReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """AdamW, and how often a batch is gone through."""
+    """AdamW, and the number of passes over a batch."""
 
     schedule: Schedule
     weight_decay: float = 0.01
@@ -70,15 +70,15 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """What a step did."""
+    """The result of a step."""
 
     skipped: SkipReason | None
-    """Why the weights are unchanged; None when they are not."""
+    """Why the weights are unchanged; None if they changed."""
     values: Mapping[str, float]
-    gaps: Mapping[str, Gap] = field(default_factory=dict[str, Gap])
+    mismatches: Mapping[str, Mismatch] = field(default_factory=dict[str, Mismatch])
     """Between each node's engine and this trainer, on the tokens of the first update."""
     other_models_updated: bool = False
-    """Whether a model beside the actor's changed: a critic learns from equal rewards too."""
+    """Whether another model than the actor's changed: a critic learns from equal rewards too."""
 
 
 class Learner:
@@ -94,7 +94,7 @@ class Learner:
         forward_pass: ForwardPass,
         bounds: tuple[float, float] | None = None,
     ) -> None:
-        """bounds: how far below and above 1 a ratio may lie; None for a model without ratios."""
+        """bounds: how far below and above 1 a ratio may be; None for a model without ratios."""
         self._bounds = bounds
         self._scorer = scorer
         self._objective = objective
@@ -146,10 +146,12 @@ class Learner:
             found = first_update_stats(batch, seen_T, self._bounds, self._forward_pass.ranks)
         values["seconds/train"] = time.perf_counter() - started
         skipped = None if applied else self._reason(values, plan)
-        return Stats(skipped=skipped, values={**values, **found.metrics}, gaps=found.gaps)
+        return Stats(
+            skipped=skipped, values={**values, **found.metrics}, mismatches=found.mismatches
+        )
 
     def infer(self, batch: Batch) -> Floats:
-        """What the model says of each trained token now, by token of the batch."""
+        """The model's current output for each trained token, by token of the batch."""
         return self._forward_pass.infer(self._scorer, batch)
 
     def _reason(self, values: Mapping[str, float], plan: Sequence[Update]) -> SkipReason:
@@ -169,7 +171,7 @@ class Learner:
     def _update(
         self, update: Update, batch: Batch, seen_T: Floats | None
     ) -> tuple[MetricSums, float]:
-        """One optimizer call, or none when the gradient is not finite."""
+        """One optimizer call; none if the gradient is not finite."""
         objective = self._resolve_objective(update, batch)
         tallies: list[MetricSums] = []
         for inputs, tokens in self._forward(update, batch):
@@ -202,8 +204,8 @@ class Learner:
         return self._forward_pass.run(self._scorer, batch, update.samples, update.weights_T)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What the next step depends on besides the weights: AdamW's state, random generator. In a
-        gang, this rank's share."""
+        """What the next step depends on in addition to the weights: AdamW's state and the random
+        generator. With several ranks, this rank's shard."""
         state = self._optimizer.state
         tensors = {
             f"{name}.{key}": value
@@ -216,7 +218,7 @@ class Learner:
         return {f"{_WEIGHTS}{name}": value.detach() for name, value in self._parameters.items()}
 
     def restore(self, tensors: Mapping[str, Tensor], *, with_weights: bool = False) -> None:
-        """Go on bit for bit, given the same weights; or with those that stand beside."""
+        """Continue bit for bit, given the same weights; or with the weights passed here."""
         by_parameter: dict[int, dict[str, Tensor]] = {}
         for index, (name, parameter) in enumerate(self._parameters.items()):
             if f"{name}.step" in tensors:
@@ -237,26 +239,25 @@ _WEIGHTS = "weights/"
 
 
 def initial_state() -> dict[str, Tensor]:
-    """That of a learner that has learned nothing yet."""
+    """The state of a learner before its first step."""
     return {_RANDOM: torch.get_rng_state()}
 
 
 def _by_token(loss: TokenLoss, tokens: Tokens) -> TokenLoss:
-    """The loss as it is. What a user's own gives may be anything: a mean, multiplied with weights
-    by token, would be counted once for each of them."""
+    """Check a loss's result. A custom loss may return anything: a mean, multiplied by token
+    weights, would count once per token."""
     if not isinstance(loss, TokenLoss):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
-            f"the loss gave a {type(loss).__name__}; return TokenLoss(loss_K=..., metrics={{}}) "
-            "with "
-            "one number per trained token"
+            f"the loss returned a {type(loss).__name__}; return TokenLoss(loss_K=..., "
+            "metrics={}) with one number per trained token"
         )
     wanted = tokens.logprobs_K.shape
     for name, values_K in {"loss_K": loss.loss_K, **loss.metrics}.items():
         if values_K.shape != wanted:
             raise ConfigError(
-                f"the loss gave {name} of shape {tuple(values_K.shape)}, and {tuple(wanted)} is "
-                "wanted: one number per trained token, as tokens.logprobs_K has; take no mean and "
-                "no sum over tokens, which is what algorithm.aggregation is for"
+                f"the loss returned {name} of shape {tuple(values_K.shape)} instead of "
+                f"{tuple(wanted)}: one number per trained token, as in tokens.logprobs_K; take no "
+                "mean and no sum over tokens: algorithm.aggregation does that"
             )
     return loss
 
@@ -278,8 +279,8 @@ def sum_metrics(tokens: Tokens, loss: TokenLoss, inputs: Inputs, *, has_ratios: 
 
 
 def _ratio_sums(tokens: Tokens) -> dict[str, Tensor]:
-    """Of a model that gives log-probs. `mismatch` is over the tokens that the version trained from
-    has sampled: there alone trainer and engine hold the same weights."""
+    """For a model that returns log-probs. `mismatch` covers tokens sampled by the version trained
+    from: only there do trainer and engine hold the same weights."""
     log_ratio_K = log_ratio(tokens.logprobs_K, tokens.sampling_K)
     is_fresh_K = tokens.staleness_K == 0
     return {
@@ -295,7 +296,7 @@ def add_sums(tallies: Sequence[MetricSums]) -> MetricSums:
 
 
 def reduce_sums(tallies: Sequence[MetricSums], ranks: RankReductions) -> list[dict[str, float]]:
-    """The sums of each update over all ranks: the one place where a step's figures meet."""
+    """The sums of each update over all ranks: the only reduction of a step's metrics."""
     if not tallies:
         return []
     names = sorted(tallies[0])
@@ -305,15 +306,15 @@ def reduce_sums(tallies: Sequence[MetricSums], ranks: RankReductions) -> list[di
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Most memory this process has ever held, on the device it trains on."""
+    """Peak memory of this process, on the device it trains on."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def _averages(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the trained tokens of all updates, the loss over updates; the mismatch before any
-    of them has moved the weights."""
+    """Means over the trained tokens of all updates, the loss over updates; the mismatch is measured
+    before the first update."""
     if not sums:
         return {}
     num_tokens = math.fsum(one["tokens"] for one in sums)
@@ -328,7 +329,7 @@ def _averages(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _describe(batch: Batch, ranks: RankReductions) -> dict[str, float]:
-    rewards_R = batch.columns["reward"]
+    rewards_R = batch.row_columns["reward"]
     is_trained_T = batch.samples.mask_T
     credited = np.unique(batch.rows_T[is_trained_T & (advantages_of(batch) != 0)])
     own = np.array([batch.samples.num_trained, credited.size], np.float64)

@@ -2,9 +2,10 @@
 """The trainer's loop: batches in, versions out.
 
 Owns the order of calls that makes training exactly-once: commit before publish, the restore point
-published before the first batch, the cursor inside the checkpoint, and the ledger told of it when
-it is complete. A crash at any point loses nothing: the next life restores the newest checkpoint,
-takes a new incarnation at its cursor, and the same sealed batches come again.
+published before the first batch, the cursor inside the checkpoint, and the checkpoint reported to
+the ledger once it is complete. A crash at any point loses nothing: the next process restores the
+newest checkpoint, takes a new incarnation at its cursor, and receives the same sealed batches
+again.
 """
 
 from __future__ import annotations
@@ -52,19 +53,19 @@ _log = structlog.get_logger(__name__)
 
 
 POLL_S = 5.0
-"""A trainer that is told to stop while it waits for a batch goes on waiting no longer than this."""
+"""Longest wait for a batch in one request, and so the delay before a stop takes effect."""
 KEEPALIVE_S = 1.0
-"""How long the other ranks hear nothing while a checkpoint is waited for."""
+"""Seconds between keepalives to the other ranks while waiting for a checkpoint."""
 
 
 class Batches(BatchSource, Protocol):
-    """Sealed batches and what became of them."""
+    """Sealed batches and their outcome."""
 
     def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None: ...
 
 
 class Versions(Protocol):
-    """Who trains a policy, and what it has published."""
+    """The takeover of a policy, and its published versions."""
 
     def state(self, policy: PolicyName) -> PolicyState: ...
 
@@ -78,17 +79,17 @@ class Versions(Protocol):
 
 
 class Nodes(Protocol):
-    """Those who made what it trains on."""
+    """The nodes that produced its rows."""
 
     def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None: ...
 
 
 class TrainerDataflow(Batches, Versions, Nodes, Protocol):
-    """All that a trainer asks of the dataflow."""
+    """Everything a trainer requests from the dataflow."""
 
 
 class Trainer:
-    """One life of one policy's trainer."""
+    """One policy's trainer, from start to exit of its process."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class Trainer:
         ranks: Ranks | None = None,
         publish_every_version: bool = False,
     ) -> None:
-        """publishes_all: no number is left out when publishing lags; the training waits for it."""
+        """publishes_all: skip no number if publishing falls behind; training waits for it."""
         self._policy = policy
         self._models = models
         self._ranks = ranks or SingleRank()
@@ -126,15 +127,16 @@ class Trainer:
         self._has_ended = False
         self._cursor = checkpoints.last.cursor
         self._other_models_updated = False
-        """Since the last checkpoint, in which case its number alone does not tell its state."""
+        """Since the last checkpoint; if so, its number alone does not identify its state."""
         self._seconds: dict[str, float] = {}
 
     def run(self) -> bool:
-        """Train to the end (True), or until told to stop (False).
+        """Train to the end (True), or until stopped (False).
 
-        consumes: sealed batches · produces: commits, versions, checkpoints
-        waits for: the next batch · ends: when no batch will follow, when it is told to stop (after
-        its step, with a checkpoint), or when it is fenced"""
+        consumes: sealed batches · produces: commits, versions, checkpoints · waits for: the next
+        batch
+        ends: when no batch will follow, when it is stopped (after its step, with a checkpoint), or
+        fenced"""
         try:
             self._take_over()
             self._publish()
@@ -186,18 +188,18 @@ class Trainer:
     def _refused(self, error: Conflict) -> ResumeRejected:
         where = f"{self._checkpoints.last.folder}, number {self._cursor.number}, batch"
         message = (
-            f"{self._policy}: the ledger refuses to go on from {where} {self._cursor.seq}: {error}"
+            f"{self._policy}: the ledger refuses to resume from {where} {self._cursor.seq}: {error}"
         )
         if isinstance(error, UnknownCommit):
             message += (
-                "\n  it is the ledger of another run, or an older copy of this one. Bring back the "
+                "\n  it is the ledger of another run, or an older copy of this one. Restore the "
                 "one that belongs to this checkpoint; or move the checkpoint away, and what was "
-                "trained since the one before it is trained anew"
+                "trained since the previous one is trained again"
             )
         return ResumeRejected(message)
 
     def _batches(self) -> Iterator[Batch]:
-        """Each sealed batch after the cursor, until there is no more."""
+        """Each sealed batch after the cursor, until there are no more."""
         asked_at = time.perf_counter()
         while not self._is_stopping():
             request = BatchRequest(
@@ -292,15 +294,15 @@ class Trainer:
         return [found.manifest_digest for found in versions], newest
 
     def _save(self) -> None:
-        """Hand over a copy of everything the next step depends on, each rank its own share; where
-        nothing of it has changed since the last time, the cursor alone."""
+        """Hand over a copy of everything the next step depends on, one shard per rank; if nothing
+        but the cursor has changed since the last time, only the cursor."""
         started = time.perf_counter()
         self._flush_saver()
         last = self._checkpoints.last.cursor
         if last == self._cursor:
             return
         if last.number == self._cursor.number and not self._other_models_updated:
-            self._saver.move(self._cursor, to_json(self._monitor.monitor_state))
+            self._saver.advance_cursor(self._cursor, to_json(self._monitor.monitor_state))
         else:
             self._save_all()
         self._seconds["checkpoint"] = time.perf_counter() - started
@@ -322,15 +324,15 @@ class Trainer:
         self._other_models_updated = False
 
     def _flush_saver(self) -> None:
-        """Wait for the checkpoint being written, not in silence: a rank that could not write its
-        share hears the next word, and ends us all."""
+        """Wait for the checkpoint being written; send keepalives meanwhile, so that a rank whose
+        write failed can raise."""
         while not self._saver.flush(KEEPALIVE_S):
             broadcast_order(self._ranks, RankOrder.WAIT)
 
     def _check_not_replaced(self) -> None:
-        """A trainer may have slept for long before it saves: its successor's folders are not ours.
+        """Check for a successor: a trainer may have been suspended for long before it saves.
 
-        Saving removes older checkpoints, and no fenced call stands between a stop and the save."""
+        Saving removes older checkpoints, and no fenced call happens between a stop and the save."""
         incarnation = self._dataflow.state(self._policy).incarnation
         if incarnation != self._cursor.incarnation:
             raise Fenced(
@@ -339,8 +341,8 @@ class Trainer:
             )
 
     def _report_checkpoints(self) -> None:
-        """Tell the ledger what could be restored, so that it keeps the rows after the oldest."""
-        # Without any, the initial model is what a successor would restore.
+        """Report usable checkpoints to the ledger, so that it keeps the rows after the oldest."""
+        # Without any, a successor would restore the initial model.
         retained = self._checkpoints.retained or ((0, 0),)
         body = CheckpointsRequest(incarnation=self._cursor.incarnation, retained=retained)
         self._dataflow.checkpoints(self._policy, body)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters: linear layers whose own weights are frozen and which learn a product of low rank.
+"""LoRA adapters: linear layers with frozen weights and a trained low-rank product.
 
     y = W x + alpha / rank · B A x          A: rank × in, B: out × rank
 
-Owns the layer, how a model puts it on and does without it for a while, and the two files in which
-PEFT and the engines keep an adapter. A stands in the folder as drawn and B as zeros, so number 0 is
+Owns the layer, how a model is adapted and runs without the adapter for a while, and the two files
+in which PEFT and the engines keep an adapter. A is stored as drawn and B as zeros, so number 0 is
 the model itself.
 """
 
@@ -50,7 +50,7 @@ class LoraLinear(nn.Linear):
     lora_B: nn.Linear
 
     def __init__(self, base: nn.Linear, adapter: Adapter) -> None:
-        nn.Module.__init__(self)  # no weights of its own
+        nn.Module.__init__(self)  # has no weights
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight = base.weight
         self.register_parameter("bias", base.bias)
@@ -76,7 +76,7 @@ def attach_adapter(model: PreTrainedModel, folder: Path, wanted: LoraConfig) -> 
     found, own = load_file(folder / ADAPTER_WEIGHTS), adapter_tensors(model)
     if {name: t.shape for name, t in found.items()} != {n: t.shape for n, t in own.items()}:
         raise WeightsError(
-            f"{folder / ADAPTER_WEIGHTS} is no adapter of this model with the layers that "
+            f"{folder / ADAPTER_WEIGHTS} is not an adapter of this model with the layers that "
             f"{ADAPTER_CONFIG} names; repair the folder"
         )
     with torch.no_grad():
@@ -85,7 +85,7 @@ def attach_adapter(model: PreTrainedModel, folder: Path, wanted: LoraConfig) -> 
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapter's parameters by their names in its file; none of a model that has no adapter."""
+    """The adapter's parameters by their names in its file; empty for a model without one."""
     return {
         ADAPTER_PREFIX + name: parameter
         for name, parameter in model.named_parameters()
@@ -107,8 +107,8 @@ def adapter_disabled(model: nn.Module) -> Generator[None]:
 
 
 def init_adapter(folder: Path, wanted: LoraConfig, seed: int) -> None:
-    """Write the adapter of number 0 beside the model in this folder, unless there is one: then the
-    policy goes on with that."""
+    """Write the adapter of number 0 next to the model in this folder, unless there is one: then the
+    policy continues with that."""
     if (folder / ADAPTER_CONFIG).exists():
         return
     model = _meta_model(folder)
@@ -126,18 +126,20 @@ def init_adapter(folder: Path, wanted: LoraConfig, seed: int) -> None:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """What `adapter_config.json` says, or WeightsError when it is not one of ours."""
+    """The content of `adapter_config.json`; WeightsError if it is not a supported adapter."""
     try:
         found = json.loads((folder / ADAPTER_CONFIG).read_text())
         adapter = Adapter(
             rank=found["r"], alpha=found["lora_alpha"], targets=tuple(found["target_modules"])
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"{folder / ADAPTER_CONFIG} is no adapter's: {error!r}") from error
+        raise WeightsError(
+            f"{folder / ADAPTER_CONFIG} is not an adapter config: {error!r}"
+        ) from error
     if why := unsupported_setting(found):
         raise WeightsError(
             f"{folder / ADAPTER_CONFIG} describes another kind of adapter ({why}); train that one "
-            "elsewhere, or begin from the model alone"
+            "elsewhere, or start from the model without an adapter"
         )
     return adapter
 
@@ -160,8 +162,8 @@ def _check_wanted(adapter: Adapter, wanted: LoraConfig, folder: Path) -> None:
     if not is_same or (wanted.targets and {*adapter.targets} != {*wanted.targets}):
         raise ConfigError(
             f"{folder} holds an adapter of rank {adapter.rank}, alpha {adapter.alpha} for "
-            f"{', '.join(adapter.targets)}, and the config says otherwise under lora; an adapter "
-            "keeps its shape for its whole life: undo the change, or begin from the model alone"
+            f"{', '.join(adapter.targets)}, and the config has other values under lora; an adapter "
+            "keeps its shape: undo the change, or start from the model without an adapter"
         )
 
 
@@ -173,7 +175,7 @@ def _meta_model(folder: Path) -> nn.Module:
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Linear layers by name; the head is none of them."""
+    """Linear layers by name, without the head."""
     head = cast(PreTrainedModel, model).get_output_embeddings()
     return {
         name: module

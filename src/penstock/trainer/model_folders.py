@@ -40,7 +40,7 @@ _HEADS, _KEY_VALUE_HEADS, _HEAD_DIM = 4, 2, 32  # vLLM on a CPU has no smaller h
 _INIT_STD = 0.02
 """Narrower learns sooner and then, on data one version old, is thrown back by single batches."""
 _ROPE_THETA = 100.0
-"""Low, because positions are few: more of the 8 frequencies tell neighbours apart."""
+"""Low, because positions are few: more of the 8 frequencies distinguish neighbours."""
 
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -56,7 +56,7 @@ def init_model(init: str, folder: Path, seed: int) -> None:
 
 @contextmanager
 def initial_folder(init: str, seed: int) -> Generator[Path]:
-    """The initial model to read from: where it lies, without a copy, or made for now."""
+    """The folder of the initial model: its own, without a copy, or a temporary one."""
     if init != TINY_QWEN3:
         yield _source(init)
         return
@@ -76,10 +76,10 @@ def _source(init: str) -> Path:
 
 
 def set_config_dtype(folder: Path, name: str) -> None:
-    """Say in config.json in which precision this model's versions are written and served.
+    """Record in config.json the precision in which this model's versions are written and loaded.
 
-    It is the one that the trainer computes in: an engine with weights rounded further would sample
-    from another policy than the one that learns, and small steps would never reach it."""
+    It is the precision that the trainer computes in: an engine with weights rounded further would
+    sample from another policy than the one that learns, and small steps would never reach it."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
@@ -107,7 +107,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def has_adapter(folder: Path) -> bool:
-    """Whether an adapter lies beside the model, and the model's own weights never change."""
+    """Whether there is an adapter next to the model, whose own weights then never change."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
@@ -132,7 +132,7 @@ def _without_adapter(folder: Path) -> Generator[Path]:
 
 
 def load_model(folder: Path) -> PreTrainedModel:
-    """The model in float32, every weight taken from the folder; an adapter there is left alone."""
+    """The model in float32, every weight read from the folder; an adapter there is ignored."""
     with _without_adapter(folder) as plain:
         return _load(plain)
 
@@ -155,7 +155,7 @@ def _load(folder: Path) -> PreTrainedModel:
     wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if wrong:
         raise WeightsError(
-            f"{folder}: {len(wrong)} tensors are missing or not of the shape config.json says, "
+            f"{folder}: {len(wrong)} tensors are missing or do not have the shape of config.json, "
             f"first {wrong[0]}; a part drawn at random must not be trained: repair the folder"
         )
     return model

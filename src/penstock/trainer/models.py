@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that learns in one trainer, and the chain of stages that teaches it.
+"""All models that one trainer trains, and its chain of stages.
 
-Owns the models that change: the actor, whose training makes versions, and what learns beside it
-(a critic). The whole of it is one step for the loop, and one state for the checkpoint.
+Owns the models that change: the actor, whose training makes versions, and others trained with it (a
+critic). Together they are one step for the loop, and one state for the checkpoint.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Models:
         vocab_size: int,
         minibatches: int,
     ) -> None:
-        """learners: those of which this rank has a share; the first rank has one of all.
-        vocab_size: the actor's. minibatches: updates that a batch is cut into."""
+        """learners: those of which this rank holds a shard; rank 0 holds one of all. vocab_size:
+        the actor's. minibatches: updates that a batch is cut into."""
         self._ranks = ranks or SingleRank()
         self._actor = learners.get(ACTOR)
         self._others = {role: found for role, found in learners.items() if role != ACTOR}
@@ -46,7 +46,7 @@ class Models:
     @property
     def model(self) -> PreTrainedModel:
         """The one whose versions are published."""
-        assert self._actor is not None, "asked of ranks that have a share of it"
+        assert self._actor is not None, "called only on ranks that hold a shard of it"
         return self._actor.model
 
     def step(self, batch: Batch) -> Stats:
@@ -58,8 +58,8 @@ class Models:
         return self._pipeline.run(batch)
 
     def weights(self) -> dict[str, Tensor]:
-        """Those of the actor that change, by the names of its files: all, or its adapter's. In a
-        gang all ranks ask together, and the first one gets them."""
+        """The actor's tensors that change, by the names in its files: all, or the adapter's. With
+        several ranks, all call it together and rank 0 gets them."""
         if self._actor is None:
             return {}
         if adapter := adapter_tensors(self.model):
@@ -70,8 +70,8 @@ class Models:
         return weights_of(self.model, whole) if whole else {}
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What the next step depends on besides the actor's weights; in a gang, this rank's share,
-        and no rank asks another."""
+        """What the next step depends on in addition to the actor's weights; with several ranks,
+        this rank's shard, without communication."""
         tensors = self._actor.state_tensors() if self._actor else {}
         for role, learner in self._others.items():
             own = {**learner.weight_tensors(), **learner.state_tensors()}
@@ -79,8 +79,8 @@ class Models:
         return tensors
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on bit for bit, given the same weights of the actor; from files, each rank reads its
-        share alone. A learner of which they say nothing begins."""
+        """Continue bit for bit, given the same weights of the actor; from files, each rank reads
+        only its shard. A learner that is not in them starts fresh."""
         if isinstance(tensors, ShardedState):
             tensors = tensors.for_rank(self._ranks.position.rank)
         for role, learner in self._others.items():

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model says the same of packed samples as of each one alone.
+"""Checks that packing samples does not change a model's log-probs.
 
 Packing takes a model apart: its decoder runs over one line of samples with our attention in place
-of its own, and its head over the trained tokens alone. An architecture that carries state from
-token to token outside attention, bends its attention scores or scales its logits would give other
-log-probs there, or let one sample leak into the next, and nothing would fail. So it is tried on
-the model itself before anything is trained. What shows on long samples only, no short trial can
-tell: position encodings that change with the longest sample of a line are known by name.
+of its own, and its head over the trained tokens only. An architecture that carries state from token
+to token outside attention, bends its attention scores or scales its logits would give other
+log-probs there, or let one sample leak into the next, and nothing would fail. So the model itself
+is tested before anything is trained. A short test cannot detect what shows on long samples only:
+position encodings that change with the longest sample of a line are known by name.
 
 P = tokens of the line, V = vocabulary.
 """
@@ -24,11 +24,11 @@ from penstock.errors import ConfigError
 from penstock.trainer.attention import make_attention_layout, use_packed_attention
 
 LENGTHS = (5, 12)
-"""Of the samples it is tried on, one behind the other."""
+"""Lengths of the test samples, packed one after another."""
 MAX_DIFFERENCE = 1e-3
 """Of log-probs in float32; models that fit stay below a tenth of it."""
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary encodings that look at the longest sample beside a token."""
+"""Rotary encodings that depend on the longest sample in the line."""
 _STRIDE = 7919
 """Token ids far apart, the same on every machine."""
 
@@ -50,8 +50,8 @@ def require_packable(model: PreTrainedModel) -> None:
     if not difference <= MAX_DIFFERENCE:
         raise _refused(
             model,
-            f"the log-probs of a sample among others differ by {difference:.2g} from those of the "
-            "sample alone. Its layers mix tokens outside attention, or it scales or bends scores "
+            f"the log-probs of a packed sample differ by {difference:.2g} from those of the "
+            "unpacked one. Its layers mix tokens outside attention, or it scales or bends scores "
             "in its own way",
         )
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions on their way to the nodes, beside the training: stored, announced, and the store tidied.
+"""Publishes versions in the background: stored, announced, and the store pruned.
 
-A trainer hands over a copy of its weights and goes on; when it is
-faster than the store, the newest version takes the place of the one that waits, and the newest is
-always announced in the end. What goes wrong here ends the trainer at its next call.
+A trainer hands over a copy of its weights and continues; if it is faster than the store, the newest
+version replaces the waiting one, and the newest is always announced in the end. An error here ends
+the trainer at its next call.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from penstock.weights.publish import StoredVersion
 _log = structlog.get_logger(__name__)
 
 Announce = Callable[[int, StoredVersion], None]
-"""Tell the ledger that this number has these weights."""
+"""Report to the ledger that this number has these weights."""
 InUse = Callable[[], tuple[list[str], list[str]]]
-"""Manifests that somebody refers to, and the newest of them."""
+"""Manifests that are referenced, and the newest of them."""
 
 GC_INTERVAL_S = 10.0
-"""Between two looks for what the store need not keep."""
+"""Between two searches for unreferenced versions."""
 CLOSE_TIMEOUT_S = 5.0
-"""A trainer that ends waits no longer for a version that nobody will miss."""
+"""A trainer that ends does not wait longer than this for its last version."""
 
 
 class Publisher:
@@ -43,17 +43,21 @@ class Publisher:
         )
 
     def submit(self, weights: Mapping[str, Tensor], number: int) -> None:
-        """Copy the weights; the rest happens elsewhere."""
+        """Copy the weights; the rest happens in the background."""
         skipped = self._worker.put((number, self._snapshots.copy(weights)))
         if skipped is not None:
-            _log.info("version skipped: publishing lags", number=skipped[0], newer=number)
+            _log.info(
+                "version skipped: publishing is slower than training",
+                number=skipped[0],
+                newer=number,
+            )
 
     def flush(self) -> None:
-        """Wait until everything handed over is announced."""
+        """Wait until all submitted versions are announced."""
         self._worker.flush()
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no further work."""
         self._worker.close(CLOSE_TIMEOUT_S)
 
     # --- in the thread ------------------------------------------------------------------------
@@ -66,11 +70,11 @@ class Publisher:
         self._announce(number, stored)
 
     def _collect_garbage(self) -> None:
-        """A store that grows is no reason to stop training."""
+        """A store that grows must not stop training."""
         if time.monotonic() - self._collected_at < GC_INTERVAL_S:
             return
         try:
             self._snapshots.collect_garbage(*self._in_use())
         except (WeightsError, WireError) as error:
-            _log.warning("the weight store was not tidied", why=str(error))
+            _log.warning("weight store not pruned", why=str(error))
         self._collected_at = time.monotonic()

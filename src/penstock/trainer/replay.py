@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step computed again from what the run wrote down, and held against it bit for bit.
+"""Recomputes a step from the run's records and compares it bit for bit.
 
 Owns the comparison: the same checkpoint, sealed batches and rows must give the same stats and the
-same weights, under the same config and in as many ranks; else it is refused. Opens no ledger and
-publishes nothing; whoever calls brings a reader of both.
+same weights, under the same config and number of ranks; anything else is refused. Opens no ledger
+and publishes nothing; the caller brings a reader of both.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MACHINE_METRICS = frozenset({"seconds", "memory"})
 
 
 def is_compared(name: str) -> bool:
-    """Whether a statistic tells about the training, and not about the machine."""
+    """Whether a statistic describes the training, and not the machine."""
     return _MACHINE_METRICS.isdisjoint(name.split("/"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCommit:
-    """What the trainer told the ledger about one batch, on the surviving lineage."""
+    """What the trainer reported to the ledger about one batch, on the surviving lineage."""
 
     number: int
     skipped: str
@@ -99,11 +99,11 @@ def check_num_ranks(have: int, trained: int) -> None:
 def choose_start_checkpoint(
     checkpoints: Checkpoints, number: int, ranks: Ranks
 ) -> Checkpoint | None:
-    """The newest before this number, which the first rank chooses; where it refuses, it says why,
-    and the others get None."""
+    """The newest before this number, chosen by rank 0; if it refuses, it raises why, and the others
+    get None."""
     if not ranks.position.is_rank0:
         [chosen] = ranks.broadcast_from_rank0([0])
-        return None if chosen == _REFUSED else checkpoints.at(chosen)
+        return None if chosen == _REFUSED else checkpoints.read_step(chosen)
     try:
         found = _last_before(checkpoints, number)
     except PenstockError:
@@ -130,9 +130,9 @@ def _last_before(checkpoints: Checkpoints, number: int) -> Checkpoint:
     if after is not None and (changes := checkpoints.changes(after)):
         lines = "\n".join(f"    {change}" for change in changes)
         raise ConfigError(
-            f"number {number} was trained under another config than the run has now, that of "
+            f"number {number} was trained under another config than the run has now, the one of "
             f"{after.folder}:\n{lines}\n"
-            "  none of its bits could be compared; those of steps under today's config can be"
+            "  its bits cannot be compared; steps under the current config can"
         )
     return before[-1]
 
@@ -164,7 +164,7 @@ def replay(
 
 
 def compare(seq: int, committed: RecordedCommit, stats: Stats) -> list[Difference]:
-    """What of a step is not bit for bit as the trainer told it then."""
+    """Which values of a step differ from what the trainer reported."""
     found: list[Difference] = []
     if committed.skipped != (stats.skipped or ""):
         was, now = (word or "trained" for word in (committed.skipped, stats.skipped))

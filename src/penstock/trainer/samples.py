@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trajectories cut into flat token sequences for one policy.
 
-Owns which tokens are trained: those of turns that this policy's trainer sees, its own unless the
-manifest says otherwise, in an answer that reached its agent, each exactly once and in the context
-in which it was sampled. Knows nothing of rewards, torch or text.
+Owns which tokens are trained: those of turns visible to this policy's trainer, its own unless the
+manifest lists roles, in an answer that reached its agent, each exactly once and in the context in
+which it was sampled. Does not know rewards, torch or text.
 
 T = tokens of all samples one after another, S = samples.
 """
@@ -29,26 +29,26 @@ NO_ROLES: Mapping[str, int] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Columns over all tokens; where `mask_T` is false the columns below it mean nothing."""
+    """Columns over all tokens; where `mask_T` is false the columns below it are undefined."""
 
     starts_S: Ints
     """First token of each sample."""
     ends_S: Ints
     rows_S: Ints
-    """Index in the manifest of the row each sample was cut from; never falls."""
+    """Index in the manifest of the row each sample was cut from; never decreases."""
     ids_T: npt.NDArray[np.int32]
     mask_T: Bools
-    """True where the token was sampled and is to be trained."""
+    """True for sampled tokens that are trained."""
     logprobs_T: Floats
     """As sampled, under the token's own sampling spec."""
     versions_T: npt.NDArray[np.int32]
-    """Number of the version that sampled it; -1 where another policy did."""
+    """Number of the version that sampled it; -1 for another policy."""
     turns_T: npt.NDArray[np.int32]
     """Index of the token's turn in its trajectory, its prompt included."""
     roles_T: npt.NDArray[np.int32]
-    """Number of the role that its turn's policy acted in; meant where trained."""
+    """Number of the role of its turn; valid where trained."""
     sampled_T: npt.NDArray[np.int64]
-    """Index among all sampled tokens of its trajectory, turn after turn; meant where trained."""
+    """Index among all sampled tokens of its trajectory, turn after turn; valid where trained."""
     temperature_T: Floats
     top_k_T: npt.NDArray[np.int32]
     top_p_T: Floats
@@ -64,7 +64,7 @@ TOKEN_COLUMNS = tuple(one.name for one in fields(Samples) if one.name.endswith("
 
 @dataclass(slots=True)
 class _SampleBuilder:
-    """What `make_samples` collects before it is joined once: a segment is one prompt part or one
+    """What `make_samples` collects before concatenating: a segment is one prompt part or one
     answer."""
 
     ids: list[bytes] = field(default_factory=list[bytes])
@@ -121,8 +121,8 @@ def make_samples(
     visible_roles: Seen | None = None,
     roles: Mapping[str, int] = NO_ROLES,
 ) -> Samples:
-    """Samples of these (manifest index, trajectory) pairs, in their order. `roles` numbers those of
-    the batch; one that is not among them is 0."""
+    """Samples of these (manifest index, trajectory) pairs, in their order. `roles` numbers the
+    roles of the batch; any other role is 0."""
     pieces = _SampleBuilder()
     for row, trajectory in rows:
         lengths = [len(turn.sampled_ids) // 4 for turn in trajectory.turns]
@@ -144,7 +144,7 @@ def make_samples(
 
 
 def is_seen(made_by: PolicyName, role: str, policy: PolicyName, visible_roles: Seen | None) -> bool:
-    """Whether the trainer of `policy` sees what `made_by` did in this role."""
+    """Whether the trainer of `policy` trains on turns of `made_by` in this role."""
     return made_by == policy if visible_roles is None else (made_by, role) in visible_roles
 
 
@@ -156,10 +156,10 @@ def is_trained(turn: Turn, policy: PolicyName, visible_roles: Seen | None = None
 def _paths(
     turns: Sequence[Turn], policy: PolicyName, visible_roles: Seen | None
 ) -> Iterator[tuple[Sequence[int], frozenset[int]]]:
-    """Each root-to-leaf path with the turns to train in it, cut behind the last of these.
+    """Each root-to-leaf path with the turns to train in it, cut after the last of these.
 
-    A turn shared by several branches is trained in the first; a path left with none is left out.
-    """
+    A turn shared by several branches is trained in the first; a path without turns to train is
+    dropped."""
     left = {index for index, turn in enumerate(turns) if is_trained(turn, policy, visible_roles)}
     if len(turns) == 1:
         if left:
@@ -191,7 +191,7 @@ def _join(pieces: _SampleBuilder) -> Samples:
     starts = ends - np.array(pieces.sample_lengths, np.int64)
     span_lengths = np.array(pieces.span_lengths, np.int64)
     mask = np.repeat(specs[:, 0] > 0, lengths)
-    mask[starts] = False  # nothing stands before it, so no forward pass predicts it
+    mask[starts] = False  # no token precedes it, so no forward pass predicts it
     return Samples(
         starts_S=starts,
         ends_S=ends,
@@ -211,6 +211,6 @@ def _join(pieces: _SampleBuilder) -> Samples:
 
 
 def _counted_from(firsts: Ints, lengths: Ints) -> Ints:
-    """first, first+1, … of each segment."""
+    """start, start+1, … of each segment."""
     offsets = np.cumsum(lengths) - lengths
     return np.repeat(firsts - offsets, lengths) + np.arange(int(lengths.sum()))

@@ -13,9 +13,9 @@ from enum import StrEnum
 class Shape(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
-    """Falls evenly, to nothing behind the last step."""
+    """Falls linearly, to 0 after the last step."""
     COSINE = "cosine"
-    """Falls along half a wave, to nothing behind the last step."""
+    """Falls along half a cosine wave, to 0 after the last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +23,9 @@ class Schedule:
     peak: float
     shape: Shape = Shape.CONSTANT
     warmup_steps: int = 0
-    """Rises evenly over so many steps; the first has a share of it, not nothing."""
+    """Rises linearly over this many steps; the first step already has a rate above 0."""
     num_steps: int = 0
-    """Of the whole run; a constant rate needs none."""
+    """Of the complete run; a constant rate needs none."""
 
     def rate(self, number: int) -> float:
         """Of the step that trains from version `number`."""

@@ -27,7 +27,7 @@ from penstock.trainer.lora import adapter_tensors, init_adapter
 from penstock.trainer.model_folders import init_model, set_config_dtype
 from penstock.trainer.models import Models
 from penstock.trainer.pipeline.builtin import chain_of
-from penstock.trainer.ranks.group import Ranks, SingleRank, join, make_ranks
+from penstock.trainer.ranks.group import Ranks, SingleRank, init_process_group, make_ranks
 from penstock.trainer.ranks.row_fetch import fetch_rows
 from penstock.trainer.ranks.supervisor import RankEnv
 from penstock.trainer.ranks.worker_loop import num_ranks, worker_loop
@@ -43,10 +43,10 @@ from penstock.trainer.snapshots import Snapshots, unchanged_files, weights_of
 from penstock.types import Manifest, PolicyName
 
 EXIT_FENCED = 3
-"""A newer trainer of the policy has taken over; starting this one again would take it back."""
+"""A newer trainer of the policy has taken over; restarting this one would take over in turn."""
 
 EXIT_STOPPED = 128 + signal.SIGTERM
-"""Told to stop before its last step; the next life goes on from the checkpoint it left."""
+"""Stopped before its last step; the next process continues from the checkpoint it left."""
 
 _log = structlog.get_logger(__name__)
 
@@ -63,10 +63,10 @@ def run_trainer(
     accepts_changes: bool = False,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Train until the dataflow says `end` or the caller says stop; the exit code of the process.
+    """Train until the dataflow reports the end or the caller stops it; return the exit code.
 
-    member: which rank of a gang this process is. accepts_changes: go on from a checkpoint that was
-    saved under another config."""
+    member: which rank this process is. accepts_changes: resume from a checkpoint that was saved
+    under another config."""
     client = TrainerClient(url, token, is_stopping=is_stopping)
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     torch.set_num_threads(config.for_policy(policy).model.torch_threads)
@@ -96,12 +96,12 @@ def run_trainer(
             publish_every_version=config.deterministic,
         ).run()
     except Fenced as error:
-        _log.error("trainer was replaced and exits", policy=policy, why=str(error))
+        _log.error("trainer replaced; exiting", policy=policy, why=str(error))
         return EXIT_FENCED
     except Unreachable as error:
         if not is_stopping():
             raise
-        _log.warning("stopped while the dataflow was away", policy=policy, why=str(error))
+        _log.warning("stopped while the dataflow was unreachable", policy=policy, why=str(error))
         return EXIT_STOPPED
     finally:
         snapshots.close()
@@ -127,8 +127,8 @@ def replay_step(
     ranks: Ranks | None = None,
     device: torch.device = CPU,
 ) -> ReplayResult | None:
-    """Compute `number` again, from the newest checkpoint before it, into a store in `scratch`. All
-    ranks of a team call it, and the first one gets what came of it."""
+    """Recompute `number`, from the newest checkpoint before it, into a store in `scratch`. All
+    ranks call it, and rank 0 gets the result."""
     ranks = ranks or SingleRank()
     torch.set_num_threads(config.for_policy(policy).model.torch_threads)
     checkpoints = make_checkpoints(config, policy, run_dir)
@@ -189,11 +189,11 @@ def restore_models(
     """The learners as the newest checkpoint left them; the first start makes the one of number
     0."""
     if ranks.position.is_rank0:
-        checkpoint = checkpoints.newest() or _init_checkpoint(config, policy, checkpoints)
+        checkpoint = checkpoints.open_newest() or _init_checkpoint(config, policy, checkpoints)
         ranks.broadcast_from_rank0([checkpoint.cursor.number])
     else:
         [number] = ranks.broadcast_from_rank0([0])
-        checkpoint = checkpoints.at(number)
+        checkpoint = checkpoints.read_step(number)
     models = build_models(config, policy, checkpoint.folder, ranks, device)
     models.restore(checkpoint.read_state())
     return models, checkpoint
@@ -210,8 +210,8 @@ def _init_checkpoint(config: RunConfig, policy: str, checkpoints: Checkpoints) -
 def save_initial_checkpoint(
     config: RunConfig, policy: str, checkpoints: Checkpoints, folder: Path
 ) -> Checkpoint:
-    """Number 0, of the model in this folder alone: what else learns begins when it is built, each
-    rank with its share. The folder is changed."""
+    """Number 0, from the model in this folder only: other learners are initialized when they are
+    built, each rank with its shard. Changes the folder."""
     torch.manual_seed(config.seed)
     settings = config.for_policy(policy)
     if settings.model.lora is not None:
@@ -231,8 +231,8 @@ def save_initial_checkpoint(
 def join_ranks(
     config: RunConfig, policy: str, rank_env: RankEnv | None, device: torch.device
 ) -> Ranks:
-    """The gang this process is a rank of, or a team of its own."""
+    """The ranks that this process belongs to, or a single rank."""
     if rank_env is None:
         return SingleRank()
-    join(rank_env, device=device.type)
+    init_process_group(rank_env, device=device.type)
     return make_ranks(parallel_layouts(chain_of(config, policy).stages), device=device.type)

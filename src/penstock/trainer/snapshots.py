@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The learner's weights as an ordinary Hugging Face folder, fast enough to write after every step.
 
-Owns one folder of this process beside the weight store: the static files are linked into it once,
-the weights are a new file each time, because whoever reads a file must never see it change. Of a
-policy that trains an adapter only that is written; its model is linked with the static files.
+Owns one folder of this process next to the weight store: the static files are linked into it once,
+and the weights are a new file each time, because a reader must never see a file change. For a
+policy that trains an adapter only the adapter is written; its model is linked as a static file.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _PREFIX = ".snapshot-"
 def weights_of(
     model: PreTrainedModel, state: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Tensors by the names its files use; one that several names share stands under its parameter's
-    own, as everybody writes it. `state`: the whole of what this rank holds a share of."""
+    """Tensors by the names in its files; a tensor with several names is under its parameter's name,
+    as usual. `state`: the full tensors of what this rank holds shards of."""
     seen: set[int] = set()
     weights: dict[str, Tensor] = {}
     own = {name for name, _ in model.named_parameters()}
@@ -108,7 +108,7 @@ class Snapshots:
         return self._folder
 
     def remove_stale_folders(self) -> None:
-        """Delete what earlier lives of this trainer left; call it once they are fenced."""
+        """Delete what earlier processes of this trainer left; call it once they are fenced."""
         for path in self._parent.glob(f"{self._prefix}*"):
             if path != self._folder:
                 shutil.rmtree(path, ignore_errors=True)
@@ -118,7 +118,7 @@ class Snapshots:
 
 
 _NOT_SERVED = ("trainer.json",)
-"""In a checkpoint's folder beside the model, and of no use to an engine."""
+"""In a checkpoint's folder next to the model, and not needed by an engine."""
 
 
 def unchanged_files(folder: Path) -> list[Path]:

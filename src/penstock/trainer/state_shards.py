@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a trainer in files: every rank writes its own share, and reads no more than that.
+"""The state of a trainer in files: every rank writes its own shard, and reads only that.
 
-A share is a plain safetensors file; its header says which box of each tensor it holds. The rank
-that wrote one says so by a receipt with its digest, put beside it once it is on disk, and the first
-rank waits for these alone: no tensor goes through it. Whoever restores reads the slices that it
-holds, from as many files as there are, so the number of ranks may change.
+A shard is a plain safetensors file; its header records the region of each tensor that it holds. The
+rank that wrote it confirms that with a receipt with its digest, written next to it once it is on
+disk, and rank 0 waits only for receipts: no tensor goes through it. A restoring rank reads the
+slices that it holds, from all files, so the number of ranks may change.
 
-Owns the names, headers and receipts of these files; when they become a checkpoint is not decided
-here.
+Owns the names, headers and receipts of these files, not when they become a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from penstock.trainer.ranks.sharding import shard_like
 from penstock.wire.codec import JSON, decode, encode_json
 
 OPTIMIZER = "optimizer.safetensors"
-"""All of it, where one rank has all of it."""
+"""The file of a single rank."""
 POLL_S = 0.02
 _REGIONS = "regions"
 _RECEIPT = ".written-by-rank-"
@@ -47,15 +46,17 @@ def state_names(num_ranks: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateShard:
-    """What one rank keeps of the state; no later step changes it."""
+    """One rank's shard of the state; later steps do not change it."""
 
     tensors: Mapping[str, Tensor]
     regions: Mapping[str, TensorRegion]
-    """Where a tensor lies in the whole; those not named here are whole, and every rank's own."""
+    """The region of each tensor; tensors not named here are complete, and every rank has its own.
+    """
 
 
 def copy_shard(state: Mapping[str, Tensor]) -> StateShard:
-    """This rank's part of each tensor, in host memory. What a lower rank has too is left to it."""
+    """This rank's region of each tensor, in host memory; regions that a lower rank also has are
+    left out."""
     kept = {name: tensor.detach() for name, tensor in state.items() if is_owner(tensor)}
     regions = {name: region_of(tensor) for name, tensor in kept.items()}
     return StateShard(
@@ -94,14 +95,14 @@ def write_shard(folder: Path, rank: int, num_ranks: int, shares: StateShard) -> 
 def wait_for_shards(folder: Path, num_ranks: int) -> dict[str, str]:
     """The digest of every rank's file, by name, once all of them are durable.
 
-    waits for: receipts · ends: when all are there. A rank that dies is noticed elsewhere, and ends
-    whoever waits here. The first rank's own receipt is there from the beginning."""
+    waits for: receipts · ends: when all exist. A rank that dies is noticed by the supervisor, which
+    also ends this wait. Rank 0's own receipt exists from the start."""
     while True:
         receipts = [_read_receipt(folder, rank) for rank in range(num_ranks)]
         if receipts[0] is None:
             raise StoreError(
                 f"{folder} vanished while a checkpoint was written into it: another trainer, or "
-                "somebody by hand, has cleared it away. Let one trainer at a time save here"
+                "a user, has removed it. Let one trainer at a time save here"
             )
         found = [receipt for receipt in receipts if receipt is not None]
         if len(found) == num_ranks:
@@ -140,28 +141,28 @@ class _ShardTensor:
     region: TensorRegion | None = None
 
     def read(self, region: TensorRegion) -> Tensor:
-        """The part of it that lies in this box, which touches it."""
+        """The slice of it in this region, which intersects it."""
         if not region.shape:
             return self.file.get_tensor(self.name)
-        own = self.region or TensorRegion.full(region.whole)
+        own = self.region or TensorRegion.full(region.full_shape)
         return self.file.get_slice(self.name)[region.slices_in(own)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedState(Mapping[str, Tensor]):
-    """The state in the files of all ranks: whole tensors by name, each read when it is asked for,
-    or any part of one."""
+    """The state in the files of all ranks: full tensors by name, each read on access, or any slice
+    of one."""
 
     pieces: Mapping[str, Sequence[_ShardTensor]]
     rank: int = 0
-    """Whose own tensors are read, where every rank has its own."""
+    """The rank whose own tensors are read, for tensors that every rank has its own of."""
 
     def __getitem__(self, name: str) -> Tensor:
         pieces = self.pieces[name]
         if pieces[0].region is None:
             own = self._own(pieces)
             return own.file.get_tensor(own.name)
-        return self.part(name, TensorRegion.full(pieces[0].region.whole))
+        return self.part(name, TensorRegion.full(pieces[0].region.full_shape))
 
     def __contains__(self, name: object) -> bool:
         return name in self.pieces
@@ -173,14 +174,16 @@ class ShardedState(Mapping[str, Tensor]):
         return len(self.pieces)
 
     def part(self, name: str, wanted: TensorRegion) -> Tensor:
-        """One box of a tensor, from all files that hold some of it."""
+        """One region of a tensor, from all files that hold some of it."""
         pieces = self.pieces[name]
         if pieces[0].region is None:
             return self._own(pieces).read(wanted)
         made: Tensor | None = None
         num_read = 0
         for piece in pieces:
-            assert piece.region is not None, "every rank writes its box, or every rank the whole"
+            assert piece.region is not None, (
+                "every rank writes its region, or every rank the full tensor"
+            )
             intersect = piece.region.intersect(wanted)
             if intersect is None:
                 continue
@@ -190,7 +193,7 @@ class ShardedState(Mapping[str, Tensor]):
             num_read += found.numel()
         if num_read != math.prod(wanted.shape):
             raise StoreError(
-                f"{name} is not whole in {pieces[0].path.parent}: the shares there hold {num_read} "
+                f"{name} is incomplete in {pieces[0].path.parent}: its shards hold {num_read} "
                 f"of {math.prod(wanted.shape)} elements; restore another checkpoint"
             )
         return torch.empty(wanted.shape) if made is None else made
@@ -203,7 +206,7 @@ class ShardedState(Mapping[str, Tensor]):
 
 
 def open_state(paths: Sequence[Path]) -> ShardedState:
-    """Files of which the digests were checked, by rank; nothing but headers is read yet."""
+    """Files whose digests were checked, by rank; only headers are read yet."""
     pieces: dict[str, list[_ShardTensor]] = {}
     for rank, path in enumerate(paths):
         file: Any = safe_open(path, framework="pt")
@@ -214,7 +217,7 @@ def open_state(paths: Sequence[Path]) -> ShardedState:
             )
             known = pieces.setdefault(name, [])
             if piece.region is None or all(piece.region != other.region for other in known):
-                known.append(piece)  # ranks inside one part may have written the same box
+                known.append(piece)  # ranks inside one part may have written the same region
     return ShardedState(pieces=pieces)
 
 
@@ -222,11 +225,11 @@ def _regions(path: Path, header: Mapping[str, str]) -> dict[str, TensorRegion]:
     try:
         return decode(header.get(_REGIONS, "{}").encode(), dict[str, TensorRegion], media_type=JSON)
     except BadRequest as error:
-        raise StoreError(f"the header of {path} does not say where its tensors lie") from error
+        raise StoreError(f"the header of {path} has no regions of its tensors") from error
 
 
 def with_prefix(state: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
-    """Those whose names begin so, by the rest of their names."""
+    """Those whose names start with the prefix, by the rest of their names."""
     if isinstance(state, ShardedState):
         return ShardedState(pieces=_strip_prefix(state.pieces, prefix), rank=state.rank)
     return _strip_prefix(state, prefix)
@@ -239,7 +242,7 @@ def _strip_prefix(named: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def load_shard(state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-    """This rank's share of a tensor, laid out as another is; of files only that much is read."""
+    """This rank's shard of a tensor, placed like another one; only that much is read from files."""
     region = region_of(like)
     if region is None or not isinstance(state, ShardedState):
         return shard_like(state[name], like)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch as optimizer updates: which samples each one takes, and what each token weighs in it.
+"""Cuts a batch into optimizer updates: the samples of each, and the weight of each token.
 
-Owns the order of training (groups whole, in manifest order) and the denominators: those of the
-whole update on all ranks, known before its first backward pass.
+Owns the order of training (groups kept together, in manifest order) and the denominators: of the
+complete update on all ranks, known before its first backward pass.
 
 S = samples, T = tokens of all samples, K = trained tokens of an update.
 """
@@ -46,11 +46,12 @@ class UpdateSpec:
     correction: Correction | None = None
     """What of the data is rejected."""
     needs_advantage: bool = True
-    """An update in which no token has one teaches nothing; false for a critic or a student."""
+    """Whether an update without any advantage has no learning signal; false for a critic or a
+    student."""
 
 
 def plan_updates(batch: Batch, update_spec: UpdateSpec, ranks: RankReductions) -> list[Update]:
-    """One pass over the batch; an update that teaches nothing on any rank is left out."""
+    """One pass over the batch; an update without a learning signal on any rank is left out."""
     is_kept_T = _survivors(batch, update_spec.correction)
     shares = list(_shares(batch, update_spec.minibatches))
     local = [_count(batch, samples, is_kept_T) for samples in shares]
@@ -106,14 +107,14 @@ def _update(
 
 
 def _survivors(batch: Batch, correction: Correction | None) -> Bools | None:
-    """Which tokens the correction lets pass; None when there is no correction."""
+    """Which tokens the correction keeps; None if there is no correction."""
     if correction is None:
         return None
     samples = batch.samples
     token_K = tokens_of(samples, np.arange(samples.starts_S.size))
     sequences_K = np.repeat(np.arange(samples.starts_S.size), trained_tokens(samples))
     is_kept_K = correction.survivors(
-        torch.from_numpy(batch.columns[PROXIMAL][token_K]),
+        torch.from_numpy(batch.token_columns[PROXIMAL][token_K]),
         torch.from_numpy(samples.logprobs_T[token_K].astype(np.float64)),
         torch.from_numpy(np.unique(sequences_K, return_inverse=True)[1]),
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the models beside a policy read its tokens: from their config.json and tokenizer.json.
+"""Checks that the other models of a policy use its tokens: by config.json and tokenizer.json.
 
-Owns the comparison, before anything is loaded; imports no torch. A file that is not there, or says
-nothing of it, is no reason to refuse."""
+Owns the comparison, before anything is loaded; imports no torch. A file that is missing, or lacks
+the values, is not a reason to refuse."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from penstock.trainer.model_folders import TINY_QWEN3, initial_folder
 
 
 def vocabulary_mismatches(stages: Iterable[PipelineStageConfig], init: str) -> Iterator[str]:
-    """Why models that stages of a policy name cannot be asked about its tokens; the policy's own is
-    `init`. Sizes may differ where the tokenizers are equal: some makers pad larger models more."""
+    """Why models that stages of a policy name cannot score its tokens; the policy's own is `init`.
+    Sizes may differ if the tokenizers are equal: some vendors pad larger models more."""
     for stage in stages:
         if stage.model is None or stage.is_service:
             continue
@@ -38,7 +38,7 @@ def _size(init: str) -> int | None:
 
 
 def _tokens(init: str) -> Any:
-    """Every token with its number; None where no tokenizer says."""
+    """Every token with its number; None without a tokenizer."""
     tokenizer = _read(init, "tokenizer.json")
     added = [(token.get("id"), token.get("content")) for token in tokenizer.get("added_tokens", ())]
     vocab = (tokenizer.get("model") or {}).get("vocab")
@@ -51,5 +51,5 @@ def _read(init: str, name: str) -> dict[str, Any]:
             return json.loads((folder / name).read_text())
     try:
         return json.loads((Path(init).expanduser() / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # whoever loads the model says what is wrong with it
+    except (OSError, ValueError):  # loading the model reports what is wrong with it
         return {}

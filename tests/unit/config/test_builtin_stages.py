@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from tests.unit.config.conftest import LoadStages
 from tests.unit.config.test_pipeline import (
@@ -14,7 +17,8 @@ from tests.unit.config.test_pipeline import (
     load_error,
 )
 
-from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
+from penstock.config.algorithms import builtin_algorithms
+from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE, builtin_functions
 
 OVERLONG = (
     "{id: long, type: compute, role: overlong, reads: [reward, truncated], "
@@ -36,7 +40,7 @@ def credit(name: str, options: str, reads: str = "reward") -> str:
         (credit("group_advantage", "{std_ddof: one}"), "std_ddof", "must be a whole number"),
         (ADVANTAGE.replace("type", "options: {std_ddof: 2}, type"), "std_ddof", "at most 1"),
         (credit("role_advantage", "{leave_one_ot: true}"), "leave_one_ot",
-         'is no option of what is shipped for it (leave_one_out); did you mean "leave_one_out"?'),
+         'is not an option of the built-in stage (leave_one_out); did you mean "leave_one_out"?'),
         (credit("role_advantage", "{leave_one_out: 1}"), "leave_one_out", "true or false"),
         (credit("discounted_advantage", "{discount: x}"), "discount", "must be a number"),
         (credit("discounted_advantage", "{}"), "discount", "missing required key"),
@@ -122,3 +126,20 @@ def test_sessions_with_stages_of_ones_own(load_stages: LoadStages) -> None:
     assert "stage advantage compares the members of a group, and a session is a group of" in message
     assert f"give it fn: {STAGE_FUNCTIONS_MODULE}:batch_advantage" in message
     assert load_stages(credit("batch_advantage", "{}"), TRAIN, overrides=told)
+
+
+@pytest.mark.parametrize(
+    "module", ["trainer.algorithms.gspo", "trainer.stage_functions.gae", "config"]
+)
+def test_built_ins_are_found_whatever_is_imported_first_and_without_torch(module: str) -> None:
+    program = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('torch', 'transformers')))\n"
+        f"import penstock.{module}\n"
+        "from penstock.config.algorithms import builtin_algorithms\n"
+        "from penstock.config.builtin_stages import builtin_functions\n"
+        "print(*builtin_algorithms(), *builtin_functions())\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == [*builtin_algorithms(), *builtin_functions()]

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 from tests.unit.config.conftest import LoadStages, LoadText
 
 from penstock.config import AlgorithmConfig, Hook, RunConfig, StageConfig, digest, dump
-from penstock.config.algorithms import PRESETS
+from penstock.config.algorithms import builtin_algorithms
 from penstock.config.loader import parse
 from penstock.errors import ConfigError
 
@@ -104,7 +102,7 @@ def test_a_pipeline_is_kept_as_it_was_written(load_stages: LoadStages) -> None:
         (
             (ADVANTAGE, TRAIN.replace("reads", "options: {lr: 1}, reads")),
             "run.yaml:28: pipeline.stages[1].options.lr: ",
-            "lr is no option of what is shipped for it (none); take it out",
+            "lr is not an option of the built-in stage (none); remove it",
         ),
         (
             (SHAPE.replace("READS", "reward").replace("[shaped]", "[reward]"), ADVANTAGE, TRAIN),
@@ -461,7 +459,9 @@ def test_the_file_wins_over_the_preset(example: str, load_text: LoadText) -> Non
 
 
 def test_every_name_has_a_preset_and_grpo_stays_plain(example: str, load_text: LoadText) -> None:
-    assert set(PRESETS) == {*get_args(AlgorithmConfig.model_fields["name"].annotation)}
+    for name, declared in builtin_algorithms().items():
+        assert {*declared.preset} <= {*AlgorithmConfig.model_fields}, name
+        assert declared.keys <= {*AlgorithmConfig.model_fields}, name
     config = load_text(named(example, "grpo"))
     assert (config.algorithm.beta, config.training.minibatches) == (0.0, 1)
 
@@ -475,16 +475,16 @@ def test_every_name_has_a_preset_and_grpo_stays_plain(example: str, load_text: L
         ("rloo", ", num_generations: 1", "a group of 1 has none to compare"),
         ("gspo", ", epsilon: 0.2, epsilon_high: 0.2", "set epsilon and epsilon_high <= 0.01"),
         ("grpo", ", lam: 0.95", "lam belongs to ppo"),
-        ("dapo", ", epsilon: 0.3", "epsilon_high 0.28, what dapo has unless told otherwise, is"),
+        ("dapo", ", epsilon: 0.3", "epsilon_high 0.28, the default of dapo, is"),
         ("gspo", ", epsilon: 5.0e-4", "or epsilon_high: null to clip evenly"),
         ("sapo", ", delta: 3.0", "delta belongs to the clipped loss"),
         ("sapo", ", epsilon: 0.1", "epsilon clips a ratio, and sapo has a soft gate in place"),
         ("sapo", ", epsilon_high: 0.3", "epsilon_high clips a ratio, and sapo has a soft"),
-        ("m2po", ", epsilon: 0.1", "epsilon clips a ratio, and m2po has the budget tau; take it"),
-        ("m2po", ", ratio_against: proximal", "m2po says itself what its ratio stands against"),
-        ("m2po", ", correction: {weighting: none, veto: 1e-4}", "take correction out"),
-        ("grpo", ", correction: {}", "set ratio_against: proximal, or only set aside"),
-        ("decoupled", ", correction: {}", "count twice; only set aside (weighting: none)"),
+        ("m2po", ", epsilon: 0.1", "epsilon clips a ratio, and m2po has the budget tau; remove it"),
+        ("m2po", ", ratio_against: proximal", "m2po fixes what its ratio is against"),
+        ("m2po", ", correction: {weighting: none, veto: 1e-4}", "remove correction"),
+        ("grpo", ", correction: {}", "set ratio_against: proximal, or only reject tokens"),
+        ("decoupled", ", correction: {}", "count twice; only reject tokens (weighting: none)"),
         ("grpo", ", correction: {low: 3.0, weighting: mask}", "no token is left"),
         ("grpo", ", correction: {low: 0.5}", "low has no effect with weighting truncate"),
         ("grpo", ", correction: {weighting: none}", "weighting none alone corrects nothing"),

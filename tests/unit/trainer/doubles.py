@@ -35,8 +35,8 @@ from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.learner import Learner, Optimizer
+from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.losses.divergence import EntropyBonus
-from penstock.trainer.losses.objectives import ClippedLoss
 from penstock.trainer.losses.tokens import BudgetedObjective, Objective
 from penstock.trainer.pipeline.credits import group_advantage
 from penstock.trainer.pipeline.layout import Layout
@@ -129,7 +129,8 @@ class Sealed:
 
 def credited(batch: Batch) -> Batch:
     """As the pipeline's first stage does."""
-    return batch.with_columns(group_advantage(Layout.of(batch), reward=batch.columns["reward"]))
+    credit = group_advantage(Layout.of(batch), reward=batch.row_columns["reward"])
+    return batch.with_columns(token_columns=credit)
 
 
 def make_turn(

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.trainer.pipeline.layout import Layout
+from penstock.config.builtin_stages import Axis, stage_function
+from penstock.trainer.pipeline.layout import Layout, RowColumn, TokenColumn
 from penstock.types import Trajectory
 
 Floats = npt.NDArray[np.float64]
@@ -87,6 +88,32 @@ def needy(layout: Layout, *, reward: Floats, strength: float) -> Mapping[str, Fl
 
 def no_layout(*, reward: Floats) -> Mapping[str, Floats]:
     return {"advantage": reward}
+
+
+def plain_bonus(layout: Layout, *, reward: Floats) -> Mapping[str, Floats]:
+    return {"bonus": np.full_like(reward, 2.0)}
+
+
+def typed_rows(layout: Layout, *, reward: Floats) -> Mapping[str, RowColumn]:
+    return {"bonus": RowColumn(np.full_like(reward, 2.0))}
+
+
+def typed_tokens(layout: Layout, *, reward: Floats) -> Mapping[str, TokenColumn]:
+    return {"bonus": TokenColumn(np.full(layout.ids_T.size, 2.0))}
+
+
+@stage_function(writes={"bonus": Axis.ROW})
+def declared_rows(layout: Layout, *, reward: Floats) -> Mapping[str, Floats]:
+    return {"bonus": np.full_like(reward, 2.0)}
+
+
+@stage_function(writes={"bonus": Axis.TOKEN})
+def declared_tokens(layout: Layout, *, reward: Floats) -> Mapping[str, Floats]:
+    return {"bonus": np.full(layout.ids_T.size, 2.0)}
+
+
+def row_advantage(layout: Layout, *, reward: Floats) -> Mapping[str, RowColumn]:
+    return {"advantage": RowColumn(reward)}
 
 
 NOT_A_FUNCTION = 3

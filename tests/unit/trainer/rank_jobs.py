@@ -25,7 +25,7 @@ from torch import Tensor
 
 from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.fleet.processes import exit_with_parent
-from penstock.trainer.ranks.group import RankGroup, Ranks, join, make_rank_group
+from penstock.trainer.ranks.group import RankGroup, Ranks, init_process_group, make_rank_group
 from penstock.trainer.ranks.repartition import RowPlacement, repartition
 from penstock.trainer.ranks.row_fetch import fetch_rows
 from penstock.trainer.ranks.supervisor import LOOPBACK, RankEnv, read_rank_env, run_ranks
@@ -162,7 +162,7 @@ def learned(
         ]
         batch = assemble(sealed.manifest, rows, POLICY, VOCAB, ranks=ranks)
         values = models.step(batch).values
-        assert values["tokens/trained"] == sum(batch.columns["length"])
+        assert values["tokens/trained"] == sum(batch.row_columns["length"])
         curve.append((values["loss"], values["grad_norm"]))
     return curve, models.weights()
 
@@ -442,7 +442,7 @@ def _results(job: str, num_ranks: int, folder: Path) -> list[dict[str, Any]]:
 
 def _work(job: str, folder: Path, rank_env: RankEnv) -> None:
     torch.set_num_threads(1)
-    join(rank_env, timeout_s=90.0)
+    init_process_group(rank_env, timeout_s=90.0)
     result = JOBS[job](folder)
     (folder / f"{job}.{rank_env.rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()

@@ -140,7 +140,9 @@ def _all_moves() -> dict[str, list[str]]:
     company = make_ranks([ONE, TWO, TENSOR])
     assert isinstance(company, StagedRanks)
     return {
-        f"{name}: {before} to {after}": _differences(sealed, company.at(before), company.at(after))
+        f"{name}: {before} to {after}": _differences(
+            sealed, company.at_stage(before), company.at_stage(after)
+        )
         for name, sealed in (("ragged", _ragged()), ("as many tokens as rows", _level()))
         for before in (ONE, TWO, TENSOR)
         for after in (ONE, TWO, TENSOR)
@@ -175,9 +177,11 @@ def _differences(sealed: Sealed, before: StagedRanks, after: StagedRanks) -> lis
         in_sample_T = np.zeros(samples.ids_T.shape)
         for start, end in zip(samples.starts_S, samples.ends_S, strict=True):
             in_sample_T[start:end] = token_T[start:end]
-        return batch.with_columns({"credit": in_sample_T, "noise": noise_R})
+        return batch.with_columns(
+            row_columns={"noise": noise_R}, token_columns={"credit": in_sample_T}
+        )
 
-    found = batch_repartition.move(
+    found = batch_repartition.repartition_batch(
         drawn(before), before.position.parallel, after.position.parallel, minibatches=2
     )
     return _unequal(found, drawn(after))
@@ -186,9 +190,13 @@ def _differences(sealed: Sealed, before: StagedRanks, after: StagedRanks) -> lis
 def _unequal(one: Batch, other: Batch) -> list[str]:
     names = ("starts_S", "ends_S", "rows_S", *TOKEN_COLUMNS)
     pairs = {name: (getattr(one.samples, name), getattr(other.samples, name)) for name in names}
-    if one.columns.keys() != other.columns.keys():
-        return ["names of columns"]
-    pairs |= {name: (one.columns[name], other.columns[name]) for name in one.columns}
+    for ours, theirs in (
+        (one.row_columns, other.row_columns),
+        (one.token_columns, other.token_columns),
+    ):
+        if ours.keys() != theirs.keys():
+            return ["names of columns"]
+        pairs |= {name: (ours[name], theirs[name]) for name in ours}
     unequal = [
         name
         for name, (ours, theirs) in pairs.items()

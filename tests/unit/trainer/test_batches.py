@@ -28,7 +28,7 @@ def by_hand(rewards: list[float]) -> list[float]:
 
 def credit_of(batch: Batch) -> npt.NDArray[np.float64]:
     """Each row has one trained token, which carries its credit."""
-    return batch.columns["advantage"][batch.samples.mask_T]
+    return batch.token_columns["advantage"][batch.samples.mask_T]
 
 
 def test_credit_compares_whole_groups() -> None:
@@ -54,20 +54,31 @@ def test_other_bytes_than_sealed_are_refused() -> None:
 
 def test_a_column_is_written_once_and_by_row_or_by_token() -> None:
     batch = uneven().assembled()
-    with pytest.raises(ValueError, match=r"\['reward'\] stand already"):
-        batch.with_columns({"reward": np.zeros(8)})
-    with pytest.raises(ValueError, match=r"column values has shape \(7,\)"):
-        batch.with_columns({"values": np.zeros(7)})
-    assert batch.with_columns({"values": np.zeros(24)}).columns["values"].size == 24
+    for again in (
+        {"row_columns": {"reward": np.zeros(8)}},
+        {"token_columns": {"reward": np.zeros(24)}},
+    ):
+        with pytest.raises(ValueError, match=r"columns \['reward'\] exist already"):
+            batch.with_columns(**again)
+    both = {"row_columns": {"x": np.zeros(8)}, "token_columns": {"x": np.zeros(24)}}
+    with pytest.raises(ValueError, match=r"columns \['x'\] exist already"):
+        batch.with_columns(**both)
+    with pytest.raises(ValueError, match=r"token column values has shape \(8,\), .* 24 tokens"):
+        batch.with_columns(token_columns={"values": np.zeros(8)})
+    with pytest.raises(ValueError, match=r"row column bonus has shape \(24,\), .* 8 rows"):
+        batch.with_columns(row_columns={"bonus": np.zeros(24)})
+    values = batch.with_columns(token_columns={"values": np.zeros(24)}).token_columns["values"]
+    assert values.size == 24
 
 
-def test_the_length_of_a_column_always_says_whether_it_is_by_row_or_by_token() -> None:
+def test_as_many_tokens_as_rows_and_columns_keep_their_axis() -> None:
     turn, empty = make_turn([3], [5]), make_turn([3], [5], reached_agent=False)
     batch = seal([[(turn, 1.0), (empty, 0.0)], [(empty, 0.5), (turn, 0.0)]]).assembled()
     assert batch.samples.ends_S.tolist() == [2, 4], "as many tokens as rows"
-    assert batch.columns["reward"].shape != batch.columns["advantage"].shape
-    assert batch.samples.ids_T.tolist() == [3, 5, 3, 5, 0]
-    assert batch.samples.mask_T.tolist() == [False, True, False, True, False]
+    assert batch.row_columns["reward"].shape == batch.token_columns["advantage"].shape == (4,)
+    assert not batch.row_columns.keys() & batch.token_columns.keys()
+    assert batch.samples.ids_T.tolist() == [3, 5, 3, 5]
+    assert batch.samples.mask_T.tolist() == [False, True, False, True]
     inputs = make_inputs(batch, np.arange(2))
     assert inputs.token_K.tolist() == [1, 3]
     assert inputs.extra_columns == {}, "no column by row passes for one by token"
@@ -100,15 +111,15 @@ def test_columns_of_stages_elsewhere_stand_by_row_and_by_token() -> None:
         for row, values in zip(sealed.rows, ([-1.0, -2.0], [-3.0]), strict=True)
     ]
     batch = credited(assemble(_named(sealed), rows, POLICY, VOCAB_SIZE))
-    assert batch.columns["reference_logprobs"].tolist() == [0, 0, -1, -2, 0, -3]
-    assert batch.columns["length"].tolist() == [2, 1]
+    assert batch.token_columns["reference_logprobs"].tolist() == [0, 0, -1, -2, 0, -3]
+    assert batch.row_columns["length"].tolist() == [2, 1]
 
 
 def test_a_rank_without_a_row_has_the_same_columns() -> None:
     sealed = seal([[(make_turn([3, 4], [5, 6]), 0.0), (make_turn([3], [7]), 1.0)]])
     elsewhere = [replace(row, payload=None) for row in sealed.rows]
     batch = assemble(_named(sealed), elsewhere, POLICY, VOCAB_SIZE)
-    assert batch.columns["reference_logprobs"].shape == batch.samples.ids_T.shape == (0,)
+    assert batch.token_columns["reference_logprobs"].shape == batch.samples.ids_T.shape == (0,)
 
 
 @pytest.mark.parametrize("content", [b"", b"1234", b"123456789"])
@@ -121,7 +132,7 @@ def test_a_row_with_a_broken_column_is_left_out_and_the_others_are_trained(conte
     ]
     batch = assemble(_named(sealed), rows, POLICY, VOCAB_SIZE)
     assert batch.samples.mask_T.tolist() == [False] * 5 + [True]
-    assert batch.columns["reference_logprobs"].tolist() == [0, 0, 0, 0, 0, -3]
+    assert batch.token_columns["reference_logprobs"].tolist() == [0, 0, 0, 0, 0, -3]
 
 
 @pytest.mark.parametrize("is_here", [True, False])
@@ -139,7 +150,7 @@ def test_where_some_rows_have_one_number_the_column_is_by_token_and_those_are_le
     batch = assemble(manifest, rows, POLICY, VOCAB_SIZE)
     trained = [False] * 5 + [True] if is_here else [False] * 4
     assert batch.samples.mask_T.tolist() == trained
-    assert batch.columns["reference_logprobs"].tolist() == [-3.0 * is_in for is_in in trained]
+    assert batch.token_columns["reference_logprobs"].tolist() == [-3.0 * is_in for is_in in trained]
 
 
 def test_rows_left_out_are_neither_trained_nor_counted() -> None:

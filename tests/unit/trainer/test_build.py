@@ -22,7 +22,7 @@ from tests.unit.trainer.doubles import (
 )
 from tests.unit.trainer.test_packing_check import make_tiny
 
-from penstock.config.algorithms import PRESETS
+from penstock.config.algorithms import builtin_algorithms
 from penstock.config.pipeline import PipelineConfig
 from penstock.errors import ConfigError
 from penstock.trainer.advantages.gae import ValueLoss
@@ -31,7 +31,7 @@ from penstock.trainer.build import build_models
 from penstock.trainer.build_objective import objective_of
 from penstock.trainer.learner import SkipReason
 from penstock.trainer.losses.aggregation import Aggregation
-from penstock.trainer.losses.objectives import ClippedLoss
+from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.losses.tokens import TokenLoss, Tokens
 from penstock.trainer.model_folders import load_model
 from penstock.trainer.models import Models
@@ -52,7 +52,7 @@ def train(models: Models, *seqs: int) -> list[dict[str, float]]:
     return [dict(one.values) for one in stats]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", builtin_algorithms())
 def test_an_algorithm_goes_on_bit_for_bit(model_folder: Path, tmp_path: Path, name: str) -> None:
     chosen = settings(model_folder, name)
     whole = build_models(chosen, POLICY, model_folder)
@@ -117,7 +117,7 @@ def test_tokens_that_the_correction_rejects_leave_the_denominator(model_folder: 
     models = build_models(config, POLICY, model_folder)
     given = batch(1)
     proximal_T = make_learner(load_model(model_folder)).infer(given)
-    advantage_T = credited(given).columns["advantage"]
+    advantage_T = credited(given).token_columns["advantage"]
     mask_T = given.samples.mask_T
     rho_K = np.exp(proximal_T - given.samples.logprobs_T)[mask_T]
     is_kept_K = (rho_K >= 0.5) & (rho_K <= 2.0)

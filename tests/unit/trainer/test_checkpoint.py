@@ -26,7 +26,7 @@ from penstock.trainer.checkpoint_manifest import (
 from penstock.trainer.learner import Learner
 from penstock.trainer.model_folders import WEIGHTS, load_model, static_files
 from penstock.trainer.signals.alarms import Cause, DivergenceStreak, NoSignalStreak
-from penstock.trainer.signals.mismatch import Gap, Gaps
+from penstock.trainer.signals.mismatch import Mismatch, NodeMismatches
 from penstock.trainer.signals.monitor_state import MonitorState, from_json, to_json
 from penstock.trainer.snapshots import weights_of
 
@@ -96,7 +96,7 @@ def test_resumed_training_has_the_same_bits_as_training_straight_on(
     first = make_learner(new_model(), minibatches=2)
     train(first, 1, 2, 3)
     save(open_checkpoints(tmp_path), first, at(3), model_folder)
-    found = open_checkpoints(tmp_path).newest()
+    found = open_checkpoints(tmp_path).open_newest()
     assert found is not None and found.cursor == at(3)
     second = make_learner(load_model(found.folder), minibatches=2)
     second.restore(found.read_state())
@@ -120,7 +120,7 @@ def test_an_interruption_at_any_moment_leaves_the_older_checkpoint_whole(
     while True:
         die_at_sync(monkeypatch, interrupted)
         checkpoints = open_checkpoints(tmp_path)
-        checkpoints.newest()
+        checkpoints.open_newest()
         try:
             save(checkpoints, learner, at(1), model_folder)
             break
@@ -128,7 +128,7 @@ def test_an_interruption_at_any_moment_leaves_the_older_checkpoint_whole(
             interrupted += 1
         finally:
             monkeypatch.undo()
-        found = open_checkpoints(tmp_path).newest()
+        found = open_checkpoints(tmp_path).open_newest()
         assert found is not None
         restored = make_learner(load_model(found.folder), minibatches=2)
         restored.restore(found.read_state())
@@ -158,14 +158,14 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_counts(
         data[len(data) // 2] ^= 0x80
         path.write_bytes(data if how == "flipped" else data[:-1] if name != STATE else data[:-9])
     reopened = open_checkpoints(tmp_path)
-    found = reopened.newest()
+    found = reopened.open_newest()
     assert found is not None and found.cursor == at(0)
     assert reopened.retained == ((0, 0),)
     (aside,) = tmp_path.glob(".damaged-step_1-*")
     kept = files(aside)
     assert not newest.folder.exists() and "tokenizer.json" in kept
     again = save(reopened, learner, at(1), model_folder)
-    assert open_checkpoints(tmp_path).newest() == again
+    assert open_checkpoints(tmp_path).open_newest() == again
     assert files(aside) == kept, "whatever is left of it, is left"
 
 
@@ -183,7 +183,7 @@ def test_no_bit_of_what_a_checkpoint_says_of_itself_changes_unnoticed(
         with pytest.raises(UnusableCheckpoint):
             read_checkpoint_manifest(state.parent)
     state.write_bytes(content)
-    assert checkpoints.newest() == checkpoints.last
+    assert checkpoints.open_newest() == checkpoints.last
 
 
 def test_a_checkpoint_from_before_they_had_digests_of_themselves_still_counts(
@@ -195,9 +195,9 @@ def test_a_checkpoint_from_before_they_had_digests_of_themselves_still_counts(
     old = json.loads(state.read_bytes())
     del old["digest"]
     state.write_text(json.dumps(old | {"format": 2}))
-    assert checkpoints.newest() is not None
+    assert checkpoints.open_newest() is not None
     assert (
-        read_checkpoint_manifest(checkpoints.move(at(5, seq=9), {}).folder)
+        read_checkpoint_manifest(checkpoints.advance_cursor(at(5, seq=9), {}).folder)
         == checkpoints.last.state
     )
     assert "digest" in json.loads(state.read_bytes())
@@ -225,7 +225,7 @@ def test_checkpoints_of_which_none_can_be_used_are_no_fresh_start(
             )
     before = files(tmp_path)
     with pytest.raises(StoreError, match=r"(?s)step_5: .*step_10: .*move these folders away"):
-        open_checkpoints(tmp_path).newest()
+        open_checkpoints(tmp_path).open_newest()
     assert files(tmp_path) == before
 
 
@@ -239,7 +239,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_by_name(
     state.write_text('{"format": 4, "policy": {"name": "policy"}}')
     before = files(tmp_path)
     with pytest.raises(StoreError, match=r"step_10 was written by a newer penstock.*format is 4"):
-        open_checkpoints(tmp_path).newest()
+        open_checkpoints(tmp_path).open_newest()
     with pytest.raises(StoreError, match="newer penstock"):
         save(checkpoints, learner, at(11), model_folder)
     assert files(tmp_path) == before
@@ -261,7 +261,7 @@ def test_a_removal_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
         patch.setattr(shutil, "rmtree", dying)
         save(checkpoints, learner, at(2), model_folder)
     reopened = open_checkpoints(tmp_path)
-    assert reopened.newest() is not None and reopened.retained == ((1, 1), (2, 2))
+    assert reopened.open_newest() is not None and reopened.retained == ((1, 1), (2, 2))
     save(reopened, learner, at(3), model_folder)
     assert {path.name for path in tmp_path.iterdir()} == {"step_2", "step_3"}
 
@@ -274,14 +274,14 @@ def test_a_replaced_trainer_leaves_its_successors_checkpoints_alone(
     replaced = open_checkpoints(tmp_path)
     save(replaced, learner, at(5), model_folder)
     successor = open_checkpoints(tmp_path)
-    successor.newest()
+    successor.open_newest()
     for later in (8, 10):
         save(successor, learner, at(later, incarnation=2), model_folder)
     before = files(tmp_path)
     with pytest.raises(Fenced, match="saved by incarnation 2 of policy"):
         save(replaced, learner, at(number, seq=20), model_folder)
     assert files(tmp_path) == before
-    found = open_checkpoints(tmp_path).newest()
+    found = open_checkpoints(tmp_path).open_newest()
     assert found is not None and found.cursor == at(10, incarnation=2)
 
 
@@ -296,15 +296,15 @@ def test_a_checkpoint_of_another_config_is_refused_by_key_unless_that_is_accepte
 
     learner = make_learner(new_model(), minibatches=2)
     save(opened("0.1"), learner, at(1), model_folder)
-    assert opened("0.1").newest() is not None
+    assert opened("0.1").open_newest() is not None
     before = files(tmp_path)
     with pytest.raises(ConfigError, match=r"(?s)training.learning_rate: 0.1 -> 0.2\n.*--accept"):
-        opened("0.2").newest()
+        opened("0.2").open_newest()
     assert files(tmp_path) == before
     accepted = opened("0.2", accepts_changes=True)
-    assert accepted.newest() is not None
+    assert accepted.open_newest() is not None
     save(accepted, learner, at(2), model_folder)
-    assert opened("0.2").newest() is not None, "from here on it is the config of the run"
+    assert opened("0.2").open_newest() is not None, "from here on it is the config of the run"
 
 
 def test_only_the_last_are_kept(new_model: NewModel, model_folder: Path, tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_only_the_last_are_kept(new_model: NewModel, model_folder: Path, tmp_pat
         save(checkpoints, learner, at(number, seq=number + 5), model_folder)
     assert checkpoints.retained == ((2, 7), (3, 8))
     assert len(list(tmp_path.iterdir())) == NUM_KEPT
-    assert open_checkpoints(tmp_path).newest() == checkpoints.last
+    assert open_checkpoints(tmp_path).open_newest() == checkpoints.last
 
 
 def test_skipped_batches_move_only_the_cursor(
@@ -324,11 +324,11 @@ def test_skipped_batches_move_only_the_cursor(
     checkpoints = open_checkpoints(tmp_path)
     first = save(checkpoints, learner, at(2), model_folder)
     before = files(tmp_path)
-    moved = checkpoints.move(at(2, seq=9), {})
+    moved = checkpoints.advance_cursor(at(2, seq=9), {})
     assert moved.folder == first.folder
-    after = files(tmp_path)
-    assert [name for name in after if after[name] != before[name]] == [f"step_2/{STATE}"]
-    found = open_checkpoints(tmp_path).newest()
+    updated = files(tmp_path)
+    assert [name for name in updated if updated[name] != before[name]] == [f"step_2/{STATE}"]
+    found = open_checkpoints(tmp_path).open_newest()
     assert found == moved and found is not None and found.cursor.seq == 9
     assert checkpoints.retained == ((2, 9),)
 
@@ -351,7 +351,7 @@ def test_one_that_is_damaged_while_the_trainer_lives_costs_no_sound_one(
     save(checkpoints, learner, at(3), model_folder)
     assert checkpoints.retained == ((1, 1), (3, 3))
     reopened = open_checkpoints(tmp_path)
-    assert reopened.newest() == checkpoints.last and reopened.retained == checkpoints.retained
+    assert reopened.open_newest() == checkpoints.last and reopened.retained == checkpoints.retained
     assert len(list(tmp_path.glob(".damaged-step_2-*"))) == 1
 
 
@@ -364,9 +364,9 @@ def test_a_damaged_one_is_not_moved_and_the_next_life_goes_on_from_the_one_befor
     with pytest.raises(
         StoreError, match=r"(?s)newest .*step_2, was damaged.*Start the trainer again"
     ):
-        checkpoints.move(at(2, seq=5), {})
+        checkpoints.advance_cursor(at(2, seq=5), {})
     assert files(tmp_path) == before
-    found = open_checkpoints(tmp_path).newest()
+    found = open_checkpoints(tmp_path).open_newest()
     assert found is not None and found.cursor == at(1)
 
 
@@ -374,8 +374,8 @@ def test_an_older_one_that_is_damaged_does_not_keep_the_newest_from_moving(
     new_model: NewModel, model_folder: Path, tmp_path: Path
 ) -> None:
     _, checkpoints = with_two_saved(new_model, model_folder, tmp_path)
-    flip_bit(checkpoints.at(1).folder / STATE)
-    checkpoints.move(at(2, seq=5), {})
+    flip_bit(checkpoints.read_step(1).folder / STATE)
+    checkpoints.advance_cursor(at(2, seq=5), {})
     assert checkpoints.retained == ((2, 5),)
 
 
@@ -420,12 +420,14 @@ def test_what_is_remembered_of_batches_is_part_of_the_checkpoint(
     new_model: NewModel, model_folder: Path, tmp_path: Path
 ) -> None:
     learner = make_learner(new_model(), minibatches=2)
-    gap = Gap(num_tokens=100, sum_abs=1 / 3, sum_k3=0.1, max_abs=0.2)
-    gaps = Gaps(reported=frozenset({"c/2"})).after({"a/1": gap, "b/1": gap + gap}, 2)
+    gap = Mismatch(num_tokens=100, sum_abs=1 / 3, sum_k3=0.1, max_abs=0.2)
+    mismatches = NodeMismatches(reported=frozenset({"c/2"})).updated(
+        {"a/1": gap, "b/1": gap + gap}, 2
+    )
     monitor_state = MonitorState(
-        gaps=gaps,
-        no_signal=NoSignalStreak().after(Cause.EQUAL_REWARDS).after(Cause.GAP),
-        divergence=DivergenceStreak().after(0.7, 1.0),
+        mismatches=mismatches,
+        no_signal=NoSignalStreak().updated(Cause.EQUAL_REWARDS).updated(Cause.GAP),
+        divergence=DivergenceStreak().updated(0.7, 1.0),
     )
     checkpoints = open_checkpoints(tmp_path)
     weights, state = weights_of(learner.model), learner.state_tensors()
@@ -434,17 +436,19 @@ def test_what_is_remembered_of_batches_is_part_of_the_checkpoint(
         at(2), weights=weights, state=state, static=static, monitor_state=to_json(monitor_state)
     )
     assert from_json(read_checkpoint_manifest(tmp_path / "step_2").monitor_state) == monitor_state
-    lost = gap + Gap(num_tokens=1, sum_abs=math.inf, sum_k3=math.nan, max_abs=math.inf)
+    lost = gap + Mismatch(num_tokens=1, sum_abs=math.inf, sum_k3=math.nan, max_abs=math.inf)
     later = replace(
         monitor_state,
-        gaps=gaps.after({"b/1": lost}, 3),
-        divergence=DivergenceStreak().after(math.inf, 1.0),
+        mismatches=mismatches.updated({"b/1": lost}, 3),
+        divergence=DivergenceStreak().updated(math.inf, 1.0),
     )
-    checkpoints.move(at(2, seq=3), to_json(later))
+    checkpoints.advance_cursor(at(2, seq=3), to_json(later))
     found = from_json(read_checkpoint_manifest(tmp_path / "step_2").monitor_state)
-    assert (found.gaps.nodes.keys(), found.gaps.reported) == ({"a/1"}, {"c/2"})
+    assert (found.mismatches.nodes.keys(), found.mismatches.reported) == ({"a/1"}, {"c/2"})
     assert (found.no_signal, found.divergence.num_batches) == (monitor_state.no_signal, 1)
-    checkpoints.move(at(2, seq=4), {"idle": {"counts": {"a cause of another version": 1}}})
+    checkpoints.advance_cursor(
+        at(2, seq=4), {"idle": {"counts": {"a cause of another version": 1}}}
+    )
     assert from_json(read_checkpoint_manifest(tmp_path / "step_2").monitor_state) == MonitorState()
 
 
@@ -460,7 +464,7 @@ def test_an_interruption_while_one_takes_the_place_of_its_own_number_loses_neith
     for died_at in range(100):
         die_at_rename(monkeypatch, died_at)
         checkpoints = open_checkpoints(tmp_path)
-        checkpoints.newest()
+        checkpoints.open_newest()
         try:
             save(checkpoints, learner, at(0, seq=1), model_folder)
             break
@@ -468,7 +472,7 @@ def test_an_interruption_while_one_takes_the_place_of_its_own_number_loses_neith
             pass
         finally:
             monkeypatch.undo()
-        found = open_checkpoints(tmp_path).newest()
+        found = open_checkpoints(tmp_path).open_newest()
         assert found is not None and found.cursor.number == 0
         restored = make_learner(load_model(found.folder), minibatches=2)
         restored.restore(found.read_state())
@@ -476,7 +480,7 @@ def test_an_interruption_while_one_takes_the_place_of_its_own_number_loses_neith
         seqs.append(found.cursor.seq)
     assert seqs == sorted(seqs) and set(seqs) == {0, 1}
     reopened = open_checkpoints(tmp_path)
-    assert reopened.newest() is not None and reopened.retained == ((0, 1),)
+    assert reopened.open_newest() is not None and reopened.retained == ((0, 1),)
     assert {path.name for path in tmp_path.iterdir()} == {"step_0"}
 
 
@@ -501,10 +505,10 @@ def test_what_a_replaced_trainer_wrote_ahead_is_removed(
     mine = open_checkpoints(tmp_path)
     save(mine, learner, at(1), model_folder)
     other = open_checkpoints(tmp_path)
-    other.newest()
+    other.open_newest()
     save(other, learner, at(5), model_folder)
     save(mine, learner, at(3), model_folder)
-    found = open_checkpoints(tmp_path).newest()
+    found = open_checkpoints(tmp_path).open_newest()
     assert found is not None and found.cursor == at(3)
 
 

@@ -144,7 +144,7 @@ def test_a_full_disk_ends_the_trainer_and_leaves_the_older_checkpoint(
         world.saver.flush()
     monkeypatch.undo()
     reopened = Checkpoints(world.root, policy="policy", every=1)
-    found = reopened.newest()
+    found = reopened.open_newest()
     assert found is not None and found.cursor == cursor(0)
 
 

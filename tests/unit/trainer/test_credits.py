@@ -25,12 +25,13 @@ from tests.unit.trainer.doubles import (
 )
 from tests.unit.trainer.stage_makers import of, stage
 
+from penstock.config.builtin_stages import declaration_of
 from penstock.dataflow.service.nodes.validate import TrajectorySummary, digest
 from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.pipeline import credits
 from penstock.trainer.pipeline.functions import find_function
-from penstock.trainer.pipeline.layout import Floats, Layout, Sum
+from penstock.trainer.pipeline.layout import Columns, Floats, Layout, Sum
 from penstock.trainer.pipeline.run import bind
 from penstock.trainer.ranks.group import SingleRank
 from penstock.types import (
@@ -180,7 +181,7 @@ def test_a_discount_runs_back_over_the_turns_that_are_trained(
     batch: Batch, discount: float
 ) -> None:
     found = credits.discounted_advantage(
-        Layout.of(batch), reward=batch.columns["reward"], discount=discount
+        Layout.of(batch), reward=batch.row_columns["reward"], discount=discount
     )
     advantages, expected = oracles.grpo(REWARDS), Credit()
     for row in range(len(ROWS)):
@@ -188,10 +189,10 @@ def test_a_discount_runs_back_over_the_turns_that_are_trained(
             expected[row, index] = advantages[row] * discount**back
     check(batch, found, expected)
     if discount == 0.0:
-        last = credits.last_turn_advantage(Layout.of(batch), reward=batch.columns["reward"])
+        last = credits.last_turn_advantage(Layout.of(batch), reward=batch.row_columns["reward"])
         check(batch, last, expected)
     if discount == 1.0:
-        plain = credits.group_advantage(Layout.of(batch), reward=batch.columns["reward"])
+        plain = credits.group_advantage(Layout.of(batch), reward=batch.row_columns["reward"])
         np.testing.assert_array_equal(found["advantage"], plain["advantage"])
 
 
@@ -203,7 +204,7 @@ def test_a_row_left_out_takes_no_turn_from_the_row_before_it() -> None:
     sealed = seal([rows])
     for vocab_size in (5, 4):
         batch = assemble(sealed.manifest, sealed.rows, POLICY, vocab_size)
-        found = credits.last_turn_advantage(Layout.of(batch), reward=batch.columns["reward"])
+        found = credits.last_turn_advantage(Layout.of(batch), reward=batch.row_columns["reward"])
         of_first = found["advantage"][:6]  # two prompts of two, and one token after each
         np.testing.assert_allclose(of_first, [0, 0, 0, 0, 0, 0.5**0.5], atol=1e-4)
 
@@ -231,7 +232,7 @@ def role_credit(
 
 def test_each_role_is_compared_with_itself(batch: Batch) -> None:
     assert batch.roles.names == ("act", "plan"), "the judge is of another policy"
-    reward = batch.columns["reward"]
+    reward = batch.row_columns["reward"]
     of_row = [attempt.reward for attempt in ROWS]
     found = credits.role_advantage(Layout.of(batch), reward=reward)
     check(batch, found, role_credit({"plan": of_row, "act": of_row}, oracles.grpo))
@@ -251,19 +252,23 @@ def test_a_role_may_have_a_reward_of_its_own(batch: Batch) -> None:
         rename={"plan_score": "plan"},
         options={"leave_one_out": True},
     )
-    found = bind(made)(batch.with_columns({"plan_score": np.array(own)}))
-    assert isinstance(found, Mapping)
+    found = bind(made)(batch.with_columns(row_columns={"plan_score": np.array(own)}))
+    assert isinstance(found, Batch)
     own[2] = NAN  # no score makes up for a missing reward
-    check(batch, found, role_credit({"plan": own, "act": of_row}, oracles.rloo))
+    check(batch, found.token_columns, role_credit({"plan": own, "act": of_row}, oracles.rloo))
 
 
-def test_a_misspelled_option_is_no_reward_of_a_role(batch: Batch) -> None:
-    with pytest.raises(ConfigError, match="leave_one_put is taken for the reward of a role"):
-        credits.role_advantage(
-            Layout.of(batch),
-            reward=batch.columns["reward"],
-            leave_one_put=True,  # pyright: ignore[reportArgumentType]
-        )
+def test_a_token_column_is_no_reward_of_a_role(batch: Batch) -> None:
+    fn = f"{STAGE_FUNCTIONS_MODULE}:role_advantage"
+    made = stage("advantage", "reward sampling_logprobs", "advantage", fn=fn)
+    with pytest.raises(ConfigError, match="sampling_logprobs must be a row column"):
+        bind(made)(batch)
+
+
+def test_a_misspelled_option_is_no_reward_of_a_role() -> None:
+    fn = f"{STAGE_FUNCTIONS_MODULE}:role_advantage"
+    with pytest.raises(ValueError, match="leave_one_put is not an option of the built-in stage"):
+        stage("advantage", "reward", "advantage", fn=fn, options={"leave_one_put": True})
 
 
 # --- step scores ----------------------------------------------------------------------------------
@@ -342,7 +347,7 @@ def test_steps_are_credited_by_their_scores(batch: Batch, how: str, by_depth: bo
     scores_T, by_turn = scores_of(batch)
     found = credits.step_advantage(
         Layout.of(batch),
-        reward=batch.columns["reward"],
+        reward=batch.row_columns["reward"],
         step_scores=scores_T,
         how=how,
         share=0.3,
@@ -356,9 +361,11 @@ def test_steps_are_credited_by_their_scores(batch: Batch, how: str, by_depth: bo
 
 
 def test_a_score_by_row_is_not_taken_for_scores_of_steps(batch: Batch) -> None:
-    reward = batch.columns["reward"]
-    with pytest.raises(ConfigError, match="step_scores is not by token"):
-        credits.step_advantage(Layout.of(batch), reward=reward, step_scores=reward)
+    fn = f"{STAGE_FUNCTIONS_MODULE}:step_advantage"
+    rename = {"length": "step_scores"}
+    made = stage("advantage", "reward length", "advantage", fn=fn, rename=rename)
+    with pytest.raises(ConfigError, match="step_scores must be a token column, and length is a"):
+        bind(made)(batch)
 
 
 # --- KL in the reward -----------------------------------------------------------------------------
@@ -376,7 +383,7 @@ def test_the_reward_less_the_kl_of_the_row(batch: Batch) -> None:
     sampling_T, reference_T = logprobs(batch)
     found = credits.less_kl_reward(
         Layout.of(batch),
-        reward=batch.columns["reward"],
+        reward=batch.row_columns["reward"],
         reference_logprobs=reference_T,
         sampling_logprobs=sampling_T,
         coef=0.1,
@@ -393,7 +400,7 @@ def test_returns_to_go_less_the_kl_on_the_way(batch: Batch) -> None:
     sampling_T, reference_T = logprobs(batch)
     found = credits.to_go_advantage(
         Layout.of(batch),
-        reward=batch.columns["reward"],
+        reward=batch.row_columns["reward"],
         reference_logprobs=reference_T,
         sampling_logprobs=sampling_T,
         coef=0.1,
@@ -456,7 +463,7 @@ def share(sealed: Sealed, part: int) -> list[RowPayload]:
     ],
 )
 def test_two_ranks_credit_as_one_does(
-    batch: Batch, function: Callable[..., credits.Columns], options: dict[str, float]
+    batch: Batch, function: Callable[..., Columns], options: dict[str, float]
 ) -> None:
     """Each has the tokens of every other row; what is compared is compared over all."""
     sealed = seal(GROUPS)
@@ -466,12 +473,14 @@ def test_two_ranks_credit_as_one_does(
         "sampling_logprobs": sampling_T,
         "reference_logprobs": reference_T,
     }
-    reads = [name for name in by_token if name in function.__annotations__]
+    declared = declaration_of(function)
+    assert declared is not None
+    reads = [name for name in by_token if name in declared.reads]
 
     def credit(part: Batch, total: Sum, tokens: Floats) -> Floats:
         given = {name: by_token[name][tokens.astype(np.int64)] for name in reads}
         layout = Layout.of(part, total)
-        [found] = function(layout, reward=part.columns["reward"], **given, **options).values()
+        [found] = function(layout, reward=part.row_columns["reward"], **given, **options).values()
         return found
 
     whole = credit(batch, SingleRank().sum_over_ranks, np.arange(batch.samples.ids_T.size * 1.0))
@@ -497,7 +506,7 @@ def test_a_row_that_was_cut_short_goes_on_in_its_last_value(batch: Batch) -> Non
     samples = batch.samples
     values_T = np.random.default_rng(5).standard_normal(samples.ids_T.size)
     truncated_R = np.array([1.0, 0, 1, 0, 1, 1, 1, 0, 0])
-    reward = batch.columns["reward"]
+    reward = batch.row_columns["reward"]
     found = credits.gae(
         Layout.of(batch), reward=reward, values=values_T, truncated=truncated_R, gamma=0.9, lam=0.8
     )
@@ -521,10 +530,10 @@ def test_who_was_cut_short_counts_only_where_it_is_read(batch: Batch) -> None:
         options = {"lam": 0.9, "normalise": True}
         made = stage("a", reads, "advantage returns", role="critic", fn=None, options=options)
         truncated_R = np.full(batch.groups_R.size, truncated)
-        given = replace(batch, columns={**batch.columns, **values, "truncated": truncated_R})
-        found = bind(made)(given)
-        assert isinstance(found, Mapping)
-        return found["advantage"]
+        row_columns = {**batch.row_columns, "truncated": truncated_R}
+        found = bind(made)(replace(batch, row_columns=row_columns, token_columns=values))
+        assert isinstance(found, Batch)
+        return found.token_columns["advantage"]
 
     plain = credit("reward values", 1.0)
     np.testing.assert_array_equal(credit("reward values truncated", 0.0), plain)
@@ -536,8 +545,8 @@ def shaped(batch: Batch, reads: str = "turns reward truncated") -> Floats:
     options = {**overlong.options, "max_length": 256, "margin": 64}
     made = overlong.model_copy(update={"reads": tuple(reads.split()), "options": options})
     found = bind(made)(batch)
-    assert isinstance(found, Mapping)
-    return found["shaped_reward"]
+    assert isinstance(found, Batch)
+    return found.row_columns["shaped_reward"]
 
 
 def test_many_short_turns_are_not_one_long_answer() -> None:
@@ -571,7 +580,7 @@ def test_many_short_turns_are_not_one_long_answer() -> None:
 def test_a_row_of_one_turn_is_as_long_as_it_was() -> None:
     sealed = random_batch(5)
     batch = assemble(sealed.manifest, sealed.rows, POLICY, VOCAB_SIZE)
-    np.testing.assert_array_equal(batch.longest_R, batch.columns["length"])
+    np.testing.assert_array_equal(batch.longest_R, batch.row_columns["length"])
 
 
 @pytest.mark.parametrize(

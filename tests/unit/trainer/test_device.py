@@ -52,14 +52,14 @@ def test_ranks_with_gpus_meet_and_spread_over_them(
 ) -> None:
     asked: list[str] = []
 
-    def join(rank_env: RankEnv, *, device: str) -> None:
+    def init_process_group(rank_env: RankEnv, *, device: str) -> None:
         asked.append(device)
 
     def make_ranks(parallels: list[Parallel], *, device: str) -> Ranks:
         asked.append(device)
         return SingleRank()
 
-    monkeypatch.setattr(service, "join", join)
+    monkeypatch.setattr(service, "init_process_group", init_process_group)
     monkeypatch.setattr(service, "make_ranks", make_ranks)
     rank_env = RankEnv(rank=1, num_ranks=2, local_rank=1, host="", port=0)
     device = torch.device("cuda", 1)

@@ -86,7 +86,7 @@ def oracle_loss(model: PreTrainedModel, sealed: Sealed) -> float:
             z = logits[t - 1] / samples.temperature_T[part][t]
             logp = z - z.max() - np.log(np.exp(z - z.max()).sum())
             ratio = np.exp(logp[ids[t]] - samples.logprobs_T[part][t])
-            advantage = batch.columns["advantage"][part][t]
+            advantage = batch.token_columns["advantage"][part][t]
             surrogate = min(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)
             total += -surrogate + 0.01 * float((np.exp(logp) * logp).sum())
             count += 1
@@ -281,7 +281,7 @@ def test_a_batch_whose_every_token_is_rejected_says_so(new_model: NewModel) -> N
     def stats_of(*rewards: float) -> Stats:
         turns = [make_turn([3, 4], [token], logprobs=[-30.0]) for token in (5, 6)]
         batch = seal([list(zip(turns, rewards, strict=True))]).assembled()
-        return learner.step(batch.with_columns({PROXIMAL: learner.infer(batch)}))
+        return learner.step(batch.with_columns(token_columns={PROXIMAL: learner.infer(batch)}))
 
     metrics = list[str | None]()
     watch = SignalMonitor(lambda node: None)
@@ -353,7 +353,7 @@ def test_one_absurd_record_does_not_cost_the_batch(new_model: NewModel) -> None:
 def test_statistics(new_model: NewModel) -> None:
     batch = random_batch(11).assembled()
     values = make_learner(new_model()).step(batch).values
-    assert values["reward/mean"] == pytest.approx(batch.columns["reward"].mean())
+    assert values["reward/mean"] == pytest.approx(batch.row_columns["reward"].mean())
     assert values["completions/mean_length"] == pytest.approx(batch.samples.num_trained / 16)
     assert values["entropy"] == pytest.approx(math.log(16), rel=0.05), "near uniform at the start"
     assert values["staleness/mean"] == 0
@@ -395,7 +395,7 @@ def test_a_row_of_another_vocabulary_is_left_out_and_its_group_keeps_its_statist
     batch = seal([[*good, foreign]]).assembled()
     assert batch.samples.rows_S.tolist() == [0, 1]
     assert batch.samples.num_trained == 2
-    first = batch.columns["advantage"][batch.samples.mask_T][0]
+    first = batch.token_columns["advantage"][batch.samples.mask_T][0]
     assert first == pytest.approx(2 / 3 / math.sqrt(1 / 3), rel=1e-4)
 
 

@@ -64,7 +64,7 @@ def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Publisher, "submit", at_once)
     monkeypatch.setattr(Saver, "submit", saved)
-    monkeypatch.setattr(Saver, "move", moved)
+    monkeypatch.setattr(Saver, "advance_cursor", moved)
 
 
 BATCHES = [random_batch(0, seq=seq) for seq in range(1, 7)]

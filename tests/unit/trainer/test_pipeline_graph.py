@@ -18,23 +18,27 @@ import pytest
 from tests.unit.trainer.stage_makers import OWN, of, stage, train
 
 from penstock.config import HostConfig, LoraConfig, PipelineConfig, PipelineStageConfig
-from penstock.config.algorithms import PRESETS
-from penstock.config.builtin_stages import BUILTIN_FUNCTIONS as SHIPPED_FUNCTIONS
-from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
+from penstock.config.algorithms import builtin_algorithms
+from penstock.config.builtin_stages import (
+    STAGE_FUNCTIONS_MODULE,
+    builtin_functions,
+    default_functions,
+)
 from penstock.config.pipeline import ParallelConfig
 from penstock.config.pipeline_checks import BATCH_COLUMNS
 from penstock.errors import ConfigError
+from penstock.plugins import load_function
 from penstock.trainer.advantages.credit import Combine
 from penstock.trainer.advantages.overlong import Overlong
 from penstock.trainer.model_folders import TINY_QWEN3, init_model
 from penstock.trainer.pipeline import credits
-from penstock.trainer.pipeline.functions import BUILTIN_FUNCTIONS, find_function, signature_errors
+from penstock.trainer.pipeline.functions import find_function, signature_errors
 from penstock.trainer.pipeline.graph import depths, topological_order
 from penstock.trainer.pipeline.memory_estimate import count_adapter, count_parameters, estimate
 from penstock.trainer.pipeline.plan import Plan, PolicyToPlan, make_plan
 from penstock.trainer.pipeline.svg import to_svg
 
-BUILTINS = tuple(PRESETS)
+BUILTINS = tuple(builtin_algorithms())
 
 
 def plan_for(
@@ -158,34 +162,36 @@ def test_a_function_that_does_not_fit_its_stage(made: PipelineStageConfig, says:
     assert says in str(caught.value) and f"stage {made.id}: " in str(caught.value)
 
 
-@pytest.mark.parametrize("name", SHIPPED_FUNCTIONS)
-def test_options_of_shipped_functions_are_those_the_config_knows(name: str) -> None:
-    function = getattr(credits, name)
-    parameters = [*inspect.signature(function, eval_str=True).parameters.values()][1:]
+@pytest.mark.parametrize("name", builtin_functions())
+def test_options_of_built_in_functions_are_their_keywords(name: str) -> None:
+    """Every keyword is a column or an option, and the options' defaults are the signature's."""
+    function, declared = getattr(credits, name), builtin_functions()[name]
+    assert function.__name__ == name and find_name(name) is function
+    parameters = [*inspect.signature(function).parameters.values()][1:]
     taken = {
         p.name: p.default
         for p in parameters
-        if p.annotation in (int, float, bool, str) and p.kind is p.KEYWORD_ONLY
+        if p.kind is p.KEYWORD_ONLY and p.name not in declared.reads
     }
-    known = SHIPPED_FUNCTIONS[name].options.model_fields
     none = inspect.Parameter.empty
+    known = declared.options.model_fields
     assert taken == {n: none if f.is_required() else f.default for n, f in known.items()}
 
 
-def test_every_shipped_function_is_known_to_the_config() -> None:
-    found = {
-        name
-        for name, value in vars(credits).items()
-        if inspect.isfunction(value)
-        and value.__module__ == STAGE_FUNCTIONS_MODULE
-        and name[0] != "_"
+def find_name(name: str) -> object:
+    return load_function(f"{STAGE_FUNCTIONS_MODULE}:{name}")
+
+
+def test_choices_of_built_in_functions() -> None:
+    assert {*default_functions().values()} <= {
+        f"{STAGE_FUNCTIONS_MODULE}:{name}" for name in builtin_functions()
     }
-    assert found == {*SHIPPED_FUNCTIONS}
-    assert {*BUILTIN_FUNCTIONS.values()} <= {f"{STAGE_FUNCTIONS_MODULE}:{name}" for name in found}
     hows = {"step_advantage": Combine, "overlong": Overlong}
     for name, values in hows.items():
-        field = SHIPPED_FUNCTIONS[name].options.model_fields["how"]
+        field = builtin_functions()[name].options.model_fields["how"]
         assert {*get_args(field.annotation)} == {*values}
+    with pytest.raises(AttributeError, match="has no attribute 'grup_advantage'"):
+        _ = credits.grup_advantage
 
 
 def test_what_is_shipped_takes_what_the_built_in_graphs_give() -> None:
@@ -196,8 +202,8 @@ def test_what_is_shipped_takes_what_the_built_in_graphs_give() -> None:
             assert (function is None) == (one.type != "compute")
             if function is not None:
                 assert not list(signature_errors(one, function))
-                used.add(one.fn or BUILTIN_FUNCTIONS[one.type, one.role])
-    assert used >= set(BUILTIN_FUNCTIONS.values())
+                used.add(one.fn or default_functions()[one.type, one.role])
+    assert used >= set(default_functions().values())
 
 
 # --- built-in graphs ------------------------------------------------------------------------------

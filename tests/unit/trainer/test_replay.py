@@ -154,7 +154,7 @@ def test_steps_are_of_the_config_of_the_life_that_saved_the_next_checkpoint(tmp_
 
     for number, rate in ((3, "A"), (6, "B")):
         checkpoints = life(rate)
-        checkpoints.newest()
+        checkpoints.open_newest()
         save_little(checkpoints, number)
 
     def started_at(rate: str, number: int) -> int:
@@ -189,7 +189,7 @@ def test_what_an_older_penstock_did_not_write_down_is_as_by_default(
     save_little(old, 1)
 
     def restored(settings: RunConfig) -> bool:
-        return make_checkpoints(settings, POLICY, tmp_path).newest() is not None
+        return make_checkpoints(settings, POLICY, tmp_path).open_newest() is not None
 
     assert restored(then)
     corrected = {"weighting": "none", "veto": 1e-4}

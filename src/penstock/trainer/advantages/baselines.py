@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Credit of a trajectory, by comparison inside its group or its batch. Pure NumPy in float64.
 
-Groups come whole, with the rewards of every row of the manifest; a row whose tokens are gone still
-counts in its group's statistics. A row without a reward (NaN, or not finite) counts in none, and
-its advantage is 0.
+Groups are complete, with the rewards of every row of the manifest; a row whose tokens are missing
+still counts in its group's statistics. A row without a reward (NaN, or not finite) counts in none,
+and its advantage is 0.
 
 R = rows of the manifest, G = groups, T = tokens of all samples, S = samples.
 """
@@ -147,8 +147,8 @@ def moments(advantages_T: Floats, mask_T: Bools) -> Moments:
 
 
 def normalised(advantages_T: Floats, mask_T: Bools, of_batch: Moments) -> Floats:
-    """(advantage - mean) / (std + ε) over the trained tokens of the whole batch; 0 elsewhere, and
-    where there is no advantage (NaN)."""
+    """(advantage - mean) / (std + ε) over the trained tokens of the batch; 0 elsewhere, and where
+    the advantage is NaN."""
     if of_batch.std <= MIN_SPREAD:
         return np.zeros_like(advantages_T)
     counts_T = mask_T & np.isfinite(advantages_T)
@@ -160,7 +160,7 @@ class _Groups:
     sizes_G: Ints
     """Rows that have a reward."""
     centred_R: Floats
-    """Reward - group mean; 0 where there is no reward or no spread."""
+    """Reward - group mean; 0 without a reward or without spread."""
 
 
 def _compare(rewards_R: Floats, groups_R: Ints) -> _Groups:

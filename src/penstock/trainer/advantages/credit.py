@@ -37,7 +37,7 @@ class Combine(StrEnum):
     MIN = "min"
     """The worst score of the row."""
     OUTCOME = "outcome"
-    """O alone."""
+    """O only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +108,8 @@ def combine_returns(
     share: float = 0.5,
     discount: float = 1.0,
 ) -> Floats:
-    """Returns by turn. A turn without a score (NaN) counts as 0: nobody scored what it was. A row
-    without an outcome has none that is finite."""
+    """Returns by turn. A turn without a score (NaN) counts as 0. A row without an outcome has no
+    finite return."""
     outcomes_Q = outcomes_R[turns.rows_Q]
     scores_Q = np.nan_to_num(scores_Q, posinf=0, neginf=0)
     match how:

@@ -39,7 +39,7 @@ class Gae:
 
     discount: float = 1.0
     lam: float = 1.0
-    """λ: 1 takes whole returns, 0 the next value only."""
+    """λ: 1 uses full returns, 0 only the next value."""
 
     def __call__(
         self,
@@ -49,8 +49,8 @@ class Gae:
         ends_S: Ints,
         bootstrap_S: Floats | None = None,
     ) -> GaeResult:
-        """`bootstrap_S`: the value behind each sample's last token, where it was truncated; 0 where
-        the episode ended (None: everywhere). `ends_S` rises, and samples hold all trained tokens.
+        """`bootstrap_S`: the value after each sample's last token, if it was truncated; 0 if the
+        episode ended (None: everywhere). `ends_S` increases, and samples hold all trained tokens.
         """
         tokens_K = np.flatnonzero(mask_T)
         ends_K = np.searchsorted(tokens_K, ends_S)
@@ -70,7 +70,7 @@ class Gae:
 
 
 def _discounted_sums(errors_K: Floats, lengths_S: Ints, ends_K: Ints, decay: float) -> Floats:
-    """a = error + decay · (a of the next token), in all samples at once, from their ends."""
+    """a = error + decay · (a of the next token), in all samples together, from their ends."""
     out_K = errors_K.copy()
     order = np.argsort(-lengths_S, kind="stable")
     ends, lengths = ends_K[order], lengths_S[order]

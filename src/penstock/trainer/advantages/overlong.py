@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of answers that were too long (DAPO): set aside, punished, or both.
+"""DAPO's treatment of answers that are too long: masked, penalised, or both.
 
-Comes before any comparison: a punishment shifts the group's mean, and a row set aside has no reward
+Comes before any comparison: a penalty shifts the group's mean, and a masked row has no reward
 (NaN), so it counts in no statistics, and its tokens are not trained.
 
 R = rows of the manifest.
@@ -22,11 +22,11 @@ Bools = npt.NDArray[np.bool_]
 
 class Overlong(StrEnum):
     MASK = "mask"
-    """Truncated answers are set aside."""
+    """Truncated answers are masked."""
     PUNISH = "punish"
     """Answers near the limit, or over it, lose reward."""
     BOTH = "both"
-    """Truncated answers are set aside; others near the limit lose reward."""
+    """Truncated answers are masked; others near the limit lose reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class OverlongPenalty:
     max_length: int
     """Tokens an answer may have, the margin included."""
     margin: int
-    """Over so many tokens before the limit the punishment grows from 0 to -1."""
+    """Over the last `margin` tokens before the limit the penalty grows from 0 to -1."""
 
     def __post_init__(self) -> None:
         if not 0 < self.margin <= self.max_length:
@@ -47,7 +47,7 @@ class OverlongPenalty:
     def __call__(
         self, rewards_R: Floats, lengths_R: Ints, is_truncated_R: Bools
     ) -> tuple[Floats, Bools]:
-        """(rewards to compare, rows whose tokens are set aside)."""
+        """(rewards to compare, rows whose tokens are masked)."""
         is_excluded_R = is_truncated_R & (self.how is not Overlong.PUNISH)
         if self.how is not Overlong.MASK:
             rewards_R = rewards_R + overlong_penalty(lengths_R, self.max_length, self.margin)

@@ -105,7 +105,7 @@ class LossWeights:
     def by_token(
         self, lengths_S: Ints, of_update: Counts, is_kept_K: Bools | None = None
     ) -> Floats:
-        """What each token's loss is multiplied with, given the counts of the whole update."""
+        """The factor of each token's loss, given the counts of the complete update."""
         if of_update.is_empty:
             return np.zeros(int(lengths_S.sum()))
         weights_S = 1 / self._denominators(lengths_S, of_update, is_kept_K)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two terms beside a policy loss: the KL to a frozen reference, and the entropy.
+"""Two terms added to a policy loss: the KL to a frozen reference, and the entropy.
 
 With x = log reference - log now on sampled tokens, k1 = -x, k2 = x²/2, k3 = e^x - 1 - x. Tokens
-were sampled by older weights, so each term stands behind the ratio now / sampling; with it, all
-three have the gradient of KL(now ‖ reference) in expectation. For k1 and k3, whose *value*
-is the KL, that takes the gradient through the ratio too; for k2, whose plain gradient is the KL's,
-the ratio is detached. Without, k1 would have no gradient at all and k3 another divergence's.
+were sampled by older weights, so each term is multiplied by the ratio now / sampling; with it, all
+three have the gradient of KL(now ‖ reference) in expectation. For k1 and k3, whose *value* is the
+KL, that takes the gradient through the ratio too; for k2, whose plain gradient is the KL's, the
+ratio is detached. Without it, k1 would have no gradient at all and k3 another divergence's.
 
 K = trained tokens of a micro-batch.
 """
@@ -18,7 +18,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from penstock.trainer.losses.logprobs import log_ratio
+from penstock.trainer.losses.ratios import log_ratio
 from penstock.trainer.losses.tokens import Objective, TokenLoss, Tokens
 
 
@@ -41,8 +41,8 @@ class KlPenalty:
     kind: KlEstimator = KlEstimator.K3
     coef: float = 1e-3
     max_ratio: float = 5.0
-    """Bounds the ratio in front, as an importance weight: a token far from its sampling policy must
-    not drown the others."""
+    """Bounds the ratio, as an importance weight: a token far from its sampling policy must not
+    drown the others."""
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         out = self.inner(tokens)

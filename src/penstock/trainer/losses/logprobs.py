@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities under a sampling spec, and what is made of two of them. Pure functions of
-tensors.
+"""Log-probabilities and entropy under a sampling spec. Pure functions of tensors.
 
 K = trained tokens, V = vocabulary.
 """
@@ -14,9 +13,6 @@ from torch import Tensor
 
 _MASKED_LOGIT = -1e30
 """Logit of a token outside the kept set; finite, so that 0 · log 0 is 0 and no gradient is NaN."""
-
-MAX_LOG_RATIO = 20.0
-"""Far beyond every clip, and its exponential is a number one can still sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +61,3 @@ def _truncated_mask(logits_KV: Tensor, kept: Truncation) -> Tensor:
 def entropy(logprobs_KV: Tensor) -> Tensor:
     """Of each token's distribution, in nats."""
     return -(logprobs_KV.exp() * logprobs_KV).sum(dim=-1)
-
-
-def log_ratio(logprobs_K: Tensor, behaviour_K: Tensor) -> Tensor:
-    """Of the policy now to the one that sampled, bounded: one absurd record, with a log-prob of
-    -1e38, must not make the gradient of all the others NaN. Beyond the bound a token has none."""
-    return (logprobs_K - behaviour_K).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def behaviour_kl(log_ratio_K: Tensor) -> Tensor:
-    """Estimate of KL(behaviour ‖ current) by token: never negative, unbiased (k3)."""
-    return log_ratio_K.exp() - 1 - log_ratio_K

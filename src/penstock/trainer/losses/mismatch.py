@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where trainer and engine disagree on the same weights: detached weights, and rejections.
+"""Corrects for engine mismatch on the same weights: detached weights, and rejections.
 
-Owns what is done about it, as a layer around an objective. For a token that the version trained
-from has sampled, ρ = proximal / sampling is that disagreement alone; for an older token the
-staleness since then is in it too. An objective whose own ratio stands against the sampling
-log-probs has corrected for ρ already: weighing it again is refused.
+Owns the correction, as a layer around an objective. For a token sampled by the version trained
+from, ρ = proximal / sampling is that mismatch only; for an older token it includes the staleness
+since then. An objective with a ratio to the sampling log-probs has corrected for ρ already:
+weighing it again is refused.
 
-Rejected tokens are data set aside: out of the numerator, and by default out of the denominator
-(aggregation.py), which needs `survivors` before the first backward pass.
+Rejected tokens are out of the numerator, and by default out of the denominator (aggregation.py),
+which needs `survivors` before the first backward pass.
 
 K = trained tokens of a micro-batch, S = its sequences.
 """
@@ -21,11 +21,9 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from penstock.trainer.losses.logprobs import log_ratio
-from penstock.trainer.losses.m2po import M2poLoss
-from penstock.trainer.losses.objectives import (
-    DecoupledLoss,
+from penstock.trainer.losses.ratios import (
     RatioAgainst,
+    log_ratio,
     require_proximal,
     sequence_means,
     sequence_sums,
@@ -60,7 +58,7 @@ class Correction:
     low: float = 0.0
     high: float = 2.0
     sequence: SequenceRatio | None = None
-    """Also reject whole sequences whose ρ is outside the two bounds below."""
+    """Also reject complete sequences whose ρ is outside the two bounds below."""
     sequence_low: float = 0.0
     sequence_high: float = math.inf
     veto: float = 0.0
@@ -75,7 +73,7 @@ class Correction:
 
     @torch.no_grad()
     def survivors(self, proximal_K: Tensor, sampling_K: Tensor, sequences_K: Tensor) -> Tensor:
-        """True for the tokens that are not rejected. Needs no forward pass of its own."""
+        """True for the tokens that are not rejected. Needs no forward pass."""
         log_rho_K = log_ratio(proximal_K, sampling_K)
         rho_K = log_rho_K.exp()
         is_kept_K = torch.ones_like(rho_K, dtype=torch.bool)
@@ -113,10 +111,7 @@ class CorrectedLoss:
 
     def __post_init__(self) -> None:
         for part in _layers(self.inner):
-            against = getattr(part, "ratio_against", None)
-            is_corrected = (
-                isinstance(part, (DecoupledLoss, M2poLoss)) or against == RatioAgainst.SAMPLING
-            )
+            is_corrected = getattr(part, "ratio_against", None) == RatioAgainst.SAMPLING
             if is_corrected and self.correction.weighting is not Weighting.NONE:
                 raise ValueError(
                     f"{type(part).__name__} corrects for the sampling log-probs already; weighing "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loss sees, and what it gives back: the contract between the learner and its objectives.
+"""The contract between the learner and its objectives: what a loss reads and returns.
 
 An objective is a pure function of the trained tokens of one micro-batch. Sequences are never cut
-between micro-batches, so it may reduce over one. What must be known of a whole update before its
-first backward pass (denominators, a trust-region budget) is settled before it is called.
+between micro-batches, so it may reduce over one. What must be known of an update before its first
+backward pass (denominators, a trust-region budget) is settled before it is called.
 
 K = trained tokens of a micro-batch, S = its sequences. A sequence is a sample: one path of turns.
 """
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """One number per token to be minimised, and what to tell about them."""
+    """One number per token to minimise, and the metrics to report."""
 
     loss_K: Tensor
     """The learner multiplies each by its weight (1 / denominator) and sums."""
@@ -60,7 +61,7 @@ class Objective(Protocol):
 
 @runtime_checkable
 class BudgetedObjective(Protocol):
-    """An objective with a budget over a whole update, all ranks included (M2PO)."""
+    """An objective with a budget over a complete update, all ranks included (M2PO)."""
 
     def budget_terms(self, tokens: Tokens) -> Tensor:
         """What this micro-batch puts on the budget: any number of values, without gradient."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which function a stage runs, and whether it takes what the stage gives it.
+"""Which function a stage runs, and whether its signature fits the stage.
 
     compute, infer   fn(layout, *, <column it reads>…, <option>…) -> Mapping of columns
     infer, placed    fn(trajectory, *, <column it reads>…, <option>…) -> Mapping of columns
     train            fn(tokens, *, <option>…) -> TokenLoss
 
-`turns` is what the first argument holds, so it is no keyword. Imports the user's module and looks
-at the signature; calls nothing, and imports no torch of its own. Options of shipped functions were
-judged when the file was read.
+`turns` is the content of the first argument, so it is not a keyword. Imports the user's module and
+inspects the signature; calls nothing, and imports no torch itself. Options of built-in functions
+were checked when the file was read.
 """
 
 from __future__ import annotations
@@ -16,29 +16,22 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_origin
 
-from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
+from penstock.config.builtin_stages import default_functions
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.errors import ConfigError
 from penstock.plugins import load_function
-
-BUILTIN_FUNCTIONS: Mapping[tuple[str, str], str] = {
-    ("compute", "advantage"): f"{STAGE_FUNCTIONS_MODULE}:group_advantage",
-    ("compute", "critic"): f"{STAGE_FUNCTIONS_MODULE}:gae",
-    ("compute", "overlong"): f"{STAGE_FUNCTIONS_MODULE}:overlong",
-}
-"""By (type, role), for a stage without fn; infer and train stages run the models themselves."""
 
 Function = Callable[..., Any]
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def function_name(stage: PipelineStageConfig) -> str | None:
-    """`module:function`; None where the trainer runs a model."""
-    return stage.fn or BUILTIN_FUNCTIONS.get((stage.type, stage.role))
+    """`module:function`; None if the trainer runs a model."""
+    return stage.fn or default_functions().get((stage.type, stage.role))
 
 
 def find_function(stage: PipelineStageConfig) -> Function | None:
-    """What the stage runs; ConfigError when it is not there or does not fit the stage."""
+    """The function that the stage runs; ConfigError if it is missing or does not fit."""
     name = function_name(stage)
     if name is None:
         return None
@@ -52,14 +45,14 @@ def find_function(stage: PipelineStageConfig) -> Function | None:
 
 
 def keywords(stage: PipelineStageConfig) -> dict[str, str]:
-    """Columns that fn is given, by the keyword it takes each under."""
+    """Columns passed to fn, by keyword."""
     if stage.type == "train":
         return {}
     return {stage.rename.get(column, column): column for column in stage.reads if column != "turns"}
 
 
 def signature_errors(stage: PipelineStageConfig, function: Function) -> Iterator[str]:
-    """Why this function cannot be a stage like this."""
+    """Why this function does not fit the stage."""
     signature = _signature(function)
     if signature is None:
         return
@@ -88,11 +81,11 @@ def _subject(stage: PipelineStageConfig) -> str:
 
 
 def _fix_hint(kind: str) -> str:
-    return "rename or drop the column" if kind == "column" else "take the option out"
+    return "rename or drop the column" if kind == "column" else "remove the option"
 
 
 def _signature(function: Function) -> inspect.Signature | None:
-    """None where Python itself cannot tell (some compiled functions)."""
+    """None if Python cannot inspect it (some compiled functions)."""
     try:
         return inspect.signature(function, eval_str=True)
     except (NameError, AttributeError, TypeError, SyntaxError):  # names for type checkers only

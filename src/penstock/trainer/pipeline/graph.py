@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which stages can run: edges by column and by `after`, earliest in the list first.
+"""The order in which stages run: edges by column and by `after`, earliest in the list first.
 
 Owns the order. Edges, and the reasons why stages cannot be ordered, are in `config.stage_graph`.
 """
@@ -25,7 +25,7 @@ V = TypeVar("V", bound=GraphStage)
 
 
 def topological_order(stages: Sequence[V], given_columns: Collection[str]) -> tuple[V, ...]:
-    """The stages, each after all it waits for; of those that can run, the first in the list."""
+    """The stages, each after all it depends on; ties go to the first in the list."""
     check_graph(stages, given_columns)
     waits = {stage.id: set[str]() for stage in stages}
     for edge in find_edges(stages):
@@ -41,7 +41,7 @@ def topological_order(stages: Sequence[V], given_columns: Collection[str]) -> tu
 
 
 def depths(stages: Sequence[GraphStage]) -> dict[str, int]:
-    """How many stages stand before each on the longest way to it."""
+    """Number of stages before each one on the longest path to it."""
     found: dict[str, int] = {}
     by_target: dict[str, list[Edge]] = {}
     for edge in find_edges(stages):

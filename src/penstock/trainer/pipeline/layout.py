@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where things are in a batch: all that a compute stage sees beside its columns.
+"""The structure of a batch: everything a compute stage sees in addition to its columns.
 
-Owns no value: rewards, advantages and log-probs are columns. On a rank of a gang, rows are all of
-the manifest and tokens the rank's own: what is summed over tokens goes through `sum_over_ranks`.
+Holds no values: rewards, advantages and log-probs are columns. With several ranks, rows are all
+rows of the manifest and tokens those of this rank; sums over tokens go through `sum_over_ranks`.
 
 R = rows of the manifest, S = samples, T = tokens of all samples, Q = turns, row after row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.trainer.advantages.credit import Turns
+from penstock.trainer.advantages.baselines import Moments, moments, normalised
+from penstock.trainer.advantages.credit import Turns, spread_to_tokens
 
 if TYPE_CHECKING:
     from penstock.trainer.batches import Batch, Roles
@@ -24,7 +25,23 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Columns = Mapping[str, Floats]
+"""What a stage function returns, by column name."""
 Sum = Callable[[Floats], Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class RowColumn:
+    """A returned column with one number per row: for custom columns of undeclared functions."""
+
+    values_R: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumn:
+    """A returned column with one number per token: for custom columns of undeclared functions."""
+
+    values_T: Floats
 
 
 def no_reduction(values: Floats) -> Floats:
@@ -35,13 +52,13 @@ def no_reduction(values: Floats) -> Floats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     groups_R: Ints
-    """Which group of the manifest a row belongs to; never falls."""
+    """Which group of the manifest a row belongs to; never decreases."""
     longest_R: Ints
     """Sampled tokens of each row's longest turn."""
     roles: Roles
-    """Which roles had a part in which rows."""
+    """Which roles took part in which rows."""
     rows_S: Ints
-    """The row each sample was cut from; never falls."""
+    """The row each sample was cut from; never decreases."""
     starts_S: Ints
     """First token of each sample."""
     ends_S: Ints
@@ -49,17 +66,17 @@ class Layout:
     """The row each token belongs to."""
     ids_T: npt.NDArray[np.int32]
     mask_T: Bools
-    """True where the token was sampled and is to be trained."""
+    """True for sampled tokens that are trained."""
     turns_T: npt.NDArray[np.int32]
     """Index of the token's turn in its trajectory."""
     roles_T: npt.NDArray[np.int32]
-    """Number of the role that its turn was taken in; meant where trained."""
+    """Number of the role of the token's turn; valid where trained."""
     sum_over_ranks: Sum = no_reduction
-    """Element by element; every rank of the gang asks, with as many numbers."""
+    """Element by element; every rank calls it, with arrays of the same size."""
 
     @classmethod
     def of(cls, batch: Batch, sum_over_ranks: Sum = no_reduction) -> Layout:
-        """The layout of this batch; shares its arrays."""
+        """The layout of this batch, with the same arrays."""
         samples = batch.samples
         return cls(
             groups_R=batch.groups_R,
@@ -85,14 +102,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTurns:
-    """The turns that have a trained token here, in their order: the steps that credit goes to. What
-    another policy did between two of them is no step, as it is none for GAE."""
+    """The turns with a trained token on this rank, in order: the steps that get credit. Turns of
+    another policy between two of them are not steps; GAE skips them too."""
 
     turns: Turns
     last_Q: Ints
     """The last trained token of each."""
     depths_T: Ints
-    """Index of the token's turn among those of its row; meant where trained."""
+    """Index of the token's turn among the turns of its row; valid where trained."""
 
     @classmethod
     def of(cls, layout: Layout) -> TrainedTurns:
@@ -106,3 +123,18 @@ class TrainedTurns:
         depths_T = np.zeros(layout.mask_T.size, np.int64)
         depths_T[tokens_K] = turns.depths_Q[of_K]
         return cls(turns=turns, last_Q=last_Q, depths_T=depths_T)
+
+    def by_token(self, layout: Layout, turns: Turns, credits_Q: Floats) -> Floats:
+        """Credit of `turns`, of all ranks or of this one, on the trained tokens of this rank."""
+        return spread_to_tokens(credits_Q, turns, layout.rows_T, self.depths_T, layout.mask_T)
+
+
+def normalised_over_batch(layout: Layout, reward: Floats, advantages_T: Floats) -> Floats:
+    """Zero mean and unit variance over the trained tokens of all ranks; tokens of rows without a
+    reward are not counted and stay 0."""
+    counts_T = layout.mask_T & np.isfinite(reward[layout.rows_T])
+    own = moments(advantages_T, counts_T)
+    sums = layout.sum_over_ranks(np.array([own.num_tokens, own.total, own.square], np.float64))
+    num_tokens, total, square = sums.tolist()
+    of_batch = Moments(num_tokens=int(num_tokens), total=total, square=square)
+    return normalised(advantages_T, counts_T, of_batch)

@@ -28,7 +28,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one model, or of one rank's share of it."""
+    """Bytes of one model, or of one rank's shard of it."""
 
     weights_bytes: int = 0
     gradients_bytes: int = 0
@@ -39,7 +39,7 @@ class MemoryEstimate:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
     def per_rank(self, num_ranks: int) -> MemoryEstimate:
-        """One rank's share, rounded up."""
+        """One rank's shard, rounded up."""
         return MemoryEstimate(
             weights_bytes=-(-self.weights_bytes // num_ranks),
             gradients_bytes=-(-self.gradients_bytes // num_ranks),
@@ -55,7 +55,7 @@ class MemoryEstimate:
 
 
 def estimate(num_parameters: int, *, is_trained: bool) -> MemoryEstimate:
-    """Of a whole model: its weights, and for one that learns its gradients and AdamW's state."""
+    """Of a full model: its weights and, if it is trained, gradients and AdamW's state."""
     if not is_trained:
         return MemoryEstimate(weights_bytes=FROZEN_BYTES * num_parameters)
     return MemoryEstimate(
@@ -66,19 +66,19 @@ def estimate(num_parameters: int, *, is_trained: bool) -> MemoryEstimate:
 
 
 def estimate_adapted(num_parameters: int, num_adapter: int) -> MemoryEstimate:
-    """Of a whole model that stays, and an adapter on it that learns."""
+    """Of a frozen model and a trained adapter on it."""
     return estimate(num_parameters, is_trained=False) + estimate(num_adapter, is_trained=True)
 
 
 def count_parameters(init: str) -> int | None:
-    """Of a model as `init` names it; None where there is no such folder on this machine."""
+    """Parameters of the model that `init` names; None if that folder is not on this machine."""
     shapes = _shapes_of(init)
     return None if shapes is None else sum(map(math.prod, shapes.values()))
 
 
 def count_adapter(init: str, lora: LoraConfig) -> int | None:
-    """Parameters of an adapter on such a model: rank × (in + out) for each matrix it stands beside.
-    Without targets these are all matrices of the numbered layers."""
+    """Parameters of an adapter on such a model: rank × (in + out) for each adapted matrix. Without
+    targets these are all matrices of the numbered layers."""
     if (shapes := _shapes_of(init)) is None:
         return None
     return sum(
@@ -114,10 +114,10 @@ def size_text(num_bytes: int) -> str:
 
 
 def _shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
-    """From the header alone: eight bytes of its length, then JSON with every tensor's shape."""
+    """From the header only: eight bytes of its length, then JSON with every tensor's shape."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
-            raise ValueError(f"{path} is no safetensors file")
+            raise ValueError(f"{path} is not a safetensors file")
         header = json.loads(file.read(length))
     return {name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"}

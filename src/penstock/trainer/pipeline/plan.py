@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a graph to a plan: a serial chain of stages per gang, services for stages placed elsewhere.
+"""From a graph to a plan: a serial chain of stages per trainer, services for placed stages.
 
-Stages of a gang run one after another, so all its models are there all the time and memory is
-predictable. Owns placement and its refusal, with the figure that is short. Starts nothing.
+The stages of a trainer run one after another with all its models in memory, so the need for memory
+is known in advance. Owns placement and its refusal, with the number that is short. Starts nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.trainer.pipeline.memory_estimate import (
 
 ACTOR = "actor"
 TRAIN = "train"
-"""The tag of hosts that gangs are placed on."""
+"""The tag of hosts that trainers are placed on."""
 GB = 10**9
 
 Stages = Sequence[PipelineStageConfig]
@@ -34,22 +34,22 @@ Stages = Sequence[PipelineStageConfig]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """What one gang does with every batch, in this order."""
+    """The stages that one policy's trainer runs on every batch, in this order."""
 
     policy: str
     stages: tuple[PipelineStageConfig, ...]
     num_ranks: int
     memory: MemoryEstimate
-    """Of the rank that holds most."""
+    """Of the rank that holds the most."""
     hosts: tuple[str, ...]
-    """One per rank; empty when the plan knows no hosts."""
+    """One per rank; empty if the plan has no hosts."""
     unknown_models: tuple[str, ...]
-    """Models whose size is not known here, and not in `memory`."""
+    """Models of unknown size, which are not in `memory`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A stage that is a consumer of the ledger, on hosts of its own."""
+    """A stage that is a consumer of the ledger, on separate hosts."""
 
     stage: PipelineStageConfig
     memory: MemoryEstimate
@@ -84,7 +84,7 @@ class _Host:
 
 @dataclass(slots=True)
 class _HostPool:
-    """What is left on each host while things are placed, first fit in the order of the list."""
+    """Free memory of each host during placement: first fit, in the order of the list."""
 
     hosts: list[_Host] = field(default_factory=list[_Host])
 
@@ -106,7 +106,7 @@ class _HostPool:
             raise ConfigError(
                 f"{wanted} with {needed} free on each for its models, and the last of these has "
                 f"{size_text(most)}: {short} short; raise parallel.dp, place a stage elsewhere, "
-                "or take larger hosts"
+                "or use larger hosts"
             )
         for host in roomy:
             host.free_bytes -= each_bytes
@@ -120,7 +120,7 @@ def make_plan(
     from_ledger: Sequence[str] = (),
     count: Callable[[str], int | None] = count_parameters,
 ) -> Plan:
-    """The plan of a run; ConfigError when it does not fit.
+    """The plan of a run; ConfigError if it does not fit.
 
     `from_ledger` are columns that stages outside the pipeline add to rows."""
     room = _HostPool(_expanded(hosts))
@@ -143,8 +143,8 @@ def _chain(
     room: _HostPool,
     count: Callable[[str], int | None],
 ) -> Chain:
-    """Each model once: that of a role is the same in all stages, and learns if one trains it. What
-    stays as it began is under an adapter the policy's own model."""
+    """Count each model once: a role has the same model in all stages, and it is trained if any
+    stage trains it. With an adapter, roles that stay as initialized use the policy's base model."""
     learning = {stage.role: stage for stage in stages if stage.type == "train"}
     models: dict[tuple[str, str], int] = {}
     for stage in stages:
@@ -177,7 +177,7 @@ def _chain(
 
 
 def _check_same_parallel(stage: PipelineStageConfig, trains: PipelineStageConfig | None) -> None:
-    """A model that learns lies in one way on its ranks, whoever looks at it."""
+    """A trained model is sharded the same way in every stage that runs it."""
     if trains is None or stage.fn is not None or stage.parallel == trains.parallel:
         return
     own, other = (f"{{dp: {p.dp}, tp: {p.tp}}}" for p in (stage.parallel, trains.parallel))

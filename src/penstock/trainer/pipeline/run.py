@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planned chain at work: a batch in, each stage adding columns to it, statistics out.
+"""Runs the planned chain: a batch in, columns added by each stage, statistics out.
 
-Owns the order of one step and the joining of what its stages tell. Knows nothing of models: infer
-and train stages are given as callables by whoever holds the models.
+Owns the order of one step, the axis of every column that a stage writes, and the merged statistics.
+Does not know models: infer and train stages are callables, given by the code that holds the models.
 """
 
 from __future__ import annotations
@@ -14,37 +14,31 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock.config.builtin_stages import Axis, BuiltinStage, declaration_of, known_axis
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch
 from penstock.trainer.learner import Stats
 from penstock.trainer.pipeline.functions import find_function, keywords
-from penstock.trainer.pipeline.layout import Layout, Sum, no_reduction
+from penstock.trainer.pipeline.layout import (
+    Columns,
+    Floats,
+    Layout,
+    RowColumn,
+    Sum,
+    TokenColumn,
+    no_reduction,
+)
 
-Floats = npt.NDArray[np.float64]
-Columns = Mapping[str, Floats]
 Call = Callable[[Batch], Columns | Stats]
-"""What a stage does with a batch: columns to add, or what it learned."""
+"""What a stage does with a batch: returns columns to add, or the statistics of an update."""
 
 MoveRows = Callable[[Batch], Batch]
-"""From the rows that this rank held at the stage before to those that it holds at this one."""
-
-BY_TOKEN = (
-    "advantage",
-    "returns",
-    "values",
-    "proximal_logprobs",
-    "reference_logprobs",
-    "teacher_logprobs",
-)
-"""Columns that losses take token by token."""
-BY_ROW = ("excluded",)
-"""Columns that are asked of whole rows."""
+"""Moves rows between ranks: from where the previous stage had them to where this one needs them."""
 
 ACTOR = "actor"
-"""The role whose training makes a version; what it tells stands without a prefix."""
+"""The role whose training makes a version; its metrics have no prefix."""
 
 
 def keep_rows(batch: Batch) -> Batch:
@@ -58,34 +52,62 @@ class Stage:
 
     id: str
     role: str
-    writes: tuple[str, ...]
+    writes: Mapping[str, Axis | None]
+    """Columns it writes. None: a custom column whose axis only the returned type says."""
     call: Call
-    move: MoveRows = keep_rows
-    """Brings the batch's rows to where this stage's model needs them."""
+    move_rows: MoveRows = keep_rows
+    """Brings the batch's rows to the ranks that hold this stage's model."""
     is_user_function: bool = False
-    """Whether it runs a function by name. Columns of such a one must be finite where they train; a
-    model that has diverged gives others, and its updates are skipped."""
+    """Whether it runs a function by name. The columns of such a function must be finite on trained
+    tokens; a diverged model may write others, and its updates are skipped."""
 
-    def __call__(self, batch: Batch) -> Columns | Stats:
+    def __call__(self, batch: Batch) -> Batch | Stats:
+        """The batch with this stage's columns, or the statistics of its update."""
         result = self.call(batch)
         if isinstance(result, Stats):
             return result
         if {*result} != {*self.writes}:
             raise ConfigError(
-                f"stage {self.id} is to write {', '.join(self.writes)} and gave "
-                f"{', '.join(map(str, result)) or 'nothing'}; return exactly what it writes"
+                f"stage {self.id} must write {', '.join(self.writes)} and returned "
+                f"{', '.join(map(str, result)) or 'nothing'}; return exactly the columns it writes"
             )
-        return {name: self._checked(name, values, batch) for name, values in result.items()}
+        written: dict[Axis, dict[str, Floats]] = {axis: {} for axis in Axis}
+        for name, returned in result.items():
+            axis, values = self._typed(name, returned)
+            written[axis][name] = self._checked(name, axis, values, batch)
+        return batch.with_columns(row_columns=written[Axis.ROW], token_columns=written[Axis.TOKEN])
 
-    def _checked(self, name: str, given: Any, batch: Batch) -> Floats:
+    def _typed(self, name: str, returned: Any) -> tuple[Axis, Any]:
+        """(axis, values) of a returned column: by its type, else by its declaration."""
+        declared = self.writes[name]
+        axis, values = declared, returned
+        if isinstance(returned, RowColumn):
+            axis, values = Axis.ROW, returned.values_R
+        elif isinstance(returned, TokenColumn):
+            axis, values = Axis.TOKEN, returned.values_T
+        if axis is None:
+            raise ConfigError(
+                f"stage {self.id}: column {name} is a plain array, and nothing declares its axis; "
+                f"return {{{name!r}: RowColumn(values)}} or TokenColumn(values) of "
+                "penstock.trainer.pipeline.layout, or declare the function with "
+                "@stage_function(writes=…)"
+            )
+        if declared not in (None, axis):
+            raise ConfigError(
+                f"stage {self.id}: column {name} is a {declared} column and was returned as a "
+                f"{axis} column; return one number per {declared}"
+            )
+        return axis, values
+
+    def _checked(self, name: str, axis: Axis, given: Any, batch: Batch) -> Floats:
         try:
             values = np.asarray(given, np.float64)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"stage {self.id}: column {name} holds no numbers ({error}); return a NumPy array"
+                f"stage {self.id}: column {name} is not numeric ({error}); return a NumPy array"
             ) from None
-        why = _shape_error(name, values, batch)
-        if self.is_user_function and not why:
+        why = _shape_error(axis, values, batch)
+        if self.is_user_function and not why and axis is Axis.TOKEN:
             why = _value_error(name, values, batch)
         if why:
             raise ConfigError(f"stage {self.id}: column {name} {why}")
@@ -93,32 +115,32 @@ class Stage:
 
 
 class Pipeline:
-    """One gang's chain of stages."""
+    """The chain of stages of one policy's trainer."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = tuple(stages)
 
     def run(self, batch: Batch) -> Stats:
-        """Every stage in the planned order; a train stage sees all columns written before it."""
+        """Run every stage in the planned order; a train stage sees all columns written before."""
         results: list[tuple[Stage, Stats]] = []
         seconds: dict[str, float] = {}
         for stage in self.stages:
             started = time.perf_counter()
-            batch = stage.move(batch)
+            batch = stage.move_rows(batch)
             result = stage(batch)
             if isinstance(result, Stats):
                 results.append((stage, result))
             else:
-                batch = batch.with_columns(result)
+                batch = result
             seconds[f"seconds/stage/{stage.id}"] = time.perf_counter() - started
         return merge_stats(results, seconds)
 
 
 def merge_stats(results: Sequence[tuple[Stage, Stats]], more: Mapping[str, float]) -> Stats:
-    """What all train stages tell, and `more`. The batch made a version if the actor learned."""
+    """Statistics of all train stages, and `more`. The batch made a version if the actor learned."""
     actor = next((stats for stage, stats in results if stage.role == ACTOR), None)
     if actor is None:
-        raise ConfigError("no stage of this pipeline trains the actor, so no batch is ever trained")
+        raise ConfigError("the pipeline has no train stage with role actor; add one")
     values = dict(actor.values)
     others = [(stage, stats) for stage, stats in results if stage.role != ACTOR]
     for stage, stats in others:
@@ -132,80 +154,92 @@ def bind(
     runner: Call | None = None,
     *,
     sum_over_ranks: Sum = no_reduction,
-    move: MoveRows = keep_rows,
+    move_rows: MoveRows = keep_rows,
 ) -> Stage:
-    """The stage with its function, or with what runs its model."""
-    call = runner
+    """The stage with its function, or with the callable that runs its model."""
+    call, declared = runner, None
     if call is None:
         function = find_function(stage)
         if function is None or stage.type == "train":
             raise ConfigError(
-                f"stage {stage.id}: nothing here runs the model of a {stage.role} ({stage.type})"
+                f"stage {stage.id}: no callable was given to run the model of role {stage.role} "
+                f"({stage.type})"
             )
-        call = partial(_compute, function, stage, sum_over_ranks)
+        declared = declaration_of(function)
+        call = partial(_compute, function, stage, declared, sum_over_ranks)
     return Stage(
         id=stage.id,
         role=stage.role,
-        writes=stage.writes,
+        writes={column: _declared_axis(column, declared) for column in stage.writes},
         call=call,
-        move=move,
+        move_rows=move_rows,
         is_user_function=stage.fn is not None,
     )
 
 
+def _declared_axis(column: str, declared: BuiltinStage | None) -> Axis | None:
+    """By the function's declaration, else by the name, where it is one that losses read."""
+    own = declared.writes.get(column) if declared else None
+    return own or known_axis(column)
+
+
 def _compute(
-    function: Callable[..., Any], stage: PipelineStageConfig, sum_over_ranks: Sum, batch: Batch
+    function: Callable[..., Any],
+    stage: PipelineStageConfig,
+    declared: BuiltinStage | None,
+    sum_over_ranks: Sum,
+    batch: Batch,
 ) -> Columns:
-    given = {name: column_of(batch, column, stage.id) for name, column in keywords(stage).items()}
+    given: dict[str, Floats] = {}
+    for keyword, column in keywords(stage).items():
+        axis, given[keyword] = column_of(batch, column, stage.id)
+        wanted = declared and declared.reads.get(keyword, declared.extra_reads)
+        if wanted not in (None, axis):
+            raise ConfigError(
+                f"stage {stage.id}: {keyword} must be a {wanted} column, and {column} is a {axis} "
+                f"column; read a column with one number per {wanted}"
+            )
     return function(Layout.of(batch, sum_over_ranks), **given, **stage.options)
 
 
-def column_of(batch: Batch, name: str, reader: str) -> Floats:
-    """A column of this batch, by row or by token."""
-    if name in batch.columns:
-        return batch.columns[name]
+def column_of(batch: Batch, name: str, reader: str) -> tuple[Axis, Floats]:
+    """(axis, values) of a column of this batch."""
+    if name in batch.row_columns:
+        return Axis.ROW, batch.row_columns[name]
+    if name in batch.token_columns:
+        return Axis.TOKEN, batch.token_columns[name]
     if name == "sampling_logprobs":
-        return batch.samples.logprobs_T.astype(np.float64)
+        return Axis.TOKEN, batch.samples.logprobs_T.astype(np.float64)
     raise ConfigError(
         f"stage {reader} reads {name}, and batch {batch.seq} has only "
-        f"{', '.join(sorted(batch.columns))}; check which stage writes it"
+        f"{', '.join(sorted(batch.column_names))}; check which stage writes it"
     )
 
 
-def _shape_error(name: str, values: Floats, batch: Batch) -> str:
-    """Why a column of this shape is none of this batch; empty where it is one."""
+def _shape_error(axis: Axis, values: Floats, batch: Batch) -> str:
+    """Why a column of this axis cannot have this shape; empty if it can."""
     num_rows, num_tokens = batch.groups_R.size, batch.samples.ids_T.size
-    if values.shape not in ((num_rows,), (num_tokens,)):
-        return (
-            f"has shape {values.shape}: it is neither by row ({num_rows}) nor by token "
-            f"({num_tokens}); return one number for each row, or for each token, of the layout"
-        )
-    if name in BY_TOKEN and values.size != num_tokens:
-        return (
-            f"is by row ({num_rows}), and losses take it by token ({num_tokens}); return "
-            "layout.by_token(values_R)"
-        )
-    if name in BY_ROW and values.size != num_rows:
-        return (
-            f"is by token ({num_tokens}), and rows are asked for it ({num_rows}); return one "
-            "number for each row of the layout"
-        )
-    return ""
-
-
-def _value_error(name: str, values: Floats, batch: Batch) -> str:
-    """Why these numbers cannot train; empty where they can. Rows may lack a reward, and their
-    tokens then have no credit (0); what is set aside is not asked."""
-    is_by_token = values.shape == batch.samples.ids_T.shape
-    if not is_by_token or not (name in BY_TOKEN or name.endswith("_logprobs")):
+    size = num_rows if axis is Axis.ROW else num_tokens
+    if values.shape == (size,):
         return ""
-    excluded_R = batch.columns.get("excluded")
+    fix = f"return one number per {axis}"
+    if axis is Axis.TOKEN and values.shape == (num_rows,):
+        fix = "spread row values with layout.by_token(values_R)"
+    return f"is a {axis} column and has shape {values.shape} instead of ({size},); {fix}"
+
+
+def _value_error(name: str, values_T: Floats, batch: Batch) -> str:
+    """Why these numbers cannot train; empty if they can. Tokens of rows without a reward must get
+    0; masked tokens may hold anything."""
+    if known_axis(name) is not Axis.TOKEN:
+        return ""
+    excluded_R = batch.row_columns.get("excluded")
     trained = batch if excluded_R is None else batch.without(excluded_R > 0)
-    values_K = values[trained.samples.mask_T]
+    values_K = values_T[trained.samples.mask_T]
     num_broken = int(np.count_nonzero(~np.isfinite(values_K)))
     if not num_broken:
         return ""
     return (
         f"is NaN or infinite on {num_broken} of {values_K.size} trained tokens; give 0 to the "
-        "tokens of rows without a reward (NaN), and look for divisions by 0"
+        "tokens of rows without a reward (NaN), and check for divisions by 0"
     )

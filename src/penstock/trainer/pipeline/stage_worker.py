@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage placed elsewhere: rows of the ledger in, the columns of a scorer out, row by row.
+"""The worker of a placed stage: rows of the ledger in, columns of a scorer out, row by row.
 
-Owns one worker's loop. Rows it did not finish come again, to it or to another worker; columns are
-write-once, so scoring twice changes nothing. Any number of workers may run beside each other.
+Owns one worker's loop. Unfinished rows are leased again, to this or another worker; columns are
+write-once, so scoring twice changes nothing. Any number of workers may run at the same time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def serve(
     """Score rows until cancelled.
 
     consumes: rows with the columns it reads · produces: the columns it writes
-    waits for: the next row · ends: never by itself"""
+    waits for: the next row · ends: when cancelled"""
     scorer = find_function(stage)
     if scorer is None:
         raise ConfigError(f"stage {stage.id} has no scorer; give fn: module:function")
@@ -53,21 +53,21 @@ async def serve(
 
 
 async def score(row: Row, scorer: Scorer, stage: PipelineStageConfig) -> None:
-    """One row; what the scorer raises, or gives that is no column, costs the row an attempt."""
+    """Score one row; an exception, or a result that is not a column, costs the row an attempt."""
     given = {name: row[column] for name, column in keywords(stage).items()}
     subject = row.trajectory() if "turns" in stage.reads else None
     try:
         columns = _columns(await _call(partial(scorer, subject, **given, **stage.options)), stage)
-    except Exception as error:  # anything at all: it is other people's code
+    except Exception as error:  # it is user code
         why = f"{type(error).__name__}: {error}"
-        _log.warning("a scorer failed", stage=stage.id, row=row.key, why=why)
+        _log.warning("scorer failed", stage=stage.id, row=row.key, why=why)
         await row.fail(why)
         return
     await row.write(**columns)
 
 
 async def _call(call: partial[Any]) -> Any:
-    """In a thread, so that leases are kept alive meanwhile; async scorers in the loop itself."""
+    """Call it in a thread, so that leases are renewed meanwhile; async scorers run in the loop."""
     if inspect.iscoroutinefunction(call.func):
         return await call()
     return await asyncio.to_thread(call)
@@ -75,7 +75,7 @@ async def _call(call: partial[Any]) -> Any:
 
 def _columns(found: Any, stage: PipelineStageConfig) -> Mapping[str, ColumnValue]:
     if not isinstance(found, Mapping) or {*found} != {*stage.writes}:
-        raise ValueError(f"gave {found!r}, not a mapping of {', '.join(stage.writes)}")
+        raise ValueError(f"returned {found!r} instead of a mapping of {', '.join(stage.writes)}")
     values: dict[str, ColumnValue] = {}
     for name in stage.writes:
         value: Any = found[name]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan as an SVG: stages from left to right, columns on the edges, placement as frames.
 
-Owns every coordinate. One lane per gang and one for the services; a stage stands as far to the
-right as its longest way, and an edge that passes a stage gets a track of its own below it.
+Owns every coordinate. One lane per trainer and one for the services; a stage's column is the length
+of its longest path, and an edge that passes a stage gets its own track below it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Box:
     badge: str
     column: int
     given_columns: str
-    """What it reads that every batch has; at the first port, when there is any."""
+    """Columns it reads that every batch has; at the first port, if there are any."""
     num_in: int = 0
     num_out: int = 0
     x: float = 0.0
@@ -48,7 +48,7 @@ class _Box:
 
 @dataclass(slots=True)
 class _Lane:
-    """One frame: a gang, or the services."""
+    """One frame: a trainer, or the services."""
 
     title: str
     is_service: bool
@@ -64,17 +64,17 @@ class _Line:
     source: _Box
     target: _Box
     label: str
-    """Its columns; empty where `after` alone orders the two."""
+    """Its columns; empty if only `after` orders the two."""
     lane: int
-    """Where it ends, and passes other stages."""
+    """The lane in which it ends and passes other stages."""
     out_port: int
     in_port: int
     tracks: list[float] = field(default_factory=list[float])
-    """Its height in each column that it passes."""
+    """Its y in each column that it passes."""
 
 
 def to_svg(plan: Plan, title: str) -> str:
-    """The picture as a text."""
+    """The plan as SVG text."""
     lanes = _lanes(plan)
     lines = _lines(plan, lanes)
     boxes = [box for lane in lanes for box in lane.boxes]
@@ -96,11 +96,11 @@ def to_svg(plan: Plan, title: str) -> str:
     return _document(title, right + MARGIN, bottom, parts)
 
 
-# --- what there is to draw ------------------------------------------------------------------------
+# --- boxes and lines ------------------------------------------------------------------------------
 
 
 def _lanes(plan: Plan) -> list[_Lane]:
-    """The services above, then gang after gang."""
+    """The services first, then one lane per trainer."""
     services = [service.stage for service in plan.services]
     stages = [*services, *(stage for chain in plan.chains for stage in chain.stages)]
     written = {column for stage in stages for column in stage.writes}
@@ -138,7 +138,7 @@ def _trainer_title(chain: Chain) -> str:
 
 
 def _lines(plan: Plan, lanes: Sequence[_Lane]) -> list[_Line]:
-    """Every edge once, each with a port of its own at both ends."""
+    """Every edge once, each with its own port at both ends."""
     services = [service.stage for service in plan.services]
     first = 1 if services else 0
     of_services = {box.stage.id: (0, box) for box in lanes[0].boxes} if services else {}
@@ -178,7 +178,7 @@ def _place(lane: _Lane, ending: Sequence[_Line], left: float, pitch: float, top:
     lane.bottom = max(heights.values()) - GAP_Y / 2
 
 
-# --- how it is drawn ------------------------------------------------------------------------------
+# --- drawing --------------------------------------------------------------------------------------
 
 
 def _frame(lane: _Lane, right: float) -> str:
@@ -191,7 +191,7 @@ def _frame(lane: _Lane, right: float) -> str:
 
 
 def _title(lane: _Lane) -> str:
-    """Over lines that come from another lane, with a rim in the colour of the ground."""
+    """Drawn over lines from other lanes, with an outline in the background colour."""
     text = _text((MARGIN + PAD, lane.top + 19), lane.title, GREY, weight="600")
     rim = f'<g paint-order="stroke" stroke="{GROUND}" stroke-width="5">'
     return f"{rim}{text}</g>"
@@ -211,7 +211,7 @@ def _curve(line: _Line, left: float, pitch: float) -> str:
 
 
 def _path(points: Sequence[Point]) -> str:
-    """Level at every point; the way up or down is right behind the point that it leaves."""
+    """Level at every point; the bend is right after the point that it leaves."""
     (x, y), *rest = points
     words = [f"M {x:.1f} {y:.1f}"]
     for next_x, next_y in rest:
@@ -226,7 +226,7 @@ def _path(points: Sequence[Point]) -> str:
 
 
 def _stub(box: _Box) -> str:
-    """What every batch has comes from the left, out of nothing."""
+    """An edge without a source, for columns that every batch has."""
     end = (box.x - 7, box.y + PORT_H)
     x = end[0] - CHAR_W * len(box.given_columns) - 14
     return (

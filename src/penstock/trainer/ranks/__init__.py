@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer of several ranks: who holds which part, draws which rows, and follows whom."""
+"""A trainer of several ranks: which rank holds which shard and fetches which rows."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows shared out so that all ranks finish together: Karmarkar–Karp, k-way largest differencing.
+"""Divides rows so that all ranks finish together: Karmarkar–Karp, k-way largest differencing.
 
-Owns what a row costs and who gets it. Knows nothing of ranks or payload. Deterministic: every rank
-that has the manifest comes to the same parts, without a word between them.
+Owns what a row costs and which part gets it. Does not know ranks or payloads. Deterministic: every
+rank computes the same parts from the manifest, without communication.
 
 R = rows, P = parts.
 """
@@ -23,20 +23,20 @@ Ints = npt.NDArray[np.int64]
 
 
 PER_SQUARE = 1 / 16384
-"""Work of attention per L², where that of all matrices is 1 per token: a forward pass costs 24·d²
-per token and layer in the matrices of a model of width d and 2·d·L in causal attention, which meet
-at L = 12·d. This is d = 1,365, a model of some billion parameters. One number for all models,
-because a batch may pass through stages with different ones and must be shared in one way."""
+"""Cost of attention per L², where the cost of all matrices is 1 per token: a forward pass costs
+24·d² per token and layer in the matrices of a model of width d and 2·d·L in causal attention, which
+meet at L = 12·d. This is d = 1,365, a model of some billion parameters. One number for all models,
+because a batch may pass through stages with different ones and must be divided the same way."""
 
 
 def row_costs(tokens_R: Floats, squares_R: Floats) -> Floats:
-    """Work of rows with so many tokens in their samples, whose lengths squared sum up to this."""
-    # One of which nothing is computed is work too: fetched and read.
+    """Cost of rows with this many tokens in their samples, and this sum of squared lengths."""
+    # A row without computation has a cost too: it is fetched and read.
     return 1 + tokens_R + PER_SQUARE * squares_R
 
 
 def manifest_costs(manifest: Manifest) -> Floats:
-    """Work of each row of a sealed batch, for its consumer."""
+    """Cost of each row of a sealed batch, for its consumer."""
     work_R2 = np.array([manifest.compute_cost(row) for row in manifest.rows], np.float64).reshape(
         -1, 2
     )
@@ -44,12 +44,11 @@ def manifest_costs(manifest: Manifest) -> Floats:
 
 
 def balance_parts(costs_R: Floats, num_parts: int, *, has_equal_counts: bool = False) -> list[Ints]:
-    """Rows of each part, ascending; the dearest part is at most 4/3 of what is possible.
+    """Rows of each part, ascending; the most expensive part is at most 4/3 of the optimum.
 
-    With equal counts, parts differ by one row at most, and may be less even in cost.
-    """
+    With equal counts, parts differ by at most one row, and may be less even in cost."""
     if num_parts < 1:
-        raise ValueError(f"rows cannot be shared among {num_parts} parts; give at least 1")
+        raise ValueError(f"rows cannot be divided into {num_parts} parts; give at least 1")
     if costs_R.size and not (np.isfinite(costs_R) & (costs_R >= 0)).all():
         raise ValueError("the cost of a row is a finite number >= 0")
     heap = _first_splits(costs_R, num_parts, has_equal_counts=has_equal_counts)
@@ -65,7 +64,8 @@ def balance_parts(costs_R: Floats, num_parts: int, *, has_equal_counts: bool = F
 
 
 def imbalance(costs_R: Floats, parts: Sequence[Ints]) -> float:
-    """The dearest part over the mean: 1.0 is perfect, and the share of time lost is 1 - 1 / it."""
+    """The most expensive part over the mean: 1.0 is perfect, and the share of time lost is 1 - 1 /
+    it."""
     sums_P = np.array([costs_R[rows].sum() for rows in parts])
     mean = float(sums_P.mean())
     return float(sums_P.max()) / mean if mean else 1.0
@@ -78,13 +78,13 @@ class _Part:
 
 
 _Split = list[_Part]
-"""Some of the rows in P parts, dearest first."""
+"""Some of the rows in P parts, most expensive first."""
 _Entry = tuple[float, int, _Split]
-"""Widest split first; among equals the older, so that the order is nobody's choice."""
+"""Widest split first; among equals the older, so that the order is deterministic."""
 
 
 def _first_splits(costs_R: Floats, num_parts: int, *, has_equal_counts: bool) -> list[_Entry]:
-    """Each row alone in the first part; for equal counts, each run of P rows with one per part."""
+    """Each row in the first part; for equal counts, each run of P rows with one per part."""
     order = np.argsort(-costs_R, kind="stable")
     size = num_parts if has_equal_counts else 1
     splits: list[_Entry] = []
@@ -100,7 +100,7 @@ def _entry(age: int, split: _Split) -> _Entry:
 
 
 def _merge(one: _Split, other: _Split) -> _Split:
-    """The dearest part of one with the cheapest of the other, and so on."""
+    """The most expensive part of one with the cheapest of the other, and so on."""
     merged = [
         _Part(cost=dear.cost + cheap.cost, rows=dear.rows + cheap.rows)
         for dear, cheap in zip(one, reversed(other), strict=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch between two stages that are spread differently: its rows go where the next one needs
-them, each with every column that was written for its tokens.
+"""Moves a batch between two stages with different sharding: each row to the rank that needs it
+next, with all its token columns.
 
-Owns what of a batch travels: the tokens as they were cut, so that nothing is cut again and every
-bit stays. What is by row stands on every rank already.
+Owns what is sent: the tokens as they were cut, so that nothing is cut again and every bit stays.
+Row columns are on every rank already.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from penstock.trainer.batches import Batch, pad_if_ambiguous
+from penstock.trainer.batches import Batch
 from penstock.trainer.ranks.repartition import RowPlacement, repartition
 from penstock.trainer.ranks.row_fetch import assign_rows
 from penstock.trainer.ranks.topology import Parallel
@@ -29,28 +29,30 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
-    """One row on its way; arrays are bytes as they lie in memory."""
+    """One row in transit; arrays are raw bytes."""
 
     lengths: tuple[int, ...]
     """Tokens of each of its samples."""
     tokens: Mapping[str, bytes]
-    """Its part of every array of `Samples` that is by token."""
+    """Its slice of every token array of `Samples`."""
     columns: Mapping[str, bytes]
     node: str | None
-    """Which life of a node made it; None of a row that is gone."""
+    """The node process that produced it; None for a missing row."""
 
 
-def move(batch: Batch, before: Parallel, after: Parallel, *, minibatches: int) -> Batch:
-    """This rank's rows of the next stage. Every rank of the trainer calls it."""
+def repartition_batch(
+    batch: Batch, before: Parallel, after: Parallel, *, minibatches: int
+) -> Batch:
+    """This rank's rows in the next stage. Every rank of the trainer calls it."""
     rank = dist.get_rank()
-    held, wanted = (_placement(batch, parallel, minibatches) for parallel in (before, after))
+    held, needed = (_placement(batch, parallel, minibatches) for parallel in (before, after))
     rows = {row: encode(_pack(batch, row)) for row in held.rows_of(rank)}
-    found, _ = repartition(rows, held, wanted, rank=rank)
+    found, _ = repartition(rows, held, needed, rank=rank)
     return _unpack(batch, {row: decode(content, PackedRow) for row, content in found.items()})
 
 
 def _placement(batch: Batch, parallel: Parallel, minibatches: int) -> RowPlacement:
-    """As rows were drawn, had this stage been the first."""
+    """Where rows would have been fetched to, had this stage been the first."""
     parts_R = np.zeros(batch.groups_R.size, np.int64)
     shares = assign_rows(batch.costs_R, batch.groups_R, parallel.dp, minibatches)
     for part, rows in enumerate(shares):
@@ -69,7 +71,7 @@ def _pack(batch: Batch, row: int) -> PackedRow:
     return PackedRow(
         lengths=tuple(int(stop - start) for start, stop in spans),
         tokens={name: own(getattr(samples, name)) for name in TOKEN_COLUMNS},
-        columns={name: own(values) for name, values in _by_token(batch).items()},
+        columns={name: own(values) for name, values in batch.token_columns.items()},
         node=batch.nodes.get(row),
     )
 
@@ -85,21 +87,12 @@ def _unpack(batch: Batch, rows: Mapping[int, PackedRow]) -> Batch:
         rows_S=np.repeat(np.array([*rows], np.int64), [len(row.lengths) for row in packed]),
         **joined,
     )
-    samples = pad_if_ambiguous(samples, batch.groups_R.size)
-    names = _by_token(batch).keys() | {name for row in packed for name in row.columns}
-    by_row = {name: values for name, values in batch.columns.items() if name not in names}
-    by_token = {name: _column(name, packed, samples.ids_T.size) for name in sorted(names)}
     return replace(
         batch,
         samples=samples,
-        columns={**by_row, **by_token},
+        token_columns={name: _column(name, packed) for name in batch.token_columns},
         nodes={row: found.node for row, found in rows.items() if found.node is not None},
     )
-
-
-def _by_token(batch: Batch) -> dict[str, Floats]:
-    shape = batch.samples.ids_T.shape
-    return {name: values for name, values in batch.columns.items() if values.shape == shape}
 
 
 def _joined(samples: Samples, name: str, packed: Sequence[PackedRow]) -> npt.NDArray[Any]:
@@ -107,9 +100,5 @@ def _joined(samples: Samples, name: str, packed: Sequence[PackedRow]) -> npt.NDA
     return np.frombuffer(content, getattr(samples, name).dtype)
 
 
-def _column(name: str, packed: Sequence[PackedRow], num_tokens: int) -> Floats:
-    """0 on tokens of rows that came without it, as where it was read from the ledger."""
-    content = bytearray().join(row.columns.get(name, bytes(8 * sum(row.lengths))) for row in packed)
-    values_T = np.zeros(num_tokens)
-    values_T[: len(content) // 8] = np.frombuffer(content, np.float64)
-    return values_T
+def _column(name: str, packed: Sequence[PackedRow]) -> Floats:
+    return np.frombuffer(bytearray().join(row.columns[name] for row in packed), np.float64)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of a trainer says to the others, and its twin that is alone.
+"""Collectives between the ranks of a trainer, and the single-rank implementation.
 
-Owns the collectives of a step: sums, maxima, a budget's pressures, rows for the ranks of one part,
-the first rank's word. Each has one form: tensors of numbers or bytes, never objects. What is summed
-is summed in the order of parts on every rank, so all ranks hold the same bits.
+Owns the collectives of a step: sums, maxima, budget terms, rows for the ranks of one part, and
+broadcasts from rank 0. Each has one form: tensors of numbers or bytes, never objects. Sums run in
+the order of parts on every rank, so all ranks hold the same bits.
 
 P = data-parallel parts.
 """
@@ -27,18 +27,18 @@ from penstock.trainer.ranks.topology import Parallel, RankPosition
 Floats = npt.NDArray[np.float64]
 
 TIMEOUT_S = 3600.0
-"""A rank that died is noticed by whoever started it; this is for one that hangs."""
+"""For a rank that hangs; a rank that exits is noticed by its supervisor."""
 
 
 class RankReductions(Protocol):
-    """What a learner asks of the parts of its batch on other ranks."""
+    """What a learner needs from the parts of its batch on other ranks."""
 
     def sum_over_ranks(self, values: Floats) -> Floats:
-        """Element by element, each part counted once."""
+        """Sum element by element; each part counts once."""
         ...
 
     def max_over_ranks(self, number: int) -> int:
-        """The largest: every rank runs as many passes as the one with the most micro-batches."""
+        """The maximum: every rank runs as many passes as the one with the most micro-batches."""
         ...
 
     def gather_over_ranks(self, terms: Tensor) -> Tensor:
@@ -47,28 +47,28 @@ class RankReductions(Protocol):
 
 
 class RankBroadcasts(Protocol):
-    """What makes many ranks act as one."""
+    """Broadcasts that keep all ranks in step."""
 
     def broadcast_from_rank0(self, numbers: Sequence[int]) -> list[int]:
-        """The first rank's numbers, on every rank; all give as many."""
+        """Rank 0's numbers, on every rank; all pass arrays of the same size."""
         ...
 
     def broadcast_in_tp_group(self, payload: bytes) -> bytes:
-        """What the fetching rank of this part gave; what its neighbours give is not looked at."""
+        """The value of this part's fetching rank; the values of its neighbours are ignored."""
         ...
 
     def barrier(self) -> None: ...
 
 
 class Ranks(RankReductions, RankBroadcasts, Protocol):
-    """A gang, or a process alone."""
+    """The ranks of a trainer: several, or one."""
 
     @property
     def position(self) -> RankPosition: ...
 
 
 class SingleRank:
-    """One process that is the whole gang."""
+    """Single-process implementation: every collective is the identity."""
 
     position = RankPosition(rank=0, parallel=Parallel())
 
@@ -92,7 +92,7 @@ class SingleRank:
 
 
 class _WorldBroadcasts:
-    """What is said to every rank there is: also to those that sit a stage out."""
+    """Broadcasts to every rank, including ranks that are idle in a stage."""
 
     def broadcast_from_rank0(self, numbers: Sequence[int]) -> list[int]:
         said = torch.tensor(list(numbers), dtype=torch.int64)
@@ -104,7 +104,7 @@ class _WorldBroadcasts:
 
 
 class RankGroup(_WorldBroadcasts):
-    """This rank among the ranks of one stage."""
+    """This rank in the group of one stage."""
 
     def __init__(self, mesh: DeviceMesh, parallel: Parallel) -> None:
         self.mesh = mesh
@@ -140,7 +140,7 @@ class RankGroup(_WorldBroadcasts):
         return content.numpy().tobytes()
 
     def broadcast_tensor_from_rank0(self, tensor: Tensor) -> None:
-        """What the first rank has in it, on every rank: inside its part, then from part to part."""
+        """Broadcast rank 0's tensor: inside its part, then from part to part."""
         position = self.position
         if position.part == 0:
             dist.broadcast(tensor, src=0, group=self._tp_group)
@@ -154,19 +154,19 @@ class RankGroup(_WorldBroadcasts):
 
 
 class StagedRanks(_WorldBroadcasts):
-    """All ranks of a trainer whose stages are spread differently, while rows lie as one of them
-    needs. Those that sit it out hold no row, add nothing, and hear what the others find."""
+    """All ranks of a trainer whose stages differ in sharding, positioned at one of these stages.
+    Idle ranks hold no rows and receive the reduced results by broadcast."""
 
     def __init__(
         self, groups: Mapping[Parallel, RankGroup | SingleRank | None], parallel: Parallel
     ) -> None:
-        """gangs: those of all stages; None where this rank sits out."""
+        """groups: those of all stages; None for stages in which this rank is idle."""
         self.groups = groups
         self.position = RankPosition(rank=dist.get_rank(), parallel=parallel)
         self._group = groups[parallel]
 
-    def at(self, parallel: Parallel) -> StagedRanks:
-        """The same ranks, while rows lie as another stage needs them."""
+    def at_stage(self, parallel: Parallel) -> StagedRanks:
+        """The same ranks, positioned at another stage."""
         return StagedRanks(self.groups, parallel)
 
     def sum_over_ranks(self, values: Floats) -> Floats:
@@ -189,13 +189,15 @@ class StagedRanks(_WorldBroadcasts):
         return self._group.broadcast_in_tp_group(payload) if self._group else payload
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        """What the first rank has, who is in every gang."""
+        """The value of rank 0, which is in every group."""
         dist.broadcast(tensor, src=0)
         return tensor
 
 
-def join(rank_env: RankEnv, *, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> None:
-    """Meet the other ranks at the first one's store; ends when all are there."""
+def init_process_group(
+    rank_env: RankEnv, *, device: str = "cpu", timeout_s: float = TIMEOUT_S
+) -> None:
+    """Join the other ranks at rank 0's store; returns when all have joined."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         rank_env.host,
@@ -215,8 +217,8 @@ def join(rank_env: RankEnv, *, device: str = "cpu", timeout_s: float = TIMEOUT_S
 
 
 def make_ranks(parallels: Sequence[Parallel], *, device: str = "cpu") -> Ranks:
-    """The gang of stages that are all spread the same way, over every rank there is; else the
-    company of their gangs, at the first of them."""
+    """One group if all stages are sharded the same way over all ranks; else the staged ranks,
+    positioned at the first stage."""
     groups = {parallel: _make_one(parallel, device) for parallel in dict.fromkeys(parallels)}
     only = groups[parallels[0]] if len(groups) == 1 else None
     if only is not None and parallels[0].num_ranks == dist.get_world_size():
@@ -231,10 +233,9 @@ def _make_one(parallel: Parallel, device: str) -> RankGroup | SingleRank | None:
 
 
 def make_rank_group(parallel: Parallel, *, device: str = "cpu") -> RankGroup | None:
-    """This rank's place in a stage of this size; None where it sits the stage out.
+    """This rank's group in a stage of this size; None if the rank is idle there.
 
-    Every rank of the world calls it, in the same order for the same stages.
-    """
+    Every rank of the world calls it, in the same order for the same stages."""
     num_ranks = dist.get_world_size()
     if parallel.num_ranks > num_ranks:
         raise ValueError(

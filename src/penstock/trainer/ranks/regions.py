@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a tensor a rank has, and which of several ranks with the same part keeps it.
+"""Which region of a tensor a rank holds, and which of several ranks with the same region writes it.
 
-Owns the arithmetic of boxes: no tensor moves from rank to rank here, and no rank asks another.
+Owns the arithmetic of regions; moves no tensor and calls no collective.
 """
 
 from __future__ import annotations
@@ -16,59 +16,67 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRegion:
-    """A part of a tensor: so many elements from `first` on, in each dimension."""
+    """A region of a tensor: its offset and shape in each dimension."""
 
-    first: tuple[int, ...]
+    offset: tuple[int, ...]
     shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    """The shape of the tensor that it is a part of."""
+    full_shape: tuple[int, ...]
+    """Shape of the full tensor."""
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> TensorRegion:
-        return cls(first=(0,) * len(shape), shape=tuple(shape), whole=tuple(shape))
+        return cls(offset=(0,) * len(shape), shape=tuple(shape), full_shape=tuple(shape))
 
     def intersect(self, other: TensorRegion) -> TensorRegion | None:
-        """What lies in both; None if nothing does."""
-        first = tuple(map(max, self.first, other.first))
+        """The intersection; None if it is empty."""
+        offset = tuple(map(max, self.offset, other.offset))
         ends = map(min, self._ends, other._ends)
-        shape = tuple(end - begin for end, begin in zip(ends, first, strict=True))
+        shape = tuple(end - begin for end, begin in zip(ends, offset, strict=True))
         is_empty = min(shape, default=1) <= 0
-        return None if is_empty else TensorRegion(first=first, shape=shape, whole=self.whole)
+        return (
+            None
+            if is_empty
+            else TensorRegion(offset=offset, shape=shape, full_shape=self.full_shape)
+        )
 
     def slices_in(self, other: TensorRegion) -> tuple[slice, ...]:
-        """Where this one lies in another that contains it."""
+        """This region's slices in another one that contains it."""
         return tuple(
-            slice(first - begins, first - begins + size)
-            for first, begins, size in zip(self.first, other.first, self.shape, strict=True)
+            slice(offset - begins, offset - begins + size)
+            for offset, begins, size in zip(self.offset, other.offset, self.shape, strict=True)
         )
 
     @property
     def _ends(self) -> Iterable[int]:
-        return (first + size for first, size in zip(self.first, self.shape, strict=True))
+        return (offset + size for offset, size in zip(self.offset, self.shape, strict=True))
 
 
 def region_of(tensor: Tensor) -> TensorRegion | None:
-    """The part of it that this rank has; None of a tensor that is nobody else's business."""
+    """The region that this rank holds; None for a tensor that is not sharded."""
     if not isinstance(tensor, DTensor):
         return None
-    first, shape = [0] * tensor.ndim, list(tensor.shape)
+    offset, shape = [0] * tensor.ndim, list(tensor.shape)
     mesh = tensor.device_mesh
     cuts = zip(mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True)
-    for num_parts, part, placement in reversed(list(cuts)):  # FSDP cuts what tp has cut already
-        assert not placement.is_partial(), "a sum that was never made"
+    for num_parts, part, placement in reversed(
+        list(cuts)
+    ):  # FSDP shards what tp has sharded already
+        assert not placement.is_partial(), "a pending reduction"
         if not placement.is_replicate():
             dim = int(cast(Any, placement).dim)
             each = -(-shape[dim] // num_parts)
             begins = min(part * each, shape[dim])
-            first[dim] += begins
+            offset[dim] += begins
             shape[dim] = min(each, shape[dim] - begins)
-    region = TensorRegion(first=tuple(first), shape=tuple(shape), whole=tuple(tensor.shape))
-    assert region.shape == tuple(tensor.to_local().shape), "this rank has another part than it says"
+    region = TensorRegion(offset=tuple(offset), shape=tuple(shape), full_shape=tuple(tensor.shape))
+    assert region.shape == tuple(tensor.to_local().shape), (
+        "this rank holds another region than its placement"
+    )
     return region
 
 
 def is_owner(tensor: Tensor) -> bool:
-    """Whether this rank is the first of those that have the same part; not where that is empty."""
+    """Whether this rank is the first of those with the same region; false if that is empty."""
     if not isinstance(tensor, DTensor):
         return True
     at = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
@@ -77,13 +85,13 @@ def is_owner(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """This rank's local tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_dtensor(share: Tensor, like: Tensor) -> Tensor:
-    """This rank's own share as a part of the whole, as another tensor is."""
-    assert isinstance(like, DTensor), "a plain tensor has no shares"
+    """This rank's shard as a region of the full tensor, like another tensor's."""
+    assert isinstance(like, DTensor), "a plain tensor has no shards"
     return DTensor.from_local(
         share.to(like.device),
         like.device_mesh,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows on their way from the ranks of one stage to those of the next, rank to rank.
+"""Moves rows from the ranks of one stage to the ranks of the next.
 
-Owns who sends what to whom, and the exchange: lengths first, then bytes, all to all. What a rank
-already has is not sent; where nobody lacks anything, nobody says a word. No row passes through a
-rank that neither had nor wants it. A row is bytes here; what is in them is the stages' business.
+Owns who sends what to whom, and the exchange: lengths first, then bytes, all to all. Rows that a
+rank already has are not sent; if no rank misses any, nothing is sent at all. No row passes through
+a rank that neither had nor needs it. A row is opaque bytes here.
 
 R = rows of a batch, in manifest order, W = ranks.
 """
@@ -48,7 +48,7 @@ class RowTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
-    """What an exchange cost this rank, in bytes of rows."""
+    """Bytes of rows that an exchange sent and received on this rank."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -62,7 +62,7 @@ def plan_transfers(before: RowPlacement, after: RowPlacement) -> list[RowTransfe
     if before.parts_R.size != after.parts_R.size:
         raise ValueError(
             f"{before.parts_R.size} rows cannot become {after.parts_R.size}: both stages must "
-            "speak of the same batch"
+            "have the same batch"
         )
     num_sent = [0] * before.parallel.num_ranks
     moves: list[RowTransfer] = []
@@ -86,7 +86,7 @@ def repartition(
     rank: int,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[RowBytes, TransferStats]:
-    """This rank's rows of the next stage. Every rank of the group calls it with the same plan."""
+    """This rank's rows in the next stage. Every rank of the group calls it with the same plan."""
     moves = plan_transfers(before, after)
     wanted = after.rows_of(rank)
     kept = {row: rows[row] for row in wanted if row in rows}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank draws its own rows of a sealed batch, straight from the partitions that hold them.
+"""Each rank fetches its own rows of a sealed batch, directly from the partitions that hold them.
 
-Owns who computes which rows (equal work in each part, update by update) and who fetches them: the
-first rank of each data-parallel part, for its neighbours too. No row passes through a rank that
-does not compute it; what all ranks need of all rows is in the manifest.
+Owns which rank computes which rows (equal cost in each part, update by update) and which one
+fetches them: the first rank of each data-parallel part, for its neighbours too. No row passes
+through a rank that does not compute it; what all ranks need of all rows is in the manifest.
 
 R = rows of a batch, in manifest order.
 """
@@ -36,7 +36,7 @@ class RowSource(Protocol):
 
 
 class RowFetchRanks(RankBroadcasts, Protocol):
-    """What drawing asks of a gang."""
+    """What fetching needs from the ranks."""
 
     @property
     def position(self) -> RankPosition: ...
@@ -45,8 +45,8 @@ class RowFetchRanks(RankBroadcasts, Protocol):
 def fetch_rows(
     dataflow: RowSource, manifest: Manifest, ranks: RowFetchRanks, *, minibatches: int = 1
 ) -> list[RowPayload]:
-    """One entry for each row of the manifest; those of other parts stand there without payload,
-    as a row does that is gone."""
+    """One entry for each row of the manifest; rows of other parts have no payload, like missing
+    rows."""
     position, policy = ranks.position, PolicyName(manifest.consumer)
     if position.is_idle:
         return _at_manifest_index(manifest, (), ())
@@ -62,9 +62,9 @@ def fetch_rows(
 
 
 def split_rows(manifest: Manifest, num_parts: int, minibatches: int) -> list[list[int]]:
-    """The rows of each part, ascending: in every update all parts have about as much to compute,
-    prompts and context included, so no rank waits long for another. Every rank comes to the same
-    answer by itself."""
+    """The rows of each part, ascending: in every update all parts have about the same cost, prompts
+    and context included, so no rank waits long for another. Every rank computes the same result by
+    itself."""
     sizes = np.array([len(group.rows) for group in manifest.groups], np.int64)
     groups_R = np.repeat(np.arange(sizes.size), sizes)
     return assign_rows(manifest_costs(manifest), groups_R, num_parts, minibatches)
@@ -73,7 +73,7 @@ def split_rows(manifest: Manifest, num_parts: int, minibatches: int) -> list[lis
 def assign_rows(
     costs_R: Floats, groups_R: Ints, num_parts: int, minibatches: int
 ) -> list[list[int]]:
-    """The same of rows that cost so much, in these groups."""
+    """The same, given the rows' costs and groups."""
     num_groups = int(groups_R[-1]) + 1 if groups_R.size else 0
     updates_R = updates_of(num_groups, minibatches)[groups_R]
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -90,8 +90,8 @@ def _at_manifest_index(
     rows = [RowPayload(row_id=row.row_id, payload=None) for row in manifest.rows]
     if len(own) != len(drawn):
         raise StoreError(
-            f"batch {manifest.consumer}.{manifest.seq}: {len(drawn)} rows were served, "
-            f"{len(own)} were asked for"
+            f"batch {manifest.consumer}.{manifest.seq}: {len(drawn)} rows were received, "
+            f"{len(own)} were requested"
         )
     for index, row in zip(own, drawn, strict=True):
         rows[index] = row

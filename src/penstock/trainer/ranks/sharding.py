@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model spread over the ranks of a gang: FSDP2 by decoder layer, tensor parallel inside a part.
+"""Shards a model over ranks: FSDP2 by decoder layer, tensor parallel inside a part.
 
-Owns how parameters lie on ranks and how they come back whole. Gradients are *summed* over parts,
-not averaged: the learner's weights already divide by what all ranks train. One path for gloo and
-NCCL; for a process alone every function here does what plain torch does.
+Owns how parameters are placed on ranks and how they are gathered. Gradients are *summed* over
+parts, not averaged: the learner's weights already divide by what all ranks train. One path for gloo
+and NCCL; with a single rank every function here does what plain torch does.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from penstock.trainer.ranks.group import RankGroup, Ranks
 M = TypeVar("M", bound=torch.nn.Module)
 
 _HEAD_DIM = 2
-"""Of batch × tokens × heads × width: where a part's ranks cut the heads."""
+"""In batch × tokens × heads × width: the dimension that tensor parallelism cuts."""
 
 
 def shard(whole: M, model: PreTrainedModel, ranks: Ranks, device: torch.device = CPU) -> M:
-    """Keep this rank's share of every parameter, on its device; the modules themselves are changed.
+    """Keep this rank's shard of every parameter, on its device; the modules are changed in place.
 
-    `whole` is what is called in a forward pass: the model, or a module around it. In a gang layer
-    after layer goes to the device and is cut there, so it never holds the whole. Nothing passes
-    between ranks: each cuts what it has."""
+    `whole` is what is called in a forward pass: the model, or a module around it. With several
+    ranks, layer after layer is moved to the device and cut there, so the device never holds the
+    full model. Nothing is sent between ranks: each cuts its own copy."""
     if not isinstance(ranks, RankGroup):
         return whole.to(device)
     if ranks.position.parallel.tp > 1:
@@ -60,11 +60,10 @@ def shard(whole: M, model: PreTrainedModel, ranks: Ranks, device: torch.device =
 
 
 def gather(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """All tensors whole, in the first rank's memory; the others help, and are left with none.
+    """Gather all tensors in rank 0's memory; the other ranks take part and get none.
 
-    One after another: no rank ever has more than one whole tensor on its device. One that stands
-    under several names stays one; of a model, give `state_dict(keep_vars=True)`.
-    """
+    One after another: no rank ever has more than one full tensor on its device. A tensor with
+    several names stays one; of a model, pass `state_dict(keep_vars=True)`."""
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
@@ -78,7 +77,7 @@ def gather(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's share of a whole tensor that every rank has, laid out as another is."""
+    """This rank's shard of a full tensor that every rank has, placed like another tensor."""
     if not isinstance(like, DTensor):
         return whole.to(like.device)
     return distribute_tensor(
@@ -87,7 +86,7 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-    """Scale the gradient down to the norm allowed, over all shards; returns the norm it had."""
+    """Clip the gradient to this norm, over all shards; return the norm it had."""
     by_mesh: dict[DeviceMesh | None, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -108,13 +107,13 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Modules that the architecture says are never cut: its decoder layers."""
+    """Modules that the architecture declares as never cut: its decoder layers."""
     names = set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _styles(model: PreTrainedModel, tp: int) -> dict[str, ParallelStyle]:
-    """How each module is cut inside a part, as its architecture plans it."""
+    """How each module is cut inside a part, by its architecture's plan."""
     plan = model.tp_plan
     if not plan:
         raise ConfigError(
@@ -126,7 +125,7 @@ def _styles(model: PreTrainedModel, tp: int) -> dict[str, ParallelStyle]:
     for name, _ in model.named_modules():
         kind = next((kind for pattern, kind in plan.items() if _fits(pattern, name)), None)
         if kind is None or kind == "embedding_rowwise" or (is_tied and name == "lm_head"):
-            continue  # embeddings are cut over the parts alone: a share of them is small enough
+            continue  # embeddings are cut over the parts only: a shard of them is small enough
         styles[name] = _style(kind, name)
     return styles
 
@@ -143,7 +142,7 @@ def _style(kind: str, name: str) -> ParallelStyle:
             return SequenceParallel(sequence_dim=_HEAD_DIM, use_local_output=True)
         case _:
             raise ConfigError(
-                f"{name} asks for tensor parallelism of the kind {kind!r}, which this trainer does "
+                f"{name} requires tensor parallelism of the kind {kind!r}, which this trainer does "
                 "not have; set tp to 1 and raise dp"
             )
 

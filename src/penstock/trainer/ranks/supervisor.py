@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a gang as processes: started together, stopped together, begun again together.
+"""The ranks of a trainer as processes: started, stopped and restarted together.
 
-A supervisor starts one command N times, told apart by the environment that torchrun uses, so the
-same command also runs under torchrun or a launcher of its own on other hosts. When a rank dies the
-others cannot go on: they are killed, and all begin again from the last checkpoint. SIGTERM reaches
-every rank; a supervisor that is killed takes its ranks with it.
+A supervisor starts one command N times, with the environment that torchrun uses, so the same
+command also runs under torchrun or a custom launcher on other hosts. If a rank dies the others
+cannot continue: they are killed, and all restart from the last checkpoint. SIGTERM reaches every
+rank; a supervisor that is killed takes its ranks with it.
 
-Owns processes and their exit codes. Imports no torch: it must answer while ranks compute.
+Owns processes and their exit codes. Imports no torch: it must respond while ranks compute.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ import structlog
 _log = structlog.get_logger(__name__)
 
 PARENT_PID_ENV = "PENSTOCK_PARENT_PID"
-"""The process that a service must not outlive; every command ties itself to it as it begins."""
+"""The process that a service must not outlive; every command ties itself to it at startup."""
 LISTENER = "PENSTOCK_STORE_FD"
-"""A socket that listens already, inherited by the first rank: nobody else can take its port."""
+"""A socket that is listening already, inherited by rank 0: no other process can take its port."""
 LOOPBACK = "127.0.0.1"
 
 POLL_S = 0.05
 INITIAL_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 HEALTHY_UPTIME_S = 60.0
-"""A gang that lived so long has not failed in a row."""
+"""Ranks that ran this long do not count as a fast failure."""
 MAX_FAST_FAILURES = 5
-"""In a row; then whoever started the supervisor decides."""
+"""Consecutive; after that the process that started the supervisor decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnv:
-    """Which rank this process is, and where the ranks meet."""
+    """Which rank this process is, and the address of the store."""
 
     rank: int
     num_ranks: int
     local_rank: int
-    """Among the ranks of its host: which device is its own."""
+    """Index among the ranks of its host: selects its device."""
     host: str
     port: int
     listener: int | None = None
 
 
 def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
-    """What the environment says; None in a process that is no rank."""
+    """The rank's environment; None in a process that is not a rank."""
     if "RANK" not in environ:
         return None
     try:
@@ -68,7 +68,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
         )
     except (KeyError, ValueError) as error:
         raise ValueError(
-            f"RANK is set, but the rest of a rank's environment is not right: {error}; set RANK, "
+            f"RANK is set, but the rest of a rank's environment is invalid: {error}; set RANK, "
             "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun does, or none of them"
         ) from error
 
@@ -81,10 +81,10 @@ def run_ranks(
     is_stopping: Callable[[], bool],
     final_codes: Collection[int] = (),
 ) -> int:
-    """Keep a gang of this command alive until it ends by itself; its exit code.
+    """Keep the ranks of this command running until they end by themselves; return the exit code.
 
     waits for: the first rank to end · ends: when all end with 0, when one ends with a final code,
-    when it is told to stop, or after `MAX_FAST_FAILURES` short lives in a row"""
+    when it is stopped, or after `MAX_FAST_FAILURES` consecutive fast failures"""
     num_fast_failures = 0
     while True:
         began_at = time.monotonic()
@@ -96,11 +96,11 @@ def run_ranks(
         )
         if num_fast_failures >= MAX_FAST_FAILURES:
             _log.error(
-                "the gang dies as soon as it starts; given up", lives=num_fast_failures, code=code
+                "ranks keep crashing on startup; giving up", lives=num_fast_failures, code=code
             )
             return code
         pause_s = min(INITIAL_BACKOFF_S * 2 ** (num_fast_failures - 1), MAX_BACKOFF_S)
-        _log.warning("the gang begins again from its last checkpoint", in_s=pause_s)
+        _log.warning("ranks restart from the last checkpoint", in_s=pause_s)
         _sleep(pause_s, is_stopping)
         if is_stopping():
             return 128 + signal.SIGTERM
@@ -113,7 +113,7 @@ def _run_once(
     env: Mapping[str, str],
     is_stopping: Callable[[], bool],
 ) -> int:
-    """0 when every rank ended with it, else the code of the first that did not."""
+    """0 if every rank ended with 0, else the code of the first that did not."""
     with _started(command, num_ranks, env) as ranks:
         is_terminated = False
         while True:
@@ -131,7 +131,7 @@ def _run_once(
 
 
 def _is_shutting_down(codes: Sequence[int | None]) -> bool:
-    """Ranks that were told to stop go one after another; the last of them may still save."""
+    """Ranks that were stopped exit one after another; the last of them may still save."""
     return None in codes and all(code in (None, 0, 128 + signal.SIGTERM) for code in codes)
 
 
@@ -141,7 +141,7 @@ def _report(failed: int, codes: Sequence[int | None]) -> int:
     shell_code = code if code > 0 else 128 - code
     if shell_code != 128 + signal.SIGTERM:
         why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        _log.error("a rank ended; the others are stopped", rank=failed, why=why)
+        _log.error("rank ended; stopping the others", rank=failed, why=why)
     return shell_code
 
 
@@ -149,7 +149,7 @@ def _report(failed: int, codes: Sequence[int | None]) -> int:
 def _started(
     command: Sequence[str], num_ranks: int, env: Mapping[str, str]
 ) -> Generator[list[subprocess.Popen[bytes]]]:
-    """All ranks of one life; whatever happens, none is left when the block ends."""
+    """All ranks of one start; none is left when the block ends."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         with socket.create_server((LOOPBACK, 0), backlog=4 * num_ranks) as listener:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ranks of a gang stand: data-parallel parts, each of `tp` ranks side by side.
+"""The positions of ranks: data-parallel parts, each of `tp` ranks.
 
-Owns the numbering. Rank r of a stage with `dp` × `tp` is in part r // tp; ranks beyond dp × tp sit
-this stage out. Imports nothing of ours, and no torch.
+Owns the numbering. Rank r of a stage with `dp` × `tp` is in part r // tp; ranks from dp × tp on are
+idle in this stage. Imports no other module of penstock, and no torch.
 
 R = rows of a batch, in manifest order.
 """
@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """How a stage is spread over ranks."""
+    """How a stage is sharded over ranks."""
 
     dp: int = 1
     """Parts that a batch is cut into."""
@@ -51,20 +51,20 @@ class RankPosition:
 
     @property
     def is_idle(self) -> bool:
-        """It has no part of the batch at this stage."""
+        """It computes no part of the batch in this stage."""
         return self.rank >= self.parallel.num_ranks
 
     @property
     def is_rank0(self) -> bool:
-        """The one rank that speaks for the gang: commits, publishes, writes."""
+        """The one rank that acts for the trainer: commits, publishes, writes."""
         return self.rank == 0
 
     @property
     def fetches_rows(self) -> bool:
-        """The one rank of its part that draws rows; its neighbours get them from it."""
+        """The one rank of its part that fetches rows; its neighbours get them from it."""
         return self.rank % self.parallel.tp == 0
 
 
 def round_robin(num_rows: int, num_parts: int) -> Ints:
-    """Which part each row belongs to when parts take them in turn: p, p + parts, …"""
+    """The part of each row if parts take rows in turn: p, p + parts, …"""
     return np.arange(num_rows, dtype=np.int64) % num_parts

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of which each rank reads no more than its share.
+"""Loads a model of which each rank reads only its shard.
 
-The first rank of a trainer reads a model whole, because it tries it. The others begin with an
-outline, a model whose tensors have shapes and no content; they cut it as the first one cuts its
-own, and then read their slices of the same files. What a model computes for itself, such as the
-tables of its position encoding, they are told by the first.
+Rank 0 reads the full model, because it also checks it. The others start with a meta model, whose
+tensors have shapes and no content; they cut it as rank 0 does, and then read their slices of the
+same files. Buffers that a model computes itself, such as the tables of its position encoding, are
+broadcast by rank 0.
 
 Owns which file of a folder holds which tensor.
 """
@@ -26,7 +26,8 @@ from penstock.trainer.ranks.regions import TensorRegion, local, region_of
 
 
 def load_meta_model(folder: Path) -> PreTrainedModel:
-    """The model of a folder without its content; whole where its files name tensors otherwise."""
+    """The model of a folder without its content; loaded in full if its files use other tensor
+    names."""
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     maker: Any = AutoModelForCausalLM
     with torch.device("meta"):
@@ -39,9 +40,9 @@ def load_meta_model(folder: Path) -> PreTrainedModel:
 def load_weight_slices(
     whole: nn.Module, model: PreTrainedModel, folder: Path, ranks: Ranks, device: torch.device = CPU
 ) -> None:
-    """Give an outline that was cut its content; every rank calls it, the first for the others.
+    """Load the content of a sharded meta model; every rank calls it, rank 0 for the others.
 
-    `whole` is what was cut: the model, or a module around it."""
+    `whole` is the sharded module: the model, or a module around it."""
     if not isinstance(ranks, RankGroup):
         return
     if any(parameter.is_meta for parameter in whole.parameters()):
@@ -52,7 +53,7 @@ def load_weight_slices(
 
 @torch.no_grad()
 def _read(whole: nn.Module, model: PreTrainedModel, folder: Path, device: torch.device) -> None:
-    """What stands beside the model already, an adapter or a head, stays."""
+    """Tensors that are not in the folder, of an adapter or a head, stay."""
     empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     beside = {n: local(p).clone() for n, p in whole.named_parameters() if not p.is_meta}
     whole.to_empty(device=device)
@@ -69,11 +70,11 @@ def _copy_slice(file: Any, name: str, parameter: Tensor) -> None:
     share = local(parameter)
     if share.numel():
         region = region_of(parameter) or TensorRegion.full(parameter.shape)
-        share.copy_(file.get_slice(name)[region.slices_in(TensorRegion.full(region.whole))])
+        share.copy_(file.get_slice(name)[region.slices_in(TensorRegion.full(region.full_shape))])
 
 
 def _files(folder: Path) -> dict[str, Any]:
-    """The open file of each tensor of a folder, by its name; nothing but headers is read yet."""
+    """The open file of each tensor of a folder, by name; only headers are read yet."""
     found: dict[str, Any] = {}
     for path in weight_files(folder):
         if path.suffix == ".safetensors":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that is not the first: it does what the first one says, with its own rows.
+"""Worker loop of ranks 1..N-1: execute rank 0's orders on their own rows.
 
-The first rank alone speaks for the trainer: it takes over, commits, publishes and saves. The others
-hold their shares of the model, and take part whenever shares meet. Owns the words between them.
+Only rank 0 acts for the trainer: it takes over, commits, publishes and saves. The others hold their
+shards of the model and join every collective. Owns the orders between them.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from penstock.types import PolicyName
 
 class RankOrder(IntEnum):
     WAIT = 0
-    """Nothing yet; said now and then, so that nobody gives up."""
+    """Keepalive: prevents a collective timeout."""
     TRAIN = 1
     WEIGHTS = 2
-    """Bring the weights together in the first rank."""
+    """Gather the weights on rank 0."""
     STATE = 3
-    """Write your share of the rest of the state; the number names the folder."""
+    """Write your shard of the rest of the state; the number names the folder."""
     EXIT = 4
 
 
 class BatchSource(RowSource, Protocol):
-    """What such a rank asks of the dataflow."""
+    """What such a rank requests from the dataflow."""
 
     def batch(self, body: BatchRequest) -> BatchAnswer: ...
 
 
 def num_ranks(ranks: Ranks) -> int:
-    """All there are, also those that sit a stage out."""
+    """All ranks, including those that are idle in a stage."""
     return 1 if isinstance(ranks, SingleRank) else dist.get_world_size()
 
 
 def broadcast_order(ranks: Ranks, order: RankOrder, number: int = 0, incarnation: int = 0) -> None:
-    """The first rank to all others. number: of the batch, or of a checkpoint's folder."""
+    """From rank 0 to all others. number: of the batch, or of a checkpoint's folder."""
     ranks.broadcast_from_rank0([order, number, incarnation])
 
 
 def worker_loop(
     policy: PolicyName, models: Models, dataflow: BatchSource, ranks: Ranks, checkpoints: Path
 ) -> None:
-    """consumes: orders, and its own rows of each batch · produces: its share of every step and of
-    every checkpoint in that folder · waits for: the first rank's next word
-    ends: when that is to leave, when a rank is lost, or when its share could not be written"""
+    """consumes: orders, and its own rows of each batch · produces: its part of every step, and its
+    shard of every checkpoint in that folder · waits for: rank 0's next order
+    ends: on the order to leave, when a rank is lost, or when its shard could not be written"""
     saver = ShardSaver(checkpoints, rank=ranks.position.rank, num_ranks=num_ranks(ranks))
     try:
         while True:
@@ -87,6 +87,6 @@ def _train(
     request = BatchRequest(consumer=policy, seq=seq, incarnation=incarnation, wait_s=0.0)
     manifest = dataflow.batch(request).manifest
     if manifest is None:
-        raise StoreError(f"batch {policy}.{seq} is sealed for the first rank, and not for this one")
+        raise StoreError(f"batch {policy}.{seq} is sealed for rank 0, and not for this rank")
     rows = fetch_rows(dataflow, manifest, ranks, minibatches=models.minibatches)
     models.step(assemble(manifest, rows, policy, models.vocab_size, ranks=ranks))

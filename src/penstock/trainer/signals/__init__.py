@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step tells of itself, and the alarms raised from it."""
+"""Metrics of a step about its learning signal, and the alarms raised from them."""

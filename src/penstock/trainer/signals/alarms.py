@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that trains on nothing says so, and why; and one whose engines are far from its trainer.
+"""Alarms for batches without a learning signal, with the cause, and for engines far from the
+trainer.
 
-Owns the cause of one batch that taught nothing, and the counts of bad batches in a row. Raises
-nothing and stops nothing: a run may recover, an operator decides.
+Owns the cause of one batch without a signal, and the counts of consecutive bad batches. Raises
+nothing and stops nothing: a run may recover, and the operator decides.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 ALARM_AFTER = 3
-"""Batches in a row that teach nothing before anybody is told; then at each doubling."""
+"""Consecutive batches without a signal before the first alarm; then one at each doubling."""
 MAX_GAP = 1.0
 """Mean |log ratio| of fresh tokens beyond which engine and trainer do not hold the same model."""
 
@@ -22,33 +23,33 @@ MAX_K3_PER_VERSION = 0.1
 
 
 EXCLUDED = "rows/excluded"
-"""The figure of rows that a stage has set aside."""
+"""The metric that counts rows masked by a stage."""
 
 
 class Cause(StrEnum):
     NO_TOKENS = "no_tokens"
     """No row had a token that this policy trains."""
     EXCLUDED = "excluded"
-    """A stage of the pipeline has set every row aside."""
+    """A stage of the pipeline masked every row."""
     EQUAL_REWARDS = "equal_rewards"
-    """In every group all answers earned the same."""
+    """In every group all answers earned the same reward."""
     GAP = "gap"
-    """Engine and trainer disagree on the same weights by more than any clip lets through."""
+    """Engine and trainer disagree on the same weights by more than any clip allows."""
     REJECTED = "rejected"
-    """The mismatch correction let no token pass."""
+    """The mismatch correction rejected every token."""
     ALL_CLIPPED = "all_clipped"
-    """Every token with an advantage lay beyond its bound."""
+    """Every token with an advantage was outside its bound."""
     SKIPPED = "skipped"
     """The batch was skipped for another reason."""
 
 
 _MESSAGES: Mapping[Cause, str] = {
     Cause.NO_TOKENS: (
-        "no row had a token to train; look at the outcomes of rollouts (`penstock status`, then "
+        "no row had a token to train; check the outcomes of rollouts (`penstock status`, then "
         "`penstock explain GROUP`): answers may be empty, rejected, or made by another policy"
     ),
     Cause.EXCLUDED: (
-        "every row was set aside by a stage that writes `excluded`, and none is left to train; the "
+        "every row was masked by a stage that writes `excluded`, and none is left to train; the "
         "one of dapo does so with answers that reach the limit: raise sampling.max_tokens, or let "
         "it punish them (options: {how: punish})"
     ),
@@ -68,13 +69,13 @@ _MESSAGES: Mapping[Cause, str] = {
         "training.precision before you widen the correction's bounds"
     ),
     Cause.ALL_CLIPPED: (
-        "every token lay outside the clip bounds; the data is too old or the steps are too long: "
-        "lower max_staleness or learning_rate, or take an objective made for stale data "
+        "every token was outside the clip bounds; the data is too old or the steps are too long: "
+        "lower max_staleness or learning_rate, or use an objective made for stale data "
         "(decoupled, m2po)"
     ),
     Cause.SKIPPED: (
-        "every update was skipped; the reason stands in the commits (`penstock status`): gradients "
-        "that are not finite ask for a lower learning_rate or float32"
+        "every update was skipped; the reason is in the commits (`penstock status`): gradients "
+        "that are not finite need a lower learning_rate or float32"
     ),
 }
 
@@ -89,9 +90,9 @@ def cause_of(
     is_rejected: bool = False,
     num_excluded: float = 0.0,
 ) -> Cause | None:
-    """Why a batch taught nothing, None when it did. `informative` is the share of groups, `clipped`
-    that of tokens with an advantage, `gap` the mean |log ratio| of fresh tokens; of a batch that
-    was rejected there is neither."""
+    """Why a batch had no learning signal, None if it had one. `informative` is the share of groups,
+    `clipped` the share of tokens with an advantage, `gap` the mean |log ratio| of fresh tokens; a
+    rejected batch has neither."""
     if num_tokens == 0:
         return Cause.EXCLUDED if num_excluded else Cause.NO_TOKENS
     if is_rejected:
@@ -107,7 +108,7 @@ def cause_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoSignalStreak:
-    """Batches in a row that taught nothing, by cause; part of the checkpoint."""
+    """Consecutive batches without a signal, by cause; part of the checkpoint."""
 
     counts: Mapping[Cause, int] = field(default_factory=dict[Cause, int])
 
@@ -115,14 +116,14 @@ class NoSignalStreak:
     def num_batches(self) -> int:
         return sum(self.counts.values())
 
-    def after(self, cause: Cause | None) -> NoSignalStreak:
+    def updated(self, cause: Cause | None) -> NoSignalStreak:
         if cause is None:
             return NoSignalStreak()
         return NoSignalStreak(counts={**self.counts, cause: self.counts.get(cause, 0) + 1})
 
     @property
     def alarm(self) -> str | None:
-        """What to tell now, if anything."""
+        """The alarm to raise now, if any."""
         num_batches = self.num_batches
         if not _is_due(num_batches):
             return None
@@ -136,15 +137,15 @@ class NoSignalStreak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergenceStreak:
-    """Batches in a row whose tokens came from a policy far from the one that trains them."""
+    """Consecutive batches whose tokens came from a policy far from the one that trains them."""
 
     num_batches: int = 0
     k3: float = 0.0
-    """Of the last, per version of lag."""
+    """Of the last batch, per version of staleness."""
 
-    def after(self, k3: float, lag: float) -> DivergenceStreak:
-        """`k3` between engines and trainer, over the tokens with the smallest lag of a batch."""
-        per_version = k3 / max(lag, 1.0)
+    def updated(self, k3: float, staleness: float) -> DivergenceStreak:
+        """`k3` between engines and trainer, over a batch's tokens with the smallest staleness."""
+        per_version = k3 / max(staleness, 1.0)
         if per_version <= MAX_K3_PER_VERSION:
             return DivergenceStreak()
         return DivergenceStreak(num_batches=self.num_batches + 1, k3=per_version)
@@ -154,8 +155,8 @@ class DivergenceStreak:
         if not _is_due(self.num_batches):
             return None
         return (
-            f"engines and trainer are far apart: {self.num_batches} batches in a row with a k3 of "
-            f"{self.k3:.2g} per version between what sampled a token and what trains it; the steps "
+            f"engines and trainer are far apart: {self.num_batches} consecutive batches have a k3 "
+            f"of {self.k3:.2g} per version between sampling and training; the steps "
             "are too long (lower learning_rate), or they do not reach the engines (compare "
             "versions in `penstock status`, and the precision of the engine with "
             "training.precision)"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first update of a batch shows, before the weights move: its signal, and the gap between
-trainer and engines by node. Over all ranks. Judges nothing: that is the watch's business.
+"""Measures the first update of a batch, before the weights move: its signal, and the mismatch
+between trainer and engines by node. Over all ranks. Judges nothing: the monitor does.
 
 T = tokens of all samples, K = those of the first update.
 """
@@ -15,7 +15,13 @@ import torch
 
 from penstock.trainer.batches import Batch
 from penstock.trainer.ranks.group import RankReductions
-from penstock.trainer.signals.mismatch import Gap, from_vector, gaps_by_node, pool_gap, to_vector
+from penstock.trainer.signals.mismatch import (
+    Mismatch,
+    from_vector,
+    mismatch_by_node,
+    pool_mismatch,
+    to_vector,
+)
 from penstock.trainer.signals.ratio_stats import (
     Floats,
     RatioStats,
@@ -28,15 +34,15 @@ from penstock.trainer.signals.ratio_stats import (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstUpdateStats:
     metrics: Mapping[str, float]
-    gaps: Mapping[str, Gap] = field(default_factory=dict[str, Gap])
+    mismatches: Mapping[str, Mismatch] = field(default_factory=dict[str, Mismatch])
 
 
 def first_update_stats(
     batch: Batch, logprobs_T: Floats, bounds: tuple[float, float], ranks: RankReductions
 ) -> FirstUpdateStats:
-    """`logprobs_T` are those of the first update, and NaN elsewhere."""
+    """`logprobs_T` are those of the first update, NaN elsewhere."""
     samples, rows_T = batch.samples, batch.rows_T
-    advantages_T = np.where(samples.mask_T, batch.columns["advantage"], 0.0)
+    advantages_T = np.where(samples.mask_T, batch.token_columns["advantage"], 0.0)
     teaching_G = tokens_with_advantage(advantages_T, batch.groups_R[rows_T], batch.num_groups)
     metrics = {"signal/informative_groups": informative_share(ranks.sum_over_ranks(teaching_G))}
     token_K = np.flatnonzero(~np.isnan(logprobs_T))
@@ -45,14 +51,19 @@ def first_update_stats(
     ratios = measure_ratios(
         logprobs_T[token_K], sampling_K, advantages_T[token_K], low=low, high=high
     )
-    metrics |= RatioStats.of(ranks.sum_over_ranks(ratios.numbers)).metrics()
+    metrics |= RatioStats.from_vector(ranks.sum_over_ranks(ratios.vector)).metrics()
     staleness_K = batch.trains_from - samples.versions_T[token_K].astype(np.int64)
-    lag = -ranks.max_over_ranks(-int(staleness_K.min(initial=np.iinfo(np.int32).max)))
-    own = gaps_by_node(
-        logprobs_T[token_K], sampling_K, staleness_K, rows_T[token_K], batch.nodes, lag=lag
+    staleness = -ranks.max_over_ranks(-int(staleness_K.min(initial=np.iinfo(np.int32).max)))
+    own = mismatch_by_node(
+        logprobs_T[token_K],
+        sampling_K,
+        staleness_K,
+        rows_T[token_K],
+        batch.nodes,
+        staleness=staleness,
     )
-    gaps = from_vector(ranks.gather_over_ranks(torch.from_numpy(to_vector(own))).numpy())
-    pool = pool_gap(gaps)
+    mismatches = from_vector(ranks.gather_over_ranks(torch.from_numpy(to_vector(own))).numpy())
+    pool = pool_mismatch(mismatches)
     metrics |= {"gap/mean": pool.mean_abs, "gap/k3": pool.k3, "gap/max": pool.max_abs}
-    metrics["gap/staleness"] = float(lag if pool.num_tokens else 0)
-    return FirstUpdateStats(metrics=metrics, gaps=gaps)
+    metrics["gap/staleness"] = float(staleness if pool.num_tokens else 0)
+    return FirstUpdateStats(metrics=metrics, mismatches=mismatches)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far each node's engine is from the trainer on the same weights, and which node drifts away.
+"""How far each node's engine is from the trainer on the same weights, and which node drifts.
 
-Owns the gap of a batch by node, its moving average, and the judgement that a node is no longer like
-its pool. The averages are plain numbers and go into the checkpoint. What happens to a drifting node
-is the dataflow's business.
+Owns the mismatch of a batch by node, its moving average, and the judgement that a node differs from
+its pool. The averages are plain numbers and go into the checkpoint. The dataflow decides what
+happens to a drifting node.
 
-A node here is one life of it, NODE/SESSION: what it did before a restart is no word against it, and
-rows of that life may come long after.
+A node here is one of its processes, NODE/BOOT: mismatch before a restart does not count against the
+new process, and rows of the old process may arrive long after.
 
-Fresh tokens are those with the smallest lag of their batch: at lag 0 the gap is the engine's alone,
-at a larger one the change of the policy is in it too, for all nodes alike.
+Fresh tokens are those with the smallest staleness of their batch: at staleness 0 the mismatch is
+only the engine's, at a larger one it includes the change of the policy, for all nodes alike.
 
 K = trained tokens of this rank, N = nodes.
 """
@@ -28,20 +28,20 @@ from penstock.types import NodeId
 DRIFT = 10.0
 """A node drifts when its k3 is this many times its pool's median."""
 MIN_MEDIAN_K3 = 1e-4
-"""Median that is assumed at least: engines that agree to the last bit must not make ordinary
-rounding look like drift."""
+"""Smallest median assumed: if engines agree to the last bit, ordinary rounding must not count as
+drift."""
 HALF_LIFE_TOKENS = 4096.0
-"""Fresh tokens of a node after which what came before counts half."""
+"""Fresh tokens of a node after which earlier ones count half."""
 MIN_EVIDENCE = 0.1
-"""Weight that an average needs before anybody is judged by it: some 600 tokens."""
+"""Weight that an average needs before a node is judged by it: some 600 tokens."""
 MIN_POOL = 3
-"""Nodes that make a pool, whatever their lives; of two, nobody knows which one is wrong."""
+"""Nodes that make a pool, however often they restart; of two, it is unknown which one is wrong."""
 FORGET_AFTER = 200
-"""Batches after which a node that sends nothing is no part of the pool any more."""
+"""Batches after which a node that sends nothing leaves the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
+class Mismatch:
     """Between one node's engine and the trainer, over fresh tokens of one batch."""
 
     num_tokens: int
@@ -55,11 +55,11 @@ class Gap:
 
     @property
     def k3(self) -> float:
-        """Mean of rho - 1 - log rho: 0 when both agree, never below."""
+        """Mean of rho - 1 - log rho: 0 if both agree, never below."""
         return self.sum_k3 / max(self.num_tokens, 1)
 
-    def __add__(self, other: Gap) -> Gap:
-        return Gap(
+    def __add__(self, other: Mismatch) -> Mismatch:
+        return Mismatch(
             num_tokens=self.num_tokens + other.num_tokens,
             sum_abs=self.sum_abs + other.sum_abs,
             sum_k3=self.sum_k3 + other.sum_k3,
@@ -67,20 +67,20 @@ class Gap:
         )
 
 
-NO_GAP = Gap(num_tokens=0, sum_abs=0.0, sum_k3=0.0, max_abs=0.0)
+NO_GAP = Mismatch(num_tokens=0, sum_abs=0.0, sum_k3=0.0, max_abs=0.0)
 
 
-def gaps_by_node(
+def mismatch_by_node(
     logprobs_K: Floats,
     sampling_K: Floats,
     staleness_K: Ints,
     rows_K: Ints,
     nodes: Mapping[int, str],
     *,
-    lag: int,
-) -> dict[str, Gap]:
-    """Over tokens of this lag; `nodes` says which node made a row of the manifest."""
-    is_fresh_K = staleness_K == lag
+    staleness: int,
+) -> dict[str, Mismatch]:
+    """Over tokens of this staleness; `nodes` maps rows of the manifest to nodes."""
+    is_fresh_K = staleness_K == staleness
     log_K, fresh_rows_K = log_ratios(logprobs_K, sampling_K)[is_fresh_K], rows_K[is_fresh_K]
     rows, row_K = np.unique(fresh_rows_K, return_inverse=True)
     names, node_R = np.unique([nodes[int(row)] for row in rows], return_inverse=True)
@@ -91,7 +91,7 @@ def gaps_by_node(
     abs_N = np.bincount(node_K, size_K, minlength=names.size)
     k3_N = np.bincount(node_K, np.expm1(log_K) - log_K, minlength=names.size)
     return {
-        str(name): Gap(
+        str(name): Mismatch(
             num_tokens=int(nums_N[n]),
             sum_abs=float(abs_N[n]),
             sum_k3=float(k3_N[n]),
@@ -101,30 +101,39 @@ def gaps_by_node(
     }
 
 
-def pool_gap(gaps: Mapping[str, Gap]) -> Gap:
+def pool_mismatch(mismatches: Mapping[str, Mismatch]) -> Mismatch:
     """Of all nodes together."""
-    return sum(gaps.values(), start=NO_GAP)
+    return sum(mismatches.values(), start=NO_GAP)
 
 
-def to_vector(gaps: Mapping[str, Gap]) -> Floats:
-    """As numbers, because ranks send each other nothing else; see `from_vector`."""
+def to_vector(mismatches: Mapping[str, Mismatch]) -> Floats:
+    """As numbers, because ranks exchange only numbers; see `from_vector`."""
     numbers: list[float] = []
-    for node, gap in gaps.items():
+    for node, mismatch in mismatches.items():
         name = node.encode()
-        numbers += [len(name), *name, gap.num_tokens, gap.sum_abs, gap.sum_k3, gap.max_abs]
+        numbers += [
+            len(name),
+            *name,
+            mismatch.num_tokens,
+            mismatch.sum_abs,
+            mismatch.sum_k3,
+            mismatch.max_abs,
+        ]
     return np.array(numbers, np.float64)
 
 
-def from_vector(numbers: Floats) -> dict[str, Gap]:
-    """The gaps of all ranks, one after another; a node that several saw is added up."""
-    found: dict[str, Gap] = {}
+def from_vector(numbers: Floats) -> dict[str, Mismatch]:
+    """The mismatches of all ranks, one after another; those of the same node are added up."""
+    found: dict[str, Mismatch] = {}
     at = 0
     while at < numbers.size:
         end = at + 1 + int(numbers[at])
         node = bytes(int(byte) for byte in numbers[at + 1 : end]).decode()
         num_tokens, sum_abs, sum_k3, max_abs = (float(one) for one in numbers[end : end + 4])
-        gap = Gap(num_tokens=int(num_tokens), sum_abs=sum_abs, sum_k3=sum_k3, max_abs=max_abs)
-        found[node] = found.get(node, NO_GAP) + gap
+        mismatch = Mismatch(
+            num_tokens=int(num_tokens), sum_abs=sum_abs, sum_k3=sum_k3, max_abs=max_abs
+        )
+        found[node] = found.get(node, NO_GAP) + mismatch
         at = end + 4
     return found
 
@@ -148,11 +157,11 @@ class MovingAverage:
     def mean_abs(self) -> float:
         return self.sum_abs / self.weight if self.weight else 0.0
 
-    def after(self, gap: Gap, seq: int) -> MovingAverage:
-        keep = 0.5 ** (gap.num_tokens / HALF_LIFE_TOKENS)
+    def updated(self, mismatch: Mismatch, seq: int) -> MovingAverage:
+        keep = 0.5 ** (mismatch.num_tokens / HALF_LIFE_TOKENS)
         return MovingAverage(
-            sum_k3=keep * self.sum_k3 + (1 - keep) * gap.k3,
-            sum_abs=keep * self.sum_abs + (1 - keep) * gap.mean_abs,
+            sum_k3=keep * self.sum_k3 + (1 - keep) * mismatch.k3,
+            sum_abs=keep * self.sum_abs + (1 - keep) * mismatch.mean_abs,
             weight=keep * self.weight + (1 - keep),
             last_seq=seq,
         )
@@ -163,7 +172,7 @@ _NEW = MovingAverage(sum_k3=0.0, sum_abs=0.0, weight=0.0, last_seq=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftingNode:
-    """A node that is no longer like its pool."""
+    """A node that differs from its pool."""
 
     boot: str
     """NODE/SESSION."""
@@ -177,39 +186,39 @@ class DriftingNode:
 
     @property
     def boot_id(self) -> str:
-        """Empty where its rows do not say."""
+        """Empty if its rows do not carry it."""
         return self.boot.partition("/")[2]
 
     def __str__(self) -> str:
         return (
             f"node {self.node_id} disagrees with the trainer on the same weights: k3 "
             f"{self.k3:.2g}, more than {DRIFT:g} times the pool's median {self.median_k3:.2g} "
-            f"(mean |log ratio| {self.mean_abs:.2g}); it gets no more work; look at "
+            f"(mean |log ratio| {self.mean_abs:.2g}); it gets no more work; check "
             "its engine build, precision and loaded weights, then restart it"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gaps:
-    """What a trainer remembers of each node; part of its checkpoint."""
+class NodeMismatches:
+    """What a trainer knows of each node; part of its checkpoint."""
 
     nodes: Mapping[str, MovingAverage] = field(default_factory=dict[str, MovingAverage])
     reported: frozenset[str] = frozenset()
-    """Drifting ones that were told; their rows that still come are of no interest."""
+    """Drifting nodes that were reported; their remaining rows are ignored."""
 
-    def after(self, observed: Mapping[str, Gap], seq: int) -> Gaps:
-        """With the gaps of batch `seq`; who was not seen for long is forgotten."""
+    def updated(self, observed: Mapping[str, Mismatch], seq: int) -> NodeMismatches:
+        """With the mismatches of batch `seq`; a node not seen for long is dropped."""
         known = {n: a for n, a in self.nodes.items() if seq - a.last_seq <= FORGET_AFTER}
-        for node, gap in observed.items():
+        for node, mismatch in observed.items():
             if node not in self.reported:
-                known[node] = known.get(node, _NEW).after(gap, seq)
+                known[node] = known.get(node, _NEW).updated(mismatch, seq)
         return replace(self, nodes=known)
 
-    def without(self, drifting: Sequence[DriftingNode]) -> Gaps:
-        """A quarantined node is judged anew when it comes back: under a new session, or at once
-        where its rows do not say which."""
+    def without_reported(self, drifting: Sequence[DriftingNode]) -> NodeMismatches:
+        """A quarantined node is judged again when it returns: with a new boot id, or immediately if
+        its rows carry none."""
         gone = {node.boot for node in drifting}
-        return Gaps(
+        return NodeMismatches(
             nodes={n: a for n, a in self.nodes.items() if n not in gone},
             reported=self.reported | {node.boot for node in drifting if node.boot_id},
         )
@@ -230,7 +239,8 @@ class Gaps:
 
 
 def _newest_boots(averages: Mapping[str, MovingAverage]) -> dict[NodeId, MovingAverage]:
-    """One for each node: the many lives of one that restarts often would outvote the others."""
+    """One value per node: the many processes of one that restarts often must not outvote the
+    others."""
     by_age = sorted(averages.items(), key=lambda one: (one[1].last_seq, one[1].weight, one[0]))
     return {_node(boot): average for boot, average in by_age}
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer makes of its own figures: nodes that drift are reported, idle training is told,
-and engines that are far away.
+"""Judges a trainer's own metrics: reports nodes that drift, batches without a signal, and engines
+far from the trainer.
 
-Owns the memory over batches (average gap by node, bad batches in a row), with which a trainer that
-restarts goes on. Measures nothing itself: the learner does, before the weights move.
+Owns the state over batches (average mismatch by node, consecutive bad batches), which survives a
+restart of the trainer. Measures nothing itself: the learner does, before the weights move.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import structlog
 
 from penstock.trainer.learner import SkipReason, Stats
 from penstock.trainer.signals.alarms import EXCLUDED, cause_of
-from penstock.trainer.signals.mismatch import DriftingNode, pool_gap
+from penstock.trainer.signals.mismatch import DriftingNode, pool_mismatch
 from penstock.trainer.signals.monitor_state import MonitorState
 
 _log = structlog.get_logger(__name__)
@@ -26,39 +26,39 @@ class SignalMonitor:
     ) -> None:
         monitor_state = monitor_state or MonitorState()
         self._quarantine = quarantine
-        self._gaps = monitor_state.gaps
+        self._mismatches = monitor_state.mismatches
         self._no_signal = monitor_state.no_signal
         self._divergence = monitor_state.divergence
 
     @property
     def monitor_state(self) -> MonitorState:
-        return MonitorState(gaps=self._gaps, no_signal=self._no_signal, divergence=self._divergence)
+        return MonitorState(
+            mismatches=self._mismatches, no_signal=self._no_signal, divergence=self._divergence
+        )
 
     def observe(self, seq: int, stats: Stats) -> str | None:
-        """Heed what batch `seq` showed; what to tell people now, if anything."""
-        self._gaps = self._gaps.after(stats.gaps, seq)
-        drifting = self._gaps.drifting()
+        """Judge the metrics of batch `seq`; return the alarms to raise now, if any."""
+        self._mismatches = self._mismatches.updated(stats.mismatches, seq)
+        drifting = self._mismatches.drifting()
         for node in drifting:
-            _log.warning(
-                "node is quarantined", node=node.node_id, boot_id=node.boot_id, why=str(node)
-            )
+            _log.warning("node quarantined", node=node.node_id, boot_id=node.boot_id, why=str(node))
             self._quarantine(node)
-        self._gaps = self._gaps.without(drifting)
+        self._mismatches = self._mismatches.without_reported(drifting)
         values = stats.values
         cause = cause_of(
             num_tokens=values.get("tokens/trained", 0.0),
             informative=values.get("signal/informative_groups", 1.0),
             clipped=values.get("signal/clipped", 0.0),
-            gap=pool_gap(stats.gaps).mean_abs,
+            gap=pool_mismatch(stats.mismatches).mean_abs,
             is_skipped=stats.skipped is not None,
             is_rejected=stats.skipped is SkipReason.REJECTED,
             num_excluded=values.get(EXCLUDED, 0.0),
         )
-        self._no_signal = self._no_signal.after(cause)
-        self._divergence = self._divergence.after(
+        self._no_signal = self._no_signal.updated(cause)
+        self._divergence = self._divergence.updated(
             values.get("gap/k3", 0.0), values.get("gap/staleness", 0.0)
         )
         alarm = self._no_signal.alarm or self._divergence.alarm
         if alarm is not None:
-            _log.error("this run may learn nothing", why=alarm)
+            _log.error("run may have no learning signal", why=alarm)
         return alarm

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer remembers of the batches before, and its form in the checkpoint.
+"""What a trainer keeps about past batches, and its form in the checkpoint.
 
-Owns that form: plain JSON, in which a trainer of another version finds what it understands or
-nothing. A checkpoint is not worth less because an alarm cannot be read.
+Owns that form: plain JSON. If a trainer of another version cannot read it, it starts with empty
+state: a checkpoint stays usable without its alarms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import structlog
 
 from penstock.errors import BadRequest
 from penstock.trainer.signals.alarms import DivergenceStreak, NoSignalStreak
-from penstock.trainer.signals.mismatch import Gaps, MovingAverage
+from penstock.trainer.signals.mismatch import MovingAverage, NodeMismatches
 from penstock.wire.codec import JSON, decode, encode_json
 
 _log = structlog.get_logger(__name__)
@@ -25,18 +25,20 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorState:
-    gaps: Gaps = field(default_factory=Gaps)
+    mismatches: NodeMismatches = field(default_factory=NodeMismatches)
     no_signal: NoSignalStreak = field(default_factory=NoSignalStreak)
     divergence: DivergenceStreak = field(default_factory=DivergenceStreak)
 
 
 def to_json(monitor_state: MonitorState) -> dict[str, Any]:
-    """Without numbers that JSON does not know: a node with such an average begins anew."""
-    nodes = {name: known for name, known in monitor_state.gaps.nodes.items() if _is_finite(known)}
+    """Without numbers that JSON cannot hold: a node with such an average starts fresh."""
+    nodes = {
+        name: known for name, known in monitor_state.mismatches.nodes.items() if _is_finite(known)
+    }
     k3 = monitor_state.divergence.k3 if math.isfinite(monitor_state.divergence.k3) else 0.0
     finite = replace(
         monitor_state,
-        gaps=replace(monitor_state.gaps, nodes=nodes),
+        mismatches=replace(monitor_state.mismatches, nodes=nodes),
         divergence=replace(monitor_state.divergence, k3=k3),
     )
     return json.loads(encode_json(finite))
@@ -46,7 +48,10 @@ def from_json(found: Mapping[str, Any]) -> MonitorState:
     try:
         return decode(encode_json(found), MonitorState, media_type=JSON)
     except BadRequest as error:
-        _log.warning("what the checkpoint remembers of batches is forgotten", why=str(error))
+        _log.warning(
+            "monitor state in the checkpoint is unreadable; starting with empty state",
+            why=str(error),
+        )
         return MonitorState()
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a batch can teach: effective sample size, informative groups, clipped shares, tails of
-the ratio. Sums over tokens, so that ranks add theirs up; what is made of them comes after.
+"""The learning signal of a batch: effective sample size, informative groups, clipped shares, tails
+of the ratio. Sums over tokens, so that ranks can add theirs up before they are evaluated.
 
 Pure functions of NumPy arrays over trained tokens at the first update of a batch, before the
-weights have moved. Knows nothing of nodes (gaps.py) nor of what is wrong (alarms.py).
+weights have moved. Does not know nodes (mismatch.py) or causes (alarms.py).
 
 K = trained tokens of this rank, G = groups of the batch, B = bins.
 """
@@ -21,13 +21,13 @@ Ints = npt.NDArray[np.int64]
 MAX_LOG_RATIO = 20.0
 """As in the losses: one absurd record must not make every sum infinite."""
 _EDGES_B = np.linspace(-2.0, 2.0, 801)
-"""Bins of log ratios; what lies beyond counts in the first and the last."""
+"""Bins of log ratios; values outside count in the first and the last."""
 _QUANTILES = {"q001": 0.001, "q01": 0.01, "q50": 0.5, "q99": 0.99, "q999": 0.999}
 _NUM_SUMS = 8
 
 
 def log_ratios(logprobs_K: Floats, sampling_K: Floats) -> Floats:
-    """Of the policy now to the engine that sampled, bounded; what is no number is far off."""
+    """Log-ratio of the current policy to the sampling engine, bounded; NaN counts as the bound."""
     with np.errstate(invalid="ignore", over="ignore"):
         ratios_K = np.subtract(logprobs_K, sampling_K, dtype=np.float64)
     filled_K = np.nan_to_num(ratios_K, nan=MAX_LOG_RATIO)
@@ -36,7 +36,7 @@ def log_ratios(logprobs_K: Floats, sampling_K: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioStats:
-    """Sums over the ratios of a batch; those of two ranks add up by `numbers`."""
+    """Sums over the ratios of a batch; add those of two ranks by their `vector`."""
 
     num_tokens: float
     sum_weights: float
@@ -46,14 +46,14 @@ class RatioStats:
     """Tokens to be made likelier: their advantage is above 0."""
     num_down: float
     num_clipped_up: float
-    """Of those, at a ratio beyond the upper bound: they have no gradient."""
+    """Of those, at a ratio above the upper bound: they have no gradient."""
     num_clipped_down: float
     num_beyond: float
     """Outside the bounds on either side, whatever the advantage."""
     counts_B: Floats
 
     @property
-    def numbers(self) -> Floats:
+    def vector(self) -> Floats:
         """All of it as one vector, for `sum_over_ranks`."""
         sums = [
             self.num_tokens,
@@ -68,8 +68,8 @@ class RatioStats:
         return np.concatenate([np.array(sums, np.float64), self.counts_B])
 
     @staticmethod
-    def of(numbers: Floats) -> RatioStats:
-        sums = [float(number) for number in numbers[:_NUM_SUMS]]
+    def from_vector(vector: Floats) -> RatioStats:
+        sums = [float(number) for number in vector[:_NUM_SUMS]]
         return RatioStats(
             num_tokens=sums[0],
             sum_weights=sums[1],
@@ -79,13 +79,12 @@ class RatioStats:
             num_clipped_up=sums[5],
             num_clipped_down=sums[6],
             num_beyond=sums[7],
-            counts_B=numbers[_NUM_SUMS:],
+            counts_B=vector[_NUM_SUMS:],
         )
 
     @property
     def effective_samples(self) -> float:
-        """Tokens that would say as much if all weighed the same: n when they do, 1 when one
-        outweighs all."""
+        """Effective sample size: n if all tokens have the same weight, 1 if one outweighs all."""
         return self.sum_weights**2 / self.sum_squares if self.sum_squares else 0.0
 
     @property
@@ -145,5 +144,5 @@ def tokens_with_advantage(advantages_K: Floats, groups_K: Ints, num_groups: int)
 
 
 def informative_share(teaching_G: Floats) -> float:
-    """Of groups, those that say which of their answers is better."""
+    """Share of groups whose answers differ in reward."""
     return float(np.count_nonzero(teaching_G)) / teaching_G.size if teaching_G.size else 0.0

@@ -12,9 +12,11 @@ import pytest
 from tests.unit.trainer import oracles
 from tests.unit.trainer.cases import Case, Floats, losses_and_gradient, random_case
 
+from penstock.trainer.algorithms.gspo import GspoLoss
 from penstock.trainer.losses.aggregation import Aggregation, Counts, Denominator, LossWeights, count
+from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.losses.mismatch import CorrectedLoss, Correction, Weighting
-from penstock.trainer.losses.objectives import ClippedLoss, GspoLoss, RatioAgainst
+from penstock.trainer.losses.ratios import RatioAgainst
 from penstock.trainer.losses.tokens import Objective
 
 

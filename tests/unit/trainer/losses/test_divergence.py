@@ -12,8 +12,8 @@ import torch
 from tests.unit.trainer import oracles
 from tests.unit.trainer.cases import Floats, check, losses_and_gradient, random_case, tokens_of
 
+from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.losses.divergence import EntropyBonus, KlEstimator, KlPenalty, estimate
-from penstock.trainer.losses.objectives import ClippedLoss
 from penstock.trainer.losses.tokens import TokenLoss, Tokens
 
 

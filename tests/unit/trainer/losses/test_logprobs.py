@@ -11,13 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.trainer.losses.logprobs import (
-    Truncation,
-    behaviour_kl,
-    entropy,
-    log_ratio,
-    sampling_log_softmax,
-)
+from penstock.trainer.losses.logprobs import Truncation, entropy, sampling_log_softmax
+from penstock.trainer.losses.ratios import behaviour_kl, log_ratio
 
 Floats = npt.NDArray[np.float64]
 DRAW = np.random.default_rng(0)

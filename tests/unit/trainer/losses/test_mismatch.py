@@ -19,8 +19,11 @@ from tests.unit.trainer.cases import (
     tokens_of,
 )
 
+from penstock.trainer.algorithms.decoupled import DecoupledLoss
+from penstock.trainer.algorithms.m2po import M2poBudget, M2poLoss
+from penstock.trainer.losses.budgets import WrappedBudget
+from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.losses.divergence import EntropyBonus
-from penstock.trainer.losses.m2po import M2poBudget, M2poLoss
 from penstock.trainer.losses.mismatch import (
     CorrectedLoss,
     Correction,
@@ -28,12 +31,7 @@ from penstock.trainer.losses.mismatch import (
     Weighting,
     correction_of,
 )
-from penstock.trainer.losses.objectives import (
-    ClippedLoss,
-    DecoupledLoss,
-    RatioAgainst,
-    WrappedBudget,
-)
+from penstock.trainer.losses.ratios import RatioAgainst
 from penstock.trainer.losses.tokens import Objective
 
 PPO = ClippedLoss(ratio_against=RatioAgainst.PROXIMAL)

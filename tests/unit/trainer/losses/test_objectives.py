@@ -20,18 +20,16 @@ from tests.unit.trainer.cases import (
     tokens_of,
 )
 
+from penstock.trainer.algorithms.cispo import CispoLoss
+from penstock.trainer.algorithms.decoupled import DecoupledLoss
+from penstock.trainer.algorithms.gspo import GspoLoss
+from penstock.trainer.algorithms.m2po import M2poBudget, M2poLoss, Refresh
+from penstock.trainer.algorithms.opd import DistillationLoss
+from penstock.trainer.algorithms.sapo import SapoLoss
+from penstock.trainer.losses.budgets import WrappedBudget
+from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.losses.divergence import EntropyBonus
-from penstock.trainer.losses.m2po import M2poBudget, M2poLoss, Refresh
-from penstock.trainer.losses.objectives import (
-    CispoLoss,
-    ClippedLoss,
-    DecoupledLoss,
-    DistillationLoss,
-    GspoLoss,
-    RatioAgainst,
-    SapoLoss,
-    WrappedBudget,
-)
+from penstock.trainer.losses.ratios import RatioAgainst
 from penstock.trainer.losses.tokens import BudgetedObjective, Objective
 
 SEEDS = range(4)

@@ -32,8 +32,8 @@ from tests.unit.trainer.test_packing_check import make_tiny
 from transformers import PreTrainedModel
 
 from penstock.config import LoraConfig
+from penstock.trainer.algorithms.m2po import M2poBudget
 from penstock.trainer.lora import init_adapter
-from penstock.trainer.losses.m2po import M2poBudget
 from penstock.trainer.ranks.group import SingleRank
 from penstock.trainer.ranks.sharding import clip, gather, shard, shard_like
 

@@ -160,7 +160,7 @@ def test_a_rank_killed_between_its_file_and_its_word_leaves_the_checkpoint_befor
     root = work / "killed" / "checkpoints"
     (partial,) = root.glob(".partial-*")
     assert (partial / SHARES[1]).exists(), "killed too early for this test"
-    found = opened(work, "killed").newest()
+    found = opened(work, "killed").open_newest()
     assert found is not None and found.cursor.number == EVERY
     lived(work, "killed", SingleRank())
     assert {path.name for path in root.iterdir()} == {f"step_{EVERY}", LAST}
@@ -192,12 +192,12 @@ def test_a_damaged_share_is_refused_and_the_checkpoint_before_counts(
             state = read_checkpoint_manifest(root / LAST)
             others = {name: one for name, one in state.files.items() if name != second.name}
             write_checkpoint_manifest(root / LAST, replace(state, files=others))
-    found = reopened(root).newest()
+    found = reopened(root).open_newest()
     assert found is not None and found.cursor.number == EVERY
     assert list(root.glob(f".damaged-{LAST}-*"))
     (found.folder / SHARES[0]).unlink()
     with pytest.raises(StoreError, match=rf"(?s){SHARES[0]}.*move these folders away"):
-        reopened(root).newest()
+        reopened(root).open_newest()
 
 
 def test_the_other_ranks_hear_of_a_slow_disk(
@@ -246,8 +246,8 @@ def at(number: int) -> Cursor:
 def halves(value: float) -> list[StateShard]:
     """A tensor of three rows over two ranks, and one that each rank has for itself."""
     regions = [
-        TensorRegion(first=(0, 0), shape=(2, 4), whole=(3, 4)),
-        TensorRegion(first=(2, 0), shape=(1, 4), whole=(3, 4)),
+        TensorRegion(offset=(0, 0), shape=(2, 4), full_shape=(3, 4)),
+        TensorRegion(offset=(2, 0), shape=(1, 4), full_shape=(3, 4)),
     ]
     return [
         StateShard(
@@ -285,9 +285,12 @@ def test_any_part_is_read_from_the_files_that_hold_it(two: Pair) -> None:
     state = two.save(5, token=1).read_state()
     expected = torch.tensor([[5.0] * 4, [5.0] * 4, [6.0] * 4])
     assert state["m"].equal(expected)
-    middle = TensorRegion(first=(1, 1), shape=(2, 2), whole=(3, 4))
+    middle = TensorRegion(offset=(1, 1), shape=(2, 2), full_shape=(3, 4))
     assert state.part("m", middle).equal(expected[1:3, 1:3])
-    assert state.part("m", TensorRegion(first=(3, 0), shape=(0, 4), whole=(3, 4))).shape == (0, 4)
+    assert state.part("m", TensorRegion(offset=(3, 0), shape=(0, 4), full_shape=(3, 4))).shape == (
+        0,
+        4,
+    )
     assert [int(state.for_rank(rank)["own"]) for rank in (0, 1, 2)] == [0, 1, 0]
 
 
@@ -317,7 +320,7 @@ def test_an_interruption_at_any_moment_leaves_a_whole_checkpoint(
         finally:
             monkeypatch.undo()
         two.checkpoints = Checkpoints(two.root, policy="policy", every=1)
-        found = two.checkpoints.newest()
+        found = two.checkpoints.open_newest()
         assert found is not None
         numbers.append(found.cursor.number)
         value = float(found.cursor.number)

@@ -20,11 +20,11 @@ from penstock.trainer.signals.mismatch import (
     FORGET_AFTER,
     NO_GAP,
     Floats,
-    Gap,
-    Gaps,
+    Mismatch,
+    NodeMismatches,
     from_vector,
-    gaps_by_node,
-    pool_gap,
+    mismatch_by_node,
+    pool_mismatch,
     to_vector,
 )
 from penstock.trainer.signals.ratio_stats import (
@@ -90,7 +90,7 @@ def test_two_ranks_add_up_to_one() -> None:
         measure_ratios(now_K[part], then_K[part], advantages_K[part], **CLIP)
         for part in (slice(0, 300), slice(300, None))
     ]
-    added = RatioStats.of(parts[0].numbers + parts[1].numbers)
+    added = RatioStats.from_vector(parts[0].numbers + parts[1].numbers)
     assert added.metrics() == pytest.approx(whole.metrics())
 
 
@@ -116,20 +116,20 @@ def test_a_group_informs_when_one_of_its_tokens_has_an_advantage() -> None:
 
 def test_a_gap_counts_fresh_tokens_of_its_node_alone() -> None:
     log_K = np.array([0.1, -0.2, 0.4, 5.0, 0.3])
-    found = gaps_by_node(
+    found = mismatch_by_node(
         log_K - 1.0,
         np.full(5, -1.0),
         np.array([0, 0, 0, 1, 0]),
         np.array([0, 0, 1, 1, 2]),
         {0: "a", 1: "b", 2: "a"},
-        lag=0,
+        staleness=0,
     )
     assert found["a"].num_tokens == 3 and found["b"].num_tokens == 1
     assert found["a"].mean_abs == pytest.approx((0.1 + 0.2 + 0.3) / 3)
     k3 = [math.exp(x) - 1 - x for x in (0.1, -0.2, 0.3)]
     assert found["a"].k3 == pytest.approx(sum(k3) / 3)
     assert found["b"].max_abs == pytest.approx(0.4), "the stale token is no disagreement"
-    assert pool_gap(found).num_tokens == 4
+    assert pool_mismatch(found).num_tokens == 4
 
 
 def test_gaps_travel_between_ranks_as_numbers() -> None:
@@ -140,111 +140,120 @@ def test_gaps_travel_between_ranks_as_numbers() -> None:
     assert from_vector(to_vector({})) == {}
 
 
-def gap(k3: float, num_tokens: int = 1000) -> Gap:
+def gap(k3: float, num_tokens: int = 1000) -> Mismatch:
     size = math.sqrt(2 * k3)
-    return Gap(
+    return Mismatch(
         num_tokens=num_tokens, sum_abs=size * num_tokens, sum_k3=k3 * num_tokens, max_abs=size
     )
 
 
-def drawn(rng: np.random.Generator, num_tokens: int, spread: float) -> Gap:
+def drawn(rng: np.random.Generator, num_tokens: int, spread: float) -> Mismatch:
     log_K: Floats = rng.normal(0.0, spread, num_tokens)
     zeros = np.zeros(num_tokens, np.int64)
-    return gaps_by_node(log_K, np.zeros(num_tokens), zeros, zeros, {0: "n"}, lag=0)["n"]
+    return mismatch_by_node(log_K, np.zeros(num_tokens), zeros, zeros, {0: "n"}, staleness=0)["n"]
 
 
 def test_a_planted_drifting_node_among_five_is_found_and_only_it() -> None:
-    rng, gaps = np.random.default_rng(3), Gaps()
+    rng, mismatches = np.random.default_rng(3), NodeMismatches()
     for seq in range(1, 11):
         spreads = {f"node-{n}": 0.3 if n == 3 and seq > 4 else 0.03 for n in range(5)}
-        gaps = gaps.after({n: drawn(rng, 2000, s) for n, s in spreads.items()}, seq)
+        mismatches = mismatches.updated({n: drawn(rng, 2000, s) for n, s in spreads.items()}, seq)
         if seq <= 4:
-            assert gaps.drifting() == ()
-    [found] = gaps.drifting()
+            assert mismatches.drifting() == ()
+    [found] = mismatches.drifting()
     assert found.node_id == "node-3"
     assert "node-3" in str(found) and "restart it" in str(found)
 
 
 def test_a_busy_pool_of_equal_nodes_has_no_drift() -> None:
-    rng, gaps = np.random.default_rng(4), Gaps()
+    rng, mismatches = np.random.default_rng(4), NodeMismatches()
     for seq in range(1, 101):
         sizes = rng.integers(20, 4000, 16)
-        gaps = gaps.after({f"n{i}": drawn(rng, int(n), 0.05) for i, n in enumerate(sizes)}, seq)
-        assert gaps.drifting() == ()
+        mismatches = mismatches.updated(
+            {f"n{i}": drawn(rng, int(n), 0.05) for i, n in enumerate(sizes)}, seq
+        )
+        assert mismatches.drifting() == ()
 
 
 def test_rounding_in_a_pool_that_agrees_to_the_bit_is_no_drift() -> None:
     observed = {"a": gap(0.0), "b": gap(0.0), "c": gap(5e-4)}
-    assert Gaps().after(observed, 1).drifting() == ()
-    assert len(Gaps().after(observed | {"c": gap(5e-3)}, 1).drifting()) == 1
+    assert NodeMismatches().updated(observed, 1).drifting() == ()
+    assert len(NodeMismatches().updated(observed | {"c": gap(5e-3)}, 1).drifting()) == 1
 
 
 def test_nobody_is_judged_by_few_tokens_or_in_a_pool_of_two() -> None:
     pool = {"a": gap(1e-3), "b": gap(1e-3)}
-    assert Gaps().after(pool | {"c": gap(9.0, 50)}, 1).drifting() == ()
-    assert Gaps().after({"a": gap(1e-3), "c": gap(9.0)}, 1).drifting() == ()
-    assert len(Gaps().after(pool | {"c": gap(9.0)}, 1).drifting()) == 1
+    assert NodeMismatches().updated(pool | {"c": gap(9.0, 50)}, 1).drifting() == ()
+    assert NodeMismatches().updated({"a": gap(1e-3), "c": gap(9.0)}, 1).drifting() == ()
+    assert len(NodeMismatches().updated(pool | {"c": gap(9.0)}, 1).drifting()) == 1
 
 
 def test_a_node_that_comes_back_is_judged_anew_and_a_lost_one_is_forgotten() -> None:
-    gaps = Gaps().after({"a": gap(1e-3), "b": gap(1e-3), "c": gap(9.0)}, 1)
-    without = gaps.without(gaps.drifting())
-    assert without.drifting() == ()
-    again = without.after({"a": gap(1e-3), "b": gap(1e-3), "c": gap(1e-3)}, 2)
+    mismatches = NodeMismatches().updated({"a": gap(1e-3), "b": gap(1e-3), "c": gap(9.0)}, 1)
+    without_reported = mismatches.without_reported(mismatches.drifting())
+    assert without_reported.drifting() == ()
+    again = without_reported.updated({"a": gap(1e-3), "b": gap(1e-3), "c": gap(1e-3)}, 2)
     assert again.drifting() == ()
     assert "c" in again.nodes
-    later = again.after({"a": gap(1e-3)}, 3 + FORGET_AFTER)
+    later = again.updated({"a": gap(1e-3)}, 3 + FORGET_AFTER)
     assert set(later.nodes) == {"a"}
 
 
 def test_rows_of_a_life_that_was_told_say_nothing_of_the_next() -> None:
     pool = {"a/1": gap(1e-3), "b/1": gap(1e-3)}
-    gaps = Gaps().after(pool | {"c/old": gap(9.0)}, 1)
-    [found] = gaps.drifting()
+    mismatches = NodeMismatches().updated(pool | {"c/old": gap(9.0)}, 1)
+    [found] = mismatches.drifting()
     assert (found.node_id, found.boot_id) == ("c", "old")
-    gaps = gaps.without([found]).after(pool | {"c/old": gap(9.0), "c/new": gap(1e-3)}, 2)
-    assert gaps.drifting() == ()
-    [found] = gaps.after(pool | {"c/new": gap(90.0)}, 3).drifting()
+    mismatches = mismatches.without_reported([found]).updated(
+        pool | {"c/old": gap(9.0), "c/new": gap(1e-3)}, 2
+    )
+    assert mismatches.drifting() == ()
+    [found] = mismatches.updated(pool | {"c/new": gap(90.0)}, 3).drifting()
     assert (found.node_id, found.boot_id) == ("c", "new")
 
 
 def test_several_lives_of_two_nodes_make_no_pool() -> None:
     lives = {"a/1": gap(1e-3), "a/2": gap(1e-3), "b/1": gap(9.0)}
-    assert Gaps().after(lives, 1).drifting() == ()
+    assert NodeMismatches().updated(lives, 1).drifting() == ()
 
 
 def test_a_node_that_restarts_at_each_batch_does_not_outvote_the_others() -> None:
-    gaps = Gaps()
+    mismatches = NodeMismatches()
     for seq in range(1, 9):
         observed = {f"a/{seq}": gap(1e-4), "b/1": gap(2e-3), "c/1": gap(2e-3)}
-        gaps = gaps.after(observed, seq)
-        assert gaps.drifting() == ()
+        mismatches = mismatches.updated(observed, seq)
+        assert mismatches.drifting() == ()
 
 
 def test_the_lives_of_a_bad_node_do_not_hide_it() -> None:
-    gaps = Gaps()
+    mismatches = NodeMismatches()
     for seq in range(1, 7):
-        gaps = gaps.after({f"bad/{seq}": gap(0.05), "b/1": gap(2e-4)}, seq)
-    gaps = gaps.after({"b/1": gap(2e-4), "c/1": gap(2e-4)}, 7)
-    found = gaps.drifting()
+        mismatches = mismatches.updated({f"bad/{seq}": gap(0.05), "b/1": gap(2e-4)}, seq)
+    mismatches = mismatches.updated({"b/1": gap(2e-4), "c/1": gap(2e-4)}, 7)
+    found = mismatches.drifting()
     assert {one.boot for one in found} == {f"bad/{seq}" for seq in range(1, 7)}
     assert found[0].median_k3 == pytest.approx(2e-4)
 
 
 def test_an_average_forgets_by_tokens_not_by_batches() -> None:
-    whole = Gaps().after({"a": gap(0.5, 4096)}, 1).nodes["a"]
-    halves = Gaps().after({"a": gap(0.5, 2048)}, 1).after({"a": gap(0.5, 2048)}, 2).nodes["a"]
+    whole = NodeMismatches().updated({"a": gap(0.5, 4096)}, 1).nodes["a"]
+    halves = (
+        NodeMismatches()
+        .updated({"a": gap(0.5, 2048)}, 1)
+        .updated({"a": gap(0.5, 2048)}, 2)
+        .nodes["a"]
+    )
     assert whole.weight == pytest.approx(0.5)
     assert (whole.k3, whole.weight) == pytest.approx((halves.k3, halves.weight))
-    later = Gaps().after({"a": gap(0.5, 40_960)}, 1).after({"a": gap(0.0, 4096)}, 2)
+    later = NodeMismatches().updated({"a": gap(0.5, 40_960)}, 1).updated({"a": gap(0.0, 4096)}, 2)
     assert later.nodes["a"].k3 == pytest.approx(0.25, rel=0.01)
     assert NO_GAP.k3 == 0.0
 
 
 def test_what_is_remembered_survives_in_json() -> None:
-    gaps = Gaps().after({"a": gap(1e-3), "b": gap(2e-3, 77)}, 5)
-    assert decode(encode_json(gaps), Gaps, media_type=JSON) == gaps
-    no_signal = NoSignalStreak().after(Cause.GAP).after(Cause.ALL_CLIPPED)
+    mismatches = NodeMismatches().updated({"a": gap(1e-3), "b": gap(2e-3, 77)}, 5)
+    assert decode(encode_json(mismatches), NodeMismatches, media_type=JSON) == mismatches
+    no_signal = NoSignalStreak().updated(Cause.GAP).updated(Cause.ALL_CLIPPED)
     assert decode(encode_json(no_signal), NoSignalStreak, media_type=JSON) == no_signal
 
 
@@ -289,7 +298,7 @@ def test_the_alarm_names_the_cause_and_the_next_step(cause: Cause, word: str) ->
     no_signal = NoSignalStreak()
     for _ in range(ALARM_AFTER):
         assert no_signal.alarm is None
-        no_signal = no_signal.after(cause)
+        no_signal = no_signal.updated(cause)
     assert no_signal.alarm is not None
     assert f"{ALARM_AFTER} {cause.value}" in no_signal.alarm and word in no_signal.alarm
 
@@ -297,24 +306,24 @@ def test_the_alarm_names_the_cause_and_the_next_step(cause: Cause, word: str) ->
 def test_the_alarm_comes_again_ever_more_rarely_and_ends_with_a_good_batch() -> None:
     no_signal, reported = NoSignalStreak(), list[int]()
     for number in range(1, 26):
-        no_signal = no_signal.after(Cause.GAP if number % 5 == 0 else Cause.EQUAL_REWARDS)
+        no_signal = no_signal.updated(Cause.GAP if number % 5 == 0 else Cause.EQUAL_REWARDS)
         if no_signal.alarm:
             reported.append(number)
             assert "equal_rewards" in no_signal.alarm
     assert reported == [3, 6, 12, 24]
-    assert no_signal.after(None) == NoSignalStreak() and NoSignalStreak().alarm is None
+    assert no_signal.updated(None) == NoSignalStreak() and NoSignalStreak().alarm is None
 
 
 def test_engines_far_from_the_trainer_are_told_after_three_batches() -> None:
     divergence = DivergenceStreak()
     for _ in range(ALARM_AFTER):
         assert divergence.alarm is None
-        divergence = divergence.after(2.2 * MAX_K3_PER_VERSION, 2.0)
+        divergence = divergence.updated(2.2 * MAX_K3_PER_VERSION, 2.0)
     assert divergence.alarm is not None
     assert "0.11 per version" in divergence.alarm and "training.precision" in divergence.alarm
-    assert divergence.after(math.nan, 1.0).num_batches == ALARM_AFTER + 1, "no number is far away"
+    assert divergence.updated(math.nan, 1.0).num_batches == ALARM_AFTER + 1, "no number is far away"
     assert (
-        divergence.after(1.9 * MAX_K3_PER_VERSION, 2.0)
-        == divergence.after(0.9 * MAX_K3_PER_VERSION, 0.0)
+        divergence.updated(1.9 * MAX_K3_PER_VERSION, 2.0)
+        == divergence.updated(0.9 * MAX_K3_PER_VERSION, 0.0)
         == DivergenceStreak()
     )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""M2PO: a trust region that is a budget over a whole update, not a bound on each token.
+"""M2PO: a trust region that is a budget over a complete update, not a bound on each token.
 
-A token is harmful where its advantage pushes it further from the policy that sampled it. The budget
-is the mean squared log-ratio of the harmful tokens of an update, all micro-batches and all ranks;
-the largest are dropped until what is left keeps it. Dropped tokens lose their gradient as clipped
-ones do: they stay in the denominator. Order, ties and sharding change nothing.
+A token is harmful if its advantage pushes it further from the policy that sampled it. The budget is
+the mean squared log-ratio of the harmful tokens of an update, over all micro-batches and ranks; the
+largest are dropped until the rest is within it. Dropped tokens lose their gradient as clipped ones
+do: they stay in the denominator. Order, ties and sharding change nothing.
 
 K = trained tokens of a micro-batch, H = harmful tokens of the update.
 """
@@ -14,17 +14,26 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
-from penstock.trainer.losses.logprobs import MAX_LOG_RATIO, behaviour_kl, log_ratio
-from penstock.trainer.losses.objectives import require_proximal
+from penstock.config.algorithms import Algorithm
+from penstock.trainer.losses.ratios import (
+    MAX_LOG_RATIO,
+    RatioAgainst,
+    behaviour_kl,
+    log_ratio,
+    require_proximal,
+)
 from penstock.trainer.losses.tokens import Objective, TokenLoss, Tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.config import AlgorithmConfig
 
 
 class Refresh(StrEnum):
-    """When the threshold is found anew."""
+    """When the threshold is computed."""
 
     UPDATE = "update"
     """Before each update, under the weights of that moment: one forward pass more."""
@@ -47,10 +56,9 @@ class M2poBudget:
         if not self.budget > 0:
             raise ValueError(f"M2PO's budget is {self.budget}; it must be above 0, 0.04 is usual")
 
-    @torch.no_grad()
     def budget_terms(self, tokens: Tokens) -> Tensor:
         """Squared log-ratios of this micro-batch's harmful tokens."""
-        now_K = tokens.logprobs_K
+        now_K = tokens.logprobs_K.detach()
         if self.refresh is Refresh.BATCH:
             now_K = require_proximal(tokens, "M2PO refreshed per batch")
         square_K, is_harmful_K = _squared_log_ratios(now_K, tokens)
@@ -70,10 +78,12 @@ class M2poBudget:
 class M2poLoss:
     """M2PO's loss in one update."""
 
+    ratio_against: ClassVar[RatioAgainst] = RatioAgainst.SAMPLING
+    """What the budget bounds the distance from, so that no other layer corrects for it."""
     threshold: float
     """Harmful tokens at or above this squared log-ratio are dropped; inf when none is."""
     is_all_dropped: bool
-    """Not one harmful token kept the budget; only self-correcting ones are left. An alarm."""
+    """No harmful token was within the budget; only self-correcting ones are left. An alarm."""
     ratio_low: float
     ratio_high: float
 
@@ -82,7 +92,7 @@ class M2poLoss:
         ratio_K = log_ratio_K.exp().clamp(self.ratio_low, self.ratio_high)
         square_K, is_harmful_K = _squared_log_ratios(tokens.logprobs_K.detach(), tokens)
         is_dropped_K = is_harmful_K & (square_K >= self.threshold)
-        loss_K = torch.where(is_dropped_K, 0.0, -ratio_K * tokens.advantages_K)
+        loss_K = (-ratio_K * tokens.advantages_K).masked_fill(is_dropped_K, 0.0)
         metrics = self._metrics(log_ratio_K.detach(), is_dropped_K, tokens)
         metrics["m2po/harmful"] = is_harmful_K.to(loss_K.dtype)
         return TokenLoss(loss_K=loss_K, metrics=metrics)
@@ -92,7 +102,7 @@ class M2poLoss:
     ) -> dict[str, Tensor]:
         ratio_K, square_K = log_ratio_K.exp(), log_ratio_K**2
         is_fresh_K = tokens.staleness_K == 0
-        everywhere_K = torch.ones_like(ratio_K)
+        everywhere_K = ratio_K.new_ones(ratio_K.shape)
         radius = min(math.sqrt(self.threshold), MAX_LOG_RATIO)
         is_good_K = tokens.advantages_K > 0
         return {
@@ -102,8 +112,8 @@ class M2poLoss:
             "ratio": ratio_K,
             "ratio/square": ratio_K**2,
             "m2po/second_moment": square_K,
-            "m2po/second_moment_kept": torch.where(is_dropped_K, 0.0, square_K),
-            "m2po/second_moment_fresh": torch.where(is_fresh_K, square_K, 0.0),
+            "m2po/second_moment_kept": square_K.masked_fill(is_dropped_K, 0.0),
+            "m2po/second_moment_fresh": square_K.masked_fill(~is_fresh_K, 0.0),
             "m2po/fresh": is_fresh_K.to(ratio_K.dtype),
             "m2po/radius": radius * everywhere_K,
             "m2po/all_dropped": float(self.is_all_dropped) * everywhere_K,
@@ -124,12 +134,28 @@ def _threshold(pressures_H: Tensor, budget: float) -> tuple[float, int]:
     Sums run over the sorted values, on the host, so they depend neither on the order in which these
     came nor on the device.
     """
+    import torch  # only here, so that a run file can be checked without it
+
     ascending_H = pressures_H.detach().double().cpu().sort().values
     counts_H = torch.arange(1, ascending_H.numel() + 1)
     is_within_H = ascending_H.cumsum(0) / counts_H <= budget
     num_kept = int((is_within_H * counts_H).max()) if ascending_H.numel() else 0
     if num_kept == ascending_H.numel():
         return math.inf, 0
-    # What is within the budget itself is never dropped: a rounded mean of equals must not do it.
+    # A value within the budget is never dropped, whatever the rounding of a mean of equal values.
     threshold = max(float(ascending_H[num_kept]), math.nextafter(budget, math.inf))
     return threshold, int((ascending_H >= threshold).sum())
+
+
+def _loss(config: AlgorithmConfig) -> M2poBudget:
+    assert config.tau is not None, "the config requires it"
+    return M2poBudget(budget=config.tau)
+
+
+ALGORITHM = Algorithm(
+    loss=_loss,
+    keys=frozenset({"tau"}),
+    required=("tau",),
+    preset={"beta": 1e-3, "tau": 0.01},
+    instead_of_clip="the budget tau",
+)

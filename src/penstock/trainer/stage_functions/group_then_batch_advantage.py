@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""REINFORCE++'s advantage with a group baseline."""
+
+from __future__ import annotations
+
+from penstock.config.builtin_stages import Axis, RowValues, stage_function
+from penstock.trainer.advantages.baselines import group_then_batch_advantages
+from penstock.trainer.pipeline.layout import Columns, Layout
+
+
+@stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True)
+def group_then_batch_advantage(layout: Layout, *, reward: RowValues) -> Columns:
+    """REINFORCE++ with a baseline: reward minus the group's mean, divided by the batch's spread."""
+    return {"advantage": layout.by_token(group_then_batch_advantages(reward, layout.groups_R))}
+
+
+STAGE = group_then_batch_advantage

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RLOO's advantage."""
+
+from __future__ import annotations
+
+from penstock.config.builtin_stages import Axis, RowValues, stage_function
+from penstock.trainer.advantages.baselines import leave_one_out_advantages
+from penstock.trainer.pipeline.layout import Columns, Layout
+
+
+@stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True)
+def leave_one_out_advantage(layout: Layout, *, reward: RowValues) -> Columns:
+    """RLOO: reward minus the mean of the group's other members."""
+    return {"advantage": layout.by_token(leave_one_out_advantages(reward, layout.groups_R))}
+
+
+STAGE = leave_one_out_advantage

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DAPO's penalty for long answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import PositiveInt
+
+from penstock.config.base import Contradiction, one_of
+from penstock.config.builtin_stages import Axis, RowValues, stage_function
+from penstock.trainer.advantages.overlong import Overlong, OverlongPenalty
+from penstock.trainer.pipeline.layout import Columns, Layout
+
+How = Annotated[Literal["mask", "punish", "both"], one_of(*Overlong)]
+
+
+def _check(options: Mapping[str, Any]) -> Iterator[Contradiction]:
+    margin, max_length = options["margin"], options["max_length"]
+    if margin > max_length:
+        text = f"the margin of {margin} tokens must be within the {max_length} that an answer may "
+        yield Contradiction(text=f"{text}have; lower it", keys=(("margin",),))
+
+
+@stage_function(
+    writes={"shaped_reward": Axis.ROW, "excluded": Axis.ROW}, default_role="overlong", check=_check
+)
+def overlong(
+    layout: Layout,
+    *,
+    reward: RowValues,
+    truncated: RowValues,
+    max_length: PositiveInt,
+    margin: PositiveInt,
+    how: How = "both",
+    length: RowValues | None = None,
+) -> Columns:
+    """DAPO: long answers lose reward, and truncated ones are masked.
+
+    `max_length` is the most tokens of one turn, margin included; over the last `margin` tokens the
+    penalty grows from 0 to -1. A row is as long as its longest turn; a stage that reads `length`
+    compares the total of all turns instead."""
+    rule = OverlongPenalty(how=Overlong(how), max_length=max_length, margin=margin)
+    lengths_R = layout.longest_R if length is None else length.astype(np.int64)
+    shaped_R, is_excluded_R = rule(reward, lengths_R, truncated > 0)
+    return {"shaped_reward": shaped_R, "excluded": is_excluded_R.astype(np.float64)}
+
+
+STAGE = overlong

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Credit per turn from the outcome and step scores."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from penstock.config.base import one_of
+from penstock.config.builtin_stages import Axis, RowValues, TokenValues, stage_function
+from penstock.trainer.advantages.credit import Combine, Turns, combine_returns, compare_turns
+from penstock.trainer.pipeline.layout import Columns, Layout, TrainedTurns
+
+How = Annotated[Literal["weighted", "return", "shaping", "min", "outcome"], one_of(*Combine)]
+
+
+@stage_function(writes={"advantage": Axis.TOKEN})
+def step_advantage(
+    layout: Layout,
+    *,
+    reward: RowValues,
+    step_scores: TokenValues,
+    how: How = "weighted",
+    share: Annotated[float, Field(ge=0)] = 0.5,
+    discount: Annotated[float, Field(ge=0, le=1)] = 1.0,
+    by_depth: bool = False,
+) -> Columns:
+    """Combine outcome and process scores as `Combine` describes, then compare each turn with the
+    turns of its group, or with those of the same depth (`by_depth`). `share` weighs the outcome,
+    `discount` what comes a turn later. The score of a turn is the one on its last trained token. A
+    row whose payload is gone has no scores and is not compared."""
+    trained = TrainedTurns.of(layout)
+    turns = Turns(
+        nums_R=layout.sum_over_ranks(trained.turns.nums_R.astype(np.float64)).astype(np.int64)
+    )
+    scores_Q = np.zeros(turns.rows_Q.size)
+    place_Q = turns.starts_R[trained.turns.rows_Q] + trained.turns.depths_Q
+    scores_Q[place_Q] = step_scores[trained.last_Q]
+    scores_Q = layout.sum_over_ranks(scores_Q)
+    returns_Q = combine_returns(
+        reward, scores_Q, turns, Combine(how), share=share, discount=discount
+    )
+    credits_Q = compare_turns(returns_Q, layout.groups_R, turns, is_by_depth=by_depth)
+    return {"advantage": trained.by_token(layout, turns, credits_Q)}
+
+
+STAGE = step_advantage
