@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damage and lies, on the way and in the cache: found, repaired or refused, never staged."""
+"""Damaged and forged data, in transit and in the cache: detected, repaired or rejected, never
+staged."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ async def test_a_damaged_blob_is_fetched_again(tmp_path: Path) -> None:
     assert contents(folder) == contents(tmp_path / "hf-0")
 
 
-async def test_damage_between_verification_and_load_is_told(
+async def test_damage_between_verification_and_load_is_reported(
     tmp_path: Path, caller: AsyncServiceClient
 ) -> None:
     wanted = put(tmp_path)
@@ -70,7 +71,7 @@ async def test_damage_between_verification_and_load_is_told(
 
 
 @pytest.mark.parametrize("kind", ["manifests", "blobs"])
-async def test_every_flipped_byte_on_the_way_is_found(
+async def test_every_byte_flipped_in_transit_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(module, "MAX_TRIES", 1)
@@ -98,7 +99,7 @@ async def test_every_flipped_byte_on_the_way_is_found(
                 await Puller(tmp_path / "cache").pull([caller], wanted)
             num_rounds += 1
             left = tmp_path / "cache" / "blobs" / f"{target}.partial"
-            left.unlink(missing_ok=True)  # or the next pull would ask for less than all of it
+            left.unlink(missing_ok=True)  # otherwise the next pull would request only a part of it
     assert num_flipped == num_rounds
     assert list((tmp_path / "cache" / "versions").iterdir()) == []
 
@@ -117,7 +118,7 @@ async def test_every_flipped_byte_in_the_cache_is_found_and_repaired(tmp_path: P
                 assert (folder / name).read_bytes() == right
 
 
-async def test_a_folder_somebody_changed_is_staged_again(
+async def test_a_modified_folder_is_staged_again(
     tmp_path: Path, caller: AsyncServiceClient
 ) -> None:
     wanted = put(tmp_path)
@@ -143,7 +144,7 @@ async def test_answers_of_the_wrong_length_are_refused(tmp_path: Path, change: s
         }[change]
 
     async with tampering_server(tmp_path / "store", tamper) as caller:
-        if change == "cut":  # a short piece is no lie: the rest is asked for
+        if change == "cut":  # a short piece is valid: the rest is requested
             folder = await Puller(tmp_path / "cache").pull([caller], wanted)
             assert contents(folder) == contents(tmp_path / "hf-0")
             return
@@ -217,7 +218,7 @@ def _call_json_weights(files: list[FileEntry], tensors: list[TensorEntry]) -> No
 async def test_every_tensor_is_held_against_the_manifest(
     tmp_path: Path, caller: AsyncServiceClient, rewrite: Rewrite
 ) -> None:
-    """The files are what their digests say; the manifest lies about what is in them."""
+    """The files match their digests; the manifest lists the wrong tensors."""
     honest = put(tmp_path)
     store = DirectoryStore(tmp_path / "store")
     manifest = parse_manifest(store.read_manifest(honest.manifest_digest))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket follows the store of a run, and a relay over it serves nodes when the front is away."""
+"""A bucket mirrors the store of a run, and a relay over it serves nodes while the weight server is
+down."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def url(s3_url: str) -> str:
-    """An empty corner of a bucket."""
+    """An empty prefix of a bucket."""
     return f"{s3_url}/mirror-{next(_numbers)}"
 
 
@@ -50,7 +51,7 @@ def made(tmp_path: Path) -> VersionHistory:
     return history
 
 
-def test_the_bucket_gains_what_the_store_gains_and_loses_what_it_loses(
+def test_the_bucket_follows_additions_and_deletions(
     tmp_path: Path, made: VersionHistory, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "run" / "weights"
@@ -67,7 +68,7 @@ def test_the_bucket_gains_what_the_store_gains_and_loses_what_it_loses(
     assert names(url) == files(root)
 
 
-def test_the_next_life_goes_on_where_the_bucket_stands(made: VersionHistory, url: str) -> None:
+def test_a_restarted_sync_resumes_from_the_bucket(made: VersionHistory, url: str) -> None:
     MirrorSync(made.store, ObjectMirror(url)).sync_once()
     mirror = ObjectMirror(url)
     sent = [mirror.upload(made.store, digest) for digest in made.store.manifests()]
@@ -77,10 +78,10 @@ def test_the_next_life_goes_on_where_the_bucket_stands(made: VersionHistory, url
     assert made.digest(3) in set(mirror.manifests())
 
 
-def test_what_another_store_put_there_stays(
+def test_versions_of_another_store_are_kept(
     tmp_path: Path, made: VersionHistory, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first machine is lost; a run begins anew elsewhere with the same mirror."""
+    """The first machine is lost; a run restarts elsewhere with the same mirror."""
     MirrorSync(made.store, ObjectMirror(url)).sync_once()
     before = names(url)
     anew = VersionHistory(tmp_path / "anew" / "weights", policy="other")
@@ -96,7 +97,7 @@ def test_what_another_store_put_there_stays(
     assert names(url) == before | files(tmp_path / "anew" / "weights")
 
 
-def test_the_newest_goes_first(
+def test_the_newest_version_is_uploaded_first(
     made: VersionHistory, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -110,7 +111,7 @@ def test_the_newest_goes_first(
     assert order == [made.digest(number) for number in (2, 1, 0)]
 
 
-def test_a_version_that_went_bad_on_disk_holds_up_no_other(made: VersionHistory, url: str) -> None:
+def test_a_version_damaged_on_disk_does_not_block_others(made: VersionHistory, url: str) -> None:
     path = made.store.blob_path(made.file(2).blob)
     path.chmod(0o644)
     path.write_bytes(bytes(path.stat().st_size))
@@ -135,7 +136,7 @@ def run(tmp_path: Path, url: str) -> RunFolder:
 
 @contextmanager
 def process(*words: str, token: str = "") -> Generator[None]:
-    """`penstock` with these words; killed at the end, by pid."""
+    """`penstock` with these arguments; killed at the end, by pid."""
     started = subprocess.Popen(
         [sys.executable, "-m", "penstock.cli.main", *words],
         env={**os.environ, "PENSTOCK_TOKEN": token, "PYTHONPATH": str(ROOT / "src")},

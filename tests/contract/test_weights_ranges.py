@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces in parallel: nothing that came is fetched again, only what is damaged is mended, and what
-was measured says whether a delta is worth it."""
+"""Parallel ranges: received pieces are not fetched again, only damaged ranges are repaired, and
+measured speeds decide whether to use deltas."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def put_one(tmp_path: Path) -> PublishedVersion:
 
 
 class Asked:
-    """Ranges of one blob that a front was asked for, and how many at once."""
+    """Ranges of one blob requested from a server, and how many concurrently."""
 
     def __init__(self, blob: str) -> None:
         self.blob = blob
@@ -90,7 +90,7 @@ class Asked:
         return sum(end - start for start, end in self.byte_ranges)
 
 
-async def test_pieces_come_in_parallel_and_each_once(tmp_path: Path) -> None:
+async def test_pieces_are_fetched_in_parallel_and_once(tmp_path: Path) -> None:
     wanted = put_one(tmp_path)
     file = weights_file(tmp_path, wanted)
     asked = Asked(file.blob)
@@ -154,7 +154,7 @@ async def test_a_cancelled_pull_is_resumed(tmp_path: Path) -> None:
 async def breaking(
     store: Path, num_breaks: int
 ) -> AsyncGenerator[tuple[AsyncServiceClient, list[str]]]:
-    """A front whose first connections break in mid-answer; with the ranges it was asked for."""
+    """A server whose first connections break mid-response; yields the requested ranges too."""
     asked: list[str] = []
 
     async def answer(request: Request) -> Response:
@@ -189,7 +189,7 @@ async def test_a_broken_connection_costs_its_piece(tmp_path: Path) -> None:
     assert len(asked) == len(set(asked)) + 4
 
 
-# --- mending ------------------------------------------------------------------------------------
+# --- repair -------------------------------------------------------------------------------------
 
 
 def spans_of(path: Path) -> dict[str, tuple[int, int]]:
@@ -232,7 +232,7 @@ async def test_only_the_damaged_tensor_is_fetched_again(tmp_path: Path, part: st
 
 @pytest.mark.parametrize("where", ["file", "base"])
 async def test_rot_in_the_cache_costs_one_tensor(tmp_path: Path, where: str) -> None:
-    """In the very file that is wanted, or in that a delta starts from."""
+    """Damage in the target file, or in the base of a delta."""
     made = versions(tmp_path, 2)
     rotten = weights_file(tmp_path, made[0])
     wanted = made[0] if where == "file" else made[1]
@@ -248,7 +248,7 @@ async def test_rot_in_the_cache_costs_one_tensor(tmp_path: Path, where: str) -> 
             file.write(bytes([path.read_bytes()[end - 1] ^ 1]))
         served = (first / WEIGHTS).read_bytes()
         asked.byte_ranges.clear()
-        descriptor = os.open(first / WEIGHTS, os.O_RDONLY)  # as an engine has it open
+        descriptor = os.open(first / WEIGHTS, os.O_RDONLY)  # as an engine holds it open
         folder = await puller.pull([caller], wanted)
         assert os.pread(descriptor, len(served), 0) == served, "nobody writes where an engine reads"
         os.close(descriptor)
@@ -258,7 +258,7 @@ async def test_rot_in_the_cache_costs_one_tensor(tmp_path: Path, where: str) -> 
     assert not list((tmp_path / "cache").rglob("*.wrong"))
 
 
-# --- along deltas or whole ----------------------------------------------------------------------
+# --- deltas or full files -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -266,11 +266,15 @@ async def test_rot_in_the_cache_costs_one_tensor(tmp_path: Path, where: str) -> 
     [
         ("full", "", ["whole"] * 3),
         ("delta", "making", ["delta"] * 3),
-        ("auto", "making", ["delta", "delta", "whole"]),  # the first is left out: it compiles
+        (
+            "auto",
+            "making",
+            ["delta", "delta", "whole"],
+        ),  # the first is ignored: it includes compilation
         ("auto", "link", ["delta"] * 3),
     ],
 )
-async def test_the_way_is_chosen_by_what_was_measured(
+async def test_measured_speeds_choose_deltas_or_full_files(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     transfer: Transfer,
@@ -306,7 +310,7 @@ async def test_the_way_is_chosen_by_what_was_measured(
             assert (f"deltas {blob}" in asked) is (transfer != "full")
 
 
-async def test_a_cancelled_writer_has_written_when_its_lock_is_let_go() -> None:
+async def test_a_cancelled_writer_finishes_before_releasing_its_lock() -> None:
     is_done = False
 
     def write() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of token bytes says what the tokenizer says, for ids in any order."""
+"""The table of token bytes decodes like the tokenizer, for ids in any order."""
 
 from __future__ import annotations
 

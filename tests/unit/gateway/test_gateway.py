@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session records of its calls."""
+"""Recording of a session's calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SOLVER, JUDGE = PolicyName("solver"), PolicyName("judge")
 
 
 class FakeEngine:
-    """Answers from a list and remembers what it was asked."""
+    """Answers from a list and records its requests."""
 
     def __init__(self, *answers: Sequence[int], finish: FinishReason = FinishReason.STOP) -> None:
         self.answers = list(answers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Salvaged answers: each once, and only to the call that it answered."""
+"""Salvaged answers: each is used once, and only for the same call."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_two_equal_calls_get_their_two_answers_in_order() -> None:
     assert [taken(salvaged, [1, 2]) for _ in range(3)] == [[5], [6], None]
 
 
-def test_a_turn_is_found_by_its_whole_context() -> None:
+def test_a_turn_is_found_by_its_full_context() -> None:
     salvaged = SalvagedAnswers([turn([1], [5]), turn([2], [6], parent=0)])
     assert taken(salvaged, [2]) is None
     assert taken(salvaged, [1, 5, 2]) == [6]
@@ -67,7 +67,7 @@ def test_another_spec_or_policy_is_another_call() -> None:
     assert taken(salvaged, [1], replace(SPEC, seed=9)) == [5]
 
 
-def test_an_answer_that_its_engine_gave_up_is_not_served() -> None:
+def test_an_aborted_answer_is_not_reused() -> None:
     salvaged = SalvagedAnswers(
         [turn([1], [5], finish=FinishReason.ABORT), turn([3], [6], parent=0)]
     )

@@ -32,7 +32,8 @@ PAYLOADS = {name: encode(pair) for name, pair in PAIRS.items()}
 
 
 def try_apply(payload: Payload, base: NDArray[Any], kernels: Kernels) -> bytes | None:
-    """The tensor after it, or None if refused: then not a bit was touched, nor any outside."""
+    """The tensor after the payload, or None if it was rejected; then no bit was changed, inside or
+    outside."""
     fenced = bytearray(b"\xa5" * (base.nbytes + 2 * FENCE))
     fenced[FENCE:-FENCE] = raw(base)
     target = memoryview(fenced)[FENCE:-FENCE]
@@ -209,7 +210,7 @@ def test_full_is_for_one_tensor_of_its_size() -> None:
             apply_payload(full, [memoryview(target) for target in targets], 2)
 
 
-def test_what_did_not_change_has_no_changes() -> None:
+def test_unchanged_tensors_have_no_changes() -> None:
     for kind, num_changed, streams in (
         (Kind.SAME, 1, ()),
         (Kind.SAME, 0, (GAPS(),)),
@@ -231,7 +232,7 @@ def test_nothing_follows_a_zstd_frame() -> None:
 
 
 def test_zstd_bombs_are_not_unpacked() -> None:
-    """Neither one that declares its size nor one that hides it."""
+    """Neither a frame that declares its size nor one that omits it."""
     num_bytes = 1 << 28
     bomb = zstandard.ZstdCompressor().compress(bytes(num_bytes))
     hidden = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(num_bytes))
@@ -293,7 +294,7 @@ def test_the_undamaged_delta_is_right() -> None:
 
 @st.composite
 def damaged_deltas(draw: st.DrawFn) -> bytes:
-    """Damage of a delta; most of it behind the header, which is refused too soon."""
+    """Damage to a delta, mostly after the header, whose damage is detected early."""
     start = draw(st.sampled_from([0, HEADER_BYTES, HEADER_BYTES]))
     return DELTA[:start] + mutate(draw, DELTA[start:])
 

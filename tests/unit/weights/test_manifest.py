@@ -111,8 +111,8 @@ LORA_TENSORS = [
 ]
 
 
-def test_an_adapter_may_stand_beside_its_model_and_no_other() -> None:
-    """The tensors say which model that is."""
+def test_an_adapter_may_only_be_stored_with_its_own_model() -> None:
+    """The tensors identify the model."""
     base = make().weights_digest
     assert base_digest([*TENSORS, *LORA_TENSORS]) == base
     both = (PolicyName("solver"), 3, FILES + ADAPTER, TENSORS + LORA_TENSORS)
@@ -201,7 +201,7 @@ def test_a_manifest_over_the_limit_is_not_even_read(monkeypatch: pytest.MonkeyPa
 
 
 @given(st.binary(max_size=300))
-def test_random_bytes_are_no_manifest(noise: bytes) -> None:
+def test_random_bytes_are_rejected_as_a_manifest(noise: bytes) -> None:
     with pytest.raises(WeightsError):
         parse_manifest(noise)
 

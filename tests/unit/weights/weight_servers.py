@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights fronts on loopback: the real one, and one that nobody should trust."""
+"""Weight servers on loopback: the real one, and one that tampers with data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def listening(app: Starlette) -> AsyncGenerator[str]:
 
 @asynccontextmanager
 async def running_weight_server(tmp_path: Path) -> AsyncGenerator[AsyncServiceClient]:
-    """A caller with a rollout token for a front over `tmp_path / "store"`."""
+    """A client with a rollout token for a server over `tmp_path / "store"`."""
     signer = Signer.create(tmp_path / "keys", "run")
     token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=60)
     app = build(Origin(DirectoryStore(tmp_path / "store")), signer.verifier(Audience.WEIGHTS))
@@ -61,7 +61,7 @@ def put(tmp_path: Path, seed: int = 0, number: int = 0) -> PublishedVersion:
 def put_folder(
     tmp_path: Path, folder: Path, number: int, after: PublishedVersion | None = None
 ) -> PublishedVersion:
-    """`after`: there will be deltas from it."""
+    """Deltas from `after` are stored too."""
     last = None
     if after is not None:
         last = StoredVersion(manifest_digest=after.manifest_digest, weights_digest="")
@@ -73,7 +73,7 @@ def put_folder(
 
 @asynccontextmanager
 async def tampering_server(store: Path, tamper: Tamper) -> AsyncGenerator[AsyncServiceClient]:
-    """A relay nobody should trust: passes what the store holds through `tamper`."""
+    """A hostile relay: passes the data of the store through `tamper`."""
 
     async def answer(request: Request) -> Response:
         if request.path_params["kind"] == "deltas":
