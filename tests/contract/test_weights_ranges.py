@@ -264,13 +264,10 @@ async def test_rot_in_the_cache_costs_one_tensor(tmp_path: Path, where: str) -> 
 @pytest.mark.parametrize(
     ("transfer", "is_slow", "kinds"),
     [
-        ("full", "", ["whole"] * 3),
-        ("delta", "making", ["delta"] * 3),
-        (
-            "auto",
-            "making",
-            ["delta", "delta", "whole"],
-        ),  # the first is ignored: it includes compilation
+        ("full", "", ["full"] * 3),
+        ("delta", "rebuild", ["delta"] * 3),
+        # The first sample is ignored: it includes compilation.
+        ("auto", "rebuild", ["delta", "delta", "full"]),
         ("auto", "link", ["delta"] * 3),
     ],
 )
@@ -285,11 +282,11 @@ async def test_measured_speeds_choose_deltas_or_full_files(
     monkeypatch.setattr(client, "NUM_FILES", 1)
     made = versions(tmp_path, 4)
     asked: list[str] = []
-    make = BlobCache.make
+    rebuild = BlobCache.rebuild
 
-    def slow_make(blobs: BlobCache, file: FileEntry, steps: Sequence[DeltaEntry]) -> Scan:
-        time.sleep(1.0 if is_slow == "making" else 0.0)
-        return make(blobs, file, steps)
+    def slow_rebuild(blobs: BlobCache, file: FileEntry, steps: Sequence[DeltaEntry]) -> Scan:
+        time.sleep(1.0 if is_slow == "rebuild" else 0.0)
+        return rebuild(blobs, file, steps)
 
     async def note(request: Request, data: bytes) -> bytes:
         asked.append(f"{request.path_params['kind']} {request.path_params['digest']}")
@@ -297,7 +294,7 @@ async def test_measured_speeds_choose_deltas_or_full_files(
             await asyncio.sleep(1.0)
         return data
 
-    monkeypatch.setattr(BlobCache, "make", slow_make)
+    monkeypatch.setattr(BlobCache, "rebuild", slow_rebuild)
     async with tampering_server(tmp_path / "store", note) as caller:
         puller = Puller(tmp_path / "cache", transfer=transfer)
         await puller.pull([caller], made[0])
@@ -306,7 +303,7 @@ async def test_measured_speeds_choose_deltas_or_full_files(
             folder = await puller.pull([caller], wanted)
             assert contents(folder) == contents(tmp_path / f"hf-{wanted.number}")
             blob = weights_file(tmp_path, wanted).blob
-            assert (f"blobs {blob}" in asked) is (kind == "whole")
+            assert (f"blobs {blob}" in asked) is (kind == "full")
             assert (f"deltas {blob}" in asked) is (transfer != "full")
 
 
