@@ -54,7 +54,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "trainer: file deleted": (DirectoryStore, "delete_blob"),
     "node: piece written": (Partial, "write"),
     "node: file finished": (Partial, "finish"),
-    "node: file made": (BlobCache, "make"),
+    "node: file made": (BlobCache, "rebuild"),
     "node: version staged": (BlobCache, "stage"),
     "node: cache pruned": (BlobCache, "prune"),
 }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dataflow with a source of sessions over real HTTP, a gateway for agents from outside beside it,
-and an agent."""
+"""A dataflow with a source of sessions over real HTTP, a gateway for external agents, and an
+agent."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def session_config(
 
 
 class Agent:
-    """One session from outside, as a client that knows only HTTP sees it."""
+    """One external session, as seen by a plain HTTP client."""
 
     def __init__(self, http: httpx2.AsyncClient, token: str, opened: dict[str, Any]) -> None:
         self._http = http
@@ -174,7 +174,8 @@ async def gateway(
     stock: int = 4,
     make_engine: Callable[[], Engine] = ScriptedEngine,
 ) -> AsyncGenerator[OnlineNode]:
-    """The process, in this event loop; it is stopped in order unless it was cancelled before."""
+    """The gateway process, run in this event loop; stopped gracefully unless it was cancelled
+    before."""
     client = PartitionedNodeClient(running.url, running.token(Role.GATEWAY))
     ack_log = AckLog(folder / f"{name}.txt")
     fetch = FolderFetch(write_snapshot(folder / "snapshot"))

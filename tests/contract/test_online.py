@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agents outside the run: served always, recorded while the run has a place, trained when their
-reward comes in time, and forgotten when somebody asks for it."""
+"""External agents: always answered, recorded while the run has a free slot, trained if their reward
+arrives in time, and forgotten on request."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_without_a_reward_a_session_expires_and_is_never_trained(tmp_path:
 
         await asyncio.wait_for(talk(), 60)
         assert await left.state() == "expired"
-        assert await open_ended.state() == "open"  # served on
+        assert await open_ended.state() == "open"  # still answered
         for session in (left, open_ended):
             assert (await session.tell("reward", {"reward": 1.0})).status_code == 409
         await made.delivered()
@@ -78,15 +78,15 @@ async def test_the_declared_default_is_its_reward(tmp_path: Path) -> None:
     )
     async with world(tmp_path, config) as made:
         agent = await made.open()
-        await agent.say()  # then it falls silent: idle, ended, and its reward never comes
+        await agent.say()  # then it stays idle, is ended, and its reward never arrives
         manifest = await made.seal(wait_s=15.0)
         assert manifest is not None
         assert [(row.row_id, row.reward) for row in manifest.rows] == [(agent.id, -1.0)]
         assert made.counts["defaulted"] == 1
 
 
-async def test_over_budget_agents_are_served_unrecorded(tmp_path: Path) -> None:
-    """(1 + 1) × 1 groups of one may be on their way, and no trainer takes any."""
+async def test_over_budget_agents_are_answered_unrecorded(tmp_path: Path) -> None:
+    """(1 + 1) × 1 groups of one may be in flight, and no trainer takes any."""
     async with world(tmp_path, session_config(groups_per_batch=1)) as made:
         await made.wait_for_slots(2)
         agents = [await made.open() for _ in range(5)]
@@ -103,7 +103,7 @@ async def test_over_budget_agents_are_served_unrecorded(tmp_path: Path) -> None:
         await made.delivered()
         for _ in range(2):
             await asyncio.to_thread(made.trainer.step)
-        await made.wait_for_slots()  # the trainer went on, so there is room again
+        await made.wait_for_slots()  # the trainer advanced, so there is capacity again
         assert (await made.open()).is_recorded
 
 
@@ -125,16 +125,16 @@ async def test_a_token_and_a_path_are_enough_for_an_agent(tmp_path: Path) -> Non
         assert made.counts["rewarded"] == 1
 
 
-async def test_a_gateway_that_stood_still_has_ended_no_session(tmp_path: Path) -> None:
+async def test_a_stalled_gateway_ends_no_session(tmp_path: Path) -> None:
     async with world(tmp_path, session_config(idle_s=0.8)) as made:
         agent = await made.open()
         await agent.say()
         time.sleep(2.0)  # noqa: ASYNC251 - all of its process
-        await asyncio.sleep(0.3)  # it looks for the idle
+        await asyncio.sleep(0.3)  # it checks for idle sessions
         await agent.say()
 
 
-async def test_who_may_do_what(tmp_path: Path) -> None:
+async def test_permissions(tmp_path: Path) -> None:
     async with world(tmp_path, session_config()) as made:
         agent = await made.open()
         stranger = made.running.token(Role.SESSION, Audience.GATEWAY, ttl_s=500.0)
@@ -169,7 +169,7 @@ async def test_forgotten_wherever_it_is(tmp_path: Path) -> None:
         await live.say()
         assert await made.forget(live.id) == "running"
         await eventually(lambda: "dropped" in made.counts)  # by the next heartbeat
-        assert await live.say() == "cba"  # and is served on
+        assert await live.say() == "cba"  # and still answered
         await live.reward(1.0)
         waiting = await made.open()
         await waiting.say()
@@ -195,7 +195,7 @@ async def test_forgotten_wherever_it_is(tmp_path: Path) -> None:
         assert late.status_code == 409 and "penstock forget" in late.text
 
 
-async def test_what_is_forgotten_stays_so_after_a_restart(tmp_path: Path) -> None:
+async def test_forgotten_sessions_stay_forgotten_after_a_restart(tmp_path: Path) -> None:
     config = session_config(groups_per_batch=1)
     async with world(tmp_path, config) as made:
         agent = await made.open()
@@ -210,7 +210,7 @@ async def test_what_is_forgotten_stays_so_after_a_restart(tmp_path: Path) -> Non
 
 
 async def session_at(made: OnlineHarness, partition: str) -> Agent:
-    """A session with a place there, which has spoken; others are trained until there is one."""
+    """A recorded session with one answer; others are trained until one gets a slot."""
     while True:
         await made.wait_for_slots()
         agent = await made.open()
@@ -226,7 +226,7 @@ async def test_forgotten_at_a_partition_of_its_own(tmp_path: Path) -> None:
     config = session_config(groups_per_batch=1)
     async with world(tmp_path, config, stock=1) as made:
         with partition(tmp_path / "p1", config, made.running, 1) as service:
-            await made.node.membership.join()  # learns of it at once
+            await made.node.membership.join()  # is notified immediately
             agent = await session_at(made, "p1-")
             await agent.reward(1.0)
             await made.delivered()
@@ -248,14 +248,14 @@ async def test_nodes_and_gateways_never_get_each_others_slots(tmp_path: Path) ->
         await node.join()
         answer = await node.client.lease(node.request(64))
         slots = {grant.group_id for grant in answer.grants}
-        assert len(answer.grants) == 2 * len(slots) == 8  # half of the room, in groups of two
+        assert len(answer.grants) == 2 * len(slots) == 8  # half of the capacity, in groups of two
         assert {task.source for task in answer.tasks} == {"train"}
         await made.wait_for_slots(4)
         assert made.node.stock.num_free == 4
         await node.client.close()
 
 
-async def test_places_that_no_agent_takes_leave_room_for_tasks(tmp_path: Path) -> None:
+async def test_unused_slots_leave_capacity_for_tasks(tmp_path: Path) -> None:
     config = session_config(groups_per_batch=4, tasks=(TASKS,))
     async with world(tmp_path, config, stock=16) as made:
         node = SmallNode(made.running)
@@ -274,11 +274,11 @@ async def test_places_that_no_agent_takes_leave_room_for_tasks(tmp_path: Path) -
 
 
 class _Killed(Exception):
-    """Nobody says goodbye."""
+    """The gateway dies without deregistering."""
 
 
-async def test_places_of_a_lost_gateway_go_to_the_next(tmp_path: Path) -> None:
-    """Its sessions are lost with it; nothing of them is trained or served to others."""
+async def test_slots_of_a_lost_gateway_go_to_the_next(tmp_path: Path) -> None:
+    """Its sessions are lost with it; they are neither trained nor reused."""
     config = session_config(groups_per_batch=1)
     config = config.model_copy(
         update={
@@ -294,16 +294,16 @@ async def test_places_of_a_lost_gateway_go_to_the_next(tmp_path: Path) -> None:
         with suppress(_Killed):
             async with gateway(running, tmp_path, name="lost") as lost:
                 await eventually(lambda: lost.stock.num_free == 2)
-                lost_ids.add(lost.online.begin("owner").id)
+                lost_ids.add(lost.online.open_session("owner").id)
                 raise _Killed
         async with gateway(running, tmp_path, name="next") as following:
             await eventually(lambda: following.stock.num_free == 2)
-            again = following.online.begin("owner")
+            again = following.online.open_session("owner")
             assert again.has_slot and again.id not in lost_ids
             following.online.forget(again)
 
 
-async def test_versions_change_and_nobody_notices(tmp_path: Path) -> None:
+async def test_version_changes_are_transparent(tmp_path: Path) -> None:
     async with world(tmp_path, session_config(groups_per_batch=1)) as made:
         is_over = False
         failures: list[str] = []
@@ -329,7 +329,7 @@ async def test_versions_change_and_nobody_notices(tmp_path: Path) -> None:
         assert made.counts["rewarded"] >= 4
 
 
-async def test_a_run_that_is_over_leaves_its_agents_served(tmp_path: Path) -> None:
+async def test_agents_are_answered_after_the_run_ends(tmp_path: Path) -> None:
     async with world(tmp_path, session_config(groups_per_batch=1, steps=1)) as made:
         agent, other = await made.open(), await made.open()
         await agent.say()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of a running attempt over HTTP: told under a lease, offered to who holds the slot next."""
+"""Turns of a running attempt over HTTP: reported under a lease, offered to the next holder of the
+slot."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ async def fail(node: SmallNode, grant: Grant, kind: FailureKind) -> None:
     await node.client.deliver(body)
 
 
-async def test_the_next_holder_goes_on_from_the_turns_of_the_last(tmp_path: Path) -> None:
+async def test_the_next_holder_continues_from_the_turns_of_the_last(tmp_path: Path) -> None:
     with dataflow(tmp_path, small_config()) as running:
         await asyncio.to_thread(FakeTrainer, running)
         one, two = SmallNode(running, "one"), SmallNode(running, "two")
@@ -91,7 +92,7 @@ async def test_the_next_holder_goes_on_from_the_turns_of_the_last(tmp_path: Path
 
 
 @pytest.mark.parametrize(("kind", "num_left"), [(FailureKind.ENGINE, 1), (FailureKind.WORKFLOW, 0)])
-async def test_only_what_its_engine_failed_is_gone_on_with(
+async def test_only_engine_failures_are_continued(
     tmp_path: Path, kind: FailureKind, num_left: int
 ) -> None:
     with dataflow(tmp_path, small_config()) as running:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The read-only HTTP front as a stranger meets it."""
+"""The read-only weight server over HTTP, as an untrusted client sees it."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_nothing_can_be_written(
     ],
 )
 @pytest.mark.parametrize("kind", ["manifests", "blobs"])
-async def test_no_path_leads_out(
+async def test_paths_cannot_escape_the_store(
     signer: Signer, http: httpx2.AsyncClient, kind: str, name: str
 ) -> None:
     answer = await http.get(f"/v1/{kind}/{name}", headers=bearer(signer))
@@ -157,7 +157,7 @@ async def test_a_link_in_the_store_is_not_followed(
         assert answer.status_code == 404
 
 
-async def test_a_damaged_manifest_is_not_served(
+async def test_a_damaged_manifest_is_not_found(
     tmp_path: Path, signer: Signer, http: httpx2.AsyncClient
 ) -> None:
     path = next((tmp_path / "store" / "manifests").iterdir())

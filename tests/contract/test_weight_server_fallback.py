@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several fronts, the preferred first: one that is dead, silent or lying costs a moment and never a
-version; one that is still fetching is waited for."""
+"""Several weight servers in order of preference: a dead, silent or corrupting one costs a moment
+and never a version; one that is still fetching is waited for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.wire.client import AsyncServiceClient, connect
 
 @asynccontextmanager
 async def dead() -> AsyncGenerator[AsyncServiceClient]:
-    """A port that nobody listens on."""
+    """A closed port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     async with connect(f"http://127.0.0.1:{port}", "none") as caller:
@@ -43,13 +43,13 @@ async def test_a_dead_relay_costs_a_moment_and_only_once(
     puller = Puller(tmp_path / "cache")
     async with running_weight_server(tmp_path) as origin, dead() as relay, asyncio.timeout(60):
         folders = [await puller.pull([relay, origin], made[0])]
-        monkeypatch.setattr(links, "TRY_TIMEOUT_S", 1000.0)  # it is left alone now
+        monkeypatch.setattr(links, "TRY_TIMEOUT_S", 1000.0)  # it is skipped now
         folders.append(await puller.pull([relay, origin], made[1]))
     for number, folder in enumerate(folders):
         assert contents(folder) == contents(tmp_path / f"hf-{number}")
 
 
-async def test_a_relay_that_says_nothing_costs_a_moment(
+async def test_a_silent_relay_costs_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "TRY_TIMEOUT_S", 0.2)
@@ -92,7 +92,7 @@ async def test_a_corrupting_relay_costs_no_version(tmp_path: Path, kind: str) ->
             raise AssertionError("deltas are a hint")
 
 
-async def test_the_next_front_sends_only_what_the_first_damaged(tmp_path: Path) -> None:
+async def test_the_next_server_sends_only_the_damaged_parts(tmp_path: Path) -> None:
     wanted = put_one(tmp_path)
     file = weights_file(tmp_path, wanted)
     start, end = spans_of(tmp_path / "hf-0" / WEIGHTS)["c.weight"]
@@ -113,10 +113,11 @@ async def test_the_next_front_sends_only_what_the_first_damaged(tmp_path: Path) 
     assert asked.num_bytes == end - start
 
 
-async def test_what_is_on_its_way_to_a_relay_is_waited_for(
+async def test_blobs_arriving_at_a_relay_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers 503 with a hint; the origin is not asked for what the relay will have soon."""
+    """It answers 503 with Retry-After; the origin is not contacted for blobs the relay will have
+    soon."""
     monkeypatch.setattr(links, "TRY_TIMEOUT_S", 0.1)
     wanted = put_one(tmp_path)
     file = weights_file(tmp_path, wanted)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put and pull over HTTP on loopback: what goes in comes out, whatever happens on the way."""
+"""Put and pull over HTTP on loopback: stored data is pulled intact, despite failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def caller(tmp_path: Path) -> AsyncGenerator[AsyncServiceClient]:
         yield caller
 
 
-async def test_what_was_put_is_pulled(tmp_path: Path, caller: AsyncServiceClient) -> None:
+async def test_a_stored_version_is_pulled(tmp_path: Path, caller: AsyncServiceClient) -> None:
     wanted = put(tmp_path)
     folder = await Puller(tmp_path / "cache").pull([caller], wanted)
     assert contents(folder) == contents(tmp_path / "hf-0")
@@ -84,7 +84,7 @@ async def test_an_outage_in_mid_blob_is_sat_out(
     assert contents(folder) == contents(tmp_path / "hf-0")
 
 
-async def test_pruning_keeps_what_is_kept_and_what_it_shares(
+async def test_pruning_keeps_kept_versions_and_shared_blobs(
     tmp_path: Path, caller: AsyncServiceClient
 ) -> None:
     cache = tmp_path / "cache"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damage and lies, on the way and in the cache: found, repaired or refused, never staged."""
+"""Damaged and forged data, in transit and in the cache: detected, repaired or rejected, never
+staged."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ async def test_a_damaged_blob_is_fetched_again(tmp_path: Path) -> None:
     assert contents(folder) == contents(tmp_path / "hf-0")
 
 
-async def test_damage_between_verification_and_load_is_told(
+async def test_damage_between_verification_and_load_is_reported(
     tmp_path: Path, caller: AsyncServiceClient
 ) -> None:
     wanted = put(tmp_path)
@@ -65,12 +66,12 @@ async def test_damage_between_verification_and_load_is_told(
     assert contents(await puller.pull([caller], wanted)) == contents(tmp_path / "hf-0")
     puller.require_unchanged(folder)
     puller.prune([])
-    with pytest.raises(WeightsError, match="let go of"):
+    with pytest.raises(WeightsError, match="was pruned"):
         puller.require_unchanged(folder)
 
 
 @pytest.mark.parametrize("kind", ["manifests", "blobs"])
-async def test_every_flipped_byte_on_the_way_is_found(
+async def test_every_byte_flipped_in_transit_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(module, "MAX_TRIES", 1)
@@ -94,11 +95,11 @@ async def test_every_flipped_byte_on_the_way_is_found(
 
     async with tampering_server(store, flip) as caller:
         for at in range(0, size, 1 if kind == "blobs" else 3):  # noqa: B007 - `flip` reads it
-            with pytest.raises(WeightsError, match="another digest"):
+            with pytest.raises(WeightsError, match="does not match digest"):
                 await Puller(tmp_path / "cache").pull([caller], wanted)
             num_rounds += 1
             left = tmp_path / "cache" / "blobs" / f"{target}.partial"
-            left.unlink(missing_ok=True)  # or the next pull would ask for less than all of it
+            left.unlink(missing_ok=True)  # otherwise the next pull would request only a part of it
     assert num_flipped == num_rounds
     assert list((tmp_path / "cache" / "versions").iterdir()) == []
 
@@ -117,7 +118,7 @@ async def test_every_flipped_byte_in_the_cache_is_found_and_repaired(tmp_path: P
                 assert (folder / name).read_bytes() == right
 
 
-async def test_a_folder_somebody_changed_is_staged_again(
+async def test_a_modified_folder_is_staged_again(
     tmp_path: Path, caller: AsyncServiceClient
 ) -> None:
     wanted = put(tmp_path)
@@ -132,7 +133,7 @@ async def test_a_folder_somebody_changed_is_staged_again(
 async def test_answers_of_the_wrong_length_are_refused(tmp_path: Path, change: str) -> None:
     wanted = put(tmp_path)
 
-    async def touch(request: Request, data: bytes) -> bytes:
+    async def tamper(request: Request, data: bytes) -> bytes:
         if "/manifests/" in request.url.path:
             return data
         return {
@@ -142,8 +143,8 @@ async def test_answers_of_the_wrong_length_are_refused(tmp_path: Path, change: s
             "endless": bytes(1 << 24),
         }[change]
 
-    async with tampering_server(tmp_path / "store", touch) as caller:
-        if change == "cut":  # a short piece is no lie: the rest is asked for
+    async with tampering_server(tmp_path / "store", tamper) as caller:
+        if change == "cut":  # a short piece is valid: the rest is requested
             folder = await Puller(tmp_path / "cache").pull([caller], wanted)
             assert contents(folder) == contents(tmp_path / "hf-0")
             return
@@ -158,13 +159,13 @@ async def test_a_manifest_of_something_else_is_refused(
     other = PublishedVersion(
         policy=POLICY, incarnation=1, number=5, manifest_digest=wanted.manifest_digest
     )
-    with pytest.raises(WeightsError, match="is that of policy number 0"):
+    with pytest.raises(WeightsError, match="describes policy number 0"):
         await Puller(tmp_path / "cache").pull([caller], other)
     missing = PublishedVersion(policy=POLICY, incarnation=1, number=0, manifest_digest="0" * 64)
     with pytest.raises(WeightsError, match="404"):
         await Puller(tmp_path / "cache").pull([caller], missing)
     hostile = PublishedVersion(policy=POLICY, incarnation=1, number=0, manifest_digest="../../x")
-    with pytest.raises(WeightsError, match="no BLAKE3 digest"):
+    with pytest.raises(WeightsError, match="not a BLAKE3 digest"):
         await Puller(tmp_path / "cache").pull([caller], hostile)
 
 
@@ -217,7 +218,7 @@ def _call_json_weights(files: list[FileEntry], tensors: list[TensorEntry]) -> No
 async def test_every_tensor_is_held_against_the_manifest(
     tmp_path: Path, caller: AsyncServiceClient, rewrite: Rewrite
 ) -> None:
-    """The files are what their digests say; the manifest lies about what is in them."""
+    """The files match their digests; the manifest lists the wrong tensors."""
     honest = put(tmp_path)
     store = DirectoryStore(tmp_path / "store")
     manifest = parse_manifest(store.read_manifest(honest.manifest_digest))

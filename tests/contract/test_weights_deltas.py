@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions pulled as deltas: the same bytes as the whole, a fraction of them on the wire, and the
-whole whenever a delta is of no use."""
+"""Versions pulled as deltas: the same bytes as the full file, a fraction of them on the wire, and
+the full file whenever a delta fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES = {"a.weight": (200, 300), "b.weight": (300,), "c.weight": (40_000,)}
 
 
 def write_version(folder: Path, number: int, share: float = 0.01) -> Path:
-    """Version 0, with a few changes more for each number."""
+    """Version 0, with a few more changes for each number."""
     folder.mkdir(parents=True)
     data = bytearray(weights_bytes(SHAPES, 1))
     start = data.index(b"}}") + 2
@@ -38,7 +38,7 @@ def write_version(folder: Path, number: int, share: float = 0.01) -> Path:
 
 
 def versions(tmp_path: Path, num: int) -> list[PublishedVersion]:
-    """Each with a delta from the one before."""
+    """Each with a delta from the previous one."""
     found: list[PublishedVersion] = []
     for number in range(num):
         folder = write_version(tmp_path / f"hf-{number}", number)
@@ -63,7 +63,7 @@ async def test_only_changes_travel(tmp_path: Path) -> None:
     async with tampering_server(tmp_path / "store", count) as caller:
         await Puller(tmp_path / "cache").pull([caller], made[0])
         whole = sum(num_bytes)
-        for number in (1, 3):  # one step, then two at once
+        for number in (1, 3):  # one step, then two together
             num_bytes.clear()
             folder = await Puller(tmp_path / "cache").pull([caller], made[number])
             assert contents(folder) == contents(tmp_path / f"hf-{number}")
@@ -71,7 +71,7 @@ async def test_only_changes_travel(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").rglob("*.partial"))
 
 
-async def test_the_real_front_knows_deltas(tmp_path: Path) -> None:
+async def test_the_real_server_offers_deltas(tmp_path: Path) -> None:
     made = versions(tmp_path, 3)
     fetched = tmp_path / "cache" / "blobs"
     async with running_weight_server(tmp_path) as caller:
@@ -85,7 +85,7 @@ async def test_the_real_front_knows_deltas(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", ["delta", "base", "chain"])
-async def test_a_delta_of_no_use_costs_only_its_bytes(tmp_path: Path, spoil: str) -> None:
+async def test_a_failed_delta_costs_only_its_bytes(tmp_path: Path, spoil: str) -> None:
     made = versions(tmp_path, 2)
     file = weights_file(tmp_path, made[1])
     [step] = DirectoryStore(tmp_path / "store").deltas_to(file.blob)
@@ -110,7 +110,7 @@ async def test_a_delta_of_no_use_costs_only_its_bytes(tmp_path: Path, spoil: str
     assert contents(folder) == contents(tmp_path / "hf-1")
 
 
-async def test_a_front_without_deltas_sends_the_whole(tmp_path: Path) -> None:
+async def test_a_server_without_deltas_sends_the_full_file(tmp_path: Path) -> None:
     made = versions(tmp_path, 2)
     for path in (tmp_path / "store" / "deltas").rglob("*.json"):
         path.unlink()
@@ -119,10 +119,10 @@ async def test_a_front_without_deltas_sends_the_whole(tmp_path: Path) -> None:
     assert contents(folders[1]) == contents(tmp_path / "hf-1")
 
 
-async def test_a_front_that_cannot_say_costs_a_moment(
+async def test_a_server_failing_on_deltas_costs_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An older one, or one that fails at just this."""
+    """An older server, or one that fails for deltas only."""
     monkeypatch.setattr(module, "QUERY_TIMEOUT_S", 0.1)
 
     async def fail(request: Request, data: bytes) -> bytes:
@@ -137,7 +137,7 @@ async def test_a_front_that_cannot_say_costs_a_moment(
 
 
 def test_another_layout_has_no_delta(tmp_path: Path) -> None:
-    """A parameter of another name, though every file has the same size."""
+    """A renamed parameter, with all file sizes unchanged."""
     first = put_folder(tmp_path, write_version(tmp_path / "hf-0", 0), 0)
     folder = write_version(tmp_path / "hf-1", 1)
     data = (folder / WEIGHTS).read_bytes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters as versions: put and pulled as PEFT writes them, on the model they belong to."""
+"""Adapters as versions: stored and pulled in PEFT format, with their base model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NUM_LAYERS, HIDDEN, RANK = 10, 576, 16
 
 
 def write_adapter(folder: Path, seed: int, share: float = 1.0) -> Path:
-    """What `PeftModel.save_pretrained` leaves, in bf16; a share of seed 0's elements changed."""
+    """Output of `PeftModel.save_pretrained` in bf16, with a share of seed 0's elements changed."""
     folder.mkdir()
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     size = 0
@@ -110,7 +110,7 @@ def site(tmp_path: Path) -> Site:
 
 @dataclass
 class Wire:
-    """Every byte through it, in both directions."""
+    """Counts all bytes in both directions."""
 
     url: str
     num_bytes: int = 0
@@ -150,8 +150,9 @@ async def wire_to(url: str) -> AsyncGenerator[Wire]:
 # --- as versions ----------------------------------------------------------------------------------
 
 
-async def test_an_adapter_moves_in_no_more_than_its_size(tmp_path: Path, site: Site) -> None:
-    """Over the real front, requests and headers counted: whole, all changed, a little changed."""
+async def test_an_adapter_transfers_at_most_its_size(tmp_path: Path, site: Site) -> None:
+    """Bytes over the real server, including requests and headers: full, all changed, a little
+    changed."""
     base = site.model.weights_digest
     folders = [
         write_adapter(tmp_path / "a0", 0),
@@ -192,12 +193,12 @@ def test_an_adapter_names_its_base_and_a_model_has_none(tmp_path: Path, site: Si
     assert not site.manifest(site.model).is_adapter
     num_blobs = len(list((site.root / "blobs").iterdir()))
     other = write_adapter(tmp_path / "b", 1)
-    with pytest.raises(WeightsError, match="name the weights digest of the model"):
+    with pytest.raises(WeightsError, match="pass the weights digest of its base"):
         site.put(other, 1)
-    with pytest.raises(WeightsError, match="is no adapter"):
+    with pytest.raises(WeightsError, match="is not an adapter"):
         site.put(write_folder(tmp_path / "model-1", 1), 1, base=site.model.weights_digest)
     assert len(list((site.root / "blobs").iterdir())) == num_blobs, "nothing was copied"
-    with pytest.raises(WeightsError, match="no BLAKE3 digest"):
+    with pytest.raises(WeightsError, match="not a BLAKE3 digest"):
         site.put(other, 1, base="HuggingFaceTB/SmolLM2-135M-Instruct")
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket follows the store of a run, and a relay over it serves nodes when the front is away."""
+"""A bucket mirrors the store of a run, and a relay over it serves nodes while the weight server is
+down."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def url(s3_url: str) -> str:
-    """An empty corner of a bucket."""
+    """An empty prefix of a bucket."""
     return f"{s3_url}/mirror-{next(_numbers)}"
 
 
@@ -50,53 +51,53 @@ def made(tmp_path: Path) -> VersionHistory:
     return history
 
 
-def test_the_bucket_gains_what_the_store_gains_and_loses_what_it_loses(
+def test_the_bucket_follows_additions_and_deletions(
     tmp_path: Path, made: VersionHistory, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "run" / "weights"
     mirror_sync = MirrorSync(made.store, ObjectMirror(url))
-    assert mirror_sync.round()
+    assert mirror_sync.sync_once()
     assert names(url) == files(root)
     made.add_versions(2)
     monkeypatch.setattr(retention, "GRACE_S", 0.0)
     in_use = [made.digest(number) for number in (1, 2, 3, 4)]
     delete_unreferenced(root, in_use, in_use[-2:], anchor_every=25)
     assert made.whole() == [1, 3, 4], "the second is kept as a delta"
-    assert mirror_sync.round()
+    assert mirror_sync.sync_once()
     assert set(ObjectMirror(url).manifests()) == set(in_use)
     assert names(url) == files(root)
 
 
-def test_the_next_life_goes_on_where_the_bucket_stands(made: VersionHistory, url: str) -> None:
-    MirrorSync(made.store, ObjectMirror(url)).round()
+def test_a_restarted_sync_resumes_from_the_bucket(made: VersionHistory, url: str) -> None:
+    MirrorSync(made.store, ObjectMirror(url)).sync_once()
     mirror = ObjectMirror(url)
     sent = [mirror.upload(made.store, digest) for digest in made.store.manifests()]
     assert sent == [0, 0, 0]
     made.add_versions()
-    assert MirrorSync(made.store, ObjectMirror(url)).round()
+    assert MirrorSync(made.store, ObjectMirror(url)).sync_once()
     assert made.digest(3) in set(mirror.manifests())
 
 
-def test_what_another_store_put_there_stays(
+def test_versions_of_another_store_are_kept(
     tmp_path: Path, made: VersionHistory, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first machine is lost; a run begins anew elsewhere with the same mirror."""
-    MirrorSync(made.store, ObjectMirror(url)).round()
+    """The first machine is lost; a run restarts elsewhere with the same mirror."""
+    MirrorSync(made.store, ObjectMirror(url)).sync_once()
     before = names(url)
     anew = VersionHistory(tmp_path / "anew" / "weights", policy="other")
     mirror_sync = MirrorSync(anew.store, ObjectMirror(url))
-    assert mirror_sync.round()
+    assert mirror_sync.sync_once()
     assert names(url) == before
     anew.add_versions(4)
-    assert mirror_sync.round()
+    assert mirror_sync.sync_once()
     monkeypatch.setattr(retention, "GRACE_S", 0.0)
     kept = [anew.digest(number) for number in (2, 3)]
     delete_unreferenced(tmp_path / "anew" / "weights", kept, kept, anchor_every=25)
-    assert mirror_sync.round()
+    assert mirror_sync.sync_once()
     assert names(url) == before | files(tmp_path / "anew" / "weights")
 
 
-def test_the_newest_goes_first(
+def test_the_newest_version_is_uploaded_first(
     made: VersionHistory, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -106,15 +107,15 @@ def test_the_newest_goes_first(
         return 0
 
     monkeypatch.setattr(ObjectMirror, "upload", upload)
-    MirrorSync(made.store, ObjectMirror(url)).round()
+    MirrorSync(made.store, ObjectMirror(url)).sync_once()
     assert order == [made.digest(number) for number in (2, 1, 0)]
 
 
-def test_a_version_that_went_bad_on_disk_holds_up_no_other(made: VersionHistory, url: str) -> None:
+def test_a_version_damaged_on_disk_does_not_block_others(made: VersionHistory, url: str) -> None:
     path = made.store.blob_path(made.file(2).blob)
     path.chmod(0o644)
     path.write_bytes(bytes(path.stat().st_size))
-    assert not MirrorSync(made.store, ObjectMirror(url)).round()
+    assert not MirrorSync(made.store, ObjectMirror(url)).sync_once()
     assert set(ObjectMirror(url).manifests()) == {made.digest(0), made.digest(1)}
 
 
@@ -135,7 +136,7 @@ def run(tmp_path: Path, url: str) -> RunFolder:
 
 @contextmanager
 def process(*words: str, token: str = "") -> Generator[None]:
-    """`penstock` with these words; killed at the end, by pid."""
+    """`penstock` with these arguments; killed at the end, by pid."""
     started = subprocess.Popen(
         [sys.executable, "-m", "penstock.cli.main", *words],
         env={**os.environ, "PENSTOCK_TOKEN": token, "PYTHONPATH": str(ROOT / "src")},

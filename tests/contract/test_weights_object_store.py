@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store in a directory and one in object storage promise the same to whoever reads; a bucket
-never shows a version that is not all there."""
+"""A directory store and object storage give readers the same guarantees; a bucket never shows an
+incomplete version."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> DirectoryStore:
 
 @pytest.fixture
 def url(s3_url: str) -> str:
-    """An empty corner of a bucket."""
+    """An empty prefix of a bucket."""
     return f"{s3_url}/weights-{next(_numbers)}"
 
 
@@ -70,12 +70,12 @@ async def read_all(blob: Blob, step: int) -> bytes:
     return data
 
 
-# --- what every source promises -------------------------------------------------------------------
+# --- guarantees of every source -------------------------------------------------------------------
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> VersionHistory:
-    """Three versions, each a delta away from the one before."""
+    """Three versions, each with a delta from the previous one."""
     history = VersionHistory(tmp_path / "store")
     history.add_versions(3)
     return history
@@ -91,7 +91,7 @@ def source(request: pytest.FixtureRequest, store: DirectoryStore, made: VersionH
     return ObjectSource(url)
 
 
-async def test_manifests_come_back_byte_for_byte(
+async def test_manifests_are_returned_byte_for_byte(
     source: Source, store: DirectoryStore, made: VersionHistory
 ) -> None:
     for version in made.versions:
@@ -113,7 +113,7 @@ async def test_blobs_are_read_by_range(
     await blob.close()
 
 
-async def test_what_is_missing_is_not_found(source: Source) -> None:
+async def test_missing_items_are_not_found(source: Source) -> None:
     with pytest.raises(NotFound, match=ABSENT):
         await source.manifest(ABSENT)
     with pytest.raises(NotFound, match=ABSENT):
@@ -121,7 +121,7 @@ async def test_what_is_missing_is_not_found(source: Source) -> None:
     assert await source.chain(ABSENT, 1000, [ABSENT]) == ()
 
 
-async def test_ways_lead_from_what_one_has(
+async def test_chains_start_at_available_blobs(
     source: Source, tmp_path: Path, made: VersionHistory
 ) -> None:
     first, second, third = (made.file(number) for number in range(3))
@@ -137,7 +137,7 @@ async def test_ways_lead_from_what_one_has(
     await source.close()
 
 
-async def test_a_front_over_a_bucket_serves_nodes(
+async def test_a_server_over_a_bucket_serves_nodes(
     tmp_path: Path, url: str, store: DirectoryStore, made: VersionHistory
 ) -> None:
     for version in made.versions:
@@ -158,10 +158,10 @@ async def test_a_front_over_a_bucket_serves_nodes(
     assert (cache / "blobs" / step.blob).exists(), "it came as a delta"
 
 
-# --- what goes into a bucket ----------------------------------------------------------------------
+# --- uploads to a bucket --------------------------------------------------------------------------
 
 
-def test_a_bucket_looks_like_the_directory_and_nothing_travels_twice(
+def test_a_bucket_equals_the_directory_and_uploads_once(
     tmp_path: Path, url: str, store: DirectoryStore, made: VersionHistory
 ) -> None:
     mirror = ObjectMirror(url)
@@ -184,7 +184,7 @@ def test_a_version_is_visible_only_when_all_of_it_is_there(
     monkeypatch: pytest.MonkeyPatch,
     failing: int,
 ) -> None:
-    """The upload breaks off at each of its puts, and is repeated."""
+    """The upload fails at each of its puts, and is repeated."""
     monkeypatch.setattr(mirror_module, "NUM_FILES", 1)
     digest = made.digest(1)
     mirror = ObjectMirror(url)
@@ -211,7 +211,7 @@ def test_a_version_is_visible_only_when_all_of_it_is_there(
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> int:
-    """The smallest parts that S3 takes, and a file of more than two."""
+    """The smallest parts that S3 accepts, and a file of more than two."""
     monkeypatch.setattr(mirror_module, "PART_BYTES", 5 << 20)
     return (12 << 20) + 12_345
 
@@ -269,25 +269,27 @@ async def test_nothing_is_overwritten_and_damage_is_found_by_the_reader(
         await ObjectSource(url).manifest(version.manifest_digest)
 
 
-def test_an_object_of_the_wrong_size_is_told(
+def test_an_object_of_the_wrong_size_is_reported(
     tmp_path: Path, url: str, store: DirectoryStore
 ) -> None:
     version = put(tmp_path)
     file = files_of(store, version.manifest_digest)["config.json"]
     obstore.put(open_objects(url, retry_timeout_s=10), f"blobs/{file.blob}", b"half")
-    with pytest.raises(WeightsError, match=r"is damaged: 4 bytes where .* delete it and upload"):
+    with pytest.raises(
+        WeightsError, match=r"is damaged \(4 bytes instead of .* delete it and upload"
+    ):
         ObjectMirror(url).upload(store, version.manifest_digest)
     assert not list(ObjectMirror(url).manifests())
 
 
-def test_deletion_names_what_goes(
+def test_deletion_removes_only_the_named_objects(
     tmp_path: Path, url: str, store: DirectoryStore, made: VersionHistory
 ) -> None:
     mirror = ObjectMirror(url)
     for version in made.versions:
         mirror.upload(store, version.manifest_digest)
     step = next(iter(mirror.deltas()))
-    for _ in range(2):  # what is gone is gone
+    for _ in range(2):  # deleted objects stay deleted
         mirror.delete_manifest(made.digest(0))
         mirror.delete_delta(step)
         mirror.delete_blob(step.blob)
@@ -313,14 +315,14 @@ async def test_a_damaged_entry_is_as_good_as_none(
 
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch, s3_url: str) -> Iterator[str]:
-    """A bucket behind a port where nobody listens."""
+    """A bucket behind a closed port."""
     monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(object_store, "READ_TIMEOUT_S", 1.0)
     monkeypatch.setattr(mirror_module, "UPLOAD_S", 1.0)
     yield "s3://away/run"
 
 
-async def test_a_bucket_that_is_away_is_asked_again_later(
+async def test_an_unreachable_bucket_is_retried_later(
     tmp_path: Path, nobody: str, store: DirectoryStore
 ) -> None:
     source = ObjectSource(nobody)
@@ -335,8 +337,8 @@ async def test_a_bucket_that_is_away_is_asked_again_later(
         ObjectMirror(nobody).upload(store, put(tmp_path).manifest_digest)
 
 
-def test_what_cannot_be_opened_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="write s3://bucket"):
+def test_errors_on_opening_name_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="use s3://bucket"):
         ObjectSource("ftp://host/x")
 
     def find_nothing(_: str) -> None:

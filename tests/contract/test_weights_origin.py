@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A front over a store that keeps few files whole: every version in use can still be read."""
+"""A server over a store that keeps few full files: every version in use can still be read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.wire.client import AsyncServiceClient
 
 @pytest.fixture
 def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VersionHistory:
-    """Eight versions in use, of which the first and the last are whole."""
+    """Eight versions in use; the first and the last are stored in full."""
     monkeypatch.setattr(retention, "GRACE_S", -1.0)
     history = VersionHistory(tmp_path / "store", share=0.2)
     history.add_versions(8)
@@ -44,7 +44,7 @@ async def ask_way(
     return await caller.call("GET", path, None, DeltaChain)
 
 
-async def test_a_file_that_is_not_whole_is_made_and_kept(
+async def test_a_missing_full_file_is_rebuilt_and_kept(
     history: VersionHistory, tmp_path: Path
 ) -> None:
     file = history.file(4)
@@ -54,7 +54,7 @@ async def test_a_file_that_is_not_whole_is_made_and_kept(
     assert history.store.has_blob(file.blob)
 
 
-async def test_it_is_made_once_for_all_who_ask(
+async def test_it_is_rebuilt_once_for_all_requests(
     history: VersionHistory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
@@ -73,7 +73,7 @@ async def test_it_is_made_once_for_all_who_ask(
     assert {blake3(answer.content).hexdigest() for answer in answers} == {file.blob}
 
 
-async def test_who_is_far_behind_gets_one_delta(history: VersionHistory, tmp_path: Path) -> None:
+async def test_clients_far_behind_get_one_delta(history: VersionHistory, tmp_path: Path) -> None:
     async with running_weight_server(tmp_path) as caller:
         (entry,) = (await ask_way(caller, history, 1, 7)).steps
         near = (await ask_way(caller, history, 5, 7)).steps
@@ -81,7 +81,7 @@ async def test_who_is_far_behind_gets_one_delta(history: VersionHistory, tmp_pat
     assert len(near) == 2, "few steps are not worth a delta of their own"
 
 
-async def test_nobody_waits_long_for_a_merge(
+async def test_requests_wait_only_briefly_for_a_merge(
     history: VersionHistory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on = threading.Event()
@@ -101,7 +101,7 @@ async def test_nobody_waits_long_for_a_merge(
                 pass
 
 
-async def test_whoever_comes_too_early_is_told_when_to_ask_again(
+async def test_early_requests_get_retry_after(
     history: VersionHistory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on = threading.Event()
@@ -121,7 +121,7 @@ async def test_whoever_comes_too_early_is_told_when_to_ask_again(
     await source.close()
 
 
-async def test_a_damaged_delta_is_no_answer(history: VersionHistory) -> None:
+async def test_a_damaged_delta_is_not_used(history: VersionHistory) -> None:
     (entry,) = history.store.deltas_to(history.file(1).blob)
     path = history.store.blob_path(entry.blob)
     path.chmod(0o644)
@@ -132,10 +132,11 @@ async def test_a_damaged_delta_is_no_answer(history: VersionHistory) -> None:
     await source.close()
 
 
-async def test_what_is_being_read_stays_until_it_was_read(
+async def test_blobs_are_kept_until_their_readers_finish(
     history: VersionHistory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over a slow link versions pass while one travels: it is neither thinned nor deleted."""
+    """Over a slow link many versions are published during one transfer; the blob being read is
+    kept."""
     file = history.file(4)
 
     def sweep() -> None:

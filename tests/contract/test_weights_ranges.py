@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces in parallel: nothing that came is fetched again, only what is damaged is mended, and what
-was measured says whether a delta is worth it."""
+"""Parallel ranges: received pieces are not fetched again, only damaged ranges are repaired, and
+measured speeds decide whether to use deltas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from penstock.weights.client import Puller
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import FileEntry
 from penstock.weights.pulling import links
-from penstock.weights.pulling import partial as pieces
+from penstock.weights.pulling import partial as partial_module
 from penstock.weights.pulling.cache import BlobCache, run_uncancelled
 from penstock.weights.pulling.links import Transfer
 from penstock.weights.tensors import Scan, read_layout
@@ -59,7 +59,7 @@ asyncio.run(main())
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "MIN_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(partial_module, "MIN_PIECE_BYTES", PIECE)
 
 
 def put_one(tmp_path: Path) -> PublishedVersion:
@@ -67,7 +67,7 @@ def put_one(tmp_path: Path) -> PublishedVersion:
 
 
 class Asked:
-    """Ranges of one blob that a front was asked for, and how many at once."""
+    """Ranges of one blob requested from a server, and how many concurrently."""
 
     def __init__(self, blob: str) -> None:
         self.blob = blob
@@ -90,7 +90,7 @@ class Asked:
         return sum(end - start for start, end in self.byte_ranges)
 
 
-async def test_pieces_come_in_parallel_and_each_once(tmp_path: Path) -> None:
+async def test_pieces_are_fetched_in_parallel_and_once(tmp_path: Path) -> None:
     wanted = put_one(tmp_path)
     file = weights_file(tmp_path, wanted)
     asked = Asked(file.blob)
@@ -154,7 +154,7 @@ async def test_a_cancelled_pull_is_resumed(tmp_path: Path) -> None:
 async def breaking(
     store: Path, num_breaks: int
 ) -> AsyncGenerator[tuple[AsyncServiceClient, list[str]]]:
-    """A front whose first connections break in mid-answer; with the ranges it was asked for."""
+    """A server whose first connections break mid-response; yields the requested ranges too."""
     asked: list[str] = []
 
     async def answer(request: Request) -> Response:
@@ -189,7 +189,7 @@ async def test_a_broken_connection_costs_its_piece(tmp_path: Path) -> None:
     assert len(asked) == len(set(asked)) + 4
 
 
-# --- mending ------------------------------------------------------------------------------------
+# --- repair -------------------------------------------------------------------------------------
 
 
 def spans_of(path: Path) -> dict[str, tuple[int, int]]:
@@ -232,7 +232,7 @@ async def test_only_the_damaged_tensor_is_fetched_again(tmp_path: Path, part: st
 
 @pytest.mark.parametrize("where", ["file", "base"])
 async def test_rot_in_the_cache_costs_one_tensor(tmp_path: Path, where: str) -> None:
-    """In the very file that is wanted, or in that a delta starts from."""
+    """Damage in the target file, or in the base of a delta."""
     made = versions(tmp_path, 2)
     rotten = weights_file(tmp_path, made[0])
     wanted = made[0] if where == "file" else made[1]
@@ -248,7 +248,7 @@ async def test_rot_in_the_cache_costs_one_tensor(tmp_path: Path, where: str) -> 
             file.write(bytes([path.read_bytes()[end - 1] ^ 1]))
         served = (first / WEIGHTS).read_bytes()
         asked.byte_ranges.clear()
-        descriptor = os.open(first / WEIGHTS, os.O_RDONLY)  # as an engine has it open
+        descriptor = os.open(first / WEIGHTS, os.O_RDONLY)  # as an engine holds it open
         folder = await puller.pull([caller], wanted)
         assert os.pread(descriptor, len(served), 0) == served, "nobody writes where an engine reads"
         os.close(descriptor)
@@ -258,19 +258,20 @@ async def test_rot_in_the_cache_costs_one_tensor(tmp_path: Path, where: str) -> 
     assert not list((tmp_path / "cache").rglob("*.wrong"))
 
 
-# --- along deltas or whole ----------------------------------------------------------------------
+# --- deltas or full files -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("transfer", "is_slow", "kinds"),
     [
-        ("full", "", ["whole"] * 3),
-        ("delta", "making", ["delta"] * 3),
-        ("auto", "making", ["delta", "delta", "whole"]),  # the first is left out: it compiles
+        ("full", "", ["full"] * 3),
+        ("delta", "rebuild", ["delta"] * 3),
+        # The first sample is ignored: it includes compilation.
+        ("auto", "rebuild", ["delta", "delta", "full"]),
         ("auto", "link", ["delta"] * 3),
     ],
 )
-async def test_the_way_is_chosen_by_what_was_measured(
+async def test_measured_speeds_choose_deltas_or_full_files(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     transfer: Transfer,
@@ -281,11 +282,11 @@ async def test_the_way_is_chosen_by_what_was_measured(
     monkeypatch.setattr(client, "NUM_FILES", 1)
     made = versions(tmp_path, 4)
     asked: list[str] = []
-    make = BlobCache.make
+    rebuild = BlobCache.rebuild
 
-    def slow_make(blobs: BlobCache, file: FileEntry, steps: Sequence[DeltaEntry]) -> Scan:
-        time.sleep(1.0 if is_slow == "making" else 0.0)
-        return make(blobs, file, steps)
+    def slow_rebuild(blobs: BlobCache, file: FileEntry, steps: Sequence[DeltaEntry]) -> Scan:
+        time.sleep(1.0 if is_slow == "rebuild" else 0.0)
+        return rebuild(blobs, file, steps)
 
     async def note(request: Request, data: bytes) -> bytes:
         asked.append(f"{request.path_params['kind']} {request.path_params['digest']}")
@@ -293,7 +294,7 @@ async def test_the_way_is_chosen_by_what_was_measured(
             await asyncio.sleep(1.0)
         return data
 
-    monkeypatch.setattr(BlobCache, "make", slow_make)
+    monkeypatch.setattr(BlobCache, "rebuild", slow_rebuild)
     async with tampering_server(tmp_path / "store", note) as caller:
         puller = Puller(tmp_path / "cache", transfer=transfer)
         await puller.pull([caller], made[0])
@@ -302,11 +303,11 @@ async def test_the_way_is_chosen_by_what_was_measured(
             folder = await puller.pull([caller], wanted)
             assert contents(folder) == contents(tmp_path / f"hf-{wanted.number}")
             blob = weights_file(tmp_path, wanted).blob
-            assert (f"blobs {blob}" in asked) is (kind == "whole")
+            assert (f"blobs {blob}" in asked) is (kind == "full")
             assert (f"deltas {blob}" in asked) is (transfer != "full")
 
 
-async def test_a_cancelled_writer_has_written_when_its_lock_is_let_go() -> None:
+async def test_a_cancelled_writer_finishes_before_releasing_its_lock() -> None:
     is_done = False
 
     def write() -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Relays over HTTP, alone and in a tree: right bytes or none, one copy from the origin, tokens that
-are worth nothing elsewhere, and nodes that outlive them."""
+"""Relays over HTTP, alone and in a tree: correct bytes or none, one copy from the origin, tokens
+that are useless elsewhere, and nodes that survive their failure."""
 
 from __future__ import annotations
 
@@ -93,9 +93,7 @@ async def relayed(run: Run, cache: Path, *upstreams: str) -> AsyncGenerator[str]
 # --- tokens -----------------------------------------------------------------------------------
 
 
-async def test_a_token_shown_to_a_relay_is_worth_nothing_elsewhere(
-    tmp_path: Path, run: Run
-) -> None:
+async def test_a_token_for_a_relay_is_useless_elsewhere(tmp_path: Path, run: Run) -> None:
     manifest = f"/v1/manifests/{put(tmp_path).manifest_digest}"
     with dataflow(tmp_path, small_config()) as running:
         async with (
@@ -239,7 +237,7 @@ async def test_altered_bytes_are_always_found(
         assert contents(folder) == contents(tmp_path / "large-0")
 
 
-async def test_a_relay_that_only_lies_gives_nothing(tmp_path: Path, run: Run) -> None:
+async def test_a_relay_with_only_damaged_data_delivers_nothing(tmp_path: Path, run: Run) -> None:
     wanted = put_large(tmp_path)
 
     async def alter(digest: str, start: int, data: bytes) -> bytes:
@@ -276,7 +274,7 @@ def relay_process(run: Run, cache: Path, url: str) -> Generator[tuple[str, int]]
         process.wait()
 
 
-async def test_a_node_outlives_its_relay_in_mid_transfer(tmp_path: Path, run: Run) -> None:
+async def test_a_node_survives_its_relay_during_a_transfer(tmp_path: Path, run: Run) -> None:
     wanted = put_large(tmp_path)
     size = sum(map(len, contents(tmp_path / "large-0").values()))
     is_slow = True
@@ -304,7 +302,7 @@ async def test_a_node_outlives_its_relay_in_mid_transfer(tmp_path: Path, run: Ru
                 assert contents(folder) == contents(tmp_path / "large-0")
 
 
-# --- neighbours -------------------------------------------------------------------------------
+# --- peer relays ------------------------------------------------------------------------------
 
 
 async def test_nodes_that_share_cost_one_copy_and_may_leave(tmp_path: Path, run: Run) -> None:

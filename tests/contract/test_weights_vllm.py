@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pulled version is an ordinary model folder: a plain `vllm serve` takes it as it is, and answers
-as transformers does with the same folder. Needs `make setup-engine`."""
+"""A pulled version is an ordinary model folder: a plain `vllm serve` loads it unchanged, and
+answers like transformers with the same folder. Needs `make setup-engine`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ pytestmark = [
 
 
 def write_next(folder: Path) -> None:
-    """The model with one weight in a hundred moved by some percent: enough to be heard."""
+    """The model with one weight in a hundred changed by a few percent: enough to change its
+    output."""
     shutil.copytree(CACHE / "models" / MODEL, folder)
     path = folder / WEIGHTS
     path.chmod(0o644)
@@ -63,7 +64,7 @@ def write_next(folder: Path) -> None:
 
 @contextmanager
 def serving(folder: Path, log: Path) -> Generator[str]:
-    """The address of `vllm serve FOLDER`, without anything that would make it ours."""
+    """The address of a plain `vllm serve FOLDER`, without our plugin."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -100,7 +101,7 @@ def wait_until_healthy(engine: subprocess.Popen[bytes], url: str, log: Path) -> 
 
 
 def complete(url: str) -> tuple[list[int], list[float]]:
-    """Greedy tokens and their log-probabilities, as the engine says."""
+    """Greedy tokens and their log-probabilities from the engine."""
     body = {
         "model": "policy", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0,
         "logprobs": 0, "return_tokens_as_token_ids": True, "ignore_eos": True,
@@ -117,7 +118,8 @@ def complete(url: str) -> tuple[list[int], list[float]]:
 
 
 def expect(folder: Path, tokens: list[int]) -> tuple[list[int], list[float]]:
-    """What transformers would have said at each place of this answer, and how likely it is."""
+    """The token transformers would choose at each position of this answer, and its
+    log-probability."""
     torch: Any = importlib.import_module("torch")
     transformers: Any = importlib.import_module("transformers")
     prompt = transformers.AutoTokenizer.from_pretrained(folder)(PROMPT)["input_ids"]
@@ -131,7 +133,7 @@ def expect(folder: Path, tokens: list[int]) -> tuple[list[int], list[float]]:
 async def pull_by_delta(
     tmp_path: Path, versions: tuple[PublishedVersion, PublishedVersion]
 ) -> tuple[Path, Path]:
-    """Version 0 came whole, version 1 as what changed."""
+    """Version 0 was pulled in full, version 1 as a delta."""
     puller = Puller(tmp_path / "cache", transfer="delta")
     async with running_weight_server(tmp_path) as caller:
         first, second = [await puller.pull([caller], version) for version in versions]
@@ -143,7 +145,7 @@ async def pull_by_delta(
     return first, second
 
 
-async def test_vllm_serves_what_came_as_a_delta(tmp_path: Path) -> None:
+async def test_vllm_serves_a_version_pulled_as_a_delta(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     write_next(tmp_path / "next")
     zero = put_folder(tmp_path, CACHE / "models" / MODEL, 0)

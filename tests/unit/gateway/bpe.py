@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A byte-level BPE tokenizer that is small and real, and three kinds of chat templates.
 
-Its pieces overlap, so a model may sample ids that no tokenizer would make of the same text, or half
-of a character.
+Its tokens overlap, so a model may sample ids that a tokenizer would not produce for the same text,
+or half of a character.
 """
 
 from __future__ import annotations

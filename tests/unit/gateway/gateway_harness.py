@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gateway on real HTTP before an engine that says what it is told to say, letter by letter."""
+"""A gateway over real HTTP with a scripted engine that answers letter by letter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from penstock.wire.serving import server
 POLICY = PolicyName("policy")
 START, END = "<|im_start|>", "<|im_end|>"
 LINE_ENDS = "\x85\u2028\u2029"
-"""Of Python's `splitlines`, and of nobody's protocol."""
+"""Line ends of Python's `splitlines`, but of no protocol."""
 LETTERS = "\n" + "".join(map(chr, range(32, 127))) + LINE_ENDS
 VOCAB = {letter: at for at, letter in enumerate(LETTERS)} | {"ab": len(LETTERS)}
 END_ID = len(VOCAB) + 1
@@ -87,14 +87,14 @@ def write_snapshot(folder: Path) -> Path:
 
 
 class FakeEngine:
-    """Says its lines in turn, the last one for ever; holds back while `gate` is shut."""
+    """Returns its lines in turn, repeating the last one; blocks while `gate` is closed."""
 
     def __init__(self) -> None:
         self.lines = ["abc"]
         self.is_live = True
-        """Whether it tells of an answer in the making."""
+        """Whether it streams its answers."""
         self.waits_at = 0
-        """Letters that it tells before it waits for the gate."""
+        """Letters streamed before it waits for the gate."""
         self.gate = asyncio.Event()
         self.gate.set()
         self.num_started = 0
@@ -161,7 +161,7 @@ class GatewayHarness:
         return httpx2.AsyncClient(base_url=self.url, headers=headers)
 
     def prompt(self, index: int = -1) -> str:
-        """A prompt as the engine got it."""
+        """A prompt as received by the engine."""
         return self.gateway.renderer(POLICY).decode(self.engine.prompts[index])
 
 

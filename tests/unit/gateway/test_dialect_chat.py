@@ -41,7 +41,7 @@ async def test_a_plain_call_is_recorded_exactly(harness: GatewayHarness) -> None
 
 
 @pytest.mark.parametrize("is_live", [True, False])
-async def test_a_stream_comes_as_it_grows_or_after_completion(
+async def test_a_stream_is_incremental_or_sent_after_completion(
     harness: GatewayHarness, is_live: bool
 ) -> None:
     harness.engine.is_live = is_live
@@ -158,7 +158,7 @@ async def test_choices_share_a_prompt_and_differ_in_seed(harness: GatewayHarness
     assert 5 in seeds and len(set(seeds)) == 3
 
 
-async def test_thinking_is_switched_and_told_apart(harness: GatewayHarness) -> None:
+async def test_thinking_is_switched_and_separated(harness: GatewayHarness) -> None:
     harness.engine.lines = ["<think>why</think>abc"]
     body: Any = {"chat_template_kwargs": {"enable_thinking": True}}
     async with harness.openai() as agent:
@@ -235,12 +235,12 @@ UNSUPPORTED: list[Any] = [
 
 
 @pytest.mark.parametrize("extra", UNSUPPORTED, ids=str)
-def test_what_would_change_the_answer_is_refused(extra: Any) -> None:
+def test_unsupported_fields_are_rejected(extra: Any) -> None:
     with pytest.raises(BadRequest):
         CHAT.read({"model": "policy", "messages": ASK, **extra})
 
 
-def test_fields_that_ask_for_nothing_are_not_refused() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     nothing: dict[str, Any] = {
         "logit_bias": {},
         "presence_penalty": 0.0,
@@ -252,7 +252,7 @@ def test_fields_that_ask_for_nothing_are_not_refused() -> None:
 
 async def test_errors_have_openais_shape(harness: GatewayHarness) -> None:
     async with harness.openai() as agent:
-        with pytest.raises(openai.NotFoundError, match="one of: policy") as missing:
+        with pytest.raises(openai.NotFoundError, match="this session has: policy") as missing:
             await agent.chat.completions.create(model="gpt-9", messages=ASK)
         assert missing.value.code == "model_not_found"
         long: Any = [{"role": "user", "content": "x" * WINDOW}]

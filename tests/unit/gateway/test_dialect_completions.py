@@ -81,6 +81,6 @@ UNSUPPORTED: list[Any] = [
 
 
 @pytest.mark.parametrize("extra", UNSUPPORTED, ids=str)
-def test_what_would_change_the_answer_is_refused(extra: Any) -> None:
+def test_unsupported_fields_are_rejected(extra: Any) -> None:
     with pytest.raises(BadRequest):
         COMPLETIONS.read({"model": "policy", "prompt": "x", **extra})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever an agent sends, a dialect reads it or says what is wrong; it never breaks."""
+"""Fuzzed requests: a dialect accepts them or reports the error; it never crashes."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ async def test_a_conversation_with_thinking_and_tools(
 
 
 @pytest.mark.parametrize("is_live", [True, False])
-async def test_events_come_in_the_documented_order(harness: GatewayHarness, is_live: bool) -> None:
+async def test_events_are_in_the_documented_order(harness: GatewayHarness, is_live: bool) -> None:
     harness.engine.is_live = is_live
     harness.engine.lines = [f"<think>h</think>x{CALL}"]
     async with harness.anthropic() as agent:
@@ -165,6 +165,6 @@ UNSUPPORTED: list[Any] = [
 
 
 @pytest.mark.parametrize("extra", UNSUPPORTED, ids=str)
-def test_what_would_change_the_answer_is_refused(extra: Any) -> None:
+def test_unsupported_fields_are_rejected(extra: Any) -> None:
     with pytest.raises(BadRequest):
         MESSAGES.read({"messages": ASK, **COMMON, **extra})

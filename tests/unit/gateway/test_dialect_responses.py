@@ -67,7 +67,7 @@ async def test_a_conversation_with_reasoning_and_tools(
 
 
 @pytest.mark.parametrize("is_live", [True, False])
-async def test_events_come_in_the_documented_order(harness: GatewayHarness, is_live: bool) -> None:
+async def test_events_are_in_the_documented_order(harness: GatewayHarness, is_live: bool) -> None:
     harness.engine.is_live = is_live
     harness.engine.lines = [f"<think>h</think>x{CALL}"]
     async with harness.openai() as agent:
@@ -114,7 +114,7 @@ async def test_formats_and_thinking(harness: GatewayHarness) -> None:
 
 async def test_errors(harness: GatewayHarness) -> None:
     async with harness.openai() as agent:
-        with pytest.raises(openai.BadRequestError, match="whole conversation"):
+        with pytest.raises(openai.BadRequestError, match="full conversation"):
             await agent.responses.create(model="policy", input="hi", previous_response_id="r")
         with pytest.raises(openai.BadRequestError) as over:
             await agent.responses.create(model="policy", input="x" * WINDOW)
@@ -145,7 +145,7 @@ UNSUPPORTED: list[Any] = [
 
 
 @pytest.mark.parametrize("extra", UNSUPPORTED, ids=str)
-def test_what_would_change_the_answer_is_refused(extra: Any) -> None:
+def test_unsupported_fields_are_rejected(extra: Any) -> None:
     with pytest.raises(BadRequest):
         RESPONSES.read({"model": "policy", "input": "hi", **extra})
 

@@ -51,7 +51,7 @@ WORDS = ("rain", "größe", " 雨", "🌧️", "\n", "  ", "<", ">", "<|im_", ST
 
 @dataclass(slots=True)
 class Recorder:
-    """Answers at random, in pieces no tokenizer would choose, and remembers all it did."""
+    """Answers at random, in pieces no tokenizer would choose, and records every call."""
 
     rng: random.Random
     prompts: dict[bytes, list[int]] = field(default_factory=dict[bytes, list[int]])
@@ -97,7 +97,7 @@ class Recorder:
             call = f'{{"name":{space}"look", "arguments":{space}{{"n": {self.num_answers}}}}}'
             parts.append(f"<tool_call>{space}{call}{space}</tool_call>")
         if rng.random() < 0.1:
-            parts.append(rng.randbytes(3))  # no valid text
+            parts.append(rng.randbytes(3))  # invalid UTF-8
         ids = [token for part in parts for token in split_anyhow(part, rng)]
         if rng.random() < 0.1:
             ids.insert(rng.choice([0, len(ids)]), id_of(PAD))
@@ -108,19 +108,19 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """One message of a conversation, and what the test knows of it."""
+    """One message of a conversation, with expectations of the test."""
 
     message: JsonObject
     turn: int = -1
-    """The turn whose answer it repeats, in front of it what stood there then; -1 for none."""
+    """The turn whose answer it repeats, with the same preceding messages; -1 for none."""
     has_reasoning: bool = False
     is_spaced: bool = False
-    """White space at an end of its text as sampled."""
+    """Its sampled text has leading or trailing white space."""
 
 
 def expected_parent(kind: str, conversation: Sequence[Said]) -> int:
-    """As documented: the last answer that the template leaves as it was sampled, with all that
-    stood before it."""
+    """As documented: the last answer that the template leaves as sampled, with its unchanged
+    history."""
     last_user = max(at for at, said in enumerate(conversation) if said.message["role"] == "user")
     parent, is_stripped = -1, False
     for at, said in enumerate(conversation):
@@ -163,7 +163,7 @@ class Agent:
 
     async def _listen(self, messages: list[JsonObject]) -> Answer:
         heard: list[Delta] = []
-        answer = await self.session.ask(
+        answer = await self.session.call(
             Call(messages=messages, tools=[TOOL], on_chunk=heard.append)
         )
         assert answer.text.startswith("".join(delta.text for delta in heard))
@@ -199,9 +199,9 @@ class Agent:
         what = self.rng.random()
         if what < 0.1:  # a sub-agent, or a new conversation
             return [self._user()]
-        if what < 0.2:  # compaction: the beginning becomes a summary
+        if what < 0.2:  # compaction: the start becomes a summary
             return [self._user(), replace(conversation[-1], turn=-1), self._user()]
-        if what < 0.3:  # a rewritten answer, so nothing after it stands as it did
+        if what < 0.3:  # a rewritten answer, which invalidates everything after it
             at = self.rng.choice([at for at, said in enumerate(conversation) if _is_answer(said)])
             changed = {**conversation[at].message, "content": "no" + self._text()}
             rest = [replace(said, turn=-1) for said in conversation[at + 1 :]]
@@ -226,11 +226,11 @@ def _is_answer(said: Said) -> bool:
     return said.message["role"] == "assistant"
 
 
-# --- what must hold -----------------------------------------------------------------------------
+# --- invariants ---------------------------------------------------------------------------------
 
 
 def check_records(engine: Recorder, agent: Agent) -> None:
-    """Each turn's context, put together from the tree, is what the engine was sent."""
+    """Each turn's context, assembled from the tree, equals the prompt sent to the engine."""
     turns = agent.session.turns()
     for index, turn in enumerate(turns):
         prompts: list[int] = []
@@ -243,7 +243,7 @@ def check_records(engine: Recorder, agent: Agent) -> None:
             prompts += view_ids(part.prompt_ids)
             at = part.parent
         assert context == engine.prompts[turn.sampled_ids]
-        # The tools, each message and the answer begin with a control token; what agents write never
+        # The tools, each message and the answer start with a control token; what agents write never
         # is one.
         assert prompts.count(id_of(START)) == agent.num_messages[index] + 2
         assert turn.parent == agent.expected[index], f"turn {index}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lives of sessions from outside, with a clock of the test's own."""
+"""Lifecycle of external sessions, with a fake clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TERMS = SessionTerms(reward_deadline_s=100.0, idle_s=10.0, default_reward=None)
 
 
 class Engine:
-    """Answers one token, when it may."""
+    """Answers one token, when the gate is open."""
 
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
@@ -56,7 +56,7 @@ class Engine:
 
 
 class Desk:
-    """A gateway, and the keeper of its places."""
+    """A gateway with a fake slot source."""
 
     def __init__(self, folder: Path, terms: SessionTerms = TERMS, num_places: int = 99) -> None:
         self.now = 1000.0
@@ -91,8 +91,8 @@ class Desk:
     def deliver(self, ended: EndedSession) -> None:
         self.delivered.append(ended)
 
-    async def begin(self, *, says: bool = True) -> OnlineSession:
-        entry = self.online.begin("owner")
+    async def open_session(self, *, says: bool = True) -> OnlineSession:
+        entry = self.online.open_session("owner")
         if says:
             await self.say(entry)
         return entry
@@ -110,8 +110,8 @@ def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
 
 
-async def test_silence_ends_a_session_and_calls_keep_it_open(desk: Desk) -> None:
-    entry = await desk.begin()
+async def test_idle_sessions_end_and_calls_keep_them_open(desk: Desk) -> None:
+    entry = await desk.open_session()
     desk.pass_time(9.0)
     await desk.say(entry)
     desk.pass_time(9.0)
@@ -124,8 +124,8 @@ async def test_silence_ends_a_session_and_calls_keep_it_open(desk: Desk) -> None
     assert [(e.row_id, e.reward, len(e.turns)) for e in desk.delivered] == [(entry.id, 0.5, 2)]
 
 
-async def test_a_call_on_its_way_is_no_silence(desk: Desk) -> None:
-    entry = await desk.begin(says=False)
+async def test_a_running_call_is_not_idle(desk: Desk) -> None:
+    entry = await desk.open_session(says=False)
     desk.engine.may_answer.clear()
     calling = asyncio.create_task(desk.say(entry))
     await asyncio.sleep(0)
@@ -137,8 +137,8 @@ async def test_a_call_on_its_way_is_no_silence(desk: Desk) -> None:
     assert entry.state is State.OPEN
 
 
-async def test_nobody_is_idle_or_late_while_the_gateway_stands_still(desk: Desk) -> None:
-    entry, waiting = await desk.begin(), await desk.begin()
+async def test_a_stalled_gateway_extends_all_deadlines(desk: Desk) -> None:
+    entry, waiting = await desk.open_session(), await desk.open_session()
     desk.online.end(waiting)
     desk.now += 1_000.0
     desk.online.extend_deadlines(1_000.0)
@@ -146,14 +146,14 @@ async def test_nobody_is_idle_or_late_while_the_gateway_stands_still(desk: Desk)
     assert (entry.state, waiting.state) == (State.OPEN, State.WAITING)
     desk.pass_time(1.0)
     assert entry.state is State.WAITING
-    fresh = await desk.begin()
+    fresh = await desk.open_session()
     desk.online.extend_deadlines(1_000.0)
     desk.pass_time(10.0)
     assert fresh.state is State.WAITING, "what began after the stall gains nothing"
 
 
 async def test_the_deadline_counts_from_the_opening(desk: Desk) -> None:
-    entry = await desk.begin()
+    entry = await desk.open_session()
     desk.online.end(entry)
     desk.pass_time(99.0)
     assert entry.state is State.WAITING and not desk.delivered
@@ -166,8 +166,8 @@ async def test_the_deadline_counts_from_the_opening(desk: Desk) -> None:
     assert desk.online.counts["expired"] == 1
 
 
-async def test_who_talks_beyond_the_deadline_is_served_unrecorded(desk: Desk) -> None:
-    entry = await desk.begin()
+async def test_sessions_past_the_deadline_continue_unrecorded(desk: Desk) -> None:
+    entry = await desk.open_session()
     for _ in range(20):
         desk.pass_time(9.0)
         await desk.say(entry)
@@ -180,15 +180,15 @@ async def test_who_talks_beyond_the_deadline_is_served_unrecorded(desk: Desk) ->
         desk.online.forget(entry)
 
 
-async def test_nothing_said_gives_the_place_back(desk: Desk) -> None:
-    entry = await desk.begin(says=False)
+async def test_an_empty_session_returns_its_slot(desk: Desk) -> None:
+    entry = await desk.open_session(says=False)
     desk.online.end(entry)
     assert entry.state is State.EMPTY
     assert desk.given_back == [entry.id] and not desk.delivered
 
 
-async def test_an_answer_that_nobody_heard_is_nothing_said(desk: Desk) -> None:
-    entry = await desk.begin()
+async def test_an_undelivered_answer_counts_as_empty(desk: Desk) -> None:
+    entry = await desk.open_session()
     assert entry.session is not None
     entry.session.mark_unreached(0)
     with pytest.raises(Conflict):
@@ -196,16 +196,16 @@ async def test_an_answer_that_nobody_heard_is_nothing_said(desk: Desk) -> None:
     assert entry.state is State.EMPTY and not desk.delivered
 
 
-async def test_without_a_place_a_reward_is_taken_and_leads_to_nothing(tmp_path: Path) -> None:
+async def test_without_a_slot_a_reward_has_no_effect(tmp_path: Path) -> None:
     desk = Desk(tmp_path, num_places=0)
-    entry = await desk.begin()
+    entry = await desk.open_session()
     desk.online.reward(entry, 1.0)
     assert entry.state is State.UNRECORDED and not desk.delivered and not desk.given_back
     assert desk.online.counts == {"opened": 1, "unrecorded": 1}
 
 
 async def test_forgotten_or_dropped_sessions_are_not_delivered(desk: Desk) -> None:
-    forgotten, dropped, open_still = [await desk.begin() for _ in range(3)]
+    forgotten, dropped, open_still = [await desk.open_session() for _ in range(3)]
     desk.online.forget(forgotten)
     desk.online.end(dropped)
     desk.online.dropped(RowId(dropped.id))
@@ -219,8 +219,8 @@ async def test_forgotten_or_dropped_sessions_are_not_delivered(desk: Desk) -> No
     assert not desk.delivered and desk.given_back == [forgotten.id]
 
 
-async def test_the_end_of_the_gateway_delivers_nothing_without_a_reward(desk: Desk) -> None:
-    rewarded, ended, talking = [await desk.begin() for _ in range(3)]
+async def test_shutdown_delivers_only_rewarded_sessions(desk: Desk) -> None:
+    rewarded, ended, talking = [await desk.open_session() for _ in range(3)]
     desk.online.reward(rewarded, 1.0)
     desk.online.end(ended)
     desk.online.close_all()
@@ -230,7 +230,7 @@ async def test_the_end_of_the_gateway_delivers_nothing_without_a_reward(desk: De
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2e9])
 async def test_a_reward_is_a_number(desk: Desk, value: float) -> None:
-    entry = await desk.begin()
+    entry = await desk.open_session()
     with pytest.raises(BadRequest):
         desk.online.reward(entry, value)
     assert entry.state is State.OPEN
@@ -240,7 +240,7 @@ async def test_memory_of_past_sessions_is_bounded(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_FINISHED", 3)
-    sessions = [await desk.begin() for _ in range(6)]
+    sessions = [await desk.open_session() for _ in range(6)]
     for entry in sessions:
         desk.online.reward(entry, 1.0)
         assert entry.session is None and not entry.turns

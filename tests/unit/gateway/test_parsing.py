@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasoning, text and tool calls, of whole answers and of answers in the making."""
+"""Reasoning, text and tool calls, of complete and of streamed answers."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_hermes_calls_keep_their_arguments_as_written() -> None:
         "<tool_call>" + '{"name":' * 5_000 + "</tool_call>",
     ],
 )
-def test_what_is_no_call_stays_text(block: str) -> None:
+def test_invalid_calls_stay_text(block: str) -> None:
     assert parts(f"a {block} ", HERMES) == ParsedAnswer(text=f"a {block} ")
     assert calls(f"a {block}{CALL}", HERMES) == [("f", '{"a":  1}')]
     assert parts(block, LLAMA).tool_calls == ()
 
 
-def test_llama_calls_are_the_whole_answer() -> None:
+def test_llama_calls_are_the_complete_answer() -> None:
     one = '{"name": "f", "parameters": {"a": 1}}'
     assert calls(one, LLAMA) == [("f", '{"a": 1}')]
     assert calls(f" {one}; {one}\n", LLAMA) == [("f", '{"a": 1}')] * 2
@@ -106,7 +106,7 @@ ANSWERS = (
     [HERMES, LLAMA, AnswerFormat(), AnswerFormat(has_thinking=True, is_thinking=True)],
 )
 @pytest.mark.parametrize("stop", [(), ("STOP", "xyz"), ("yy x", "y")])
-def test_deltas_are_the_beginning_of_the_answer(
+def test_deltas_are_a_prefix_of_the_answer(
     answer_format: AnswerFormat, stop: tuple[str, ...]
 ) -> None:
     rng = random.Random(5)
@@ -128,7 +128,7 @@ def test_deltas_are_the_beginning_of_the_answer(
             assert "\ufffd" not in told + thought
 
 
-def test_what_is_certain_is_told_at_once() -> None:
+def test_certain_text_is_emitted_immediately() -> None:
     template = renderer("append-only")
     heard: list[Delta] = []
     stream_decoder = StreamDecoder(template, HERMES, ("STOP",), heard.append)

@@ -79,7 +79,7 @@ def test_a_damaged_config_is_refused(tmp_path: Path) -> None:
         "{{ 1 // 0 }}",
     ],
 )
-def test_what_a_template_may_not_do_is_the_callers_error(tmp_path: Path, template: str) -> None:
+def test_forbidden_template_actions_are_client_errors(tmp_path: Path, template: str) -> None:
     renderer = Renderer.load(write_snapshot(tmp_path, template=template))
     with pytest.raises(BadRequest, match="chat template"):
         renderer.render(HELLO)

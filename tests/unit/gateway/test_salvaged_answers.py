@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Salvaged answers: each once, and only to the call that it answered."""
+"""Salvaged answers: each is used once, and only for the same call."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def turn(
 def taken(
     salvaged: SalvagedAnswers, context: list[int], spec: SamplingSpec = SPEC
 ) -> list[int] | None:
-    answer = salvaged.take(POLICY, spec, context)
+    answer = salvaged.pop(POLICY, spec, context)
     return None if answer is None else view_ids(answer.sampled_ids).tolist()
 
 
@@ -53,7 +53,7 @@ def test_two_equal_calls_get_their_two_answers_in_order() -> None:
     assert [taken(salvaged, [1, 2]) for _ in range(3)] == [[5], [6], None]
 
 
-def test_a_turn_is_found_by_its_whole_context() -> None:
+def test_a_turn_is_found_by_its_full_context() -> None:
     salvaged = SalvagedAnswers([turn([1], [5]), turn([2], [6], parent=0)])
     assert taken(salvaged, [2]) is None
     assert taken(salvaged, [1, 5, 2]) == [6]
@@ -63,11 +63,11 @@ def test_a_turn_is_found_by_its_whole_context() -> None:
 def test_another_spec_or_policy_is_another_call() -> None:
     salvaged = SalvagedAnswers([turn([1], [5])])
     assert taken(salvaged, [1], replace(SPEC, temperature=0.8)) is None
-    assert salvaged.take(PolicyName("other"), SPEC, [1]) is None
+    assert salvaged.pop(PolicyName("other"), SPEC, [1]) is None
     assert taken(salvaged, [1], replace(SPEC, seed=9)) == [5]
 
 
-def test_an_answer_that_its_engine_gave_up_is_not_served() -> None:
+def test_an_aborted_answer_is_not_reused() -> None:
     salvaged = SalvagedAnswers(
         [turn([1], [5], finish=FinishReason.ABORT), turn([3], [6], parent=0)]
     )

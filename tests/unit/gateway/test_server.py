@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway over real HTTP, called by agents that go away and by rude strangers."""
+"""The gateway over real HTTP, with disconnecting agents and hostile clients."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ OPEN_PATHS_WRITTEN_OTHERWISE = (
 
 
 async def ask_raw(harness: GatewayHarness, requests: Sequence[tuple[str, str]]) -> list[int]:
-    """Statuses, one connection for all; no client library tidies the paths up."""
+    """Statuses over one connection, without a client library that would normalize the paths."""
     host, _, port = harness.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     statuses: list[int] = []
@@ -304,7 +304,7 @@ async def test_only_the_listed_paths_exist(harness: GatewayHarness) -> None:
     assert harness.engine.num_started == 0
 
 
-# --- agents that go away ------------------------------------------------------------------------
+# --- agents that disconnect ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -393,7 +393,7 @@ async def test_a_failed_choice_leaves_its_siblings_unreached(
     assert [turn.reached_agent for turn in harness.session.turns()] == [False]
 
 
-async def test_a_defect_of_ours_says_nothing_of_it(harness: GatewayHarness) -> None:
+async def test_internal_errors_hide_their_details(harness: GatewayHarness) -> None:
     async def broken(*_: Any, **__: Any) -> Completion:
         raise ZeroDivisionError("secret")
 
@@ -461,17 +461,17 @@ async def test_a_failed_call_gives_its_place_back(tmp_path: Path) -> None:
         assert (await http.post(path, json=BODIES[path])).status_code == 200
 
 
-def test_tokens_come_back_with_time(tmp_path: Path) -> None:
+def test_the_token_quota_refills_with_time(tmp_path: Path) -> None:
     now = 0.0
     quotas = Quotas(max_concurrent_calls=9, tokens_per_minute=60, clock=lambda: now)
     session: Any = type("Session", (), {})()
     usage = Usage(prompt_tokens=60, completion_tokens=30)
     quotas.charge(session, [Answer(text="", finish=FinishReason.STOP, turn=0, usage=usage)])
-    with pytest.raises(Busy) as refused, quotas.hold(session, 1):
+    with pytest.raises(Busy) as refused, quotas.reserve(session, 1):
         pass
     assert refused.value.retry_after_s == pytest.approx(30.0)
     now = 30.0
-    with quotas.hold(session, 9), pytest.raises(Busy), quotas.hold(session, 1):
+    with quotas.reserve(session, 9), pytest.raises(Busy), quotas.reserve(session, 1):
         pass
-    with quotas.hold(session, 9):
+    with quotas.reserve(session, 9):
         pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the probe finds out about a chat template, and what is refused because of it."""
+"""Probe results for chat templates, and the requests rejected because of them."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ XML_CALLS = TEMPLATE + "{% if tools %}{{ tools }}<tool_call><function=name>{% en
         (TEMPLATE, {"thinking": True}, "thinking cannot be switched"),
         (TEMPLATE, {"thinking": False}, "thinking cannot be switched"),
         (TEMPLATE, {"tools": [TOOL]}, "does not show them"),
-        (XML_CALLS, {"tools": [TOOL]}, "cannot read"),
+        (XML_CALLS, {"tools": [TOOL]}, "cannot parse"),
     ],
 )
-async def test_what_a_template_would_ignore_is_refused(
+async def test_options_ignored_by_the_template_are_rejected(
     template: str, wants: dict[str, Any], says: str
 ) -> None:
     gateway = Gateway(nobody)  # pyright: ignore[reportArgumentType]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session's tree costs and finds."""
+"""Lookups in a session's turn tree, and its memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_ids_are_matched_as_ids() -> None:
     assert list(tree.path(second)) == [second, first]
 
 
-def test_turns_that_ask_the_same_share_their_question() -> None:
+def test_turns_with_the_same_prompt_share_its_memory() -> None:
     tree = TurnTree()
     for _ in range(3):
         tree.add(turn([1] * 1000, [2]), "q" * 1000, "a")

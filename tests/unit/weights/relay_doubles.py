@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Relays and what lies before them: real fronts over a source that counts, alters or stalls."""
+"""Relays and their upstreams: real servers over a source that counts, alters or stalls."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ async def _unmodified(digest: str, start: int, data: bytes) -> bytes:
 
 @dataclass(slots=True)
 class TamperingSource:
-    """A source behind somebody who notes what is asked and may change it."""
+    """A source that records requests and may alter responses."""
 
     source: Source
-    touch: Tamper = _unmodified
-    """Gets a digest, the first byte and the bytes; those of a manifest begin at -1."""
+    tamper: Tamper = _unmodified
+    """Called with digest, first byte and data; the first byte is -1 for a manifest."""
     reads: list[tuple[str, int, int]] = field(default_factory=list[tuple[str, int, int]])
     """Digest, first byte, number of bytes."""
     num_chain_queries: int = 0
 
     async def manifest(self, digest: str) -> bytes:
-        return await self.touch(digest, -1, await self.source.manifest(digest))
+        return await self.tamper(digest, -1, await self.source.manifest(digest))
 
     async def blob(self, digest: str) -> Blob:
         return TamperedBlob(self, digest, await self.source.blob(digest))
@@ -73,16 +73,16 @@ class TamperedBlob:
 
     async def read(self, start: int, num_bytes: int) -> bytes:
         data = await self.blob.read(start, min(num_bytes, CHUNK))
-        touched = await self.tampering.touch(self.digest, start, data)
+        tampered = await self.tampering.tamper(self.digest, start, data)
         self.tampering.reads.append((self.digest, start, len(data)))
-        return touched
+        return tampered
 
     async def close(self) -> None:
         await self.blob.close()
 
 
 async def flip(digest: str, start: int, data: bytes) -> bytes:
-    """One bit of every chunk."""
+    """Flips one bit of every chunk."""
     return bytes([data[0] ^ 1]) + data[1:]
 
 
@@ -93,15 +93,15 @@ def put_blob(store: Path, num_bytes: int, seed: int = 0) -> tuple[str, bytes]:
     return directory.put_blob(io.BytesIO(data), "x.json").blob, data
 
 
-def origin(store: Path, touch: Tamper = _unmodified) -> TamperingSource:
-    return TamperingSource(Origin(DirectoryStore(store)), touch)
+def origin(store: Path, tamper: Tamper = _unmodified) -> TamperingSource:
+    return TamperingSource(Origin(DirectoryStore(store)), tamper)
 
 
 @asynccontextmanager
 async def relay(
     tmp_path: Path, *sources: Source, max_bytes: int = 64 * MB, cache: str = "relay"
 ) -> AsyncGenerator[Relay]:
-    """Of real fronts over these sources, the first of them preferred."""
+    """Clients of real servers over these sources, in order of preference."""
     signer = Signer.create(tmp_path / "keys", "run")
     token = signer.mint(Role.RELAY, [Audience.WEIGHTS], ttl_s=600)
     async with AsyncExitStack() as stack:
@@ -138,6 +138,6 @@ async def read_all(source: Source, digest: str, num_bytes: int = MB) -> bytes:
 
 
 def cached(tmp_path: Path, cache: str = "relay") -> dict[str, int]:
-    """Names and allocated or reserved bytes of what lies in a relay's folder."""
+    """Names and allocated or reserved bytes of the files in a relay's folder."""
     files = [path for path in (tmp_path / cache).rglob("*") if path.is_file()]
     return {path.name: path.stat().st_size for path in files if path.name != "lock"}

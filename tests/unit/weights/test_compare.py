@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes between versions, counted: every type, both signs, what is no number, other layouts."""
+"""Counts of changes between versions: every type, both signs, NaN, different layouts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_types_without_a_measure_are_counted(tmp_path: Path, dtype: str) -> None
     assert (found.num_changed, found.max_ulps, found.max_abs) == (1, None, None)
 
 
-def test_what_is_no_number_shows(tmp_path: Path) -> None:
+def test_nan_is_reported(tmp_path: Path) -> None:
     found = change(tmp_path, "F32", floats(1.0, math.inf), floats(math.nan, -math.inf))
     assert found.num_changed == 2
     assert found.max_abs is not None and math.isnan(found.max_abs)
@@ -98,7 +98,7 @@ def test_pieces_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.num_elements, found.num_changed, found.max_abs) == (100, 34, 0.25)
 
 
-def test_other_layouts_are_told(tmp_path: Path) -> None:
+def test_different_layouts_are_reported(tmp_path: Path) -> None:
     found = compared(
         tmp_path,
         {"same": ("F32", floats(1.0)), "old": ("F32", floats(1.0)), "kind": ("F32", floats(1.0))},

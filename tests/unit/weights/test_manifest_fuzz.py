@@ -65,12 +65,12 @@ HOSTILE: list[Any] = [
     0, -1, 1 << 31, 1 << 63, -(1 << 63), 1 << 64, 10**400, 1e308, 0.5, True, None, "", "\x00",
     "../x", "\ud800", "x" * 5000, [], {}, [[]] * 50, {"a": {}}, [1 << 40] * 20,
 ]  # fmt: skip
-"""What a field may be told to be."""
+"""Hostile values for a field."""
 SPLICES = [b"[" * 4000, b'{"a":' * 4000, b"9" * 5000, b"\xff\xfe", b"\\u0000", b"1e999", b"NaN"]
 
 
 def measured(work: Callable[[], Any]) -> Any:
-    """What it gives, or None if it was refused; it took little memory either way."""
+    """The result, or None if rejected; checks that memory use stayed small."""
     tracemalloc.start()
     try:
         return work()
@@ -84,7 +84,7 @@ def measured(work: Callable[[], Any]) -> Any:
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
-    """Flipped bits, cuts, and pieces of itself or of something hostile where they do not belong."""
+    """Flipped bits, truncation, and misplaced pieces of itself or of hostile data."""
     data = bytearray(whole)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))
@@ -106,7 +106,7 @@ def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
 
 
 def replaced(draw: st.DrawFn, value: Any) -> Any:
-    """One thing somewhere inside is another now, or gone, or there twice."""
+    """One value inside is changed, removed or duplicated."""
     if isinstance(value, dict | list) and value and draw(st.integers(0, 3)):
         inside = cast("Any", value)
         key = draw(st.sampled_from(list(inside) if isinstance(value, dict) else range(len(inside))))
@@ -123,13 +123,15 @@ def replaced(draw: st.DrawFn, value: Any) -> Any:
 
 @st.composite
 def lying(draw: st.DrawFn, whole: bytes) -> bytes:
-    """Well-formed JSON that says something else."""
+    """Well-formed JSON with different content."""
     value = json.loads(whole)
     for _ in range(draw(st.integers(1, 2))):
         value = replaced(draw, value)
     with suppress(LookupError, TypeError, AttributeError, ValueError):
         tensors = [TensorEntry(**tensor) for tensor in value["tensors"]]
-        value["weights_digest"] = weights_digest(tensors)  # or all would be refused for this alone
+        value["weights_digest"] = weights_digest(
+            tensors
+        )  # otherwise all would be rejected for this alone
     return json.dumps(value).encode()
 
 
@@ -182,7 +184,7 @@ BASE_BLOB, NEW_BLOB = digest_of(WEIGHTS), digest_of(bytes(NEW))
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds the base, and beside it the right delta."""
+    """A cache with the base, and the correct delta."""
     root = tmp_path_factory.mktemp("node")
     cache = root / "cache"
     BlobCache(cache)
@@ -195,15 +197,15 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_from(node: Path, delta: bytes) -> Scan | None:
-    """As a pull does it, with a front that calls these bytes the delta."""
+    """As in a pull from a weight server that sends these bytes as the delta."""
     blob = digest_of(delta)
     (node / "cache" / "blobs" / blob).write_bytes(delta)
     step = DeltaEntry(base=BASE_BLOB, target=NEW_BLOB, blob=blob, bytes=len(delta))
     file = FileEntry(name="model.safetensors", blob=NEW_BLOB, bytes=len(NEW))
-    return measured(lambda: BlobCache(node / "cache").make(file, [step]))
+    return measured(lambda: BlobCache(node / "cache").rebuild(file, [step]))
 
 
-def test_no_hostile_delta_makes_another_file(node: Path) -> None:
+def test_hostile_deltas_never_produce_a_wrong_file(node: Path) -> None:
     delta = (node / "delta").read_bytes()
     blobs = node / "cache" / "blobs"
     num_made = 0
@@ -227,7 +229,7 @@ def test_no_hostile_delta_makes_another_file(node: Path) -> None:
     assert num_made > 0, "the right delta is taken"
 
 
-# --- memory of the whole process --------------------------------------------------------------
+# --- memory of the process --------------------------------------------------------------------
 
 ROOM_BYTES = 512 << 20
 CLAIMS: dict[str, Callable[[], object]] = {
@@ -263,7 +265,7 @@ def head(value: object) -> bytes:
 
 
 def frames(data: bytes) -> object:
-    """All frames of a delta that goes on like this, for one tensor of 18 bytes, applied."""
+    """Apply all frames of a delta that continues like this, for one tensor of 18 bytes."""
     out = io.BytesIO()
     write_delta(out, A, B, [])
     delta = out.getvalue()[:-8] + data + bytes(64)
@@ -274,7 +276,7 @@ def frames(data: bytes) -> object:
 
 
 def refuse_all() -> None:
-    """In a process of its own: what it takes now and little more is all it may ever take."""
+    """In a separate process, whose memory is limited to little more than it uses now."""
     with open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
     most = taken + ROOM_BYTES
@@ -287,7 +289,7 @@ def refuse_all() -> None:
         sys.exit(f"{what}: accepted")
 
 
-def test_claims_take_no_memory() -> None:
+def test_declared_sizes_allocate_nothing() -> None:
     code = "from tests.unit.weights import test_manifest_fuzz; test_manifest_fuzz.refuse_all()"
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deltas are a saving: whatever is wrong with the version before, the new one goes in whole."""
+"""Deltas are optional: whatever is wrong with the previous version, the new one is stored in
+full."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def history(tmp_path: Path) -> VersionHistory:
 
 
 def is_full(history: VersionHistory, number: int) -> bool:
-    """All of the version's files are there, and none of them needs a delta."""
+    """All of the version's files are stored in full."""
     manifest = parse_manifest(history.store.read_manifest(history.digest(number)))
     return all(map(history.store.has_blob, (file.blob for file in manifest.files)))
 
@@ -77,7 +78,7 @@ def test_a_damaged_version_before_costs_only_the_delta(
     with capture_logs() as logs:
         history.add_versions()
     assert [line["log_level"] for line in logs] == ["warning"]
-    assert logs[0]["why"]
+    assert logs[0]["error"]
     assert is_full(history, 1)
     assert not list(history.store.deltas()), "a delta from damaged bytes leads nowhere"
     history.add_versions()
@@ -127,13 +128,13 @@ def test_one_bad_file_does_not_cost_the_others_their_deltas(tmp_path: Path) -> N
     assert store.deltas_to(blobs[1]["two.safetensors"])
 
 
-# --- an adapter beside its model ------------------------------------------------------------------
+# --- an adapter with its model --------------------------------------------------------------------
 
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
 
 def write_adapted(folder: Path, seed: int) -> Path:
-    """A model that stays, and an adapter of this seed."""
+    """An unchanged model, and an adapter of this seed."""
     folder.mkdir(exist_ok=True)
     (folder / MODEL).write_bytes(weights_bytes({"w": (1000,)}, 0))
     (folder / ADAPTER).write_bytes(weights_bytes({"base_model.model.w.lora_A.weight": (9,)}, seed))
@@ -158,7 +159,7 @@ def blobs_of(tmp_path: Path, stored: StoredVersion) -> dict[str, str]:
     return {file.name: file.blob for file in manifest.files}
 
 
-def test_a_model_beside_its_adapter_is_its_base(tmp_path: Path) -> None:
+def test_a_model_stored_with_its_adapter_is_its_base(tmp_path: Path) -> None:
     stored = put_adapted(write_adapted(tmp_path / "hf", 0).parent, 0)
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -170,9 +171,9 @@ def test_a_model_beside_its_adapter_is_its_base(tmp_path: Path) -> None:
     assert manifest.base == model.weights_digest != manifest.weights_digest
 
 
-def test_what_stays_is_neither_read_nor_copied_again(tmp_path: Path) -> None:
-    """Nobody looks into the file: other bytes there go unnoticed. What has no version before, or is
-    no more in the store, is read."""
+def test_unchanged_files_are_neither_read_nor_copied(tmp_path: Path) -> None:
+    """The file is not read: different bytes go unnoticed. Files without a previous version, or no
+    longer in the store, are read."""
     first = put_adapted(write_adapted(tmp_path / "hf", 0).parent, 0)
     before = blobs_of(tmp_path, first)
     write_adapted(tmp_path / "hf", 1)

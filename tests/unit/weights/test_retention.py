@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store deletes and what it keeps: nothing in use is ever out of reach."""
+"""Deletion from a store: everything in use stays available."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sweep(
     newest: list[int] | None = None,
     anchor_every: int = 25,
 ) -> DeletionPlan:
-    """As the publisher does it, on versions that are no longer young."""
+    """Delete as the publisher does, with all versions past the grace period."""
     store = history.store
     with store.deleting() as has_lock:
         assert has_lock
@@ -42,7 +42,7 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "GRACE_S", -1.0)
 
 
-def test_whole_files_go_when_deltas_lead_to_them(tmp_path: Path) -> None:
+def test_full_files_are_deleted_if_deltas_can_rebuild_them(tmp_path: Path) -> None:
     history = VersionHistory(tmp_path / "store")
     history.add_versions(6)
     sweep(history, list(range(6)))
@@ -52,7 +52,7 @@ def test_whole_files_go_when_deltas_lead_to_them(tmp_path: Path) -> None:
         assert path.stat().st_size == history.file(number).bytes
 
 
-def test_every_so_many_versions_one_stays_whole(tmp_path: Path) -> None:
+def test_anchors_stay_stored_in_full(tmp_path: Path) -> None:
     history = VersionHistory(tmp_path / "store", share=0.001)
     for _ in range(12):
         history.add_versions()
@@ -68,10 +68,12 @@ def test_a_chain_never_costs_more_than_a_file(tmp_path: Path) -> None:
     for _ in range(enough):
         history.add_versions()
         sweep(history, list(range(len(history.versions))), anchor_every=1000)
-    assert len(history.whole()) == 3  # the first, the last, and one when the chain got too dear
+    assert (
+        len(history.whole()) == 3
+    )  # the first, the last, and one where the chain became too expensive
 
 
-def test_what_nobody_uses_goes_with_all_it_needs(tmp_path: Path) -> None:
+def test_unreferenced_versions_are_deleted_with_their_deltas(tmp_path: Path) -> None:
     history = VersionHistory(tmp_path / "store")
     history.add_versions(5)
     found = sweep(history, [])
@@ -92,7 +94,7 @@ def test_a_version_in_use_stays_within_reach_when_its_anchor_is_not_in_use(tmp_p
     assert rebuild_blob(history.store, history.file(3).blob).exists()
 
 
-def test_a_node_that_is_behind_finds_its_way(tmp_path: Path) -> None:
+def test_a_node_that_is_behind_finds_a_chain(tmp_path: Path) -> None:
     history = VersionHistory(tmp_path / "store")
     history.add_versions(8)
     sweep(history, [3])
@@ -109,12 +111,12 @@ def test_one_delta_in_place_of_many(tmp_path: Path) -> None:
     entry = merge_deltas(history.store, base.blob, newest.blob)
     assert history.store.chain_to(newest.blob, newest.bytes, [base.blob]) == (entry,)
     assert entry.bytes < 0.8 * sum(step.bytes for step in before)
-    sweep(history, [1])  # the merged one is the way now
+    sweep(history, [1])  # the merged one is used now
     assert history.store.chain_to(newest.blob, newest.bytes, [base.blob]) == (entry,)
 
 
 def test_young_manifests_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put, and about to be published by somebody else."""
+    """Stored, and about to be published by another process."""
     monkeypatch.setattr(retention, "GRACE_S", GRACE_S)
     history = VersionHistory(tmp_path / "store")
     history.add_versions(3)
@@ -139,7 +141,7 @@ def test_versions_of_other_policies_share_files(tmp_path: Path) -> None:
     assert b"config.json" in manifest
 
 
-def test_nothing_is_deleted_while_somebody_writes(tmp_path: Path) -> None:
+def test_nothing_is_deleted_during_a_write(tmp_path: Path) -> None:
     history = VersionHistory(tmp_path / "store")
     history.add_versions(1)
     with history.store.writing(), history.store.deleting() as has_lock:
@@ -179,7 +181,7 @@ def test_a_damaged_delta_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not list((tmp_path / "store" / "incoming").iterdir())
 
 
-def test_without_anything_that_leads_there(tmp_path: Path) -> None:
+def test_a_blob_that_cannot_be_rebuilt(tmp_path: Path) -> None:
     history = VersionHistory(tmp_path / "store")
     history.add_versions(1)
     history.store.delete_blob(history.file(0).blob)
@@ -189,7 +191,8 @@ def test_without_anything_that_leads_there(tmp_path: Path) -> None:
 
 def test_five_hundred_versions_stay_within_the_budget(tmp_path: Path) -> None:
     """A trainer with a checkpoint every 20 versions, of which it keeps two, and rows that may be 4
-    versions old: whole are the newest two and the anchors of what is in use, and deltas are few."""
+    versions old: only the newest two versions and the anchors are stored in full, and there are few
+    deltas."""
     history = VersionHistory(tmp_path / "store", share=0.003)
     worst = 0.0
     for number in range(0, 500, 5):

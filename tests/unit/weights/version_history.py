@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of versions in a store, each a few changes away from the one before."""
+"""Histories of versions in a store, each with a few changes from the previous one."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class VersionHistory:
         return self.versions[number].manifest_digest
 
     def file(self, number: int) -> FileEntry:
-        """Its weights."""
+        """The weights file."""
         manifest = parse_manifest(self.store.read_manifest(self.digest(number)))
         return next(file for file in manifest.files if file.name == WEIGHTS)
 
     def whole(self) -> list[int]:
-        """Numbers of versions whose weights are there as a file."""
+        """Numbers of versions whose weights are stored in full."""
         found = set(self.store.manifests())
         return [
             number

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights fronts on loopback: the real one, and one that nobody should trust."""
+"""Weight servers on loopback: the real one, and one that tampers with data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def listening(app: Starlette) -> AsyncGenerator[str]:
 
 @asynccontextmanager
 async def running_weight_server(tmp_path: Path) -> AsyncGenerator[AsyncServiceClient]:
-    """A caller with a rollout token for a front over `tmp_path / "store"`."""
+    """A client with a rollout token for a server over `tmp_path / "store"`."""
     signer = Signer.create(tmp_path / "keys", "run")
     token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=60)
     app = build(Origin(DirectoryStore(tmp_path / "store")), signer.verifier(Audience.WEIGHTS))
@@ -61,7 +61,7 @@ def put(tmp_path: Path, seed: int = 0, number: int = 0) -> PublishedVersion:
 def put_folder(
     tmp_path: Path, folder: Path, number: int, after: PublishedVersion | None = None
 ) -> PublishedVersion:
-    """`after`: there will be deltas from it."""
+    """Deltas from `after` are stored too."""
     last = None
     if after is not None:
         last = StoredVersion(manifest_digest=after.manifest_digest, weights_digest="")
@@ -72,15 +72,15 @@ def put_folder(
 
 
 @asynccontextmanager
-async def tampering_server(store: Path, touch: Tamper) -> AsyncGenerator[AsyncServiceClient]:
-    """A relay nobody should trust: passes what the store holds through `touch`."""
+async def tampering_server(store: Path, tamper: Tamper) -> AsyncGenerator[AsyncServiceClient]:
+    """A hostile relay: passes the data of the store through `tamper`."""
 
     async def answer(request: Request) -> Response:
         if request.path_params["kind"] == "deltas":
             have = request.query_params["from"].split(",")
             size, target = int(request.query_params["bytes"]), request.path_params["digest"]
             chain = DeltaChain(steps=DirectoryStore(store).chain_to(target, size, have))
-            return Response(await touch(request, encode(chain)), media_type=MSGPACK)
+            return Response(await tamper(request, encode(chain)), media_type=MSGPACK)
         path = store / request.url.path.removeprefix("/v1/")
         if path.parent.name == "manifests":
             path = path.with_suffix(".json")
@@ -89,7 +89,7 @@ async def tampering_server(store: Path, touch: Tamper) -> AsyncGenerator[AsyncSe
         if asked:
             first, last = asked.removeprefix("bytes=").split("-")
             data = data[int(first) : int(last) + 1]
-        return Response(await touch(request, data), status_code=206 if asked else 200)
+        return Response(await tamper(request, data), status_code=206 if asked else 200)
 
     app = Starlette(routes=[StarletteRoute("/v1/{kind}/{digest}", answer)])
     async with listening(app) as url, connect(url, "none") as caller:

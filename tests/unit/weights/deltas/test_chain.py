@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cheapest way along deltas, against every way there is."""
+"""The cheapest chain of deltas, compared with an exhaustive search."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find(target: str, have: str, known: Steps, below: int = 100) -> tuple[DeltaE
 
 
 def costs(target: str, have: str, known: Steps, seen: str = "") -> list[int]:
-    """Of every way without a circle."""
+    """Cost of every chain without a cycle."""
     found: list[int] = []
     for one in known:
         if one.target == target and one.base not in seen + target:
@@ -64,7 +64,7 @@ def test_a_chain_without_end_ends() -> None:
     assert not chosen
 
 
-def test_ways_of_strangers_are_looked_through() -> None:
+def test_untrusted_chains_are_checked() -> None:
     good = [step("b", "c", 3), step("c", "a", 4)]
     assert is_valid_chain("a", good, "b", below=8)
     assert not is_valid_chain("a", good, "b", below=7), "it does not pay"

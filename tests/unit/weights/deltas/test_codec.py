@@ -60,7 +60,7 @@ def roles(payload: Payload) -> list[Role]:
 
 @given(pair=pairs())
 @settings(deadline=None)
-def test_every_bit_comes_back_and_both_loops_agree(pair: Pair) -> None:
+def test_every_bit_is_restored_and_both_kernels_agree(pair: Pair) -> None:
     payload = encode(pair, NUMPY)
     assert payload == encode(pair, COMPILED)
     for kernels in (NUMPY, COMPILED):
@@ -93,7 +93,7 @@ def test_all_bf16_patterns_change_by_any_difference(kernels: Kernels) -> None:
         assert changes.num_changed == len(base)
         target = base.copy()
         codes = numpy_kernels.unpack_2bit(changes.codes, changes.num_changed)
-        zigzags = kernels.zigzags(codes, changes.large_codes)
+        zigzags = kernels.decode_zigzags(codes, changes.large_codes)
         kernels.apply(target, np.arange(len(base)), zigzags)
         assert np.array_equal(target, new)
 
@@ -122,7 +122,7 @@ def test_gaps_of_every_length(kernels: Kernels, gap: int) -> None:
 
 @BOTH
 def test_a_gap_beyond_32_bits(kernels: Kernels) -> None:
-    """No such tensor is made here: the gap arises between chunks."""
+    """No such tensor is allocated: the gap spans chunks."""
     chunk = NUMPY.find(np.zeros(3, np.uint16), np.array([0, 1, 1], np.uint16))
     gap = 5 << 32
     far_away = Changes(
@@ -140,7 +140,7 @@ def test_a_gap_beyond_32_bits(kernels: Kernels) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("density", [0.2, 0.009, 0.003])  # short gaps, far ones, with digits
+@pytest.mark.parametrize("density", [0.2, 0.009, 0.003])  # short gaps, long ones, with low bits
 def test_chunks_and_steps_have_no_seams(
     kernels: Kernels, density: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +203,7 @@ def test_the_same_bits_cost_nothing(item_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
-def test_without_a_base_of_its_size_a_tensor_is_sent_whole(item_bytes: int) -> None:
+def test_without_a_base_of_its_size_a_tensor_is_sent_in_full(item_bytes: int) -> None:
     new = memoryview(np.random.default_rng(1).bytes(808))
     for base in (None, memoryview(b""), memoryview(bytes(800))):
         payload = encode_tensor(base, new, item_bytes)
@@ -214,7 +214,7 @@ def test_without_a_base_of_its_size_a_tensor_is_sent_whole(item_bytes: int) -> N
 
 
 @pytest.mark.parametrize("item_bytes", [1, 8])
-def test_other_item_sizes_are_the_same_or_whole(item_bytes: int) -> None:
+def test_other_item_sizes_are_same_or_full(item_bytes: int) -> None:
     base = memoryview(bytes(8000))
     new = memoryview(bytes(7999) + b"1")
     payload = encode_tensor(base, new, item_bytes)
@@ -261,7 +261,7 @@ def test_never_larger_than_the_tensor(
     assert encode(pair).size <= pair.new.nbytes
 
 
-def test_dense_small_steps_beat_the_whole_tensor() -> None:
+def test_dense_small_steps_beat_the_full_tensor() -> None:
     pair = trained(200_000, 1.0, seed=3)
     payload = encode(pair)
     assert payload.kind is Kind.SPARSE
@@ -280,17 +280,17 @@ def test_close_to_the_entropy(density: float) -> None:
 
 
 def entropy_bytes(numpy_kernels: np.ndarray[tuple[int], np.dtype[np.int64]]) -> float:
-    """Of the symbols taken one by one, with their own histogram as the model."""
+    """Entropy of the symbols, with their own histogram as the model."""
     counts = np.unique(numpy_kernels, return_counts=True)[1]
     return float(-(counts * np.log2(counts / counts.sum())).sum() / 8)
 
 
 SCRATCH_BYTES = 24 << 20
-"""Of two threads and their last chunks; the same however large the tensor is."""
+"""Memory of two threads and their last chunks; independent of the tensor size."""
 
 
 def overwritten(num_elements: int, density: float, item_bytes: int) -> Pair:
-    """Changed to anything, which packs badly: the most that can lie in memory."""
+    """Random changes, which pack badly: the worst case for memory."""
     pair = trained(num_elements, density, 9, item_bytes)
     any_bits = np.random.default_rng(1).integers(
         0, 1 << 8 * item_bytes, num_elements, pair.new.dtype
@@ -310,13 +310,13 @@ HEAVY: dict[str, Callable[[], Pair]] = {
 @pytest.mark.parametrize(
     ("kernels", "name"), [*((COMPILED, name) for name in HEAVY), (NUMPY, "few"), (NUMPY, "values")]
 )
-def test_beside_two_versions_at_most_one_tensor_is_in_memory(
+def test_at_most_one_extra_tensor_is_in_memory(
     kernels: Kernels, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two large tensors in a row: what was found in one is gone before the next."""
+    """Two large tensors in a row: the changes of one are freed before the next."""
     pair = HEAVY[name]()
     monkeypatch.setattr(codec, "_kernels_for", partial(always, kernels))
-    encode(trained(100, 0.5, 9, pair.item_bytes), kernels)  # what is compiled stays
+    encode(trained(100, 0.5, 9, pair.item_bytes), kernels)  # compiled code stays in memory
     written = 0
 
     class Out:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way is sooner, and what a speed remembers."""
+"""The choice between deltas and full files, and speed measurement."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_delta_is_taken_when_the_file_is_expected_sooner(
     assert found is is_taken
 
 
-def test_a_speed_forgets_and_overlooks_what_is_tiny() -> None:
+def test_a_speed_decays_and_ignores_tiny_transfers() -> None:
     speed = Throughput()
     assert speed.bytes_per_s is None
     speed.add(MIN_SAMPLE_BYTES - 1, 1.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of a blob: a record that never says too much, and the blame for a wrong digest."""
+"""Pieces of a blob: marks never claim missing bytes, and damage is located."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fill(partial: Partial, data: bytes = DATA) -> None:
         partial.write(start, data[start:end])
 
 
-def test_pieces_come_in_any_order_and_make_the_blob(tmp_path: Path) -> None:
+def test_pieces_in_any_order_make_the_blob(tmp_path: Path) -> None:
     partial = begin(tmp_path)
     byte_ranges = partial.missing()
     assert len(byte_ranges) > 5 and {end - start for start, end in byte_ranges[:-1]} == {PIECE}
@@ -70,7 +70,7 @@ def exit_at_line(number: int) -> Callable[[FrameType, str, Any], Any]:
     return trace
 
 
-def test_whenever_a_writer_is_killed_what_is_marked_is_there(tmp_path: Path) -> None:
+def test_marked_pieces_survive_a_kill_at_any_moment(tmp_path: Path) -> None:
     start, end = PIECE, 2 * PIECE
     for number in range(1, 100):
         (tmp_path / "in").unlink(missing_ok=True)
@@ -93,7 +93,7 @@ def test_whenever_a_writer_is_killed_what_is_marked_is_there(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("left", [b"", b"12", bytes(len(DATA) + 8 + 3), bytes(5000)])
-def test_what_another_penstock_left_is_begun_again(tmp_path: Path, left: bytes) -> None:
+def test_a_partial_with_another_piece_size_is_restarted(tmp_path: Path, left: bytes) -> None:
     (tmp_path / "in").write_bytes(left)
     partial = begin(tmp_path)
     assert partial.missing()[0] == (0, PIECE)
@@ -119,7 +119,7 @@ def test_only_damaged_tensors_are_missing(tmp_path: Path) -> None:
     fill(partial, wrong)
     assert partial.finish() is None
     assert partial.missing() == [(start, end)]
-    again = begin(tmp_path)  # in another process: it must find out for itself
+    again = begin(tmp_path)  # in another process, which must read the state from the file
     assert again.is_complete and again.finish() is None
     assert again.missing() == [(start, end)]
     fill(again)
@@ -135,14 +135,14 @@ def test_a_head_that_cannot_be_read_costs_all(tmp_path: Path, at: int) -> None:
     assert partial.missing()[0] == (0, PIECE) and partial.missing()[-1][1] == len(DATA)
 
 
-def test_other_files_are_fetched_whole(tmp_path: Path) -> None:
+def test_other_files_are_fetched_in_full(tmp_path: Path) -> None:
     partial = begin(tmp_path, replace(FILE, name="tokenizer.json"))
     fill(partial, DATA[:-1] + b"?")
     assert partial.finish() is None
     assert partial.missing()[0][0] == 0 and partial.missing()[-1][1] == len(DATA)
 
 
-def test_who_is_to_blame() -> None:
+def test_damage_is_located() -> None:
     layout = read_layout(io.BytesIO(DATA), "x.safetensors")
     found = scan(io.BytesIO(DATA), "x.safetensors").tensors
     right = {one.name: one for one in found}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A relay as a source, behind real fronts: one copy from upstream, right bytes in the end, bounded
-room."""
+"""A relay as a source behind real servers: one copy from upstream, correct bytes in the end,
+bounded space."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZE = 3 * PIECE_BYTES + 12_345
 
 
 async def until_settled(tmp_path: Path) -> None:
-    """The digest of a complete blob is taken behind its readers' backs."""
+    """A complete blob is verified in the background."""
     for _ in range(2000):
         if not list((tmp_path / "relay" / "incoming").iterdir()):
             return
@@ -60,7 +60,7 @@ async def test_many_readers_cost_one_copy(tmp_path: Path) -> None:
         assert weight_server.num_bytes == len(data)
 
 
-async def test_a_read_waits_only_for_what_it_touches(tmp_path: Path) -> None:
+async def test_a_read_waits_only_for_its_bytes(tmp_path: Path) -> None:
     digest, data = put_blob(tmp_path / "store", SIZE)
     opened = asyncio.Event()
 
@@ -83,7 +83,7 @@ async def test_a_read_waits_only_for_what_it_touches(tmp_path: Path) -> None:
         await blob.close()
 
 
-async def test_a_reader_who_hangs_up_ends_nothing_for_the_others(tmp_path: Path) -> None:
+async def test_a_disconnecting_reader_does_not_affect_others(tmp_path: Path) -> None:
     digest, data = put_blob(tmp_path / "store", SIZE)
     opened = asyncio.Event()
 
@@ -106,7 +106,7 @@ async def test_a_reader_who_hangs_up_ends_nothing_for_the_others(tmp_path: Path)
         assert weight_server.num_bytes == len(data)
 
 
-async def test_what_a_failed_upstream_sent_is_not_asked_for_again(tmp_path: Path) -> None:
+async def test_bytes_of_a_failed_upstream_are_kept(tmp_path: Path) -> None:
     digest, data = put_blob(tmp_path / "store", SIZE)
 
     async def fail(_: str, start: int, chunk: bytes) -> bytes:
@@ -127,7 +127,7 @@ async def test_an_empty_blob_is_a_blob(tmp_path: Path) -> None:
         assert await read_all(passed, digest_of(b"")) == b""
 
 
-# --- wrong bytes ------------------------------------------------------------------------------
+# --- damaged data -----------------------------------------------------------------------------
 
 
 async def test_a_blob_with_a_wrong_digest_is_dropped_and_fetched_from_the_next(
@@ -144,7 +144,7 @@ async def test_a_blob_with_a_wrong_digest_is_dropped_and_fetched_from_the_next(
         assert bad.num_bytes == len(data), "who sent wrong bytes was asked first again"
 
 
-async def test_the_only_upstream_is_asked_again(tmp_path: Path) -> None:
+async def test_the_only_upstream_is_retried(tmp_path: Path) -> None:
     digest, data = put_blob(tmp_path / "store", SIZE)
     is_bad = True
 
@@ -164,7 +164,7 @@ async def test_a_short_blob_is_verified_before_it_is_passed_on(tmp_path: Path) -
     async with relay(tmp_path, bad, origin(tmp_path / "store")) as passed:
         assert await read_all(passed, digest) == data
     async with relay(tmp_path, bad, cache="other") as passed:
-        with pytest.raises(Unreachable, match="every upstream sends other bytes"):
+        with pytest.raises(Unreachable, match="every upstream sent data that does not match"):
             await passed.blob(digest)
 
 
@@ -179,11 +179,11 @@ async def test_a_manifest_is_verified_then_cached(tmp_path: Path) -> None:
         assert await passed.manifest(digest) == right
         path = tmp_path / "relay" / "whole" / f"{digest}.json"
         path.write_bytes(right.replace(b"policy", b"polizy"))
-        with pytest.raises(Unreachable, match="another manifest"):
+        with pytest.raises(Unreachable, match="a manifest that does not match"):
             await passed.manifest(digest)
 
 
-async def test_sizes_that_disagree_lead_to_a_new_start(tmp_path: Path) -> None:
+async def test_a_size_mismatch_restarts_the_blob(tmp_path: Path) -> None:
     digest, data = put_blob(tmp_path / "store", SIZE)
     longer = tmp_path / "longer" / "blobs"
     longer.mkdir(parents=True)
@@ -199,13 +199,13 @@ async def test_sizes_that_disagree_lead_to_a_new_start(tmp_path: Path) -> None:
     async with relay(tmp_path, liar, weight_server) as passed:
         blob = await passed.blob(digest)
         is_away = True
-        with pytest.raises(Unreachable, match="where another said"):
+        with pytest.raises(Unreachable, match="another upstream said"):
             await blob.read(2 * PIECE_BYTES, 10)
         await blob.close()
         assert await read_all(passed, digest) == data
 
 
-# --- room -------------------------------------------------------------------------------------
+# --- cache space ------------------------------------------------------------------------------
 
 
 async def test_the_cache_keeps_within_its_bound_and_what_is_used(tmp_path: Path) -> None:
@@ -221,11 +221,11 @@ async def test_the_cache_keeps_within_its_bound_and_what_is_used(tmp_path: Path)
         assert weight_server.num_bytes == 8 * MB
 
 
-async def test_what_is_being_read_stays(tmp_path: Path) -> None:
+async def test_blobs_being_read_are_kept(tmp_path: Path) -> None:
     blobs = [put_blob(tmp_path / "store", MB, seed) for seed in range(3)]
     async with relay(tmp_path, origin(tmp_path / "store"), max_bytes=2 * MB) as passed:
         first, second = [await passed.blob(digest) for digest, _ in blobs[:2]]
-        with pytest.raises(Unreachable, match="no room") as refused:
+        with pytest.raises(Unreachable, match="no space") as refused:
             await passed.blob(blobs[2][0])
         assert refused.value.retry_after_s, "room comes with time"
         await second.close()
@@ -234,14 +234,14 @@ async def test_what_is_being_read_stays(tmp_path: Path) -> None:
         await first.close()
 
 
-async def test_what_never_fits_is_said_so(tmp_path: Path) -> None:
+async def test_a_blob_larger_than_the_cache_is_rejected(tmp_path: Path) -> None:
     digest, _ = put_blob(tmp_path / "store", SIZE)
     async with relay(tmp_path, origin(tmp_path / "store"), max_bytes=MB) as passed:
-        with pytest.raises(NotFound, match="take this blob from the origin"):
+        with pytest.raises(NotFound, match="fetch this blob from the origin"):
             await passed.blob(digest)
 
 
-async def test_a_cache_that_cannot_be_written_is_no_fault_of_upstream(tmp_path: Path) -> None:
+async def test_a_cache_write_error_does_not_demote_upstreams(tmp_path: Path) -> None:
     digest, data = put_blob(tmp_path / "store", SIZE)
     manifest = put(tmp_path).manifest_digest
     async with relay(tmp_path, origin(tmp_path / "store")) as passed:
@@ -253,7 +253,7 @@ async def test_a_cache_that_cannot_be_written_is_no_fault_of_upstream(tmp_path: 
         assert await read_all(passed, digest) == data
 
 
-# --- over restarts and outages ----------------------------------------------------------------
+# --- restarts and outages ---------------------------------------------------------------------
 
 
 async def test_a_restarted_relay_has_what_it_verified(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ async def test_a_restarted_relay_has_what_it_verified(tmp_path: Path) -> None:
         assert not weight_server.reads
 
 
-async def test_what_was_damaged_between_two_lives_is_fetched_anew(tmp_path: Path) -> None:
+async def test_blobs_damaged_between_restarts_are_fetched_again(tmp_path: Path) -> None:
     digest, data = put_blob(tmp_path / "store", SIZE)
     async with relay(tmp_path, origin(tmp_path / "store")) as passed:
         await read_all(passed, digest)
@@ -294,12 +294,12 @@ async def test_a_smaller_bound_holds_from_the_start(tmp_path: Path) -> None:
 
 async def test_two_relays_do_not_share_a_folder(tmp_path: Path) -> None:
     async with relay(tmp_path, origin(tmp_path / "store")):
-        with pytest.raises(ConfigError, match="another relay that runs"):
+        with pytest.raises(ConfigError, match="another running relay"):
             async with relay(tmp_path, origin(tmp_path / "store")):
                 pass
 
 
-async def test_without_upstream_it_gives_what_it_has_and_no_hope_for_the_rest(
+async def test_without_upstream_only_cached_blobs_are_available(
     tmp_path: Path,
 ) -> None:
     digest, data = put_blob(tmp_path / "store", SIZE)
@@ -324,7 +324,7 @@ async def test_without_upstream_it_gives_what_it_has_and_no_hope_for_the_rest(
         await begun.close()
 
 
-async def test_what_upstream_will_have_soon_is_told_on(tmp_path: Path) -> None:
+async def test_retry_after_of_upstream_is_passed_on(tmp_path: Path) -> None:
     class Making(TamperingSource):
         async def blob(self, digest: str) -> Blob:
             raise Unreachable("it is being made", retry_after_s=0.25)
@@ -332,14 +332,14 @@ async def test_what_upstream_will_have_soon_is_told_on(tmp_path: Path) -> None:
     digest, data = put_blob(tmp_path / "store", SIZE)
     making, weight_server = Making(origin(tmp_path / "store")), origin(tmp_path / "store")
     async with relay(tmp_path, making) as passed:
-        with pytest.raises(Unreachable, match="being made") as refused:
+        with pytest.raises(Unreachable, match="being rebuilt") as refused:
             await passed.blob(digest)
         assert refused.value.retry_after_s == 0.25
     async with relay(tmp_path, making, weight_server) as passed:
         assert await read_all(passed, digest) == data
 
 
-async def test_nobody_has_it(tmp_path: Path) -> None:
+async def test_a_blob_missing_everywhere(tmp_path: Path) -> None:
     put_blob(tmp_path / "store", 10)
     async with relay(tmp_path, origin(tmp_path / "store"), origin(tmp_path / "store")) as passed:
         with pytest.raises(NotFound):
@@ -348,7 +348,7 @@ async def test_nobody_has_it(tmp_path: Path) -> None:
             await passed.manifest("a" * 64)
 
 
-# --- ways -------------------------------------------------------------------------------------
+# --- delta chains -----------------------------------------------------------------------------
 
 
 async def test_equal_questions_about_deltas_share_an_answer(
