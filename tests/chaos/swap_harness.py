@@ -143,7 +143,7 @@ class SwapHarness:
 
     @property
     def facts(self) -> PoolStats:
-        return self.engines.facts()[POLICY]
+        return self.engines.stats()[POLICY]
 
     async def want(self, number: int) -> None:
         """Publish a version, and wait until every engine that is alive serves it."""
@@ -153,7 +153,7 @@ class SwapHarness:
         self.pauses_s += [engine.paused_s for engine in self.made if engine.paused_s]
 
     async def until_all_serve(self) -> None:
-        await eventually(lambda: self.facts.num_serving == len(self.made), START_S)
+        await eventually(lambda: self.stats.num_serving == len(self.made), START_S)
 
     @asynccontextmanager
     async def agents(self, num_sessions: int) -> AsyncGenerator[None]:
@@ -249,7 +249,7 @@ class SwapHarness:
         return float((expected - recorded).abs().max())
 
     def report(self) -> str:
-        facts = self.facts
+        facts = self.stats
         num_mixed = sum(len(turn.spans) > 1 for _, turn in self.turns())
         return (
             f"{self.num_answers:,} answers, {num_mixed:,} of several versions; "

@@ -81,17 +81,17 @@ class AttemptRunner:
         endpoint: Endpoint,
         recorder: Recorder,
         scorer: RewardScorer | None,
-        facts: RunInfo,
+        run_info: RunInfo,
         node_id: NodeId,
     ) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
         self._recorder = recorder
         self._scorer = scorer
-        self._facts = facts
+        self._run_info = run_info
         self._node_id = node_id
-        self._limit_s = workflow_timeout_s(facts.start_to_close_s)
-        self._workflows: dict[str, Workflow] = {facts.workflow: find_workflow(facts.workflow)}
+        self._limit_s = workflow_timeout_s(run_info.start_to_close_s)
+        self._workflows: dict[str, Workflow] = {run_info.workflow: find_workflow(run_info.workflow)}
         self._num_failed = 0
 
     async def run(self, grant: Grant, task: Task) -> Trajectory:
@@ -99,8 +99,8 @@ class AttemptRunner:
         started_at = time.time()
         async with self._recorder.track(row_id_of(grant), grant.num_recorded) as tracked:
             session = self._gateway.open(
-                policies=self._facts.policies,
-                sampling=self._facts.sampling,
+                policies=self._run_info.policies,
+                sampling=self._run_info.sampling,
                 seed=grant.seed,
                 salvaged_turns=tracked.salvaged_turns,
                 on_turn=tracked.on_turn,
@@ -112,7 +112,7 @@ class AttemptRunner:
                 turns = self._gateway.close(session)
         outcome = resolve_outcome(outcome, turns, is_window_full=session.has_overflowed)
         reward = None
-        if outcome.has_reward and self._facts.is_scored:
+        if outcome.has_reward and self._run_info.is_scored:
             if completion is None:
                 completion = last_answer_text(session, turns)
             reward, outcome = await self._score(completion, task, ctx, outcome)
@@ -136,7 +136,7 @@ class AttemptRunner:
         """The completion, None for the last answer's text, and how the workflow ended."""
         limit = asyncio.timeout(self._limit_s)
         try:
-            workflow = self._workflow(task.workflow or self._facts.workflow)
+            workflow = self._workflow(task.workflow or self._run_info.workflow)
             async with limit:
                 returned: Any = await workflow(task, ctx)
             return _completion(returned, ctx), COMPLETED

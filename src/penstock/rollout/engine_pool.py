@@ -103,7 +103,7 @@ class EnginePool:
         return min(served, key=lambda version: (version.incarnation, version.number), default=None)
 
     @property
-    def facts(self) -> PoolStats:
+    def stats(self) -> PoolStats:
         return PoolStats(
             num_engines=len(self._replicas),
             num_serving=sum(replica.serving_version is not None for replica in self._replicas),
@@ -158,16 +158,16 @@ class EnginePool:
             try:
                 completion = await _ask(replica, answer, policy, session)
                 if completion.finish is not FinishReason.ABORT:
-                    return answer.join(completion)
-                answer.take(completion)
+                    return answer.append_last(completion)
+                answer.add_aborted(completion)
                 why = EngineError(f"the engine gave up after {answer.num_sampled} tokens")
             except RequestRejected:
                 raise
             except EngineError as error:
                 why = error
             assert self._model is not None
-            if (finish := answer.ended(self._model)) is not None:
-                return answer.complete(finish)
+            if (finish := answer.finish_reason(self._model)) is not None:
+                return answer.to_completion(finish)
             num_new = answer.num_sampled - before if answer.is_stateless else 0
             num_failures = 1 if num_new else num_failures + 1
             if num_failures == MAX_FAILURES or self._is_closed:
@@ -181,7 +181,7 @@ class EnginePool:
             self._num_continued += 1
             self._num_tokens_kept += num_new
         else:
-            answer.forget()
+            answer.restart()
             self._num_restarted += 1
 
     def _report(self, answer: PartialCompletion, why: EngineError) -> None:
@@ -250,7 +250,7 @@ class EnginePool:
 async def _ask(
     replica: Replica, answer: PartialCompletion, policy: PolicyName, session: str
 ) -> Completion:
-    prompt_ids, sampling = answer.begin()
+    prompt_ids, sampling = answer.next_request()
     callback = DetachableCallback(answer.feed)
     replica.num_in_flight += 1
     try:

@@ -76,8 +76,8 @@ class EnginePools:
             if v is not None
         )
 
-    def facts(self) -> dict[PolicyName, PoolStats]:
-        return {policy: pool.facts for policy, pool in self._by_policy.items()}
+    def stats(self) -> dict[PolicyName, PoolStats]:
+        return {policy: pool.stats for policy, pool in self._by_policy.items()}
 
     async def close(self) -> None:
         for pool in self._by_policy.values():

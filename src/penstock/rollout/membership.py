@@ -95,7 +95,7 @@ class Membership:
                     "this one stops. Give each process a node id of its own"
                 ) from error
 
-    async def beat(self, interval_s: float, num_held: Callable[[], int]) -> None:
+    async def heartbeat_loop(self, interval_s: float, num_held: Callable[[], int]) -> None:
         """consumes: what is live and held · produces: renewed leases, orders
         waits for: the next beat · woken by: `announce()`"""
         while True:

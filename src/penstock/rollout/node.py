@@ -79,9 +79,9 @@ class Node:
         await self.membership.leave()
 
     def _serve(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        beat = self.membership.beat(self.heartbeat_s, self.slots.num_held)
+        heartbeats = self.membership.heartbeat_loop(self.heartbeat_s, self.slots.num_held)
         loops = {
-            "beat": beat,
+            "heartbeat": heartbeats,
             "load": self.loader.run(),
             "deliver": self.delivery_queue.deliver(),
             "gateway": self.endpoint.run(),
@@ -122,13 +122,13 @@ class NodeDeps:
     """Of each policy."""
     max_paused: float = MAX_PAUSED
 
-    def engines(self, facts: RunInfo) -> EnginePools:
+    def engines(self, run_info: RunInfo) -> EnginePools:
         return EnginePools(
-            facts.policies,
-            lambda: self.make_engine(facts),
+            run_info.policies,
+            lambda: self.make_engine(run_info),
             num_engines=self.num_engines,
             max_paused=self.max_paused,
-            sharing=[shared.policies for shared in facts.adapters],
+            sharing=[shared.policies for shared in run_info.adapters],
         )
 
 
@@ -143,19 +143,19 @@ def engine_maker(
     """Makes engines of the run's kind, or of `kind`, each with a seed of its own."""
     seeds = itertools.count(zlib.crc32(node_id.encode()))
 
-    def make(facts: RunInfo) -> Engine:
+    def make(run_info: RunInfo) -> Engine:
         return make_engine(
-            kind or facts.engine,
+            kind or run_info.engine,
             seed=next(seeds),
-            torch_threads=facts.torch_threads,
-            is_deterministic=facts.is_deterministic,
+            torch_threads=run_info.torch_threads,
+            is_deterministic=run_info.is_deterministic,
             settings=EngineSettings(
                 url=url,
                 environment=vllm_environment,
-                options=facts.engine_options,
+                options=run_info.engine_options,
                 state_dir=state_dir,
-                num_policies=max((len(s.policies) for s in facts.adapters), default=1),
-                adapter_rank=max((s.rank for s in facts.adapters), default=1),
+                num_policies=max((len(s.policies) for s in run_info.adapters), default=1),
+                adapter_rank=max((s.rank for s in run_info.adapters), default=1),
             ),
         )
 
@@ -175,14 +175,14 @@ async def build(
     orders = NodeOrders()
     membership = Membership(deps.dataflow, orders, node_id=node_id, capacity=capacity)
     registered = await membership.join()
-    facts = registered.facts
-    fetch = deps.make_fetcher(facts)
-    engines = deps.engines(facts)
+    run_info = registered.facts
+    fetch = deps.make_fetcher(run_info)
+    engines = deps.engines(run_info)
     gateway = Gateway(engines)
     endpoint = Endpoint(gateway)
-    scorer = Scorer(facts.reward) if facts.reward else None
+    scorer = Scorer(run_info.reward) if run_info.reward else None
     recorder = Recorder(deps.dataflow, node_id)
-    attempt_runner = AttemptRunner(gateway, endpoint, recorder, scorer, facts, node_id)
+    attempt_runner = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, node_id)
     delivery_queue = DeliveryQueue(deps.dataflow, membership, ack_log)
     try:
         yield Node(
@@ -230,11 +230,13 @@ async def run_node(
     is a relay to others. Returns after an orderly leave; raises what ended the node otherwise.
     """
 
-    def fetch(facts: RunInfo) -> WeightFetcher:
+    def fetch(run_info: RunInfo) -> WeightFetcher:
         if sharing is not None:
-            return PeerRelayFetcher(token, state_dir, sharing, relay=relay, transfer=facts.transfer)
+            return PeerRelayFetcher(
+                token, state_dir, sharing, relay=relay, transfer=run_info.transfer
+            )
         return WeightServerFetcher(
-            token, state_dir / "weights", relay=relay, transfer=facts.transfer
+            token, state_dir / "weights", relay=relay, transfer=run_info.transfer
         )
 
     client = PartitionedNodeClient(url, token)

@@ -80,14 +80,14 @@ class SlotPool:
         self._size = size
         self._keep_s = keep_s
         self._free: deque[_LeasedSlot] = deque()
-        self._drain: dict[RowId, Grant] = {}
+        self._in_use: dict[RowId, Grant] = {}
         self._freed = asyncio.Event()
         self.on_slot_lost: Callable[[RowId], None] = lambda row_id: None
         """Called for a session whose place was given up by the run."""
         orders.on_stop = self._stop
 
     def num_held(self) -> int:
-        return len(self._free) + len(self._drain) + len(self._delivery_queue)
+        return len(self._free) + len(self._in_use) + len(self._delivery_queue)
 
     @property
     def num_free(self) -> int:
@@ -127,9 +127,9 @@ class SlotPool:
         while self._free:
             self._delivery_queue.release(row_id_of(self._free.popleft().grant))
 
-    def drop_taken(self) -> None:
+    def drop_in_use(self) -> None:
         """The run is over, and has no use for sessions that still run."""
-        for row_id in [*self._drain]:
+        for row_id in [*self._in_use]:
             self._stop(row_id)
 
     # --- the gateway's keeper -----------------------------------------------------------------
@@ -139,16 +139,16 @@ class SlotPool:
         if not self._free or self._orders.drained.is_set():
             return None
         grant = self._free.popleft().grant
-        self._drain[row_id_of(grant)] = grant
+        self._in_use[row_id_of(grant)] = grant
         self._freed.set()
         return row_id_of(grant)
 
     def release_slot(self, row_id: RowId) -> None:
-        if self._drain.pop(row_id, None) is not None:
+        if self._in_use.pop(row_id, None) is not None:
             self._delivery_queue.release(row_id)
 
     def deliver(self, ended: EndedSession) -> None:
-        grant = self._drain.pop(ended.row_id, None)
+        grant = self._in_use.pop(ended.row_id, None)
         if grant is None:
             return
         outcome = resolve_outcome(COMPLETED, ended.turns)
@@ -175,7 +175,7 @@ class SlotPool:
     def _stop(self, row_id: RowId) -> None:
         self._free = deque(leased for leased in self._free if row_id_of(leased.grant) != row_id)
         self._freed.set()
-        if self._drain.pop(row_id, None) is not None:
+        if self._in_use.pop(row_id, None) is not None:
             self.on_slot_lost(row_id)
 
 
@@ -185,7 +185,7 @@ class OnlineNode:
     membership: Membership
     loader: Loader
     online: OnlineGateway
-    stock: SlotPool
+    slot_pool: SlotPool
     delivery_queue: DeliveryQueue
     listener: socket.socket
     tls: Tls | None
@@ -200,12 +200,12 @@ class OnlineNode:
             app = build_online_app(self.online)
             serving = tasks.create_task(serve_on_socket(app, self.listener, self.tls), name="serve")
             sweeping = tasks.create_task(self._sweep(), name="sweep")
-            beat = self.membership.beat(self.heartbeat_s, self.stock.num_held)
+            heartbeats = self.membership.heartbeat_loop(self.heartbeat_s, self.slot_pool.num_held)
             loops = [
                 tasks.create_task(loop)
                 for loop in (
-                    self.stock.lease(),
-                    beat,
+                    self.slot_pool.lease(),
+                    heartbeats,
                     self.loader.run(),
                     self.delivery_queue.deliver(),
                 )
@@ -227,11 +227,11 @@ class OnlineNode:
     async def _leave_run(self, loops: list[asyncio.Task[None]]) -> None:
         """From the run: give back what is not used, deliver what is finished, leave."""
         loops[0].cancel()
-        self.stock.release_free()
+        self.slot_pool.release_free()
         if self.stopping.is_set():
             self.online.close_all()
         else:
-            self.stock.drop_taken()
+            self.slot_pool.drop_in_use()
         try:
             async with asyncio.timeout(FLUSH_S):
                 await self.delivery_queue.wait_until_at_most(0)
@@ -252,7 +252,7 @@ class OnlineNode:
                 log.warning("the gateway stood still; sessions are prolonged", seconds=late_s)
                 self.online.extend_deadlines(late_s)
             self.online.sweep()
-            self.stock.recycle_old()
+            self.slot_pool.recycle_old()
 
 
 @asynccontextmanager
@@ -265,7 +265,7 @@ async def build_online(
     listener: socket.socket,
     tls: Tls | None = None,
     capacity: int = CAPACITY,
-    stock: int = SLOT_POOL_SIZE,
+    slot_pool_size: int = SLOT_POOL_SIZE,
 ) -> AsyncGenerator[OnlineNode]:
     """Register as a node that serves sessions, and wire the gateway that the run's facts ask
     for."""
@@ -274,31 +274,31 @@ async def build_online(
         deps.dataflow, orders, node_id=node_id, capacity=capacity, tags=(SESSION_TAG,)
     )
     registered = await membership.join()
-    facts = registered.facts
-    if facts.session is None:
+    run_info = registered.facts
+    if run_info.session is None:
         await membership.leave()
         raise ConfigError(
-            f"run {facts.run} has no source of sessions; add `- {{name: live, session: {{}}}}` to "
+            f"run {run_info.run} has no source of sessions; add `- {{name: live, session: {{}}}}` to "
             "its sources"
         )
     terms = SessionTerms(
-        reward_deadline_s=facts.session.reward_deadline_s,
-        idle_s=facts.session.idle_s,
-        default_reward=facts.session.default_reward,
+        reward_deadline_s=run_info.session.reward_deadline_s,
+        idle_s=run_info.session.idle_s,
+        default_reward=run_info.session.default_reward,
     )
-    fetch = deps.make_fetcher(facts)
-    engines = deps.engines(facts)
+    fetch = deps.make_fetcher(run_info)
+    engines = deps.engines(run_info)
     delivery_queue = DeliveryQueue(deps.dataflow, membership, ack_log)
     slot_pool = SlotPool(
         deps.dataflow,
         membership,
         orders,
         delivery_queue,
-        size=min(stock, capacity),
+        size=min(slot_pool_size, capacity),
         keep_s=terms.idle_s / 2,
     )
     online = OnlineGateway(
-        engines, slot_pool, terms, verify, policies=facts.policies, sampling=facts.sampling
+        engines, slot_pool, terms, verify, policies=run_info.policies, sampling=run_info.sampling
     )
     slot_pool.on_slot_lost = online.dropped
     try:
@@ -307,7 +307,7 @@ async def build_online(
             membership=membership,
             loader=Loader(orders, membership, engines, online, fetch),
             online=online,
-            stock=slot_pool,
+            slot_pool=slot_pool,
             delivery_queue=delivery_queue,
             listener=listener,
             tls=tls,
@@ -341,8 +341,8 @@ async def run_online(
     ack_log = AckLog(acks or state_dir / "acks.txt")
     deps = NodeDeps(
         dataflow=client,
-        make_fetcher=lambda facts: WeightServerFetcher(
-            token, state_dir / "weights", transfer=facts.transfer
+        make_fetcher=lambda run_info: WeightServerFetcher(
+            token, state_dir / "weights", transfer=run_info.transfer
         ),
         make_engine=engine_maker(
             node_id,

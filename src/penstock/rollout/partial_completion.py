@@ -43,7 +43,7 @@ class PartialCompletion:
         self._prompt_ids = prompt_ids
         self._sampling = sampling
         self._policy = policy
-        self._listen = on_chunk
+        self._on_chunk = on_chunk
         self._sampled: list[int] = []
         self._logprobs: list[float] = []
         self._spans: SpanLog | None = None
@@ -58,7 +58,7 @@ class PartialCompletion:
     def is_stateless(self) -> bool:
         return not self._sampling.stop and not self._sampling.json_schema
 
-    def begin(self) -> tuple[Sequence[int], SamplingSpec]:
+    def next_request(self) -> tuple[Sequence[int], SamplingSpec]:
         """What to ask the next engine for."""
         self._segment_start = len(self._sampled)
         if not self._sampled:
@@ -78,10 +78,10 @@ class PartialCompletion:
         self._spans.switch(len(self._sampled), chunk.version)
         self._sampled.extend(chunk.sampled_ids)
         self._logprobs.extend(chunk.logprobs)
-        if self._listen is not None:
-            self._listen(chunk)
+        if self._on_chunk is not None:
+            self._on_chunk(chunk)
 
-    def take(self, aborted: Completion) -> None:
+    def add_aborted(self, aborted: Completion) -> None:
         """The tokens of an answer that its engine gave up: those that were not told, too."""
         ids = view_ids(aborted.sampled_ids).tolist()
         logprobs = view_log_probs(aborted.logprobs).tolist()
@@ -91,9 +91,9 @@ class PartialCompletion:
             part = slice(start, max(start, span.end))
             self.feed(TokenChunk(sampled_ids=ids[part], logprobs=logprobs[part], version=version))
 
-    def forget(self) -> None:
+    def restart(self) -> None:
         """Back to the start. Raises EngineError when its agent has heard some of it."""
-        if self._sampled and self._listen is not None:
+        if self._sampled and self._on_chunk is not None:
             raise EngineError(
                 f"the engine was lost after {len(self._sampled)} streamed tokens of an answer with "
                 "stop strings or a schema, which no other engine can continue; ask again"
@@ -102,7 +102,7 @@ class PartialCompletion:
         self._logprobs.clear()
         self._spans = None
 
-    def ended(self, model: Snapshot) -> FinishReason | None:
+    def finish_reason(self, model: Snapshot) -> FinishReason | None:
         """Why nothing is left to sample, if so: the engine may die between its last token and its
         last word."""
         if self._sampled and self._sampled[-1] in model.stop_ids:
@@ -111,7 +111,7 @@ class PartialCompletion:
         is_full = len(self._sampled) >= min(self._sampling.max_tokens, room)
         return FinishReason.LENGTH if self._sampled and is_full else None
 
-    def complete(self, finish: FinishReason) -> Completion:
+    def to_completion(self, finish: FinishReason) -> Completion:
         """Of all that was heard."""
         return Completion(
             sampled_ids=token_ids(self._sampled),
@@ -120,7 +120,7 @@ class PartialCompletion:
             finish=finish,
         )
 
-    def join(self, last: Completion) -> Completion:
+    def append_last(self, last: Completion) -> Completion:
         """The whole answer, of which `last` is what the engine at work made."""
         if not self._segment_start:
             return last

@@ -58,7 +58,7 @@ class _SwapJob:
     version: Version
     verify: VerifyEngine | None
 
-    async def do(self, replica: Replica) -> None:
+    async def run(self, replica: Replica) -> None:
         with wrap_errors(EngineError, f"load of {self.version}"):
             await replica.engine.load(self.folder, self.version)
         if self.verify is not None:
@@ -135,21 +135,21 @@ class RollingSwap:
         return any(replica.serving_version == version for replica in self._replicas)
 
     async def _swap(self, replica: Replica, job: _SwapJob) -> None:
-        begun_at = time.monotonic()
+        started_at = time.monotonic()
         replica.is_swapping = True
         self.peak_paused = max(self.peak_paused, sum(s.is_swapping for s in self._replicas))
         try:
-            await job.do(replica)
+            await job.run(replica)
         finally:
             replica.is_swapping = False
             self.num_swaps += 1
-            self.swap_s.append(time.monotonic() - begun_at)
+            self.swap_s.append(time.monotonic() - started_at)
             self._changed()
 
     def _start(self, replica: Replica, job: _SwapJob) -> asyncio.Task[EngineError | None]:
         async def start() -> EngineError | None:
             try:
-                await job.do(replica)
+                await job.run(replica)
             except EngineError as error:
                 log.error("engine not started", version=str(job.version), error=str(error))
                 return error

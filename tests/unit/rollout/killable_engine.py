@@ -20,7 +20,7 @@ class Paused:
     """How many engines of a pool are inside `load`, as they see it."""
 
     now: int = 0
-    most: int = 0
+    peak: int = 0
 
 
 class KillableEngine:
@@ -48,7 +48,7 @@ class KillableEngine:
 
     async def load(self, folder: Path, version: Version) -> None:
         self.paused.now += 1
-        self.paused.most = max(self.paused.most, self.paused.now)
+        self.paused.peak = max(self.paused.peak, self.paused.now)
         try:
             await asyncio.sleep(0.001)
             await self.may_load.wait()
@@ -135,7 +135,7 @@ class Restartable:
         engine = self._engine = self._engine or self._make()
         is_pausing = engine.live is not None
         self._paused.now += is_pausing
-        self._paused.most = max(self._paused.most, self._paused.now)
+        self._paused.peak = max(self._paused.peak, self._paused.now)
         try:
             await engine.load(folder, version)
         finally:

@@ -82,7 +82,7 @@ async def test_an_answer_continues_from_its_own_tokens(snapshot: Path) -> None:
     assert answer.spans == (span(0, 5, 0), span(5, 12, 1))
     assert answer.finish is FinishReason.LENGTH
     assert [token for chunk in heard for token in chunk.sampled_ids] == ids(answer)
-    facts = pool.facts
+    facts = pool.stats
     assert (facts.num_continued, facts.num_restarted, facts.num_tokens_kept) == (1, 0, 5)
     assert (facts.num_failed, facts.num_serving, facts.in_flight) == (0, 1, (0, 0))
 
@@ -98,7 +98,7 @@ async def test_an_answer_outlives_all_its_engines(snapshot: Path) -> None:
     asked = sorted((engine.asked[0] for engine in engines), key=lambda asked: len(asked[0]))
     assert [spec.max_tokens for _, spec in asked] == [12, 9, 6, 3]
     assert len({spec.seed for _, spec in asked}) == 4
-    assert (pool.facts.num_continued, pool.facts.num_tokens_kept) == (3, 9)
+    assert (pool.stats.num_continued, pool.stats.num_tokens_kept) == (3, 9)
 
 
 @pytest.mark.parametrize("streams_nothing", [False, True])
@@ -109,7 +109,7 @@ async def test_what_was_not_heard_is_generated_again(snapshot: Path, streams_not
     answer = await pool(PROMPT, SPEC, policy=POLICY, session="s")
     assert second.asked == [(PROMPT, SPEC)]
     assert ids(answer) == list(range(3, 15))
-    assert (pool.facts.num_continued, pool.facts.num_restarted) == (0, 1)
+    assert (pool.stats.num_continued, pool.stats.num_restarted) == (0, 1)
 
 
 STATEFUL = [replace(SPEC, stop=("end",)), replace(SPEC, json_schema="{}")]
@@ -134,7 +134,7 @@ async def test_what_an_agent_has_heard_is_not_contradicted(
     heard: list[TokenChunk] = []
     with pytest.raises(EngineError, match="5 streamed tokens"):
         await pool(PROMPT, spec, policy=POLICY, session="s", on_chunk=heard.append)
-    assert (len(heard), second.asked, pool.facts.num_failed) == (5, [], 1)
+    assert (len(heard), second.asked, pool.stats.num_failed) == (5, [], 1)
     await first.load(snapshot, version(0))
     first.dies_after = 0
     await pool(PROMPT, spec, policy=POLICY, session="s", on_chunk=heard.append)
@@ -194,7 +194,7 @@ async def test_a_refusal_is_not_tried_again(snapshot: Path) -> None:
     first.fails_with = RequestRejected("prompt too long")
     with pytest.raises(RequestRejected):
         await pool(PROMPT, SPEC, policy=POLICY, session="s")
-    assert (len(first.asked), len(second.asked), pool.facts.num_failed) == (1, 0, 0)
+    assert (len(first.asked), len(second.asked), pool.stats.num_failed) == (1, 0, 0)
 
 
 async def test_a_request_that_every_engine_fails_is_given_up(snapshot: Path) -> None:
@@ -247,11 +247,11 @@ async def test_cancelling_passes_through(snapshot: Path) -> None:
     long = replace(SPEC, max_tokens=10**6)
     call = asyncio.create_task(pool(PROMPT, long, policy=POLICY, session="s"))
     await eventually(lambda: first.asked)
-    assert pool.facts.in_flight.count(1) == 1
+    assert pool.stats.in_flight.count(1) == 1
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert (first.num_cancelled, second.asked, pool.facts.in_flight) == (1, [], (0, 0))
+    assert (first.num_cancelled, second.asked, pool.stats.in_flight) == (1, [], (0, 0))
 
 
 async def test_nobody_sees_an_error_while_another_engine_lives(snapshot: Path) -> None:
@@ -277,6 +277,6 @@ async def test_nobody_sees_an_error_while_another_engine_lives(snapshot: Path) -
     for n, answer in enumerate(await asyncio.gather(*calls)):
         assert ids(answer) == [at % 97 for at in range(1 + n, 61 + n)]
         assert answer.spans == (span(0, 60, 0),)
-    assert pool.facts.num_failed == 0
-    assert pool.facts.num_continued > 10
+    assert pool.stats.num_failed == 0
+    assert pool.stats.num_continued > 10
     assert num_kills > 2

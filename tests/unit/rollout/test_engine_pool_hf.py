@@ -58,6 +58,6 @@ async def test_every_token_is_of_the_version_it_names(
         told = [token for chunk in heard[number] for token in chunk.sampled_ids]
         assert told == list(view_ids(answer.sampled_ids))
         assert len({span.number for span in answer.spans}) >= 2
-    assert pool.facts.num_continued >= 4
-    assert pool.facts.num_failed == 0
+    assert pool.stats.num_continued >= 4
+    assert pool.stats.num_failed == 0
     await pool.close()

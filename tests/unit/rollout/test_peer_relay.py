@@ -77,7 +77,7 @@ async def test_a_node_serves_its_neighbour_until_it_is_killed(
 
     def live(number: int) -> int:
         """Of the sessions that beat, how many have this version."""
-        last = {beat.session: beat for beat in dataflow.beats}
+        last = {beat.boot_id: beat for beat in dataflow.beats}
         return sum(any(v.number == number for v in beat.live) for beat in last.values())
 
     app = build(source, dataflow.signer.verifier(Audience.WEIGHTS))

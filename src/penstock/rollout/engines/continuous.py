@@ -25,7 +25,7 @@ from penstock.rollout.engines.decoding_thread import (
     DecodingThread,
     Lane,
     Swap,
-    refused,
+    closed_results,
     resolve,
 )
 from penstock.types import PolicyName, SamplingSpec, Version
@@ -104,7 +104,7 @@ class ContinuousEngine:
     def _flush(self) -> None:
         rows, self._unsent = self._unsent, []
         if self._lane.is_closed:
-            resolve(refused(rows))
+            resolve(closed_results(rows))
         elif rows:
             self._thread.put(self._lane, rows)
 

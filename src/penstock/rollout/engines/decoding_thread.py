@@ -68,14 +68,14 @@ class Lane:
         self._batch = Batch(decoder)
         self.opened.set_result(decoder)
 
-    def wait(self, rows: Iterable[Row]) -> None:
+    def enqueue(self, rows: Iterable[Row]) -> None:
         self._waiting.extend(rows)
 
     def swap(self, swap: Swap) -> None:
         if not swap.done.set_running_or_notify_cancel():
             return
         assert self._batch is not None
-        begun_at = time.monotonic()
+        started_at = time.monotonic()
         try:
             swap.staged.apply()
             self._batch.snapshot = swap.staged.snapshot
@@ -89,10 +89,10 @@ class Lane:
             swap.done.set_exception(failure)
         else:
             self.live = swap.version
-            self.paused_s = time.monotonic() - begun_at
+            self.paused_s = time.monotonic() - started_at
             swap.done.set_result(None)
 
-    def turn(self) -> None:
+    def run_step(self) -> None:
         chunks, results = self._step()
         self._settle(results, chunks)
 
@@ -190,7 +190,7 @@ class DecodingThread:
             while self._receive():
                 for lane in self._lanes:
                     if lane.has_work:
-                        lane.turn()
+                        lane.run_step()
         except Exception:
             log.exception("decoding thread died", engine=self.name)
         finally:
@@ -210,7 +210,7 @@ class DecodingThread:
             elif isinstance(item, Swap):
                 lane.swap(item)
             else:
-                lane.wait(item)
+                lane.enqueue(item)
                 is_idle = False
         return True
 
@@ -236,7 +236,7 @@ def resolve(results: list[Result]) -> None:
             row.future.set_exception(result)
 
 
-def refused(rows: Iterable[Row]) -> list[Result]:
+def closed_results(rows: Iterable[Row]) -> list[Result]:
     return _failed(rows, EngineError(CLOSED))
 
 

@@ -68,7 +68,7 @@ Layers = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    facts: AdapterInfo
+    info: AdapterInfo
     layers: Layers
 
 
@@ -97,8 +97,8 @@ class _Weights:
                 "policies that share an engine start from one `init`, and keep it for the run"
             )
 
-    def check_linear(self, facts: AdapterInfo, folder: Path) -> None:
-        kinds = {name: type(self.module.get_submodule(name)) for name in facts.modules}
+    def check_linear(self, info: AdapterInfo, folder: Path) -> None:
+        kinds = {name: type(self.module.get_submodule(name)) for name in info.modules}
         others = sorted(name for name, kind in kinds.items() if kind is not torch.nn.Linear)
         if others:
             raise EngineError(
@@ -108,7 +108,7 @@ class _Weights:
 
     def register_hooks(self, adapter: _Adapter) -> None:
         """Let its layers ask for the active adapter; called while no pass runs."""
-        for name in adapter.facts.modules:
+        for name in adapter.info.modules:
             if name not in self._hooked:
                 self._hooked.add(name)
                 self.module.get_submodule(name).register_forward_hook(partial(self._add, name))
@@ -125,7 +125,7 @@ class _Weights:
         if self._active is None or name not in self._active.layers:
             return output
         a, b = self._active.layers[name]
-        return output + self._active.facts.scale * linear(linear(inputs[0], a), b)
+        return output + self._active.info.scale * linear(linear(inputs[0], a), b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,24 +176,24 @@ class HfDecoder:
                 "engine's weights; give a policy that trains all weights an engine of its own"
             )
         if weights.base is not None:
-            check_same_layers(self.adapter and self.adapter.facts, None, folder)
+            check_same_layers(self.adapter and self.adapter.info, None, folder)
         model = _build(folder) if weights.module is None else weights.module
         return HfStaged(self, model, _read_tensors(model, folder), snapshot)
 
     def _stage_adapter(
-        self, folder: Path, snapshot: Snapshot, facts: AdapterInfo
+        self, folder: Path, snapshot: Snapshot, info: AdapterInfo
     ) -> HfStagedAdapter:
         has_whole_model = self.weights.module is not None and self.weights.base is None
         if self.adapter is not None or has_whole_model:
-            check_same_layers(self.adapter and self.adapter.facts, facts, folder)
+            check_same_layers(self.adapter and self.adapter.info, info, folder)
         self.weights.prepare(folder)
-        self.weights.check_linear(facts, folder)
+        self.weights.check_linear(info, folder)
         tensors = load_file(folder / ADAPTER_WEIGHTS)
         layers: Layers = {}
-        for name in facts.modules:
+        for name in info.modules:
             a, b = (tensors[f"{ADAPTER_PREFIX}{name}{part}"] for part in (A, B))
             layers[name] = (a.to(torch.float32, copy=True), b.to(torch.float32, copy=True))
-        return HfStagedAdapter(self, _Adapter(facts, layers), snapshot)
+        return HfStagedAdapter(self, _Adapter(info, layers), snapshot)
 
     def join(self, contexts: Sequence[Sequence[int]]) -> Logits:
         distinct: dict[tuple[int, ...], int] = {}

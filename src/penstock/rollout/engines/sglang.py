@@ -73,9 +73,9 @@ class _Part:
         *lines, self.rest = (self.rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data: {"):
-                self.take(line[6:])
+                self.feed_event(line[6:])
 
-    def take(self, text: bytes) -> None:
+    def feed_event(self, text: bytes) -> None:
         try:
             meta = msgspec.json.decode(text, type=_Event).meta_info
         except msgspec.DecodeError as error:
@@ -215,7 +215,7 @@ class SglangEngine:
                 f"SGLang answers {reply.status}: {reply.body.decode(errors='replace')[:500]}"
             )
         if on_chunk is None:
-            part.take(reply.body)
+            part.feed_event(reply.body)
         if part.finish not in FINISHES and (part.finish != "abort" or self._is_open.is_set()):
             raise EngineError(f"SGLang ended an answer with {part.finish or 'nothing'!r}")
         return part

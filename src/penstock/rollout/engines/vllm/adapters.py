@@ -100,7 +100,7 @@ class AdapterSet:
         await self._load_adapter(wanted)
         await self.unload_unused()
 
-    def leave(self, policy: PolicyName | None) -> None:
+    def remove_policy(self, policy: PolicyName | None) -> None:
         """An engine of this policy is no more. Its answers end by themselves, and its adapter with
         the last of them."""
         if policy is not None:
@@ -162,8 +162,8 @@ class AdapterSet:
 
     def _check(self, before: _Adapter | None, wanted: LoadedVersion, base: str) -> None:
         if before is not None or wanted.snapshot.adapter is None:
-            facts = None if before is None else before.loaded.snapshot.adapter
-            check_same_layers(facts, wanted.snapshot.adapter, wanted.folder)
+            info = None if before is None else before.loaded.snapshot.adapter
+            check_same_layers(info, wanted.snapshot.adapter, wanted.folder)
         if self._base not in ("", base):
             raise EngineError(
                 f"{wanted.folder} holds an adapter of another base than vLLM serves; policies that "

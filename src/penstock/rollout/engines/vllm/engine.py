@@ -122,6 +122,6 @@ class VllmEngine:
         if serving is None:
             await self._shared.server.stop()
         elif self._shared.num_open:
-            serving.leave(self._policy)
+            serving.remove_policy(self._policy)
         else:
             await serving.supervisor.close()

@@ -86,7 +86,7 @@ class FullModel:
         else:
             await self._swap(wanted)
 
-    def leave(self, policy: PolicyName | None) -> None:
+    def remove_policy(self, policy: PolicyName | None) -> None:
         """There is no other engine that could stay."""
 
     def on_server_lost(self) -> None:
@@ -124,7 +124,7 @@ class FullModel:
         assert self._loaded is not None
         before, control = self._loaded, self.supervisor.control
         await control.check(wanted.folder)
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
             await control.pause()
             await control.load(wanted.folder)
@@ -138,7 +138,7 @@ class FullModel:
             raise
         self._live = wanted.version
         self.supervisor.mark_up()
-        self.paused_s = time.monotonic() - began
+        self.paused_s = time.monotonic() - started_at
 
     async def _roll_back(self, control: Control, before: LoadedVersion) -> bool:
         try:

@@ -128,7 +128,7 @@ class CompletionParser:
     def __init__(self, serving: Callable[[], Version], on_chunk: ChunkCallback | None) -> None:
         """`serving` is asked for the version of each piece, when the piece is read."""
         self._serving = serving
-        self._listen = on_chunk
+        self._on_chunk = on_chunk
         self._rest = b""
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -141,9 +141,9 @@ class CompletionParser:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data: {"):
-                self.take(line[6:])
+                self.feed_event(line[6:])
 
-    def take(self, text: bytes) -> None:
+    def feed_event(self, text: bytes) -> None:
         """One event, or the body of a whole answer."""
         try:
             chunk = _DECODER.decode(text)
@@ -152,9 +152,9 @@ class CompletionParser:
         if bytes(chunk.error) not in (b"", b"null"):
             raise EngineError(f"vLLM gave up an answer: {bytes(chunk.error).decode()[:500]}")
         for choice in chunk.choices:
-            self._take(choice)
+            self._add_choice(choice)
 
-    def _take(self, choice: _Choice) -> None:
+    def _add_choice(self, choice: _Choice) -> None:
         ids = choice.token_ids or []
         entries = choice.logprobs.content if choice.logprobs is not None else []
         logprobs = [entry.logprob for entry in entries]
@@ -167,10 +167,10 @@ class CompletionParser:
             )
         if choice.finish_reason is not None:
             self._finish, self._spans = choice.finish_reason, choice.weight_versions
-        if ids and self._listen is not None:
+        if ids and self._on_chunk is not None:
             version = self._serving()
             self._streamed_spans.switch(len(self._ids), version)
-            self._listen(TokenChunk(sampled_ids=ids, logprobs=logprobs, version=version))
+            self._on_chunk(TokenChunk(sampled_ids=ids, logprobs=logprobs, version=version))
         self._ids += ids
         self._logprobs += logprobs
 
@@ -178,7 +178,7 @@ class CompletionParser:
     def spans_matched(self) -> bool:
         """Whether the pieces had the versions of the completion."""
         streamed = [(span.start, span.end) for span in self._streamed_spans.spans(len(self._ids))]
-        return self._listen is None or streamed == [(s.start, s.end) for s in self._spans or ()]
+        return self._on_chunk is None or streamed == [(s.start, s.end) for s in self._spans or ()]
 
     def completion(self, versions: Mapping[str, Version]) -> Completion:
         """`versions` are all that the server was ever told to serve, by label."""

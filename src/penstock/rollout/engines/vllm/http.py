@@ -109,9 +109,9 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[HttpReply] | None = None
         self._on_body: OnBody | None = None
-        self._pieces: list[bytes] = []
+        self._chunks: list[bytes] = []
         self._num_replies = 0
-        self._has_begun = False
+        self._has_started = False
         self._must_close = False
 
     @property
@@ -122,7 +122,7 @@ class _Connection(asyncio.Protocol):
     async def ask(self, data: bytes, on_body: OnBody | None) -> HttpReply:
         assert self._transport is not None
         self._waiter = asyncio.get_running_loop().create_future()
-        self._on_body, self._pieces, self._has_begun = on_body, [], False
+        self._on_body, self._chunks, self._has_started = on_body, [], False
         self._transport.write(data)
         return await self._waiter
 
@@ -137,7 +137,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._has_begun = True
+        self._has_started = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
@@ -148,7 +148,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_lost(self)
-        kind = ConnectionError if self._has_begun or not self._num_replies else _Stale
+        kind = ConnectionError if self._has_started or not self._num_replies else _Stale
         self._fail(kind(f"the server closed the connection{f' ({exc})' if exc else ''}"))
 
     def _fail(self, error: Exception) -> None:
@@ -163,11 +163,11 @@ class _Connection(asyncio.Protocol):
             if self._waiter is not None and not self._waiter.done():
                 self._on_body(body)
         else:
-            self._pieces.append(body)
+            self._chunks.append(body)
 
     def on_message_complete(self) -> None:
         self._num_replies += 1
         self._must_close = not self._parser.should_keep_alive()
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
-            waiter.set_result(HttpReply(self._parser.get_status_code(), b"".join(self._pieces)))
+            waiter.set_result(HttpReply(self._parser.get_status_code(), b"".join(self._chunks)))

@@ -39,7 +39,7 @@ LOG_INTERVAL_S = 15.0
 """Between two lines about a server that is still starting."""
 COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 """Under a schema, a model that likes blanks would otherwise never end."""
-PLUGIN_DIR = Path(__file__).parent / "inside"
+PLUGIN_DIR = Path(__file__).parent / "plugin"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 """Where it is set, vLLM loads those alone; ours is in INSIDE."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -187,19 +187,21 @@ class ChildServer:
         self, process: asyncio.subprocess.Process, url: str, log_path: Path
     ) -> None:
         control = Control(HttpClient(url))
-        began = logged_at = time.monotonic()
+        started_at = logged_at = time.monotonic()
         while process.returncode is None:
             if await control.is_healthy():
-                log.info("vLLM is up", url=url, seconds=round(time.monotonic() - began, 1))
+                log.info("vLLM is up", url=url, seconds=round(time.monotonic() - started_at, 1))
                 return
             now = time.monotonic()
-            if now - began > self._start_s:
+            if now - started_at > self._start_s:
                 raise EngineError(
                     f"vLLM is not up after {self._start_s:g} s; see {log_path}: {_end(log_path)}"
                 )
             if now - logged_at >= LOG_INTERVAL_S:
                 logged_at = now
-                log.info("vLLM starts", seconds=round(now - began), says=_end(log_path, 1)[-200:])
+                log.info(
+                    "vLLM starts", seconds=round(now - started_at), says=_end(log_path, 1)[-200:]
+                )
             await asyncio.sleep(POLL_S)
         raise EngineError(f"vLLM ended while starting; see {log_path}: {_end(log_path)}")
 

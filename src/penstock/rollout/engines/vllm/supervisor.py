@@ -141,7 +141,7 @@ class Supervisor:
                 self._suspected.set()
             raise kind(f"vLLM answers {reply.status} to a request: {response}")
         if not is_streamed:
-            parser.take(reply.body)
+            parser.feed_event(reply.body)
 
     # --- health -----------------------------------------------------------------------------------
 
