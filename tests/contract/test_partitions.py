@@ -150,7 +150,7 @@ class RealNode:
     def live(self) -> tuple[LiveVersion, ...]:
         return tuple(
             LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number)
-            for v in self.orders.wanted.values()
+            for v in self.orders.targets.values()
         )
 
     async def lease_from(self, *partitions: int, max_slots: int = CAPACITY) -> list[Grant]:

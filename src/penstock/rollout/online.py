@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gateway for agents outside the run, as a process: it serves them over HTTP, and keeps a small
-stock of leased places for sessions that begin.
+"""Gateway process for external agents: serves them over HTTP and keeps a small pool of leased slots
+for new sessions.
 
-    dataflow ──places──► Stock ──one each──► Online (sessions ► engines) ──ended──► Outbox
-    dataflow ──orders──► StandingOrders ──wanted──► Loader ──live──► Membership ──beat──► dataflow
+    dataflow ──slots──► SlotPool ──one each──► OnlineGateway (sessions ► engines) ──► DeliveryQueue
+    dataflow ──orders──► NodeOrders ──targets──► Loader ──live──► Membership ──heartbeat──► dataflow
 
-The run holds back places, never answers: without one a session is served unrecorded. A run that is
-over takes nothing more, and its agents are served on. What has no reward when this process ends is
-lost, and its place is another's.
+Pacing limits slots, never answers: a session without a slot is served but not recorded. After the
+run has ended nothing is recorded, but agents are still served. A session that has no reward when
+this process ends is lost, and its slot is issued again.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from penstock.wire.auth import Credential
 from penstock.wire.serving import Tls, serve_on_socket
 
 CAPACITY = 1024
-"""Sessions recorded at once."""
+"""Most sessions recorded at the same time."""
 SLOT_POOL_SIZE = 32
-"""Places kept for sessions that begin."""
+"""Free slots kept for new sessions."""
 SWEEP_S = 1.0
-NO_REWARD = "no reward came before its deadline"
+NO_REWARD = "no reward arrived before its deadline"
 log = structlog.get_logger(__name__)
 
 
@@ -59,7 +59,7 @@ class _LeasedSlot:
 
 
 class SlotPool:
-    """Leased places: free ones for sessions that begin, taken ones until these end."""
+    """Leased slots: free ones for new sessions, and those in use by running sessions."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class SlotPool:
         size: int,
         keep_s: float,
     ) -> None:
-        """`keep_s`: a place that nobody took for so long is exchanged for a fresh one, or its
-        lease would end under its session."""
+        """A slot unused for `keep_s` is exchanged for a new one, so that its lease does not expire
+        during a session."""
         self._api = api
         self._membership = membership
         self._orders = orders
@@ -83,7 +83,7 @@ class SlotPool:
         self._in_use: dict[RowId, Grant] = {}
         self._freed = asyncio.Event()
         self.on_slot_lost: Callable[[RowId], None] = lambda row_id: None
-        """Called for a session whose place was given up by the run."""
+        """Called for a session whose lease the dataflow has ended."""
         orders.on_stop = self._stop
 
     def num_held(self) -> int:
@@ -94,8 +94,8 @@ class SlotPool:
         return len(self._free)
 
     async def lease(self) -> None:
-        """consumes: room of the run · produces: free places
-        waits for: a live version, a quarter of the stock used, room · woken by: `take()`"""
+        """consumes: capacity of the run · produces: free slots
+        waits for: a live version, a quarter of the pool used, capacity · woken by: `take()`"""
         await self._membership.ready.wait()
         while True:
             while self._size - len(self._free) < max(1, self._size // 4):
@@ -117,22 +117,22 @@ class SlotPool:
                 await asyncio.sleep(PAUSE_S)
 
     def recycle_old(self) -> None:
-        """Hand back places that lay here for too long."""
+        """Release free slots that are older than `keep_s`."""
         while self._free and time.monotonic() >= self._free[0].leased_at + self._keep_s:
             self._delivery_queue.release(row_id_of(self._free.popleft().grant))
             self._freed.set()
 
     def release_free(self) -> None:
-        """All free ones."""
+        """Release all free slots."""
         while self._free:
             self._delivery_queue.release(row_id_of(self._free.popleft().grant))
 
     def drop_in_use(self) -> None:
-        """The run is over, and has no use for sessions that still run."""
+        """Stop recording the running sessions; the run has ended."""
         for row_id in [*self._in_use]:
             self._stop(row_id)
 
-    # --- the gateway's keeper -----------------------------------------------------------------
+    # --- slot source of the gateway -----------------------------------------------------------
 
     def take(self) -> RowId | None:
         self.recycle_old()
@@ -191,11 +191,11 @@ class OnlineNode:
     tls: Tls | None
     heartbeat_s: float
     stopping: asyncio.Event
-    """Set by whoever wants this process to end; the end of the run does not end it."""
+    """Set to stop this process. The end of the run does not stop it."""
 
     async def run(self) -> None:
-        """consumes: calls of agents, places · produces: recorded sessions
-        waits for: `stopping` · ends: in order; a loop that dies takes the process with it"""
+        """consumes: calls from agents, slots · produces: recorded sessions
+        waits for: `stopping` · ends: gracefully; an error in any loop ends the process"""
         async with asyncio.TaskGroup() as tasks:
             app = build_online_app(self.online)
             serving = tasks.create_task(serve_on_socket(app, self.listener, self.tls), name="serve")
@@ -214,7 +214,7 @@ class OnlineNode:
             drained = tasks.create_task(self.orders.drained.wait())
             await asyncio.wait({stopping, drained}, return_when=asyncio.FIRST_COMPLETED)
             if not self.stopping.is_set():
-                log.info("the run takes no more sessions; agents are served on, unrecorded")
+                log.info("run drained: agents are still served, sessions are not recorded")
                 await self._leave_run(loops)
             await self.stopping.wait()
             serving.cancel()
@@ -225,7 +225,7 @@ class OnlineNode:
                 task.cancel()
 
     async def _leave_run(self, loops: list[asyncio.Task[None]]) -> None:
-        """From the run: give back what is not used, deliver what is finished, leave."""
+        """Release free slots, deliver finished sessions, then leave the run."""
         loops[0].cancel()
         self.slot_pool.release_free()
         if self.stopping.is_set():
@@ -236,20 +236,20 @@ class OnlineNode:
             async with asyncio.timeout(FLUSH_S):
                 await self.delivery_queue.wait_until_at_most(0)
         except TimeoutError:
-            log.warning("leaving without delivering all", num_undelivered=len(self.delivery_queue))
+            log.warning("flush timed out", num_undelivered=len(self.delivery_queue))
         for loop in loops[1:]:
             loop.cancel()
         await self.membership.leave()
 
     async def _sweep(self) -> None:
-        """consumes: time · produces: ends of sessions, fresh places · waits for: the next look"""
+        """consumes: time · produces: ended sessions, renewed slots · waits for: the next sweep"""
         pause_s = min(SWEEP_S, self.online.terms.idle_s / 4)
         while True:
             slept_at = time.monotonic()
             await asyncio.sleep(pause_s)
             late_s = time.monotonic() - slept_at - pause_s
             if late_s > pause_s:
-                log.warning("the gateway stood still; sessions are prolonged", seconds=late_s)
+                log.warning("gateway stalled: session deadlines extended", seconds=late_s)
                 self.online.extend_deadlines(late_s)
             self.online.sweep()
             self.slot_pool.recycle_old()
@@ -267,8 +267,7 @@ async def build_online(
     capacity: int = CAPACITY,
     slot_pool_size: int = SLOT_POOL_SIZE,
 ) -> AsyncGenerator[OnlineNode]:
-    """Register as a node that serves sessions, and wire the gateway that the run's facts ask
-    for."""
+    """Register as a node that serves sessions, and build the gateway from the run's settings."""
     orders = NodeOrders()
     membership = Membership(
         deps.dataflow, orders, node_id=node_id, capacity=capacity, tags=(SESSION_TAG,)
@@ -336,7 +335,7 @@ async def run_online(
     num_engines: int = 1,
     max_paused: float = MAX_PAUSED,
 ) -> None:
-    """Serve agents of the run at `url` until SIGTERM or SIGINT; arguments as of `run_node`."""
+    """Serve agents of the run at `url` until SIGTERM or SIGINT; arguments as in `run_node`."""
     client = PartitionedNodeClient(url, token)
     ack_log = AckLog(acks or state_dir / "acks.txt")
     deps = NodeDeps(

@@ -87,17 +87,17 @@ class AdapterSet:
             self._uses[name] -= 1
         return parser.completion({BASE: version}), parser.spans_matched
 
-    async def load(self, wanted: LoadedVersion) -> None:
-        policy = wanted.version.policy
+    async def load(self, target: LoadedVersion) -> None:
+        policy = target.version.policy
         before = self._newest.get(policy)
-        if before is not None and self.live(policy) is not None and before.loaded == wanted:
+        if before is not None and self.live(policy) is not None and before.loaded == target:
             return  # brought back with it by the keeper
-        base = self._files.digest(wanted.folder)
-        self._check(before, wanted, base)
+        base = self._files.digest(target.folder)
+        self._check(before, target, base)
         if self._is_lost:
-            await self._start_serving(wanted)
+            await self._start_serving(target)
             self._base = base
-        await self._load_adapter(wanted)
+        await self._load_adapter(target)
         await self.unload_unused()
 
     def remove_policy(self, policy: PolicyName | None) -> None:
@@ -130,24 +130,24 @@ class AdapterSet:
                 self._names.discard(name)
                 del self._uses[name]
 
-    async def _load_adapter(self, wanted: LoadedVersion) -> None:
+    async def _load_adapter(self, target: LoadedVersion) -> None:
         if len(self._names) >= MAX_ADAPTERS:
             await self.unload_unused()
         if len(self._names) >= MAX_ADAPTERS:
             raise EngineError(
                 f"{len(self._names)} adapters have answers under way, and vLLM has room for "
-                f"{MAX_ADAPTERS}; {wanted.version} is tried again"
+                f"{MAX_ADAPTERS}; {target.version} is tried again"
             )
         self._num_loads += 1  # names are never used twice, nor are prefixes cached under them
-        name = f"{wanted.version}-{self._num_loads}"
-        await self.supervisor.control.load_adapter(name, wanted.folder)
+        name = f"{target.version}-{self._num_loads}"
+        await self.supervisor.control.load_adapter(name, target.folder)
         self._names.add(name)
-        self._newest[wanted.version.policy] = _Adapter(name, wanted)
+        self._newest[target.version.policy] = _Adapter(name, target)
 
-    async def _start_serving(self, wanted: LoadedVersion) -> None:
+    async def _start_serving(self, target: LoadedVersion) -> None:
         """A server with the base, and on it what was live before."""
         self._names.clear()
-        if not await self.supervisor.start(wanted.folder):
+        if not await self.supervisor.start(target.folder):
             raise EngineError(
                 "adapters need a vLLM that the node starts by itself on their base; leave "
                 "models.NAME.vllm.url out"
@@ -160,12 +160,12 @@ class AdapterSet:
         self._is_lost = False
         self.supervisor.mark_up()
 
-    def _check(self, before: _Adapter | None, wanted: LoadedVersion, base: str) -> None:
-        if before is not None or wanted.snapshot.adapter is None:
+    def _check(self, before: _Adapter | None, target: LoadedVersion, base: str) -> None:
+        if before is not None or target.snapshot.adapter is None:
             info = None if before is None else before.loaded.snapshot.adapter
-            check_same_layers(info, wanted.snapshot.adapter, wanted.folder)
+            check_same_layers(info, target.snapshot.adapter, target.folder)
         if self._base not in ("", base):
             raise EngineError(
-                f"{wanted.folder} holds an adapter of another base than vLLM serves; policies that "
+                f"{target.folder} holds an adapter of another base than vLLM serves; policies that "
                 "share an engine start from one `init`, and keep it for the run"
             )

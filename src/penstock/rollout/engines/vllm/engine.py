@@ -105,12 +105,12 @@ class VllmEngine:
     async def load(self, folder: Path, version: Version) -> None:
         if self._is_closed:
             raise EngineError(CLOSED)
-        wanted = LoadedVersion(folder, version, await asyncio.to_thread(read_snapshot, folder))
-        serving = self._shared.serve(wanted)
+        target = LoadedVersion(folder, version, await asyncio.to_thread(read_snapshot, folder))
+        serving = self._shared.serve(target)
         async with serving.supervisor.lock:
             if self._is_closed:
                 raise EngineError(CLOSED)
-            await serving.load(wanted)
+            await serving.load(target)
         self._policy = version.policy
 
     async def close(self) -> None:

@@ -77,14 +77,14 @@ class FullModel:
         await self.supervisor.ask(body, parser, is_streamed=is_streamed)
         return parser.completion(self._versions), parser.spans_matched
 
-    async def load(self, wanted: LoadedVersion) -> None:
-        if self._live is not None and wanted == self._loaded:
+    async def load(self, target: LoadedVersion) -> None:
+        if self._live is not None and target == self._loaded:
             return  # brought back with it by the keeper
-        _check_same_model(self._loaded, wanted)
+        _check_same_model(self._loaded, target)
         if self._live is None:
-            await self._start_serving(wanted)
+            await self._start_serving(target)
         else:
-            await self._swap(wanted)
+            await self._swap(target)
 
     def remove_policy(self, policy: PolicyName | None) -> None:
         """There is no other engine that could stay."""
@@ -106,37 +106,37 @@ class FullModel:
         assert self._loaded is not None
         return self._loaded.version
 
-    async def _start_serving(self, wanted: LoadedVersion) -> None:
+    async def _start_serving(self, target: LoadedVersion) -> None:
         """A server that serves this, from whatever state it was in."""
-        has_weights = await self.supervisor.start(wanted.folder)
+        has_weights = await self.supervisor.start(target.folder)
         control = self.supervisor.control
         if not has_weights:
-            await control.check(wanted.folder)
+            await control.check(target.folder)
             await control.pause()
-            await control.load(wanted.folder)
-        await self._label(control, wanted)
+            await control.load(target.folder)
+        await self._label(control, target)
         await control.resume()
         await control.check_logprobs()
-        self._loaded, self._live = wanted, wanted.version
+        self._loaded, self._live = target, target.version
         self.supervisor.mark_up()
 
-    async def _swap(self, wanted: LoadedVersion) -> None:
+    async def _swap(self, target: LoadedVersion) -> None:
         assert self._loaded is not None
         before, control = self._loaded, self.supervisor.control
-        await control.check(wanted.folder)
+        await control.check(target.folder)
         started_at = time.monotonic()
         try:
             await control.pause()
-            await control.load(wanted.folder)
-            await self._label(control, wanted)
-            self._loaded = wanted
+            await control.load(target.folder)
+            await self._label(control, target)
+            self._loaded = target
             await control.resume()
         except BaseException as error:
             self._loaded = before
             if not await self._roll_back(control, before):
-                self.supervisor.mark_lost(f"swap to {wanted.version} failed half-way: {error}")
+                self.supervisor.mark_lost(f"swap to {target.version} failed half-way: {error}")
             raise
-        self._live = wanted.version
+        self._live = target.version
         self.supervisor.mark_up()
         self.paused_s = time.monotonic() - started_at
 
@@ -151,11 +151,11 @@ class FullModel:
             return False
         return True
 
-    async def _label(self, control: Control, wanted: LoadedVersion) -> None:
+    async def _label(self, control: Control, target: LoadedVersion) -> None:
         """The weights are in; from here on tokens are theirs, and nothing older is reused."""
-        self._versions[str(wanted.version)] = wanted.version
+        self._versions[str(target.version)] = target.version
         await control.reset_prefix_cache()
-        await control.label(str(wanted.version))
+        await control.label(str(target.version))
 
 
 def cache_salt(version: Version) -> str:
@@ -163,16 +163,16 @@ def cache_salt(version: Version) -> str:
     return f"{version.policy}.{version.incarnation}.{version.number}"
 
 
-def _check_same_model(before: LoadedVersion | None, wanted: LoadedVersion) -> None:
+def _check_same_model(before: LoadedVersion | None, target: LoadedVersion) -> None:
     """A swap with a tensor less would leave the old one in place under the new name."""
-    if wanted.snapshot.adapter is not None:
-        check_same_layers(None, wanted.snapshot.adapter, wanted.folder)
+    if target.snapshot.adapter is not None:
+        check_same_layers(None, target.snapshot.adapter, target.folder)
     if before is None:
         return
-    old, new = set(before.snapshot.tensors), set(wanted.snapshot.tensors)
+    old, new = set(before.snapshot.tensors), set(target.snapshot.tensors)
     if old != new:
         missing, unknown = sorted(old - new), sorted(new - old)
         raise EngineError(
-            f"{wanted.folder} holds another model: {len(missing)} tensors missing {missing[:3]}, "
+            f"{target.folder} holds another model: {len(missing)} tensors missing {missing[:3]}, "
             f"{len(unknown)} unknown {unknown[:3]}; a policy keeps its architecture for the run"
         )
