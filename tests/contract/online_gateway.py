@@ -31,7 +31,8 @@ from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.service.operators.messages import ForgetSessionAnswer
 from penstock.dataflow.service.trainers.messages import BatchRequest
 from penstock.rollout.delivery_queue import AckLog
-from penstock.rollout.engines import Engine, ScriptedEngine
+from penstock.rollout.engine import Engine
+from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.node import NodeDeps
 from penstock.rollout.online import OnlineNode, build_online
 from penstock.types import Manifest, NodeId, Trajectory

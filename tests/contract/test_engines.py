@@ -13,15 +13,14 @@ import pytest
 
 from penstock.errors import ConfigError, EngineError, RequestRejected
 from penstock.gateway.generation import Completion, TokenChunk
+from penstock.plugins import builtin_names
+from penstock.rollout.engine import Engine, EngineSettings
 from penstock.rollout.engine_pool import EnginePool
-from penstock.rollout.engines import (
-    Engine,
-    HfEngine,
-    ScriptedEngine,
-    SimulatedEngine,
-    make_engine,
-)
-from penstock.rollout.engines.simulated import LoadProfile
+from penstock.rollout.engines import find_engine
+from penstock.rollout.engines.hf import HfEngine
+from penstock.rollout.engines.scripted import ScriptedEngine
+from penstock.rollout.engines.simulated import LoadProfile, SimulatedEngine
+from penstock.rollout.engines.vllm import VllmEngine
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -300,17 +299,51 @@ async def test_close_fails_what_is_running_and_what_comes(
     await engine.close()
 
 
-async def test_make_engine_knows_every_kind() -> None:
-    for kind, expected in (
+async def test_engines_are_found_by_the_names_of_their_modules() -> None:
+    assert builtin_names("penstock.rollout.engines") == (
+        *("hf", "scripted", "sglang", "simulated", "vllm"),
+    )
+    for name, expected in (
         ("hf", HfEngine),
         ("simulated", SimulatedEngine),
         ("scripted", ScriptedEngine),
+        ("vllm", VllmEngine),
     ):
-        engine = make_engine(kind, seed=0, torch_threads=1)
+        engine = find_engine(name).build(EngineSettings())
         assert isinstance(engine, expected)
         await engine.close()
-    with pytest.raises(ConfigError, match="one of: hf, vllm, sglang, simulated, scripted"):
-        make_engine("sgl", seed=0, torch_threads=1)
+    sglang = find_engine("sglang").build(EngineSettings(url="http://127.0.0.1:1"))
+    await sglang.close()
+    with pytest.raises(ConfigError, match="built in: hf, scripted, sglang, simulated, vllm"):
+        find_engine("sgl")
+    with pytest.raises(ConfigError, match="set sglang"):
+        find_engine("sglang").build(EngineSettings())
+
+
+class CustomEngine(ScriptedEngine):
+    """As a user writes one, outside penstock."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__([[settings.seed]])
+
+
+async def test_a_custom_engine_is_named_by_module_and_class(folders: list[Path]) -> None:
+    engine = find_engine(f"{__name__}:CustomEngine").build(EngineSettings(seed=7))
+    await engine.load(folders[0], version(0))
+    assert list(view_ids((await ask(engine)).sampled_ids)) == [7]
+    with pytest.raises(ConfigError, match="not callable"):
+        find_engine(f"{__name__}:PROMPT")
+    with pytest.raises(ConfigError, match="missing_module"):
+        find_engine("missing_module:Engine")
+
+
+def test_an_engine_type_says_what_config_may_combine_it_with() -> None:
+    names = builtin_names("penstock.rollout.engines")
+    types = {name: find_engine(name) for name in names}
+    assert {name for name in names if types[name].serves_adapters} == {
+        *("hf", "scripted", "simulated", "vllm")
+    }
+    assert {name for name in names if types[name].is_reproducible} == {"hf", "scripted"}
 
 
 async def test_simulated_failures_and_lengths_follow_the_declared_load(

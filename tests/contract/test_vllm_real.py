@@ -28,7 +28,7 @@ from penstock.errors import EngineError
 from penstock.gateway.generation import Completion, TokenChunk
 from penstock.rollout.engines.vllm import ChildServer, VllmEngine
 from penstock.rollout.engines.vllm.control import Control
-from penstock.rollout.engines.vllm.http import HttpClient
+from penstock.rollout.http_client import HttpClient
 from penstock.types import PolicyName, SamplingSpec, Version, view_ids, view_log_probs
 
 POLICY = PolicyName("policy")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the engines of one policy look like one: requests survive the loss of an engine, and weights
-are swapped a few engines at a time.
+"""Makes the engines of one policy look like one: requests survive the loss of an engine, and
+weights are swapped a few engines at a time.
 
-Owns routing and the retry of lost answers; `rolling_swap` owns the order of swaps. Does not start or
-restart engines: an engine that cannot answer has `live` None, and the loader updates it when it is
-back. The rules:
+Owns routing and the retry of lost answers; `rolling_swap` owns the order of swaps. Does not start
+or restart engines: an engine that cannot answer has `live` None, and the loader updates it when it
+is back. The rules:
 
 - A lost answer continues on another engine (see `partial_completion`). A rejected request
   (`RequestRejected`) is not retried, nor one that failed MAX_FAILURES times without a new token.
@@ -25,11 +25,11 @@ import structlog
 
 from penstock.errors import EngineError, RequestRejected, wrap_errors
 from penstock.gateway.generation import ChunkCallback, Completion
-from penstock.rollout.engines.base import CLOSED, Engine, live_for
-from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
+from penstock.rollout.engine import CLOSED, Engine, live_for
 from penstock.rollout.partial_completion import DetachableCallback, PartialCompletion
 from penstock.rollout.rolling_swap import Replica, RollingSwap, VerifyEngine
 from penstock.rollout.routing import choose
+from penstock.rollout.snapshot import Snapshot, read_snapshot
 from penstock.types import FinishReason, PolicyName, SamplingSpec, Version
 
 MAX_PAUSED = 0.25

@@ -13,8 +13,8 @@ from pathlib import Path
 from penstock.dataflow.core.leasing import LiveVersion
 from penstock.errors import EngineError, wrap_errors
 from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.rollout.engine import Engine, Shareable
 from penstock.rollout.engine_pool import MAX_PAUSED, EnginePool, PoolStats, VerifyEngine
-from penstock.rollout.engines.base import Engine, Shareable
 from penstock.types import PolicyName, SamplingSpec, Version
 
 

@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent_pid: int) -> None:
-    """Request SIGKILL from the kernel on the parent's death; exits if the parent is already dead."""
+    """Request SIGKILL from the kernel on the parent's death; die now if the parent is dead."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

@@ -29,10 +29,10 @@ from penstock.gateway.gateway import Gateway
 from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.delivery_queue import AckLog, DeliveryApi, DeliveryQueue
 from penstock.rollout.endpoint import Endpoint
+from penstock.rollout.engine import Engine, EngineSettings
 from penstock.rollout.engine_pool import MAX_PAUSED
 from penstock.rollout.engine_pools import EnginePools
-from penstock.rollout.engines import EngineSettings, make_engine
-from penstock.rollout.engines.base import Engine
+from penstock.rollout.engines import find_engine
 from penstock.rollout.membership import Membership, MembershipApi
 from penstock.rollout.orders import NodeOrders
 from penstock.rollout.peer_relay import PeerRelayConfig, PeerRelayFetcher
@@ -145,20 +145,18 @@ def engine_maker(
     seeds = itertools.count(zlib.crc32(node_id.encode()))
 
     def make(run_info: RunInfo) -> Engine:
-        return make_engine(
-            kind or run_info.engine,
+        settings = EngineSettings(
             seed=next(seeds),
             torch_threads=run_info.torch_threads,
             is_deterministic=run_info.is_deterministic,
-            settings=EngineSettings(
-                url=url,
-                environment=vllm_environment,
-                options=run_info.engine_options,
-                state_dir=state_dir,
-                num_policies=max((len(s.policies) for s in run_info.adapters), default=1),
-                adapter_rank=max((s.rank for s in run_info.adapters), default=1),
-            ),
+            url=url,
+            environment=vllm_environment,
+            options=run_info.engine_options,
+            state_dir=state_dir,
+            num_policies=max((len(s.policies) for s in run_info.adapters), default=1),
+            adapter_rank=max((s.rank for s in run_info.adapters), default=1),
         )
+        return find_engine(kind or run_info.engine).build(settings)
 
     return make
 

@@ -277,7 +277,7 @@ async def build_online(
     if run_info.session is None:
         await membership.leave()
         raise ConfigError(
-            f"run {run_info.run} has no source of sessions; add `- {{name: live, session: {{}}}}` to "
+            f"run {run_info.run} has no session source; add `- {{name: live, session: {{}}}}` to "
             "its sources"
         )
     terms = SessionTerms(

@@ -16,8 +16,8 @@ from dataclasses import replace
 from penstock.errors import EngineError
 from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
 from penstock.gateway.seeds import derive
-from penstock.rollout.engines.base import SpanLog
-from penstock.rollout.engines.snapshot import Snapshot
+from penstock.rollout.engine import SpanLog
+from penstock.rollout.snapshot import Snapshot
 from penstock.types import (
     FinishReason,
     PolicyName,

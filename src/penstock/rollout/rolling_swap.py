@@ -23,7 +23,7 @@ from pathlib import Path
 import structlog
 
 from penstock.errors import EngineError, wrap_errors
-from penstock.rollout.engines.base import Engine
+from penstock.rollout.engine import Engine
 from penstock.types import Version
 
 MAX_SWAP_S = 1000

@@ -7,8 +7,8 @@ that is available and below the load limit is chosen. This needs no state, all n
 an engine leaves, only its own sessions move.
 
 Hashing alone is uneven: with few sessions, one engine may get twice its share, and the slowest
-engine decides when a batch is full. The load limit is 1.25 times the mean. A session whose engine is
-full always falls back to the same next engine.
+engine decides when a batch is full. The load limit is 1.25 times the mean. A session whose engine
+is full always falls back to the same next engine.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from penstock.errors import EngineError, WeightsError, WireError, wrap_errors
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Completion
 from penstock.gateway.renderer import Renderer
+from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pools import EnginePools
-from penstock.rollout.engines.base import Engine
 from penstock.rollout.membership import Membership
 from penstock.rollout.orders import NodeOrders
 from penstock.types import (

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
-from penstock.rollout.engines import Engine
-from penstock.rollout.engines.base import SpanLog
+from penstock.rollout.engine import Engine, SpanLog
 from penstock.types import FinishReason, PolicyName, SamplingSpec, Version, log_probs, token_ids
 
 

@@ -20,7 +20,7 @@ from penstock.gateway.generation import Generate
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.endpoint import Endpoint
-from penstock.rollout.engines import ScriptedEngine
+from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.recorder import Recorder
 from penstock.rollout.rewards.scorer import Failed, Scored
 from penstock.rollout.workflows import find_workflow

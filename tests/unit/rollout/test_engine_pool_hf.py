@@ -26,7 +26,7 @@ from tests.unit.rollout.polling import eventually
 
 from penstock.gateway.generation import Completion, TokenChunk
 from penstock.rollout.engine_pool import EnginePool
-from penstock.rollout.engines import HfEngine
+from penstock.rollout.engines.hf import HfEngine
 from penstock.types import SamplingSpec, view_ids
 
 __all__ = ["folders", "models"]

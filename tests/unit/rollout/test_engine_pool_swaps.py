@@ -19,9 +19,9 @@ from penstock.dataflow.service.nodes.messages import NodeDirectives
 from penstock.errors import EngineError
 from penstock.gateway.gateway import Gateway
 from penstock.rollout import weight_loader as loader_module
+from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pool import EnginePool
 from penstock.rollout.engine_pools import EnginePools
-from penstock.rollout.engines import Engine
 from penstock.rollout.membership import Membership
 from penstock.rollout.orders import NodeOrders
 from penstock.rollout.weight_loader import PROBE_TOKENS, Loader

@@ -20,7 +20,8 @@ from penstock.dataflow.core.leasing import NodeState
 from penstock.dataflow.service.nodes.messages import NodeDirectives, RunInfo
 from penstock.errors import Fenced, RewardError, WeightsError
 from penstock.rollout.delivery_queue import AckLog
-from penstock.rollout.engines import Engine, ScriptedEngine
+from penstock.rollout.engine import Engine
+from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.node import Node, NodeDeps, build
 from penstock.types import (
     FailureKind,

@@ -20,7 +20,7 @@ from penstock.gateway.renderer import Renderer
 from penstock.rollout import recorder as module
 from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.endpoint import Endpoint
-from penstock.rollout.engines import ScriptedEngine
+from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.recorder import Recorder
 from penstock.types import (
     GroupId,

@@ -21,9 +21,11 @@ from penstock.errors import EngineError, WeightsError
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.rollout import weight_loader as module
+from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pools import EnginePools
-from penstock.rollout.engines import Engine, HfEngine, ScriptedEngine, SimulatedEngine
-from penstock.rollout.engines.simulated import LoadProfile
+from penstock.rollout.engines.hf import HfEngine
+from penstock.rollout.engines.scripted import ScriptedEngine
+from penstock.rollout.engines.simulated import LoadProfile, SimulatedEngine
 from penstock.rollout.membership import Membership
 from penstock.rollout.orders import NodeOrders
 from penstock.rollout.weight_loader import Loader, probe_error

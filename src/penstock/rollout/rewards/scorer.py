@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches completions for a reward function and returns `Scored | Failed` for each. The function may
-hang, raise, crash or print.
+"""Scores completions in batches: `Scored | Failed` for each. The reward function may hang, raise,
+crash or print.
 
 A batch has a deadline, enforced by killing its process. If a batch of several fails, each of its
 completions is retried alone, once, so only the culprits fail. A failure never becomes a number.

@@ -29,10 +29,10 @@ from transformers import (
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import Completion
-from penstock.rollout.engines import HfEngine
-from penstock.rollout.engines.base import SpanLog
-from penstock.rollout.engines.batch import Batch, Row
-from penstock.rollout.engines.hf import HfDecoder
+from penstock.rollout.decoding.batch import Batch, Row
+from penstock.rollout.decoding.hf_decoder import HfDecoder
+from penstock.rollout.engine import SpanLog
+from penstock.rollout.engines.hf import HfEngine
 from penstock.types import (
     FinishReason,
     PolicyName,

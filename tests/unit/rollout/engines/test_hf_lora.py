@@ -29,9 +29,10 @@ from tests.unit.rollout.engines.tiny_qwen3 import VOCAB_SIZE, write_snapshot
 from penstock.config import LoraConfig
 from penstock.errors import EngineError
 from penstock.gateway.generation import Completion
+from penstock.rollout.decoding import hf_decoder
+from penstock.rollout.engine import Engine, Shareable
 from penstock.rollout.engine_pools import EnginePools
-from penstock.rollout.engines import Engine, HfEngine, hf
-from penstock.rollout.engines.base import Shareable
+from penstock.rollout.engines.hf import HfEngine
 from penstock.trainer.lora import attach_adapter, init_adapter
 from penstock.trainer.model_folders import init_model, load_model
 from penstock.types import PolicyName, SamplingSpec, Version, view_ids, view_log_probs
@@ -152,13 +153,13 @@ async def test_the_base_is_read_once(
 ) -> None:
     """Versions move only their adapter's bytes into memory; the file is the same by its inode."""
     read: list[str] = []
-    load_file_before = hf.load_file
+    load_file_before = hf_decoder.load_file
 
     def counting(path: Path) -> Any:
         read.append(Path(path).name)
         return load_file_before(path)
 
-    monkeypatch.setattr(hf, "load_file", counting)
+    monkeypatch.setattr(hf_decoder, "load_file", counting)
     async with engine_of() as engine:
         for number in range(3):
             await engine.load(folders[number], version(number))
@@ -247,13 +248,13 @@ async def test_two_policies_answer_at_once_from_one_base(
 ) -> None:
     """Of other rank and layers, too. Swaps of one leave the answers of the other whole."""
     built: list[Path] = []
-    build_before: Any = hf._build  # pyright: ignore[reportPrivateUsage]
+    build_before: Any = hf_decoder._build  # pyright: ignore[reportPrivateUsage]
 
     def counting(folder: Path) -> Any:
         built.append(folder)
         return build_before(folder)
 
-    monkeypatch.setattr(hf, "_build", counting)
+    monkeypatch.setattr(hf_decoder, "_build", counting)
     async with engine_of() as solver:
         judge = solver.share()
         assert isinstance(solver, Shareable)

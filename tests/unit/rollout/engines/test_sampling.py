@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import EngineError
 from penstock.gateway.seeds import GAMMA, MASK_64, derive, splitmix
-from penstock.rollout.engines.sampling import SpecColumns, sample, uniform
+from penstock.rollout.decoding.sampling import SpecColumns, sample, uniform
 from penstock.types import SamplingSpec
 
 RANDOM = np.random.default_rng(0)

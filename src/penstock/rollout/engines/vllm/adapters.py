@@ -20,12 +20,12 @@ import structlog
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import ChunkCallback, Completion
-from penstock.rollout.engines.adapter_info import BaseDigests, check_same_layers
-from penstock.rollout.engines.snapshot import Snapshot
+from penstock.rollout.adapter_info import BaseDigests, check_same_layers
 from penstock.rollout.engines.vllm.full_model import LoadedVersion, cache_salt
 from penstock.rollout.engines.vllm.generate_api import CompletionParser, request_body
 from penstock.rollout.engines.vllm.server import MAX_ADAPTERS, Server
 from penstock.rollout.engines.vllm.supervisor import Supervisor
+from penstock.rollout.snapshot import Snapshot
 from penstock.types import PolicyName, SamplingSpec, Version
 
 BASE = "base"

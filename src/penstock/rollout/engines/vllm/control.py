@@ -14,7 +14,7 @@ from urllib.parse import quote
 import msgspec
 
 from penstock.errors import EngineError
-from penstock.rollout.engines.vllm.http import HttpClient, HttpReply
+from penstock.rollout.http_client import HttpClient, HttpReply
 
 CALL_S = 60.0
 PAUSE_S = 120.0

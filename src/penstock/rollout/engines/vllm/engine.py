@@ -17,12 +17,12 @@ import structlog
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import ChunkCallback, Completion
-from penstock.rollout.engines.base import CLOSED, live_for
-from penstock.rollout.engines.snapshot import read_snapshot
+from penstock.rollout.engine import CLOSED, live_for
 from penstock.rollout.engines.vllm.adapters import AdapterSet
 from penstock.rollout.engines.vllm.full_model import FullModel, LoadedVersion
 from penstock.rollout.engines.vllm.generate_api import check_fit
 from penstock.rollout.engines.vllm.server import Server
+from penstock.rollout.snapshot import read_snapshot
 from penstock.types import PolicyName, SamplingSpec, Version
 
 STALL_S = 120.0

@@ -23,12 +23,12 @@ import structlog
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import ChunkCallback, Completion
-from penstock.rollout.engines.adapter_info import check_same_layers
-from penstock.rollout.engines.snapshot import Snapshot
+from penstock.rollout.adapter_info import check_same_layers
 from penstock.rollout.engines.vllm.control import Control
 from penstock.rollout.engines.vllm.generate_api import CompletionParser, request_body
 from penstock.rollout.engines.vllm.server import Server
 from penstock.rollout.engines.vllm.supervisor import Supervisor
+from penstock.rollout.snapshot import Snapshot
 from penstock.types import PolicyName, SamplingSpec, Version
 
 log = structlog.get_logger(__name__)

@@ -15,8 +15,8 @@ import msgspec
 
 from penstock.errors import EngineError, RequestRejected
 from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
-from penstock.rollout.engines.base import SpanLog
-from penstock.rollout.engines.snapshot import Snapshot
+from penstock.rollout.engine import SpanLog
+from penstock.rollout.snapshot import Snapshot
 from penstock.types import (
     FinishReason,
     SamplingSpec,

@@ -28,7 +28,7 @@ import structlog
 
 from penstock.errors import EngineError
 from penstock.rollout.engines.vllm.control import REQUIRED_OPTIONS, Control
-from penstock.rollout.engines.vllm.http import HttpClient
+from penstock.rollout.http_client import HttpClient
 from penstock.rollout.programs import inherited_env
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 

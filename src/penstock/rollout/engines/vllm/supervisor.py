@@ -17,11 +17,11 @@ from typing import Protocol
 import structlog
 
 from penstock.errors import EngineError, RequestRejected
-from penstock.rollout.engines.base import CLOSED
+from penstock.rollout.engine import CLOSED
 from penstock.rollout.engines.vllm.control import Control
 from penstock.rollout.engines.vllm.generate_api import CompletionParser
-from penstock.rollout.engines.vllm.http import HttpClient
 from penstock.rollout.engines.vllm.server import Server
+from penstock.rollout.http_client import HttpClient
 
 WATCH_S = 1.0
 MAX_RETRY_S = 60.0

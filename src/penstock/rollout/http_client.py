@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lean HTTP/1.1 client for one server: pooled connections, whole bodies or pieces as they come.
+"""A minimal HTTP/1.1 client for an engine server: pooled connections, full or streamed bodies.
 
-Owns connections and their timeouts. Pieces of a body are handed over from the very call that read
-them off the socket, so what a caller notes then has the order of arrival over all connections.
-Cancelling a request closes its connection, which the server takes as a wish to stop. Knows no TLS
-and no redirects: an engine is on this machine or in its own network.
+Owns connections and their timeouts. Streamed chunks are passed on in the same call that reads them
+from the socket, so callbacks run in order of arrival across all connections. Cancelling a request
+closes its connection, which tells the server to stop. No TLS and no redirects: the engine is on
+this machine or in its private network.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ OnBody = Callable[[bytes], None]
 class HttpReply:
     status: int
     body: bytes
-    """Empty where pieces were handed over."""
+    """Empty if the body was streamed."""
 
 
 class HttpClient:
-    """Requests raise OSError (TimeoutError among them) when no whole reply came."""
+    """Requests raise OSError (including TimeoutError) if no complete reply arrives."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise ConfigError(f"engine address {url!r} is not http://HOST:PORT")
+            raise ConfigError(f"engine URL {url!r} is not valid; write it as http://HOST:PORT")
         self._host, self._port = parts.hostname, parts.port or 80
         self._prefix = parts.path.rstrip("/")
         self._idle: list[_Connection] = []
@@ -53,7 +53,7 @@ class HttpClient:
         timeout_s: float | None = None,
         on_body: OnBody | None = None,
     ) -> HttpReply:
-        """`on_body` hears the pieces of a reply with status 200; what it raises is raised here."""
+        """`on_body` receives the chunks of a reply with status 200; its errors are raised here."""
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -64,13 +64,13 @@ class HttpClient:
                 connection = self._idle.pop()
                 if connection.is_usable:
                     try:
-                        return await self._ask(connection, data, on_body)
-                    except _Stale:  # closed by the server while the request was on its way
+                        return await self._send(connection, data, on_body)
+                    except _Stale:  # closed by the server while the request was in flight
                         break
-            return await self._ask(await self._connect(), data, on_body)
+            return await self._send(await self._connect(), data, on_body)
 
     def abort(self, why: str) -> None:
-        """Close every connection; all that wait for a reply get a ConnectionError."""
+        """Close all connections; waiting requests raise ConnectionError."""
         for connection in list(self._open):
             connection.abort(ConnectionAbortedError(why))
 
@@ -83,11 +83,13 @@ class HttpClient:
         self._open.add(connection)
         return connection
 
-    async def _ask(self, connection: _Connection, data: bytes, on_body: OnBody | None) -> HttpReply:
+    async def _send(
+        self, connection: _Connection, data: bytes, on_body: OnBody | None
+    ) -> HttpReply:
         try:
-            reply = await connection.ask(data, on_body)
+            reply = await connection.send(data, on_body)
         except BaseException:
-            connection.abort(ConnectionAbortedError("the request was given up"))
+            connection.abort(ConnectionAbortedError("the request was cancelled"))
             raise
         if connection.is_usable and len(self._idle) < MAX_IDLE:
             self._idle.append(connection)
@@ -97,7 +99,7 @@ class HttpClient:
 
 
 class _Stale(ConnectionError):
-    """A connection used before ended without a byte of this reply."""
+    """A reused connection closed before the first byte of this reply."""
 
 
 class _Connection(asyncio.Protocol):
@@ -119,7 +121,7 @@ class _Connection(asyncio.Protocol):
         is_open = self._transport is not None and not self._transport.is_closing()
         return is_open and not self._must_close and self._waiter is None
 
-    async def ask(self, data: bytes, on_body: OnBody | None) -> HttpReply:
+    async def send(self, data: bytes, on_body: OnBody | None) -> HttpReply:
         assert self._transport is not None
         self._waiter = asyncio.get_running_loop().create_future()
         self._on_body, self._chunks, self._has_started = on_body, [], False
@@ -144,7 +146,7 @@ class _Connection(asyncio.Protocol):
             cause = error.__context__
             self.abort(cause if isinstance(cause, Exception) else error)
         except httptools.HttpParserError as error:
-            self.abort(ConnectionError(f"the server's reply is no HTTP: {error}"))
+            self.abort(ConnectionError(f"the server's reply is not valid HTTP: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_lost(self)
