@@ -1,32 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other people's functions, found by `module:function`.
+"""Plug-ins: built-in ones are the modules of a package, custom ones are named `module:name`.
 
-Owns the import and the words for what is wrong with a name. Calls nothing that it finds."""
+Owns every import by name, and the messages for names that are unknown or cannot be imported. Calls
+nothing that it loads. Imports only the standard library, so that a small worker starts fast.
+
+To add a built-in, add one module to the package of its kind and define the attribute of that kind
+in it. There is no list to extend:
+
+    builtin_plugins("penstock.dataflow.rules", "RULE")   # {"dedup": Dedup, "edf": ..., ...}
+
+Keys are module names. Every module is imported, so use this where modules are cheap to import.
+Where they are not (engines), list the names and import only the chosen module:
+
+    builtin_names("penstock.rollout.engines")            # ("hf", "scripted", ...), imports none
+    load_object("penstock.rollout.engines.hf:ENGINE")
+
+Lower layers may call these with the name of a package above them: that is how config validates
+options which the plug-in declares (`penstock.options`). Such a package must not import config."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from collections.abc import Callable
+import json
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from penstock.errors import ConfigError
 
 
+def builtin_names(package: str) -> tuple[str, ...]:
+    """Names of the package's public modules, sorted; imports only the package itself."""
+    paths = importlib.import_module(package).__path__
+    found = (module.name for module in pkgutil.iter_modules(paths))
+    return tuple(sorted(name for name in found if not name.startswith("_")))
+
+
+@cache
+def builtin_plugins(package: str, attribute: str) -> Mapping[str, Any]:
+    """By module name, the `attribute` of every module of the package that defines it."""
+    modules = {
+        name: importlib.import_module(f"{package}.{name}") for name in builtin_names(package)
+    }
+    return MappingProxyType(
+        {
+            name: vars(module)[attribute]
+            for name, module in modules.items()
+            if attribute in vars(module)
+        }
+    )
+
+
+def load_object(name: str) -> Any:
+    """The object called `module:name`; ConfigError says which half is wrong."""
+    return _load(name, "object", _is_any)
+
+
 def load_function(name: str) -> Callable[..., Any]:
-    """The function called `module:function`; ConfigError says which half is wrong."""
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
-        raise ConfigError(f"{name!r} names no function; write it as module:function")
+    """The function, or other callable, called `module:function`."""
+    return _load(name, "function", callable)
+
+
+def load_class(name: str) -> type:
+    """The class called `module:Class`."""
+    return _load(name, "class", _is_class)
+
+
+def _load(name: str, kind: str, fits: Callable[[object], bool]) -> Any:
+    module_name, _, attribute = name.partition(":")
+    if not (module_name and attribute):
+        raise ConfigError(f"{name!r} does not name a {kind}; write it as module:{kind}")
+    module = load_module(module_name)
+    found: object = getattr(module, attribute, None)
+    if found is None or not fits(found):
+        closest = did_you_mean(attribute, [n for n, value in vars(module).items() if fits(value)])
+        fix = f'did you mean "{closest}"?' if closest else "define it there"
+        where = getattr(module, "__file__", None) or "built-in"
+        raise ConfigError(f"module {module_name!r} has no {kind} {attribute!r} ({where}); {fix}")
+    return found
+
+
+def _is_class(value: object) -> bool:
+    return isinstance(value, type)
+
+
+def _is_any(value: object) -> bool:
+    return True
+
+
+def load_module(name: str) -> ModuleType:
+    """The module of this name; ConfigError if it is missing or raises on import."""
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(name)
     except Exception as error:
         raise ConfigError(
-            f"cannot import {module_name!r} of {name!r}: {type(error).__name__}: {error}; "
+            f"cannot import {name!r}: {type(error).__name__}: {error}; "
             "install it here or put its folder on PYTHONPATH"
         ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise ConfigError(
-            f"module {module_name!r} has no function {attribute!r} ({module.__file__})"
-        )
-    return function
+
+
+def quoted(value: object) -> str:
+    """A value as messages quote it: one line, short, text in double quotes."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """The known name closest to a mistyped one, if any is close."""
+    folded = {name.lower().replace("-", "_"): name for name in known}
+    closest = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=0.6)
+    return folded[closest[0]] if closest else None
+
+
+def unknown(
+    kind: str, name: object, known: Iterable[str], *, of: str = "", none: str = "", also: str = ""
+) -> str:
+    """`unknown KIND NAME; did you mean "X"?`, or the known names where none is close.
+
+    `of` says whose name it is, `none` what to do where no name is known, and `also` which form is
+    accepted in addition to the known names."""
+    names = tuple(known)
+    closest = did_you_mean(name, names) if isinstance(name, str) else None
+    choices = [*names, *([also] if also else [])]
+    if closest:
+        fix = f'did you mean "{closest}"?'
+    else:
+        fix = f"use {' | '.join(choices)}" if choices else none
+    return f"unknown {kind} {quoted(name)}{f' of {of}' if of else ''}; {fix}"

@@ -69,6 +69,6 @@ def _tensor_parallel_lora(config: RunConfig, name: str, at: KeyPath) -> Iterator
         if tp > 1:
             yield Contradiction(
                 text=f"tp {tp} would cut the layers beside which adapters of {name} stand, which "
-                "is not served yet; set tp: 1 and raise dp, or leave lora out",
+                "is not supported yet; set tp: 1 and raise dp, or leave lora out",
                 keys=(place, place[:-1], at),
             )

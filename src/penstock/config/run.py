@@ -81,7 +81,7 @@ def _init(value: str) -> str:
 
 def _task(value: str) -> str:
     if value.endswith(_PLANNED_TASK_FORMATS) or value.startswith(("hf:", "hf://")):
-        raise ValueError(f"{quoted(value)} is not served yet; use a module or a .jsonl file")
+        raise ValueError(f"{quoted(value)} is not supported yet; use a module or a .jsonl file")
     if value.endswith(".jsonl") or MODULE.fullmatch(value):
         return value
     if FUNCTION.fullmatch(value):
@@ -107,7 +107,7 @@ def _report_to(value: object) -> object:
     if isinstance(value, str | list | tuple) and value:
         trackers = quoted(cast(object, value))
         raise ValueError(
-            f"{trackers} is not served yet; leave report_to: [] (metrics.jsonl is always written)"
+            f"{trackers} is not supported yet; leave report_to: [] (metrics.jsonl is always written)"
         )
     return cast(object, value)
 

@@ -173,12 +173,12 @@ CHOICES = [
 ]  # fmt: skip
 
 NOT_SUPPORTED = [
-    case("launcher: local", "launcher: ray #@", "launcher", "is not served yet; use local"),
-    case(POLICY, policy("frozen: true"), "models.policy.frozen", "is not served yet"),
+    case("launcher: local", "launcher: ray #@", "launcher", "is not supported yet; use local"),
+    case(POLICY, policy("frozen: true"), "models.policy.frozen", "is not supported yet"),
     case("eval: null", "eval: {every: 10} #@", "eval", "leave eval null"),
-    case("report_to: []", "report_to: [wandb] #@", "report_to", "is not served yet"),
-    case("report_to: []", "report_to: wandb #@", "report_to", "is not served yet"),
-    case(SOURCE, source("name: a, task: d.parquet"), "sources[0].task", "is not served yet"),
+    case("report_to: []", "report_to: [wandb] #@", "report_to", "is not supported yet"),
+    case("report_to: []", "report_to: wandb #@", "report_to", "is not supported yet"),
+    case(SOURCE, source("name: a, task: d.parquet"), "sources[0].task", "is not supported yet"),
 ]  # fmt: skip
 
 CONTRADICTIONS = [

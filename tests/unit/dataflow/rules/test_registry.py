@@ -88,7 +88,7 @@ def test_a_users_rule() -> None:
         ("select", "edf", {"zzz": 3}, "it takes none; delete it"),
         ("route", "shared", {}, "Shared needs the option 'turns_of'"),
         ("admit", "no.such:Rule", {}, "cannot import no.such: ModuleNotFoundError"),
-        ("admit", f"{OWN}:OnlyLon", {}, 'own_rules.py has no class OnlyLon; did you mean "OnlyLo'),
+        ("admit", f"{OWN}:OnlyLon", {}, 'did you mean "OnlyLong"?'),
         ("admit", f"{OWN}:Sequence", {}, "Sequence has no `def judge(self, group)`"),
         ("admit", f"{OWN}:OnlyLong", {"unit": "x", "min_row": 1}, 'did you mean "min_rows"?'),
         ("admit", f"{OWN}:OnlyLong", {}, "OnlyLong needs the option 'unit'"),

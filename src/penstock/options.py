@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strict options: the base class of every section and plug-in, and how a bad value is refused.
+
+Owns the strictness and the wording of refusals. Knows no field, file or line; the config loader
+adds those.
+
+Declare the options of a plug-in once, next to its code:
+
+    class Dedup(Rule):
+        window: PositiveInt = 1000
+        # window: number of admitted groups to remember
+
+Types, bounds, defaults and docs are all there. A check over several options is the method
+`_contradictions`, which yields one `Contradiction` per problem."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.plugins import did_you_mean, quoted, unknown
+
+KeyPath = tuple[str | int, ...]
+"""Where a value is: mapping keys and list indices from the top of the file or section."""
+
+T = TypeVar("T")
+OptionsT = TypeVar("OptionsT", bound="Options")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contradiction:
+    """Settings that are valid one by one and cannot be used together."""
+
+    text: str
+    """What is wrong and how to fix it."""
+    keys: tuple[KeyPath, ...]
+    """The keys involved, relative to the section that checks; the most likely culprit first."""
+
+
+class Options(BaseModel):
+    """Base of all options: rejects unknown keys, wrong types and later changes."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    @model_validator(mode="after")
+    def _check_contradictions(self) -> Self:
+        raise_contradictions(self._contradictions())
+        return self
+
+    def _contradictions(self) -> Iterable[Contradiction]:
+        """Problems between the values; override it where there can be any."""
+        return ()
+
+
+def raise_contradictions(found: Iterable[Contradiction]) -> None:
+    """Raise one validation error that carries every contradiction; return if there are none."""
+    problems = list(found)
+    if problems:
+        text = "; ".join(problem.text for problem in problems)
+        raise PydanticCustomError("contradictions", "{text}", {"text": text, "problems": problems})
+
+
+def nested_error(error: ValidationError) -> PydanticCustomError:
+    """Wrap the errors of an inner model so that each keeps its own key."""
+    return PydanticCustomError("nested", "{text}", {"text": str(error), "error": error})
+
+
+def parse_options(kind: type[OptionsT], label: str, options: Mapping[str, Any]) -> OptionsT:
+    """Validate the options of a plug-in inside a validator of the section that names it.
+
+    Each problem is reported under its own key; `label` names the plug-in in messages."""
+    known = tuple(kind.model_fields)
+    raise_contradictions(_unknown_options(label, options, known))
+    try:
+        return kind.model_validate(dict(options))
+    except ValidationError as error:
+        raise nested_error(error) from None
+
+
+def _unknown_options(
+    label: str, options: Mapping[str, Any], known: Sequence[str]
+) -> Iterator[Contradiction]:
+    for option in options:
+        if option not in known:
+            text = unknown("option", option, known, of=label, none="remove it")
+            yield Contradiction(text=text, keys=((option,), ()))
+
+
+def unknown_choice(
+    value: object, supported: Sequence[str], planned: Sequence[str] = ()
+) -> ValueError:
+    """The error for a value outside a closed list; planned values get a different message."""
+    choices = " | ".join(supported)
+    if value in planned:
+        return ValueError(f"{quoted(value)} is not supported yet; use {choices}")
+    closest = did_you_mean(value, supported) if isinstance(value, str) else None
+    fix = f'did you mean "{closest}"?' if closest else f"use {choices}"
+    return ValueError(f"{quoted(value)} is not one of {choices}; {fix}")
+
+
+def one_of(*supported: str, planned: Sequence[str] = ()) -> BeforeValidator:
+    """Accept only these values (null is left to the field's type)."""
+
+    def check(value: T) -> T:
+        if value is None or (isinstance(value, str) and value in supported):
+            return value
+        raise unknown_choice(value, supported, planned)
+
+    return BeforeValidator(check)
+
+
+def non_empty() -> BeforeValidator:
+    """Reject an empty list or mapping (pydantic's min_length also counts invalid items)."""
+
+    def check(value: object) -> object:
+        if value in ([], (), {}):
+            raise ValueError("is empty; give at least one entry")
+        return value
+
+    return BeforeValidator(check)
