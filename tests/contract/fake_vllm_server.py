@@ -127,7 +127,7 @@ class VllmDouble:
         folder = Path(call["args"][0])
         self.log.append(call["method"].removeprefix("penstock_"))
         if self.root not in folder.parents:
-            return PlainTextResponse(f"PermissionError: {folder} is not under the root", 500)
+            return PlainTextResponse(f"PermissionError: {folder} is not inside the root", 500)
         if call["method"] == "penstock_load":
             assert not self._running.is_set(), "weights change only while nothing is sampled"
             if self.fail_loads:

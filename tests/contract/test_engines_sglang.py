@@ -127,13 +127,13 @@ async def test_what_its_log_probs_do_not_know_is_refused(
     engine: SglangEngine, double: SglangDouble, folders: list[Path]
 ) -> None:
     double.is_raw = True
-    with pytest.raises(EngineError, match="not under the sampling spec"):
+    with pytest.raises(EngineError, match="do not match the sampling distribution"):
         await engine.load(folders[0], version(0))
     assert engine.live is None
     double.is_raw = False
     await engine.load(folders[0], version(0))
     for spec in (SamplingSpec(top_p=0.9), SamplingSpec(top_k=5), SamplingSpec(min_p=0.1)):
-        with pytest.raises(RequestRejected, match="serve the policy with vllm"):
+        with pytest.raises(RequestRejected, match="set engine: vllm"):
             await ask(engine, spec)
 
 

@@ -148,7 +148,7 @@ async def test_what_does_not_fit_is_refused_and_the_old_version_serves(bench: Be
 
     stranger = write_snapshot(bench.root / "stranger", seed=5)
     folder = write_version(stranger, bench.root / "versions" / "stranger", seed=0)
-    with pytest.raises(EngineError, match="another base"):
+    with pytest.raises(EngineError, match="different base model"):
         await bench.solver.load(folder, version(3))
     with pytest.raises(EngineError, match="policies share this vLLM"):
         await bench.solver.load(bench.base, version(3))

@@ -151,9 +151,9 @@ async def test_a_workflow_may_score_itself(snapshot: Path, name: str, reward: fl
     ("name", "says"),
     [
         ("raises", "my own mistake"),
-        ("completes_in_a_role", "a completion has no role"),
+        ("completes_in_a_role", "does not take a role"),
         ("exits", "SystemExit: goodbye"),
-        ("calls_nobody", "without any model answer"),
+        ("calls_nobody", "without a model answer"),
         ("own_timeout", "of the user's own client"),
         ("returns_nonsense", "returned a dict"),
         ("bad_reward", "finite number"),
@@ -237,12 +237,12 @@ async def test_a_reward_that_failed_is_no_reward(snapshot: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("single-turn", "there is single_turn"),
+        ("single-turn", "built in: single_turn"),
         ("no_such_module:run", "cannot import"),
         (f"{WORKFLOWS}:nothing", "has no function"),
-        (f"{WORKFLOWS}:not_async", "no async function"),
-        ("[1, 2]", "list of words"),
-        ("[oops", "no valid JSON"),
+        (f"{WORKFLOWS}:not_async", "not an async function"),
+        ("[1, 2]", "list of strings"),
+        ("[oops", "not a valid JSON"),
     ],
 )
 def test_a_workflow_that_cannot_be_found_is_refused_with_its_cure(name: str, says: str) -> None:

@@ -212,7 +212,7 @@ async def test_a_dead_pool_holds_and_then_fails(snapshot: Path) -> None:
     only.dies_after = 5
     loop = asyncio.get_running_loop()
     began_at = loop.time()
-    with pytest.raises(EngineError, match=r"none of 1 engines came back within 0\.2 s.*reset"):
+    with pytest.raises(EngineError, match=r"all 1 engines were unavailable for 0\.2 s.*reset"):
         await pool(PROMPT, SPEC, policy=POLICY, session="s")
     assert loop.time() - began_at >= 0.2
     assert pool.live is None

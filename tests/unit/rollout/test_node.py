@@ -207,7 +207,7 @@ async def test_a_refused_row_is_an_error_in_the_log(tmp_path: Path, snapshot: Pa
             desk.dataflow.waiting.extend((slot, 1) for slot in range(4))
             await eventually(lambda: len(desk.acknowledged()) == 3)
             assert refused not in desk.acknowledged()
-    (line,) = [line for line in lines if line["event"] == "refused"]
+    (line,) = [line for line in lines if line["event"] == "trajectory rejected"]
     assert (line["log_level"], line["row"]) == ("error", refused)
 
 
@@ -236,7 +236,7 @@ async def test_a_node_whose_place_was_taken_stops_with_an_error(
 ) -> None:
     async with bench(tmp_path, snapshot) as desk:
         desk.dataflow.boot_ids[NODE] = "somebody newer"
-        with pytest.raises(Fenced, match="took the place of node node-1"):
+        with pytest.raises(Fenced, match="node node-1 was registered by another process"):
             await asyncio.wait_for(desk.running, 60)
 
 

@@ -89,7 +89,7 @@ async def test_a_program_that_fails_is_a_failed_workflow(tmp_path: Path, snapsho
     )
     row = await attempt(snapshot, words, scorer=DirectScorer())
     assert row.outcome.reason == FailureKind.WORKFLOW
-    assert "ended with code 3: why" in row.outcome.detail
+    assert "exited with code 3: why" in row.outcome.detail
 
 
 async def test_output_is_what_it_printed_and_a_lingering_child_holds_nobody_up(

@@ -119,7 +119,7 @@ async def test_the_deadline_kills_the_whole_group(
     async with scorer("leaves_a_child", deadline_s=0.5) as scores:
         result = await scores.score("hang", task())
         assert isinstance(result, Failed) and result.kind is FailureKind.REWARD_DEADLINE
-        assert "took longer than 0.5 s" in result.detail
+        assert "exceeded its deadline of 0.5 s" in result.detail
         await eventually_dead(await pid_in(tmp_path / "pid"))
 
 

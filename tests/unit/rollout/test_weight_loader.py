@@ -97,7 +97,7 @@ async def test_a_version_that_fails_its_probe_is_announced_when_it_passes(
             assert desk.dataflow.beats[-1].live[0].number == 0
             engine.spoil = None
             await eventually(lambda: desk.dataflow.beats[-1].live[0].number == 1)
-    assert len([line for line in lines if line["event"] == "version not loaded"]) >= 3
+    assert len([line for line in lines if line["event"] == "load failed"]) >= 3
     assert {tuple(prompt_ids) for prompt_ids, _ in engine.asked} == {tuple(engine.asked[0][0])}
     assert engine.asked[0][0] and all(0 <= token < 11 for token in engine.asked[0][0])
     assert {spec.temperature for _, spec in engine.asked} == {0.0}
@@ -135,7 +135,7 @@ async def test_an_engine_that_never_answers_is_not_waited_for(
             await eventually(lambda: desk.fetch.num_tries >= 2)
             assert not any(beat.live for beat in desk.dataflow.beats)
     assert (
-        "probe of" in next(line for line in lines if line["event"] == "version not loaded")["error"]
+        "probe of" in next(line for line in lines if line["event"] == "load failed")["error"]
     )
 
 

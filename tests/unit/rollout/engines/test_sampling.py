@@ -112,7 +112,7 @@ def test_uniform_numbers_are_uniform() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_distribution_are_refused(bad: float) -> None:
-    with pytest.raises(EngineError, match="no distribution"):
+    with pytest.raises(EngineError, match="NaN or infinite"):
         draw([0.0, bad, 1.0], SamplingSpec(), 1)
 
 
