@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
 from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.dataflow import SurvivorsClosing
+from penstock.config.engines import is_reproducible
 from penstock.config.lora import lora_cross_checks
 from penstock.config.pipeline_cross_checks import (
     group_comparer,
@@ -44,7 +45,7 @@ def _determinism(config: RunConfig) -> Iterator[Contradiction]:
         return
     at: KeyPath = ("deterministic",)
     for name, model in config.models.items():
-        if model.engine not in ("hf", "scripted"):
+        if not is_reproducible(model.engine):
             text = f"engine {model.engine} of {name} promises no bits; use hf or scripted"
             yield Contradiction(text=text, keys=(("models", name, "engine"), at))
     if len(config.models) > 1 or config.dataflow.partitions > 1:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import AfterValidator, Field, PositiveInt
 
 from penstock.config.base import Contradiction, KeyPath, Section, matching, non_empty
+from penstock.config.engines import serves_adapters
 
 if TYPE_CHECKING:
     from penstock.config.run import RunConfig
@@ -20,8 +21,6 @@ _MODULE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _Target = Annotated[
     str, AfterValidator(matching(_MODULE, "write the last part of a module's name, like q_proj"))
 ]
-ENGINES = ("hf", "vllm", "scripted", "simulated")
-"""Engines that put an adapter on a model, and those that have none."""
 
 
 class LoraConfig(Section):
@@ -42,7 +41,7 @@ def lora_cross_checks(config: RunConfig) -> Iterator[Contradiction]:
         if model.lora is None:
             continue
         at: KeyPath = ("models", name, "lora")
-        if model.engine not in ENGINES:
+        if not serves_adapters(model.engine):
             yield Contradiction(
                 text=f"engine {model.engine} does not serve adapters yet; use hf or vllm, or leave "
                 "lora out",

@@ -36,6 +36,7 @@ from penstock.config.base import (
 )
 from penstock.config.cross_checks import cross_checks
 from penstock.config.dataflow import DataflowConfig, PolicyDataflowConfig
+from penstock.config.engines import EngineName
 from penstock.config.lora import LoraConfig
 from penstock.config.pipeline import PipelineConfig
 from penstock.config.pipeline_cross_checks import ledger_stages
@@ -137,10 +138,7 @@ class ModelConfig(Section):
     """Initial weights: `builtin:NAME`, or a folder in Hugging Face form."""
     lora: LoraConfig | None = None
     """Train an adapter on these weights, which stay as they are; null trains all of them."""
-    engine: Annotated[
-        Literal["hf", "vllm", "sglang", "scripted", "simulated"],
-        one_of("hf", "vllm", "sglang", "scripted", "simulated"),
-    ] = "hf"
+    engine: EngineName = "hf"
     """What generates: transformers in process, vLLM or SGLang in a process of its own, a table of
     answers, or a simulation of timing."""
     vllm: VllmConfig = VllmConfig()

@@ -15,11 +15,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from penstock.errors import EngineError, RequestRejected
 from penstock.gateway.generation import ChunkCallback, Completion
@@ -27,6 +26,9 @@ from penstock.rollout.decoding.sampling import SpecColumns, sample
 from penstock.rollout.engine import SpanLog
 from penstock.rollout.snapshot import Snapshot
 from penstock.types import FinishReason, SamplingSpec, Version, log_probs, token_ids
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Logits = NDArray[np.float32]
 

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from penstock.errors import EngineError, wrap_errors
 from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.rollout.decoding.batch import Decoder, Row, Staged
@@ -113,6 +111,8 @@ class ContinuousEngine:
             staged = decoder.stage(folder)
         path = folder / "tokenizer.json"
         if self._lane.tokenizer is None and path.exists():
+            from tokenizers import Tokenizer  # an optional dependency
+
             # Only once: a policy's vocabulary never changes, and reading a large one is slow.
             self._lane.tokenizer = Tokenizer.from_file(str(path))
         return staged

@@ -19,15 +19,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import structlog
-from tokenizers import Tokenizer
 
 from penstock.errors import EngineError, PenstockError
 from penstock.gateway.generation import Completion, TokenChunk
 from penstock.rollout.decoding.batch import Batch, Decoder, Result, Row, Staged
 from penstock.rollout.engine import CLOSED
 from penstock.types import Version
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 log = structlog.get_logger(__name__)
 
