@@ -48,7 +48,7 @@ from penstock.types import (
 )
 
 NUM_MODELS = 3
-"""Different weights; the number of a version picks one of them."""
+"""Different weights, selected by version number."""
 TOLERANCE = 1e-3
 ANSWER_TOKENS = 48
 START_S = 600.0
@@ -73,7 +73,7 @@ def _write_tiny(folder: Path, seed: int) -> Path:
 
 
 def _write_bytes(folder: Path, seed: int) -> Path:
-    """Larger, because vLLM takes no heads of 16; and without an end token."""
+    """Larger, because vLLM does not support heads of 16; without an end token."""
     byte_qwen3.write_snapshot(folder, seed=seed)
     for name, key in (("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
         settings = json.loads((folder / name).read_text())
@@ -84,7 +84,7 @@ def _write_bytes(folder: Path, seed: int) -> Path:
 
 
 class KillableVllm(Restartable):
-    """vLLM as a child; killed with SIGKILL, all its processes at once. It comes back by itself."""
+    """vLLM as a child process; SIGKILL ends all its processes. It restarts automatically."""
 
     def __init__(self, paused: Paused) -> None:
         from penstock.rollout.engines.vllm import ChildServer, VllmEngine, default_environment
@@ -106,7 +106,7 @@ VLLM = Kind("vllm", _write_bytes, KillableVllm)
 
 
 class Folders:
-    """In the place of a fetch: the weights of each number."""
+    """Replaces the fetcher: the weights of each version number."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
@@ -136,7 +136,7 @@ class SwapHarness:
     models: list[Any]
     sessions: list[Session] = field(default_factory=list[Session])
     errors: list[str] = field(default_factory=list[str])
-    """What agents saw and should not have seen."""
+    """Errors that agents saw."""
     num_answers: int = 0
     pauses_s: list[float] = field(default_factory=list[float])
     longest_silence_s: float = 0.0
@@ -158,7 +158,7 @@ class SwapHarness:
 
     @asynccontextmanager
     async def agents(self, num_sessions: int) -> AsyncGenerator[None]:
-        """They stream until the block ends; then each finishes its answer."""
+        """Agents stream until the block ends; each then finishes its answer."""
         async with asyncio.TaskGroup() as tasks:
             for number in range(num_sessions):
                 sampling = SamplingSpec(max_tokens=ANSWER_TOKENS)
@@ -209,7 +209,7 @@ class SwapHarness:
         assert (finish, last) == ("length", "[DONE]"), f"ended with {finish!r}, {last!r}"
 
     def turns(self) -> Iterator[tuple[list[int], Turn]]:
-        """Every turn with its whole context."""
+        """Every turn with its full context."""
         for session in self.sessions:
             turns = session.turns()
             for turn in turns:
@@ -226,7 +226,7 @@ class SwapHarness:
                 yield context, turn
 
     def wrong(self) -> Iterator[str]:
-        """Turns that are cut short, or whose log-probs are not those of the versions named."""
+        """Turns that are cut short, or whose log-probs do not match their versions."""
         for context, turn in self.turns():
             where = f"{turn.spans}"
             if turn.finish is not FinishReason.LENGTH or not turn.reached_agent:
@@ -270,7 +270,7 @@ def _ms(times_s: Sequence[float]) -> str:
 async def world(
     kind: Kind, root: Path, *, num_engines: int, max_paused: float = 0.25
 ) -> AsyncGenerator[SwapHarness]:
-    """Number 0 is served when it begins."""
+    """Version 0 is live at the start."""
     folders = [kind.write(root / str(seed), seed) for seed in range(NUM_MODELS)]
     made: list[Killable] = []
     paused = Paused()

@@ -46,7 +46,7 @@ kinds = pytest.mark.parametrize("kind", [HF, vllm], ids=lambda kind: kind.name)
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module, "RETRY_S", 0.1)
-    # By itself every vLLM binds its worker to the same first cores of the machine.
+    # By default, every vLLM binds its worker to the same first cores of the machine.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -93,7 +93,7 @@ async def test_engines_killed_under_load(kind: Kind, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [HF, *([vllm] if SWAPS >= 100 else [])], ids=lambda k: k.name)
 async def test_four_engines_take_versions_in_turn(kind: Kind, tmp_path: Path) -> None:
-    """Against all at once, alternately on the same engines."""
+    """Compared with swapping all engines together, alternately on the same engines."""
     figures = begin(f"versions on 4 engines, {kind.name}")
     folders = Folders([kind.write(tmp_path / str(seed), seed) for seed in range(3)])
     paused = Paused()
@@ -140,7 +140,7 @@ async def _load(pool: EnginePool, folders: Folders, number: int) -> None:
 async def _busy(
     pool: EnginePool, folders: Folders, numbers: itertools.count[int], num_versions: int
 ) -> int:
-    """Tokens sampled for a fixed number of sessions while versions come in steadily."""
+    """Tokens sampled for a fixed number of sessions while new versions keep arriving."""
     num_tokens, is_over = 0, False
 
     async def session(name: str) -> None:

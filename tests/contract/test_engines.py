@@ -79,7 +79,7 @@ async def ask(
 
 
 async def pause(engine: Engine) -> None:
-    """Long enough for a few tokens; a script makes one per turn of the event loop."""
+    """Long enough for a few tokens; a script returns one per event-loop iteration."""
     if isinstance(engine, ScriptedEngine):
         for _ in range(5):
             await asyncio.sleep(0)
@@ -120,7 +120,7 @@ async def test_an_answer_is_covered_by_the_live_version(
 
 
 async def test_pieces_are_the_answer_as_it_is_sampled(engine: Engine, folders: list[Path]) -> None:
-    """Also while weights change: every piece is of one version, in order and without gap."""
+    """Also during swaps: every chunk has one version, in order and without gaps."""
     await engine.load(folders[0], version(0))
     heard: list[TokenChunk] = []
     spec = SamplingSpec(max_tokens=150, seed=3)
@@ -189,7 +189,7 @@ async def test_a_swap_in_mid_answer_gives_two_spans(engine: Engine, folders: lis
 async def test_versions_that_are_adapters_are_versions_like_any_other(
     engine: Engine, folders: list[Path], tmp_path: Path
 ) -> None:
-    """A base with an adapter on it; engines without a model have nothing to put it on."""
+    """A base with an adapter; engines without a model ignore it."""
     from tests.unit.rollout.engines.lora_snapshots import write_version
 
     adapted = [write_version(folders[0], tmp_path / str(seed), seed=seed) for seed in (0, 1)]
@@ -321,7 +321,7 @@ async def test_engines_are_found_by_the_names_of_their_modules() -> None:
 
 
 class CustomEngine(ScriptedEngine):
-    """As a user writes one, outside penstock."""
+    """An engine as a user would write it, outside penstock."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__([[settings.seed]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SGLang engine against a double of its protocol; no real server was ever asked."""
+"""The SGLang engine against a fake server; never tested with a real one."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_an_answer_that_is_not_given_back_is_taken_back(
     await engine.load(folders[0], version(0))
     call = asyncio.create_task(ask(engine, SamplingSpec(max_tokens=LONG), []))
     await asyncio.sleep(0.05)
-    for _ in range(20):  # the double needs a moment to notice that the caller is gone
+    for _ in range(20):  # the fake server needs a moment to notice the disconnect
         try:
             await engine.load(folders[1], version(1))
             break

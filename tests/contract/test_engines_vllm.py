@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM engine against a double of its protocol: swaps, spans, refusals, faults, recovery.
+"""The vLLM engine against a fake server: swaps, spans, rejections, faults, recovery.
 
 What only a real vLLM can show is in test_vllm_real.py.
 """
@@ -93,7 +93,7 @@ def numbers(completion: Completion) -> list[int]:
 
 
 def check_tokens(completion: Completion, folders: list[Path]) -> None:
-    """Each token is one that the weights of its version make."""
+    """Check that each token comes from the weights of its version."""
     expected = [
         token(weights_of(folders[number % len(folders)]), PROMPT, at)
         for at, number in enumerate(numbers(completion))
@@ -136,7 +136,7 @@ async def test_a_swap_pauses_loads_drops_the_cache_and_labels_in_this_order(
 async def test_answers_go_on_over_many_swaps_and_every_token_has_its_version(
     engine: VllmEngine, double: VllmDouble, folders: list[Path]
 ) -> None:
-    """Whole and streamed; pieces carry the same versions as the completion."""
+    """Full and streamed; chunks have the same versions as the completion."""
     double.token_s = 0.004
     await engine.load(folders[0], version(0))
     heard: list[list[TokenChunk]] = [[] for _ in range(4)]
@@ -278,7 +278,7 @@ async def test_a_server_that_makes_no_token_is_dead_whatever_it_says(
 async def test_slow_is_not_dead(
     engine: VllmEngine, double: VllmDouble, folders: list[Path]
 ) -> None:
-    """Answers longer than the limit, with a token now and then, and an idle server."""
+    """Answers that take longer than the limit but make progress, and an idle server."""
     await engine.load(folders[0], version(0))
     await asyncio.sleep(0.6)
     double.token_s = 0.15
@@ -367,7 +367,7 @@ uvicorn.run(double.app(), host="127.0.0.1", port=int(words[words.index("--port")
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """What looks like a virtual environment with vLLM in it."""
+    """A fake virtual environment with vLLM in it."""
     program = tmp_path / "environment" / "bin" / "vllm"
     program.parent.mkdir(parents=True)
     path = [p for p in sys.path if p] + [str(Path(__file__).parents[2])]
@@ -410,7 +410,7 @@ async def test_a_killed_child_comes_back_with_the_last_version(
         assert group is not None
         os.kill(group if victim == "the guardian" else before[0], signal.SIGKILL)
         [ending] = await asyncio.gather(running, return_exceptions=True)
-        if victim == "the server":  # without a guardian it goes on until that is noticed
+        if victim == "the server":  # without a guardian it runs until it notices
             assert isinstance(ending, EngineError) and "connection to vLLM lost" in str(ending)
         await until(lambda: pids(tmp_path) != before and engine.live == version(1), 60)
         assert not any(map(is_alive, before)), "nothing of the old server is left"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters on a vLLM engine, against a double of its protocol: names, uses, recovery, refusals.
+"""Adapters on a vLLM engine, against a fake server: names, uses, recovery, rejections.
 
 What only a real vLLM can show is in test_vllm_lora.py.
 """
@@ -67,7 +67,7 @@ def write_version(base: Path, folder: Path, content: int, rank: int = 1) -> Path
 
 
 class Site:
-    """One double, started anew on each start, and engines of two policies on it."""
+    """A fake server, new at each start, and engines of two policies on it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -75,7 +75,7 @@ class Site:
         self.folders = [write_version(self.base, root / "versions" / str(n), n) for n in range(5)]
         self.doubles: list[VllmDouble] = []
         self.answers: dict[str, tuple[int, str]] = {}
-        """Faults of the doubles to come."""
+        """Faults of the next fake servers."""
         self.is_running = False
         self._stack = AsyncExitStack()
         self.solver = VllmEngine(self, stall_s=0.4)
@@ -119,7 +119,7 @@ async def ask(
 
 
 def check(answer: Completion, folder: Path, number: int) -> None:
-    """All tokens are made by this folder's adapter, under this version."""
+    """Check that all tokens come from this folder's adapter, under this version."""
     ids = list(view_ids(answer.sampled_ids))
     assert ids == [token(weights_of(folder), PROMPT, at) for at in range(len(ids))]
     assert [(span.start, span.end, span.number) for span in answer.spans] == [(0, len(ids), number)]
@@ -275,7 +275,7 @@ sys.exit(1)
 async def test_a_child_is_started_on_the_base_with_room_for_adapters(
     site: Site, tmp_path: Path
 ) -> None:
-    """vLLM would take the adapter's file for a part of the model."""
+    """vLLM would read the adapter's file as part of the model."""
     program = tmp_path / "environment" / "bin" / "vllm"
     program.parent.mkdir(parents=True)
     said = tmp_path / "said.json"

@@ -39,7 +39,7 @@ NUM_SWAPS = int(os.environ.get("PENSTOCK_VLLM_SWAPS", "10"))
 NUM_SESSIONS = int(os.environ.get("PENSTOCK_VLLM_SESSIONS", "8"))
 NUM_SCHEMAS = int(os.environ.get("PENSTOCK_VLLM_SCHEMAS", "20"))
 STARTED_AT = 19
-"""Place of the start's time among the words of /proc/PID/stat after the name."""
+"""Index of the start time in /proc/PID/stat, counted after the name."""
 NUM_KILLS = int(os.environ.get("PENSTOCK_VLLM_KILLS", "2"))
 START_S = 900.0
 
@@ -100,7 +100,7 @@ def model_of(folder: Path) -> Any:
 
 
 def expected(folder: Path, ids: Sequence[int], spec: SamplingSpec) -> list[float]:
-    """What the trainer computes for these tokens of an answer."""
+    """The trainer's log-probs for these tokens of an answer."""
     torch: Any = importlib.import_module("torch")
     losses: Any = importlib.import_module("penstock.trainer.losses.logprobs")
     num = len(ids)
@@ -132,7 +132,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
 
 
 async def test_a_grid_of_sampling_specs_agrees_with_the_trainer(bench: Bench) -> None:
-    """All at once, so that greedy and random requests share batches."""
+    """Concurrently, so that greedy and random requests share batches."""
     grid = itertools.product((0.5, 1.0, 1.7), (1.0, 0.8), (0, 20), (0.0, 0.05))
     specs = [
         SamplingSpec(temperature=t, top_p=p, top_k=k, min_p=m, max_tokens=24, seed=at)
@@ -225,7 +225,7 @@ async def test_prompts_that_are_read_in_parts_kill_nobody(bench: Bench) -> None:
 
 
 async def test_processes_that_wait_for_each_other_sleep(bench: Bench) -> None:
-    """vLLM's own way costs a core each for a second after every answer."""
+    """Without the patch, each process uses a full core for a second after every answer."""
     group = psutil.Process(bench.server.group)
 
     def spent_s() -> float:

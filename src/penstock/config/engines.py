@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names and properties of engines, read from the modules of `penstock.rollout.engines`.
 
-Names are listed without an import; a property imports the one engine module it asks for. Custom
-engines (`module:Class`) are user code and never imported here.
+Names are listed without an import; reading a property imports only the module of that engine.
+Custom engines (`module:Class`) are user code and never imported here.
 """
 
 from typing import Annotated, Protocol

@@ -3,7 +3,7 @@
 
 Owns connections and their timeouts. Streamed chunks are passed on in the same call that reads them
 from the socket, so callbacks run in order of arrival across all connections. Cancelling a request
-closes its connection, which tells the server to stop. No TLS and no redirects: the engine is on
+closes its connection, so the server stops generating. No TLS and no redirects: the engine is on
 this machine or in its private network.
 """
 

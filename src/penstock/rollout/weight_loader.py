@@ -117,7 +117,7 @@ class Loader:
     async def run(self) -> None:
         """consumes: target versions · produces: live ones, announced
         waits for: an order, its weights, the engines
-        woken by: `NodeOrders.follow()`, the time to look at the engines again"""
+        woken by: `NodeOrders.apply()`, the timer for the next check of the engines"""
         while True:
             self._orders.changed.clear()
             for target in self._versions_to_load():
@@ -137,7 +137,7 @@ class Loader:
     async def _try(self, target: PublishedVersion) -> None:
         version = version_of(target)
         if self._attempted.get(target.policy, target) != target:
-            await self._prune_cache()  # partial downloads of a version that is no longer the target
+            await self._prune_cache()  # delete partial downloads of the previous target
         self._attempted[target.policy] = target
         try:
             folder = await self._fetch(self._orders.weights_url, target)

@@ -16,14 +16,14 @@ from penstock.types import FinishReason, PolicyName, SamplingSpec, Version, log_
 
 @dataclass(slots=True)
 class Paused:
-    """How many engines of a pool are inside `load`, as they see it."""
+    """How many engines of a pool are in `load`: now, and at most."""
 
     now: int = 0
     peak: int = 0
 
 
 class KillableEngine:
-    """Samples token (length of its context) % 97. Does as its fields say."""
+    """Samples token (length of its context) % 97. Its fields control its faults."""
 
     def __init__(self, paused: Paused | None = None, *, token_s: float = 0.0) -> None:
         self.live: Version | None = None
@@ -33,16 +33,16 @@ class KillableEngine:
         self.loads: list[Version] = []
         self.num_cancelled = 0
         self.dies_after: int | None = None
-        """Tokens told of the next answer before the engine is gone."""
+        """Tokens streamed of the next answer before the engine dies."""
         self.fails_with: EngineError | None = None
-        """Every answer, while the engine stays alive."""
+        """Error of every answer; the engine stays alive."""
         self.gives_up_after: int | None = None
-        """Tokens of an aborted answer, of which the last one is not told."""
+        """Tokens of an aborted answer; the last one is not streamed."""
         self.load_fails = False
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.streams_nothing = False
-        """Tells nothing of an answer in the making."""
+        """Returns answers without streaming chunks."""
         self.chunk_callbacks: list[ChunkCallback] = []
 
     async def load(self, folder: Path, version: Version) -> None:
@@ -110,7 +110,7 @@ class KillableEngine:
 
 
 class Restartable:
-    """A real engine that is lost at once when killed; the next load starts another."""
+    """A real engine that can be killed; the next load starts a new one."""
 
     def __init__(self, make: Callable[[], Engine], paused: Paused | None = None) -> None:
         self._make = make

@@ -45,7 +45,7 @@ GRANT = Grant(group_id=GroupId("p0-7"), slot=2, epoch=3, attempt=1, task=0, seed
 
 
 class DirectScorer:
-    """The reverse reward in this process; remembers what it judged."""
+    """The reverse reward in this process; records what it scored."""
 
     def __init__(self, failure: Failed | None = None) -> None:
         self.seen: list[str] = []
@@ -117,7 +117,7 @@ async def test_an_answer_that_ends_by_itself_is_completed(snapshot: Path) -> Non
 
 
 async def test_a_text_is_gone_on_with_as_it_is(snapshot: Path) -> None:
-    """Whatever the chat template would add to it."""
+    """Without anything the chat template would add."""
     template = {"chat_template": "jj{% for m in messages %}{{ m.content }}{% endfor %}"}
     (snapshot / "tokenizer_config.json").write_text(json.dumps(template))
     row = await attempt(snapshot, "completes", scorer=DirectScorer())
@@ -175,7 +175,7 @@ async def test_what_goes_wrong_in_the_workflow_is_its_failure(
 async def test_the_users_traceback_stands_in_the_record(snapshot: Path) -> None:
     row = await attempt(snapshot, "raises", scorer=DirectScorer())
     assert "user_workflows.py" in row.outcome.detail and "in raises" in row.outcome.detail
-    assert len(row.turns) == 1  # what was sampled stays on the record
+    assert len(row.turns) == 1  # sampled tokens stay in the record
 
 
 @pytest.mark.parametrize(

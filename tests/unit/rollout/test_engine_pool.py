@@ -54,7 +54,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 async def loaded(
     snapshot: Path, numbers: tuple[int, ...] = (0, 0), hold_s: float = 5.0
 ) -> tuple[EnginePool, list[KillableEngine]]:
-    """A pool whose engines serve these numbers, ordered as session "s" likes them."""
+    """A pool whose engines serve these numbers, in the routing order of session "s"."""
     engines = [KillableEngine() for _ in numbers]
     pool = EnginePool(engines, hold_s=hold_s)
     await pool.load(snapshot, version(0))
@@ -180,7 +180,7 @@ async def test_a_given_up_engine_is_not_heard_any_more(snapshot: Path) -> None:
 
     def feed(chunk: TokenChunk) -> None:
         heard.extend(chunk.sampled_ids)
-        if len(heard) == 8:  # the second engine is at work
+        if len(heard) == 8:  # the second engine is generating
             first.chunk_callbacks[-1](
                 TokenChunk(sampled_ids=[96], logprobs=[0.0], version=version(0))
             )
@@ -255,7 +255,7 @@ async def test_cancelling_passes_through(snapshot: Path) -> None:
 
 
 async def test_nobody_sees_an_error_while_another_engine_lives(snapshot: Path) -> None:
-    """Forty sessions, engines lost and brought back in turn: every answer whole and right."""
+    """Forty sessions, engines lost and restored in turn: every answer complete and right."""
     engines = [KillableEngine(token_s=0.002) for _ in range(3)]
     pool = EnginePool(engines)
     await pool.load(snapshot, version(0))

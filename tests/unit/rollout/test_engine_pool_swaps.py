@@ -29,7 +29,7 @@ from penstock.types import Version
 
 
 async def served(pool: EnginePool, num_sessions: int = 20) -> set[int]:
-    """The numbers that sample answers now."""
+    """The version numbers that answers are sampled from now."""
     answers = await asyncio.gather(
         *(pool(PROMPT, SPEC, policy=POLICY, session=f"s{n}") for n in range(num_sessions))
     )
@@ -96,7 +96,7 @@ async def test_an_engine_that_cannot_load_serves_its_old_version(snapshot: Path)
 
 
 class Proof:
-    """Fails for the engines it doubts, and keeps count."""
+    """Fails for the engines it doubts, and counts calls."""
 
     def __init__(self) -> None:
         self.unverified: list[Engine] = []
@@ -114,7 +114,7 @@ async def test_a_version_that_fails_its_proof_goes_no_further(snapshot: Path) ->
     pool, proof = EnginePool(engines), Proof()
     await pool.load(snapshot, version(0), verify=proof)
     proof.unverified = [*engines]
-    for _ in range(4):  # nor does it when it is tried again
+    for _ in range(4):  # nor after retries
         with pytest.raises(EngineError, match="not what it should be"):
             await pool.load(snapshot, version(1), verify=proof)
     assert [engine.live for engine in engines].count(version(1)) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node against a double of the dataflow over real HTTP, with the scripted engine."""
+"""The node against a fake dataflow over real HTTP, with the scripted engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORKFLOWS = "tests.unit.rollout.user_workflows"
 
 
 class FolderFetch:
-    """Every version is the same folder; the damaged ones cannot be had."""
+    """Every version is the same folder; damaged ones cannot be fetched."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class FolderFetch:
 
 
 class Bench:
-    """One node at work, its double and its files."""
+    """A running node, its fake dataflow and its files."""
 
     def __init__(self, dataflow: FakeDataflow, fetch: FolderFetch, node: Node, acks: Path) -> None:
         self.dataflow = dataflow
@@ -149,7 +149,7 @@ async def test_leases_ask_for_free_slots_only_and_not_one_by_one(
 async def test_a_free_slot_does_not_wait_for_long_answers_beside_it(
     tmp_path: Path, snapshot: Path
 ) -> None:
-    """14 of 16 slots hang: what is left is less than a quarter, and all other work goes there."""
+    """14 of 16 slots hang: less than a quarter is left, and all other work runs there."""
     mostly = facts(workflow=f"{WORKFLOWS}:hangs_at_first")
     async with bench(tmp_path, snapshot, num_slots=40, run_info=mostly, grace_s=0.1) as desk:
         await asyncio.wait_for(desk.dataflow.until_stored(26), 60)

@@ -46,7 +46,7 @@ VERSION = Version(policy=POLICY, incarnation=1, number=3)
 
 
 class SpoiltEngine(ScriptedEngine):
-    """Its answers under number 1 are spoilt until it is mended."""
+    """Its answers under version 1 are wrong until it is repaired."""
 
     def __init__(self, spoil: Spoil) -> None:
         super().__init__()
@@ -134,9 +134,7 @@ async def test_an_engine_that_never_answers_is_not_waited_for(
         async with bench(tmp_path, snapshot, make_engine=lambda: slow) as desk:
             await eventually(lambda: desk.fetch.num_tries >= 2)
             assert not any(beat.live for beat in desk.dataflow.beats)
-    assert (
-        "probe of" in next(line for line in lines if line["event"] == "load failed")["error"]
-    )
+    assert "probe of" in next(line for line in lines if line["event"] == "load failed")["error"]
 
 
 @pytest.mark.parametrize("make", [ScriptedEngine, SimulatedEngine, HfEngine])
@@ -153,7 +151,7 @@ async def test_every_engine_passes(
 
 
 class Announced:
-    """In the place of the membership: what was announced, in order."""
+    """Replaces the membership: records announcements in order."""
 
     def __init__(self) -> None:
         self.live: list[dict[PolicyName, int]] = []

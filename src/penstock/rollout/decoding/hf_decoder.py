@@ -206,8 +206,8 @@ class HfDecoder:
                 rows, logits_BV = self._prefill([ordered[index] for index in block])
                 parts.append(rows)
                 logits.append(logits_BV)
-            place = {index: at for at, index in enumerate(by_length)}
-            selection = torch.tensor([place[row] for row in row_of])
+            position = {index: at for at, index in enumerate(by_length)}
+            selection = torch.tensor([position[row] for row in row_of])
             joined = _stack(parts)
             joined.select(selection)
             self._rows = joined if self._rows is None else _stack([self._rows, joined])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines, one module or subpackage each. The module name is the engine's name in configs.
 
-To add an engine, add one module here that defines `ENGINE`, an `EngineType`. There is no list to
-extend. A custom engine outside penstock is named `module:Class` (or `module:function`): a callable
-that takes `EngineSettings` and returns an `Engine`, or an `EngineType`.
+To add an engine, add one module here that defines `ENGINE`, an `EngineType`; it needs no other
+registration. A custom engine outside penstock is named `module:Class` (or `module:function`): a
+callable that takes `EngineSettings` and returns an `Engine`, or an `EngineType`.
 
 `find_engine` imports only the module it needs; torch is imported by the decoding thread.
 """

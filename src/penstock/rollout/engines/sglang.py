@@ -8,7 +8,7 @@ each answer is then requested again with its tokens as context. Each such part i
 version, the one that was live when it was requested, so spans are exact. An answer with stop
 strings or a schema restarts instead, because the server would not see its earlier tokens.
 
-SGLang's log-probs are those of the softmax at the given temperature, before top_p, top_k and min_p.
+SGLang's log-probs come from the softmax at the given temperature, before top_p, top_k and min_p.
 The first load checks this; requests with top_p, top_k or min_p are rejected.
 """
 

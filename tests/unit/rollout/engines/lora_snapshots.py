@@ -65,7 +65,7 @@ def write_version(
 
 
 def merged(folder: Path) -> Any:
-    """W + alpha / r · B A as one plain model, computed in float64 without penstock's code."""
+    """W + alpha / r · B A as one full model, computed in float64 without penstock's code."""
     config = json.loads((folder / CONFIG).read_text())
     scale = config["lora_alpha"] / config["r"]
     adapter = {
@@ -93,7 +93,7 @@ def merged(folder: Path) -> Any:
 
 
 def logprobs_under(model: Any, prompt: Sequence[int], sampled: Sequence[int]) -> list[float]:
-    """Of the sampled tokens, at temperature 1."""
+    """Log-probs of the sampled tokens at temperature 1."""
     ids = torch.tensor([[*prompt, *sampled]])
     with torch.inference_mode():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]

@@ -52,7 +52,7 @@ def version(number: int) -> Version:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two different models; the number of a version picks one of them. No id ends an answer."""
+    """Two different models, selected by version number, without an end token."""
     root = tmp_path_factory.mktemp("snapshots")
     return [write_snapshot(root / str(seed), seed=seed, end_id=VOCAB_SIZE) for seed in (0, 1)]
 
@@ -70,7 +70,7 @@ def models(folders: list[Path]) -> list[Any]:
 def expected_logprobs(
     models: list[Any], prompt: list[int], completion: Completion, spec: SamplingSpec
 ) -> Iterator[float]:
-    """Of each sampled token, under the model its span names and transformers' own warpers."""
+    """Log-prob of each sampled token, under its span's model and transformers' own warpers."""
     sampled = list(view_ids(completion.sampled_ids))
     ids: Any = torch.tensor([[*prompt, *sampled]])
     with torch.inference_mode():
@@ -111,7 +111,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 def make_rows(loop: asyncio.AbstractEventLoop, length: int, num_tokens: int) -> list[Row]:
-    """One row per spec of the grid, with ragged prompts from one token on."""
+    """One row per spec of the grid, with prompts of different lengths."""
     rows: list[Row] = []
     for number, spec in enumerate(GRID):
         sampling = SamplingSpec(

@@ -53,7 +53,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Four adapters of one base; the last is of another rank, for other layers."""
+    """Four adapters of one base; the last has another rank and other layers."""
     root = tmp_path_factory.mktemp("versions")
     alike = [write_version(base, root / str(seed), seed=seed) for seed in range(3)]
     other = write_version(base, root / "3", seed=3, rank=2, targets=("v_proj", "down_proj"))
@@ -82,7 +82,7 @@ async def ask(
 
 
 def worst(answer: Completion, model_of: Callable[[int], Any]) -> float:
-    """Largest difference to the merged model of each span's version."""
+    """Largest difference from the merged model of each span's version."""
     sampled, recorded = list(view_ids(answer.sampled_ids)), list(view_log_probs(answer.logprobs))
     models = {span.number: model_of(span.number) for span in answer.spans}
     right = {id(model): logprobs_under(model, PROMPT, sampled) for model in models.values()}
@@ -127,7 +127,7 @@ async def test_a_new_adapter_answers_as_the_base_bit_for_bit(base: Path, tmp_pat
 
 
 async def test_logprobs_are_the_trainers_own(tmp_path: Path) -> None:
-    """On a folder as the trainer begins it, with B moved away from zero."""
+    """With a folder as the trainer initializes it, but with a nonzero B."""
     folder = tmp_path / "0"
     init_model("builtin:tiny-qwen3", folder, 0)
     lora = LoraConfig(rank=3, alpha=7)
@@ -151,7 +151,7 @@ async def test_logprobs_are_the_trainers_own(tmp_path: Path) -> None:
 async def test_the_base_is_read_once(
     folders: list[Path], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Versions move only their adapter's bytes into memory; the file is the same by its inode."""
+    """A new version reads only its adapter; the base file has the same inode."""
     read: list[str] = []
     load_file_before = hf_decoder.load_file
 
@@ -246,7 +246,7 @@ async def test_another_base_other_layers_and_whole_models_are_refused(
 async def test_two_policies_answer_at_once_from_one_base(
     folders: list[Path], models: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of other rank and layers, too. Swaps of one leave the answers of the other whole."""
+    """Also with different ranks and layers. Swaps of one do not affect answers of the other."""
     built: list[Path] = []
     build_before: Any = hf_decoder._build  # pyright: ignore[reportPrivateUsage]
 
@@ -322,6 +322,6 @@ async def test_pools_of_a_node_share_their_engines(folders: list[Path]) -> None:
 
 
 def test_default_layers_are_all_that_the_model_has(folders: list[Path]) -> None:
-    """Else the tests above would look at less than they say."""
+    """Otherwise the tests above would check less than they claim."""
     names = {name.split(".")[-3] for name in load_file(folders[0] / WEIGHTS)}
     assert names == set(TARGETS)

@@ -17,7 +17,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def distribution(logits: list[float], spec: SamplingSpec) -> dict[int, float]:
-    """The definition, spelled out slowly."""
+    """The definition, computed naively."""
     weights = {token: math.exp(value / spec.temperature) for token, value in enumerate(logits)}
     ranked = sorted(weights, key=lambda token: -weights[token])
     ranked = [token for token in ranked if weights[token] >= spec.min_p * weights[ranked[0]]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts of a snapshot folder, and folders that are none."""
+"""Metadata of snapshot folders, valid and damaged."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class AdapterSet:
         return True
 
     async def unload_unused(self) -> None:
-        """Unload adapters that are no longer needed; failures are retried later."""
+        """Unload unused adapters; failures are retried later."""
         needed = {adapter.name for adapter in self._newest.values()}
         for name in sorted(self._names - needed):
             if not self._uses[name]:

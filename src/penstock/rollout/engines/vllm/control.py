@@ -84,8 +84,8 @@ class Control:
         await self._call("POST", "/resume", timeout_s=PAUSE_S)
 
     async def check_logprobs(self) -> None:
-        """Raise EngineError if the log-probs are not those of the sampling distribution. With
-        top_k 1, each sampled token must have log-prob 0, unlike under a plain softmax."""
+        """Raise EngineError if the log-probs do not match the sampling distribution. With top_k 1,
+        each sampled token must have log-prob 0, unlike under a plain softmax."""
         params = {"top_k": 1, "temperature": 2.0, "max_tokens": 4, "logprobs": 0}
         call = {
             "token_ids": [1],

@@ -220,13 +220,13 @@ def _arguments(folder: Path, port: int) -> list[str]:
     ]
 
 
-def _base_of(folder: Path, place: Path) -> Path:
+def _base_of(folder: Path, copy: Path) -> Path:
     """A copy of the folder without the adapter, which vLLM would read as part of the model."""
-    place.mkdir()
+    copy.mkdir()
     for path in folder.resolve().iterdir():
         if path.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            (place / path.name).symlink_to(path)
-    return place
+            (copy / path.name).symlink_to(path)
+    return copy
 
 
 def _for_adapters(lora_capacity: LoraCapacity) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ class ServedModel(Protocol):
         ...
 
     async def unload_unused(self) -> None:
-        """Unload what is no longer used; called periodically while the server is healthy."""
+        """Unload unused adapters; called periodically while the server is healthy."""
         ...
 
 
