@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A node's engines, loader and gateway in this process, and agents that stream from them over HTTP.
 
-The engine kind is a parameter: how its snapshots are written, how it is made and how it is lost."""
+The engine is a parameter: how to write its snapshots, build it and kill it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights change and engines are lost under agents that stream: nobody sees an error or a short
-answer, and each token was sampled by the version that its span names.
+"""Weights are swapped and engines lost while agents stream: no agent sees an error or a short
+answer, and each token was sampled by the version in its span.
 
-10 swaps and 2 kills in CI; PENSTOCK_SWAPS and PENSTOCK_ENGINE_KILLS for more."""
+10 swaps and 2 kills in CI; set PENSTOCK_SWAPS and PENSTOCK_ENGINE_KILLS for more."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fake SGLang server: the part of its HTTP API that penstock uses, without a model.
 
-Token n of a context is a function of weights and n (the position in the whole context), so an
-answer continued from its own tokens is the same as one made in one go, but for the weights.
+Token n of a context is a function of weights and n (the position in the full context), so a
+continued answer equals an uninterrupted one, except for the weights.
 """
 
 from __future__ import annotations

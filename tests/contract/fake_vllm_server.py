@@ -2,8 +2,8 @@
 """A fake vLLM 0.32 server: the part of its HTTP API that penstock uses, without a model.
 
 Its weights are one number, read from the bytes of the loaded safetensors files; token n of an
-answer is a function of weights, context and n, so a test can compute which weights made a token.
-Faults are switches that a test turns while it runs.
+answer is a function of weights, context and n, so a test can compute which weights sampled a token.
+Tests switch faults on and off while it runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One contract over every engine, and over pools of them: spans, pieces, swaps, damaged snapshots,
-seeds, closing."""
+"""One contract for every engine and for pools: spans, chunks, swaps, damaged snapshots, seeds,
+closing, names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM engine against a fake server: swaps, spans, rejections, faults, recovery.
 
-What only a real vLLM can show is in test_vllm_real.py.
+Tests that need a real vLLM are in test_vllm_real.py.
 """
 
 from __future__ import annotations

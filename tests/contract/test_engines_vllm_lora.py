@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters on a vLLM engine, against a fake server: names, uses, recovery, rejections.
 
-What only a real vLLM can show is in test_vllm_lora.py.
+Tests that need a real vLLM are in test_vllm_lora.py.
 """
 
 from __future__ import annotations

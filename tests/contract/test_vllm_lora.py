@@ -49,8 +49,8 @@ def model_of(folder: Path) -> Any:
 
 
 class Bench:
-    """Two engines on one server; a solver's version picks one of three adapters, the judge's is
-    the fourth, of another rank and for fewer layers."""
+    """Two engines on one server. The solver's version selects one of three adapters; the judge's is
+    the fourth, with another rank and fewer layers."""
 
     def __init__(self, root: Path) -> None:
         from tests.unit.rollout.engines.byte_qwen3 import write_snapshot

@@ -80,7 +80,7 @@ class Bench:
 
     def worst(self, answer: Completion, spec: SamplingSpec, number: int | None = None) -> float:
         """The largest difference between recorded log-probs and the trainer's, each token under
-        the version of its span, or all under that of `number`."""
+        the version of its span, or all under version `number`."""
         ids = list(view_ids(answer.sampled_ids))
         recorded = list(view_log_probs(answer.logprobs))
         differences: list[float] = []
@@ -148,8 +148,8 @@ async def test_a_grid_of_sampling_specs_agrees_with_the_trainer(bench: Bench) ->
 
 
 async def test_answers_over_swaps_have_every_token_under_its_own_version(bench: Bench) -> None:
-    """Half of them streamed. The tied head must come along: its old packed copy is wrong by whole
-    units."""
+    """Half of them streamed. The tied head must be updated too: with its old packed copy,
+    log-probs are off by more than 1."""
     is_over = asyncio.Event()
     answers: list[tuple[Completion, SamplingSpec, list[TokenChunk] | None]] = []
 
@@ -296,8 +296,8 @@ async def test_a_killed_server_comes_back_by_itself(bench: Bench) -> None:
 
 
 def _processes(group: int | None) -> list[int]:
-    """Of the group, in the order of their start: the server itself, its engine core, and so on;
-    without the guardian. Pids say nothing of order: the system uses them again."""
+    """Processes of the group in start order: the server, its engine core, and so on, without the
+    guardian. Pids do not give the order, because the system reuses them."""
     found: list[tuple[int, int]] = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

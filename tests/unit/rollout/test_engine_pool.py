@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An answer outlives its engine: it continues from its own tokens, or begins again where it must,
-and whoever hears it is never contradicted."""
+"""An answer survives the loss of its engine: it continues from its tokens, or restarts where it
+must, and never contradicts chunks that were already streamed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that change engine and weights on the way, against a plain forward pass of the versions
-their spans name."""
+"""Answers that change engine and weights midway, against a plain forward pass of the versions in
+their spans."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New weights reach the engines of a pool a few at a time; each must prove them before it serves,
-and whatever goes wrong on one engine stays there."""
+"""Rolling swaps: new weights are loaded a few engines at a time, each must verify them before it
+serves, and a failure stays on its engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two nodes as processes, one a relay to the other: one copy leaves the origin, and who loses his
-neighbour goes on with the origin."""
+"""Two node processes, one a relay for the other: the weight server sends one copy, and a node that
+loses its peer falls back to the weight server."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of a policy that trains an adapter: a base's own files and PEFT's two, and what model
-they make when the adapter is merged, in float64."""
+"""Writes versions of a policy that trains an adapter (the base's files and PEFT's two), and merges
+them in float64."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def write_version(
     targets: Sequence[str] = TARGETS,
     spread: float = 0.2,
 ) -> Path:
-    """Random A and B of this spread; 0 makes B zero, as training begins. The base's files are hard
-    links, as in a node's cache."""
+    """Random A and B with this spread; 0 makes B zero, as at the start of training. The base's
+    files are hard links, as in a node's cache."""
     folder.mkdir(parents=True)
     for path in base.iterdir():
         os.link(path, folder / path.name)
