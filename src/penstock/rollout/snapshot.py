@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -51,6 +52,21 @@ def read_snapshot(folder: Path) -> Snapshot:
         tensors=tuple(sorted(shapes)),
         adapter=_read_adapter(folder, shapes),
     )
+
+
+def prompt_problem(prompt_ids: Sequence[int], snapshot: Snapshot) -> str | None:
+    """Why the model cannot answer this prompt; None if it can."""
+    if not 0 < len(prompt_ids) < snapshot.window:
+        return (
+            f"prompt has {len(prompt_ids)} tokens; the model accepts 1 to {snapshot.window - 1}, "
+            "which leaves room for an answer. Shorten the context"
+        )
+    if min(prompt_ids) < 0 or max(prompt_ids) >= snapshot.vocab_size:
+        return (
+            f"prompt has ids outside the model's vocabulary of {snapshot.vocab_size}; "
+            "tokenizer and model of this snapshot do not match"
+        )
+    return None
 
 
 def tensor_files(folder: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from penstock.errors import EngineError, RequestRejected
 from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.rollout.decoding.sampling import SpecColumns, sample
 from penstock.rollout.engine import SpanLog
-from penstock.rollout.snapshot import Snapshot
+from penstock.rollout.snapshot import Snapshot, prompt_problem
 from penstock.types import FinishReason, SamplingSpec, Version, log_probs, token_ids
 
 if TYPE_CHECKING:
@@ -107,25 +107,15 @@ class Batch:
     def admit(self, row: Row, version: Version) -> RequestRejected | None:
         """Prepare a row for `step`, or return why it cannot be decoded."""
         assert self.snapshot is not None
-        window, vocab_size = self.snapshot.window, self.snapshot.vocab_size
-        room = window - len(row.prompt_ids)
-        if not row.prompt_ids or room < 1:
-            return RequestRejected(
-                f"prompt has {len(row.prompt_ids)} tokens; the model accepts 1 to {window - 1}, "
-                "which leaves room for an answer. Shorten the context"
-            )
-        if min(row.prompt_ids) < 0 or max(row.prompt_ids) >= vocab_size:
-            return RequestRejected(
-                f"prompt has ids outside the model's vocabulary of {vocab_size}; "
-                "tokenizer and model of this snapshot do not match"
-            )
+        if (why := prompt_problem(row.prompt_ids, self.snapshot)) is not None:
+            return RequestRejected(why)
         if row.sampling.stop and self.tokenizer is None:
             return RequestRejected("stop strings need tokenizer.json, which the snapshot lacks")
         if row.sampling.json_schema:
             return RequestRejected(
                 "this engine does not support JSON schemas; set engine: vllm, or remove the schema"
             )
-        row.limit = min(row.sampling.max_tokens, room)
+        row.limit = min(row.sampling.max_tokens, self.snapshot.window - len(row.prompt_ids))
         row.spans.switch(0, version)
         return None
 

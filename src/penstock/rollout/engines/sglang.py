@@ -28,7 +28,7 @@ from penstock.errors import ConfigError, EngineError, RequestRejected
 from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
 from penstock.rollout.engine import CLOSED, EngineSettings, EngineType, SpanLog, live_for
 from penstock.rollout.http_client import HttpClient
-from penstock.rollout.snapshot import Snapshot, read_snapshot
+from penstock.rollout.snapshot import Snapshot, prompt_problem, read_snapshot
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -285,13 +285,8 @@ class SglangEngine:
 
 
 def _check_fit(prompt_ids: Sequence[int], spec: SamplingSpec, snapshot: Snapshot) -> None:
-    if not 0 < len(prompt_ids) < snapshot.window:
-        raise RequestRejected(
-            f"prompt has {len(prompt_ids)} tokens; the model accepts 1 to {snapshot.window - 1}, "
-            "which leaves room for an answer. Shorten the context"
-        )
-    if min(prompt_ids) < 0 or max(prompt_ids) >= snapshot.vocab_size:
-        raise RequestRejected(f"prompt has ids outside the vocabulary of {snapshot.vocab_size}")
+    if (why := prompt_problem(prompt_ids, snapshot)) is not None:
+        raise RequestRejected(why)
     if spec.temperature and (spec.top_p < 1 or spec.top_k or spec.min_p):
         raise RequestRejected(
             "SGLang's log-probs ignore top_p, top_k and min_p, so such samples cannot be trained; "

@@ -16,7 +16,7 @@ import msgspec
 from penstock.errors import EngineError, RequestRejected
 from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
 from penstock.rollout.engine import SpanLog
-from penstock.rollout.snapshot import Snapshot
+from penstock.rollout.snapshot import Snapshot, prompt_problem
 from penstock.types import (
     FinishReason,
     SamplingSpec,
@@ -65,16 +65,8 @@ _DECODER = msgspec.json.Decoder(_Chunk)
 
 def check_fit(prompt_ids: Sequence[int], sampling: SamplingSpec, snapshot: Snapshot) -> None:
     """Reject requests that vLLM would reject, or change silently."""
-    if not 0 < len(prompt_ids) < snapshot.window:
-        raise RequestRejected(
-            f"prompt has {len(prompt_ids)} tokens; the model accepts 1 to {snapshot.window - 1}, "
-            "which leaves room for an answer. Shorten the context"
-        )
-    if min(prompt_ids) < 0 or max(prompt_ids) >= snapshot.vocab_size:
-        raise RequestRejected(
-            f"prompt has ids outside the model's vocabulary of {snapshot.vocab_size}; "
-            "tokenizer and model of this snapshot do not match"
-        )
+    if (why := prompt_problem(prompt_ids, snapshot)) is not None:
+        raise RequestRejected(why)
     temperature = sampling.temperature
     if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise RequestRejected(
