@@ -118,8 +118,8 @@ def test_what_is_wrong_with_an_answer() -> None:
     assert probe_error(answer(-1.0, 0.0), VERSION) is None
     assert "log-probs are" in (probe_error(answer(-1.0, float("-inf")), VERSION) or "")
     assert "log-probs are" in (probe_error(answer(float("nan")), VERSION) or "")
-    assert "from [(1, 2)]" in (probe_error(answer(-1.0, number=2), VERSION) or "")
-    assert "from []" in (probe_error(answer(), VERSION) or "")
+    assert "sampled by [(1, 2)]" in (probe_error(answer(-1.0, number=2), VERSION) or "")
+    assert "sampled by []" in (probe_error(answer(), VERSION) or "")
     short = replace(answer(-1.0, -1.0), logprobs=log_probs([-1.0]))
     assert "2 tokens have 1" in (probe_error(short, VERSION) or "")
 

@@ -179,7 +179,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Any]], None]) -> None
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "rank of the config": (lambda at: edit_config(at, r=3), "of other shape"),
+    "rank of the config": (lambda at: edit_config(at, r=3), "with a wrong shape"),
     "a layer less": (lambda at: edit_tensors(at, lambda t: t.pop(FIRST)), "1 tensors missing"),
     "an unknown layer": (
         lambda at: edit_tensors(
