@@ -294,11 +294,11 @@ async def test_places_of_a_lost_gateway_go_to_the_next(tmp_path: Path) -> None:
         with suppress(_Killed):
             async with gateway(running, tmp_path, name="lost") as lost:
                 await eventually(lambda: lost.slot_pool.num_free == 2)
-                lost_ids.add(lost.online.begin("owner").id)
+                lost_ids.add(lost.online.open_session("owner").id)
                 raise _Killed
         async with gateway(running, tmp_path, name="next") as following:
             await eventually(lambda: following.slot_pool.num_free == 2)
-            again = following.online.begin("owner")
+            again = following.online.open_session("owner")
             assert again.has_slot and again.id not in lost_ids
             following.online.forget(again)
 

@@ -192,12 +192,12 @@ def test_an_adapter_names_its_base_and_a_model_has_none(tmp_path: Path, site: Si
     assert not site.manifest(site.model).is_adapter
     num_blobs = len(list((site.root / "blobs").iterdir()))
     other = write_adapter(tmp_path / "b", 1)
-    with pytest.raises(WeightsError, match="name the weights digest of the model"):
+    with pytest.raises(WeightsError, match="pass the weights digest of its base"):
         site.put(other, 1)
-    with pytest.raises(WeightsError, match="is no adapter"):
+    with pytest.raises(WeightsError, match="is not an adapter"):
         site.put(write_folder(tmp_path / "model-1", 1), 1, base=site.model.weights_digest)
     assert len(list((site.root / "blobs").iterdir())) == num_blobs, "nothing was copied"
-    with pytest.raises(WeightsError, match="no BLAKE3 digest"):
+    with pytest.raises(WeightsError, match="not a BLAKE3 digest"):
         site.put(other, 1, base="HuggingFaceTB/SmolLM2-135M-Instruct")
 
 

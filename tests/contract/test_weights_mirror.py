@@ -55,25 +55,25 @@ def test_the_bucket_gains_what_the_store_gains_and_loses_what_it_loses(
 ) -> None:
     root = tmp_path / "run" / "weights"
     mirror_sync = MirrorSync(made.store, ObjectMirror(url))
-    assert mirror_sync.round()
+    assert mirror_sync.sync_once()
     assert names(url) == files(root)
     made.add_versions(2)
     monkeypatch.setattr(retention, "GRACE_S", 0.0)
     in_use = [made.digest(number) for number in (1, 2, 3, 4)]
     delete_unreferenced(root, in_use, in_use[-2:], anchor_every=25)
     assert made.whole() == [1, 3, 4], "the second is kept as a delta"
-    assert mirror_sync.round()
+    assert mirror_sync.sync_once()
     assert set(ObjectMirror(url).manifests()) == set(in_use)
     assert names(url) == files(root)
 
 
 def test_the_next_life_goes_on_where_the_bucket_stands(made: VersionHistory, url: str) -> None:
-    MirrorSync(made.store, ObjectMirror(url)).round()
+    MirrorSync(made.store, ObjectMirror(url)).sync_once()
     mirror = ObjectMirror(url)
     sent = [mirror.upload(made.store, digest) for digest in made.store.manifests()]
     assert sent == [0, 0, 0]
     made.add_versions()
-    assert MirrorSync(made.store, ObjectMirror(url)).round()
+    assert MirrorSync(made.store, ObjectMirror(url)).sync_once()
     assert made.digest(3) in set(mirror.manifests())
 
 
@@ -81,18 +81,18 @@ def test_what_another_store_put_there_stays(
     tmp_path: Path, made: VersionHistory, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first machine is lost; a run begins anew elsewhere with the same mirror."""
-    MirrorSync(made.store, ObjectMirror(url)).round()
+    MirrorSync(made.store, ObjectMirror(url)).sync_once()
     before = names(url)
     anew = VersionHistory(tmp_path / "anew" / "weights", policy="other")
     mirror_sync = MirrorSync(anew.store, ObjectMirror(url))
-    assert mirror_sync.round()
+    assert mirror_sync.sync_once()
     assert names(url) == before
     anew.add_versions(4)
-    assert mirror_sync.round()
+    assert mirror_sync.sync_once()
     monkeypatch.setattr(retention, "GRACE_S", 0.0)
     kept = [anew.digest(number) for number in (2, 3)]
     delete_unreferenced(tmp_path / "anew" / "weights", kept, kept, anchor_every=25)
-    assert mirror_sync.round()
+    assert mirror_sync.sync_once()
     assert names(url) == before | files(tmp_path / "anew" / "weights")
 
 
@@ -106,7 +106,7 @@ def test_the_newest_goes_first(
         return 0
 
     monkeypatch.setattr(ObjectMirror, "upload", upload)
-    MirrorSync(made.store, ObjectMirror(url)).round()
+    MirrorSync(made.store, ObjectMirror(url)).sync_once()
     assert order == [made.digest(number) for number in (2, 1, 0)]
 
 
@@ -114,7 +114,7 @@ def test_a_version_that_went_bad_on_disk_holds_up_no_other(made: VersionHistory,
     path = made.store.blob_path(made.file(2).blob)
     path.chmod(0o644)
     path.write_bytes(bytes(path.stat().st_size))
-    assert not MirrorSync(made.store, ObjectMirror(url)).round()
+    assert not MirrorSync(made.store, ObjectMirror(url)).sync_once()
     assert set(ObjectMirror(url).manifests()) == {made.digest(0), made.digest(1)}
 
 

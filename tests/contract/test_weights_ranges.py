@@ -31,7 +31,7 @@ from penstock.weights.client import Puller
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import FileEntry
 from penstock.weights.pulling import links
-from penstock.weights.pulling import partial as pieces
+from penstock.weights.pulling import partial as partial_module
 from penstock.weights.pulling.cache import BlobCache, run_uncancelled
 from penstock.weights.pulling.links import Transfer
 from penstock.weights.tensors import Scan, read_layout
@@ -59,7 +59,7 @@ asyncio.run(main())
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "MIN_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(partial_module, "MIN_PIECE_BYTES", PIECE)
 
 
 def put_one(tmp_path: Path) -> PublishedVersion:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The single place where agents meet engines, and where experience is recorded token by token."""
+"""Gateway between agents and inference engines. Records every model call token by token."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which messages of a request are answers that this session gave.
+"""Recognizes which messages of a request are answers this session gave earlier.
 
-An agent sends an answer back in parts (text, reasoning, tool calls), and a template writes the
-parts in its own spacing. Owns the memory of answers whose parts are not their text, so that the
-text as it was sampled can be put in their place. Only an answer that comes back whole is
-recognised: left out reasoning or a changed argument is a rewritten history.
+An agent sends an answer back in parts (text, reasoning, tool calls), and a template renders the
+parts with its own spacing. This module remembers every answer whose parts differ from its sampled
+text, so that the sampled text can be restored. An answer is recognized only if it comes back
+complete: dropped reasoning or a changed argument counts as a rewritten history.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class AnswerHistory:
     def remember(
         self, policy: PolicyName, parent: int, answer: Answer, sampled_text: str | None
     ) -> None:
-        """`sampled_text` is the answer as sampled, marked, without the token that ended it; None
-        where that is what the agent was told."""
+        """`sampled_text` is the escaped answer as sampled, without its end token; None if the agent
+        received exactly that text."""
         calls = tuple((call.name, _canonical(call.arguments)) for call in answer.tool_calls)
         key = (policy, answer.text, answer.reasoning, calls)
         ids = tuple(call.id for call in answer.tool_calls)
@@ -49,10 +49,10 @@ class AnswerHistory:
         self._has_sampled_texts |= sampled_text is not None
 
     def find(self, policy: PolicyName, messages: Sequence[JsonObject]) -> dict[int, str]:
-        """By the index of a message: the own text of the answer that it repeats.
+        """Sampled text of each repeated answer, by message index.
 
-        Equal answers are told apart by the ids of their tool calls, then by what came before them;
-        else the newest is meant. A wrong guess costs a branch, never a wrong token."""
+        Identical answers are distinguished by the ids of their tool calls, then by the preceding
+        answer; otherwise the newest wins. A wrong guess costs a branch, never a wrong token."""
         found: dict[int, str] = {}
         before = ROOT
         for at, message in enumerate(messages if self._has_sampled_texts else ()):
@@ -90,7 +90,7 @@ def _read(policy: PolicyName, message: JsonObject) -> tuple[_Key | None, tuple[A
 
 
 def _canonical(arguments: str | JsonObject) -> str:
-    """Equal for equal values, however they are written."""
+    """The same text for equal JSON values, whatever their formatting."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
         return json.dumps(value, sort_keys=True)

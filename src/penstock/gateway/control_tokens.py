@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text in which control tokens and what merely looks like one are kept apart.
+"""Escaping that keeps real control tokens apart from text that only looks like one.
 
-A tokenizer turns "<|im_start|>" into a control token wherever it finds it, so an agent could write
-one into a user message. *Marked* text has such look-alikes replaced by marks, which the renderer
-spells out in ordinary tokens. Owns the marks; knows nothing of templates or ids.
+A tokenizer turns "<|im_start|>" into a control token wherever it occurs, so an agent could inject
+one through a user message. *Escaped* text replaces such look-alikes with escape sequences, which
+the renderer encodes as ordinary tokens. Owns the escape sequences; knows nothing of templates or
+ids.
 
     ⌂3⌂    the fourth control token, as ordinary text
-    ⌂-⌂    nothing; keeps apart two texts that would make a control token together
-    ⌂⌂     the character ⌂ itself (U+FDD0, which Unicode keeps for such use)
+    ⌂-⌂    empty; separates two texts that would form a control token if joined
+    ⌂⌂     the character ⌂ itself (U+FDD0, a Unicode noncharacter reserved for internal use)
 """
 
 from __future__ import annotations
@@ -25,29 +26,30 @@ _ESCAPED = re.compile(f"{ESCAPE}(-|[0-9]*){ESCAPE}")
 class ControlTokenEscaper:
     """The control tokens of one tokenizer, as text."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = tuple(words)
-        self._replacements = {word: f"{ESCAPE}{at}{ESCAPE}" for at, word in enumerate(words)}
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self.tokens = tuple(tokens)
+        self._replacements = {token: f"{ESCAPE}{at}{ESCAPE}" for at, token in enumerate(tokens)}
         self._replacements[ESCAPE] = ESCAPE + ESCAPE
         longest_first = sorted(self._replacements, key=len, reverse=True)
         self._lookalikes = re.compile("|".join(map(re.escape, longest_first)))
-        self._openings = tuple({word[:2] for word in self._replacements})
-        cuts = [(word, at) for word in words for at in range(1, len(word))]
-        self._heads = tuple({word[:at] for word, at in cuts})
-        self._tails = tuple({word[at:] for word, at in cuts})
+        self._token_prefixes = tuple({token[:2] for token in self._replacements})
+        cuts = [(token, at) for token in tokens for at in range(1, len(token))]
+        self._token_heads = tuple({token[:at] for token, at in cuts})
+        self._token_tails = tuple({token[at:] for token, at in cuts})
         self._escape_key = lru_cache(maxsize=1024)(self.escape_untrusted)
 
     def escape_untrusted(self, text: str) -> str:
-        """Foreign text, marked: no part of it is a control token, whatever stands around it."""
+        """Escape untrusted text: no part of it can become a control token, whatever surrounds
+        it."""
         escaped = text
-        if any(opening in text for opening in self._openings):  # else the search costs ten times
+        if any(prefix in text for prefix in self._token_prefixes):  # far cheaper than the regex
             escaped = self._lookalikes.sub(lambda found: self._replacements[found[0]], text)
-        if escaped.endswith(self._heads):
+        if escaped.endswith(self._token_heads):
             escaped += SEPARATOR
-        return SEPARATOR + escaped if escaped.startswith(self._tails) else escaped
+        return SEPARATOR + escaped if escaped.startswith(self._token_tails) else escaped
 
     def escape_untrusted_json(self, value: Any) -> Any:
-        """Every string in a JSON value."""
+        """Escape every string in a JSON value."""
         if isinstance(value, str):
             return self.escape_untrusted(value)
         if isinstance(value, dict):
@@ -59,11 +61,11 @@ class ControlTokenEscaper:
 
 
 def escape_trusted(text: str) -> str:
-    """Text whose control tokens are meant, marked."""
+    """Escape text whose control tokens are real."""
     return text.replace(ESCAPE, ESCAPE + ESCAPE)
 
 
 def split_escaped(text: str) -> list[str]:
-    """Marked text in turns: text whose control tokens are meant, then what stood between two
-    marks: a number, "-" or nothing."""
+    """Split escaped text into alternating parts: text whose control tokens are real, then the
+    content of an escape sequence (a number, "-" or empty)."""
     return _ESCAPED.split(text)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a request that was read to an answer that was sent, in any dialect.
+"""Runs one parsed request and sends its answer, in any dialect.
 
-Owns the choices of a request, the stream of their growing answers, and the judgement whether an
-answer reached its agent. A call runs to its end even when nobody waits for it any more: what was
-sampled is kept, untrained.
+Owns the choices of a request, the stream of their answers, and the decision whether an answer
+reached its agent. A call runs to completion even after the client disconnects: its turn is
+recorded, but not trained.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ EVENT_STREAM = [
 class Exchange:
     """One request of one session."""
 
-    def __init__(self, session: Session, ask: ParsedRequest) -> None:
+    def __init__(self, session: Session, parsed: ParsedRequest) -> None:
         self.answers: dict[int, Answer] = {}
         self._session = session
-        self._request = ask
-        self._renderer = session.renderer(ask.model)
+        self._request = parsed
+        self._renderer = session.renderer(parsed.model)
 
     async def replies(self) -> list[AnsweredTurn]:
-        """All choices, or the first error; then the choices that did succeed reach nobody."""
+        """Answers to all choices. Raises the first error; successful choices then count as
+        undelivered."""
         calls = self._request.calls
         if len(calls) == 1:
             self.answers[0] = await self._call(0, None)
@@ -67,8 +68,8 @@ class Exchange:
         return self._replies()
 
     async def stream(self, send: Send, is_disconnected: IsDisconnected) -> None:
-        """Sends events as the answers grow. An error before the first of them is raised; a later
-        one is an event."""
+        """Send events while the answers are generated. An error before the first event is raised; a
+        later one is sent as an event."""
         answer_stream = _AnswerStream(
             self._call, len(self._request.calls), is_incremental=self._request.is_incremental
         )
@@ -94,7 +95,7 @@ class Exchange:
         send: Send,
         is_disconnected: IsDisconnected,
     ) -> bool:
-        """Whether the agent was there until the end of a complete answer."""
+        """True if the agent stayed connected until the answer was complete."""
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         writer = self._request.writer()
         while True:
@@ -109,25 +110,25 @@ class Exchange:
             events = await answer_stream.next()
 
     def _write(self, writer: SseWriter, events: list[Event]) -> tuple[bytes, bool]:
-        """What these events are on the wire, and whether one of them is an error."""
+        """Encode the events; also says whether one of them is an error."""
         chunks: list[bytes] = []
         for choice, event in events:
             if isinstance(event, Delta):
                 chunks.append(writer.write_delta(choice, event))
             elif isinstance(event, Answer):
                 self.answers[choice] = event
-                chunks.append(writer.end(choice, self._reply(event)))
+                chunks.append(writer.write_end(choice, self._reply(event)))
             else:
-                chunks.append(writer.fail(problem_for_agent(event)))
+                chunks.append(writer.write_error(problem_for_agent(event)))
                 return b"".join(chunks), True
         if len(self.answers) == len(self._request.calls):
-            chunks.append(writer.finish(self._replies()))
+            chunks.append(writer.write_done(self._replies()))
         return b"".join(chunks), False
 
     async def _call(self, choice: int, on_chunk: Callable[[Delta], None] | None) -> Answer:
         call = self._request.calls[choice]
         if isinstance(call, Call):
-            return await self._session.ask(
+            return await self._session.call(
                 call if on_chunk is None else replace(call, on_chunk=on_chunk)
             )
         return await self._session.complete(
@@ -143,16 +144,16 @@ class Exchange:
 
 
 def problem_for_agent(error: BaseException) -> Problem:
-    """A defect of ours goes to the log; the agent hears no detail of it."""
+    """Internal errors are logged; the agent gets no details of them."""
     problem = problem_of(error)
     if problem is None:
-        log.error("call failed", exc_info=error)
+        log.error("model call failed", exc_info=error)
         return INTERNAL
     return problem
 
 
 class _AnswerStream:
-    """Answers in the making, as one list of events."""
+    """Answers still being generated, merged into one stream of events."""
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class _AnswerStream:
         self._tasks = [asyncio.create_task(self._run(choice)) for choice in range(num_choices)]
 
     async def next(self) -> list[Event]:
-        """All events since the last time; at least one."""
+        """Wait for events; returns all since the last call, at least one."""
         try:
             await self._has_events.wait()
         except asyncio.CancelledError:
@@ -180,7 +181,7 @@ class _AnswerStream:
         return events
 
     async def wait_all(self) -> dict[int, Answer]:
-        """Every answer that came, once all calls have ended."""
+        """Wait for all calls to end; returns the answers of those that succeeded."""
         results = await asyncio.gather(*self._tasks, return_exceptions=True)
         return {at: result for at, result in enumerate(results) if isinstance(result, Answer)}
 

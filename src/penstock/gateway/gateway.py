@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture gateway: opens and closes sessions, and knows whose key is whose.
+"""Capture gateway: opens and closes sessions, and maps keys to sessions.
 
-In-process workflows and HTTP agents take the same path, `Session.ask`. Knows nothing of tasks,
+In-process workflows and HTTP agents share one code path, `Session.call`. Knows nothing of tasks,
 rewards or batches.
 """
 
@@ -21,25 +21,25 @@ from penstock.types import PolicyName, SamplingSpec, Turn
 
 log = structlog.get_logger(__name__)
 NO_KEY = (
-    "no session key; send `Authorization: Bearer KEY` with the api_key that the workflow was given "
+    "missing session key; send `Authorization: Bearer KEY` with the api_key given to the workflow "
     "(ctx.api_key, or OPENAI_API_KEY in its environment)"
 )
 
 
 class Gateway:
-    """Opens and closes sessions, and knows which key speaks for which."""
+    """Opens and closes sessions, and finds them by key."""
 
     def __init__(self, generate: Generate) -> None:
         self.generate = generate
         self.template_traits: dict[PolicyName, TemplateTraits] = {}
-        """What each policy's template does to a conversation."""
+        """How each policy's chat template treats a growing conversation."""
         self._renderers: dict[PolicyName, Renderer] = {}
         self._by_key: dict[str, Session] = {}
 
     def set_renderer(self, policy: PolicyName, renderer: Renderer) -> None:
-        """After the first snapshot of a policy was loaded."""
+        """Called once the first snapshot of a policy is loaded."""
         traits = probe(renderer)
-        log.info("template probed", policy=policy, **traits.facts())
+        log.info("chat template probed", policy=policy, **traits.log_fields())
         self.template_traits[policy] = traits
         self._renderers[policy] = renderer
 
@@ -47,8 +47,7 @@ class Gateway:
         renderer = self._renderers.get(policy)
         if renderer is None:
             raise EngineError(
-                f"policy {policy!r} has no snapshot loaded on this node yet; "
-                "wait until the node is live"
+                f"policy {policy!r} is not loaded on this node yet; wait until the node is live"
             )
         return renderer
 
@@ -61,8 +60,9 @@ class Gateway:
         salvaged_turns: Sequence[Turn] = (),
         on_turn: TurnCallback | None = None,
     ) -> Session:
-        """`salvaged_turns`: turns that were made for the same work and lost their owner; a call
-        that one of them answers is not generated again. `on_turn` hears of each turn as it ends."""
+        """Open a session. A call already answered by one of `salvaged_turns` (turns of a failed
+        earlier attempt at the same slot) is not generated again. `on_turn` is called after each
+        turn."""
         session = Session(
             self,
             policies=policies,
@@ -75,14 +75,15 @@ class Gateway:
         return session
 
     def close(self, session: Session) -> tuple[Turn, ...]:
-        """The session's turns; its key stops working, and calls still running record nothing."""
+        """Close the session and return its turns. Its key stops working; calls still running record
+        nothing."""
         session.is_open = False
         self._by_key.pop(session.api_key, None)
         return session.turns()
 
     def find(self, api_key: str, session_id: str | None = None) -> Session:
-        """The open session a key speaks for, or Unauthorized. Keys are 256 random bits, so a
-        dictionary that leaks the time of a lookup leaks nothing that helps to guess one."""
+        """The open session of a key; raises Unauthorized if there is none. Keys are 256 random
+        bits, so the timing of a dictionary lookup does not help to guess one."""
         session = self._by_key.get(api_key)
         if session is None or session_id not in (None, session.id):
             raise Unauthorized(CLOSED if api_key.startswith(KEY_PREFIX) else NO_KEY)

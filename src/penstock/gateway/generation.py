@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gateway asks of an engine: token ids in, token ids out. Text is the renderer's
-business.
+"""Interface of an engine as the gateway uses it: token ids in, token ids out. The renderer handles
+text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Completion:
     """One answer, exactly as the engine sampled it."""
 
     sampled_ids: TokenIds
-    """Includes the token that ended the answer, and all tokens of a stop string."""
+    """Includes the end token, and all tokens of a stop string."""
     logprobs: LogProbs
     spans: tuple[VersionSpan, ...]
     """Cover `sampled_ids` without gap or overlap."""
@@ -34,17 +34,17 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """Tokens of an answer that is still being made, told as they were sampled."""
+    """A chunk of tokens from an answer that is still being generated."""
 
     sampled_ids: Sequence[int]
     logprobs: Sequence[float]
     version: Version
-    """Sampled all of these tokens."""
+    """Version that sampled all of these tokens."""
 
 
 ChunkCallback = Callable[[TokenChunk], None]
-"""Hears the pieces of one answer, in order and without gap; called in the event loop, never
-blocks. What the engine returns in the end is the truth, and may hold more than was told."""
+"""Called with the chunks of one answer, in order and without gaps, on the event loop; must not
+block. The returned completion is authoritative and may contain more tokens than the chunks."""
 
 
 class Generate(Protocol):
@@ -57,7 +57,8 @@ class Generate(Protocol):
         session: str,
         on_chunk: ChunkCallback | None = None,
     ) -> Completion:
-        """Raises EngineError; cancelling the call gives the engine's place to somebody else.
+        """Generate one completion. Raises EngineError. Cancelling the call frees its slot in
+        the engine.
 
-        An engine that cannot tell of an answer in the making never calls `on_chunk`."""
+        An engine that cannot stream never calls `on_chunk`."""
         ...

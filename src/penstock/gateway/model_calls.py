@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model call as an agent makes it and sees it, in no dialect: what dialects read requests into,
-and write answers from.
+"""One model call and its answer, independent of the API dialect. Dialects parse requests into
+`Call` and format responses from `Answer`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.types import FinishReason, JsonObject, PolicyName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """The model asks its agent to call a function."""
+    """A function call requested by the model."""
 
     id: str
     name: str
@@ -24,7 +24,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What an agent may already see of an answer in the making."""
+    """Text and reasoning added since the last chunk."""
 
     text: str = ""
     reasoning: str = ""
@@ -33,32 +33,33 @@ class Delta:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     messages: Sequence[JsonObject]
-    """In OpenAI's chat form, each content a string: role, content, and where they exist
-    reasoning_content, tool_calls (arguments a JSON string), tool_call_id, name. Unknown fields
-    stay: a template may read them."""
+    """In OpenAI's chat format with string contents: role, content and, where present,
+    reasoning_content, tool_calls (arguments as a JSON string), tool_call_id, name. Unknown fields
+    are kept: a template may read them."""
     policy: PolicyName | None = None
-    """None: the session's first."""
+    """None selects the session's first policy."""
     role: str = ""
     tools: Sequence[JsonObject] = ()
-    """Function tools in OpenAI's form, {"type": "function", "function": {...}}."""
+    """Function tools in OpenAI's format, {"type": "function", "function": {...}}."""
     thinking: bool | None = None
-    """None leaves it to the template. Refused where the template cannot do as it is told."""
+    """None leaves it to the template. Rejected if the template has no such switch."""
     overrides: Overrides | None = None
     on_chunk: Callable[[Delta], None] | None = None
-    """Hears the answer as it grows: text and reasoning without special tokens, never a part of a
-    tool call, never beyond a stop string. All deltas together are the beginning of the answer."""
+    """Called with each new delta while the answer is generated: text and reasoning without special
+    tokens, never part of a tool call, never beyond a stop string. The concatenated deltas are a
+    prefix of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     prompt_tokens: int
-    """The whole context sent to the engine, reused or new."""
+    """The full context sent to the engine, reused and new tokens."""
     completion_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What an agent gets to see of a turn."""
+    """A turn as the agent sees it."""
 
     text: str
     """Without special tokens, reasoning and tool calls, cut before the first stop string. The turn

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of agents outside the run: opened with a token, ended or left idle, rewarded later.
+"""Sessions of external agents: opened with a token, ended or idled out, rewarded later.
 
-Owns their lives and what is counted of them. A session that begins while the run has a place for
-it is recorded; without one it is served all the same, and counted. Where places come from and
-recorded turns go to is its keeper's business, so nothing here knows of leases.
+Owns their lifecycle and counters. A session that starts while the run has a free slot is recorded;
+without a slot it is answered but not recorded, and counted. Slots come from, and recorded turns go
+to, a `SlotSource`, so nothing here knows about leases.
 
     open ──► waiting ──► rewarded | defaulted | expired
-      └───────┴──► forgotten | dropped; without a place or an answer: unrecorded | empty
+      └───────┴──► forgotten | dropped; without a slot or an answer: unrecorded | empty
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from penstock.types import PolicyName, RowId, SamplingSpec, Turn, is_usable
 from penstock.wire.auth import PREFIX, Credential, Role
 
 MAX_SESSIONS = 4096
-"""Open at once."""
+"""Maximum number of open sessions."""
 MAX_FINISHED = 4096
-"""Sessions that are over and still known, so that a repeated reward finds its answer."""
+"""Number of ended sessions kept, so that a repeated reward gets the same response."""
 MAX_REASON = 500
 MAX_REWARD = 1e9
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -44,43 +44,43 @@ log = structlog.get_logger(__name__)
 class State(StrEnum):
     OPEN = "open"
     WAITING = "waiting"
-    """Ended; its reward may still come."""
+    """Ended; waiting for its reward."""
     REWARDED = "rewarded"
-    """On its way to the run, with its reward."""
+    """Delivered to the run with its reward."""
     DEFAULTED = "defaulted"
-    """The same with the declared default, because none came in time."""
+    """Delivered with the configured default reward, because none arrived before the deadline."""
     EXPIRED = "expired"
-    """No reward came in time, and there is no default: never trained."""
+    """No reward arrived before the deadline and no default is configured: never trained."""
     UNRECORDED = "unrecorded"
-    """Ended; the run had no place for it."""
+    """Ended; the run had no free slot for it."""
     EMPTY = "empty"
-    """Ended without an answer that could be trained."""
+    """Ended without any answer that can be trained."""
     FORGOTTEN = "forgotten"
     DROPPED = "dropped"
-    """Ended after the run had given up its place."""
+    """Ended after the run dropped its slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedSession:
-    """A recorded session that is over."""
+    """A recorded session that has ended."""
 
     row_id: RowId
     turns: tuple[Turn, ...]
     reward: float | None
-    """None: it expired."""
+    """None if the session expired."""
     reason: str
     started_at: float
 
 
 class SlotSource(Protocol):
-    """Who has places in the run."""
+    """Provides slots of the run and takes recorded sessions."""
 
-    def take(self) -> RowId | None:
-        """A place for a session that begins now, if there is one."""
+    def acquire_slot(self) -> RowId | None:
+        """A slot for a new session, or None if none is free."""
         ...
 
     def release_slot(self, row_id: RowId) -> None:
-        """Nothing came of it."""
+        """Return a slot whose session recorded nothing."""
         ...
 
     def deliver(self, ended: EndedSession) -> None: ...
@@ -95,14 +95,14 @@ class SessionTerms:
 
 @dataclass(slots=True, eq=False)
 class OnlineSession:
-    """One session as its owner and the run know it."""
+    """State of one external session."""
 
     id: str
     api_key: str
     owner: str
     name: str
     session: Session | None
-    """None once it is over."""
+    """None once the session has ended."""
     has_slot: bool
     opened_at: float
     started_at: float
@@ -110,14 +110,14 @@ class OnlineSession:
     state: State = State.OPEN
     num_running: int = 0
     turns: tuple[Turn, ...] = ()
-    """Of one that waits for its reward."""
+    """Recorded turns, while the session waits for its reward."""
     reward: float | None = None
     is_delivered: bool = False
-    """The run has what was recorded of it."""
+    """The run has received its recorded turns."""
 
 
 class OnlineGateway(Gateway):
-    """A gateway whose sessions come from outside; `find` opens them by token and name."""
+    """A gateway for external sessions; `find` opens them by token and name."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class OnlineGateway(Gateway):
     # --- agents -------------------------------------------------------------------------------
 
     def find(self, api_key: str, session_id: str | None = None) -> Session:
-        """Also by a token: then the path names the session, and its first call opens it."""
+        """Accepts a token too: the path then names the session, and its first call opens it."""
         if not api_key.startswith(f"{PREFIX}."):
             session = super().find(api_key, session_id)
             self._entries[session.id].last_active_at = self._clock()
@@ -155,31 +155,34 @@ class OnlineGateway(Gateway):
         owner, name = self.admit(api_key).owner, session_id or ""
         entry = self._by_name.get((owner, name))
         if entry is None or entry.session is None:
-            entry = self._by_name[owner, name] = self.begin(owner, name)
-        assert entry.session is not None, "an open session"
+            entry = self._by_name[owner, name] = self.open_session(owner, name)
+        assert entry.session is not None, "entry must be open"
         entry.last_active_at = self._clock()
         return entry.session
 
     def admit(self, token: str) -> Caller:
-        """Who shows this token; Unauthorized or Forbidden."""
+        """The caller identified by a token; raises Unauthorized or Forbidden."""
         if not token.startswith(f"{PREFIX}."):
             raise Unauthorized(NO_KEY)
         credential = self._verify(token)
         if credential.role not in AGENTS:
             raise Forbidden(
-                f"a {credential.role} token opens no session; "
-                "`penstock token RUN --role session` mints one that does"
+                f"role {credential.role} cannot open sessions; "
+                "create a session token with `penstock token RUN --role session`"
             )
         owner = blake3(token.encode()).hexdigest()[:16]
         return Caller(owner=owner, is_operator=credential.role in OPERATORS)
 
-    def begin(self, owner: str, name: str = "") -> OnlineSession:
-        """A new session; recorded if the run has a place for it."""
+    def open_session(self, owner: str, name: str = "") -> OnlineSession:
+        """Open a session; it is recorded if the run has a free slot."""
         if name and not NAME.fullmatch(name):
-            raise BadRequest("a session's name is [A-Za-z0-9._-]{1,128}")
+            raise BadRequest(f"session name {name[:64]!r} must match [A-Za-z0-9._-]{{1,128}}")
         if len(self._entries) - len(self._finished) >= MAX_SESSIONS:
-            raise Busy(f"{MAX_SESSIONS} sessions are open here; end some", retry_after_s=1.0)
-        slot_id = self._slot_source.take()
+            raise Busy(
+                f"too many open sessions (limit {MAX_SESSIONS}); end some first",
+                retry_after_s=1.0,
+            )
+        slot_id = self._slot_source.acquire_slot()
         session = self.open(policies=self._policies, sampling=self._sampling, seed=_seed())
         session.id = slot_id or f"unrecorded-{session.id}"
         now = self._clock()
@@ -200,7 +203,7 @@ class OnlineGateway(Gateway):
         return entry
 
     def lookup(self, name: str, *, token: str) -> OnlineSession:
-        """The session of this id or name, for its own key, its owner, or an operator."""
+        """Find a session by id or name. Needs its key, its owner's token or an operator's token."""
         entry = self._entries.get(name)
         if entry is not None and token == entry.api_key:
             return entry
@@ -209,17 +212,17 @@ class OnlineGateway(Gateway):
         if mine is not None:
             return mine
         if entry is None or not (caller.is_operator or entry.owner == caller.owner):
-            raise NotFound(f"no session {name!r} of yours here; it may have ended long ago")
+            raise NotFound(f"session {name!r} not found, or not yours")
         return entry
 
-    # --- its end ------------------------------------------------------------------------------
+    # --- end of a session --------------------------------------------------------------------
 
     def reward(self, entry: OnlineSession, value: float, reason: str = "") -> None:
-        """Ends the session and hands it to the run; the first reward stands."""
+        """End the session and deliver it to the run. Only the first reward counts."""
         if not abs(value) <= MAX_REWARD or len(reason) > MAX_REASON:
             raise BadRequest(
-                f"a reward is a finite number up to {MAX_REWARD:g}, its reason has at most "
-                f"{MAX_REASON} characters"
+                f"reward must be a finite number of magnitude up to {MAX_REWARD:g}, "
+                f"and reason at most {MAX_REASON} characters"
             )
         if entry.state is State.OPEN and not entry.is_delivered:
             self.end(entry)
@@ -230,14 +233,14 @@ class OnlineGateway(Gateway):
             entry.reward = value
         elif entry.reward != value:
             raise Conflict(
-                f"session {entry.id} is {entry.state}; this reward comes too late for it"
+                f"session {entry.id} is already {entry.state}; the reward cannot be changed"
             )
 
     def end(self, entry: OnlineSession) -> None:
-        """No further call; its reward may still come."""
+        """Accept no further calls; the reward may still arrive."""
         if entry.state is not State.OPEN:
             return
-        assert entry.session is not None, "an open session"
+        assert entry.session is not None, "entry must be open"
         entry.turns = self.close(entry.session)
         entry.session = None
         if not entry.has_slot:
@@ -249,20 +252,20 @@ class OnlineGateway(Gateway):
             entry.state = State.WAITING
 
     def forget(self, entry: OnlineSession) -> None:
-        """Nothing of it is kept. What the run already has, the run must forget."""
+        """Delete everything recorded. A session already delivered must be forgotten in the run."""
         if entry.is_delivered:
             raise Conflict(
-                f"session {entry.id} was handed to the run; `penstock forget RUN {entry.id}` "
-                "removes it there"
+                f"session {entry.id} was already delivered to the run; "
+                f"remove it there with `penstock forget RUN {entry.id}`"
             )
         if entry.state in (State.OPEN, State.WAITING):
             if entry.has_slot:
                 self._slot_source.release_slot(RowId(entry.id))
             self._close(entry, State.FORGOTTEN)
 
-    def dropped(self, row_id: RowId) -> None:
-        """The run has given up its place: it is forgotten there, or of no use any more. An open
-        session is served on."""
+    def on_slot_dropped(self, row_id: RowId) -> None:
+        """The run dropped the slot: its row was forgotten or can no longer be used. An open session
+        continues unrecorded."""
         entry = self._entries.get(row_id)
         if entry is None or entry.state not in (State.OPEN, State.WAITING) or not entry.has_slot:
             return
@@ -273,7 +276,7 @@ class OnlineGateway(Gateway):
             self.counts["dropped"] += 1
 
     def sweep(self) -> None:
-        """What is over by time alone."""
+        """End idle sessions and expire late ones."""
         now = self._clock()
         for entry in [*self._entries.values()]:
             is_late = now >= entry.opened_at + self.terms.reward_deadline_s
@@ -285,15 +288,14 @@ class OnlineGateway(Gateway):
                 self._stop_recording(entry)
 
     def extend_deadlines(self, gap_s: float) -> None:
-        """The gateway itself stood still for so long: nobody could be heard meanwhile, so nobody
-        was idle or late."""
+        """The gateway stalled for `gap_s`: extend idle and reward deadlines by that time."""
         now = self._clock()
         for entry in self._entries.values():
             entry.opened_at = min(entry.opened_at + gap_s, now)
             entry.last_active_at = min(entry.last_active_at + gap_s, now)
 
     def close_all(self) -> None:
-        """The gateway ends: what has no reward by now gets none, and its place is another's."""
+        """Shut down: drop sessions that have no reward yet and return their slots."""
         for entry in [*self._entries.values()]:
             if entry.state in (State.OPEN, State.WAITING):
                 if entry.has_slot:
@@ -304,8 +306,8 @@ class OnlineGateway(Gateway):
         return not entry.num_running and now >= entry.last_active_at + self.terms.idle_s
 
     def _stop_recording(self, entry: OnlineSession) -> None:
-        """It talks longer than its reward may take: what was recorded ends here."""
-        assert entry.session is not None, "an open session"
+        """The session outlived its reward deadline: deliver the turns so far and stop recording."""
+        assert entry.session is not None, "entry must be open"
         turns = entry.session.turns()
         entry.has_slot = False
         if any(map(is_usable, turns)):
@@ -326,7 +328,7 @@ class OnlineGateway(Gateway):
         self._finish(entry, state)
 
     def _hand_to_run(
-        self, entry: OnlineSession, turns: tuple[Turn, ...], reward: float | None, why: str
+        self, entry: OnlineSession, turns: tuple[Turn, ...], reward: float | None, reason: str
     ) -> None:
         entry.is_delivered = True
         self._slot_source.deliver(
@@ -334,7 +336,7 @@ class OnlineGateway(Gateway):
                 row_id=RowId(entry.id),
                 turns=turns,
                 reward=reward,
-                reason=why,
+                reason=reason,
                 started_at=entry.started_at,
             )
         )
@@ -346,7 +348,7 @@ class OnlineGateway(Gateway):
 
     def _finish(self, entry: OnlineSession, state: State) -> None:
         entry.state, entry.session, entry.turns = state, None, ()
-        if state is not State.UNRECORDED:  # counted when it began
+        if state is not State.UNRECORDED:  # counted when it was opened
             self.counts[state] += 1
         self._finished[entry.id] = entry
         while len(self._finished) > MAX_FINISHED:
@@ -365,7 +367,7 @@ class OnlineGateway(Gateway):
         session: str,
         on_chunk: ChunkCallback | None = None,
     ) -> Completion:
-        """A session with a call on its way is not idle."""
+        """Generate, and count the session as active while the call runs."""
         entry = self._entries[session]
         entry.num_running += 1
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions from outside over HTTP: open one, reward it, end it, forget it. The dialects' own paths
-stand beside these, unchanged.
+"""HTTP routes for external sessions: open, show, reward, end, forget. They are added to the
+dialects' routes.
 
-A session answers to its key, to the token that opened it, and to operators' tokens.
+A session accepts its key, the token that opened it, and operators' tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.errors import Forbidden, TooLarge, WireError
+from penstock.errors import Forbidden, WireError
+from penstock.gateway.http_requests import read_body, read_key
 from penstock.gateway.online import OnlineGateway, OnlineSession
 from penstock.gateway.openapi import SESSION
 from penstock.gateway.server import build_app
@@ -34,7 +35,7 @@ class OpenBody:
     """`POST /sessions`."""
 
     name: str = ""
-    """For its path; its id when empty."""
+    """Name used in the path; defaults to the session id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +44,11 @@ class RewardBody:
 
     reward: float
     reason: str = ""
-    """For people."""
+    """Free text for humans."""
 
 
 def build_online_app(online: OnlineGateway) -> Starlette:
-    """The gateway's app with the routes of sessions from outside."""
+    """The gateway's app plus the routes of external sessions."""
     app = build_app(online)
     app.router.routes += OnlineRoutes(online).routes()
     return app
@@ -58,9 +59,9 @@ class OnlineRoutes:
         self._online = online
 
     async def open(self, request: Request) -> JsonObject:
-        caller = self._online.admit(_key(request))
+        caller = self._online.admit(read_key(request))
         body = await _read(request, OpenBody)
-        entry = self._online.begin(caller.owner, body.name)
+        entry = self._online.open_session(caller.owner, body.name)
         base_url = f"{str(request.base_url).rstrip('/')}/sessions/{entry.id}/v1"
         return {**self._describe(entry), "api_key": entry.api_key, "base_url": base_url}
 
@@ -84,8 +85,8 @@ class OnlineRoutes:
         return self._describe(entry)
 
     async def counts(self, request: Request) -> JsonObject:
-        if not self._online.admit(_key(request)).is_operator:
-            raise Forbidden("what all sessions do is for gateway and admin tokens")
+        if not self._online.admit(read_key(request)).is_operator:
+            raise Forbidden("session counts need a gateway or admin token")
         return dict(self._online.counts)
 
     def routes(self) -> list[Route]:
@@ -99,7 +100,7 @@ class OnlineRoutes:
         ]
 
     def _lookup(self, request: Request) -> OnlineSession:
-        return self._online.lookup(request.path_params["session_id"], token=_key(request))
+        return self._online.lookup(request.path_params["session_id"], token=read_key(request))
 
     def _describe(self, entry: OnlineSession) -> JsonObject:
         return {
@@ -123,15 +124,6 @@ def _route(method: str, path: str, handler: Handler) -> Route:
     return Route(path, handle, methods=[method])
 
 
-def _key(request: Request) -> str:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-
-
 async def _read(request: Request, kind: type[T]) -> T:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise TooLarge(f"body over {MAX_BODY_BYTES} bytes")
-    return decode(bytes(body) or b"{}", kind, media_type=JSON)
+    body = await read_body(request, MAX_BODY_BYTES)
+    return decode(body or b"{}", kind, media_type=JSON)

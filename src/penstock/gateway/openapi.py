@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway's published document: its paths, and the requests they take."""
+"""The gateway's OpenAPI document: its paths and request schemas."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def openapi_document(dialects: Sequence[Dialect]) -> JsonObject:
         [dialect.request for dialect in dialects], ref_template=template
     )
     paths: JsonObject = {
-        "/healthz": {"get": {**_operation("Alive; needs no key."), "security": []}},
+        "/healthz": {"get": {**_operation("Liveness check; needs no key."), "security": []}},
         "/openapi.json": {"get": _operation("This document.")},
     }
     for prefix in ("", SESSION):
-        models = _operation("The policies of this session.")
+        models = _operation("List the policies of this session.")
         paths[f"{prefix}/v1/models"] = {"get": _in_session(models, prefix)}
         for dialect, request in zip(dialects, requests, strict=True):
             operation = _operation(dialect.summary)
@@ -49,8 +49,8 @@ def openapi_document(dialects: Sequence[Dialect]) -> JsonObject:
 def _operation(summary: str) -> JsonObject:
     responses = {
         "200": {"description": "done"},
-        "4XX": {"description": "the caller's error, in the shape of the API that was called"},
-        "503": {"description": "no engine answered"},
+        "4XX": {"description": "client error, in the format of the API that was called"},
+        "503": {"description": "no engine available"},
     }
     return {"summary": summary, "responses": responses}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an answer's text means to an agent: reasoning, plain text, tool calls.
+"""Splits an answer's text into reasoning, plain text and tool calls.
 
-Owns the forms in which models write them, as their templates show. What does not parse stays text.
-Knows nothing of tokens.
+Owns the formats in which models write them, as shown by their templates. Anything that does not
+parse stays text. Knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.gateway.model_calls import ToolCall
 THINK, END_THINK = "<think>", "</think>"
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 STRUCTURAL_TAGS = frozenset({THINK, END_THINK, TOOL_CALL, END_TOOL_CALL})
-"""Part of an answer's text even where a tokenizer calls them special."""
+"""Kept in an answer's text even if a tokenizer marks them as special."""
 _BLOCK = re.compile(f"{TOOL_CALL}((?:(?!{TOOL_CALL}).)*?){END_TOOL_CALL}", re.DOTALL)
 _BETWEEN = re.compile(r"[\s;]*")
 
@@ -29,23 +29,23 @@ class ToolFormat(StrEnum):
     HERMES = "hermes"
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, anywhere in the answer; Qwen too."""
     LLAMA = "llama"
-    """The whole answer is `{"name": …, "parameters": {…}}`, or several of them."""
+    """The complete answer is one or more `{"name": …, "parameters": {…}}` objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """How one answer is to be read."""
+    """How to parse one answer."""
 
     has_thinking: bool = False
-    """The template knows `<think>`; elsewhere it is text like any other."""
+    """The template knows `<think>`; otherwise the tag is plain text."""
     is_thinking: bool = False
-    """The prompt has already opened it."""
+    """The prompt already ends with an open `<think>`."""
     tools: ToolFormat | None = None
     """None when no tools were offered."""
 
 
 PLAIN = AnswerFormat()
-"""All of it is text."""
+"""The complete answer is plain text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class ParsedAnswer:
 
 
 class _RawToolCall(msgspec.Struct):
-    """A tool call as models write it."""
+    """A tool call as written by the model."""
 
     name: str
     arguments: msgspec.Raw = msgspec.Raw()
@@ -64,7 +64,7 @@ class _RawToolCall(msgspec.Struct):
 
 
 def tool_format(template: str) -> ToolFormat | None:
-    """The form that a template shows its model; None for none that is known here."""
+    """The tool-call format a template shows its model; None if unknown."""
     if "<function=" in template:
         return None
     if TOOL_CALL in template:
@@ -73,15 +73,15 @@ def tool_format(template: str) -> ToolFormat | None:
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Before the earliest stop string, as OpenAI does."""
-    ends = [at for at in (text.find(word) for word in stop) if at >= 0]
+    """Cut the text before the earliest stop string, as OpenAI does."""
+    ends = [at for at in (text.find(string) for string in stop) if at >= 0]
     return text[: min(ends)] if ends else text
 
 
 def parse_answer(
     text: str, answer_format: AnswerFormat, make_id: Callable[[int], str]
 ) -> ParsedAnswer:
-    """The parts of a finished answer; `make_id` names its first, second, … tool call."""
+    """Parse a finished answer; `make_id(i)` returns the id of tool call `i`."""
     reasoning = ""
     stripped = text.lstrip()
     if answer_format.is_thinking or (answer_format.has_thinking and stripped.startswith(THINK)):
@@ -100,24 +100,24 @@ def parse_answer(
     )
 
 
-_Found = tuple[str, list[tuple[str, str]]]
-"""The text around the calls, and each call's name and arguments."""
+_TextAndCalls = tuple[str, list[tuple[str, str]]]
+"""The text around the tool calls, and each call's name and arguments."""
 
 
-def _hermes_calls(text: str) -> _Found:
+def _hermes_calls(text: str) -> _TextAndCalls:
     calls: list[tuple[str, str]] = []
 
-    def take(block: re.Match[str]) -> str:
+    def extract(block: re.Match[str]) -> str:
         call = _read_call(block[1])
         if call is None:
             return block[0]
         calls.append(call)
         return ""
 
-    return _BLOCK.sub(take, text), calls
+    return _BLOCK.sub(extract, text), calls
 
 
-def _llama_calls(text: str) -> _Found:
+def _llama_calls(text: str) -> _TextAndCalls:
     calls: list[tuple[str, str]] = []
     decoder = json.JSONDecoder()
     at, rest = 0, text.strip()
@@ -137,8 +137,8 @@ def _llama_calls(text: str) -> _Found:
 
 def _read_call(text: str) -> tuple[str, str] | None:
     try:
-        raw_calls = msgspec.json.decode(text, type=_RawToolCall)
+        raw_call = msgspec.json.decode(text, type=_RawToolCall)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         return None
-    raw = (bytes(raw_calls.arguments) or bytes(raw_calls.parameters)).strip()
-    return (raw_calls.name, raw.decode()) if raw.startswith(b"{") else None
+    raw = (bytes(raw_call.arguments) or bytes(raw_call.parameters)).strip()
+    return (raw_call.name, raw.decode()) if raw.startswith(b"{") else None

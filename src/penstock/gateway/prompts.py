@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call becomes a prompt: rendered, and matched against what the session has sampled before.
+"""Turns a call into a prompt: renders it and matches it against the session's earlier turns.
 
-Owns which turn a prompt continues and which of its tokens are new. Calls no engine and records
-nothing.
+Decides which turn a prompt continues and which of its tokens are new. Does not call engines or
+record anything.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class Prompt:
     policy: PolicyName
     renderer: Renderer
     parent: int
-    """The turn that it continues, or ROOT."""
+    """The turn it continues, or ROOT."""
     new_text: str
-    """Marked; what follows the parent's context."""
+    """Escaped text after the parent's context."""
     new_ids: Sequence[int]
     context_ids: Sequence[int]
-    """All that the engine gets."""
+    """The complete prompt for the engine."""
     role: str = ""
     answer_format: AnswerFormat = PLAIN
-    """How the answer is to be read."""
+    """How to parse the answer."""
 
 
 class PromptBuilder:
-    """Of one session, whose turns and answers it only reads."""
+    """Builds the prompts of one session; only reads its turns and answers."""
 
     def __init__(self, tree: TurnTree, answer_history: AnswerHistory) -> None:
         self._tree = tree
@@ -47,7 +47,7 @@ class PromptBuilder:
 
     def from_call(self, call: Call, policy: PolicyName, renderer: Renderer) -> Prompt:
         if not 1 <= len(call.messages) <= MAX_MESSAGES:
-            raise BadRequest(f"{len(call.messages)} messages; send 1 to {MAX_MESSAGES}")
+            raise BadRequest(f"got {len(call.messages)} messages; send 1 to {MAX_MESSAGES}")
         text = self._render(call, policy, renderer)
         answer_format = AnswerFormat(
             has_thinking=renderer.has_thinking,
@@ -63,15 +63,15 @@ class PromptBuilder:
 
     def from_ids(self, prompt: Sequence[int], policy: PolicyName, renderer: Renderer) -> Prompt:
         if not all(0 <= token < renderer.num_ids for token in prompt):
-            raise BadRequest(f"the prompt holds ids outside 0 to {renderer.num_ids - 1}")
+            raise BadRequest(f"the prompt contains token ids outside 0 to {renderer.num_ids - 1}")
         ids = token_ids(prompt)
         parent, length = self._tree.match_ids(policy, ids)
         new_ids = view_ids(TokenIds(ids[length:])).tolist()
         return self._make(policy, renderer, parent, renderer.decode_escaped(new_ids), new_ids)
 
     def _render(self, call: Call, policy: PolicyName, renderer: Renderer) -> str:
-        """The template gets this session's own answers as they were sampled, and may still strip or
-        trim them."""
+        """Pass this session's own answers to the template as they were sampled; it may still strip
+        or trim them."""
         sampled_texts = self._answer_history.find(policy, call.messages)
         try:
             return renderer.render(
@@ -80,7 +80,7 @@ class PromptBuilder:
         except BadRequest:
             if not sampled_texts:
                 raise
-        # Some templates insist on the parts of an answer.
+        # Some templates require the separate parts of an answer.
         return renderer.render(call.messages, tools=call.tools, thinking=call.thinking)
 
     def _from_escaped(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
@@ -89,7 +89,9 @@ class PromptBuilder:
         try:
             new_ids = renderer.encode(new_text)
         except (TypeError, UnicodeEncodeError):
-            raise BadRequest("the prompt holds characters that no UTF-8 text has") from None
+            raise BadRequest(
+                "the prompt contains characters that cannot be encoded as UTF-8"
+            ) from None
         return self._make(policy, renderer, parent, new_text, new_ids)
 
     def _make(
@@ -104,7 +106,7 @@ class PromptBuilder:
         if parent != ROOT:
             context_ids = [*self._tree.context_ids(parent), *new_ids]
         if not context_ids:
-            raise BadRequest("the prompt is empty; send some content")
+            raise BadRequest("the prompt is empty; send at least one token")
         return Prompt(
             policy=policy,
             renderer=renderer,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much one session may ask for: calls at a time, and tokens per minute. Whoever asks for more
-is told when to come back.
+"""Per-session quotas: concurrent calls and tokens per minute. Excess requests get 429 with
+Retry-After.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.gateway.model_calls import Answer
 
 MAX_CONCURRENT_CALLS = 256
 TOKENS_PER_MINUTE = 100_000_000
-"""Prompt and answer; far above what an agent uses, and below what a loop gone wild would."""
+"""Prompt and answer tokens. Far above normal use; stops only a runaway loop."""
 MINUTE_S = 60.0
 
 
@@ -29,7 +29,7 @@ class _SessionUsage:
 
 
 class Quotas:
-    """Tokens are counted when an answer is there, so a session may overdraw once and then waits."""
+    """Tokens are charged after an answer, so a session may overdraw once and must then wait."""
 
     def __init__(
         self,
@@ -41,30 +41,31 @@ class Quotas:
         self._max_concurrent_calls = max_concurrent_calls
         self._tokens_per_minute = tokens_per_minute
         self._clock = clock
-        self._uses: WeakKeyDictionary[Session, _SessionUsage] = WeakKeyDictionary()
+        self._usage_by_session: WeakKeyDictionary[Session, _SessionUsage] = WeakKeyDictionary()
 
     @contextmanager
-    def hold(self, session: Session, num_calls: int) -> Generator[None]:
-        """A place for each call until all have ended; Busy without enough of them."""
-        use = self._refill(session)
-        if use.num_calls + num_calls > self._max_concurrent_calls:
+    def reserve(self, session: Session, num_calls: int) -> Generator[None]:
+        """Reserve capacity for the calls until all have ended; raises Busy if there is too
+        little."""
+        usage = self._refill(session)
+        if usage.num_calls + num_calls > self._max_concurrent_calls:
             raise Busy(
-                f"{use.num_calls} calls of this session are running, and at most "
-                f"{self._max_concurrent_calls} may; wait for some to end",
+                f"{usage.num_calls} calls of this session are running (limit "
+                f"{self._max_concurrent_calls}); wait until some end",
                 retry_after_s=1.0,
             )
-        if use.tokens_left < 0:
-            wait_s = -use.tokens_left * MINUTE_S / self._tokens_per_minute
+        if usage.tokens_left < 0:
+            wait_s = -usage.tokens_left * MINUTE_S / self._tokens_per_minute
             raise Busy(
-                f"this session used more than {self._tokens_per_minute} tokens in a minute; "
-                f"come back in {wait_s:.1f} s",
+                f"this session used more than {self._tokens_per_minute} tokens per minute; "
+                f"retry in {wait_s:.1f} s",
                 retry_after_s=wait_s,
             )
-        use.num_calls += num_calls
+        usage.num_calls += num_calls
         try:
             yield
         finally:
-            use.num_calls -= num_calls
+            usage.num_calls -= num_calls
 
     def charge(self, session: Session, answers: Iterable[Answer]) -> None:
         used = sum(
@@ -74,10 +75,12 @@ class Quotas:
 
     def _refill(self, session: Session) -> _SessionUsage:
         now = self._clock()
-        use = self._uses.get(session)
-        if use is None:
-            use = self._uses[session] = _SessionUsage(0, float(self._tokens_per_minute), now)
-        earned = (now - use.counted_at) * self._tokens_per_minute / MINUTE_S
-        use.tokens_left = min(float(self._tokens_per_minute), use.tokens_left + earned)
-        use.counted_at = now
-        return use
+        usage = self._usage_by_session.get(session)
+        if usage is None:
+            usage = self._usage_by_session[session] = _SessionUsage(
+                0, float(self._tokens_per_minute), now
+            )
+        earned = (now - usage.counted_at) * self._tokens_per_minute / MINUTE_S
+        usage.tokens_left = min(float(self._tokens_per_minute), usage.tokens_left + earned)
+        usage.counted_at = now
+        return usage

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where messages become tokens, and tokens text.
+"""Renders messages to tokens and decodes tokens to text; the only place that does either.
 
-Owns the tokenizer and the chat template of one snapshot. The template runs in an immutable
-sandbox: it may format messages and nothing else. Refuses a snapshot without either;
-transformers is never imported.
+Owns the tokenizer and the chat template of one snapshot. The template runs in an immutable sandbox:
+it can only format messages. Refuses a snapshot that lacks either. Never imports transformers.
 """
 
 from __future__ import annotations
@@ -37,25 +36,26 @@ from penstock.wire.codec import encode_json
 
 MAX_CACHED = 8192
 MAX_CACHED_CHARS = 4096
-"""Longer prompts are rarely repeated, and a cache of them would cost more memory than time."""
+"""Longer prompts rarely repeat; caching them is not worth the memory."""
 THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""The names under which templates ask whether the model is to think."""
+"""Template variables that switch thinking on or off."""
 ANSWER_FIELDS = frozenset({"content", "reasoning_content", "reasoning", "tool_calls"})
-"""What an answer becomes in a message."""
+"""Message fields that hold the parts of an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTexts:
-    """One answer, read in every way that is needed."""
+    """One answer, decoded in the three forms that are needed."""
 
     escaped: str
     visible: str
-    own: str
-    """Marked, without the token that only says that the answer is over."""
+    without_end: str
+    """Escaped, without the end token."""
 
 
 class Renderer:
-    """Messages to marked text (see `marks`), marked text to token ids, token ids to text."""
+    """Messages to escaped text (see `control_tokens`), escaped text to token ids, token ids to
+    text."""
 
     def __init__(
         self,
@@ -69,10 +69,11 @@ class Renderer:
         self.stop_ids = stop_ids
         """Ids that end an answer, from the snapshot's generation config."""
         self.window = window
-        """Tokens of prompt and answer together that the model can hold; None if it does not say."""
+        """Context window in tokens, prompt plus answer; None if the model config does not give
+        it."""
         self.tool_format = tool_format(template)
         self.has_thinking = END_THINK in template
-        """Its template knows what reasoning is."""
+        """The template supports reasoning."""
         self.num_ids = tokenizer.get_vocab_size()
         self._tokenizer = tokenizer
         self._decode = make_decoder(tokenizer)
@@ -81,10 +82,10 @@ class Renderer:
         added = tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
         self._hidden = frozenset(
-            i for i, word in self._special.items() if word not in STRUCTURAL_TAGS
+            i for i, token in self._special.items() if token not in STRUCTURAL_TAGS
         )
         self._escaper = ControlTokenEscaper(tuple(self._special.values()))
-        self._literal_ids = _literal_token_ids(tokenizer, self._escaper.words)
+        self._literal_ids = _literal_token_ids(tokenizer, self._escaper.tokens)
         self._texts: dict[bytes, str] = {}
         self._ids: dict[str, tuple[int, ...]] = {}
 
@@ -115,17 +116,17 @@ class Renderer:
         thinking: bool | None = None,
         answers: Mapping[int, str] | None = None,
     ) -> str:
-        """The prompt, marked, up to the point where the model's answer begins.
+        """The escaped prompt, up to the start of the model's answer.
 
-        `answers` gives, by message, the marked text of answers whose own form is to be kept: the
-        template gets it as content, instead of the parts that the agent was told.
+        `answers` holds, by message index, the escaped text of answers to keep as sampled: the
+        template gets it as content, instead of the parts sent by the agent.
         """
         if answers:
             return self._render(messages, tools, thinking, answers)
         try:
             key = encode_json((messages, tools, thinking))
         except (UnicodeEncodeError, TypeError, OverflowError) as error:
-            raise BadRequest(f"the messages are no valid JSON: {error}") from None
+            raise BadRequest(f"the messages are not valid JSON: {error}") from None
         text = self._texts.get(key)
         if text is None:
             text = self._render(messages, tools, thinking, {})
@@ -134,7 +135,7 @@ class Renderer:
         return text
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of marked text; the template has already written every special token."""
+        """Token ids of escaped text; the template has already written all special tokens."""
         ids = self._ids.get(text)
         if ids is None:
             ids = tuple(self._encode(text))
@@ -143,15 +144,15 @@ class Renderer:
         return ids
 
     def escape_untrusted(self, text: str) -> str:
-        """Foreign text, marked."""
+        """Escape untrusted text."""
         return self._escaper.escape_untrusted(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text with its special tokens, as it stands in the model's context."""
+        """Text with special tokens, as in the model's context."""
         return self._decode(ids)
 
     def decode_escaped(self, ids: Sequence[int]) -> str:
-        """The same, marked: tokens that only spell a special token are not taken for one."""
+        """Escaped text: ordinary tokens that spell out a special token are not mistaken for it."""
         if self._special.keys().isdisjoint(ids):
             return self._escaper.escape_untrusted(self.decode(ids))
         parts: list[str] = []
@@ -163,28 +164,27 @@ class Renderer:
         return "".join(parts)
 
     def decode_visible(self, ids: Sequence[int]) -> str:
-        """Text as an agent sees it: without special tokens."""
+        """Text as the agent sees it, without special tokens."""
         return self.decode(self.strip_hidden(ids))
 
     def decode_answer(self, ids: Sequence[int], finish: FinishReason) -> AnswerTexts:
-        """`decode_escaped`, `decode_visible` and the answer's own text, decoded once where no
-        special token stands inside it."""
-        own_ids, last = ids, ""
-        if self.ends(ids, finish):
-            own_ids, last = ids[:-1], self._special.get(ids[-1])
+        """All three forms of an answer; decoded only once if it contains no special tokens."""
+        answer_ids, last = ids, ""
+        if self.has_end_token(ids, finish):
+            answer_ids, last = ids[:-1], self._special.get(ids[-1])
         is_plain = last is not None and (not last or ids[-1] in self._hidden)
-        if is_plain and self._special.keys().isdisjoint(own_ids):
-            text = self.decode(own_ids)
-            own = self._escaper.escape_untrusted(text)
-            return AnswerTexts(escaped=own + (last or ""), visible=text, own=own)
+        if is_plain and self._special.keys().isdisjoint(answer_ids):
+            text = self.decode(answer_ids)
+            escaped = self._escaper.escape_untrusted(text)
+            return AnswerTexts(escaped=escaped + (last or ""), visible=text, without_end=escaped)
         return AnswerTexts(
             escaped=self.decode_escaped(ids),
             visible=self.decode_visible(ids),
-            own=self.decode_escaped(own_ids),
+            without_end=self.decode_escaped(answer_ids),
         )
 
     def strip_hidden(self, ids: Sequence[int]) -> Sequence[int]:
-        """The ids whose text an agent sees."""
+        """The ids whose text the agent sees."""
         if self._hidden.isdisjoint(ids):
             return ids
         return [token for token in ids if token not in self._hidden]
@@ -192,8 +192,8 @@ class Renderer:
     def has_special(self, ids: Sequence[int]) -> bool:
         return not self._special.keys().isdisjoint(ids)
 
-    def ends(self, ids: Sequence[int], finish: FinishReason) -> bool:
-        """Whether the last id only says that the answer is over."""
+    def has_end_token(self, ids: Sequence[int], finish: FinishReason) -> bool:
+        """True if the last id is a pure end-of-answer token."""
         if not ids or finish is not FinishReason.STOP:
             return False
         return ids[-1] in (self.stop_ids or self._hidden)
@@ -233,7 +233,7 @@ class Renderer:
         except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise BadRequest(
                 f"the model's chat template cannot render these messages: {error}; "
-                "check roles and their order"
+                "check the roles and their order"
             ) from None
 
     def _prepare_message(self, message: JsonObject, answer: str | None) -> JsonObject:
@@ -244,17 +244,17 @@ class Renderer:
         return {**self._escaper.escape_untrusted_json(rest), "content": answer}
 
 
-def _literal_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Each control token as ordinary text."""
+def _literal_token_ids(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[list[int]]:
+    """Ordinary token ids that spell out each control token."""
     tokenizer.encode_special_tokens = True
     try:
-        return [tokenizer.encode(word, add_special_tokens=False).ids for word in words]
+        return [tokenizer.encode(token, add_special_tokens=False).ids for token in tokens]
     finally:
         tokenizer.encode_special_tokens = False
 
 
 def _with_objects(message: JsonObject) -> JsonObject:
-    """Arguments of tool calls as objects, which is how templates want them."""
+    """Decode tool-call arguments into objects, as templates expect."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -289,7 +289,7 @@ def _compile(template: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
-    environment.filters["tojson"] = tojson  # Jinja's own escapes HTML, which no prompt wants
+    environment.filters["tojson"] = tojson  # Jinja's own filter escapes HTML
     functions = cast(dict[str, object], environment.globals)
     functions.update(raise_exception=raise_exception, strftime_now=strftime_now)
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway over HTTP: a base URL for agents that were not written for penstock.
+"""HTTP server of the gateway: a base URL for agents not written for penstock.
 
-Owns the list of paths that exist, session keys, body limits and quotas. A session is named by its
-key, or by its key and the path `/sessions/{id}/v1`. Engines stay private: no path of a request is
-ever passed on, and nothing here can load, pause or stop one.
+Owns routing, key checks, body limits and quotas. A session is identified by its key, or by its key
+and the path `/sessions/{id}/v1`. Engines stay private: request paths are never forwarded, and
+nothing here can load, pause or stop an engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.errors import TooLarge
 from penstock.gateway.dialects.chat import CHAT
 from penstock.gateway.dialects.completions import COMPLETIONS
 from penstock.gateway.dialects.dialect import Dialect, Problem
@@ -30,6 +29,7 @@ from penstock.gateway.dialects.messages import MESSAGES
 from penstock.gateway.dialects.responses import RESPONSES
 from penstock.gateway.exchange import Exchange, problem_for_agent
 from penstock.gateway.gateway import Gateway, Session
+from penstock.gateway.http_requests import read_body, read_key
 from penstock.gateway.openapi import SESSION, openapi_document
 from penstock.gateway.quotas import MAX_CONCURRENT_CALLS, TOKENS_PER_MINUTE, Quotas
 from penstock.types import JsonObject
@@ -38,7 +38,7 @@ from penstock.wire.codec import JSON, decode, encode_json
 MAX_BODY_BYTES = 4 << 20
 DIALECTS = (CHAT, RESPONSES, MESSAGES, COMPLETIONS)
 CLIENT_CLOSED_REQUEST = 499
-"""What proxies log for a client that went away; nobody reads it."""
+"""Non-standard status for a client that disconnected; only logs show it."""
 
 
 def build_app(
@@ -47,8 +47,8 @@ def build_app(
     max_concurrent_calls: int = MAX_CONCURRENT_CALLS,
     tokens_per_minute: int = TOKENS_PER_MINUTE,
 ) -> Starlette:
-    """Every route but `/healthz` answers only to the key of an open session. The quotas are each
-    session's own."""
+    """Build the app. Every route except `/healthz` needs the key of an open session. Quotas apply
+    per session."""
     quotas = Quotas(max_concurrent_calls=max_concurrent_calls, tokens_per_minute=tokens_per_minute)
     document = openapi_document(DIALECTS)
 
@@ -76,8 +76,8 @@ def build_app(
 
 
 class _App(Starlette):
-    """Model calls go straight to their dialect, which answers for its own errors; Starlette's
-    layers answer for all else."""
+    """Dispatches model calls directly to their dialect, which formats its own errors; Starlette
+    handles all other requests."""
 
     calls: Mapping[str, ASGIApp] = {}
 
@@ -101,7 +101,7 @@ class _App(Starlette):
 
 
 class _DialectApp:
-    """The path of one dialect, as an ASGI application."""
+    """ASGI application of one dialect."""
 
     def __init__(self, dialect: Dialect, gateway: Gateway, quotas: Quotas) -> None:
         self._dialect = dialect
@@ -120,12 +120,12 @@ class _DialectApp:
             await response(scope, receive, send)
 
     async def _respond(self, request: Request, send: Send) -> Response | None:
-        """None once a stream was sent."""
+        """None if the response was streamed."""
         session = _find(self._gateway, request)
-        fields = decode(await _read_body(request), dict[str, Any], media_type=JSON)
+        fields = decode(await read_body(request, MAX_BODY_BYTES), dict[str, Any], media_type=JSON)
         parsed = self._dialect.read(fields)
         exchange = Exchange(session, parsed)
-        with self._quotas.hold(session, len(parsed.calls)):
+        with self._quotas.reserve(session, len(parsed.calls)):
             disconnected = asyncio.create_task(_wait_for_disconnect(request.receive))
             try:
                 if parsed.is_stream:
@@ -142,29 +142,17 @@ class _DialectApp:
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Until the agent hangs up. One task for the whole call: to ask anew after every piece of a
-    stream costs more than the piece."""
+    """Wait until the client disconnects. One task per call: polling after every chunk costs more
+    than the chunk."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _read_body(request: Request) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise TooLarge(f"body of {declared} bytes; the gateway takes at most {MAX_BODY_BYTES}")
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise TooLarge(f"body over {MAX_BODY_BYTES} bytes; shorten the conversation")
-    return bytes(body)
 
 
 # --- other routes -------------------------------------------------------------------------------
 
 
 async def _models(session: Session) -> JsonObject:
-    """In a shape that serves OpenAI's clients and Anthropic's."""
+    """Response that both OpenAI and Anthropic clients accept."""
     models = [
         {
             "id": policy,
@@ -207,13 +195,11 @@ def _exact(route: Route) -> Route:
 
 
 def _find(gateway: Gateway, request: Request) -> Session:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    return gateway.find(key, request.path_params.get("session_id"))
+    return gateway.find(read_key(request), request.path_params.get("session_id"))
 
 
 class _RejectEscapedPaths:
-    """No path here needs an escape, so one that has any is somebody's attempt at another path."""
+    """Rejects percent-encoded paths: no route needs them, and they could hide another path."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

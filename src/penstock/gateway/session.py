@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rollout's model calls, recorded as turns.
 
-Owns a session's turns and what its agent was told of them. Workflows in process and agents over
-HTTP take the same path, `ask`. Knows nothing of tasks, rewards or batches.
+Owns a session's turns and the answers its agent received. In-process workflows and HTTP agents
+share one code path, `Session.call`. Knows nothing of tasks, rewards or batches.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ from penstock.types import (
 KEY_PREFIX = "sk-penstock-"
 KEY_BYTES = 32
 MAX_CALLS = 1 << 10
-"""Tool calls of one turn that have ids of their own."""
+"""Maximum number of tool calls per turn with distinct ids."""
 CLOSED = (
-    "this key speaks for no open session here: the rollout has ended, or the key is of another "
-    "session or node; use the base_url and api_key given to the running workflow"
+    "unknown or expired session key: the rollout has ended, or the key belongs to another session "
+    "or node; use the base_url and api_key given to the running workflow"
 )
 DeltaCallback = Callable[[Delta], None]
 TurnCallback = Callable[[int, Turn, bool], None]
-"""Takes each turn as it ends: its index, the turn, and whether an earlier attempt had made it."""
+"""Called after each turn with its index, the turn, and whether an earlier attempt had generated
+it."""
 
 
 class SessionGateway(Protocol):
-    """What a session needs of its gateway."""
+    """The part of the gateway a session uses."""
 
     generate: Generate
     template_traits: dict[PolicyName, TemplateTraits]
@@ -59,7 +60,7 @@ class SessionGateway(Protocol):
 
 
 class Session:
-    """Ties model calls to one rollout; whoever holds its key speaks for it."""
+    """The model calls of one rollout. Its key grants access."""
 
     def __init__(
         self,
@@ -71,13 +72,13 @@ class Session:
         salvaged_answers: SalvagedAnswers,
         on_turn: TurnCallback | None,
     ) -> None:
-        assert policies, "a session serves at least one policy"
+        assert policies, "a session needs at least one policy"
         self.id = secrets.token_hex(8)
         self.api_key = KEY_PREFIX + secrets.token_hex(KEY_BYTES)
         self.policies = tuple(policies)
         self.is_open = True
         self.has_overflowed = False
-        """The last call found no room in the model's window."""
+        """The last call did not fit in the model's context window."""
         self._gateway = gateway
         self._sampling = sampling
         self._seed = seed
@@ -98,9 +99,9 @@ class Session:
         thinking: bool | None = None,
         **overrides: object,
     ) -> Answer:
-        """`ask`, in Python's words. `overrides` are the sampling fields of the OpenAI API:
+        """`call` with keyword arguments. `overrides` are the sampling fields of the OpenAI API:
         temperature, top_p, max_tokens, seed, stop."""
-        return await self.ask(
+        return await self.call(
             Call(
                 messages=messages,
                 policy=policy,
@@ -111,9 +112,9 @@ class Session:
             )
         )
 
-    async def ask(self, call: Call) -> Answer:
-        """Ask a policy, in a role, and record the turn. Raises EngineError, BadRequest (of which
-        ContextOverflow is one), NotFound, Unauthorized; none of them records a turn."""
+    async def call(self, call: Call) -> Answer:
+        """Call a policy and record the turn. Raises EngineError, BadRequest (including
+        ContextOverflow), NotFound or Unauthorized."""
         self._check_open()
         policy = call.policy or self.policies[0]
         renderer = self.renderer(policy)
@@ -131,7 +132,7 @@ class Session:
         overrides: Overrides | None = None,
         on_chunk: DeltaCallback | None = None,
     ) -> Answer:
-        """Continue a prompt without any template: the caller wrote every token of it."""
+        """Continue a raw prompt, without a chat template."""
         self._check_open()
         policy = policy or self.policies[0]
         renderer = self.renderer(policy)
@@ -145,17 +146,17 @@ class Session:
         return self._tree[index]
 
     def mark_unreached(self, index: int) -> None:
-        """The answer of this turn never arrived at its agent; it stays, untrained."""
+        """Mark a turn whose answer never reached the agent: kept, but not trained."""
         self._tree.mark_unreached(index)
 
     def turns(self) -> tuple[Turn, ...]:
-        """So far, in the order they finished; a parent always comes before its children."""
+        """All turns so far in completion order; a parent always precedes its children."""
         return self._tree.turns()
 
     def renderer(self, policy: PolicyName) -> Renderer:
         if policy not in self.policies:
             known = ", ".join(self.policies)
-            raise NotFound(f"no model {policy!r} in this session; `model` is one of: {known}")
+            raise NotFound(f"unknown model {policy!r}; this session has: {known}")
         return self._gateway.renderer(policy)
 
     def _check_open(self) -> None:
@@ -167,7 +168,7 @@ class Session:
     ) -> Answer:
         sampling = self._spec(prompt, overrides)
         started_at = time.time()
-        known = self._salvaged_answers.take(prompt.policy, sampling, prompt.context_ids)
+        known = self._salvaged_answers.pop(prompt.policy, sampling, prompt.context_ids)
         completion = known or await self._generate(prompt, sampling, on_chunk)
         self._check_open()
         turn = self._turn(prompt, sampling, completion, started_at)
@@ -192,12 +193,12 @@ class Session:
                 session=self.id,
                 on_chunk=stream_decoder.feed if stream_decoder is not None else None,
             )
-        except ContextOverflow:  # an engine's window may be smaller than the model's
+        except ContextOverflow:  # the engine's context window may be smaller than the model's
             self.has_overflowed = True
             raise
 
     def _spec(self, prompt: Prompt, overrides: Overrides | None) -> SamplingSpec:
-        """How this call is sampled; never beyond the model's window."""
+        """Sampling spec of this call, with max_tokens capped to the model's context window."""
         seed = derive(self._seed, self._num_calls)
         if overrides is None:
             sampling = replace(self._sampling, seed=seed)
@@ -207,8 +208,8 @@ class Session:
         self.has_overflowed = window is not None and num_tokens >= window
         if window is not None and self.has_overflowed:
             raise ContextOverflow(
-                f"the prompt has {num_tokens} tokens, and the model's window of {window} leaves no "
-                "room for an answer; shorten the conversation",
+                f"the prompt of {num_tokens} tokens leaves no room for an answer in the model's "
+                f"context window of {window}; shorten the conversation",
                 num_tokens=num_tokens,
                 window=window,
             )
@@ -241,7 +242,7 @@ class Session:
             self._on_turn(index, turn, is_reused)
         if turn.finish is FinishReason.ABORT:
             num = len(view_ids(turn.sampled_ids))
-            raise EngineError(f"the engine gave up after {num} tokens; turn {index} is kept")
+            raise EngineError(f"the engine aborted after {num} tokens; turn {index} was recorded")
         return index
 
     def _answer(self, prompt: Prompt, turn: Turn, texts: AnswerTexts, index: int) -> Answer:
@@ -260,10 +261,12 @@ class Session:
             reasoning=parts.reasoning,
             tool_calls=parts.tool_calls,
         )
-        sampled_text = cut_at_stop(texts.own, stop)
+        sampled_text = cut_at_stop(texts.without_end, stop)
         has_parts = bool(parts.reasoning or parts.tool_calls)
-        is_whole = not has_parts and sampled_text == prompt.renderer.escape_untrusted(parts.text)
+        is_plain_text = not has_parts and sampled_text == prompt.renderer.escape_untrusted(
+            parts.text
+        )
         self._answer_history.remember(
-            turn.policy, turn.parent, answer, None if is_whole else sampled_text
+            turn.policy, turn.parent, answer, None if is_plain_text else sampled_text
         )
         return answer

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An answer in the making: tokens in, and out what is already certain of its text and reasoning.
+"""Decodes a streamed answer incrementally: emits only text and reasoning that later tokens cannot
+change.
 
-Holds back what later tokens may still change: half a character, the beginning of a stop string or
-of a tag, white space that may turn out to stand at an end. All that it tells is the beginning of
-what `parsing.read` says of the whole answer.
+Holds back an incomplete character, a possible start of a stop string or tag, and white space that
+may turn out to be trailing. The emitted text is always a prefix of the result of
+`parsing.parse_answer` for the complete answer.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from penstock.gateway.parsing import END_THINK, THINK, TOOL_CALL, AnswerFormat, 
 from penstock.gateway.renderer import Renderer
 
 REPLACEMENT_CHAR = "\ufffd"
-"""What decoding makes of the bytes of an unfinished character."""
+"""Result of decoding the bytes of an incomplete character."""
 
 
 class _Phase(Enum):
-    IMPORT_LOCK = auto()
+    OPENING = auto()
     REASONING = auto()
     TEXT = auto()
     DONE = auto()
 
 
 class _TextDecoder:
-    """Ids to text, whole characters only."""
+    """Decodes ids to text, complete characters only."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -39,7 +40,7 @@ class _TextDecoder:
         self._pending += self._renderer.strip_hidden(ids)
         if not self._pending:
             return ""
-        # Some decoders treat the first token otherwise, so one that was told stands before.
+        # Some decoders treat the first token differently, so put an already emitted one before.
         emitted = self._renderer.decode(self._before)
         text = self._renderer.decode([*self._before, *self._pending])
         if text.endswith(REPLACEMENT_CHAR) or not text.startswith(emitted):
@@ -51,7 +52,7 @@ class _TextDecoder:
 
 
 class _StopFilter:
-    """Text before the first stop string, and nothing that may still be part of one."""
+    """Passes text before the first stop string, holding back any possible start of one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
@@ -61,14 +62,14 @@ class _StopFilter:
         if not self._stop:
             return text
         self._pending += text
-        found = [at for at in (self._pending.find(word) for word in self._stop) if at >= 0]
-        safe = min([*found, *(_safe_length(self._pending, word) for word in self._stop)])
+        found = [at for at in (self._pending.find(stop) for stop in self._stop) if at >= 0]
+        safe = min([*found, *(_safe_length(self._pending, stop) for stop in self._stop)])
         emitted, self._pending = self._pending[:safe], self._pending[safe:]
         return emitted
 
 
 class StreamDecoder:
-    """`feed` is the engine's listener; `emit` is the agent's."""
+    """Takes chunks from the engine in `feed` and passes deltas for the agent to `emit`."""
 
     def __init__(
         self,
@@ -83,16 +84,16 @@ class StreamDecoder:
         self._emit = emit
         self._pending = ""
         has_opening = answer_format.has_thinking or answer_format.is_thinking
-        self._phase = _Phase.IMPORT_LOCK if has_opening else _Phase.TEXT
+        self._phase = _Phase.OPENING if has_opening else _Phase.TEXT
         self._at_start = answer_format.tools is ToolFormat.LLAMA
-        """Nothing but white space so far, which may not belong to the part."""
+        """Only white space so far, which may not belong to this part."""
         self._is_trimmed = False
 
     def feed(self, chunk: TokenChunk) -> None:
         if self._phase is _Phase.DONE:
             return
         self._pending += self._stop_filter.add(self._text_decoder.add(chunk.sampled_ids))
-        if self._phase is _Phase.IMPORT_LOCK:
+        if self._phase is _Phase.OPENING:
             self._open()
         reasoning = self._emit_reasoning() if self._phase is _Phase.REASONING else ""
         text = self._emit_text() if self._phase is _Phase.TEXT else ""
@@ -155,9 +156,9 @@ class StreamDecoder:
         return text.lstrip() if self._is_trimmed and self._at_start else text
 
 
-def _safe_length(text: str, word: str) -> int:
-    """How much of `text` cannot become part of `word`, wherever that ends."""
-    for size in range(min(len(word) - 1, len(text)), 0, -1):
-        if text.endswith(word[:size]):
+def _safe_length(text: str, target: str) -> int:
+    """Length of the part of `text` that cannot be the start of `target`."""
+    for size in range(min(len(target) - 1, len(text)), 0, -1):
+        if text.endswith(target[:size]):
             return len(text) - size
     return len(text)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a chat template does to a conversation that grows, found out by rendering a few.
+"""Probes how a chat template treats a growing conversation, by rendering a few.
 
-A template that appends keeps every earlier turn of a session in place, so each call extends the
-one before. One that strips reasoning or trims text rewrites what the model has said: such a call
-starts a branch, and its tokens are trained in the context in which they were sampled.
+An append-only template keeps every earlier turn in place, so each call extends the previous one. A
+template that strips reasoning or trims text rewrites the model's answers: the next call starts a
+branch, and its tokens are trained in the context in which they were sampled.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from penstock.gateway.parsing import ToolFormat
 from penstock.gateway.renderer import Renderer
 from penstock.types import JsonObject
 
-ASK: JsonObject = {"role": "user", "content": "Is it raining?"}
-ASK_AGAIN: JsonObject = {"role": "user", "content": "And tomorrow?"}
+QUESTION: JsonObject = {"role": "user", "content": "Is it raining?"}
+NEXT_QUESTION: JsonObject = {"role": "user", "content": "And tomorrow?"}
 PLAIN = "No."
 SPACED = "\n No.\n\n"
 THOUGHT = "<think>\nIs it?\n</think>\n\nNo."
@@ -32,14 +32,14 @@ TOOL: JsonObject = {
 
 
 class HistoryMode(StrEnum):
-    """What a template does to answers that are history by now."""
+    """How a template renders earlier answers."""
 
     APPEND_ONLY = "append-only"
-    """Leaves them as they were: a session is one line of turns."""
+    """Leaves them unchanged: a session is one chain of turns."""
     STRIPS_THINKING = "strips-thinking"
-    """Takes their reasoning out: a call after an answer with reasoning starts a branch."""
+    """Removes their reasoning: a call after an answer with reasoning starts a branch."""
     REWRITES = "rewrites"
-    """Changes their text, such as white space at its ends: a call after an answer that it changes
+    """Changes their text, such as leading or trailing white space: a call after a changed answer
     starts a branch."""
 
 
@@ -49,13 +49,13 @@ class TemplateTraits:
     can_switch_thinking: bool
     """The prompt differs between thinking on and off."""
     shows_tools: bool
-    """The prompt differs between tools and none."""
+    """The prompt differs with and without tools."""
     tool_format: ToolFormat | None
 
-    def facts(self) -> dict[str, object]:
-        """For one line of a log."""
+    def log_fields(self) -> dict[str, object]:
+        """Fields for one log line."""
         branches = {
-            HistoryMode.APPEND_ONLY: "only where the agent rewrites its history",
+            HistoryMode.APPEND_ONLY: "only if the agent rewrites its history",
             HistoryMode.STRIPS_THINKING: "after each answer with reasoning",
             HistoryMode.REWRITES: "after each answer that the template changes",
         }[self.prefix]
@@ -63,36 +63,36 @@ class TemplateTraits:
             "template": self.prefix.value,
             "branches": branches,
             "thinking_switch": self.can_switch_thinking,
-            "tools": "none" if not self.shows_tools else self.tool_format or "unknown form",
+            "tools": "none" if not self.shows_tools else self.tool_format or "unknown format",
         }
 
     def check(self, *, wants_tools: bool, wants_thinking: bool) -> None:
-        """Refuse what the template would silently ignore."""
+        """Reject options the template would silently ignore."""
         if wants_thinking and not self.can_switch_thinking:
             raise BadRequest(
                 "thinking cannot be switched: this model's chat template renders the same prompt "
-                "either way; leave the switch out"
+                "either way; omit the switch"
             )
         if wants_tools and not self.shows_tools:
             raise BadRequest(
-                "tools: this model's chat template does not show them to the model; leave them out "
-                "or describe them in a message"
+                "tools: this model's chat template does not show them to the model; omit them or "
+                "describe them in a message"
             )
         if wants_tools and self.tool_format is None:
             raise BadRequest(
-                "tools: this model's chat template writes tool calls in a form that the gateway "
-                "cannot read; describe them in a message"
+                "tools: this model's chat template uses a tool-call format that the gateway cannot "
+                "parse; describe the tools in a message"
             )
 
 
 def probe(renderer: Renderer) -> TemplateTraits:
-    plain = _try(renderer, ASK)
+    plain = _try(renderer, QUESTION)
     return TemplateTraits(
         prefix=_prefix(renderer, plain),
         can_switch_thinking=_differ(
-            _try(renderer, ASK, thinking=True), _try(renderer, ASK, thinking=False)
+            _try(renderer, QUESTION, thinking=True), _try(renderer, QUESTION, thinking=False)
         ),
-        shows_tools=_differ(plain, _try(renderer, ASK, tools=(TOOL,))),
+        shows_tools=_differ(plain, _try(renderer, QUESTION, tools=(TOOL,))),
         tool_format=renderer.tool_format,
     )
 
@@ -108,9 +108,9 @@ def _prefix(renderer: Renderer, prompt: str | None) -> HistoryMode:
 
 
 def _preserves_prefix(renderer: Renderer, prompt: str | None, answer: str) -> bool:
-    """Whether the prompt of the next call continues prompt and answer of this one."""
-    said = {"role": "assistant", "content": answer}
-    longer = _try(renderer, ASK, said, ASK_AGAIN)
+    """True if the next prompt starts with this prompt and answer."""
+    reply = {"role": "assistant", "content": answer}
+    longer = _try(renderer, QUESTION, reply, NEXT_QUESTION)
     return prompt is not None and longer is not None and longer.startswith(prompt + answer)
 
 
@@ -124,7 +124,7 @@ def _try(
     tools: tuple[JsonObject, ...] = (),
     thinking: bool | None = None,
 ) -> str | None:
-    """None where the template refuses."""
+    """The rendered prompt; None if the template rejects the messages."""
     try:
         return renderer.render(messages, tools=tools, thinking=thinking)
     except BadRequest:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a renderer reads of a snapshot's folder, in the places where Hugging Face puts it."""
+"""Reads tokenizer and chat-template settings from a snapshot folder in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def read_object(path: Path) -> JsonObject:
-    """Empty if the file is not there."""
+    """The JSON object in a file; empty if the file does not exist."""
     if not path.exists():
         return {}
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:
-        raise WeightsError(f"{path} is no valid JSON: {error}") from None
+        raise WeightsError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise WeightsError(f"{path} holds no JSON object")
+        raise WeightsError(f"{path} must contain a JSON object")
     return cast(JsonObject, value)
 
 
@@ -31,7 +31,7 @@ def read_template(folder: Path, config: JsonObject) -> str:
     if path.exists():
         return path.read_text(encoding="utf-8")
     template = config.get("chat_template")
-    if isinstance(template, list):  # older snapshots name several; the one for chat is "default"
+    if isinstance(template, list):  # older snapshots list several; "default" is the chat one
         named = cast(list[JsonObject], template)
         template = next((t.get("template") for t in named if t.get("name") == "default"), None)
     if not isinstance(template, str):
@@ -65,7 +65,7 @@ def read_stop_ids(folder: Path) -> frozenset[int]:
 
 def read_window(folder: Path) -> int | None:
     config = read_object(folder / "config.json")
-    text = config.get("text_config")  # where a model of text and images keeps it
+    text = config.get("text_config")  # where multimodal models keep it
     for part in (config, cast(JsonObject, text) if isinstance(text, dict) else {}):
         value = part.get("max_position_embeddings")
         if isinstance(value, int) and value > 0:

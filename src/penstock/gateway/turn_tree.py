@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The turns of one session as a tree of text and token segments.
 
-A request whose prompt continues the whole context of an earlier turn extends that turn: what was
-sampled stays exactly as it was sampled, only the rest is tokenised. Whether it continues is
-decided on marked text, in which equal text means equal control tokens (see `marks`), or on ids
-where the caller sends ids. History rewritten by the agent or by the template starts a branch;
-nothing is repaired silently.
+A prompt that starts with the full context of an earlier turn extends that turn: sampled tokens are
+kept exactly, and only the remaining text is tokenized. The comparison uses escaped text, where
+equal text means equal control tokens (see `control_tokens`), or ids if the caller sends ids.
+History rewritten by the agent or the template starts a branch; nothing is repaired silently.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ROOT = -1
 
 @dataclass(slots=True)
 class _Segment:
-    """What one turn added to its parent's context."""
+    """The part one turn added to its parent's context."""
 
     turn: Turn
     prompt: str
@@ -30,7 +29,7 @@ class _Segment:
 
 
 class TurnTree:
-    """Grows by one turn per model call; costs memory by distinct tokens."""
+    """One turn per model call; memory grows with the number of distinct tokens."""
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
@@ -43,22 +42,22 @@ class TurnTree:
         return self._segments[index].turn
 
     def match(self, policy: PolicyName, text: str) -> tuple[int, int]:
-        """The turn whose context `text` continues and the length of that context; (-1, 0) for
+        """The turn whose context is a prefix of `text`, and the length of that context; (-1, 0) if
         none.
 
-        Longest context wins, then the newest turn. Other policies' turns never match: their ids
-        are of another tokenizer. Answers that never reached the agent do not either.
+        The longest context wins, then the newest turn. Turns of other policies never match, as
+        their tokenizer may differ; nor do answers that never reached the agent.
         """
         return self._longest(policy, text, lambda at: (at.prompt, at.sampled))
 
     def match_ids(self, policy: PolicyName, ids: TokenIds) -> tuple[int, int]:
-        """The same for a prompt of ids; the length is in bytes."""
+        """`match` for a prompt of ids; the length is in bytes."""
         return self._longest(policy, ids, lambda at: (at.turn.prompt_ids, at.turn.sampled_ids))
 
     def _longest(
         self,
         policy: PolicyName,
-        whole: AnyStr,
+        context: AnyStr,
         parts_of: Callable[[_Segment], tuple[AnyStr, AnyStr]],
     ) -> tuple[int, int]:
         best, best_length = ROOT, 0
@@ -70,7 +69,7 @@ class TurnTree:
                 continue
             prompt, sampled = parts_of(segment)
             middle = start + len(prompt)
-            if not (whole.startswith(prompt, start) and whole.startswith(sampled, middle)):
+            if not (context.startswith(prompt, start) and context.startswith(sampled, middle)):
                 continue
             end = middle + len(sampled)
             if (end, index) > (best_length, best):
@@ -79,13 +78,13 @@ class TurnTree:
         return best, best_length
 
     def path(self, index: int) -> Iterator[int]:
-        """This turn, its parent, and so on."""
+        """This turn, its parent and all further ancestors."""
         while index != ROOT:
             yield index
             index = self._segments[index].turn.parent
 
     def context_ids(self, index: int) -> list[int]:
-        """All ids of a turn's context, from the first prompt to its own sampled tokens."""
+        """All ids of a turn's context, from the first prompt through its sampled tokens."""
         parts: list[bytes] = []
         for at in self.path(index):
             turn = self._segments[at].turn
@@ -93,7 +92,7 @@ class TurnTree:
         return view_ids(TokenIds(b"".join(reversed(parts)))).tolist()
 
     def add(self, turn: Turn, prompt: str, sampled: str) -> int:
-        """Turns that ask the same share the memory of their question."""
+        """Add a turn. Siblings with the same prompt share its memory."""
         index = len(self._segments)
         siblings = self._roots if turn.parent == ROOT else self._segments[turn.parent].children
         for sibling in siblings:

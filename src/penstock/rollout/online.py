@@ -95,7 +95,8 @@ class SlotPool:
 
     async def lease(self) -> None:
         """consumes: capacity of the run · produces: free slots
-        waits for: a live version, a quarter of the pool used, capacity · woken by: `take()`"""
+        waits for: a live version, a quarter of the pool used, capacity
+        woken by: `acquire_slot()`"""
         await self._membership.ready.wait()
         while True:
             while self._size - len(self._free) < max(1, self._size // 4):
@@ -134,7 +135,7 @@ class SlotPool:
 
     # --- slot source of the gateway -----------------------------------------------------------
 
-    def take(self) -> RowId | None:
+    def acquire_slot(self) -> RowId | None:
         self.recycle_old()
         if not self._free or self._orders.drained.is_set():
             return None
@@ -299,7 +300,7 @@ async def build_online(
     online = OnlineGateway(
         engines, slot_pool, terms, verify, policies=run_info.policies, sampling=run_info.sampling
     )
-    slot_pool.on_slot_lost = online.dropped
+    slot_pool.on_slot_lost = online.on_slot_dropped
     try:
         yield OnlineNode(
             orders=orders,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Immutable, named, verified weight versions: the store, its read-only front, what others call.
+"""Immutable, content-addressed, verified weight versions: the store, its read-only server, and
+clients.
 
-Publishing is not done here: a version exists when the ledger says so. Other folders import only
+A version is published only once the ledger records it, not here. Other packages import only
 `client`.
 """

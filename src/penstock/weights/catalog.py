@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a weight store, for people who look into it: versions, how each file is kept, and
-which version somebody means.
+"""Lists a weight store for humans: its versions, how each file is stored, and lookup by reference.
 
-Reads only. Which versions were published the ledger knows; a manifest on disk knows its policy and
-number, and after a rewind several may have the same.
+Read-only. Only the ledger knows which versions were published. A manifest on disk has a policy and
+a number; after a rewind several may share them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from penstock.weights.rebuild import apply_chain, chain_from_full
 from penstock.weights.store import DirectoryStore
 
 SHORT_DIGEST_CHARS = 12
-"""Digits of a digest that people are shown."""
+"""Number of digest characters shown to humans."""
 MIN_PREFIX = 4
 NUM_SUGGESTED = 3
 
@@ -32,9 +31,9 @@ class CatalogFile:
     entry: FileEntry
     is_full: bool
     chain: tuple[DeltaEntry, ...]
-    """From a whole file to this one, if it is not whole itself."""
+    """Deltas from a full file to this one, if it is not stored in full."""
     deltas: tuple[DeltaEntry, ...]
-    """All that lead to it."""
+    """All deltas that produce this file."""
 
     @property
     def is_available(self) -> bool:
@@ -42,14 +41,14 @@ class CatalogFile:
 
     @property
     def delta_bytes(self) -> int:
-        """Of the smallest delta to it; 0 without one."""
+        """Size of the smallest delta to this file; 0 if there is none."""
         return min((step.bytes for step in self.deltas), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogVersion:
     digest: str
-    """Of its manifest."""
+    """Digest of its manifest."""
     manifest: SnapshotManifest
     files: tuple[CatalogFile, ...]
 
@@ -77,7 +76,7 @@ class CatalogVersion:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
     versions: tuple[CatalogVersion, ...]
-    """By policy and number."""
+    """Sorted by policy and number."""
     damaged: tuple[str, ...]
     """Digests of manifests that cannot be read."""
 
@@ -92,7 +91,7 @@ def read_catalog(store: DirectoryStore) -> Catalog:
     for digest in store.manifests():
         try:
             manifest = parse_manifest(store.read_manifest(digest))
-        except FileNotFoundError:  # deleted since it was listed
+        except FileNotFoundError:  # deleted after it was listed
             continue
         except (WeightsError, OSError):
             damaged.append(digest)
@@ -110,12 +109,12 @@ def _catalog_file(store: DirectoryStore, entry: FileEntry) -> CatalogFile:
     return CatalogFile(entry=entry, is_full=is_full, chain=chain, deltas=deltas)
 
 
-# --- which version somebody means -----------------------------------------------------------------
+# --- lookup by reference --------------------------------------------------------------------------
 
 
 def find_version(catalog: Catalog, reference: str) -> CatalogVersion:
-    """`policy@number`, the number alone where there is one policy, or how a manifest's digest
-    begins."""
+    """Find a version by `policy@number`, by number alone if there is one policy, or by a prefix of
+    its manifest digest."""
     found = [
         version
         for version in catalog.versions
@@ -127,13 +126,13 @@ def find_version(catalog: Catalog, reference: str) -> CatalogVersion:
         return found[0]
     if found:
         raise WeightsError(
-            f"{reference} means {len(found)} versions; give one by its manifest: "
+            f"{reference} is ambiguous ({len(found)} versions); use a manifest digest: "
             + ", ".join(
                 f"{version.digest[:SHORT_DIGEST_CHARS]} ({version.name})" for version in found
             )
         )
     raise WeightsError(
-        f"no version {reference[:80]!r} in this store; {_suggestion(catalog, reference)}"
+        f"version {reference[:80]!r} not found in this store; {_suggestion(catalog, reference)}"
     )
 
 
@@ -148,12 +147,12 @@ def _matches_reference(
 def _suggestion(catalog: Catalog, reference: str) -> str:
     names = list(dict.fromkeys(version.name for version in catalog.versions))
     if not names:
-        return "it has none at all"
+        return "the store is empty"
     policy, _, number = reference.rpartition("@")
     if "." in number and (
         named := [name for name in names if name == _without_incarnation(reference)]
     ):
-        return f"manifests know no incarnation, write {named[0]}"
+        return f"weight versions are addressed without the incarnation; use {named[0]}"
     if not policy and number.isdecimal() and len(catalog.policies) > 1:
         near = [f"{policy}@{number}" for policy in catalog.policies]
         near = [name for name in near if name in names]
@@ -169,7 +168,7 @@ def _without_incarnation(reference: str) -> str:
 
 
 def _nearest(names: Sequence[str], reference: str) -> list[str]:
-    """By number within the policy that was meant."""
+    """Versions of the same policy with the closest numbers."""
     policy, _, number = reference.rpartition("@")
     policies = list(dict.fromkeys(name.rpartition("@")[0] for name in names))
     [meant] = difflib.get_close_matches(policy, policies, 1, 0.0) or policies[:1]
@@ -181,7 +180,7 @@ def _nearest(names: Sequence[str], reference: str) -> list[str]:
 
 
 def names_by_blob(catalog: Catalog, policy: PolicyName) -> dict[str, str]:
-    """The first version that each blob belongs to, of this policy if there is one."""
+    """The first version each blob belongs to, preferably of this policy."""
     found: dict[str, str] = {}
     for version in sorted(catalog.versions, key=lambda found: found.manifest.policy != policy):
         for file in version.files:
@@ -194,7 +193,7 @@ def names_by_blob(catalog: Catalog, policy: PolicyName) -> dict[str, str]:
 
 @contextmanager
 def deletion_paused(store: DirectoryStore) -> Generator[None]:
-    """Nothing is deleted meanwhile, if this user may write there at all."""
+    """Prevent deletion while reading, if this user has write access."""
     with ExitStack() as held:
         with suppress(OSError):
             held.enter_context(store.writing())
@@ -203,17 +202,17 @@ def deletion_paused(store: DirectoryStore) -> Generator[None]:
 
 @contextmanager
 def full_file(store: DirectoryStore, blob: str, scratch: Path) -> Generator[Path]:
-    """The file where it lies, or one made from deltas for as long as it is read."""
+    """Path of the full file: the stored one, or a temporary one rebuilt from deltas."""
     path = store.blob_path(blob)
     if path.exists():
         yield path
         return
     chain = chain_from_full(store, blob)
     if not chain:
-        raise WeightsError(f"blob {blob} is gone, and no deltas lead to it")
+        raise WeightsError(f"blob {blob} is missing and cannot be rebuilt from deltas")
     made = scratch / blob
     try:
-        apply_chain(store, chain, made)
+        apply_chain(chain, store.blob_path, made)
         yield made
     finally:
         made.unlink(missing_ok=True)

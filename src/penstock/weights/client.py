@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What nodes call: pull a version and stage it verified.
+"""Client used by nodes: pulls a version, verifies it and stages it for loading.
 
-Owns the pull: fetch from whichever front has it, along deltas or whole, verify every tensor, mend
-what is damaged, stage, rename. Loading is the engine's business; a folder returned by `pull` holds
-nothing that was not digested in that call.
+Owns the pull: fetch deltas or full files from any weight server that has them, verify every tensor,
+repair damage, stage, rename. Engines do the loading. Every file in a folder returned by `pull` was
+hashed during that call.
 """
 
 from __future__ import annotations
@@ -44,51 +44,51 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 MAX_TRIES = 3
-"""How often one front is asked for what came damaged."""
+"""Attempts per weight server when its data is damaged."""
 NUM_FILES = 8
-"""Brought at once."""
+"""Files fetched concurrently."""
 NUM_RANGES = 32
-"""Requests at once. With a connection to each, a link of 20 Mbit/s and 300 ms is full even while
-one packet in a hundred is lost; a fast one is with fewer."""
+"""Concurrent requests, each on its own connection. They saturate a link of 20 Mbit/s and 300 ms at
+1 % packet loss; a fast link needs fewer."""
 
 
 class Puller:
-    """Pulls versions into one folder, and learns how fast links and this machine are."""
+    """Pulls versions into one folder, and measures the speed of links and of this machine."""
 
     def __init__(
         self, cache: Path, *, transfer: Transfer = "auto", num_ranges: int = NUM_RANGES
     ) -> None:
         self._cache = cache
         self._mtimes_ns: dict[Path, dict[str, int]] = {}
-        """Of staged versions, when each file was last written to before it was verified."""
+        """For each staged version, the mtime of each file before it was verified."""
         self._transfer: Transfer = transfer
         self._num_ranges = num_ranges
         self._links: dict[str, LinkStats] = {}
-        self._rebuild_speed = Throughput(num_warmup=1)  # the first file waits for a compiler, too
+        self._rebuild_speed = Throughput(num_warmup=1)  # the first file includes JIT compilation
 
     async def pull(
-        self, weight_servers: Sequence[AsyncServiceClient], wanted: PublishedVersion
+        self, weight_servers: Sequence[AsyncServiceClient], target: PublishedVersion
     ) -> Path:
-        """A Hugging Face folder with exactly the wanted version, every tensor verified.
+        """Pull a version into a Hugging Face folder, with every tensor verified.
 
-        What a front does not have, or gives damaged, the next is asked for; only the last may sit
-        out a long outage. Blobs that the cache holds are not fetched again, cut-off ones are
-        resumed. May be cancelled at any time, and several pulls may share a cache, over tasks and
-        processes.
+        If a weight server lacks a blob or sends damaged data, the next one is tried; only the last
+        is waited for during a long outage. Cached blobs are not fetched again, partial ones are
+        resumed. Safe to cancel at any time. Several pulls, in tasks or processes, may share a
+        cache.
         """
-        what = f"pulling {wanted.policy}@{wanted.incarnation}.{wanted.number} into {self._cache}"
+        what = f"pulling {target.policy}@{target.incarnation}.{target.number} into {self._cache}"
         with wrap_errors(WeightsError, what):
             blobs = BlobCache(self._cache)
             async with blobs.in_use():
-                asked = weight_server_clients(weight_servers, self._links)
+                clients = weight_server_clients(weight_servers, self._links)
                 manifest = await _first_success(
-                    asked, lambda weight_server: _fetch_manifest(weight_server, wanted)
+                    clients, lambda weight_server: _fetch_manifest(weight_server, target)
                 )
                 slots = asyncio.Semaphore(self._num_ranges)
-                pull = _Pull(blobs, asked, manifest, slots, self._rebuild_speed, self._transfer)
+                pull = _Pull(blobs, clients, manifest, slots, self._rebuild_speed, self._transfer)
                 scans = await pull.fetch_all(manifest.files)
-                _check_tensors(manifest, scans)
-                folder = await asyncio.to_thread(blobs.stage, wanted.manifest_digest, manifest)
+                _check_scans(manifest, scans)
+                folder = await asyncio.to_thread(blobs.stage, target.manifest_digest, manifest)
                 self._mtimes_ns[folder] = {
                     file.name: found.mtime_ns
                     for file, found in zip(manifest.files, scans, strict=True)
@@ -96,24 +96,24 @@ class Puller:
                 return folder
 
     def require_unchanged(self, folder: Path) -> None:
-        """Asked once a pulled version is loaded: WeightsError when a file of it was written to
-        since it was verified, so that nobody knows what was loaded."""
+        """Call after loading a pulled version. Raises WeightsError if a file was modified after its
+        verification, because the loaded bytes are then unknown."""
         if folder not in self._mtimes_ns:
-            raise WeightsError(f"{folder} was let go of while it was loaded")
+            raise WeightsError(f"{folder} was pruned while it was being loaded")
         for name, mtime_ns in self._mtimes_ns[folder].items():
-            with wrap_errors(WeightsError, f"looking at {folder / name} once more"):
+            with wrap_errors(WeightsError, f"checking {folder / name} after loading"):
                 is_same = (folder / name).stat().st_mtime_ns == mtime_ns
             if not is_same:
                 raise WeightsError(
-                    f"{folder / name} was written to between its verification and its load; only "
-                    "nodes may write there, and the next try verifies it again"
+                    f"{folder / name} was written to between verification and load; only nodes may "
+                    "write there; the next attempt verifies it again"
                 )
 
     def prune(self, keep: Collection[str]) -> None:
-        """Delete staged versions but those with these manifest digests, and blobs none of them
-        uses.
+        """Delete staged versions except those with these manifest digests, and blobs no longer
+        used.
 
-        Does nothing while a pull runs in this cache; the next call will.
+        Does nothing while a pull uses this cache; a later call will.
         """
         BlobCache(self._cache).prune(keep)
         self._mtimes_ns = {f: mtimes for f, mtimes in self._mtimes_ns.items() if f.name in keep}
@@ -122,54 +122,54 @@ class Puller:
 async def _first_success(
     weight_servers: Sequence[WeightServerClient], get: Callable[[WeightServerClient], Awaitable[T]]
 ) -> T:
-    """From the first front that can; the error is that of the last."""
+    """Result of the first weight server that succeeds; raises the last error if all fail."""
     for weight_server in weight_servers[:-1]:
         if weight_server.is_usable:
             try:
                 return await get(weight_server)
             except (WeightsError, WireError) as error:
                 log.warning(
-                    "asking the next front", weight_server=weight_server.url, why=str(error)
+                    "weight server failed, trying the next", url=weight_server.url, error=str(error)
                 )
     return await get(weight_servers[-1])
 
 
-async def _gather(works: Iterable[Coroutine[None, None, T]]) -> list[T]:
+async def _gather(coroutines: Iterable[Coroutine[None, None, T]]) -> list[T]:
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
 async def _fetch_manifest(
-    weight_server: WeightServerClient, wanted: PublishedVersion
+    weight_server: WeightServerClient, target: PublishedVersion
 ) -> SnapshotManifest:
-    digest = wanted.manifest_digest
-    what = f"manifest of {wanted.policy}@{wanted.incarnation}.{wanted.number}"
+    digest = target.manifest_digest
+    what = f"manifest of {target.policy}@{target.incarnation}.{target.number}"
     if not is_digest(digest):
-        raise WeightsError(f"{what}: {digest[:80]!r} is no BLAKE3 digest")
+        raise WeightsError(f"{what}: {digest[:80]!r} is not a BLAKE3 digest")
     for _ in range(MAX_TRIES):
         data = await weight_server.get(f"/v1/manifests/{digest}", MAX_MANIFEST_BYTES, what)
         if digest_of(data) == digest:
             break
     else:
         raise WeightsError(
-            f"{what}: {weight_server.url} sent bytes of another digest than {digest}, "
-            f"{MAX_TRIES} times; check its store"
+            f"{what}: {weight_server.url} sent data that does not match digest {digest} "
+            f"({MAX_TRIES} attempts); check its store"
         )
     manifest = parse_manifest(data)
-    if (manifest.policy, manifest.number) != (wanted.policy, wanted.number):
+    if (manifest.policy, manifest.number) != (target.policy, target.number):
         raise WeightsError(
-            f"{what} is that of {manifest.policy} number {manifest.number}; "
+            f"{what} describes {manifest.policy} number {manifest.number}; "
             "the trainer published the wrong digest"
         )
     return manifest
 
 
 class _Pull:
-    """One version on its way."""
+    """The pull of one version."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class _Pull:
         transfer: Transfer,
     ) -> None:
         self._blobs = blobs
-        self._fronts = weight_servers
+        self._weight_servers = weight_servers
         self._tensors = {tensor.name: tensor for tensor in manifest.tensors}
         self._slots = slots
         self._rebuild_speed = rebuild_speed
@@ -197,17 +197,17 @@ class _Pull:
         return await _gather(map(fetch, files))
 
     async def _fetch(self, file: FileEntry) -> Scan:
-        """The verified blob is in the cache when this returns: it was there, or its deltas came, or
-        the whole of it."""
+        """Put the verified blob into the cache: already there, rebuilt from deltas, or fetched in
+        full."""
         if (found := await self._from_cache(file)) is not None:
             return found
         try:
             if (found := await self._fetch_deltas(file)) is not None:
                 return found
         except WeightsError as error:
-            log.warning("a delta was of no use", file=file.name, why=str(error))
+            log.warning("delta failed, fetching the full file", file=file.name, error=str(error))
         return await _first_success(
-            self._fronts, lambda weight_server: self._fetch_full(weight_server, file)
+            self._weight_servers, lambda weight_server: self._fetch_full(weight_server, file)
         )
 
     async def _from_cache(self, file: FileEntry) -> Scan | None:
@@ -216,7 +216,7 @@ class _Pull:
         return await asyncio.to_thread(self._blobs.check, file)
 
     async def _fetch_deltas(self, file: FileEntry) -> Scan | None:
-        """From a file in the cache along deltas; None when no such way is worth taking."""
+        """Rebuild from a cached file and deltas; None if that is impossible or not worth it."""
         steps = await self._find_chain(file)
         if not steps:
             return None
@@ -224,9 +224,9 @@ class _Pull:
             FileEntry(name=f"{file.name} from {step.base[:12]}", blob=step.blob, bytes=step.bytes)
             for step in steps
         )
-        began_at = time.monotonic()
-        found = await asyncio.to_thread(self._blobs.make, file, steps)
-        self._rebuild_speed.add(file.bytes, time.monotonic() - began_at)
+        started_at = time.monotonic()
+        found = await asyncio.to_thread(self._blobs.rebuild, file, steps)
+        self._rebuild_speed.add(file.bytes, time.monotonic() - started_at)
         return found
 
     async def _find_chain(self, file: FileEntry) -> tuple[DeltaEntry, ...]:
@@ -238,13 +238,13 @@ class _Pull:
         if not have:
             return ()
         path = f"/v1/deltas/{file.blob}?bytes={file.bytes}&from={','.join(have)}"
-        for weight_server in self._fronts:
+        for weight_server in self._weight_servers:
             if not weight_server.is_usable:
                 continue
             try:
-                steps = (await weight_server.ask(path, DeltaChain)).steps
+                steps = (await weight_server.request(path, DeltaChain)).steps
             except WireError:
-                continue  # it knows no deltas, or does not answer: the whole file waits for it
+                continue  # no deltas or no response: fetch the full file instead
             if is_valid_chain(file.blob, steps, have, below=file.bytes):
                 return steps if self._is_delta_faster(weight_server, steps, file) else ()
         return ()
@@ -264,13 +264,13 @@ class _Pull:
         return is_faster
 
     async def _fetch_full(self, weight_server: WeightServerClient, file: FileEntry) -> Scan:
-        """From one front, whatever of it is not here yet."""
+        """Fetch the missing parts from one weight server."""
         async with self._blobs.partial(file, self._tensors) as partial:
-            # Somebody else may have brought it while this pull waited for the lock.
+            # Another pull may have fetched it while this one waited for the lock.
             if (found := await self._from_cache(file)) is not None:
                 partial.drop()
                 return found
-            if partial.is_complete:  # and left by somebody who could not mend it
+            if partial.is_complete:  # left by a pull that could not repair it
                 found = await asyncio.to_thread(partial.finish)
             for _ in range(MAX_TRIES):
                 if found is not None:
@@ -284,8 +284,8 @@ class _Pull:
         if found is not None:
             return found
         raise WeightsError(
-            f"{file.name}: {weight_server.url} sent bytes of another digest than {file.blob}, "
-            f"{MAX_TRIES} times; check its store, the last verified version stays in use"
+            f"{file.name}: {weight_server.url} sent data that does not match digest {file.blob} "
+            f"({MAX_TRIES} attempts); check its store; the last verified version stays in use"
         )
 
     async def _fetch_range(
@@ -308,29 +308,30 @@ class _Pull:
                 )
                 if not piece:
                     raise WeightsError(
-                        f"{file.name}: {weight_server.url} sent nothing for byte {at}"
+                        f"{file.name}: {weight_server.url} sent no data for byte {at}"
                     )
                 pieces.append(piece)
                 at += len(piece)
             await run_uncancelled(partial.write, start, b"".join(pieces))
 
 
-def _check_tensors(manifest: SnapshotManifest, scans: list[Scan]) -> None:
-    """Each tensor of the manifest stands in exactly one file, with its dtype, shape and digest."""
+def _check_scans(manifest: SnapshotManifest, scans: list[Scan]) -> None:
+    """Check that each tensor of the manifest is in exactly one file, with its dtype, shape and
+    digest."""
     expected = {tensor.name: tensor for tensor in manifest.tensors}
     for tensor in (tensor for found in scans for tensor in found.tensors):
         if expected.pop(tensor.name, None) != tensor:
             raise WeightsError(_mismatch_message(manifest, tensor))
     if expected:
         raise WeightsError(
-            f"{manifest.policy} number {manifest.number}: no file holds tensor "
-            f"{min(expected)} of the manifest; the version was put together wrongly"
+            f"{manifest.policy} number {manifest.number}: no file contains tensor "
+            f"{min(expected)}; the manifest is inconsistent with its files; publish it again"
         )
 
 
 def _mismatch_message(manifest: SnapshotManifest, tensor: TensorEntry) -> str:
     return (
         f"{manifest.policy} number {manifest.number}: tensor {tensor.name} ({tensor.dtype}, "
-        f"{'x'.join(map(str, tensor.shape))}) is not what the manifest says, though the file's own "
-        "digest is right; the version was put together wrongly and cannot be used"
+        f"{'x'.join(map(str, tensor.shape))}) differs from the manifest, although the file matches "
+        "its digest; the manifest is inconsistent with its files; publish the version again"
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed between two versions, tensor by tensor.
+"""Compares two versions tensor by tensor.
 
-Files are mapped, and only tensors with different digests are read, a piece at a time.
+Files are memory-mapped; only tensors with different digests are read, one piece at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.weights.tensors import ITEM_BYTES, TensorEntry
 
 PIECE_ITEMS = 1 << 20
 FLOATS = {"BF16": np.dtype("<u2"), "F16": np.dtype("<u2"), "F32": np.dtype("<u4")}
-"""Bit patterns of the types whose neighbours can be counted."""
+"""Float types for which a distance in representable numbers (ULPs) can be computed."""
 INTEGERS = {"U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4"}
 
 
@@ -34,9 +34,9 @@ class TensorChange:
     num_elements: int
     num_changed: int
     max_ulps: int | None
-    """Representable numbers between the two farthest apart; None where that means nothing."""
+    """Largest distance in representable numbers (ULPs); None if not applicable."""
     max_abs: float | None
-    """NaN when one of two elements is none."""
+    """NaN if either element is NaN."""
 
     @property
     def share(self) -> float:
@@ -46,11 +46,11 @@ class TensorChange:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     changes: tuple[TensorChange, ...]
-    """Of all tensors that both have in one shape and type; most changed first."""
+    """Tensors that both versions have with the same shape and dtype; most changed first."""
     removed: tuple[str, ...]
     added: tuple[str, ...]
     reshaped: tuple[str, ...]
-    """Of another shape or type."""
+    """Tensors whose shape or dtype differs."""
 
     @property
     def num_elements(self) -> int:
@@ -64,23 +64,25 @@ class Comparison:
 def compare(
     store: DirectoryStore, old: CatalogVersion, new: CatalogVersion, scratch: Path
 ) -> Comparison:
-    olds, news = _by_name(old.manifest), _by_name(new.manifest)
-    both = [name for name in news if name in olds]
-    same_kind = [name for name in both if _kind(olds[name]) == _kind(news[name])]
+    old_tensors, new_tensors = _by_name(old.manifest), _by_name(new.manifest)
+    both = [name for name in new_tensors if name in old_tensors]
+    same_kind = [name for name in both if _kind(old_tensors[name]) == _kind(new_tensors[name])]
     changes: list[TensorChange] = []
     with deletion_paused(store), ExitStack() as opened:
-        differing = {name for name in same_kind if olds[name].digest != news[name].digest}
+        differing = {
+            name for name in same_kind if old_tensors[name].digest != new_tensors[name].digest
+        }
         before = _tensors(opened, store, old, scratch / "old", differing)
         after = _tensors(opened, store, new, scratch / "new", differing)
         for name in same_kind:
             if name in differing:
-                changes.append(_change(news[name], before[name], after[name]))
+                changes.append(_change(new_tensors[name], before[name], after[name]))
             else:
-                changes.append(_unchanged(news[name]))
+                changes.append(_unchanged(new_tensors[name]))
     return Comparison(
         changes=tuple(sorted(changes, key=lambda change: (-change.share, change.name))),
-        removed=tuple(name for name in olds if name not in news),
-        added=tuple(name for name in news if name not in olds),
+        removed=tuple(name for name in old_tensors if name not in new_tensors),
+        added=tuple(name for name in new_tensors if name not in old_tensors),
         reshaped=tuple(name for name in both if name not in set(same_kind)),
     )
 
@@ -98,13 +100,13 @@ def _tensors(
     store: DirectoryStore,
     version: CatalogVersion,
     scratch: Path,
-    wanted: set[str],
+    names: set[str],
 ) -> Mapping[str, NDArray[np.uint8]]:
-    """Raw bytes of the wanted tensors, mapped."""
+    """Memory-mapped bytes of the requested tensors."""
     found: dict[str, NDArray[np.uint8]] = {}
     scratch.mkdir()
     for file in version.files:
-        if not file.entry.name.endswith(".safetensors") or wanted <= found.keys():
+        if not file.entry.name.endswith(".safetensors") or names <= found.keys():
             continue
         path = opened.enter_context(full_file(store, file.entry.blob, scratch))
         mapped = np.memmap(path, np.uint8, "r")
@@ -112,12 +114,12 @@ def _tensors(
         found |= {
             name: mapped[byte_range.start : byte_range.end]
             for name, byte_range in byte_ranges
-            if name in wanted
+            if name in names
         }
-    if missing := wanted - found.keys():
+    if missing := names - found.keys():
         raise WeightsError(
-            f"{version.name}: {min(missing)} is in none of its files; `penstock weights verify` "
-            "tells what is damaged"
+            f"{version.name}: tensor {min(missing)} is in none of its files; "
+            "run `penstock weights verify` to find the damage"
         )
     return found
 
@@ -146,7 +148,7 @@ def _change(tensor: TensorEntry, old: NDArray[np.uint8], new: NDArray[np.uint8])
         if has_ulps:
             max_ulps = max(max_ulps, int(np.abs(_ordered(one) - _ordered(two)).max()))
         if has_values:
-            with np.errstate(invalid="ignore"):  # infinity from infinity, and NaN
+            with np.errstate(invalid="ignore"):  # inf - inf, and NaN
                 apart = np.abs(_values(one, tensor.dtype) - _values(two, tensor.dtype))
             max_abs = float(np.maximum(max_abs, apart.max()))
     return TensorChange(
@@ -159,7 +161,7 @@ def _change(tensor: TensorEntry, old: NDArray[np.uint8], new: NDArray[np.uint8])
 
 
 def _ordered(bits: NDArray[Any]) -> NDArray[np.int64]:
-    """Numbers in the order of the floats that they are the bits of; both zeros are 0."""
+    """Map float bits to integers in the order of the floats; both zeros map to 0."""
     sign = np.int64(1) << (8 * bits.itemsize - 1)
     wide = bits.astype(np.int64)
     return np.where(wide & sign, sign - wide, wide)

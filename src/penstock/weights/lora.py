@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain LoRA adapter in the form that PEFT writes: what its tensors are called, and what its
-config says. Trainers write it and engines read it; neither knows another kind."""
+"""Plain LoRA adapters in PEFT format: tensor names and config. Trainers write them and engines read
+them; other adapter types are not supported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from penstock.types import JsonObject
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-"""Ends of the names of a layer's two factors."""
+"""Name suffixes of a layer's two factors."""
 PLAIN_LORA_CONFIG: JsonObject = {
     "peft_type": "LORA",
     "bias": "none",
@@ -25,8 +25,8 @@ PLAIN_LORA_CONFIG: JsonObject = {
 
 
 def unsupported_setting(config: Mapping[str, object]) -> str | None:
-    """Where this config is not plain LoRA's; a word left out or empty is as good."""
-    for word, plain in PLAIN_LORA_CONFIG.items():
-        if (config.get(word) or plain) != plain:
-            return f"{word} is {config[word]!r}, and plain LoRA's is {plain!r}"
+    """The first setting that is not plain LoRA; missing or empty settings are fine."""
+    for setting, plain in PLAIN_LORA_CONFIG.items():
+        if (config.get(setting) or plain) != plain:
+            return f"{setting} is {config[setting]!r}; plain LoRA needs {plain!r}"
     return None

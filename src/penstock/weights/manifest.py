@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of a snapshot: which files, which tensors, and the digest of each.
+"""Manifest of a snapshot: its files and tensors with their digests.
 
-Owns its record, its canonical bytes and the checks on foreign ones. It carries no incarnation and
-no time: weights made again bit for bit have the same manifest, hence the same name. Knows nothing
-of stores.
+Owns the record, its canonical encoding and the validation of untrusted manifests. A manifest has no
+incarnation and no time: bit-identical weights have the same manifest and so the same digest. Knows
+nothing of stores.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 from blake3 import blake3
@@ -27,20 +28,20 @@ MAX_FILE_BYTES = 1 << 44
 DIGEST = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
-"""What a snapshot may carry. No code, no pickle: an engine could run a `.py` or `.bin` beside
-them."""
+"""Allowed file types of a snapshot. No code and no pickle: an engine could execute a `.py` or
+`.bin` file."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-"""Their names in every adapter that PEFT writes and engines read."""
+"""File names of a PEFT adapter."""
 ADAPTER_PREFIX = "base_model.model."
-"""Before the name of every tensor in them."""
+"""Prefix of every tensor name in an adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
     name: str
     blob: str
-    """BLAKE3 (hex) of the file; its name in the store."""
+    """BLAKE3 (hex) of the file; also its name in the store."""
     bytes: int
 
 
@@ -51,11 +52,10 @@ class SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
     weights_digest: str
-    """Over the tensors alone, however they are spread over files."""
+    """Digest of the tensors alone, independent of how they are split into files."""
     base: str = ""
-    """Of an adapter, the `weights_digest` of the model it belongs to, which may stand beside it. A
-    whole model has none, and none is not written: manifests from before there were adapters keep
-    their names."""
+    """For an adapter, the `weights_digest` of its base model, which may be in the same folder.
+    Empty for a full model, and then omitted from the encoding."""
 
     @property
     def is_adapter(self) -> bool:
@@ -70,12 +70,17 @@ def digest_of(data: bytes) -> str:
     return blake3(data).hexdigest()
 
 
+def file_digest(path: Path) -> str:
+    """Digest of a file, hashed with all cores."""
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
 def is_digest(text: str) -> bool:
     return DIGEST.fullmatch(text) is not None
 
 
 def is_file_name(name: str) -> bool:
-    """A plain name that may stand in a snapshot: no path, not hidden, of a known harmless kind."""
+    """True for a plain file name allowed in a snapshot: no path, not hidden, of an allowed type."""
     return NAME.fullmatch(name) is not None and name.endswith(SUFFIXES)
 
 
@@ -88,7 +93,7 @@ def weights_digest(tensors: Iterable[TensorEntry]) -> str:
 
 
 def base_digest(tensors: Iterable[TensorEntry]) -> str:
-    """The `weights_digest` of a model without the adapter beside it."""
+    """The `weights_digest` of the base model, without the adapter in the same folder."""
     return weights_digest(
         tensor for tensor in tensors if not tensor.name.startswith(ADAPTER_PREFIX)
     )
@@ -102,7 +107,7 @@ def make_manifest(
     *,
     base: str = "",
 ) -> SnapshotManifest:
-    """Checked and in canonical order."""
+    """A validated manifest in canonical order."""
     entries = tuple(sorted(tensors, key=lambda tensor: tensor.name))
     manifest = SnapshotManifest(
         format=FORMAT,
@@ -118,14 +123,16 @@ def make_manifest(
 
 
 def encode_manifest(manifest: SnapshotManifest) -> bytes:
-    """Sorted keys, no blanks: one manifest has one form, and so one digest."""
+    """Canonical JSON (sorted keys, no spaces), so that a manifest has exactly one digest."""
     return _encoder.encode(manifest)
 
 
 def parse_manifest(data: bytes) -> SnapshotManifest:
-    """A manifest from anybody, or WeightsError saying what is wrong with it."""
+    """Parse and validate an untrusted manifest; raises WeightsError."""
     if len(data) > MAX_MANIFEST_BYTES:
-        raise WeightsError(f"manifest of {len(data)} bytes, at most {MAX_MANIFEST_BYTES} allowed")
+        raise WeightsError(
+            f"manifest of {len(data)} bytes exceeds the limit of {MAX_MANIFEST_BYTES}"
+        )
     try:
         manifest = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -137,69 +144,69 @@ def parse_manifest(data: bytes) -> SnapshotManifest:
 def _check(manifest: SnapshotManifest) -> None:
     if manifest.format != FORMAT:
         raise WeightsError(
-            f"manifest has format {manifest.format}, this penstock reads {FORMAT}; update the node"
+            f"manifest has format {manifest.format}, this node supports {FORMAT}; update penstock"
         )
     if not NAME.fullmatch(manifest.policy):
-        raise WeightsError(f"manifest: policy {manifest.policy[:80]!r} is no plain name")
+        raise WeightsError(f"manifest: policy {manifest.policy[:80]!r} is not a valid name")
     if manifest.number < 0:
         raise WeightsError(f"manifest: number {manifest.number} is negative")
     if len(manifest.files) > MAX_FILES or len(manifest.tensors) > MAX_TENSORS:
         raise WeightsError(
-            f"manifest: {len(manifest.files)} files and {len(manifest.tensors)} tensors, "
-            f"at most {MAX_FILES} and {MAX_TENSORS} allowed"
+            f"manifest: {len(manifest.files)} files and {len(manifest.tensors)} tensors exceed "
+            f"the limits of {MAX_FILES} and {MAX_TENSORS}"
         )
     _check_files(manifest.files)
-    _check_base(manifest)
-    _check_tensors(manifest.tensors)
+    _check_adapter(manifest)
+    _check_entries(manifest.tensors)
     if weights_digest(manifest.tensors) != manifest.weights_digest:
-        raise WeightsError("manifest: weights_digest is not that of its tensors")
+        raise WeightsError("manifest: weights_digest does not match its tensors")
 
 
 def _check_files(files: tuple[FileEntry, ...]) -> None:
     for file in files:
         if not is_file_name(file.name):
             raise WeightsError(
-                f"manifest: {file.name[:140]!r} may not stand in a snapshot; "
-                f"plain names ending in {', '.join(SUFFIXES)} may"
+                f"manifest: file {file.name[:140]!r} is not allowed in a snapshot; "
+                f"use plain names ending in {', '.join(SUFFIXES)}"
             )
         if not is_digest(file.blob) or not 0 <= file.bytes <= MAX_FILE_BYTES:
-            raise WeightsError(f"manifest: file {file.name} has no valid digest or size")
+            raise WeightsError(f"manifest: file {file.name} has an invalid digest or size")
     if len({file.name for file in files}) != len(files):
         raise WeightsError("manifest: two files have the same name")
     if not any(file.name.endswith(".safetensors") for file in files):
-        raise WeightsError("manifest: no .safetensors file, so no weights")
+        raise WeightsError("manifest: no weights (.safetensors file)")
 
 
-def _check_base(manifest: SnapshotManifest) -> None:
-    """Engines take a folder with an adapter's config for an adapter, whatever else lies in it."""
+def _check_adapter(manifest: SnapshotManifest) -> None:
+    """Check that base and adapter files agree: engines treat any folder with an adapter config as
+    an adapter."""
     names = {file.name for file in manifest.files}
     if (ADAPTER_CONFIG in names) != manifest.is_adapter:
         raise WeightsError(
-            f"manifest: base is {manifest.base[:80]!r}, and {ADAPTER_CONFIG} is "
-            f"{'there' if ADAPTER_CONFIG in names else 'not'}; an adapter has both, the base being "
-            "the weights_digest of its model, and a whole model has neither"
+            f"manifest: base is {manifest.base[:80]!r}, but {ADAPTER_CONFIG} is "
+            f"{'present' if ADAPTER_CONFIG in names else 'missing'}; an adapter needs both (base: "
+            "the weights_digest of its model), a full model neither"
         )
     if not manifest.is_adapter:
         return
     if not is_digest(manifest.base):
-        raise WeightsError(f"manifest: base {manifest.base[:80]!r} is no BLAKE3 digest")
+        raise WeightsError(f"manifest: base {manifest.base[:80]!r} is not a BLAKE3 digest")
     weights = sorted(name for name in names if name.endswith(".safetensors"))
     if ADAPTER_WEIGHTS not in weights:
         raise WeightsError(
-            f"manifest: weights of an adapter are in {ADAPTER_WEIGHTS}, not "
+            f"manifest: adapter weights must be in {ADAPTER_WEIGHTS}, not "
             f"{', '.join(weights)[:200]}"
         )
     if weights != [ADAPTER_WEIGHTS] and base_digest(manifest.tensors) != manifest.base:
         raise WeightsError(
-            f"manifest: beside the adapter stand weights of another model than its base "
-            f"{manifest.base}"
+            f"manifest: the weights stored with the adapter do not match its base {manifest.base}"
         )
 
 
-def _check_tensors(tensors: tuple[TensorEntry, ...]) -> None:
+def _check_entries(tensors: tuple[TensorEntry, ...]) -> None:
     for tensor in tensors:
         check_tensor(tensor.name, tensor.dtype, tensor.shape)
         if not is_digest(tensor.digest):
-            raise WeightsError(f"manifest: tensor {tensor.name} has no valid digest")
+            raise WeightsError(f"manifest: tensor {tensor.name} has an invalid digest")
     if len({tensor.name for tensor in tensors}) != len(tensors):
         raise WeightsError("manifest: two tensors have the same name")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainers call: put a snapshot into the store, with what changed since the one before, and
-let go of old ones.
+"""Client used by trainers: stores a snapshot with deltas from the previous one, and deletes old
+versions.
 
-Owns the order of writes: blobs, deltas, then the manifest. Publishing is the ledger's business.
-Adapters are versions like any other, and name the model they belong to; with that model in their
-folder, each version adds the adapter's bytes alone.
+Owns the order of writes: blobs, deltas, then the manifest. The ledger does the publishing. Adapters
+are ordinary versions that name their base model; if that model is in their folder, each version
+adds only the adapter's bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import structlog
-from blake3 import blake3
 
 from penstock.errors import WeightsError, wrap_errors
 from penstock.types import PolicyName
@@ -27,6 +26,7 @@ from penstock.weights.manifest import (
     SnapshotManifest,
     base_digest,
     encode_manifest,
+    file_digest,
     is_file_name,
     make_manifest,
     parse_manifest,
@@ -40,12 +40,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredVersion:
-    """What the trainer publishes to the ledger next."""
+    """A stored version, ready to be published in the ledger."""
 
     manifest_digest: str
     weights_digest: str
     scans: Mapping[str, Scan] = field(default_factory=dict[str, Scan], repr=False, compare=False)
-    """What was found in its files, by name: the next version need not read those that stay."""
+    """Scans of its files by name, so that the next version need not read unchanged files."""
 
 
 def put_snapshot(
@@ -58,20 +58,19 @@ def put_snapshot(
     base: str = "",
     unchanged: Collection[str] = (),
 ) -> StoredVersion:
-    """Put a Hugging Face folder into the store; lasting when this returns, but not published.
+    """Store a Hugging Face folder. Durable when this returns, but not yet published.
 
-    Takes the files directly in it that a snapshot may carry: weights, config, tokenizer, template.
-    `after` is the version that most nodes have: they get what changed since. Files named in
-    `unchanged` are byte for byte those of `after`, and are neither read nor copied again. An
-    adapter, as PEFT writes it, needs `base`, the weights digest of the model it belongs to, or that
-    model beside it.
+    Stores the allowed files at its top level: weights, config, tokenizer, template. `after` is the
+    version most nodes have; deltas from it are stored too. Files named in `unchanged` are identical
+    to those of `after` and are not read or copied again. A PEFT adapter needs `base`, the weights
+    digest of its base model, or that model in the same folder.
     """
     names = sorted(entry.name for entry in folder.iterdir() if is_file_name(entry.name))
     if not any(name.endswith(".safetensors") for name in names):
         raise WeightsError(f"no .safetensors file in {folder}; save the model there first")
-    _check_base(folder, names, base)
+    _check_folder_base(folder, names, base)
     known = {name: after.scans[name] for name in unchanged if name in after.scans} if after else {}
-    with wrap_errors(WeightsError, f"putting {folder} into the weight store {store_root}"):
+    with wrap_errors(WeightsError, f"storing {folder} in the weight store {store_root}"):
         store = DirectoryStore(store_root)
         store.prepare()
         with store.writing():
@@ -88,37 +87,38 @@ def put_snapshot(
 def delete_unreferenced(
     store_root: Path, in_use: Collection[str], newest: Collection[str], *, anchor_every: int
 ) -> None:
-    """Delete what the store need not keep; nothing while somebody writes, the next call will.
+    """Delete unreferenced versions. Does nothing while a writer holds the lock; a later call will.
 
-    in_use: manifests of every policy that somebody refers to · newest: those kept whole."""
-    with wrap_errors(WeightsError, f"tidying the weight store {store_root}"):
+    in_use: referenced manifests of all policies · newest: those whose files stay stored in full."""
+    with wrap_errors(WeightsError, f"deleting old versions from the weight store {store_root}"):
         store = DirectoryStore(store_root)
-        with store.deleting() as is_alone:
-            if is_alone:
+        with store.deleting() as has_lock:
+            if has_lock:
                 execute_plan(store, plan_deletion(store, in_use, newest, anchor_every=anchor_every))
 
 
-def _check_base(folder: Path, names: Sequence[str], base: str) -> None:
-    """Before gigabytes are copied; the manifest's own check is the same, but comes after them."""
-    is_alone = not any(n.endswith(".safetensors") and n != ADAPTER_WEIGHTS for n in names)
-    if ADAPTER_CONFIG in names and is_alone and not base:
+def _check_folder_base(folder: Path, names: Sequence[str], base: str) -> None:
+    """Fail early, before copying gigabytes; the manifest check would catch the same errors
+    later."""
+    is_adapter_only = not any(n.endswith(".safetensors") and n != ADAPTER_WEIGHTS for n in names)
+    if ADAPTER_CONFIG in names and is_adapter_only and not base:
         raise WeightsError(
-            f"{folder} holds an adapter ({ADAPTER_CONFIG}); name the weights digest of the model "
-            "it belongs to as its base, or delete that file if this is a whole model"
+            f"{folder} contains an adapter ({ADAPTER_CONFIG}); pass the weights digest of its base "
+            "model as `base`, or delete that file if this is a full model"
         )
     if base and ADAPTER_CONFIG not in names:
         raise WeightsError(
-            f"{folder} is no adapter: it has no {ADAPTER_CONFIG}, so it may not name a base"
+            f"{folder} is not an adapter ({ADAPTER_CONFIG} is missing); do not pass `base`"
         )
 
 
 def _put_deltas(store: DirectoryStore, after: str, new: SnapshotManifest) -> None:
-    """Between files of one name and layout; others travel whole, and so does whatever fails here:
-    a delta is a saving, never a reason not to publish."""
+    """Store deltas between files of the same name and layout. Errors are only logged: a delta saves
+    bandwidth, and nodes fetch the full file without it."""
     try:
         old = parse_manifest(store.read_manifest(after))
     except Exception as error:
-        log.warning("no deltas: the version before is unreadable", manifest=after, why=str(error))
+        log.warning("no deltas, previous version unreadable", manifest=after, error=str(error))
         return
     bases = {file.name: file for file in old.files if file.name.endswith(".safetensors")}
     for file in new.files:
@@ -128,16 +128,18 @@ def _put_deltas(store: DirectoryStore, after: str, new: SnapshotManifest) -> Non
         try:
             _put_delta(store, base, file)
         except Exception as error:
-            log.warning("no delta: this file travels whole", file=file.name, why=str(error))
+            log.warning(
+                "no delta, nodes will fetch the full file", file=file.name, error=str(error)
+            )
 
 
 def _put_delta(store: DirectoryStore, base: FileEntry, file: FileEntry) -> None:
-    """Its base is digested first: a delta from a damaged one leads nowhere, and whole files are
-    deleted because deltas lead to them."""
+    """Verify the base first: a delta from a damaged base is useless, yet full files may be deleted
+    because a delta exists."""
     paths = store.blob_path(base.blob), store.blob_path(file.blob)
-    found = blake3(max_threads=blake3.AUTO).update_mmap(paths[0]).hexdigest()
+    found = file_digest(paths[0])
     if found != base.blob:
-        raise WeightsError(f"{paths[0]} is damaged: its digest is {found}; delete it")
+        raise WeightsError(f"{paths[0]} is damaged (its digest is {found}); delete it")
     if has_same_layout(*paths):
         make = partial(make_delta, *paths, base_blob=base.blob, target_blob=file.blob)
         store.put_delta(base.blob, file.blob, make)
@@ -159,7 +161,7 @@ def _manifest(
 def _put_files(
     store: DirectoryStore, folder: Path, names: Sequence[str], known: Mapping[str, Scan]
 ) -> dict[str, Scan]:
-    """Lasting when this returns. What is known stays where it is, unless the store let it go."""
+    """Store the files; durable when this returns. Known files still in the store are not copied."""
     scans = {
         name: known[name]
         if name in known and store.has_blob(known[name].blob)
@@ -173,7 +175,7 @@ def _put_files(
 def _put_file(store: DirectoryStore, path: Path) -> Scan:
     if path.is_symlink() or not path.is_file():
         raise WeightsError(
-            f"{path} is no regular file; a snapshot follows no links, copy what it points to"
+            f"{path} is not a regular file; replace the link with a copy of its target"
         )
     with open_regular(path) as file:
         return store.put_blob(file, path.name)

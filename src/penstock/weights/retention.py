@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a weight store may delete: versions that nobody uses, and whole files of those in use that
-deltas lead to.
+"""Decides what a weight store may delete: unreferenced versions, and full files of referenced ones
+that can be rebuilt from deltas.
 
-A whole file that cannot be made again in fewer than `anchor_every` steps, for fewer bytes than its
-own, stays: that is an anchor. Nothing marks one; who restarts finds them where they are. What
-somebody reads now stays too: over a slow link many versions pass while one travels. Planning
-changes nothing; `execute_plan` does, and a crash in its middle leaves a store that is whole.
+A full file is kept (an anchor) unless it can be rebuilt in fewer than `anchor_every` steps and from
+fewer bytes than its own size. Anchors are not marked; they are recomputed after a restart. Blobs
+being read are kept too: over a slow link a transfer spans many versions. Planning changes nothing;
+`execute_plan` deletes, and a crash during it leaves a consistent store.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ log = structlog.get_logger(__name__)
 
 ANCHOR_EVERY = 25
 GRACE_S = 60.0
-"""A manifest so young may be about to be published."""
+"""A younger manifest may be about to be published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeletionPlan:
     manifests: tuple[str, ...]
-    """Of versions that nobody uses."""
+    """Manifests of unreferenced versions."""
     blobs: tuple[tuple[str, int], ...]
-    """With their bytes."""
+    """Blobs to delete, with their sizes."""
     deltas: tuple[DeltaEntry, ...]
     num_versions: int
-    """That stay."""
+    """Number of versions kept."""
     kept_bytes: int
 
     @property
@@ -52,10 +52,10 @@ def plan_deletion(
     *,
     anchor_every: int = ANCHOR_EVERY,
 ) -> DeletionPlan:
-    """in_use: manifests of all policies that somebody refers to · newest: those of them whose files
-    stay whole, because they are asked for most."""
+    """Plan what to delete. in_use: referenced manifests of all policies · newest: those whose files
+    stay stored in full, because they are requested most."""
     if not newest:
-        raise WeightsError("nobody says which versions are the newest; nothing is deleted")
+        raise WeightsError("no newest version given; refusing to delete anything")
     unreferenced: list[str] = []
     retained: dict[str, SnapshotManifest] = {}
     for digest in store.manifests():
@@ -63,18 +63,18 @@ def plan_deletion(
             unreferenced.append(digest)
         elif (manifest := _read(store, digest)) is not None:
             retained[digest] = manifest
-    keeping = _RetentionPlanner(store, store.recently_read())
+    planner = _RetentionPlanner(store, store.recently_read())
     newest_manifests = [retained[digest] for digest in newest if digest in retained]
     for file in _files_of(newest_manifests):
-        keeping.keep_full(file)
+        planner.keep_full(file)
     for file in _files_of(sorted(retained.values(), key=lambda manifest: manifest.number)):
-        keeping.keep(file, anchor_every)
-    keeping.keep_chains(_files_of(retained.values()), _files_of(newest_manifests))
-    return keeping.plan_deletion(unreferenced, num_versions=len(retained))
+        planner.keep(file, anchor_every)
+    planner.keep_chains(_files_of(retained.values()), _files_of(newest_manifests))
+    return planner.plan_deletion(unreferenced, num_versions=len(retained))
 
 
 class _RetentionPlanner:
-    """What stays of a store, as it was looked at once."""
+    """Collects what to keep, from one listing of the store."""
 
     def __init__(self, store: DirectoryStore, being_read: Collection[str]) -> None:
         self._blobs = dict(store.blobs())
@@ -82,33 +82,32 @@ class _RetentionPlanner:
         self._steps: dict[str, list[DeltaEntry]] = defaultdict(list)
         for entry in store.deltas():
             self._steps[entry.target].append(entry)
-        self._whole: set[str] = set()
+        self._full_files: set[str] = set()
         self._deltas: set[DeltaEntry] = set()
 
     def keep_full(self, file: FileEntry) -> None:
         if file.blob in self._blobs:
-            self._whole.add(file.blob)
+            self._full_files.add(file.blob)
 
     def keep(self, file: FileEntry, anchor_every: int) -> None:
-        """The file itself, or what it can be made from."""
-        if file.blob in self._whole:
+        """Keep the file itself, or the deltas it can be rebuilt from."""
+        if file.blob in self._full_files:
             return
-        chain = self._chain(file.blob, self._whole, file.bytes)
+        chain = self._chain(file.blob, self._full_files, file.bytes)
         if chain and len(chain) < anchor_every:
             self._deltas.update(chain)
         elif file.blob in self._blobs:
-            self._whole.add(file.blob)
+            self._full_files.add(file.blob)
         elif chain := self._chain(file.blob, self._blobs, ANY_SIZE):
-            self._whole.add(chain[0].base)
+            self._full_files.add(chain[0].base)
             self._deltas.update(chain)
         else:
-            log.error("no deltas lead to a file in use", file=file.name, blob=file.blob)
+            log.error("referenced file cannot be rebuilt", file=file.name, blob=file.blob)
 
-    def keep_chains(self, bases: Iterable[FileEntry], targets: Iterable[FileEntry]) -> None:
-        """For nodes that have one of these files and will ask for another."""
-        wanted = list(targets)
+    def keep_chains(self, bases: Iterable[FileEntry], targets: Sequence[FileEntry]) -> None:
+        """Keep the deltas for nodes that have one of `bases` and will request one of `targets`."""
         for base in {file.blob for file in bases}:
-            for target in wanted:
+            for target in targets:
                 if target.blob != base:
                     self._deltas.update(self._chain(target.blob, {base}, target.bytes))
 
@@ -119,20 +118,21 @@ class _RetentionPlanner:
         return [step for step in self._steps.get(blob, ()) if step.blob in self._blobs]
 
     def plan_deletion(self, unreferenced: Sequence[str], *, num_versions: int) -> DeletionPlan:
-        stay = self._whole | {delta.blob for delta in self._deltas} | set(self._being_read)
+        kept = self._full_files | {delta.blob for delta in self._deltas} | set(self._being_read)
         return DeletionPlan(
             manifests=tuple(unreferenced),
-            blobs=tuple(found for found in self._blobs.items() if found[0] not in stay),
+            blobs=tuple(found for found in self._blobs.items() if found[0] not in kept),
             deltas=tuple(
                 step for steps in self._steps.values() for step in steps if step not in self._deltas
             ),
             num_versions=num_versions,
-            kept_bytes=sum(size for blob, size in self._blobs.items() if blob in stay),
+            kept_bytes=sum(size for blob, size in self._blobs.items() if blob in kept),
         )
 
 
 def execute_plan(store: DirectoryStore, found: DeletionPlan) -> None:
-    """Only inside `store.deleting()`, in which it was planned. Names go before what they name."""
+    """Delete references before the blobs they point to. Call inside the `store.deleting()` block in
+    which the plan was made."""
     for digest in found.manifests:
         store.delete_manifest(digest)
     for entry in found.deltas:
@@ -146,9 +146,9 @@ def _files_of(manifests: Iterable[SnapshotManifest]) -> list[FileEntry]:
 
 
 def _read(store: DirectoryStore, digest: str) -> SnapshotManifest | None:
-    """None for a damaged one: nobody can use it, and nobody deletes it unseen."""
+    """None if the manifest is damaged: it is unusable, but not deleted automatically."""
     try:
         return parse_manifest(store.read_manifest(digest))
     except (WeightsError, OSError) as error:
-        log.error("manifest damaged", digest=digest, detail=str(error))
+        log.error("manifest damaged", digest=digest, error=str(error))
         return None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory of immutable blobs and manifests, each under its own BLAKE3, and of deltas, which are
-blobs too, found by the two files between which they lead.
+"""Directory of immutable blobs and manifests, each named by its BLAKE3, and of deltas, which are
+blobs indexed by base and target.
 
-Owns atomic, durable, create-if-absent writing, name-safe reading, and the lock that keeps deletion
-away from writing. Has no head and no authority: which version is current only the ledger knows.
-Nothing is ever overwritten but what a disk damaged, and a half-written file never has a name that
-can be read.
+Owns atomic, durable, create-if-absent writes, safe reads by digest, and the lock that keeps
+deletion and writing apart. Does not know which version is current; only the ledger does. Files are
+never overwritten except to replace a damaged one, and a half-written file is never visible under a
+readable name.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 READ_WINDOW_S = 120.0
-"""Who asks for no more of a blob for so long has it, or has given it up."""
+"""A reader idle for this long has finished or given up; its blob may be deleted."""
 ABANDONED_S = 86_400.0
-"""A file still incoming after a day belongs to a writer that died."""
+"""A file still incoming after a day was left by a dead writer."""
 _entry_decoder = msgspec.json.Decoder(DeltaEntry)
 
 
@@ -50,7 +50,7 @@ class DirectoryStore:
         self._reading = root / "reading"
 
     def prepare(self) -> None:
-        """Make the folders and drop what dead writers left; a reader needs neither."""
+        """Create the folders and remove files of dead writers. Readers need not call this."""
         if not self._manifests.is_dir():
             for folder in (self._blobs, self._deltas, self._incoming, self._manifests):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -62,14 +62,14 @@ class DirectoryStore:
 
     @contextmanager
     def writing(self) -> Generator[None]:
-        """What is written inside, and all it refers to, is not deleted before the end."""
+        """Protects files written in this block, and everything they refer to, from deletion."""
         with self._lock_file() as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             yield
 
     @contextmanager
     def deleting(self) -> Generator[bool]:
-        """Unset while somebody writes: the next time will do."""
+        """Yields False while a writer holds the lock; the caller retries later."""
         with self._lock_file() as descriptor:
             has_lock = True
             try:
@@ -87,7 +87,7 @@ class DirectoryStore:
             os.close(descriptor)
 
     def put_blob(self, source: BinaryIO, name: str) -> Scan:
-        """Copy a file in and digest it on the way; it is lasting only after `sync_blobs`."""
+        """Copy a file into the store, hashing it on the way. Durable only after `sync_blobs`."""
         return self._write(
             lambda sink: scan(source, name, sink), lambda found: self._blobs / found.blob
         )
@@ -96,7 +96,7 @@ class DirectoryStore:
         _sync_folder(self._blobs)
 
     def put_manifest(self, data: bytes) -> str:
-        """The last write of a version, after `sync_blobs`; lasting when this returns."""
+        """The last write of a version, after `sync_blobs`. Durable when this returns."""
 
         def write(sink: Sink) -> str:
             sink(data)
@@ -109,7 +109,8 @@ class DirectoryStore:
     def put_delta(
         self, base: str, target: str, write: Callable[[DigestingWriter], None]
     ) -> DeltaEntry:
-        """Keep what `write` writes as the delta between these blobs, lasting when this returns."""
+        """Store the output of `write` as the delta between these blobs. Durable when this
+        returns."""
 
         def fill(sink: Sink) -> DigestingWriter:
             out = DigestingWriter(sink)
@@ -128,11 +129,12 @@ class DirectoryStore:
         return entry
 
     def deltas_to(self, target: str) -> list[DeltaEntry]:
-        """Those that lead to this blob and are there."""
+        """Deltas to this blob whose data is in the store."""
         return [entry for entry in self.entries_to(target) if self.has_blob(entry.blob)]
 
     def entries_to(self, target: str) -> list[DeltaEntry]:
-        """All that were ever made and may be lost; a damaged entry is as good as none."""
+        """All delta entries to this blob, even if their data is gone. Damaged entries are
+        skipped."""
         found: list[DeltaEntry] = []
         try:
             paths = sorted((self._deltas / target).iterdir())
@@ -144,7 +146,7 @@ class DirectoryStore:
         return found
 
     def chain_to(self, file: str, num_bytes: int, have: Collection[str]) -> tuple[DeltaEntry, ...]:
-        """Deltas from one of these blobs to this file, if they take less than its bytes."""
+        """Deltas from one of these blobs to this file, if they are smaller than the file."""
         return cheapest_chain(file, lambda blob: blob in have, self.deltas_to, below=num_bytes)
 
     def blob_path(self, digest: str) -> Path:
@@ -154,14 +156,14 @@ class DirectoryStore:
         return self.blob_path(digest).exists()
 
     def make_blob(self, digest: str, fill: Callable[[Path], object]) -> None:
-        """Keep the file that `fill` makes at a path, if it is the one of this digest."""
+        """Store the file that `fill` creates at a path, if it matches this digest."""
         temporary = self._incoming / secrets.token_hex(16)
         try:
             fill(temporary)
             with open_regular(temporary) as file:
                 found = scan(file, "")
                 if found.blob != digest:
-                    raise WeightsError(f"what was made for {digest} is {found.blob}")
+                    raise WeightsError(f"rebuilt file for {digest} has digest {found.blob}")
                 os.fsync(file.fileno())
             temporary.chmod(0o444)
             with suppress(FileExistsError):
@@ -170,13 +172,13 @@ class DirectoryStore:
         finally:
             temporary.unlink(missing_ok=True)
 
-    # --- all there is -------------------------------------------------------------------------
+    # --- listing ------------------------------------------------------------------------------
 
     def manifests(self) -> Iterator[str]:
         yield from (path.stem for path in _files(self._manifests) if is_digest(path.stem))
 
     def blobs(self) -> Iterator[tuple[str, int]]:
-        """Digests and bytes."""
+        """Digests and sizes."""
         for path in _files(self._blobs):
             with suppress(FileNotFoundError):
                 yield path.name, path.stat().st_size
@@ -186,13 +188,13 @@ class DirectoryStore:
             yield from self.entries_to(folder.name)
 
     def mark_read(self, digest: str) -> None:
-        """Somebody reads this blob, and will want more of it."""
-        with suppress(OSError):  # a full disk is no reader's fault
+        """Record that this blob is being read."""
+        with suppress(OSError):  # a full disk must not fail a read
             self._reading.mkdir(exist_ok=True)
             (self._reading / digest).touch()
 
     def recently_read(self) -> set[str]:
-        """Blobs that somebody has read within the last minutes; older notes are dropped."""
+        """Blobs read within the last minutes; older records are dropped."""
         found: set[str] = set()
         for path in _files(self._reading):
             with suppress(FileNotFoundError):
@@ -203,7 +205,7 @@ class DirectoryStore:
         return found
 
     def age_s(self, manifest: str) -> float:
-        """Since a manifest was written."""
+        """Seconds since the manifest was written."""
         return time.time() - (self._manifests / f"{manifest}.json").stat().st_mtime
 
     # --- deletion; only inside `deleting()` ---------------------------------------------------
@@ -215,10 +217,10 @@ class DirectoryStore:
         self.blob_path(digest).unlink(missing_ok=True)
 
     def delete_delta(self, entry: DeltaEntry) -> None:
-        """The entry alone; its bytes are a blob."""
+        """Delete only the entry; its data is a blob."""
         folder = self._deltas / entry.target
         (folder / f"{entry.base}.json").unlink(missing_ok=True)
-        with suppress(OSError):  # others lead there too
+        with suppress(OSError):  # other deltas have the same target
             folder.rmdir()
 
     def open_blob(self, digest: str) -> BinaryIO:
@@ -229,19 +231,19 @@ class DirectoryStore:
             data = file.read(MAX_MANIFEST_BYTES + 1)
         if digest_of(data) != digest:
             raise WeightsError(
-                f"{self._manifests}/{digest}.json is damaged: its bytes have another digest; "
+                f"{self._manifests}/{digest}.json is damaged (digest mismatch); "
                 "delete it and publish the version again"
             )
         return data
 
-    def _write(self, fill: Callable[[Sink], T], place: Callable[[T], Path]) -> T:
+    def _write(self, fill: Callable[[Sink], T], path_for: Callable[[T], Path]) -> T:
         temporary = self._incoming / secrets.token_hex(16)
-        # Read-only from birth: nodes hard-link such files into the folders that engines open.
+        # Created read-only: nodes hard-link such files into the folders that engines open.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             with open(os.open(temporary, flags, 0o444), "wb", buffering=0) as file:
                 filled = fill(lambda piece: _write_all(file.fileno(), piece))
-                final = place(filled)
+                final = path_for(filled)
                 if _is_same(temporary, final):
                     return filled
                 os.fsync(file.fileno())
@@ -249,7 +251,7 @@ class DirectoryStore:
                 os.link(temporary, final)
             except FileExistsError:
                 if not _is_same(temporary, final):
-                    log.error("a damaged file of the store is replaced", path=str(final))
+                    log.error("replacing a damaged file in the store", path=str(final))
                     temporary.rename(final)
             return filled
         finally:
@@ -257,7 +259,7 @@ class DirectoryStore:
 
 
 class DigestingWriter:
-    """What is written goes to a sink and into a digest."""
+    """Passes written bytes to a sink and hashes them."""
 
     def __init__(self, sink: Sink) -> None:
         self.num_bytes = 0
@@ -281,17 +283,17 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """The file itself: not through a symbolic link, and never a pipe or device that could block."""
+    """Open a regular file: no symbolic link, and no pipe or device that could block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{path} is no regular file")
+        raise OSError(f"{path} is not a regular file")
     return open(descriptor, "rb", buffering=1 << 16)
 
 
 def _open(folder: Path, digest: str, suffix: str) -> BinaryIO:
     if not is_digest(digest):
-        raise ValueError(f"{digest[:80]!r} is no BLAKE3 digest in 64 lower-case hex digits")
+        raise ValueError(f"{digest[:80]!r} is not a BLAKE3 digest (64 lowercase hex characters)")
     return open_regular(folder / f"{digest}{suffix}")
 
 
@@ -302,7 +304,7 @@ def _write_all(descriptor: int, piece: bytes) -> None:
 
 
 def _is_same(new: Path, known: Path) -> bool:
-    """Equal names mean equal bytes, unless a disk forgot some."""
+    """Same name means same bytes, unless the disk corrupted some."""
     try:
         return filecmp.cmp(new, known, shallow=False)
     except FileNotFoundError:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads files of a snapshot once, front to back, and digests them, safetensors tensor by tensor.
+"""Reads each file of a snapshot once, sequentially, and hashes it; safetensors files per tensor.
 
-Owns the safetensors header (8 bytes of length, then JSON) and its limits: nothing is allocated or
-trusted before its size is checked. Works on bytes alone: no torch, no arrays, and nothing here
-knows where the bytes came from.
+Owns parsing of the safetensors header (8-byte length, then JSON) and its limits: sizes are checked
+before anything is allocated or trusted. Works on bytes only: no torch, no arrays, no knowledge of
+where the bytes come from.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ ITEM_BYTES: Mapping[str, int] = {
     "I64": 8,
     "F64": 8,
 }
-"""Every dtype a snapshot may hold, by its safetensors name."""
+"""Item size of every dtype allowed in a snapshot, by safetensors name."""
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors format's own bound."""
+"""Limit of the safetensors format."""
 MAX_TENSORS = 1_000_000
 MAX_DIMS = 16
 PIECE_BYTES = 4 << 20
 TENSOR_NAME = re.compile(r"[\x21-\x7e]{1,256}")
-"""Printable and without blanks, or the lines of `weights_digest` would not be unique."""
+"""Printable without spaces, so that the lines of `weights_digest` are unambiguous."""
 METADATA = "__metadata__"
 
 Sink = Callable[[bytes], object]
@@ -61,19 +61,19 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """What one pass over a file found."""
+    """Result of one pass over a file."""
 
     blob: str
-    """BLAKE3 (hex) of the whole file."""
+    """BLAKE3 (hex) of the file."""
     num_bytes: int
     tensors: tuple[TensorEntry, ...]
     mtime_ns: int = field(default=0, compare=False)
-    """When the file was last written to, as of the moment before this pass; 0: nobody looked."""
+    """mtime of the file before this pass; 0 if not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRange:
-    """Where a tensor lies in its file."""
+    """Byte range of a tensor in its file."""
 
     dtype: str
     start: int
@@ -89,7 +89,7 @@ class Layout:
     """A safetensors file without its weights."""
 
     head: bytes
-    """Everything before the first tensor."""
+    """All bytes before the first tensor."""
     byte_ranges: Mapping[str, TensorRange]
 
     @property
@@ -107,22 +107,22 @@ class _HeaderEntry:
 
 
 def check_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """How many bytes such a tensor has, or WeightsError when there can be no such tensor."""
+    """Size of the tensor in bytes; raises WeightsError if name, dtype or shape is invalid."""
     if not TENSOR_NAME.fullmatch(name):
         raise WeightsError(f"tensor name {name[:80]!r} is empty, too long or not printable ASCII")
     if dtype not in ITEM_BYTES:
         raise WeightsError(
-            f"tensor {name}: dtype {dtype[:20]!r} is none of {', '.join(ITEM_BYTES)}"
+            f"tensor {name}: unknown dtype {dtype[:20]!r}; expected one of {', '.join(ITEM_BYTES)}"
         )
     if len(shape) > MAX_DIMS or any(not 0 <= size < 1 << 48 for size in shape):
         raise WeightsError(
-            f"tensor {name}: {str(shape)[:80]} is no shape of at most {MAX_DIMS} sizes"
+            f"tensor {name}: invalid shape {str(shape)[:80]} (at most {MAX_DIMS} dimensions)"
         )
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 def read_layout(source: BinaryIO, name: str) -> Layout:
-    """From the front of a file; its weights are left unread."""
+    """Read the header of a file, without its weights."""
     reader = _DigestingReader(source, name, None)
     length, header = _read_header(reader)
     byte_ranges = {
@@ -137,7 +137,7 @@ def read_layout(source: BinaryIO, name: str) -> Layout:
 
 
 def scan(source: BinaryIO, name: str, sink: Sink | None = None) -> Scan:
-    """Digest the file, and its tensors if it has any; `sink` gets exactly the bytes digested."""
+    """Hash the file, and its tensors if it has any; `sink` gets exactly the hashed bytes."""
     reader = _DigestingReader(source, name, sink)
     tensors = _scan_tensors(reader) if name.endswith(".safetensors") else ()
     while reader.read_up_to(PIECE_BYTES):
@@ -146,7 +146,7 @@ def scan(source: BinaryIO, name: str, sink: Sink | None = None) -> Scan:
 
 
 class _DigestingReader:
-    """One pass over a file: each piece goes to the file's digest, the sink and the caller."""
+    """One pass over a file: each piece goes to the hash, the sink and the caller."""
 
     def __init__(self, source: BinaryIO, name: str, sink: Sink | None) -> None:
         self.name = name
@@ -168,7 +168,7 @@ class _DigestingReader:
         while num_bytes > 0:
             piece = self.read_up_to(min(num_bytes, PIECE_BYTES))
             if not piece:
-                raise WeightsError(f"{self.name} is cut off at byte {self.num_bytes}")
+                raise WeightsError(f"{self.name} is truncated at byte {self.num_bytes}")
             pieces.append(piece)
             num_bytes -= len(piece)
         return b"".join(pieces)
@@ -178,13 +178,13 @@ class _DigestingReader:
 
 
 def _read_header(reader: _DigestingReader) -> tuple[bytes, bytes]:
-    """Its length, and itself."""
+    """The length field and the header itself."""
     length = reader.read_exactly(8)
     header_bytes = int.from_bytes(length, "little")
     if not 2 <= header_bytes <= MAX_HEADER_BYTES:
         raise WeightsError(
-            f"{reader.name}: header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} allowed; "
-            "this is no safetensors file"
+            f"{reader.name}: header of {header_bytes} bytes exceeds the limit of "
+            f"{MAX_HEADER_BYTES}; this is not a safetensors file"
         )
     return length, reader.read_exactly(header_bytes)
 
@@ -194,7 +194,7 @@ def _scan_tensors(reader: _DigestingReader) -> tuple[TensorEntry, ...]:
     ranges = parse_header(header, reader.name)
     tensors = tuple(_digest_tensor(reader, name, found) for name, found in ranges)
     if reader.read_up_to(1):
-        raise WeightsError(f"{reader.name}: bytes after the last tensor belong to none")
+        raise WeightsError(f"{reader.name}: unexpected bytes after the last tensor")
     return tensors
 
 
@@ -205,7 +205,7 @@ def _digest_tensor(reader: _DigestingReader, name: str, found: _HeaderEntry) -> 
     while left > 0:
         piece = reader.read_up_to(min(left, PIECE_BYTES))
         if not piece:
-            raise WeightsError(f"{reader.name} is cut off inside tensor {name}")
+            raise WeightsError(f"{reader.name} is truncated inside tensor {name}")
         digest.update(piece)
         left -= len(piece)
     return TensorEntry(name=name, dtype=found.dtype, shape=found.shape, digest=digest.hexdigest())
@@ -216,12 +216,12 @@ _raw_range = msgspec.json.Decoder(_HeaderEntry)
 
 
 def parse_header(header: bytes, where: str) -> list[tuple[str, _HeaderEntry]]:
-    """The tensors in file order; together they must cover the data without gap or overlap."""
+    """The tensors in file order; checks that they cover the data without gaps or overlaps."""
     try:
         raw = _raw_header.decode(header)
         raw.pop(METADATA, None)
         if len(raw) > MAX_TENSORS:
-            raise WeightsError(f"{where}: {len(raw)} tensors, at most {MAX_TENSORS} allowed")
+            raise WeightsError(f"{where}: {len(raw)} tensors exceed the limit of {MAX_TENSORS}")
         ranges = [(name, _raw_range.decode(value)) for name, value in raw.items()]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsError(f"{where}: safetensors header is damaged: {error}") from None
@@ -231,8 +231,8 @@ def parse_header(header: bytes, where: str) -> list[tuple[str, _HeaderEntry]]:
         num_bytes = check_tensor(name, found.dtype, found.shape)
         if found.data_offsets != (position, position + num_bytes):
             raise WeightsError(
-                f"{where}: tensor {name} should take bytes {position} to {position + num_bytes}, "
-                f"its header says {found.data_offsets[0]} to {found.data_offsets[1]}"
+                f"{where}: tensor {name} should be at bytes {position} to {position + num_bytes}, "
+                f"but the header says {found.data_offsets[0]} to {found.data_offsets[1]}"
             )
         position += num_bytes
     return ranges

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is everything in a weight store what its name says? Digests every file, tensor and delta.
+"""Verifies a weight store: hashes every file, tensor and delta.
 
-Reads only; what is to be done about damage it says, and does not do.
+Read-only; suggests a fix for each damage but does not apply it.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from penstock.weights.store import DirectoryStore, open_regular
 from penstock.weights.tensors import Scan, TensorEntry, scan
 
 MAX_NAMED_TENSORS = 3
-"""Tensors that a line of damage names."""
+"""Maximum number of tensors named in one line."""
 REPUBLISH = "publish the version again, or copy the file from a relay or node that has it"
 
 ProgressCallback = Callable[[str, str, int], object]
-"""Told before each file is read: version, file name, bytes."""
+"""Called before each file is read with version, file name and size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
     version: str
     what: str
-    """File of the version, or what else is wrong."""
+    """The damaged file or other item."""
     path: str
     why: str
     fix: str
 
 
 class Verifier:
-    """Files that versions share are read once."""
+    """Verifies versions; files shared by several versions are read once."""
 
     def __init__(self, store: DirectoryStore, scratch: Path, report: ProgressCallback) -> None:
         self.num_bytes = 0
-        """Read so far."""
+        """Bytes read so far."""
         self._store = store
         self._scratch = scratch
         self._report = report
         self._scans: dict[str, Scan | str] = {}
-        """What was found in each blob, or why nothing could be."""
+        """Scan of each blob, or the reason why it could not be read."""
         self._deltas: set[str] = set()
 
     def verify(self, version: CatalogVersion) -> list[Damage]:
-        """Nothing when it is sound, or was deleted meanwhile by whoever may."""
+        """List the damage; empty if the version is intact or was deleted meanwhile."""
         with deletion_paused(self._store):
             try:
                 self._store.read_manifest(version.digest)
@@ -114,7 +114,7 @@ class Verifier:
                 what=f"delta to {file.entry.name} from {step.base[:SHORT_DIGEST_CHARS]}",
                 path=str(path),
                 why=why,
-                fix="delete it; nodes fetch the whole file instead" if file.is_full else REPUBLISH,
+                fix="delete it; nodes fetch the full file instead" if file.is_full else REPUBLISH,
             )
 
     def _damage(self, version: CatalogVersion, file: CatalogFile, why: str) -> Damage:
@@ -122,45 +122,45 @@ class Verifier:
         if not file.is_full:
             fix = REPUBLISH
         elif chain_from_full(self._store, file.entry.blob):
-            fix = "delete it; it is made again from deltas when somebody asks for it"
+            fix = "delete it; it is rebuilt from deltas on the next request"
         else:
             fix = f"delete it and {REPUBLISH}"
         what = file.entry.name if file.is_full else f"{file.entry.name} (from deltas)"
         return Damage(version=version.name, what=what, path=str(path), why=why, fix=fix)
 
     def _tensors(self, version: CatalogVersion) -> Iterator[Damage]:
-        """Files may be what the manifest says while it lies about the tensors in them."""
+        """Check tensors separately: files may match the manifest while its tensor list is wrong."""
         scans = [self._scans[file.entry.blob] for file in version.files]
         found = [tensor for each in scans if isinstance(each, Scan) for tensor in each.tensors]
         listed = {tensor.name for tensor in version.manifest.tensors}
         named = _differing(version.manifest, found)
         if len(found) != len(listed) and not named:
-            named = f"files hold {len(found)} tensors, the manifest lists {len(listed)}"
+            named = f"files contain {len(found)} tensors, the manifest lists {len(listed)}"
         if named:
             yield Damage(
                 version=version.name,
                 what="manifest",
                 path=version.digest,
-                why=f"{named}, though its files are as it says",
-                fix="no node takes this version; publish it again",
+                why=f"{named}, although all files match their digests",
+                fix="nodes reject this version; publish it again",
             )
 
 
 def _differing(manifest: SnapshotManifest, found: Iterable[TensorEntry]) -> str:
-    """Which tensors are not as listed, in words."""
+    """Message naming the tensors that differ from the manifest."""
     listed = {tensor.name: tensor for tensor in manifest.tensors}
     wrong = [tensor.name for tensor in found if listed.get(tensor.name) != tensor]
     if not wrong:
         return ""
     more = f" and {len(wrong) - MAX_NAMED_TENSORS} more" if len(wrong) > MAX_NAMED_TENSORS else ""
-    return f"other bits in {', '.join(wrong[:MAX_NAMED_TENSORS])}{more}"
+    return f"different bits in {', '.join(wrong[:MAX_NAMED_TENSORS])}{more}"
 
 
 def damaged_manifest(root: Path, store: DirectoryStore, digest: str) -> Damage:
-    """Of a manifest that a catalog could not read."""
+    """Damage report for a manifest the catalog could not read."""
     try:
         parse_manifest(store.read_manifest(digest))
-        why = "it is readable again"
+        why = "unreadable before, readable now"
     except (WeightsError, OSError) as error:
         why = str(error).partition("; ")[0]
     return Damage(

@@ -51,7 +51,7 @@ def test_an_answer_decoded_once_reads_as_one_decoded_in_every_way() -> None:
             for middle in (ids, [*spelled, *ids]):
                 for finish in (FinishReason.STOP, FinishReason.LENGTH):
                     texts = renderer.decode_answer(middle, finish)
-                    own = middle[:-1] if renderer.ends(middle, finish) else middle
+                    own = middle[:-1] if renderer.has_end_token(middle, finish) else middle
                     assert texts.escaped == renderer.decode_escaped(middle)
                     assert texts.visible == renderer.decode_visible(middle)
-                    assert texts.own == renderer.decode_escaped(own)
+                    assert texts.without_end == renderer.decode_escaped(own)

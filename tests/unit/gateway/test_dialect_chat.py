@@ -252,7 +252,7 @@ def test_fields_that_ask_for_nothing_are_not_refused() -> None:
 
 async def test_errors_have_openais_shape(harness: GatewayHarness) -> None:
     async with harness.openai() as agent:
-        with pytest.raises(openai.NotFoundError, match="one of: policy") as missing:
+        with pytest.raises(openai.NotFoundError, match="this session has: policy") as missing:
             await agent.chat.completions.create(model="gpt-9", messages=ASK)
         assert missing.value.code == "model_not_found"
         long: Any = [{"role": "user", "content": "x" * WINDOW}]

@@ -114,7 +114,7 @@ async def test_formats_and_thinking(harness: GatewayHarness) -> None:
 
 async def test_errors(harness: GatewayHarness) -> None:
     async with harness.openai() as agent:
-        with pytest.raises(openai.BadRequestError, match="whole conversation"):
+        with pytest.raises(openai.BadRequestError, match="full conversation"):
             await agent.responses.create(model="policy", input="hi", previous_response_id="r")
         with pytest.raises(openai.BadRequestError) as over:
             await agent.responses.create(model="policy", input="x" * WINDOW)

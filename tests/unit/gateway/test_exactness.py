@@ -163,7 +163,7 @@ class Agent:
 
     async def _listen(self, messages: list[JsonObject]) -> Answer:
         heard: list[Delta] = []
-        answer = await self.session.ask(
+        answer = await self.session.call(
             Call(messages=messages, tools=[TOOL], on_chunk=heard.append)
         )
         assert answer.text.startswith("".join(delta.text for delta in heard))

@@ -228,7 +228,7 @@ async def test_a_stop_string_is_hidden_but_its_tokens_stay(renderer: Renderer) -
 
 async def test_an_aborted_answer_is_kept_and_raised(renderer: Renderer) -> None:
     session = open_session(FakeEngine(ids_of("a"), finish=FinishReason.ABORT), renderer)
-    with pytest.raises(EngineError, match="gave up"):
+    with pytest.raises(EngineError, match="engine aborted"):
         await session.chat([user("q")])
     (turn,) = session.turns()
     assert not turn.reached_agent
@@ -243,7 +243,7 @@ async def test_an_engine_error_records_nothing(renderer: Renderer) -> None:
 
 async def test_unknown_models_and_empty_conversations(renderer: Renderer) -> None:
     session = open_session(FakeEngine(ids_of("a")), renderer)
-    with pytest.raises(NotFound, match="one of: solver, judge"):
+    with pytest.raises(NotFound, match="this session has: solver, judge"):
         await session.chat([user("q")], policy=PolicyName("gpt"))
     with pytest.raises(BadRequest, match="0 messages"):
         await session.chat([])
@@ -251,7 +251,7 @@ async def test_unknown_models_and_empty_conversations(renderer: Renderer) -> Non
 
 async def test_a_policy_without_snapshot_says_so(renderer: Renderer) -> None:
     session = Gateway(FakeEngine()).open(policies=[SOLVER], sampling=SamplingSpec(), seed=0)
-    with pytest.raises(EngineError, match="no snapshot"):
+    with pytest.raises(EngineError, match="not loaded on this node"):
         await session.chat([user("q")])
 
 
@@ -272,7 +272,7 @@ async def test_close_returns_the_turns_and_ends_the_key(renderer: Renderer) -> N
         await late
     with pytest.raises(Unauthorized):
         await session.chat([user("q")])
-    with pytest.raises(Unauthorized, match="no open session"):
+    with pytest.raises(Unauthorized, match="expired session key"):
         gateway.find(session.api_key)
     assert gateway.find(other.api_key) is other
     with pytest.raises(Unauthorized):

@@ -79,7 +79,7 @@ class Desk:
     def _refuse(self, token: str) -> Credential:
         raise Unauthorized("not here")
 
-    def take(self) -> RowId | None:
+    def acquire_slot(self) -> RowId | None:
         if self.num_taken == self.num_places:
             return None
         self.num_taken += 1
@@ -91,8 +91,8 @@ class Desk:
     def deliver(self, ended: EndedSession) -> None:
         self.delivered.append(ended)
 
-    async def begin(self, *, says: bool = True) -> OnlineSession:
-        entry = self.online.begin("owner")
+    async def open_session(self, *, says: bool = True) -> OnlineSession:
+        entry = self.online.open_session("owner")
         if says:
             await self.say(entry)
         return entry
@@ -111,7 +111,7 @@ def desk(tmp_path: Path) -> Desk:
 
 
 async def test_silence_ends_a_session_and_calls_keep_it_open(desk: Desk) -> None:
-    entry = await desk.begin()
+    entry = await desk.open_session()
     desk.pass_time(9.0)
     await desk.say(entry)
     desk.pass_time(9.0)
@@ -125,7 +125,7 @@ async def test_silence_ends_a_session_and_calls_keep_it_open(desk: Desk) -> None
 
 
 async def test_a_call_on_its_way_is_no_silence(desk: Desk) -> None:
-    entry = await desk.begin(says=False)
+    entry = await desk.open_session(says=False)
     desk.engine.may_answer.clear()
     calling = asyncio.create_task(desk.say(entry))
     await asyncio.sleep(0)
@@ -138,7 +138,7 @@ async def test_a_call_on_its_way_is_no_silence(desk: Desk) -> None:
 
 
 async def test_nobody_is_idle_or_late_while_the_gateway_stands_still(desk: Desk) -> None:
-    entry, waiting = await desk.begin(), await desk.begin()
+    entry, waiting = await desk.open_session(), await desk.open_session()
     desk.online.end(waiting)
     desk.now += 1_000.0
     desk.online.extend_deadlines(1_000.0)
@@ -146,14 +146,14 @@ async def test_nobody_is_idle_or_late_while_the_gateway_stands_still(desk: Desk)
     assert (entry.state, waiting.state) == (State.OPEN, State.WAITING)
     desk.pass_time(1.0)
     assert entry.state is State.WAITING
-    fresh = await desk.begin()
+    fresh = await desk.open_session()
     desk.online.extend_deadlines(1_000.0)
     desk.pass_time(10.0)
     assert fresh.state is State.WAITING, "what began after the stall gains nothing"
 
 
 async def test_the_deadline_counts_from_the_opening(desk: Desk) -> None:
-    entry = await desk.begin()
+    entry = await desk.open_session()
     desk.online.end(entry)
     desk.pass_time(99.0)
     assert entry.state is State.WAITING and not desk.delivered
@@ -167,7 +167,7 @@ async def test_the_deadline_counts_from_the_opening(desk: Desk) -> None:
 
 
 async def test_who_talks_beyond_the_deadline_is_served_unrecorded(desk: Desk) -> None:
-    entry = await desk.begin()
+    entry = await desk.open_session()
     for _ in range(20):
         desk.pass_time(9.0)
         await desk.say(entry)
@@ -181,14 +181,14 @@ async def test_who_talks_beyond_the_deadline_is_served_unrecorded(desk: Desk) ->
 
 
 async def test_nothing_said_gives_the_place_back(desk: Desk) -> None:
-    entry = await desk.begin(says=False)
+    entry = await desk.open_session(says=False)
     desk.online.end(entry)
     assert entry.state is State.EMPTY
     assert desk.given_back == [entry.id] and not desk.delivered
 
 
 async def test_an_answer_that_nobody_heard_is_nothing_said(desk: Desk) -> None:
-    entry = await desk.begin()
+    entry = await desk.open_session()
     assert entry.session is not None
     entry.session.mark_unreached(0)
     with pytest.raises(Conflict):
@@ -198,18 +198,18 @@ async def test_an_answer_that_nobody_heard_is_nothing_said(desk: Desk) -> None:
 
 async def test_without_a_place_a_reward_is_taken_and_leads_to_nothing(tmp_path: Path) -> None:
     desk = Desk(tmp_path, num_places=0)
-    entry = await desk.begin()
+    entry = await desk.open_session()
     desk.online.reward(entry, 1.0)
     assert entry.state is State.UNRECORDED and not desk.delivered and not desk.given_back
     assert desk.online.counts == {"opened": 1, "unrecorded": 1}
 
 
 async def test_forgotten_or_dropped_sessions_are_not_delivered(desk: Desk) -> None:
-    forgotten, dropped, open_still = [await desk.begin() for _ in range(3)]
+    forgotten, dropped, open_still = [await desk.open_session() for _ in range(3)]
     desk.online.forget(forgotten)
     desk.online.end(dropped)
-    desk.online.dropped(RowId(dropped.id))
-    desk.online.dropped(RowId(open_still.id))
+    desk.online.on_slot_dropped(RowId(dropped.id))
+    desk.online.on_slot_dropped(RowId(open_still.id))
     for entry in (forgotten, dropped):
         with pytest.raises(Conflict):
             desk.online.reward(entry, 1.0)
@@ -220,7 +220,7 @@ async def test_forgotten_or_dropped_sessions_are_not_delivered(desk: Desk) -> No
 
 
 async def test_the_end_of_the_gateway_delivers_nothing_without_a_reward(desk: Desk) -> None:
-    rewarded, ended, talking = [await desk.begin() for _ in range(3)]
+    rewarded, ended, talking = [await desk.open_session() for _ in range(3)]
     desk.online.reward(rewarded, 1.0)
     desk.online.end(ended)
     desk.online.close_all()
@@ -230,7 +230,7 @@ async def test_the_end_of_the_gateway_delivers_nothing_without_a_reward(desk: De
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2e9])
 async def test_a_reward_is_a_number(desk: Desk, value: float) -> None:
-    entry = await desk.begin()
+    entry = await desk.open_session()
     with pytest.raises(BadRequest):
         desk.online.reward(entry, value)
     assert entry.state is State.OPEN
@@ -240,7 +240,7 @@ async def test_memory_of_past_sessions_is_bounded(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_FINISHED", 3)
-    sessions = [await desk.begin() for _ in range(6)]
+    sessions = [await desk.open_session() for _ in range(6)]
     for entry in sessions:
         desk.online.reward(entry, 1.0)
         assert entry.session is None and not entry.turns

@@ -44,7 +44,7 @@ def turn(
 def taken(
     salvaged: SalvagedAnswers, context: list[int], spec: SamplingSpec = SPEC
 ) -> list[int] | None:
-    answer = salvaged.take(POLICY, spec, context)
+    answer = salvaged.pop(POLICY, spec, context)
     return None if answer is None else view_ids(answer.sampled_ids).tolist()
 
 
@@ -63,7 +63,7 @@ def test_a_turn_is_found_by_its_whole_context() -> None:
 def test_another_spec_or_policy_is_another_call() -> None:
     salvaged = SalvagedAnswers([turn([1], [5])])
     assert taken(salvaged, [1], replace(SPEC, temperature=0.8)) is None
-    assert salvaged.take(PolicyName("other"), SPEC, [1]) is None
+    assert salvaged.pop(PolicyName("other"), SPEC, [1]) is None
     assert taken(salvaged, [1], replace(SPEC, seed=9)) == [5]
 
 

@@ -467,11 +467,11 @@ def test_tokens_come_back_with_time(tmp_path: Path) -> None:
     session: Any = type("Session", (), {})()
     usage = Usage(prompt_tokens=60, completion_tokens=30)
     quotas.charge(session, [Answer(text="", finish=FinishReason.STOP, turn=0, usage=usage)])
-    with pytest.raises(Busy) as refused, quotas.hold(session, 1):
+    with pytest.raises(Busy) as refused, quotas.reserve(session, 1):
         pass
     assert refused.value.retry_after_s == pytest.approx(30.0)
     now = 30.0
-    with quotas.hold(session, 9), pytest.raises(Busy), quotas.hold(session, 1):
+    with quotas.reserve(session, 9), pytest.raises(Busy), quotas.reserve(session, 1):
         pass
-    with quotas.hold(session, 9):
+    with quotas.reserve(session, 9):
         pass

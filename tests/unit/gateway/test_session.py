@@ -261,7 +261,7 @@ async def test_thinking_is_switched_in_the_prompt() -> None:
 async def test_an_agent_hears_the_answer_as_it_grows() -> None:
     heard: list[Delta] = []
     session = open_session(FakeEngine(say("<think>hm</think>größe 雨!")))
-    answer = await session.ask(Call(messages=[user("q")], on_chunk=heard.append))
+    answer = await session.call(Call(messages=[user("q")], on_chunk=heard.append))
     assert "".join(delta.text for delta in heard) == answer.text == "größe 雨!"
     assert "".join(delta.reasoning for delta in heard) == answer.reasoning == "hm"
 

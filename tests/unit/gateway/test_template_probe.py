@@ -67,7 +67,7 @@ XML_CALLS = TEMPLATE + "{% if tools %}{{ tools }}<tool_call><function=name>{% en
         (TEMPLATE, {"thinking": True}, "thinking cannot be switched"),
         (TEMPLATE, {"thinking": False}, "thinking cannot be switched"),
         (TEMPLATE, {"tools": [TOOL]}, "does not show them"),
-        (XML_CALLS, {"tools": [TOOL]}, "cannot read"),
+        (XML_CALLS, {"tools": [TOOL]}, "cannot parse"),
     ],
 )
 async def test_what_a_template_would_ignore_is_refused(

@@ -35,14 +35,14 @@ class TamperingSource:
     """A source behind somebody who notes what is asked and may change it."""
 
     source: Source
-    touch: Tamper = _unmodified
+    tamper: Tamper = _unmodified
     """Gets a digest, the first byte and the bytes; those of a manifest begin at -1."""
     reads: list[tuple[str, int, int]] = field(default_factory=list[tuple[str, int, int]])
     """Digest, first byte, number of bytes."""
     num_chain_queries: int = 0
 
     async def manifest(self, digest: str) -> bytes:
-        return await self.touch(digest, -1, await self.source.manifest(digest))
+        return await self.tamper(digest, -1, await self.source.manifest(digest))
 
     async def blob(self, digest: str) -> Blob:
         return TamperedBlob(self, digest, await self.source.blob(digest))
@@ -73,9 +73,9 @@ class TamperedBlob:
 
     async def read(self, start: int, num_bytes: int) -> bytes:
         data = await self.blob.read(start, min(num_bytes, CHUNK))
-        touched = await self.tampering.touch(self.digest, start, data)
+        tampered = await self.tampering.tamper(self.digest, start, data)
         self.tampering.reads.append((self.digest, start, len(data)))
-        return touched
+        return tampered
 
     async def close(self) -> None:
         await self.blob.close()
@@ -93,8 +93,8 @@ def put_blob(store: Path, num_bytes: int, seed: int = 0) -> tuple[str, bytes]:
     return directory.put_blob(io.BytesIO(data), "x.json").blob, data
 
 
-def origin(store: Path, touch: Tamper = _unmodified) -> TamperingSource:
-    return TamperingSource(Origin(DirectoryStore(store)), touch)
+def origin(store: Path, tamper: Tamper = _unmodified) -> TamperingSource:
+    return TamperingSource(Origin(DirectoryStore(store)), tamper)
 
 
 @asynccontextmanager

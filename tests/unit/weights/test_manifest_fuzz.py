@@ -200,7 +200,7 @@ def make_from(node: Path, delta: bytes) -> Scan | None:
     (node / "cache" / "blobs" / blob).write_bytes(delta)
     step = DeltaEntry(base=BASE_BLOB, target=NEW_BLOB, blob=blob, bytes=len(delta))
     file = FileEntry(name="model.safetensors", blob=NEW_BLOB, bytes=len(NEW))
-    return measured(lambda: BlobCache(node / "cache").make(file, [step]))
+    return measured(lambda: BlobCache(node / "cache").rebuild(file, [step]))
 
 
 def test_no_hostile_delta_makes_another_file(node: Path) -> None:

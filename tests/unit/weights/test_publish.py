@@ -77,7 +77,7 @@ def test_a_damaged_version_before_costs_only_the_delta(
     with capture_logs() as logs:
         history.add_versions()
     assert [line["log_level"] for line in logs] == ["warning"]
-    assert logs[0]["why"]
+    assert logs[0]["error"]
     assert is_full(history, 1)
     assert not list(history.store.deltas()), "a delta from damaged bytes leads nowhere"
     history.add_versions()

@@ -72,15 +72,15 @@ def put_folder(
 
 
 @asynccontextmanager
-async def tampering_server(store: Path, touch: Tamper) -> AsyncGenerator[AsyncServiceClient]:
-    """A relay nobody should trust: passes what the store holds through `touch`."""
+async def tampering_server(store: Path, tamper: Tamper) -> AsyncGenerator[AsyncServiceClient]:
+    """A relay nobody should trust: passes what the store holds through `tamper`."""
 
     async def answer(request: Request) -> Response:
         if request.path_params["kind"] == "deltas":
             have = request.query_params["from"].split(",")
             size, target = int(request.query_params["bytes"]), request.path_params["digest"]
             chain = DeltaChain(steps=DirectoryStore(store).chain_to(target, size, have))
-            return Response(await touch(request, encode(chain)), media_type=MSGPACK)
+            return Response(await tamper(request, encode(chain)), media_type=MSGPACK)
         path = store / request.url.path.removeprefix("/v1/")
         if path.parent.name == "manifests":
             path = path.with_suffix(".json")
@@ -89,7 +89,7 @@ async def tampering_server(store: Path, touch: Tamper) -> AsyncGenerator[AsyncSe
         if asked:
             first, last = asked.removeprefix("bytes=").split("-")
             data = data[int(first) : int(last) + 1]
-        return Response(await touch(request, data), status_code=206 if asked else 200)
+        return Response(await tamper(request, data), status_code=206 if asked else 200)
 
     app = Starlette(routes=[StarletteRoute("/v1/{kind}/{digest}", answer)])
     async with listening(app) as url, connect(url, "none") as caller:

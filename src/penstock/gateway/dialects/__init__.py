@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request and answer shapes of the APIs agents already speak, one module per API."""
+"""Request and response formats of the APIs that agents use, one module per API."""

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI Chat Completions: its request, its answer, its stream. Shapes only; no session, no
-HTTP.
-"""
+"""OpenAI Chat Completions: request, response and stream formats. No sessions, no HTTP."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ from penstock.gateway.model_calls import Call, Delta, ToolCall
 from penstock.types import JsonObject, PolicyName
 
 ROLES = {"developer": "system"}
-"""OpenAI's newer name; templates know the older one."""
+"""`developer` is OpenAI's newer name for `system`; templates expect the older one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +52,8 @@ class StreamOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(SamplingFields):
-    """`POST /v1/chat/completions`. Fields not named here are accepted and never reach the engine,
-    unless ignoring them would change the answer: then they are refused."""
+    """`POST /v1/chat/completions`. Other fields are accepted and ignored, unless ignoring them
+    would change the answer: then they are rejected."""
 
     model: str
     messages: list[JsonObject]
@@ -75,7 +73,7 @@ class ChatRequest(SamplingFields):
 
 @dataclass(frozen=True, slots=True)
 class _ChunkHeader:
-    """What all chunks of one answer share."""
+    """Fields shared by all chunks of one answer."""
 
     id: str
     created: int
@@ -130,7 +128,7 @@ def _calls(request: ChatRequest, num_choices: int) -> list[Call]:
 
 
 def _normalise(message: JsonObject, at: int) -> JsonObject:
-    """With string content, as chat templates expect it; unknown fields stay."""
+    """Convert content to a string, as chat templates expect; unknown fields are kept."""
     role = message.get("role")
     if not isinstance(role, str):
         raise BadRequest(f"messages[{at}] has no role")
@@ -149,7 +147,7 @@ def _normalise(message: JsonObject, at: int) -> JsonObject:
 
 def _history_calls(calls: object, where: str) -> list[JsonObject]:
     if not isinstance(calls, list):
-        raise BadRequest(f"{where} is no list")
+        raise BadRequest(f"{where} must be a list")
     plain: list[JsonObject] = []
     for at, call in enumerate(cast(list[Any], calls)):
         fields = cast(JsonObject, call) if isinstance(call, dict) else {}
@@ -206,7 +204,7 @@ def _logprobs(reply: AnsweredTurn) -> JsonObject:
 
 
 class _ChatWriter:
-    """Chunks; those of several choices come as their answers grow."""
+    """Writes chunks; chunks of several choices are interleaved."""
 
     def __init__(self, head: _ChunkHeader, request: ChatRequest, num_choices: int) -> None:
         self._head = head.fields("chat.completion.chunk")
@@ -228,9 +226,9 @@ class _ChatWriter:
             events.append(self._chunk(choice, {"content": delta.text}))
         return b"".join(events)
 
-    def end(self, choice: int, reply: AnsweredTurn) -> bytes:
+    def write_end(self, choice: int, reply: AnsweredTurn) -> bytes:
         progress = self._progress[choice] or Progress()
-        events = [self.write_delta(choice, progress.rest(reply.answer))]
+        events = [self.write_delta(choice, progress.remaining(reply.answer))]
         if reply.answer.tool_calls:
             calls = [
                 {"index": at, **_tool_call(call)} for at, call in enumerate(reply.answer.tool_calls)
@@ -241,12 +239,12 @@ class _ChatWriter:
         events.append(self._chunk(choice, {}, finish=finish_reason(reply)))
         return b"".join(events)
 
-    def finish(self, replies: Sequence[AnsweredTurn]) -> bytes:
+    def write_done(self, replies: Sequence[AnsweredTurn]) -> bytes:
         if not self._include_usage:
             return DONE
         return sse_event({**self._head, "choices": [], "usage": usage_body(replies)}) + DONE
 
-    def fail(self, problem: Problem) -> bytes:
+    def write_error(self, problem: Problem) -> bytes:
         return sse_event(error_body(problem))
 
     def _chunk(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI Completions: raw text or token ids in, text out; no template. Shapes only."""
+"""OpenAI Completions: raw text or token ids in, text out; no chat template. Formats only."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ from penstock.gateway.model_calls import Delta
 from penstock.types import JsonObject, PolicyName
 
 ALL_UNSUPPORTED = {**UNSUPPORTED, "echo": (False,), "suffix": ("",), "logprobs": (0,)}
-"""`logprobs` counts alternatives: 0 gives those of the sampled tokens, more is not recorded."""
+"""`logprobs` is the number of alternatives: 0 returns log-probs of the sampled tokens; alternatives
+are not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(SamplingFields):
-    """`POST /v1/completions`. As in chat, unknown fields are accepted, harmful ones refused."""
+    """`POST /v1/completions`. Unknown fields are handled as in chat."""
 
     model: str
     prompt: str | list[str | int | list[int]]
@@ -59,7 +60,7 @@ class CompletionRequest(SamplingFields):
 
 @dataclass(frozen=True, slots=True)
 class _ResponseShape:
-    """What body and stream need to know of the request."""
+    """Request settings needed by both body and stream."""
 
     head: JsonObject
     num_prompts: int
@@ -87,7 +88,7 @@ def read(fields: JsonObject) -> ParsedRequest:
     check_choices(num_choices)
     check_choices(num_choices * len(prompts))
     if request.best_of not in (None, num_choices):
-        raise BadRequest("best_of: not supported by this gateway; leave it out")
+        raise BadRequest("best_of: not supported by this gateway; omit it")
     options = request.stream_options
     shape = _ResponseShape(
         head={
@@ -111,13 +112,13 @@ def read(fields: JsonObject) -> ParsedRequest:
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """One text, several texts, one list of ids, or several."""
+    """Normalize to a list: the request has one text, several texts, one list of ids, or several."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and all(isinstance(item, int) for item in prompt):
         return [cast(list[int], prompt)]
     if not prompt or any(isinstance(item, int) for item in prompt):
-        raise BadRequest("prompt is no text, list of token ids, or list of those")
+        raise BadRequest("prompt must be a string, a list of token ids, or a list of either")
     return cast(list[str | list[int]], prompt)
 
 
@@ -177,17 +178,17 @@ class _CompletionWriter:
         self._progress.setdefault(choice, Progress()).add(delta)
         return self._chunk(choice, delta.text, None) if delta.text else b""
 
-    def end(self, choice: int, reply: AnsweredTurn) -> bytes:
-        rest = self._progress.get(choice, Progress()).rest(reply.answer)
+    def write_end(self, choice: int, reply: AnsweredTurn) -> bytes:
+        rest = self._progress.get(choice, Progress()).remaining(reply.answer)
         return self._chunk(choice, rest.text, reply)
 
-    def finish(self, replies: Sequence[AnsweredTurn]) -> bytes:
+    def write_done(self, replies: Sequence[AnsweredTurn]) -> bytes:
         if not self._shape.include_usage:
             return DONE
         usage = usage_body(replies, self._shape.num_prompts)
         return sse_event({**self._shape.head, "choices": [], "usage": usage}) + DONE
 
-    def fail(self, problem: Problem) -> bytes:
+    def write_error(self, problem: Problem) -> bytes:
         return sse_event(error_body(problem))
 
     def _chunk(self, choice: int, text: str, reply: AnsweredTurn | None) -> bytes:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dialect is: it reads a request into calls, and writes answers, streams and errors in its
-own shape. No session, no HTTP.
+"""Interface of a dialect: it parses a request into calls, and formats answers, streams and errors
+for one API. No sessions, no HTTP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.types import JsonObject, PolicyName, Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawPrompt:
-    """A call without messages or template."""
+    """A call with a raw prompt instead of messages."""
 
     prompt: str | Sequence[int]
     policy: PolicyName
@@ -27,7 +27,7 @@ class RawPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweredTurn:
-    """One answer and the turn behind it, for log-probs and the stop string that ended it."""
+    """One answer and its turn, which holds the log-probs and the stop string."""
 
     answer: Answer
     turn: Turn
@@ -36,7 +36,7 @@ class AnsweredTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """An error before it has a shape."""
+    """An error, not yet formatted for any API."""
 
     status: int
     code: str
@@ -46,7 +46,7 @@ class Problem:
 
 
 def problem_of(error: BaseException) -> Problem | None:
-    """None for an error that says nothing to an agent: a defect of ours."""
+    """The error as reported to the agent; None for internal errors."""
     if isinstance(error, WireError):
         return Problem(
             status=error.status,
@@ -68,33 +68,34 @@ INTERNAL = Problem(status=500, code="internal", message="internal error; see thi
 
 
 class SseWriter(Protocol):
-    """Server-sent events of the answers to one request, opened by the first that is written."""
+    """Formats the answers to one request as server-sent events. The first call writes the
+    header."""
 
     def write_delta(self, choice: int, delta: Delta) -> bytes: ...
 
-    def end(self, choice: int, reply: AnsweredTurn) -> bytes:
-        """What `write_delta` did not tell yet, and the end of this answer."""
+    def write_end(self, choice: int, reply: AnsweredTurn) -> bytes:
+        """Write the part of the answer not yet streamed, and its end."""
         ...
 
-    def finish(self, replies: Sequence[AnsweredTurn]) -> bytes:
-        """After the end of every answer."""
+    def write_done(self, replies: Sequence[AnsweredTurn]) -> bytes:
+        """Called after all answers have ended."""
         ...
 
-    def fail(self, problem: Problem) -> bytes: ...
+    def write_error(self, problem: Problem) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A request, read and checked."""
+    """A validated request."""
 
     calls: Sequence[Call | RawPrompt]
-    """One per choice, all of one policy."""
+    """One per choice, all for the same policy."""
     model: PolicyName
     is_stream: bool
     body: Callable[[Sequence[AnsweredTurn]], JsonObject]
     writer: Callable[[], SseWriter]
     is_incremental: bool = True
-    """False: a stream needs what only a complete answer has."""
+    """False if the stream needs data that only a complete answer has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +103,14 @@ class Dialect:
     path: str
     summary: str
     request: type[Any]
-    """For the published document; fields beyond it are accepted."""
+    """Schema for the OpenAPI document; additional fields are accepted."""
     read: Callable[[JsonObject], ParsedRequest]
     error: Callable[[Problem], JsonObject]
 
 
 @dataclass(slots=True)
 class Progress:
-    """How much of an answer was already streamed."""
+    """Number of characters of an answer already streamed."""
 
     text_chars: int = 0
     reasoning_chars: int = 0
@@ -118,7 +119,7 @@ class Progress:
         self.text_chars += len(delta.text)
         self.reasoning_chars += len(delta.reasoning)
 
-    def rest(self, answer: Answer) -> Delta:
+    def remaining(self, answer: Answer) -> Delta:
         return Delta(
             text=answer.text[self.text_chars :], reasoning=answer.reasoning[self.reasoning_chars :]
         )

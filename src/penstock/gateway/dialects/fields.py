@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request fields that several dialects share: sampling, tools, output formats, thinking, and the
-fields that are refused because ignoring them would change the answer.
+"""Request fields shared by several dialects: sampling, tools, output formats, thinking, and
+unsupported fields that are rejected because ignoring them would change the answer.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Would change the answer and are not implemented, in OpenAI's API or as the usual extensions of
-it; the values beside each, and null, ask for nothing."""
+"""Fields of OpenAI's API and its common extensions that would change the answer and are not
+implemented. The listed values, and null, have no effect and are accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFields:
-    """As `Overrides`, less what each dialect writes in its own way."""
+    """`Overrides` without the fields that differ by dialect."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -73,7 +73,7 @@ class SamplingFields:
     def overrides(
         self, *, max_tokens: int | None, json_schema: str | None = None, choice: int = 0
     ) -> Overrides:
-        """Choices that share a caller's seed still differ."""
+        """Overrides of one choice. Choices of a seeded request get different seeds."""
         seed = self.seed
         return Overrides(
             temperature=self.temperature,
@@ -91,24 +91,24 @@ def convert(fields: JsonObject, kind: type[T]) -> T:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"body is no valid {kind.__name__}: {error}") from None
+        raise BadRequest(f"request body is not a valid {kind.__name__}: {error}") from None
 
 
 def reject_unsupported(
-    fields: JsonObject, refused: Mapping[str, tuple[object, ...]] = UNSUPPORTED
+    fields: JsonObject, unsupported: Mapping[str, tuple[object, ...]] = UNSUPPORTED
 ) -> None:
-    """Silence about a field that would have changed the answer would be a lie."""
+    """Raise BadRequest for fields that would change the answer but are not supported."""
     named = [
         name
-        for name in refused.keys() & fields.keys()
-        if fields[name] is not None and fields[name] not in refused[name]
+        for name in unsupported.keys() & fields.keys()
+        if fields[name] is not None and fields[name] not in unsupported[name]
     ]
     if named:
-        raise BadRequest(f"{', '.join(sorted(named))}: not supported by this gateway; leave it out")
+        raise BadRequest(f"{', '.join(sorted(named))}: not supported by this gateway; omit it")
 
 
 def get_object(fields: JsonObject | None, name: str) -> JsonObject:
-    """A member that is an object, or an empty one."""
+    """An object member; empty if missing or of another type."""
     value = (fields or {}).get(name)
     return cast(JsonObject, value) if isinstance(value, dict) else {}
 
@@ -117,7 +117,7 @@ def get_object(fields: JsonObject | None, name: str) -> JsonObject:
 
 
 def join_text(content: object, where: str, kinds: Sequence[str], separator: str = "") -> str:
-    """A content as one string: itself, or its text parts."""
+    """Content as one string; text parts are joined."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = cast(list[Any], content) if isinstance(content, list) else [content]
@@ -132,7 +132,7 @@ def join_text(content: object, where: str, kinds: Sequence[str], separator: str 
 
 
 def tool_call(id: object, name: object, arguments: object, where: str) -> JsonObject:
-    """A tool call of the history in OpenAI's chat form."""
+    """A past tool call in OpenAI's chat format."""
     check_name(name, f"{where}.name")
     text = arguments if isinstance(arguments, str) else encode_json(arguments or {}).decode()
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
@@ -142,7 +142,7 @@ def tool_call(id: object, name: object, arguments: object, where: str) -> JsonOb
 
 
 def read_tools(tools: Sequence[JsonObject] | None) -> Sequence[JsonObject]:
-    """Function tools; the provider's own (search, files, computers) do not exist here."""
+    """Check function tools; provider tools (search, files, computer use) are not supported."""
     for at, tool in enumerate(tools or ()):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
@@ -155,11 +155,11 @@ def read_tools(tools: Sequence[JsonObject] | None) -> Sequence[JsonObject]:
 def select_tools(
     tools: Sequence[JsonObject], choice: object, *, is_parallel: bool | None = None
 ) -> Sequence[JsonObject]:
-    """Those that the model gets to see."""
+    """The tools shown to the model."""
     if choice not in (None, "auto", "none"):
         raise BadRequest('tool_choice: only "auto" and "none" are supported by this gateway')
     if tools and choice != "none" and is_parallel is False:
-        raise BadRequest("parallel tool calls cannot be forbidden on this gateway; leave it out")
+        raise BadRequest("parallel tool calls cannot be disabled on this gateway; omit the field")
     return () if choice == "none" else tools
 
 
@@ -169,7 +169,7 @@ def read_response_format(format: JsonObject | None) -> str | None:
 
 
 def read_format(format: JsonObject | None, schema: object, where: str) -> str | None:
-    """The JSON schema that an output format asks for."""
+    """The JSON schema required by an output format; None for text."""
     kind = "text" if format is None else format.get("type", "text")
     if kind == "text":
         return None
@@ -177,19 +177,19 @@ def read_format(format: JsonObject | None, schema: object, where: str) -> str | 
         return ANY_OBJECT
     if kind == "json_schema":
         return checked_schema(schema, f"{where}.schema")
-    raise BadRequest(f"{where}.type {kind!r} is not text, json_object or json_schema")
+    raise BadRequest(f"{where}.type {kind!r} must be text, json_object or json_schema")
 
 
 def read_thinking(template_fields: JsonObject | None, effort: str | None) -> bool | None:
-    """On or off; degrees of effort are not implemented."""
+    """Thinking on, off, or None for the default; effort levels are not supported."""
     if effort not in (None, "none"):
         raise BadRequest(
             f'reasoning effort {effort!r}: only "none" is supported by this gateway; to switch '
             'thinking on, send "chat_template_kwargs": {"enable_thinking": true}'
         )
     fields = template_fields or {}
-    wanted = fields.get("enable_thinking")
+    enabled = fields.get("enable_thinking")
     unknown = fields.keys() - {"enable_thinking"}
-    if unknown or not isinstance(wanted, bool | None):
-        raise BadRequest("chat_template_kwargs takes a boolean enable_thinking and nothing else")
-    return False if effort == "none" and wanted is None else wanted
+    if unknown or not isinstance(enabled, bool | None):
+        raise BadRequest("chat_template_kwargs accepts only a boolean enable_thinking")
+    return False if effort == "none" and enabled is None else enabled

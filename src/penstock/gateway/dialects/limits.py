@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of everything one request may hold, and the checks that say so."""
+"""Size limits of a request, and the checks that enforce them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_SCHEMA_DEPTH = 32
 MAX_NAME_CHARS = 128
 MAX_PATTERN_CHARS = 256
 MAX_REPEATS = 10_000
-"""Of anything in a grammar: an engine unrolls them."""
+"""Maximum repeat count in a grammar: engines unroll repeats."""
 
 _COUNTS = frozenset(
     ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
@@ -29,36 +29,39 @@ _REPEAT = re.compile(r"\{(\d*),?(\d*)\}")
 
 def check_choices(num_choices: int) -> None:
     if not 1 <= num_choices <= MAX_CHOICES:
-        raise BadRequest(f"n {num_choices} is not between 1 and {MAX_CHOICES}")
+        raise BadRequest(f"n {num_choices} must be between 1 and {MAX_CHOICES}")
 
 
 def check_tools(tools: Sequence[JsonObject]) -> None:
-    """Tool schemas are only ever written into the prompt; no grammar is made of them."""
+    """Check number, depth and size. Tool schemas only go into the prompt; they are not compiled to
+    grammars."""
     if len(tools) > MAX_TOOLS:
-        raise BadRequest(f"{len(tools)} tools; send at most {MAX_TOOLS}")
+        raise BadRequest(f"got {len(tools)} tools; send at most {MAX_TOOLS}")
     for at, tool in enumerate(tools):
         if _exceeds_depth(tool, MAX_SCHEMA_DEPTH):
             raise BadRequest(f"tools[{at}] nests deeper than {MAX_SCHEMA_DEPTH} levels")
     if len(tools) and len(encode_json(tools)) > MAX_TOOLS_BYTES:
-        raise TooLarge(f"the tools take over {MAX_TOOLS_BYTES} bytes; send fewer or shorter ones")
+        raise TooLarge(
+            f"the tools exceed the limit of {MAX_TOOLS_BYTES} bytes; send fewer or shorter ones"
+        )
 
 
 def check_name(name: object, where: str) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
-        raise BadRequest(f"{where} is no name of 1 to {MAX_NAME_CHARS} characters")
+        raise BadRequest(f"{where} must be a string of 1 to {MAX_NAME_CHARS} characters")
     return name
 
 
 def checked_schema(schema: object, where: str) -> str:
-    """JSON of a schema that an engine may turn into a grammar."""
+    """Check a schema that an engine will compile to a grammar; returns its JSON."""
     if not isinstance(schema, dict):
-        raise BadRequest(f"{where} is no JSON schema object")
+        raise BadRequest(f"{where} must be a JSON schema object")
     fields = cast(JsonObject, schema)
     if _exceeds_depth(fields, MAX_SCHEMA_DEPTH):
         raise BadRequest(f"{where} nests deeper than {MAX_SCHEMA_DEPTH} levels")
     text = encode_json(fields)
     if len(text) > MAX_SCHEMA_BYTES:
-        raise TooLarge(f"{where} takes {len(text)} bytes; at most {MAX_SCHEMA_BYTES}")
+        raise TooLarge(f"{where} has {len(text)} bytes; the limit is {MAX_SCHEMA_BYTES}")
     _check_grammar(fields, where)
     return text.decode()
 
@@ -79,7 +82,7 @@ def _exceeds_depth(value: object, max_depth: int) -> bool:
 
 
 def _check_grammar(schema: JsonObject, where: str) -> None:
-    """Refuses patterns and counts that could keep an engine's grammar compiler busy for ever."""
+    """Reject patterns and counts that could stall an engine's grammar compiler."""
     todo: list[Any] = [schema]
     while todo:
         item = todo.pop()
@@ -94,7 +97,7 @@ def _check_grammar(schema: JsonObject, where: str) -> None:
                 _check_pattern(pattern, where)
             for name in _COUNTS & fields.keys():
                 if isinstance(fields[name], int | float) and fields[name] > MAX_REPEATS:
-                    raise BadRequest(f"{where}: {name} is over {MAX_REPEATS}")
+                    raise BadRequest(f"{where}: {name} exceeds {MAX_REPEATS}")
 
 
 def _check_pattern(pattern: object, where: str) -> None:

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anthropic Messages: its request, its answer, its errors. Shapes only; its stream is in
-`messages_stream`.
-"""
+"""Anthropic Messages: request, response and error formats. The stream is in `messages_stream`."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "stop": (),
 }
 THINKING = {"enabled": True, "disabled": False, "adaptive": None}
-"""`adaptive` leaves it to the model, so to its template. The budget of tokens is a wish."""
+"""`adaptive` leaves it to the chat template. The token budget is ignored."""
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -56,7 +54,7 @@ _ERROR_TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageRequest(SamplingFields):
-    """`POST /v1/messages`. Unknown fields are accepted, harmful ones refused."""
+    """`POST /v1/messages`. Unknown fields are handled as in chat."""
 
     model: str
     messages: list[JsonObject]
@@ -117,9 +115,11 @@ def _messages(request: MessageRequest) -> list[JsonObject]:
         elif role in ("user", "system"):
             messages.extend(_user(message, where))
         else:
-            raise BadRequest(f"{where}.role {role!r} is not user or assistant")
+            raise BadRequest(f"{where}.role {role!r} must be user or assistant")
     if messages and messages[-1]["role"] == "assistant":
-        raise BadRequest("the last message is the assistant's: this gateway does not continue it")
+        raise BadRequest(
+            "the last message must not be from the assistant: prefill is not supported"
+        )
     return messages
 
 
@@ -129,7 +129,7 @@ def _blocks(message: JsonObject, where: str) -> list[JsonObject]:
         return [{"type": "text", "text": content}]
     blocks: list[Any] = cast(list[Any], content) if isinstance(content, list) else [None]
     if not all(isinstance(block, dict) for block in blocks):
-        raise BadRequest(f"{where}.content is no string or list of blocks")
+        raise BadRequest(f"{where}.content must be a string or a list of blocks")
     return blocks
 
 
@@ -155,7 +155,7 @@ def _assistant(message: JsonObject, where: str) -> JsonObject:
 
 
 def _user(message: JsonObject, where: str) -> list[JsonObject]:
-    """A message per tool result, and one of what text stands between them."""
+    """One message per tool result; text blocks between them are merged into one message."""
     messages: list[JsonObject] = []
     for block in _blocks(message, where):
         if block.get("type") == "tool_result":
@@ -176,7 +176,7 @@ def _tools(request: MessageRequest) -> Sequence[JsonObject]:
     tools: list[JsonObject] = []
     for at, tool in enumerate(request.tools or ()):
         if tool.get("type", "custom") not in ("custom", None):
-            raise BadRequest(f"tools[{at}]: only tools of your own (with input_schema) exist here")
+            raise BadRequest(f"tools[{at}]: only custom tools (with input_schema) are supported")
         function = {
             "name": tool.get("name"),
             "description": tool.get("description", ""),
@@ -192,13 +192,16 @@ def _thinking(thinking: JsonObject | None) -> bool | None:
         return None
     kind = thinking.get("type")
     if not isinstance(kind, str) or kind not in THINKING or thinking.get("display") == "omitted":
-        raise BadRequest(f"thinking.type is one of: {', '.join(THINKING)}; display is not omitted")
+        raise BadRequest(
+            f"thinking.type must be one of {', '.join(THINKING)}; "
+            'display "omitted" is not supported'
+        )
     return THINKING[kind]
 
 
 def _format(config: JsonObject | None) -> str | None:
     if (config or {}).get("effort") is not None:
-        raise BadRequest("output_config.effort: not supported by this gateway; leave it out")
+        raise BadRequest("output_config.effort: not supported by this gateway; omit it")
     format = get_object(config, "format")
     return read_format(format or None, format.get("schema"), "output_config.format")
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer of Anthropic Messages: its content blocks, how it ended, and the events in which it
-comes to be.
-"""
+"""Response of Anthropic Messages: content blocks, stop reason, and stream events."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from penstock.types import FinishReason, JsonObject, view_ids
 from penstock.wire.codec import encode_json
 
 SIGNATURE = "penstock"
-"""Anthropic signs thoughts so that nobody forges them; here they come back to who thought them."""
+"""Placeholder: Anthropic signs thinking blocks; this gateway does not verify signatures."""
 TEXT, THINKING = "text", "thinking"
 
 
-# --- the whole answer ---------------------------------------------------------------------------
+# --- complete answer ----------------------------------------------------------------------------
 
 
 def content_blocks(answer: Answer) -> list[JsonObject]:
@@ -37,7 +35,7 @@ def _call_block(call: ToolCall) -> JsonObject:
     try:
         arguments = msgspec.json.decode(call.arguments, type=dict[str, object])
     except msgspec.MsgspecError:
-        arguments = {"arguments": call.arguments}  # no object: shown as the model wrote it
+        arguments = {"arguments": call.arguments}  # not an object: passed on as written
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
@@ -63,7 +61,7 @@ def stop_fields(reply: AnsweredTurn, stop: Sequence[str]) -> JsonObject:
 
 def _stop_string(reply: AnsweredTurn, stop: Sequence[str]) -> str | None:
     text = reply.renderer.decode(view_ids(reply.turn.sampled_ids).tolist())
-    found = [(at, word) for word in stop if (at := text.find(word)) >= 0]
+    found = [(at, string) for string in stop if (at := text.find(string)) >= 0]
     return min(found)[1] if found else None
 
 
@@ -83,7 +81,7 @@ class MessageWriter:
         self._progress = Progress()
         self._has_started = False
         self._kind = ""
-        """Of the block in progress; empty between blocks."""
+        """Type of the open block; empty between blocks."""
         self._num_blocks = 0
 
     def write_delta(self, choice: int, delta: Delta) -> bytes:
@@ -94,10 +92,10 @@ class MessageWriter:
                 events.append(self._add(kind, text))
         return b"".join(events)
 
-    def end(self, choice: int, reply: AnsweredTurn) -> bytes:
+    def write_end(self, choice: int, reply: AnsweredTurn) -> bytes:
         answer = reply.answer
         events = [self._start(answer.usage.prompt_tokens)]
-        events.append(self.write_delta(choice, self._progress.rest(answer)))
+        events.append(self.write_delta(choice, self._progress.remaining(answer)))
         if not answer.text and not answer.tool_calls:
             events.append(self._add(TEXT, ""))
         events.append(self._close_block())
@@ -107,14 +105,15 @@ class MessageWriter:
         events.append(_event("message_stop", {}))
         return b"".join(events)
 
-    def finish(self, replies: Sequence[AnsweredTurn]) -> bytes:
+    def write_done(self, replies: Sequence[AnsweredTurn]) -> bytes:
         return b""
 
-    def fail(self, problem: Problem) -> bytes:
+    def write_error(self, problem: Problem) -> bytes:
         return _event("error", self._error_body(problem))
 
     def _start(self, prompt_tokens: int) -> bytes:
-        """While an answer grows, only its end knows the length of the prompt."""
+        """Write message_start once. `prompt_tokens` is 0 in a stream: it is known only at the
+        end."""
         if self._has_started:
             return b""
         self._has_started = True

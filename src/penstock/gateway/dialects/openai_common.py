@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes that OpenAI's three APIs share: errors, log-probs, the end of a stream."""
+"""Formats shared by OpenAI's three APIs: errors, log-probs, usage, end of a stream."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def finish_reason(reply: AnsweredTurn) -> str:
 
 
 def usage_body(replies: Sequence[AnsweredTurn], num_prompts: int = 1) -> JsonObject:
-    """Choices of one prompt share its tokens."""
+    """Token usage; the prompt is counted once for all its choices."""
     per_prompt = max(1, len(replies) // num_prompts)
     prompt = sum(reply.answer.usage.prompt_tokens for reply in replies[::per_prompt])
     completion = sum(reply.answer.usage.completion_tokens for reply in replies)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI Responses: items in, items out. Shapes only; its stream is in `responses_stream`.
+"""OpenAI Responses: items in, items out. Formats only; the stream is in `responses_stream`.
 
-Nothing is stored between requests: an agent sends its whole conversation as `input`.
+Nothing is stored between requests: an agent sends the full conversation as `input`.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ ALL_UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 TEXT_PARTS = ("input_text", "output_text", "text")
 INCLUDABLE = frozenset(("reasoning.encrypted_content",))
-"""Nothing is encrypted here, so an agent that asks for it misses nothing."""
+"""Accepted and ignored: reasoning is not encrypted here."""
 NO_STATE = (
-    "previous_response_id: this gateway keeps no responses between requests; send the whole "
-    "conversation as `input`, with the output items of earlier responses"
+    "previous_response_id: this gateway does not store responses; send the full conversation as "
+    "`input`, including the output items of earlier responses"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRequest(SamplingFields):
-    """`POST /v1/responses`. As in chat, unknown fields are accepted, harmful ones refused."""
+    """`POST /v1/responses`. Unknown fields are handled as in chat."""
 
     model: str
     input: str | list[JsonObject]
@@ -79,12 +79,12 @@ def read(fields: JsonObject) -> ParsedRequest:
     if request.previous_response_id is not None:
         raise BadRequest(NO_STATE)
     if set(request.include or ()) - INCLUDABLE:
-        raise BadRequest(f"include: this gateway knows only {', '.join(INCLUDABLE)}")
+        raise BadRequest(f"include: only {', '.join(INCLUDABLE)} is supported")
     reject_unsupported(request.text or {}, {"verbosity": ("medium",)})
     format = get_object(request.text, "format")
     effort = (request.reasoning or {}).get("effort")
     if not isinstance(effort, str | None):
-        raise BadRequest("reasoning.effort is no string")
+        raise BadRequest("reasoning.effort must be a string")
     call = Call(
         messages=_messages(request),
         policy=PolicyName(request.model),
@@ -129,7 +129,7 @@ def _messages(request: ResponseRequest) -> list[JsonObject]:
 
 
 class _Conversation:
-    """Items to messages: the reasoning, text and calls of one answer are one message."""
+    """Converts items to messages: reasoning, text and calls of one answer become one message."""
 
     def __init__(self, messages: list[JsonObject]) -> None:
         self._messages = messages

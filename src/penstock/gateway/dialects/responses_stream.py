@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of OpenAI Responses: its items, and the events in which they come to be."""
+"""Output of OpenAI Responses: items and stream events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def output_items(answer: Answer) -> list[JsonObject]:
 
 
 def finished(head: JsonObject, reply: AnsweredTurn, items: list[JsonObject]) -> JsonObject:
-    """The response with its output; a cut answer is incomplete."""
+    """The complete response; a truncated answer has status `incomplete`."""
     answer = reply.answer
     is_cut = answer.finish is not FinishReason.STOP
     details = {"reason": "max_output_tokens"} if is_cut else None
@@ -47,7 +47,7 @@ def finished(head: JsonObject, reply: AnsweredTurn, items: list[JsonObject]) -> 
 
 
 def _item(kind: str, text: str, *, id: str = "", is_done: bool = True) -> JsonObject:
-    """Of reasoning or text; in progress it has no content yet."""
+    """A reasoning or text item; without content while in progress."""
     content = [_part(kind, text)] if is_done else []
     status = "completed" if is_done else "in_progress"
     item: JsonObject = {"type": kind, "id": id or _item_id(kind), "status": status}
@@ -89,7 +89,7 @@ class ResponseWriter:
         self._progress = Progress()
         self._items: list[JsonObject] = []
         self._kind = ""
-        """Of the item in progress; empty between items."""
+        """Type of the open item; empty between items."""
         self._item_id = ""
         self._texts: list[str] = []
 
@@ -101,9 +101,9 @@ class ResponseWriter:
                 events.append(self._add(kind, text))
         return b"".join(events)
 
-    def end(self, choice: int, reply: AnsweredTurn) -> bytes:
+    def write_end(self, choice: int, reply: AnsweredTurn) -> bytes:
         answer = reply.answer
-        events = [self.write_delta(choice, self._progress.rest(answer))]
+        events = [self.write_delta(choice, self._progress.remaining(answer))]
         if not answer.text and not answer.tool_calls:
             events.append(self._add(TEXT, ""))
         events.append(self._close_item())
@@ -112,10 +112,10 @@ class ResponseWriter:
         events.append(self._event(f"response.{response['status']}", {"response": response}))
         return b"".join(events)
 
-    def finish(self, replies: Sequence[AnsweredTurn]) -> bytes:
+    def write_done(self, replies: Sequence[AnsweredTurn]) -> bytes:
         return b""
 
-    def fail(self, problem: Problem) -> bytes:
+    def write_error(self, problem: Problem) -> bytes:
         error = {"code": "server_error", "message": problem.message}
         response = {**self._head, "status": "failed", "error": error, "output": self._items}
         return self._open() + self._event("response.failed", {"response": response})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server-sent events, as every dialect streams them."""
+"""Encoding of server-sent events, shared by all dialects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from penstock.wire.codec import encode_json
 _LINE_SEPARATORS = tuple(
     (end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029"
 )
-"""No ends to the standard, but to clients that split lines as Python does, httpx's among them."""
+"""Not line ends in the SSE standard, but clients that split lines like Python (such as httpx) treat
+them as such."""
 
 
 def sse_event(body: JsonObject, kind: str = "") -> bytes:

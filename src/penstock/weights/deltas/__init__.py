@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed between two versions: encoded small, applied in place, exact to the bit."""
+"""Deltas between two versions: encoded compactly, applied in place, bit-exact."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deltas as steps from one file to another, and the cheapest way along them to a wanted one. Pure.
+"""Graph search over deltas: finds the cheapest chain from an available file to a target. Pure.
 
-A step is a hint and proves nothing: whoever follows it digests what he gets."""
+Entries are hints and not trusted: the caller verifies the result."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+MAX_BASES = 64
+"""Maximum number of base blobs in a request for a chain."""
 MAX_STEPS = 32
-"""More than any anchor leaves; bounds what a made-up chain can cost."""
+"""Longer than any chain between anchors; bounds the cost of a forged chain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaEntry:
     base: str
-    """Blob of the file it starts from."""
+    """Blob of the base file."""
     target: str
-    """Blob of the file it leads to."""
+    """Blob of the resulting file."""
     blob: str
-    """The delta itself, a blob like any other."""
+    """Blob of the delta itself."""
     bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaChain:
-    """Deltas in the order they are applied; each is fetched as a blob."""
+    """Deltas in the order of application; each is fetched as a blob."""
 
     steps: tuple[DeltaEntry, ...]
 
@@ -39,8 +41,8 @@ def cheapest_chain(
     *,
     below: int,
 ) -> tuple[DeltaEntry, ...]:
-    """Steps from a file that is there to the target, in the order they are applied; none when no
-    way takes fewer bytes than `below`."""
+    """Deltas from an available file to the target, in order of application; empty if no chain takes
+    fewer bytes than `below`."""
     waiting: list[tuple[int, int, str, tuple[DeltaEntry, ...]]] = [(0, 0, target, ())]
     done: set[str] = set()
     while waiting:
@@ -60,7 +62,8 @@ def cheapest_chain(
 def is_valid_chain(
     target: str, steps: Sequence[DeltaEntry], have: Collection[str], *, below: int
 ) -> bool:
-    """Does what somebody calls a way begin at a file one has, end at the target, and pay?"""
+    """Check an untrusted chain: starts at a blob we have, ends at the target, is smaller than the
+    full file."""
     if not 0 < len(steps) <= MAX_STEPS or steps[0].base not in have or steps[-1].target != target:
         return False
     is_joined = all(one.target == next_one.base for one, next_one in pairwise(steps))

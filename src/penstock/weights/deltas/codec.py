@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tensor's change from a base to new bits: encoded small, applied in place, exact.
+"""Encodes the change of one tensor compactly and applies it in place, bit-exact.
 
-A payload is `same`, `sparse` or `full`. A sparse one holds, each through zstd apart: gaps between
-changed elements as bytes (longer ones continue among the far gaps, and where changes are rare the
-lowest digits stand apart, being noise), and either zigzag differences as two-bit codes (larger ones
-continue among the big ones) or the new values. Several small tensors may share one payload, as if
-they were one long tensor, for the tables of zstd cost more than their changes.
+A payload is `same`, `sparse` or `full`. A sparse payload has separately compressed streams: gaps
+between changed elements as bytes (long gaps continue in a second stream; if changes are rare, the
+noisy lowest bits are split off), and either zigzag differences as two-bit codes (large ones
+continue in a second stream) or the new values. Several small tensors may share one payload as if
+concatenated, because zstd tables would cost more than their changes.
 
-A payload from outside is never trusted: every size is checked before memory is taken, and
-everything that can be checked is checked before the first byte is written. Whether the result is
-the right tensor only its digest tells, and that is the caller's to check. Knows no files.
+Payloads are not trusted: every size is checked before allocation, and all checks run before the
+first byte is written. The caller must compare the result with its digest. Knows no files.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from penstock.weights.deltas.payload import (
     Payload,
     Role,
     Stream,
-    pack_whole,
+    pack_full,
+    packed_bytes,
     unpack,
-    whole_bytes,
 )
 from penstock.weights.deltas.sparse import (
     NewValues,
@@ -54,27 +53,28 @@ from penstock.weights.deltas.sparse import (
 NUM_THREADS = 2
 MIN_THREADED_BYTES = 8 << 20
 RARE_RATIO = 16
-"""Changes that take less than this fraction of their tensor are few."""
+"""Changes smaller than this fraction of their tensor count as rare."""
 SKIP_FULL_RATIO = 4
-"""A sparse form under this fraction of a large tensor is taken without trying the full one."""
+"""For a large tensor, a sparse form below this fraction is used without trying the full form."""
 LARGE_BYTES = 1 << 19
 DENSE_RATIO = 4
-"""Where more than this fraction has changed, all values compete with the differences, not some."""
+"""Above this changed fraction, all values, not a sample, are compared with the differences."""
 MIN_COMPILED_BYTES = 1 << 20
-"""Under this size plain NumPy is done before a compiler has started."""
+"""Below this size NumPy finishes before compilation would start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDiff:
-    """All changes of one tensor, with the new bits they were found in. They are for one use:
-    whoever encodes them takes them out, so that they need not lie in memory beside the result."""
+    """All changes of one tensor, with its new bits. For single use: encoding consumes the changes,
+    so that they are not in memory together with the result."""
 
     new: Bits
     chunks: list[Changes]
 
     @property
     def is_rare(self) -> bool:
-        """So few changes that the tensor may share a payload with its neighbours."""
+        """True if the tensor has so little change that it may share a payload with its
+        neighbors."""
         num_bytes = sum(chunk.num_bytes for chunk in self.chunks)
         return num_bytes * RARE_RATIO <= self.new.nbytes
 
@@ -85,9 +85,9 @@ class TensorDiff:
 def encode_tensor(
     base: memoryview | None, new: memoryview, item_bytes: int, *, kernels: Kernels | None = None
 ) -> Payload:
-    """The smallest payload that turns the base bits into the new ones; without a base, `full`.
+    """The smallest payload that turns the base bits into the new ones; `full` without a base.
 
-    Both are a tensor's raw little-endian bytes. Which loops run never changes the payload.
+    Both are a tensor's raw little-endian bytes. The payload does not depend on the kernels used.
     """
     if base is None or len(base) != len(new):
         return encode_full(new)
@@ -101,13 +101,13 @@ def encode_tensor(
 
 
 def encode_one(found: TensorDiff | None, new: memoryview) -> Payload:
-    """The smaller of the sparse and the full form."""
+    """The smaller of the sparse and full forms."""
     payload = None if found is None else encode_diffs([found])
     if payload is None:
         return encode_full(new)
     if len(new) > LARGE_BYTES and payload.size * SKIP_FULL_RATIO <= len(new):
         return payload
-    return payload if payload.size <= whole_bytes(new) else encode_full(new)
+    return payload if payload.size <= packed_bytes(new) else encode_full(new)
 
 
 def diff_tensor(
@@ -118,7 +118,8 @@ def diff_tensor(
     kernels: Kernels | None = None,
     pool: Executor | None = None,
 ) -> TensorDiff | None:
-    """All changes, or None if they would take more than the tensor; a pool shares the work."""
+    """All changes, or None if they would be larger than the tensor; `pool` parallelizes the
+    search."""
     kernels = kernels or _kernels_for(len(new))
     base_bits, new_bits = as_bits(base, item_bytes), as_bits(new, item_bytes)
     step = kernels.chunk_bytes // item_bytes
@@ -139,7 +140,7 @@ def diff_tensor(
 def _in_order(
     find: Callable[[int], Changes], starts: Iterable[int], pool: Executor | None
 ) -> Iterator[Changes]:
-    """Few chunks are searched ahead, so that no thread waits and little is in memory."""
+    """Search a few chunks ahead, to keep all threads busy with little memory."""
     if pool is None:
         yield from map(find, starts)
         return
@@ -153,7 +154,8 @@ def _in_order(
 
 
 def encode_diffs(tensors: Sequence[TensorDiff]) -> Payload | None:
-    """Tensors of one item size as one `same` or `sparse` payload; None if it would not be small."""
+    """Encode tensors of one item size as one `same` or `sparse` payload; None if it would not be
+    small."""
     chunks = [chunk for tensor in tensors for chunk in tensor.chunks if chunk.num_elements]
     for tensor in tensors:
         tensor.chunks.clear()
@@ -178,7 +180,7 @@ def _sparse(num_changed: int, streams: Sequence[Stream]) -> Payload:
 
 
 def encode_full(new: memoryview) -> Payload:
-    return Payload(kind=Kind.FULL, num_changed=0, streams=(pack_whole(new),))
+    return Payload(kind=Kind.FULL, num_changed=0, streams=(pack_full(new),))
 
 
 _SAME = Payload(kind=Kind.SAME, num_changed=0, streams=())
@@ -205,7 +207,7 @@ def _size(streams: Sequence[Stream]) -> int:
 def apply_tensor(
     payload: Payload, target: memoryview, item_bytes: int, *, kernels: Kernels | None = None
 ) -> None:
-    """Turn the base bits in `target` into the new ones, or raise before touching any."""
+    """Turn the base bits in `target` into the new ones; raises before changing any."""
     apply_payload(payload, [target], item_bytes, kernels=kernels)
 
 
@@ -216,11 +218,13 @@ def apply_payload(
     *,
     kernels: Kernels | None = None,
 ) -> None:
-    """The same for tensors that share a payload, in the order they were encoded."""
+    """`apply_tensor` for tensors that share a payload, in encoding order."""
     if payload.kind is Kind.SPARSE:
         _apply_sparse(payload, targets, item_bytes, kernels)
     elif payload.num_changed:
-        raise WeightsError(f"delta: {payload.kind} payload with {payload.num_changed} changes")
+        raise WeightsError(
+            f"delta: {payload.kind} payload must not have changes (got {payload.num_changed})"
+        )
     elif payload.kind is Kind.FULL:
         _apply_full(payload, targets)
     elif payload.streams:
@@ -228,8 +232,8 @@ def apply_payload(
 
 
 def _apply_full(payload: Payload, targets: Sequence[memoryview]) -> None:
-    if len(targets) != 1 or [stream.role for stream in payload.streams] != [Role.WHOLE]:
-        raise WeightsError("delta: full payload is not one stream for one tensor")
+    if len(targets) != 1 or [stream.role for stream in payload.streams] != [Role.FULL]:
+        raise WeightsError("delta: full payload must have one stream for one tensor")
     (target,), (stream,) = targets, payload.streams
     if stream.num_bytes != len(target):
         raise WeightsError(
@@ -243,14 +247,14 @@ def _apply_sparse(
 ) -> None:
     num_bytes = sum(len(target) for target in targets)
     if item_bytes not in BITS or any(len(target) % item_bytes for target in targets):
-        raise WeightsError(f"delta: sparse payload, but items of {item_bytes} bytes do not fit")
+        raise WeightsError(f"delta: sparse payload for unsupported item size {item_bytes}")
     num_elements = num_bytes // item_bytes
     if not 0 < payload.num_changed <= num_elements:
         raise WeightsError(
             f"delta: {payload.num_changed} changes in a tensor of {num_elements} elements"
         )
     if sum(stream.num_bytes for stream in payload.streams) > num_bytes:
-        raise WeightsError(f"delta: streams take more than the tensor's {num_bytes} bytes")
+        raise WeightsError(f"delta: streams are larger than the tensor ({num_bytes} bytes)")
     changed_positions = unpack_positions(payload, num_elements)
     changes = unpack_changes(payload, BITS[item_bytes])
     tensors = [as_bits(target, item_bytes) for target in targets]
@@ -264,18 +268,18 @@ def _apply_sparse(
                 kernels.apply(tensor, inside, values[part])
 
 
-# --- loops ---------------------------------------------------------------------------------------
+# --- kernels -------------------------------------------------------------------------------------
 
 
 def _kernels_for(num_bytes: int) -> Kernels:
-    """Small tensors do not start the compiler, but use what is there once it was started."""
+    """Small tensors do not trigger compilation, but use compiled kernels once they exist."""
     is_started = best_kernels.cache_info().currsize > 0
     return best_kernels() if is_started or num_bytes >= MIN_COMPILED_BYTES else NumpyKernels()
 
 
 @cache
 def best_kernels() -> Kernels:
-    """The compiled ones if the extra `fast` is installed."""
+    """The compiled kernels if the extra `fast` is installed."""
     try:
         importlib.import_module("numba")
     except ImportError:

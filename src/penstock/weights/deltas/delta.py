@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A delta: everything that turns one version's tensors into another's, as one stream of bytes.
+"""Delta format: turns the tensors of one version into those of another, as one byte stream.
 
     magic · length · JSON header · frame · frame · … · end
 
-A frame is two lengths, a small packed head (names, kind, sizes) and the streams of one payload. It
-says all about its tensors, so a delta is written while tensors are compared and applied while its
-bytes arrive. Neighbouring tensors with few changes share a frame, a large or much changed one has
-its own.
+A frame is two lengths, a small compressed head (names, kind, sizes) and the streams of one payload.
+Frames are self-contained, so a delta is written while tensors are compared and applied while its
+bytes arrive. Neighboring tensors with few changes share a frame; a large or much changed one has a
+separate frame.
 
-Owns the layout and its limits. A delta is never trusted, whoever sent it: lengths are bounded by
-the tensors' sizes, which the caller takes from the verified manifest, and no tensor made with it
-may be used before its digest was compared with the manifest's. Knows no stores.
+Owns the layout and its limits. Deltas are not trusted: lengths are bounded by the tensor sizes from
+the verified manifest, and a resulting tensor must be compared with its digest in the manifest
+before use. Knows no stores.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ FORMAT = 1
 MAX_HEADER_BYTES = 4096
 MAX_HEAD_BYTES = 1 << 20
 MAX_FRAME_TENSORS = 1024
-"""Tensors of one frame; with names of 256 characters they stay below `MAX_HEAD_BYTES`."""
+"""Maximum tensors per frame; with names of 256 characters the head stays below `MAX_HEAD_BYTES`."""
 MAX_STREAMS = 64
 SHARED_FRAME_BYTES = 32 << 20
-"""Tensors share a frame up to about this size, so that its tables cost little."""
+"""Approximate size of a shared frame, large enough to make zstd tables cheap."""
 
 AHEAD_BYTES = 16 << 20
 MAX_AHEAD = 16
-"""Tensors searched before it is their turn."""
+"""Number of tensors searched ahead."""
 
 _LENGTH = struct.Struct("<I")
 _LENGTHS = struct.Struct("<II")
-"""Of a frame's head: unpacked, packed. Both are zero at the end of the delta."""
+"""Sizes of a frame's head: unpacked, packed. Both are zero at the end of the delta."""
 
 
 class Writable(Protocol):
@@ -62,21 +62,22 @@ class Writable(Protocol):
 
 
 Tensor = tuple[str, int, memoryview | None, memoryview]
-"""Name, bytes of an item, raw bytes in the base (None if it has no such tensor), raw new bytes."""
+"""Name, item size, raw bytes in the base (None if it has no such tensor), raw new bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaHeader:
     format: int
     base: str
-    """Digest of what it starts from."""
+    """Digest of the base."""
     target: str
-    """Digest of what it leads to."""
+    """Digest of the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One payload and whose it is: `codec.apply_payload(payload, tensors by these names, …)`."""
+    """One payload and its tensors, for `codec.apply_payload(payload, tensors by these names,
+    …)`."""
 
     names: tuple[str, ...]
     item_bytes: int
@@ -107,7 +108,7 @@ _head_decoder = msgspec.msgpack.Decoder(_Head)
 def write_delta(
     out: Writable, base_digest: str, target_digest: str, tensors: Iterable[Tensor]
 ) -> None:
-    """Every tensor of the target version, each once; holds on to few of them at a time."""
+    """Write a delta. `tensors` yields every tensor of the target once; few are held at a time."""
     header = msgspec.json.encode(
         DeltaHeader(format=FORMAT, base=base_digest, target=target_digest), order="sorted"
     )
@@ -127,8 +128,8 @@ def write_delta(
 
 
 def _diff_ahead(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, TensorDiff | None]]:
-    """Tensors in their order, each with its changes; small ones are searched in threads meanwhile,
-    a large one by all threads, when it is its turn."""
+    """Tensors in order, each with its changes. Small ones are searched ahead in threads; a large
+    one uses all threads when its turn comes."""
     ahead: deque[tuple[Tensor, Future[TensorDiff | None] | None]] = deque()
     num_ahead = 0
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -163,14 +164,14 @@ def _has_sparse_form(item_bytes: int, base: memoryview | None, new: memoryview) 
 
 @dataclass(slots=True)
 class _SharedFrame:
-    """Tensors that wait for company."""
+    """Tensors collected for a shared frame."""
 
     names: list[str] = field(default_factory=list[str])
     found: list[TensorDiff] = field(default_factory=list[TensorDiff])
     num_bytes: int = 0
 
     def add(self, name: str, found: TensorDiff) -> bool:
-        """Whether there is enough now."""
+        """Add a tensor; True if the frame is full."""
         self.names.append(name)
         self.found.append(found)
         self.num_bytes += found.new.nbytes
@@ -209,26 +210,28 @@ def _write_frame(out: Writable, names: list[str], item_bytes: int, payload: Payl
 
 
 def read_delta(source: BinaryIO, sizes: Mapping[str, int]) -> tuple[DeltaHeader, Iterator[Frame]]:
-    """The header, and frames as they are taken; WeightsError at the first thing that is wrong.
+    """The header, and the frames lazily; raises WeightsError at the first error.
 
-    `sizes` are the bytes of every tensor of the target version. When the frames have ended without
-    an error, each of its tensors was in exactly one.
+    `sizes` are the byte sizes of all tensors of the target version. If the frames end without an
+    error, each tensor was in exactly one.
     """
     if _read_exactly(source, len(MAGIC), "magic") != MAGIC:
-        raise WeightsError("this is no weight delta; its first bytes are not penstock-delta")
+        raise WeightsError("not a weight delta (wrong magic bytes)")
     (num_bytes,) = _LENGTH.unpack(_read_exactly(source, _LENGTH.size, "header"))
     if num_bytes > MAX_HEADER_BYTES:
-        raise WeightsError(f"delta: header of {num_bytes} bytes, {MAX_HEADER_BYTES} allowed")
+        raise WeightsError(
+            f"delta: header of {num_bytes} bytes exceeds the limit of {MAX_HEADER_BYTES}"
+        )
     try:
         header = _header_decoder.decode(_read_exactly(source, num_bytes, "header"))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsError(f"delta: header is damaged: {error}") from None
     if header.format != FORMAT:
         raise WeightsError(
-            f"delta has format {header.format}, this penstock reads {FORMAT}; update the node"
+            f"delta has format {header.format}, this node supports {FORMAT}; update penstock"
         )
     if not is_digest(header.base) or not is_digest(header.target):
-        raise WeightsError("delta: header names no valid digests")
+        raise WeightsError("delta: invalid digests in the header")
     return header, _read_frames(source, sizes)
 
 
@@ -237,7 +240,7 @@ def _read_frames(source: BinaryIO, sizes: Mapping[str, int]) -> Generator[Frame]
     while (head := _read_head(source)) is not None:
         if not missing.issuperset(head.names) or len(set(head.names)) != len(head.names):
             odd = next((name for name in head.names if name not in missing), head.names[0])
-            raise WeightsError(f"delta: tensor {odd[:80]!r} comes twice or is not of this version")
+            raise WeightsError(f"delta: tensor {odd[:80]!r} is repeated or not in this version")
         missing.difference_update(head.names)
         _check_sizes(head, sum(sizes[name] for name in head.names))
         streams = tuple(
@@ -251,9 +254,9 @@ def _read_frames(source: BinaryIO, sizes: Mapping[str, int]) -> Generator[Frame]
         payload = Payload(kind=head.kind, num_changed=head.num_changed, streams=streams)
         yield Frame(names=head.names, item_bytes=head.item_bytes, payload=payload)
     if missing:
-        raise WeightsError(f"delta: {len(missing)} tensors are missing, {min(missing)} is one")
+        raise WeightsError(f"delta: {len(missing)} tensors are missing, such as {min(missing)}")
     if source.read(1):
-        raise WeightsError("delta: bytes after its end")
+        raise WeightsError("delta: unexpected bytes after the end")
 
 
 def _read_head(source: BinaryIO) -> _Head | None:
@@ -261,7 +264,7 @@ def _read_head(source: BinaryIO) -> _Head | None:
     if not num_bytes and not num_packed:
         return None
     if num_packed > num_bytes or num_bytes > MAX_HEAD_BYTES:
-        raise WeightsError(f"delta: frame head of {num_bytes} bytes in {num_packed}")
+        raise WeightsError(f"delta: invalid frame head size {num_bytes} (packed {num_packed})")
     packed = _read_exactly(source, num_packed, "frame")
     try:
         head = _head_decoder.decode(decompress(packed, num_bytes, "delta frame head"))
@@ -269,19 +272,19 @@ def _read_head(source: BinaryIO) -> _Head | None:
         raise WeightsError(f"delta: frame head is damaged: {error}") from None
     if not 0 < len(head.names) <= MAX_FRAME_TENSORS or len(head.streams) > MAX_STREAMS:
         raise WeightsError(
-            f"delta: frame of {len(head.names)} tensors and {len(head.streams)} streams"
+            f"delta: invalid frame of {len(head.names)} tensors and {len(head.streams)} streams"
         )
     return head
 
 
 def _check_sizes(head: _Head, num_bytes: int) -> None:
     if any(not 0 <= stream.num_packed <= stream.num_bytes for stream in head.streams):
-        raise WeightsError(f"delta: tensor {head.names[0]} has streams of impossible sizes")
+        raise WeightsError(f"delta: tensor {head.names[0]} has streams of invalid sizes")
     total = sum(stream.num_bytes for stream in head.streams)
     if total > num_bytes:
         raise WeightsError(
-            f"delta: streams of {total} bytes for tensor {head.names[0]} and its neighbours, "
-            f"which have {num_bytes}"
+            f"delta: streams of {total} bytes exceed the {num_bytes} bytes of their tensors "
+            f"(first: {head.names[0]})"
         )
 
 
@@ -290,7 +293,7 @@ def _read_exactly(source: BinaryIO, num_bytes: int, where: str) -> bytes:
     while num_bytes > 0:
         piece = source.read(num_bytes)
         if not piece:
-            raise WeightsError(f"delta is cut off in its {where}")
+            raise WeightsError(f"delta is truncated in its {where}")
         pieces.append(piece)
         num_bytes -= len(piece)
     return b"".join(pieces)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many elements a delta changes, read from its frames alone."""
+"""Counts the elements a delta changes, from its frames alone."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from penstock.weights.tensors import ITEM_BYTES
 
 
 def count_changes(
-    store: DirectoryStore, step: DeltaEntry, whole: Sequence[str]
+    store: DirectoryStore, step: DeltaEntry, full_files: Sequence[str]
 ) -> tuple[int, int] | None:
-    """Changed elements, and all; a tensor that travels whole counts as changed. `whole` may be
-    files of its layout; None when none of them is here."""
-    here = [blob for blob in whole if store.has_blob(blob)]
-    if not here:
+    """Changed and total elements; a tensor stored in full counts as changed. `full_files` may be
+    files of the same layout; None if none of them is available."""
+    available = [blob for blob in full_files if store.has_blob(blob)]
+    if not available:
         return None
-    byte_ranges = layout_of(store.blob_path(here[0])).byte_ranges
+    byte_ranges = layout_of(store.blob_path(available[0])).byte_ranges
     with open_regular(store.blob_path(step.blob)) as file:
         _, frames = read_delta(
             file, {name: byte_range.num_bytes for name, byte_range in byte_ranges.items()}

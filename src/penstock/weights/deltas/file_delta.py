@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A delta between two safetensors files of one layout: made beside them, applied to a copy.
+"""Deltas between two safetensors files of the same layout: create one, or apply it to a copy.
 
-Two files have one layout when everything but their weights is the same, byte for byte; of others
-there is no delta. Files are mapped, not read: beside the two versions no more than a tensor is in
-memory. What `apply_delta` makes proves nothing: the caller digests it before it gives it a name.
+Two files have the same layout if all bytes except their weights are equal; there is no delta
+between other files. Files are memory-mapped, so little more than one tensor is in memory. The
+result of `apply_delta` is not verified: the caller must hash it before use.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def has_same_layout(base: Path, new: Path) -> bool:
 
 
 def make_delta(base: Path, new: Path, out: Writable, *, base_blob: str, target_blob: str) -> None:
-    """Write what turns `base` into `new`, which has the same layout."""
+    """Write the delta that turns `base` into `new`, which has the same layout."""
     layout = layout_of(new)
     with _mapped(base) as old, _mapped(new) as now:
         write_delta(out, base_blob, target_blob, _tensors(layout, old, now))
@@ -46,19 +46,19 @@ def _tensors(layout: Layout, old: memoryview, now: memoryview) -> Iterator[Tenso
 
 
 def apply_delta(base: Path, delta: BinaryIO, made: Path, *, base_blob: str) -> None:
-    """Make the file that the delta leads to, from a copy of its base, which has been verified."""
+    """Create the target file from a copy of the verified base."""
     shutil.copyfile(base, made)
     apply_in_place(made, delta, base_blob=base_blob)
 
 
 def apply_in_place(made: Path, delta: BinaryIO, *, base_blob: str) -> None:
-    """Turn this very file, which holds the delta's base, into what the delta leads to."""
+    """Turn a file that contains the delta's base into its target."""
     layout = layout_of(made)
     sizes = {name: byte_range.num_bytes for name, byte_range in layout.byte_ranges.items()}
     header, frames = read_delta(delta, sizes)
     if header.base != base_blob:
         raise WeightsError(
-            f"the delta starts from {header.base[:12]}, and {made.name} is {base_blob[:12]}"
+            f"the delta has base {header.base[:12]}, but {made.name} is {base_blob[:12]}"
         )
     with _mapped(made, is_writable=True) as raw:
         tensors = _views(layout, raw)
@@ -80,7 +80,7 @@ def _mapped(path: Path, *, is_writable: bool = False) -> Generator[memoryview]:
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         access = mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_READ
-        # Views of it may outlive the block inside an exception; the map ends with the last of them.
+        # An exception may keep views alive beyond this block; the map is freed with the last view.
         yield memoryview(mmap.mmap(descriptor, 0, access=access))
     finally:
         os.close(descriptor)

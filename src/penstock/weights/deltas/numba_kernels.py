@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of `symbols`, compiled with numba (extra `fast`); same results to the last bit.
+"""The loops of `numpy_kernels`, compiled with numba (extra `fast`); bit-identical results.
 
-Each loop is compiled at its first use for an item size, which takes under a second, and not cached
-on disk: numba would put its cache beside the sources, into an installed package.
+Each loop is compiled on first use per item size, in under a second. It is not cached on disk: numba
+would put its cache next to the sources of an installed package.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from penstock.weights.deltas.numpy_kernels import (
 
 Array = NDArray[Any]
 Counts = tuple[Any, Any, Any, Any, Any]
-"""Changes, far gaps, big differences; first and last place."""
+"""Changes, long gaps, large codes; first and last position."""
 _numba: Any = importlib.import_module("numba")
 
 
 class NumbaKernels:
-    """Unaligned tensors, which are rare, go the slow way."""
+    """Unaligned tensors, which are rare, use the NumPy kernels."""
 
     chunk_bytes = 4 * BLOCK_BYTES
-    """Other threads may run for so long: nothing here holds the interpreter's lock."""
+    """Large chunks: the compiled loops release the GIL, so other threads can run."""
 
     def __init__(self) -> None:
         self._plain = NumpyKernels()
@@ -70,7 +70,8 @@ class NumbaKernels:
         )
 
     def _scratch(self, num_elements: int, dtype: np.dtype[Any]) -> _Scratch:
-        """Of this thread: fresh memory for each chunk would cost more than the search."""
+        """Per-thread scratch memory: allocating it for each chunk would cost more than the
+        search."""
         found = getattr(self._scratches, f"items{dtype.itemsize}", None)
         if found is None or len(found.gaps) < num_elements:
             found = _Scratch.for_elements(
@@ -86,7 +87,7 @@ class NumbaKernels:
         _compiled(_decode_positions, 1)(gaps, long_gaps, low_bits, shift, last, positions)
         return positions
 
-    def zigzags(self, codes: Bytes, large_codes: Bits) -> Bits:
+    def decode_zigzags(self, codes: Bytes, large_codes: Bits) -> Bits:
         zigzags = np.empty(len(codes), large_codes.dtype)
         _compiled(_decode_zigzags, large_codes.itemsize)(codes, large_codes, zigzags)
         return zigzags
@@ -108,7 +109,7 @@ class _Scratch:
 
     @classmethod
     def for_elements(cls, num: int, dtype: np.dtype[Any]) -> _Scratch:
-        """Room for the worst: every candidate is written, kept or not."""
+        """Sized for the worst case: every candidate is written, kept or not."""
         return cls(
             words=np.empty(BLOCK_BYTES // 8 + 1, np.int32),
             positions_found=np.empty(BLOCK_BYTES // dtype.itemsize + 8, np.int32),
@@ -123,13 +124,13 @@ _compiling = Lock()
 
 
 def _compiled(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
-    with _compiling:  # threads that start together would all compile it
+    with _compiling:  # otherwise concurrent threads would all compile it
         return _compile(loop, item_bytes)
 
 
 @cache
 def _compile(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
-    """Arrays a loop only reads may be read-only, as those of mapped files are."""
+    """Inputs are typed as read-only, since arrays of mapped files are."""
     numba = _numba
     bits = {1: numba.uint8, 2: numba.uint16, 4: numba.uint32}[item_bytes]
 
@@ -157,34 +158,34 @@ def _compile(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
     return cast("Callable[..., Any]", numba.njit(arguments, nogil=True)(loop))
 
 
-# Written for the compiler: no branch on the data (a candidate is written, and kept by counting on),
-# and 64-bit integers throughout, for what wraps in NumPy does not here and is masked instead.
+# Written for the compiler: no branches on data (a candidate is always written, and kept by raising
+# the count), and 64-bit integers throughout: values that wrap in NumPy are masked here instead.
 
 
 def _find(
     base_words: Array, new_words: Array, base: Bits, new: Bits, words: Array,
     positions_found: Array, gaps: Bytes, long_gaps: LongGaps, codes: Bytes, large_codes: Bits,
 ) -> Counts:  # fmt: skip
-    """All that differs, block by block. The first gap means nothing."""
+    """All differences, block by block. The first gap is meaningless."""
     size = len(words) - 1
     per_word = 8 // new.itemsize
     counts: Counts = (0, 0, 0, -1, -1)
-    for begin in range(0, max(len(new_words), 1), size):
-        end = min(begin + size, len(new_words))
+    for block in range(0, max(len(new_words), 1), size):
+        end = min(block + size, len(new_words))
         num_words = 0
-        for word in range(begin, end):
+        for word in range(block, end):
             words[num_words] = word
             num_words += base_words[word] != new_words[word]
         num = 0
         for number in range(num_words):
             start = words[number] * per_word
-            for place in range(start, start + per_word):
-                positions_found[num] = place
-                num += base[place] != new[place]
+            for position in range(start, start + per_word):
+                positions_found[num] = position
+                num += base[position] != new[position]
         if end == len(new_words):
-            for place in range(end * per_word, len(new)):
-                positions_found[num] = place
-                num += base[place] != new[place]
+            for position in range(end * per_word, len(new)):
+                positions_found[num] = position
+                num += base[position] != new[position]
         if num:
             counts = _encode_changes(
                 base, new, positions_found[:num], counts, gaps, long_gaps, codes, large_codes
@@ -196,7 +197,7 @@ def _encode_changes(
     base: Bits, new: Bits, positions_found: Array, counts: Counts,
     gaps: Bytes, long_gaps: LongGaps, codes: Bytes, large_codes: Bits,
 ) -> Counts:  # fmt: skip
-    """Gaps and differences of the changes at `positions_found`, after those that were counted."""
+    """Append gaps and differences of the changes at `positions_found` to those already counted."""
     sign_bit = 8 * new.itemsize - 1
     magnitude = (1 << sign_bit) - 1
     mask = (1 << 8 * new.itemsize) - 1
@@ -204,9 +205,9 @@ def _encode_changes(
     if not count:
         first, last = np.int64(positions_found[0]), np.int64(positions_found[0]) - 1
     for number in range(len(positions_found)):
-        place = np.int64(positions_found[number])
-        old = np.int64(base[place])
-        now = np.int64(new[place])
+        position = np.int64(positions_found[number])
+        old = np.int64(base[position])
+        now = np.int64(new[position])
         old ^= -(old >> sign_bit) & magnitude
         now ^= -(now >> sign_bit) & magnitude
         difference = (now - old) & mask
@@ -216,11 +217,11 @@ def _encode_changes(
         codes[count >> 2] = kept | min(code, ESCAPE_CODE) << shift
         large_codes[num_large_codes] = code - ESCAPE_CODE
         num_large_codes += code >= ESCAPE_CODE
-        gap = place - last - 1
+        gap = position - last - 1
         gaps[count] = min(gap, ESCAPE_GAP)
         long_gaps[num_long_gaps] = gap - ESCAPE_GAP
         num_long_gaps += gap >= ESCAPE_GAP
-        last = place
+        last = position
         count += 1
     return count, num_long_gaps, num_large_codes, first, last
 
@@ -259,10 +260,10 @@ def _apply(target: Bits, positions: Positions, zigzags: Bits) -> None:
     magnitude = (1 << sign_bit) - 1
     mask = (1 << 8 * target.itemsize) - 1
     for number in range(len(positions)):
-        place = positions[number]
+        position = positions[number]
         zigzag = np.int64(zigzags[number])
-        bits = np.int64(target[place])
+        bits = np.int64(target[position])
         bits ^= -(bits >> sign_bit) & magnitude
         bits = (bits + ((zigzag >> 1) ^ -(zigzag & 1))) & mask
         bits ^= -(bits >> sign_bit) & magnitude
-        target[place] = bits
+        target[position] = bits

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of weight deltas, in NumPy on bit patterns: what changed, and by how much.
+"""Arithmetic of weight deltas in NumPy, on bit patterns: which elements changed, and by how much.
 
-Owns the find and apply loops, which `fast` has compiled, and the small packings both sides share.
-A difference is taken on the monotone map of a float's bits (neighbouring floats are neighbouring
-integers, −0 and +0 included), modulo 2^n. Map and difference are bijections, so every pattern
-comes back exactly: NaN payloads, infinities, denormals. Knows no streams and no files.
+Owns the find and apply loops, which `numba_kernels` compiles, and the packing helpers both share.
+Differences are computed on the monotone map of a float's bits (adjacent floats map to adjacent
+integers, including −0 and +0), modulo 2^n. Map and difference are bijections, so every bit pattern
+is restored exactly: NaN payloads, infinities, denormals. Knows no streams and no files.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 BITS: Mapping[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
-"""Item sizes that have a sparse form; the others are sent whole or not at all."""
+"""Item sizes with a sparse form; other tensors are sent in full or not at all."""
 ESCAPE_GAP = 255
-"""A gap byte of this value says: the rest of the gap is the next far gap."""
+"""A gap byte of this value means that the remainder is the next long gap."""
 ESCAPE_CODE = 3
-"""A two-bit code of this value says: the rest of the difference is the next big one."""
+"""A two-bit code of this value means that the remainder is the next large code."""
 BLOCK_BYTES = 1 << 19
-"""Compared at a time; two of them and the scratch fit a core's cache."""
+"""Elements compared per step; two chunks and the scratch fit in a core's cache."""
 WINDOW_BYTES = 1 << 18
-"""Gathered before they are packed, for every call costs."""
+"""Number of values gathered before packing, to amortize call overhead."""
 
 Bits = NDArray[Any]
 """A one-dimensional array of bit patterns: uint16 or uint32."""
@@ -36,12 +36,12 @@ LongGaps = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """The changes of one chunk, small enough to keep those of a whole tensor."""
+    """The changes of one chunk, compact enough to keep those of a complete tensor in memory."""
 
     num_elements: int
     num_changed: int
     lead: int
-    """Unchanged elements before the first change; all of them if nothing changed."""
+    """Unchanged elements before the first change; all elements if nothing changed."""
     trail: int
     """Unchanged elements after the last change."""
     gaps: Bytes
@@ -53,7 +53,7 @@ class Changes:
 
     @property
     def num_bytes(self) -> int:
-        """What these changes take, which is about what their streams do before compression."""
+        """Memory of these changes, about the size of their streams before compression."""
         return (
             self.num_changed
             + self.num_changed // 4
@@ -63,13 +63,13 @@ class Changes:
 
 
 class Kernels(Protocol):
-    """The inner loops; whoever runs them, the results are the same to the last bit."""
+    """The inner loops; all implementations give bit-identical results."""
 
     chunk_bytes: int
-    """How much `find` is best given at once."""
+    """Best chunk size for `find`."""
 
     def find(self, base: Bits, new: Bits) -> Changes:
-        """What differs between two chunks of the same length."""
+        """Differences between two chunks of the same length."""
         ...
 
     def decode_positions(
@@ -77,17 +77,17 @@ class Kernels(Protocol):
     ) -> Positions:
         """Ascending positions from gaps, after `last`.
 
-        Each gap byte of 255 takes the next of `long_gaps`. `low_bits` are the lowest bits of each
-        gap, below the `shift`; there are none if it is 0.
+        Each gap byte of 255 consumes the next of `long_gaps`. `low_bits` are the lowest `shift`
+        bits of each gap; empty if `shift` is 0.
         """
         ...
 
-    def zigzags(self, codes: Bytes, large_codes: Bits) -> Bits:
-        """Zigzag differences from codes; each code of 3 takes the next of `large_codes`."""
+    def decode_zigzags(self, codes: Bytes, large_codes: Bits) -> Bits:
+        """Zigzag differences from codes; each code of 3 consumes the next of `large_codes`."""
         ...
 
     def apply(self, target: Bits, positions: Positions, zigzags: Bits) -> None:
-        """Add the differences in place; positions are inside the target, each once."""
+        """Add the differences in place; positions are unique and inside the target."""
         ...
 
 
@@ -123,7 +123,7 @@ class NumpyKernels:
         steps[0] += last
         return np.cumsum(steps, out=steps)
 
-    def zigzags(self, codes: Bytes, large_codes: Bits) -> Bits:
+    def decode_zigzags(self, codes: Bytes, large_codes: Bits) -> Bits:
         merged = codes.astype(large_codes.dtype) + 1
         if len(large_codes):
             merged[codes == ESCAPE_CODE] += large_codes
@@ -147,7 +147,7 @@ def unchanged(new: Bits) -> Changes:
 
 
 def join_gaps(chunks: Iterable[Changes]) -> tuple[list[Bytes], list[LongGaps]]:
-    """Gap bytes and far gaps of consecutive chunks, those over their borders included."""
+    """Gap bytes and long gaps of consecutive chunks, including gaps across chunk borders."""
     gaps: list[Bytes] = []
     long_gaps: list[LongGaps] = []
     carry = 0
@@ -210,7 +210,7 @@ def join_large_codes(chunks: Iterable[Changes]) -> Iterator[Bits]:
 
 
 def pack_2bit(values: NDArray[Any]) -> Bytes:
-    """Numbers 0–3, four to a byte, the first in the lowest bits; the last byte filled with 0."""
+    """Pack numbers 0–3, four to a byte, the first in the lowest bits; zero-padded."""
     padded = np.zeros(-(-len(values) // 4) * 4, np.uint8)
     padded[: len(values)] = values
     # Four bytes abcd times this sum of powers has a|b<<2|c<<4|d<<6 in its highest byte.
@@ -237,14 +237,14 @@ def sum_2bit(packed: Bytes) -> int:
 
 
 def to_planes(values: NDArray[Any]) -> list[Bytes]:
-    """Byte planes, lowest first: as many as the largest value needs, none for no values."""
+    """Byte planes, lowest first: as many as the largest value needs; none without values."""
     if not len(values):
         return []
     return split_planes(values, num_planes(int(values.max())))
 
 
-def num_planes(most: int) -> int:
-    return max(1, (most.bit_length() + 7) // 8)
+def num_planes(max_value: int) -> int:
+    return max(1, (max_value.bit_length() + 7) // 8)
 
 
 def split_planes(values: NDArray[Any], num: int) -> list[Bytes]:
@@ -253,7 +253,7 @@ def split_planes(values: NDArray[Any], num: int) -> list[Bytes]:
 
 
 def from_planes(planes: Sequence[Bytes], part: slice, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The values that these places of the planes hold."""
+    """The values at these positions of the planes."""
     if not planes:
         return np.empty(0, dtype)
     values = np.zeros((len(planes[0][part]), dtype.itemsize), np.uint8)
@@ -263,7 +263,8 @@ def from_planes(planes: Sequence[Bytes], part: slice, dtype: np.dtype[Any]) -> N
 
 
 def _differing(base: Bits, new: Bits) -> Positions:
-    """Compared eight bytes at a time: most words are equal, and few are looked at again."""
+    """Compare eight bytes at a time: most words are equal, and only the rest are checked per
+    element."""
     per_word = 8 // new.itemsize
     num_paired = len(new) // per_word * per_word
     base_words, new_words = base[:num_paired].view("<u8"), new[:num_paired].view("<u8")
@@ -277,7 +278,7 @@ def _differing(base: Bits, new: Bits) -> Positions:
 
 
 def _monotone(bits: Bits) -> Bits:
-    """Sign and magnitude to two's complement, in the order of the floats; its own inverse."""
+    """Map sign and magnitude to two's complement, in the order of the floats; an involution."""
     return bits ^ (_sign(bits) >> bits.dtype.type(1))
 
 

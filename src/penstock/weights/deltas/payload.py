@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of one encoded change, and its streams through zstd.
+"""Record of one encoded change, and zstd compression of its streams.
 
-Owns the names of kinds and roles and the bound on unpacking: a stream never takes more memory than
-it declared, and whoever unpacks it has checked that number first. Knows not what streams mean.
+Owns kinds, roles and the limit on unpacking: a stream never takes more memory than declared, and
+the caller checks the declared size first. Does not interpret streams.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ class Kind(StrEnum):
     SAME = "same"
     """No bit changed; no streams."""
     SPARSE = "sparse"
-    """Changed elements only; its streams unpacked take no more than the tensor."""
+    """Changed elements only; its unpacked streams are no larger than the tensor."""
     FULL = "full"
     """All bytes of the tensor."""
 
 
 class Role(IntEnum):
-    """What a stream holds. Where there are several of a role, the lowest digits come first."""
+    """Content of a stream. Several streams of one role are ordered from the lowest bits up."""
 
     GAPS = 0
-    """Unchanged elements before each changed one, without the digits, at most 255."""
+    """Number of unchanged elements before each changed one, without the split-off low bits, at most
+    255."""
     LONG_GAPS = 1
-    """A byte plane of what gaps of 255 lack."""
+    """A byte plane of the remainders of gaps of 255."""
     LOW_BITS = 2
-    """The lowest two bits of every gap, or the next two; four to a byte."""
+    """The lowest two bits of every gap, or the next two; packed four to a byte."""
     CODES = 3
-    """Zigzag differences minus one, at most 3; four to a byte."""
+    """Zigzag differences minus one, at most 3; packed four to a byte."""
     LARGE_CODES = 4
-    """A byte plane of what codes of 3 lack."""
+    """A byte plane of the remainders of codes of 3."""
     VALUES = 5
-    """A byte plane of the new values; instead of codes."""
-    WHOLE = 6
+    """A byte plane of the new values, instead of codes."""
+    FULL = 6
     """The tensor's bytes."""
 
 
@@ -55,16 +56,16 @@ class Role(IntEnum):
 class Stream:
     role: Role
     num_bytes: int
-    """Unpacked."""
+    """Unpacked size."""
     data: Data
-    """A zstd frame if shorter than `num_bytes`, else the bytes themselves."""
+    """A zstd frame if shorter than `num_bytes`, otherwise the raw bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
     kind: Kind
     num_changed: int
-    """Elements of a sparse payload; 0 for the other kinds."""
+    """Changed elements of a sparse payload; 0 for other kinds."""
     streams: tuple[Stream, ...]
 
     @property
@@ -82,7 +83,7 @@ def pack(role: Role, raw: Bytes | memoryview) -> Stream:
 
 
 class Packer:
-    """One stream, packed while its pieces come; they are not kept."""
+    """Packs one stream incrementally, without keeping its pieces."""
 
     def __init__(self, role: Role, num_bytes: int) -> None:
         self._role = role
@@ -105,7 +106,7 @@ class Packer:
         self._packed += self._compressor.flush()
         data: Data = memoryview(self._packed)
         self._packed = bytearray()
-        if len(data) >= self._num_bytes:  # it grew, so the plain bytes are taken, which it knows
+        if len(data) >= self._num_bytes:  # incompressible: store the raw bytes, which it contains
             data = zstandard.ZstdDecompressor().decompress(data, max_output_size=self._num_bytes)
         return Stream(role=self._role, num_bytes=self._num_bytes, data=data)
 
@@ -123,7 +124,7 @@ def pack_pieces(role: Role, num_bytes: int, pieces: Iterable[Bytes]) -> Stream:
 
 
 def pack_planes(role: Role, num: int, num_values: int, pieces: Iterable[Bits]) -> list[Stream]:
-    """So many byte planes of values that come in pieces."""
+    """Pack `num` byte planes of values that arrive in pieces."""
     packers = [Packer(role, num_values) for _ in range(num)]
     for piece in pieces:
         for packer, plane in zip(packers, split_planes(piece, num), strict=True):
@@ -131,18 +132,18 @@ def pack_planes(role: Role, num: int, num_values: int, pieces: Iterable[Bits]) -
     return [packer.finish() for packer in packers]
 
 
-def pack_whole(raw: memoryview) -> Stream:
+def pack_full(raw: memoryview) -> Stream:
     packed = bytearray()
     for piece in _compressed_pieces(raw):
         packed += piece
         if len(packed) >= len(raw):
             break
     data = memoryview(packed) if len(packed) < len(raw) else raw
-    return Stream(role=Role.WHOLE, num_bytes=len(raw), data=data)
+    return Stream(role=Role.FULL, num_bytes=len(raw), data=data)
 
 
-def whole_bytes(raw: memoryview) -> int:
-    """How many a packed tensor takes, without keeping them."""
+def packed_bytes(raw: memoryview) -> int:
+    """Packed size of a tensor, without keeping the bytes."""
     return min(len(raw), sum(map(len, _compressed_pieces(raw))))
 
 
@@ -154,13 +155,13 @@ def _compressed_pieces(raw: memoryview) -> Iterator[bytes]:
 
 
 def unpack(stream: Stream) -> Bytes:
-    """Exactly the declared bytes; check that `num_bytes` may be taken before calling this."""
+    """Exactly the declared bytes. The caller must check `num_bytes` first."""
     where = f"delta stream {stream.role.name.lower()}"
     return np.frombuffer(decompress(stream.data, stream.num_bytes, where), np.uint8)
 
 
 def compress(raw: memoryview) -> Data:
-    """Shorter than before, or as it was: the length is what tells the two apart."""
+    """Compressed data if shorter, otherwise the input; the length distinguishes the two."""
     return min(raw, zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw), key=len)
 
 
@@ -168,12 +169,14 @@ def decompress(data: Data, num_bytes: int, where: str) -> Data:
     if len(data) == num_bytes:
         return data
     if len(data) > num_bytes:
-        raise WeightsError(f"{where}: {len(data)} bytes for {num_bytes}; the delta is damaged")
+        raise WeightsError(
+            f"{where}: {len(data)} packed bytes for {num_bytes}; the delta is damaged"
+        )
     try:
-        # zstd takes the frame's own word for its size before any limit of ours.
+        # zstd trusts the size declared in the frame before applying any limit of ours.
         declared = zstandard.frame_content_size(data)
         if declared != num_bytes:
-            raise WeightsError(f"{where}: its zstd frame is of {declared} bytes, not {num_bytes}")
+            raise WeightsError(f"{where}: zstd frame declares {declared} bytes, not {num_bytes}")
         raw = zstandard.ZstdDecompressor().decompress(
             data, max_output_size=num_bytes, allow_extra_data=False
         )

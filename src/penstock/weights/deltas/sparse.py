@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams of a sparse payload: which elements change, and to what.
+"""Streams of a sparse payload: which elements change, and to which values.
 
-Owns their packing, which keeps nothing twice in memory, their unpacking and every check on them, so
-that nothing read here can point outside the tensor or miss a part. Unpacks in steps, because
-positions take eight times the byte of a gap.
+Owns packing, which keeps nothing in memory twice, and unpacking with all checks, so that no stream
+can point outside the tensor or miss a part. Unpacks in steps, because a position takes eight times
+the memory of a gap.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from penstock.weights.deltas.payload import (
 )
 
 STEP = 1 << 14
-"""Changes unpacked at a time; a multiple of four, because codes are packed four to a byte."""
+"""Changes unpacked per step; a multiple of four, because codes are packed four to a byte."""
 MAX_LOW_BIT_PAIRS = 4
-"""All digits of a gap fit a byte."""
+"""All low bits of a gap fit in a byte."""
 MAX_LONG_GAP_PLANES = 5
-"""A gap over 2^40 elements stands in no tensor of this world."""
+"""No real tensor has a gap over 2^40 elements."""
 
 MAX_MEAN_GAP = 128
-"""Gaps of this length on average fit a byte; of longer ones the lowest digits are split off."""
+"""Gaps of this average length fit in a byte; for longer ones the lowest bits are split off."""
 
 T = TypeVar("T")
 _LONG_GAP_DTYPE = np.dtype("<i8")
@@ -72,7 +72,7 @@ class ChangedPositions:
     low_bits: tuple[Bytes, ...]
 
     def end(self) -> int:
-        """One more than the last position. In Python's integers, for it may be any number."""
+        """Last position plus one, as a Python integer because it is unbounded before the check."""
         long_gaps = sum(_sum(plane) << 8 * number for number, plane in enumerate(self.long_gaps))
         total = len(self.gaps) + ((_sum(self.gaps) + long_gaps) << 2 * len(self.low_bits))
         for number, low_bits in enumerate(self.low_bits):
@@ -80,7 +80,7 @@ class ChangedPositions:
         return total
 
     def steps(self, kernels: Kernels) -> Iterator[Positions]:
-        """Positions in ascending order, STEP at a time; `end` says whether they fit."""
+        """Positions in ascending order, STEP at a time; check `end` first."""
         num_long_gaps = 0
         last = -1
         for start in range(0, len(self.gaps), STEP):
@@ -123,7 +123,7 @@ class Differences:
                 self.large_codes, slice(num_large_codes, num_large_codes + num_escaped), self.dtype
             )
             num_large_codes += num_escaped
-            yield kernels.zigzags(codes, large_codes)
+            yield kernels.decode_zigzags(codes, large_codes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,13 +158,13 @@ def pack_positions(chunks: Sequence[Changes], num_elements: int, num_changed: in
 
 
 def pack_differences(chunks: list[Changes], num_changed: int) -> list[Stream]:
-    """Takes the chunks out of their list."""
+    """Consumes the list of chunks."""
     codes = pack_pieces(Role.CODES, -(-num_changed // 4), join_codes(chunks))
     num_large_codes = sum(len(chunk.large_codes) for chunk in chunks)
-    most = max(
+    max_value = max(
         (int(chunk.large_codes.max()) for chunk in chunks if len(chunk.large_codes)), default=0
     )
-    num = num_planes(most) if num_large_codes else 0
+    num = num_planes(max_value) if num_large_codes else 0
     return [
         codes,
         *pack_planes(Role.LARGE_CODES, num, num_large_codes, join_large_codes(_drain(chunks))),
@@ -177,19 +177,21 @@ def pack_values(changed_positions: ChangedPositions, tensors: Sequence[Bits]) ->
         for positions in changed_positions.steps(NumpyKernels())
         for tensor, inside, _ in split_by_tensor(tensors, positions)
     ]
-    most = max(int(piece.max()) for piece in values)
-    return pack_planes(Role.VALUES, num_planes(most), len(changed_positions.gaps), _drain(values))
+    max_value = max(int(piece.max()) for piece in values)
+    return pack_planes(
+        Role.VALUES, num_planes(max_value), len(changed_positions.gaps), _drain(values)
+    )
 
 
 def _drain(items: list[T]) -> Iterator[T]:
-    """From the first on; the list is empty afterwards, and so is the memory."""
+    """Yield and remove items from the first on, to free their memory."""
     items.reverse()
     while items:
         yield items.pop()
 
 
 def _num_low_bits(num_elements: int, num_changed: int) -> int:
-    """How many two-bit digits make the average gap fit a byte well."""
+    """Number of two-bit groups to split off so that the average gap fits in a byte."""
     mean = num_elements // num_changed
     return next(
         n
@@ -204,7 +206,8 @@ def _num_low_bits(num_elements: int, num_changed: int) -> int:
 def split_by_tensor(
     tensors: Sequence[Bits], positions: Positions
 ) -> Iterator[tuple[Bits, Positions, slice]]:
-    """For each tensor with changes here: it, the positions inside it, which of all they are."""
+    """For each tensor with changes in this step: the tensor, its positions, and their slice of the
+    step."""
     ends = np.cumsum([len(tensor) for tensor in tensors])
     done = 0
     for number, upto in enumerate(np.searchsorted(positions, ends).tolist()):
@@ -228,7 +231,7 @@ def unpack_positions(payload: Payload, num_elements: int) -> ChangedPositions:
     for low_bits in changed_positions.low_bits:
         _check_padding(low_bits, payload.num_changed)
     if changed_positions.end() > num_elements:
-        raise WeightsError(f"delta: changes beyond the tensor's {num_elements} elements")
+        raise WeightsError(f"delta: change outside the tensor's {num_elements} elements")
     return changed_positions
 
 
@@ -253,39 +256,39 @@ def unpack_changes(payload: Payload, dtype: np.dtype[Any]) -> Differences | NewV
             dtype=dtype, num_changed=num_changed, codes=codes, large_codes=large_codes
         )
     if any(stream.role not in allowed for stream in payload.streams):
-        raise WeightsError("delta: sparse payload has streams that do not belong together")
+        raise WeightsError("delta: sparse payload has an invalid combination of streams")
     return changes
 
 
 def _unpack_role(payload: Payload, role: Role, allowed: range, num_bytes: int) -> tuple[Bytes, ...]:
-    """All streams of one role: a number of them that is allowed, each of the right size."""
+    """All streams of one role, after checking their number and sizes."""
     streams = [stream for stream in payload.streams if stream.role is role]
     sizes = {stream.num_bytes for stream in streams}
     if len(streams) not in allowed or sizes - {num_bytes}:
         raise WeightsError(
             f"delta: {len(streams)} {role.name.lower()} streams of {sorted(sizes)[:3]} bytes, "
-            f"but {allowed.start} to {allowed.stop - 1} of {num_bytes} expected"
+            f"expected {allowed.start} to {allowed.stop - 1} of {num_bytes}"
         )
     return tuple(map(unpack, streams))
 
 
-def _num_planes(num_values: int, most: int) -> range:
-    return range(1, most + 1) if num_values else range(1)
+def _num_planes(num_values: int, max_value: int) -> range:
+    return range(1, max_value + 1) if num_values else range(1)
 
 
 def _check_padding(pairs: Bytes, num_values: int) -> None:
     if num_values % 4 and pairs[-1] >> 2 * (num_values % 4):
-        raise WeightsError("delta: packed stream has bits after its last value")
+        raise WeightsError("delta: packed stream has non-zero padding")
 
 
 def _check_large_codes(planes: tuple[Bytes, ...], dtype: np.dtype[Any]) -> None:
-    """A zigzag difference has as many bits as an element, and the code was taken off."""
+    """Check that large codes plus their base code fit in an element."""
     if len(planes) < dtype.itemsize:
         return
-    most = (1 << 8 * dtype.itemsize) - 1 - (ESCAPE_CODE + 1)
+    max_value = (1 << 8 * dtype.itemsize) - 1 - (ESCAPE_CODE + 1)
     for start in range(0, len(planes[0]), STEP):
-        if from_planes(planes, slice(start, start + STEP), dtype).max() > most:
-            raise WeightsError("delta: a difference is larger than its elements can hold")
+        if from_planes(planes, slice(start, start + STEP), dtype).max() > max_value:
+            raise WeightsError("delta: a difference does not fit in an element")
 
 
 def _sum(plane: Bytes) -> int:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's side of a transfer: its cache, half-fetched blobs, and the links it may ask."""
+"""A node's side of a transfer: its cache, partial blobs, and links to weight servers."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's folder of pulled weights: verified blobs, cut-off ones to resume, wrong ones to mend,
-staged versions.
+"""A node's folder of pulled weights: verified blobs, partial ones to resume, damaged ones to
+repair, and staged versions.
 
-Owns locks, so that tasks and processes may share it, and atomic names: `blobs/DIGEST` and
-`versions/DIGEST/` appear complete. Nothing is synced to disk: whatever a crash leaves is digested
-again before use. Knows no network.
+Owns the locks that let tasks and processes share it, and atomic renames: `blobs/DIGEST` and
+`versions/DIGEST/` appear complete or not at all. Nothing is synced to disk: files left by a crash
+are verified again before use. Does no networking.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from penstock.errors import WeightsError
-from penstock.weights.deltas.chain import DeltaEntry
-from penstock.weights.deltas.file_delta import apply_in_place
+from penstock.weights.deltas.chain import MAX_BASES, DeltaEntry
 from penstock.weights.manifest import FileEntry, SnapshotManifest, is_digest
 from penstock.weights.pulling.partial import Partial, verify
-from penstock.weights.store import open_regular
+from penstock.weights.rebuild import apply_chain
 from penstock.weights.tensors import Scan, TensorEntry
 
 LOCK_POLL_S = 0.02
 RESUME_WINDOW_S = 3600.0
-"""A cut-off blob nobody touched for so long is not worth resuming."""
+"""A partial blob untouched for longer than this is not resumed."""
 PARTIAL = ".partial"
 DAMAGED = ".wrong"
-"""Was taken for the blob and is not: all but a few tensors of it may be of use."""
-MAX_BASES = 64
-"""As many as a front looks at."""
+"""Suffix of a blob with the wrong digest; most of its tensors may still be usable."""
 
 
 class BlobCache:
@@ -47,7 +44,7 @@ class BlobCache:
 
     @asynccontextmanager
     async def in_use(self) -> AsyncGenerator[None]:
-        """While any pull is inside, `prune` deletes nothing."""
+        """While any pull is in this block, `prune` deletes nothing."""
         while True:
             with self._lock(fcntl.LOCK_SH) as is_held:
                 if is_held:
@@ -56,11 +53,11 @@ class BlobCache:
             await asyncio.sleep(LOCK_POLL_S)
 
     def has(self, file: FileEntry) -> bool:
-        """Something lies there under this name; `check` says whether it is any good."""
+        """A file with this name exists; `check` verifies it."""
         return (self._blobs / file.blob).exists()
 
     def check(self, file: FileEntry) -> Scan | None:
-        """Digest the cached blob; one that is damaged counts as absent."""
+        """Verify the cached blob; None if it is missing or damaged."""
         path = self._blobs / file.blob
         try:
             found = verify(path, file)
@@ -71,7 +68,7 @@ class BlobCache:
         return found
 
     def possible_bases(self, file: FileEntry) -> list[str]:
-        """Blobs from which a delta to this one may lead: weights of the same size."""
+        """Cached blobs that may be the base of a delta to this one: weights of the same size."""
         if not file.name.endswith(".safetensors"):
             return []
         return sorted(
@@ -80,19 +77,16 @@ class BlobCache:
             if is_digest(blob.name) and blob.stat().st_size == file.bytes
         )[:MAX_BASES]
 
-    def make(self, file: FileEntry, steps: Sequence[DeltaEntry]) -> Scan:
-        """The blob from one that is here, along deltas that are here; WeightsError if they lead
-        elsewhere."""
+    def rebuild(self, file: FileEntry, steps: Sequence[DeltaEntry]) -> Scan:
+        """Rebuild the blob from a cached base and cached deltas; raises WeightsError if the result
+        has the wrong digest."""
         made = self._blobs / f"{secrets.token_hex(8)}{PARTIAL}"
         try:
-            shutil.copyfile(self._blobs / steps[0].base, made)
-            for step in steps:
-                with open_regular(self._blobs / step.blob) as delta:
-                    apply_in_place(made, delta, base_blob=step.base)
+            apply_chain(steps, self._blobs.joinpath, made)
             found = verify(made, file)
             if found is None:
                 made.rename(self._damaged_path(file))
-                raise WeightsError(f"{file.name}: its deltas lead to other bytes than {file.blob}")
+                raise WeightsError(f"{file.name}: rebuilt file does not match digest {file.blob}")
             made.chmod(0o444)
             made.rename(self._blobs / file.blob)
             return found
@@ -103,7 +97,7 @@ class BlobCache:
     async def partial(
         self, file: FileEntry, tensors: Mapping[str, TensorEntry]
     ) -> AsyncGenerator[Partial]:
-        """The blob on its way in, for one writer at a time; it keeps what an earlier writer had."""
+        """A partially fetched blob, for one writer at a time; keeps the data of earlier writers."""
         path = self._blobs / f"{file.blob}{PARTIAL}"
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -158,7 +152,7 @@ class BlobCache:
             os.close(descriptor)
 
     def _is_staged(self, folder: Path, manifest: SnapshotManifest) -> bool:
-        """The folder holds the very inodes that were just verified, and nothing else."""
+        """True if the folder contains exactly the inodes that were just verified."""
         try:
             return set(os.listdir(folder)) == {file.name for file in manifest.files} and all(
                 os.path.samestat(os.lstat(folder / file.name), os.lstat(self._blobs / file.blob))
@@ -171,7 +165,7 @@ class BlobCache:
         try:
             staging.rename(folder)
         except OSError:
-            if self._is_staged(folder, manifest):  # another pull of this version was first
+            if self._is_staged(folder, manifest):  # another pull of this version finished first
                 return
             damaged = self._versions / f".{secrets.token_hex(8)}"
             folder.rename(damaged)
@@ -180,8 +174,8 @@ class BlobCache:
 
 
 async def run_uncancelled(work: Callable[..., object], *args: object) -> None:
-    """In a thread. Whoever is cancelled waits for it, so that nothing is written without the lock
-    or to a blob that has been verified since."""
+    """Run in a thread. A cancelled caller waits for the thread to end, so that it never writes
+    without the lock or to a blob verified since."""
     thread = asyncio.ensure_future(asyncio.to_thread(work, *args))
     try:
         await asyncio.shield(thread)
@@ -199,7 +193,7 @@ def _is_locked(descriptor: int, kind: int) -> bool:
 
 
 def _is_file_at(descriptor: int, path: Path) -> bool:
-    """Unset when an earlier holder of the lock gave the file its final name."""
+    """False if an earlier holder of the lock renamed the file to its final name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fronts a puller may ask, one link to each: how fast it is, how long to wait for it.
+"""Links to weight servers: measured speed and wait times.
 
-Owns patience and measurement. Only the last front of a pull may sit out a long outage; another that
-does not answer is left alone for a while. Decides nothing about versions and trusts no bytes.
+Owns timeouts and measurement. Only the last server of a pull is waited for during a long outage;
+any other that does not respond is skipped for a while. Decides nothing about versions and trusts no
+data.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ T = TypeVar("T")
 Transfer = Literal["auto", "delta", "full"]
 
 QUERY_TIMEOUT_S = 5.0
-"""How long a front that does not answer is asked for deltas."""
+"""Timeout for a delta request to an unresponsive server."""
 TRY_TIMEOUT_S = 3.0
-"""How long a front is tried that is not the last."""
+"""How long to retry a server that is not the last."""
 IDLE_TIMEOUT_S = 10.0
-"""As long may it say nothing in mid-answer: a lossy link has such pauses."""
+"""Longest pause allowed inside a response; lossy links stall this long."""
 PENDING_TIMEOUT_S = 300.0
-"""How long it is believed that something is on its way to it."""
+"""How long to keep waiting for a server that answers "not ready yet"."""
 BACKOFF_S = 60.0
-"""How long nobody asks it after that."""
+"""How long a failed server is skipped after that."""
 MIN_SAMPLE_BYTES = 4 << 20
-"""What takes less is mostly round trips, and says little about speed."""
+"""Shorter transfers are dominated by round trips and are not measured."""
 HISTORY_WEIGHT = 0.5
-"""Weight of all samples before the newest."""
+"""Weight of all earlier samples against the newest."""
 DECAY = 0.9
-"""Of the seconds, each time a speed decided against its own use."""
+"""Factor on the measured seconds each time a speed ruled out its own path."""
 NO_COMPRESSION = {"accept-encoding": "identity"}
 
 
 class Throughput:
-    """Bytes per second: a mean that forgets."""
+    """Bytes per second, as an exponential moving average."""
 
     def __init__(self, *, num_warmup: int = 0) -> None:
-        """The first `num_warmup` samples are not like the rest."""
+        """Ignores the first `num_warmup` samples."""
         self._num_unlike = num_warmup
         self._bytes = 0.0
         self._s = 0.0
@@ -61,7 +62,7 @@ class Throughput:
         self._s = HISTORY_WEIGHT * self._s + took_s
 
     def decay(self) -> None:
-        """Take it for a little faster: what is too slow to be used is never measured again."""
+        """Assume slightly more speed: a path too slow to be used would never be measured again."""
         self._s *= DECAY
 
 
@@ -73,8 +74,8 @@ def prefers_delta(
     link_bytes_per_s: float | None,
     rebuild_bytes_per_s: float | None,
 ) -> bool:
-    """Is the way along deltas to be taken: the file is expected sooner so than whole, or nobody
-    knows."""
+    """True if deltas are expected to be faster than the full file, or if there are no measurements
+    yet."""
     if transfer != "auto":
         return transfer == "delta"
     if link_bytes_per_s is None or rebuild_bytes_per_s is None:
@@ -85,17 +86,17 @@ def prefers_delta(
 
 @dataclass(slots=True)
 class LinkStats:
-    """What is known of one front, over all pulls."""
+    """Measurements of one weight server, across pulls."""
 
     speed: Throughput = field(default_factory=Throughput)
     backoff_until_s: float = 0.0
-    """By the monotonic clock."""
+    """Monotonic time."""
     num_in_flight: int = 0
     busy_since_s: float = 0.0
     busy_bytes: int = 0
-    """Came since then."""
+    """Bytes received since then."""
 
-    def begin(self) -> None:
+    def start(self) -> None:
         if not self.num_in_flight:
             self.busy_since_s, self.busy_bytes = time.monotonic(), 0
         self.num_in_flight += 1
@@ -108,7 +109,7 @@ class LinkStats:
 
 
 class WeightServerClient:
-    """One front in one pull."""
+    """One weight server, as used by one pull."""
 
     def __init__(self, caller: AsyncServiceClient, link: LinkStats, *, is_last: bool) -> None:
         self._caller = caller
@@ -127,7 +128,7 @@ class WeightServerClient:
     def is_usable(self) -> bool:
         return self._is_last or time.monotonic() >= self._link.backoff_until_s
 
-    async def ask(self, path: str, kind: type[T]) -> T:
+    async def request(self, path: str, kind: type[T]) -> T:
         return await self._caller.call(
             "GET", path, None, kind, deadline_s=QUERY_TIMEOUT_S, timeout_s=QUERY_TIMEOUT_S
         )
@@ -135,9 +136,9 @@ class WeightServerClient:
     async def get(
         self, path: str, max_bytes: int, what: str, headers: dict[str, str] | None = None
     ) -> bytes:
-        """The body of an answer; WeightsError when this front has none."""
+        """The response body; raises WeightsError if this server cannot provide it."""
         num_bytes = 0
-        self._link.begin()
+        self._link.start()
         try:
             body = await self._wait_for(path, {**NO_COMPRESSION, **(headers or {})}, max_bytes)
             num_bytes = len(body)
@@ -151,7 +152,7 @@ class WeightServerClient:
             self._link.end(num_bytes)
 
     async def _wait_for(self, path: str, headers: dict[str, str], max_bytes: int) -> bytes:
-        began_at = time.monotonic()
+        started_at = time.monotonic()
         deadline_s, idle_timeout_s = (
             (RETRY_DEADLINE_S, REQUEST_TIMEOUT_S)
             if self._is_last
@@ -169,13 +170,13 @@ class WeightServerClient:
                 )
                 return answer.content
             except Unreachable as error:
-                is_late = self._is_last or time.monotonic() > began_at + PENDING_TIMEOUT_S
+                is_late = self._is_last or time.monotonic() > started_at + PENDING_TIMEOUT_S
                 if is_late or not _is_pending(error):
                     raise
 
 
 def _is_pending(error: Unreachable) -> bool:
-    """Did it answer that it will have this soon?"""
+    """True if the server answered that it will be ready soon."""
     cause = error.__cause__
     return isinstance(cause, Unreachable) and cause.retry_after_s is not None
 
@@ -183,7 +184,7 @@ def _is_pending(error: Unreachable) -> bool:
 def weight_server_clients(
     callers: Sequence[AsyncServiceClient], links: dict[str, LinkStats]
 ) -> list[WeightServerClient]:
-    """In order of preference; what is learned about them goes to `links`."""
+    """Clients in order of preference; their measurements are kept in `links`."""
     return [
         WeightServerClient(
             caller,

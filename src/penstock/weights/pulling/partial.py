@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A blob on its way into a cache: pieces come in any order, and a killed process loses none.
+"""A partially fetched blob: pieces arrive in any order, and a killed process loses none of them.
 
-Owns the file they are written to, at their places, and behind the blob's own bytes a mark for each
-that is there. A mark is written after its piece, so it never speaks of bytes that are not in the
-file. Without the marks the file is complete: its bytes all came, right or wrong, and `finish` says
-which. The caller holds the lock.
+Owns the file: pieces are written at their offsets, and after the blob's bytes follows one mark per
+finished piece. A mark is written after its piece, so it never claims missing bytes. A file without
+marks is complete: all bytes have arrived, and `finish` verifies them. The caller holds the lock.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from penstock.weights.store import open_regular
 from penstock.weights.tensors import Layout, Scan, TensorEntry, read_layout, scan
 
 ByteRange = tuple[int, int]
-"""First byte, and the one after the last."""
+"""First byte and end (exclusive)."""
 
 MIN_PIECE_BYTES = 128 << 10
 MAX_PIECE_BYTES = 4 << 20
 MAX_PIECES = 512
-"""Until they are too large. The last pieces come over fewer connections than the rest, which costs
-the more the larger they are; each costs a request."""
+"""Target number of pieces, within the size limits. Large pieces waste time at the end, when fewer
+connections are busy; small ones cost more requests."""
 _SIZE_BYTES = 8
 
 
 def piece_bytes(num_bytes: int) -> int:
-    """In which pieces a blob of this size is fetched."""
+    """Piece size for a blob of this size."""
     return min(max(-(-num_bytes // MAX_PIECES), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
 
 
 class Partial:
-    """Works by name: nothing here keeps the file open while nobody calls."""
+    """Opens the file by path on each call; keeps no file handle."""
 
     def __init__(
         self, path: Path, final: Path, file: FileEntry, tensors: Mapping[str, TensorEntry]
@@ -51,14 +50,14 @@ class Partial:
         self._piece_bytes = piece_bytes(file.bytes)
         self._num_pieces = -(-file.bytes // self._piece_bytes)
         self._damaged: list[ByteRange] = []
-        """Of a complete file, what has to come again."""
+        """Damaged ranges of a complete file, to be fetched again."""
 
     @property
     def is_complete(self) -> bool:
         return self._path.stat().st_size == self._file.bytes
 
     def missing(self) -> list[ByteRange]:
-        """In pieces, each to be written by one call; starts the file if need be."""
+        """Missing ranges, each to be written by one call; creates the file if needed."""
         if self.is_complete:
             return self._damaged
         marks = self._marks()
@@ -69,20 +68,20 @@ class Partial:
 
     @property
     def num_missing_bytes(self) -> int:
-        """Without starting anything."""
+        """Number of missing bytes; does not create the file."""
         if self.is_complete:
             return 0
         marks = self._marks() or bytes(self._num_pieces)
         byte_ranges = (self._piece_range(number) for number, mark in enumerate(marks) if not mark)
         return sum(end - start for start, end in byte_ranges)
 
-    def start_from(self, wrong: Path) -> None:
-        """Begin with the bytes of a file that is nearly this one, unless there are some already."""
+    def start_from(self, damaged: Path) -> None:
+        """Start from the bytes of an almost correct file, unless this one already has data."""
         marks = self._marks()
         with suppress(FileNotFoundError):
             if not self.is_complete and not (marks and any(marks)):
-                shutil.copyfile(wrong, self._path)
-            wrong.unlink()
+                shutil.copyfile(damaged, self._path)
+            damaged.unlink()
 
     def write(self, start: int, piece: bytes) -> None:
         with self._path.open("r+b") as out:
@@ -96,16 +95,16 @@ class Partial:
                     out.write(b"\1")
 
     def finish(self) -> Scan | None:
-        """Give the blob its name if it is the right one; else its damaged parts are missing now, or
-        all of it when nobody can tell which they are."""
+        """Rename the blob to its final name if it verifies. Otherwise its damaged ranges, or the
+        full file if they cannot be located, become missing."""
         os.truncate(self._path, self._file.bytes)
         found = verify(self._path, self._file)
         if found is not None:
-            # Engines open hard links of it; a stray write must not reach the other versions.
+            # Engines open hard links to it; a stray write must not reach other versions.
             self._path.chmod(0o444)
             self._path.rename(self._final)
             return found
-        self._damaged = damaged(self._path, self._file, self._tensors)
+        self._damaged = damaged_ranges(self._path, self._file, self._tensors)
         if not self._damaged:
             self._start_over()
         return None
@@ -118,7 +117,7 @@ class Partial:
         return start, min(start + self._piece_bytes, self._file.bytes)
 
     def _marks(self) -> bytes | None:
-        """None when this file was not begun, or in pieces of another size."""
+        """None if this file was not started, or uses another piece size."""
         with open_regular(self._path) as file:
             file.seek(self._file.bytes)
             record = file.read(_SIZE_BYTES + self._num_pieces + 1)
@@ -136,7 +135,8 @@ class Partial:
 
 
 def verify(path: Path, file: FileEntry) -> Scan | None:
-    """None when the bytes are not those of the digest; WeightsError when they are, and wrong."""
+    """Scan of the file; None if it does not match the digest. Raises WeightsError if it matches but
+    is malformed."""
     try:
         with open_regular(path) as blob:
             mtime_ns = os.fstat(blob.fileno()).st_mtime_ns
@@ -149,9 +149,11 @@ def verify(path: Path, file: FileEntry) -> Scan | None:
     return found if (found.blob, found.num_bytes) == (file.blob, file.bytes) else None
 
 
-def damaged(path: Path, file: FileEntry, tensors: Mapping[str, TensorEntry]) -> list[ByteRange]:
-    """Which bytes of weights with the wrong digest are to blame, in pieces; none when the file does
-    not say where its tensors lie."""
+def damaged_ranges(
+    path: Path, file: FileEntry, tensors: Mapping[str, TensorEntry]
+) -> list[ByteRange]:
+    """Damaged ranges of weights with the wrong digest, in pieces; empty if the header is
+    unreadable."""
     if not file.name.endswith(".safetensors"):
         return []
     try:
@@ -167,8 +169,8 @@ def damaged(path: Path, file: FileEntry, tensors: Mapping[str, TensorEntry]) -> 
 def locate_damage(
     layout: Layout, found: Sequence[TensorEntry], expected: Mapping[str, TensorEntry]
 ) -> list[ByteRange]:
-    """The tensors with another digest than promised; the head, when it speaks of other tensors than
-    promised, or when there is nothing else to blame."""
+    """Ranges of tensors with a wrong digest; the header, if it lists other tensors than expected or
+    if no tensor is wrong."""
     head = (0, len(layout.head))
     known = [(tensor, expected.get(tensor.name)) for tensor in found]
     if any(
@@ -182,6 +184,6 @@ def locate_damage(
     ]
 
 
-def _in_pieces(byte_ranges: Iterable[ByteRange], most_bytes: int) -> Iterable[ByteRange]:
+def _in_pieces(byte_ranges: Iterable[ByteRange], max_bytes: int) -> Iterable[ByteRange]:
     for start, end in byte_ranges:
-        yield from pairwise([*range(start, end, most_bytes), end])
+        yield from pairwise([*range(start, end, max_bytes), end])

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where versions are read from: a store, a relay before another front, object storage."""
+"""Weight servers: their sources (store, relay, object storage) and the HTTP server."""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket that holds what a directory store holds, for readers far from it and for ever.
+"""Copy of a directory store in a bucket, for remote readers and as an archive.
 
-Owns uploading, listing and deletion. Objects are created where nothing lies, and a manifest last,
-so a version is visible only when all of it is there. What is uploaded is digested on the way: a
-file that went bad on disk never gets its name in the bucket. Blocks; which versions are uploaded
-and what is deleted others decide.
+Owns uploading, listing and deletion. Objects are created only if absent, the manifest last, so a
+visible version is complete. Uploads are hashed on the way: a file damaged on disk never gets its
+name in the bucket. Blocking. The caller decides what to upload and delete.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from penstock.weights.serving.object_store import (
 from penstock.weights.store import DirectoryStore, open_regular
 
 NUM_FILES = 2
-"""Files uploaded at once."""
+"""Files uploaded concurrently."""
 NUM_PARTS = 2
-"""Parts of one file uploaded at once."""
+"""Parts of one file uploaded concurrently."""
 PART_BYTES = 8 << 20
-"""Four parts in flight take 13 s on 20 Mbit/s; a request is given up after 30 (`AWS_TIMEOUT`)."""
+"""Four parts in flight take 13 s at 20 Mbit/s; requests time out after 30 s (`AWS_TIMEOUT`)."""
 MAX_PARTS = 9_000
-"""Object stores take 10,000."""
+"""Limit of object stores."""
 UPLOAD_S = 180.0
-"""How long a failing request is repeated."""
+"""How long a failing request is retried."""
 
 
 class ObjectMirror:
-    """Everything of a directory store, kept in a bucket too."""
+    """Mirrors versions of a directory store to a bucket."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -53,12 +52,12 @@ class ObjectMirror:
         self._has_stopped = False
 
     def stop(self) -> None:
-        """No further part is sent: an upload that runs fails, and leaves nothing under a name."""
+        """Send no further parts: a running upload fails and leaves no object."""
         self._has_stopped = True
 
     def upload(self, store: DirectoryStore, manifest_digest: str) -> int:
-        """Bring a version's blobs, the deltas that lead to them and, last, its manifest; how many
-        bytes had to travel. May be called again after a failure: what is there is kept."""
+        """Upload a version's blobs, their deltas and, last, its manifest. Returns the bytes sent.
+        Safe to repeat after a failure: existing objects are kept."""
         what = f"uploading version {manifest_digest} to {self._url}"
         with wrap_errors(WeightsError, what), store.writing():
             data = store.read_manifest(manifest_digest)
@@ -71,14 +70,14 @@ class ObjectMirror:
             sent += self._each(self._put_entry, ((step,) for step in deltas))
             return sent + self._create(manifest_name(manifest_digest), data)
 
-    # --- all there is, and its deletion: as of a directory --------------------------------------
+    # --- listing and deletion, same interface as a directory store -----------------------------
 
     def manifests(self) -> Iterator[str]:
         names = (path.removesuffix(".json") for path, _ in self._listed("manifests"))
         yield from filter(is_digest, names)
 
     def blobs(self) -> Iterator[tuple[str, int]]:
-        """Digests and bytes."""
+        """Digests and sizes."""
         yield from ((name, size) for name, size in self._listed("blobs") if is_digest(name))
 
     def deltas(self) -> Iterator[DeltaEntry]:
@@ -87,7 +86,7 @@ class ObjectMirror:
             yield from deltas_to(self._objects, target, {})
 
     def blobs_of(self, manifest_digest: str) -> set[str]:
-        """What a version in the bucket consists of; nothing when its manifest is damaged."""
+        """Blobs of a version in the bucket; empty if its manifest is damaged."""
         import obstore
 
         name = manifest_name(manifest_digest)
@@ -104,7 +103,7 @@ class ObjectMirror:
         self._delete(blob_name(digest))
 
     def delete_delta(self, entry: DeltaEntry) -> None:
-        """The entry alone; its bytes are a blob."""
+        """Delete only the entry; its data is a blob."""
         self._delete(entry_name(entry))
 
     def _listed(self, folder: str) -> Iterator[tuple[str, int]]:
@@ -141,7 +140,7 @@ class ObjectMirror:
         with open_regular(rebuild_blob(store, digest)) as file:
             if num_bytes <= PART_BYTES:
                 return self._create(name, b"".join(_verified(file, digest, num_bytes, PART_BYTES)))
-            # No store creates in parts only where nothing lies: two uploads at once write the same
+            # Multipart uploads cannot be create-if-absent: two concurrent uploads write the same
             # verified bytes twice.
             size = max(PART_BYTES, -(-num_bytes // MAX_PARTS))
             pieces = self._until_stopped(_verified(file, digest, num_bytes, size))
@@ -154,7 +153,9 @@ class ObjectMirror:
                 max_concurrency=NUM_PARTS,
             )
         if not self._has(name, num_bytes):
-            raise WeightsError(f"{self._url}/{name} was uploaded and is not there; upload it again")
+            raise WeightsError(
+                f"{self._url}/{name} is missing right after its upload; upload it again"
+            )
         return num_bytes
 
     def _until_stopped(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
@@ -173,7 +174,7 @@ class ObjectMirror:
         try:
             obstore.put(self._objects, name, data, mode="create")
         except AlreadyExistsError:
-            # The answer to a put that arrived may be lost, and its repetition meets itself.
+            # The response to an earlier put may have been lost; its retry then finds the object.
             self._has(name, len(data))
             return 0
         return len(data)
@@ -187,15 +188,15 @@ class ObjectMirror:
             return False
         if found != num_bytes:
             raise WeightsError(
-                f"{self._url}/{name} is damaged: {found} bytes where its digest belongs to "
-                f"{num_bytes}; delete it and upload again"
+                f"{self._url}/{name} is damaged ({found} bytes instead of {num_bytes}); "
+                "delete it and upload again"
             )
         return True
 
 
 def _verified(file: BinaryIO, digest: str, num_bytes: int, piece_bytes: int) -> Iterator[bytes]:
-    """The file in pieces, the last of them only if they are what the digest says: an upload that
-    is broken off leaves nothing under its name."""
+    """The file in pieces; the last one only if the file matches its digest. Otherwise the upload
+    fails and leaves no object."""
     hashed = blake3()
     last = b""
     while piece := file.read(piece_bytes):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket kept equal to a store while a front serves it: what is new goes up, the newest version
-first; what the store let go of is deleted.
+"""Keeps a bucket in sync with a store while a weight server runs: uploads new versions, newest
+first, and deletes what the store deleted.
 
-Owns when. Deletes nothing that this process has not seen in the store: a bucket may be all that is
-left of a lost machine, or another run's by mistake. A bucket that fails delays nobody: nodes have
-the front, and the next round tries again. One process per bucket.
+Owns the schedule. Deletes only what this process has seen in the store: the bucket may be the last
+copy of a lost machine, or belong to another run by mistake. A failing bucket delays nothing: nodes
+use the weight server, and the next sync retries. One process per bucket.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 SYNC_INTERVAL_S = 2.0
 RETRY_S = 30.0
-"""After a round that failed."""
+"""Delay after a failed sync."""
 
 
 class MirrorSync:
@@ -33,15 +33,15 @@ class MirrorSync:
         self._store = store
         self._mirror = mirror
         self._mirrored: set[str] | None = None
-        """Manifests in the bucket, once it was asked."""
+        """Manifests in the bucket; None before the first listing."""
         self._seen: set[Hashable] = set()
-        """Manifests, blobs and deltas that were in the store at some time of this life."""
+        """Manifests, blobs and deltas seen in the store since this process started."""
         self._has_ended = threading.Event()
 
     @contextmanager
     def running(self) -> Generator[None]:
-        """In a thread of its own; at the end an upload stops where it is, and goes on in the next
-        life."""
+        """Sync in a background thread. On exit a running upload stops; the next start resumes
+        it."""
         thread = threading.Thread(target=self._run, name="mirror-sync", daemon=True)
         thread.start()
         try:
@@ -55,43 +55,43 @@ class MirrorSync:
         has_succeeded = True
         while not self._has_ended.wait(SYNC_INTERVAL_S if has_succeeded else RETRY_S):
             try:
-                with wrap_errors(WeightsError, "keeping the mirror"):
-                    has_succeeded = self.round()
+                with wrap_errors(WeightsError, "syncing the mirror"):
+                    has_succeeded = self.sync_once()
             except WeightsError as error:
                 has_succeeded = False
-                log.error("the mirror lags behind", why=str(error), retry_in_s=RETRY_S)
+                log.error("mirror sync failed", error=str(error), retry_in_s=RETRY_S)
 
-    def round(self) -> bool:
-        """Make both equal; whether they are."""
+    def sync_once(self) -> bool:
+        """Sync the bucket with the store; False if an upload failed."""
         if self._mirrored is None:
             self._mirrored = set(self._mirror.manifests())
         self._record_seen()
         failed: set[str] = set()
         while (digest := self._newest_missing(self._mirrored | failed)) is not None:
-            began_at = time.monotonic()
+            started_at = time.monotonic()
             try:
                 sent = self._mirror.upload(self._store, digest)
             except WeightsError as error:
                 if self._has_ended.is_set():
                     return False
-                log.error("a version is not mirrored", why=str(error), retry_in_s=RETRY_S)
+                log.error("upload failed", error=str(error), retry_in_s=RETRY_S)
                 failed.add(digest)
                 continue
             self._mirrored.add(digest)
             self._record_seen()
-            seconds = round(time.monotonic() - began_at, 1)
+            seconds = round(time.monotonic() - started_at, 1)
             log.info("version mirrored", manifest=digest, bytes=sent, seconds=seconds)
-        if gone := (self._mirrored & self._seen).difference(self._store.manifests()):
-            self._delete_versions(gone)
-            self._mirrored -= gone
+        if deleted := (self._mirrored & self._seen).difference(self._store.manifests()):
+            self._delete_versions(deleted)
+            self._mirrored -= deleted
         return not failed
 
     def _newest_missing(self, known: Collection[str]) -> str | None:
-        """Asked anew before each upload, so that over a slow link versions between are left out."""
+        """Re-evaluated before each upload, so a slow link skips intermediate versions."""
         numbers: dict[str, int] = {}
         for digest in self._store.manifests():
             if digest not in known:
-                with suppress(OSError, WeightsError):  # let go of just now, or damaged
+                with suppress(OSError, WeightsError):  # just deleted, or damaged
                     numbers[digest] = parse_manifest(self._store.read_manifest(digest)).number
         return max(numbers, key=numbers.__getitem__, default=None)
 
@@ -99,24 +99,24 @@ class MirrorSync:
         self._seen.update(self._store.manifests(), self._store.deltas(), dict(self._store.blobs()))
 
     def _delete_versions(self, manifests: Collection[str]) -> None:
-        """Names go before what they name."""
+        """Delete references before the blobs they point to."""
         for digest in manifests:
             self._mirror.delete_manifest(digest)
         kept_blobs = {
             blob for name in self._foreign_versions() for blob in self._mirror.blobs_of(name)
         }
-        deltas_gone = self._seen.difference(self._store.deltas())
+        deleted_deltas = self._seen.difference(self._store.deltas())
         for entry in self._mirror.deltas():
-            if entry in deltas_gone:
+            if entry in deleted_deltas:
                 self._mirror.delete_delta(entry)
             else:
                 kept_blobs.add(entry.blob)
-        blobs_gone = self._seen.difference(dict(self._store.blobs()), kept_blobs)
+        deleted_blobs = self._seen.difference(dict(self._store.blobs()), kept_blobs)
         for digest, _ in self._mirror.blobs():
-            if digest in blobs_gone:
+            if digest in deleted_blobs:
                 self._mirror.delete_blob(digest)
 
     def _foreign_versions(self) -> set[str]:
-        """Versions in the bucket that are not from this store, as far as this life knows; they may
-        have blobs in common with it."""
+        """Versions in the bucket that this process has not seen in the store; they may share blobs
+        with it."""
         return (self._mirrored or set()) - self._seen

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Object storage (`s3://`, `gs://`, `az://`): how it is opened, what its objects are called, and a
-bucket as a source.
+"""Object storage (`s3://`, `gs://`, `az://`): opening a bucket, object names, and a bucket as a
+source of weights.
 
-Objects have the names that files have in a directory store. What is read from a bucket proves
-nothing, as with every source. Credentials come from the environment (`AWS_…`, `GOOGLE_…`,
-`AZURE_…`), never from a config file.
+Objects are named like the files of a directory store. Readers verify all data, as with every
+source. Credentials come from the environment (`AWS_…`, `GOOGLE_…`, `AZURE_…`), never from a config
+file.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from anyio.to_thread import run_sync
 from penstock.errors import ConfigError, NotFound, Unreachable
 from penstock.weights.deltas.chain import DeltaEntry, cheapest_chain
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of, is_digest
+from penstock.weights.serving.sources import missing
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 READ_TIMEOUT_S = 10.0
-"""A reader is told to ask again when the bucket has not answered for so long."""
+"""After this long without a response from the bucket, readers get Retry-After."""
 RETRY_S = 1.0
 MAX_KNOWN = 100_000
-"""Delta entries remembered; they never change."""
+"""Delta entries cached; they never change."""
 _entry_decoder = msgspec.json.Decoder(DeltaEntry)
 
 
 class ObjectSource:
-    """A bucket as a front serves it, by range."""
+    """A bucket as a source for a weight server, read by range."""
 
     def __init__(self, url: str) -> None:
         self._objects = open_objects(url, retry_timeout_s=READ_TIMEOUT_S)
@@ -49,12 +50,12 @@ class ObjectSource:
         with _translated_errors("manifest", digest):
             found = await obstore.get_async(self._objects, manifest_name(digest))
             if found.meta["size"] > MAX_MANIFEST_BYTES:
-                raise NotFound(f"manifest {digest} has {found.meta['size']} bytes, too many")
+                raise NotFound(f"manifest {digest} is too large ({found.meta['size']} bytes)")
             data = bytes(await found.bytes_async())
         if digest_of(data) != digest:
             log.error("manifest damaged", digest=digest)
             raise NotFound(
-                f"manifest {digest} is damaged in its bucket; delete it and upload it again"
+                f"manifest {digest} is damaged in the bucket; delete it and upload it again"
             )
         return data
 
@@ -112,32 +113,31 @@ def open_objects(url: str, *, retry_timeout_s: float) -> ObjectStore:
     try:
         if url.startswith(("file:", "memory:")):
             return from_url(url)
-        # No client options: they would stand in place of those in the environment.
+        # No client options: they would override those from the environment.
         return from_url(
             url,
             retry_config={"max_retries": 10, "retry_timeout": timedelta(seconds=retry_timeout_s)},
         )
     except (BaseError, ValueError) as error:
         raise ConfigError(
-            f"{url} is no object store: {error}; write s3://bucket/run, gs://… or az://…"
+            f"cannot open object store {url}: {error}; use s3://bucket/run, gs://… or az://…"
         ) from error
 
 
 @contextmanager
 def _translated_errors(kind: str, digest: str) -> Generator[None]:
-    """What a bucket does not have is NotFound; a bucket that fails is asked again later."""
+    """Translate bucket errors: missing objects to NotFound, failures to Unreachable with
+    Retry-After."""
     from obstore.exceptions import BaseError
 
     try:
         yield
     except FileNotFoundError:
-        raise NotFound(
-            f"no {kind} {digest} in this store; was the version published from another one?"
-        ) from None
+        raise missing(kind, digest) from None
     except (BaseError, OSError) as error:
-        log.error("object storage failed", kind=kind, digest=digest, detail=str(error))
+        log.error("object storage failed", kind=kind, digest=digest, error=str(error))
         raise Unreachable(
-            f"the object storage behind this front failed ({type(error).__name__}); see its log",
+            f"object storage of this weight server failed ({type(error).__name__}); see its log",
             retry_after_s=RETRY_S,
         ) from None
 
@@ -145,7 +145,7 @@ def _translated_errors(kind: str, digest: str) -> Generator[None]:
 def deltas_to(
     objects: ObjectStore, target: str, known: dict[str, DeltaEntry | None]
 ) -> list[DeltaEntry]:
-    """Those that lead to this blob; a damaged entry is as good as none."""
+    """Deltas to this blob; damaged entries are skipped."""
     import obstore
 
     pages = obstore.list(objects, f"deltas/{target}")  # pyright: ignore[reportUnknownMemberType]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store on this machine as a source: what is no longer whole is made again when somebody asks,
-and who is far behind gets one delta in place of many.
+"""A local store as a source: rebuilds deleted full files on request, and merges long delta chains
+for clients that are far behind.
 
-Owns when that is done: one piece of such work at a time, each once however many ask. Nobody's
-request is held up by it for long; he gets what there is, or is told when to ask again.
+Owns the scheduling: one such job at a time, each run once for all its requests. A request waits at
+most `JOB_WAIT_S`, then gets the existing deltas or a Retry-After.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from anyio.to_thread import run_sync
 from penstock.errors import NotFound, Unreachable, WeightsError
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.rebuild import chain_from_full, merge_deltas, rebuild_blob
+from penstock.weights.serving.single_flight import SingleFlight
+from penstock.weights.serving.sources import missing
 from penstock.weights.store import DirectoryStore
 
 log = structlog.get_logger(__name__)
 
 JOB_WAIT_S = 2.0
-"""How long a request waits for work that it has caused; callers give it a little more."""
+"""How long a request waits for the job it started; client timeouts are slightly longer."""
 MARK_INTERVAL_S = 20.0
 MIN_MERGE_STEPS = 4
-"""Steps that are worth one delta in their place; fewer overlap little, so merging saves little."""
+"""Shortest chain worth merging; shorter ones overlap little, so merging saves little."""
 
 
 class Origin:
@@ -42,22 +44,22 @@ class Origin:
         try:
             return await run_sync(self._store.read_manifest, digest)
         except OSError:
-            raise _missing("manifest", digest) from None
+            raise missing("manifest", digest) from None
         except WeightsError as error:
-            log.error("manifest damaged", digest=digest, detail=str(error))
+            log.error("manifest damaged", digest=digest, error=str(error))
             raise NotFound(str(error)) from None
 
     async def blob(self, digest: str) -> StoredBlob:
         with suppress(FileNotFoundError):
             return await self._open(digest)
         if not await run_sync(chain_from_full, self._store, digest):
-            raise _missing("blob", digest)
+            raise missing("blob", digest)
         if not await self._jobs.run_and_wait(digest, lambda: rebuild_blob(self._store, digest)):
-            raise Unreachable(f"blob {digest} is being made from deltas", retry_after_s=1.0)
+            raise Unreachable(f"blob {digest} is being rebuilt from deltas", retry_after_s=1.0)
         try:
             return await self._open(digest)
         except FileNotFoundError:
-            raise _missing("blob", digest) from None
+            raise missing("blob", digest) from None
 
     async def _open(self, digest: str) -> StoredBlob:
         try:
@@ -67,10 +69,11 @@ class Origin:
         except FileNotFoundError:
             raise
         except OSError:
-            raise _missing("blob", digest) from None
+            raise missing("blob", digest) from None
 
     async def _mark_read(self, digest: str) -> None:
-        """Each range of a blob is a request; one note in a while tells of all of them."""
+        """Record a read at most once per `MARK_INTERVAL_S`: each range of a blob is a separate
+        request."""
         now = time.monotonic()
         if now - self._marked_at.get(digest, -MARK_INTERVAL_S) >= MARK_INTERVAL_S:
             self._marked_at = {
@@ -96,38 +99,32 @@ class Origin:
 
 
 class _BackgroundJobs:
-    """Slow work in threads, by name."""
+    """Slow jobs in threads, one at a time, identified by name."""
 
     def __init__(self) -> None:
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running = SingleFlight[str, None]()
         self._one_at_a_time = asyncio.Semaphore(1)
 
     async def run_and_wait(self, name: str, work: Callable[[], object]) -> bool:
-        """Start it unless it runs, and wait a moment; whether it ended, well or not."""
-        task = self._running.get(name)
-        if task is None:
-            task = self._running[name] = asyncio.create_task(self._do(name, work))
+        """Start the job unless it is running, and wait briefly; True if it ended, even with an
+        error."""
+        task = self._running.start(name, lambda: self._run(work))
         done, _ = await asyncio.wait([task], timeout=JOB_WAIT_S)
         return bool(done)
 
-    async def _do(self, name: str, work: Callable[[], object]) -> None:
+    async def _run(self, work: Callable[[], object]) -> None:
         try:
             async with self._one_at_a_time:
                 await asyncio.to_thread(work)
         except (WeightsError, OSError) as error:
-            log.error("deltas of the store are of no use", why=str(error))
-        finally:
-            self._running.pop(name, None)
+            log.error("rebuild from deltas failed", error=str(error))
 
     async def close(self) -> None:
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._running.close()
 
 
 class StoredBlob:
-    """A file of the store; it stays readable when its name is deleted meanwhile."""
+    """An open file of the store; stays readable even if deleted meanwhile."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -138,9 +135,3 @@ class StoredBlob:
 
     async def close(self) -> None:
         self._file.close()
-
-
-def _missing(kind: str, digest: str) -> NotFound:
-    return NotFound(
-        f"no {kind} {digest} in this store; was the version published from another one?"
-    )

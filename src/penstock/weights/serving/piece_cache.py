@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A relay's folder of blobs, each in pieces that come in any order, within a bound of bytes.
+"""A relay's size-limited cache of blobs, each filled piece by piece in any order.
 
-Owns files, room and digests. Nothing is synced to disk: a blob that an earlier process left is
-digested before it is used again, and what it had not finished is dropped. Knows no network.
+Owns files, space and verification. Nothing is synced to disk: a blob left by an earlier process is
+verified before reuse, and an incomplete one is dropped. Does no networking.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from penstock.weights.manifest import is_digest
 from penstock.weights.store import open_regular
 
 PIECE_BYTES = 1 << 20
-"""Asked for at once. Its bytes pass on as they come, so its size is nobody's delay."""
+"""Size of one upstream request. Bytes are passed on as they arrive, so the size adds no latency."""
 MANIFEST = ".json"
-"""Ends the name of a cached manifest; a blob's name is its digest alone."""
+"""File suffix of a cached manifest; a blob is named by its digest alone."""
 NO_ROOM_RETRY_S = 1.0
-"""When to ask again for a blob that found no room."""
+"""Retry-After for a blob that did not fit in the cache."""
 
 
 class CachedBlob:
-    """One blob or manifest in the cache, a file whose holes close: each piece from its front on."""
+    """One blob or manifest in the cache: a sparse file filled piece by piece, each from its first
+    byte."""
 
     def __init__(
         self, name: str, path: Path, num_bytes: int, *, is_unverified: bool = False
@@ -41,10 +42,10 @@ class CachedBlob:
         self.num_bytes = num_bytes
         self.num_users = 0
         self.is_unverified = is_unverified
-        """By an earlier process, and not digested since."""
+        """Left by an earlier process and not verified since."""
         num_pieces = 0 if is_unverified else -(-num_bytes // PIECE_BYTES)
         self._next_byte = {piece: piece * PIECE_BYTES for piece in range(num_pieces)}
-        """Of each piece that is not complete, the byte after the last that is there."""
+        """For each incomplete piece, the first byte still missing."""
 
     @property
     def digest(self) -> str:
@@ -55,12 +56,12 @@ class CachedBlob:
         return not self._next_byte
 
     def missing(self, piece: int) -> tuple[int, int]:
-        """The first byte of a piece that is not there, and the one after its last."""
+        """First missing byte of a piece, and the end of the piece (exclusive)."""
         end = min((piece + 1) * PIECE_BYTES, self.num_bytes)
         return self._next_byte.get(piece, end), end
 
     def advance(self, piece: int, num_bytes: int) -> None:
-        """So many more were written."""
+        """Record that `num_bytes` more were written."""
         start, end = self.missing(piece)
         self._next_byte[piece] = start + num_bytes
         if start + num_bytes == end:
@@ -88,7 +89,7 @@ class CachedBlob:
         return open_regular(self.path)
 
     def matches_digest(self) -> bool:
-        """Has the file the digest of its name?"""
+        """True if the file matches its digest."""
         digest = blake3()
         with self.open() as file:
             while piece := file.read(1 << 20):
@@ -97,23 +98,24 @@ class CachedBlob:
 
 
 class PieceCache:
-    """One process at a time. All but `CachedBlob`'s own file access belongs to the event loop."""
+    """Used by one process at a time. Everything except `CachedBlob`'s file access runs on the event
+    loop."""
 
     def __init__(self, root: Path, *, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._whole = root / "whole"
+        self._complete = root / "whole"
         self._incoming = root / "incoming"
         self._lock = _lock(root)
         shutil.rmtree(self._incoming, ignore_errors=True)
-        self._whole.mkdir(exist_ok=True)
+        self._complete.mkdir(exist_ok=True)
         self._incoming.mkdir()
-        self._cached = {cached.name: cached for cached in _load_existing(self._whole)}
+        self._cached = {cached.name: cached for cached in _load_existing(self._complete)}
         """Least recently used first."""
         self._make_room(0)
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is here or has its room kept."""
+        """Bytes stored or reserved."""
         return sum(cached.num_bytes for cached in self._cached.values())
 
     def find(self, name: str) -> CachedBlob | None:
@@ -123,16 +125,16 @@ class PieceCache:
         return cached
 
     def admit(self, name: str, num_bytes: int) -> CachedBlob:
-        """Room for a blob of which nothing is here yet."""
+        """Reserve space for a new blob."""
         if num_bytes > self.max_bytes:
             raise NotFound(
-                f"{name} has {num_bytes} bytes and this relay keeps at most {self.max_bytes}; give "
-                "it more room, or take this blob from the origin"
+                f"{name} has {num_bytes} bytes, more than this relay's cache of {self.max_bytes}; "
+                "enlarge the cache, or fetch this blob from the origin"
             )
         if not self._make_room(num_bytes):
             raise Unreachable(
-                f"no room for {name} ({num_bytes} bytes): everything in this relay's cache of "
-                f"{self.max_bytes} bytes is being read; give it more room",
+                f"no space for {name} ({num_bytes} bytes): everything in this relay's cache of "
+                f"{self.max_bytes} bytes is being read; retry, or enlarge the cache",
                 retry_after_s=NO_ROOM_RETRY_S,
             )
         cached = CachedBlob(name, self._incoming / f"{name}.{secrets.token_hex(4)}", num_bytes)
@@ -141,13 +143,13 @@ class PieceCache:
         return cached
 
     def promote(self, cached: CachedBlob) -> None:
-        """It was digested and is right: from now on it outlives this process."""
+        """Make a verified blob permanent, so that it survives a restart."""
         if not cached.is_unverified:
-            cached.path = cached.path.rename(self._whole / cached.name)
+            cached.path = cached.path.rename(self._complete / cached.name)
         cached.is_unverified = False
 
     def drop(self, cached: CachedBlob) -> None:
-        """Whoever has it open reads on."""
+        """Remove a blob; open readers can finish."""
         if self._cached.get(cached.name) is cached:
             del self._cached[cached.name]
             cached.path.unlink(missing_ok=True)
@@ -173,13 +175,13 @@ def _lock(root: Path) -> BinaryIO:
     except BlockingIOError:
         lock.close()
         raise ConfigError(
-            f"{root} is the cache of another relay that runs; give each a folder of its own"
+            f"{root} is used by another running relay; give each relay a separate cache folder"
         ) from None
     return lock
 
 
 def _load_existing(folder: Path) -> list[CachedBlob]:
-    """What an earlier process settled, the oldest first."""
+    """Blobs completed by an earlier process, oldest first."""
     found = [
         (path.stat(), path)
         for path in folder.iterdir()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another front as a source, with a cache between: one copy from upstream, any number to readers.
+"""A caching relay as a source: one copy from upstream, any number to readers.
 
-Owns which pieces are fetched, and when. Pieces pass on as they arrive, so that a tree of relays
-moves a blob at the speed of its slowest link; a blob of several pieces is digested when its last
-one is here, and dropped if it is wrong. Until then its readers get what upstream sent. That is
-no loss: a relay has no authority, and every reader verifies what he gets.
+Owns which pieces are fetched, and when. Pieces are passed on as they arrive, so a tree of relays
+moves a blob at the speed of its slowest link. A blob is verified once its last piece has arrived,
+and dropped if it is wrong; until then readers get unverified bytes. That is safe: relays are not
+trusted, and every reader verifies its data.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from penstock.wire.codec import MSGPACK, decode
 log = structlog.get_logger(__name__)
 Steps = tuple[DeltaEntry, ...]
 NUM_PARALLEL = 48
-"""Pieces on their way from upstream at once; a caller has a few connections more."""
+"""Concurrent fetches from upstream; a client has a few more connections."""
 HEAD_BYTES = 128 << 10
-"""Asked for first, to learn how long a blob is; many a delta is no longer."""
+"""Size of the first request, which also returns the blob's size; many deltas fit in it."""
 CHAIN_TTL_S = 5.0
-"""How long an answer about deltas serves others who ask the same."""
+"""How long a delta chain is cached for identical requests."""
 MAX_CACHED_CHAINS = 1024
 MAX_CHAIN_BYTES = 1 << 16
 MAX_OPEN_ATTEMPTS = 3
 NOTHING = digest_of(b"")
-"""A range of an empty blob cannot be asked for."""
+"""Digest of the empty blob, for which no range can be requested."""
 
 
 class Relay:
-    """`upstreams` in order of preference; they stay their owner's to close. One process per cache
+    """`upstreams` are in order of preference; the caller closes them. One process per cache
     folder."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Relay:
         self._checks: SingleFlight[CachedBlob, bool] = SingleFlight()
         self._chain_queries: SingleFlight[tuple[str, ...], Steps] = SingleFlight()
         self._chain_cache: dict[tuple[str, ...], tuple[float, Steps]] = {}
-        """With the time until which they serve."""
+        """Cached chains with their expiry time."""
 
     async def close(self) -> None:
         fetches = [fetch.task for fetch in self._fetches.values() if fetch.task is not None]
@@ -72,7 +72,7 @@ class Relay:
             await shared.close()
         self._cache.close()
 
-    # --- manifests and ways -----------------------------------------------------------------------
+    # --- manifests and delta chains ---------------------------------------------------------------
 
     async def manifest(self, digest: str) -> bytes:
         return await self._manifests.get(digest, lambda: self._manifest(digest))
@@ -89,15 +89,15 @@ class Relay:
         async def get(upstream: Upstream) -> bytes:
             found = await upstream.get(f"/v1/manifests/{digest}", MAX_MANIFEST_BYTES)
             if digest_of(found) != digest:
-                raise WeightsError(f"it sent another manifest than {digest}")
+                raise WeightsError(f"sent a manifest that does not match digest {digest}")
             return found
 
-        data = await self._upstreams.ask(get)
+        data = await self._upstreams.try_each(get)
         await self._keep(digest + MANIFEST, data)
         return data
 
     async def _keep(self, name: str, data: bytes) -> None:
-        """If there is room; it is passed on anyway."""
+        """Cache it if there is space; the response does not depend on it."""
         with suppress(PenstockError), self._writing(name):
             cached = self._cache.admit(name, len(data))
             with cached.in_use():
@@ -118,7 +118,7 @@ class Relay:
         async def get(upstream: Upstream) -> Steps:
             return _steps(await upstream.get(path, MAX_CHAIN_BYTES))
 
-        steps = await self._upstreams.ask(get)
+        steps = await self._upstreams.try_each(get)
         now = time.monotonic()
         self._chain_cache = {
             key: chain for key, chain in self._chain_cache.items() if now < chain[0]
@@ -134,13 +134,13 @@ class Relay:
             cached = await self._openings.get(digest, lambda: self._open(digest))
             try:
                 return RelayedBlob(self, cached)
-            except FileNotFoundError:  # it had to make room before we had it in hand
+            except FileNotFoundError:  # already evicted
                 self._cache.drop(cached)
-        raise Unreachable(f"this relay has no room to keep {digest}")
+        raise Unreachable(f"this relay has no cache space for {digest}")
 
     async def ensure_fetched(self, cached: CachedBlob, at: int) -> int:
-        """Byte `at` is there when this returns, and all up to the one returned. The piece after it
-        is on its way: between two of them the link would be idle."""
+        """Wait until byte `at` is available; returns the end of the available bytes. Also starts
+        fetching the next piece, so that the link does not idle."""
         piece = at // PIECE_BYTES
         while (there := cached.missing(piece)[0]) <= at:
             fetch = self._fetches.get((cached, piece)) or self._start_fetch(cached, piece)
@@ -158,17 +158,17 @@ class Relay:
             cached = await self._start_blob(digest)
             if not cached.is_complete or await self._verify(cached):
                 return cached
-        raise Unreachable(f"every upstream sends other bytes than {digest}")
+        raise Unreachable(f"every upstream sent data that does not match digest {digest}")
 
     async def _start_blob(self, digest: str) -> CachedBlob:
-        """With its first bytes, which come with the number of all."""
+        """Start a blob with its first bytes, which come with the total size."""
         if digest == NOTHING:
             return self._cache.admit(digest, 0)
 
         async def get(upstream: Upstream) -> tuple[Upstream, bytes, int]:
             return upstream, *await upstream.head(digest, HEAD_BYTES)
 
-        upstream, data, num_bytes = await self._upstreams.ask(get)
+        upstream, data, num_bytes = await self._upstreams.try_each(get)
         with self._writing(digest):
             cached = self._cache.admit(digest, num_bytes)
             with cached.in_use():
@@ -181,30 +181,31 @@ class Relay:
         def end(task: asyncio.Task[None]) -> None:
             del self._fetches[cached, piece]
             is_cancelled = task.cancelled()
-            fetch.notify(Unreachable("this relay is ending") if is_cancelled else task.exception())
+            error = Unreachable("this relay is shutting down") if is_cancelled else task.exception()
+            fetch.notify(error)
 
         fetch.task = asyncio.create_task(self._fetch_piece(cached, piece, fetch))
         fetch.task.add_done_callback(end)
         return fetch
 
     async def _fetch_piece(self, cached: CachedBlob, piece: int, fetch: PieceFetch) -> None:
-        async def take(upstream: Upstream) -> None:
-            start, end = cached.missing(piece)  # what a failed upstream sent is not asked for again
+        async def fetch_from(upstream: Upstream) -> None:
+            start, end = cached.missing(piece)  # keep what a failed upstream sent
             part = upstream.part(cached.digest, start, end, cached.num_bytes)
             try:
                 async with aclosing(part) as chunks:
                     async for chunk in chunks:
                         await self._put(cached, piece, chunk, upstream)
                         fetch.notify()
-            except SizeMismatch:  # who is wrong only a new start can show
+            except SizeMismatch:  # only a restart shows which one is wrong
                 self._cache.drop(cached)
                 raise
 
         with cached.in_use(), self._writing(cached.name):
             async with self._slots:
-                await self._upstreams.ask(take)
+                await self._upstreams.try_each(fetch_from)
         if cached.is_complete:
-            self._checks.begin(cached, lambda: self._verify(cached))
+            self._checks.start(cached, lambda: self._verify(cached))
 
     async def _put(self, cached: CachedBlob, piece: int, data: bytes, upstream: Upstream) -> None:
         self._suppliers.setdefault(cached, set()).add(upstream)
@@ -213,17 +214,17 @@ class Relay:
 
     @contextmanager
     def _writing(self, name: str) -> Generator[None]:
-        """No fault of an upstream, so none is asked again for it."""
+        """Turn cache write errors into Unreachable, without blaming or retrying an upstream."""
         try:
             yield
         except OSError as error:
-            log.error("cannot write the cache", name=name, why=str(error))
+            log.error("cache write failed", name=name, error=str(error))
             if (cached := self._cache.find(name)) is not None:
                 self._cache.drop(cached)
             raise Unreachable(f"this relay cannot write its cache: {error.strerror}") from error
 
     async def _verify(self, cached: CachedBlob) -> bool:
-        """Digest all of it; one that is wrong is dropped, and its suppliers are asked last."""
+        """Verify the blob. A damaged one is dropped, and the upstreams that sent it are demoted."""
         try:
             with cached.in_use():
                 matches_digest = await run_sync(cached.matches_digest)
@@ -231,18 +232,18 @@ class Relay:
                 self._cache.promote(cached)
                 return True
         except OSError as error:
-            log.error("cannot read the cache", path=str(cached.path), why=str(error))
+            log.error("cache read failed", path=str(cached.path), error=str(error))
         suppliers = self._suppliers.pop(cached, set[Upstream]())
         sent_by = sorted(upstream.url for upstream in suppliers)
-        log.error("a blob with another digest is dropped", digest=cached.digest, sent_by=sent_by)
+        log.error("digest mismatch, blob dropped", digest=cached.digest, sent_by=sent_by)
         for upstream in suppliers:
-            upstream.demote(f"it sent other bytes than {cached.digest}")
+            upstream.demote(f"sent data that does not match digest {cached.digest}")
         self._cache.drop(cached)
         return False
 
 
 class RelayedBlob:
-    """A blob that may still be on its way; a read waits for no more than its first byte."""
+    """A blob that may still be arriving; a read waits only for its first byte."""
 
     def __init__(self, relay: Relay, cached: CachedBlob) -> None:
         self.num_bytes = cached.num_bytes
@@ -267,4 +268,4 @@ def _steps(answer: bytes) -> Steps:
     try:
         return decode(answer, DeltaChain, media_type=MSGPACK).steps
     except BadRequest as error:
-        raise WeightsError(f"it answered nonsense about deltas: {error}") from None
+        raise WeightsError(f"sent an invalid delta chain: {error}") from None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read-only HTTP front of a source of weights: manifests, blobs with Range, ways along deltas,
+"""Read-only HTTP server for a source of weights: manifests, blobs with Range, delta chains,
 metrics.
 
-Owns ranges and streaming; never holds more than one piece of a blob per request. Accepts nothing:
-versions enter the store beside it, and what a reader gets it verifies itself.
+Owns ranges and streaming; holds at most one piece of a blob per request. Accepts no writes:
+trainers write to the store directly, and readers verify all data themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.errors import BadRequest, WireError
 from penstock.observe.prometheus import MEDIA_TYPE, exposition, new_registry
-from penstock.weights.deltas.chain import DeltaChain
+from penstock.weights.deltas.chain import MAX_BASES, DeltaChain
 from penstock.weights.manifest import is_digest
 from penstock.weights.serving.sources import Blob, Source
 from penstock.wire.auth import Role, Verifier
@@ -35,9 +35,6 @@ READERS = frozenset(Role) - {Role.SESSION}
 PIECE_BYTES = 1 << 20
 OCTET_STREAM = "application/octet-stream"
 RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{0,18})|-(\d{1,18}))")
-
-
-MAX_BASES = 64
 MAX_DIGITS = 18
 
 
@@ -56,7 +53,7 @@ def build(source: Source, verifier: Verifier) -> Starlette:
             path="/v1/blobs/{digest}",
             handler=weight_server.blob,
             roles=READERS,
-            summary="The blob with this BLAKE3; a Range of bytes may be asked for.",
+            summary="The blob with this BLAKE3; supports Range requests.",
         ),
         Route(
             method="GET",
@@ -65,15 +62,15 @@ def build(source: Source, verifier: Verifier) -> Starlette:
             roles=READERS,
             response=DeltaChain,
             query=("from", "bytes"),
-            summary="Deltas that lead to the blob with this BLAKE3, of `bytes` bytes, from one of "
-            "the blobs `from=DIGEST,DIGEST,…`; none when they would not be smaller.",
+            summary="Deltas to the blob with this BLAKE3 and size `bytes` from one of the blobs "
+            "`from=DIGEST,DIGEST,…`; empty if they would not be smaller than the blob.",
         ),
         Route(
             method="GET",
             path="/metrics",
             handler=weight_server.metrics,
             roles=READERS,
-            summary="Prometheus text.",
+            summary="Prometheus metrics.",
         ),
     ]
 
@@ -91,12 +88,12 @@ class WeightServer:
         self._registry = registry
         self._requests = Counter(
             "penstock_weights_requests",
-            "Answered reads, by kind and role.",
+            "Reads answered, by kind and role.",
             ["kind", "role"],
             registry=registry,
         )
         self._sent_bytes = Counter(
-            "penstock_weights_sent_bytes", "Bytes of blobs sent.", registry=registry
+            "penstock_weights_sent_bytes", "Blob bytes sent.", registry=registry
         )
 
     async def manifest(self, call: Call) -> object:
@@ -106,27 +103,27 @@ class WeightServer:
 
     async def blob(self, call: Call) -> object:
         blob = await self._source.blob(_digest(call))
-        asked = call.headers.get("range", "")
-        byte_range = parse_range(asked, blob.num_bytes)
+        range_header = call.headers.get("range", "")
+        byte_range = parse_range(range_header, blob.num_bytes)
         if byte_range is None:
             await blob.close()
-            return _unsatisfiable(asked, blob.num_bytes)
+            return _unsatisfiable(range_header, blob.num_bytes)
         try:
             first = await blob.read(byte_range[0], min(PIECE_BYTES, byte_range[1] - byte_range[0]))
         except BaseException:
             await blob.close()
             raise
         self._requests.labels("blob", call.credential.role).inc()
-        is_partial = bool(RANGE.fullmatch(asked))
+        is_partial = bool(RANGE.fullmatch(range_header))
         return BlobResponse(blob, byte_range, first, self._sent_bytes, is_partial=is_partial)
 
     async def deltas(self, call: Call) -> DeltaChain:
         have = call.query.get("from", "").split(",")
         target, num_bytes = _digest(call), call.query.get("bytes", "")
         if not all(map(is_digest, have)) or len(have) > MAX_BASES:
-            raise BadRequest(f"give 1 to {MAX_BASES} digests in 64 lower-case hex digits each")
+            raise BadRequest(f"`from` must list 1 to {MAX_BASES} BLAKE3 digests")
         if not (num_bytes.isascii() and num_bytes.isdecimal()) or len(num_bytes) > MAX_DIGITS:
-            raise BadRequest(f"bytes is {num_bytes[:20]!r}; give the size of the wanted blob")
+            raise BadRequest(f"bytes is {num_bytes[:20]!r}; pass the size of the target blob")
         chain = await self._source.chain(target, int(num_bytes), have)
         self._requests.labels("deltas", call.credential.role).inc()
         return DeltaChain(steps=chain)
@@ -136,9 +133,9 @@ class WeightServer:
 
 
 def parse_range(header: str, size: int) -> tuple[int, int] | None:
-    """First byte and the one after the last; None when no byte of the file is asked for.
+    """First byte and end (exclusive); None if the range is outside the file.
 
-    A header of another form, several ranges included, means the whole file, as RFC 9110 allows.
+    Any other header, including several ranges, means the full file, as RFC 9110 allows.
     """
     match = RANGE.fullmatch(header)
     if match is None:
@@ -152,9 +149,9 @@ def parse_range(header: str, size: int) -> tuple[int, int] | None:
 
 
 class BlobResponse(StreamingResponse):
-    """Bytes `byte_range` of an open blob, piece by piece; it is closed whatever happens.
+    """Streams `byte_range` of an open blob, piece by piece, and always closes the blob.
 
-    The first piece is read before the answer begins, so that a source that has nothing can say so.
+    The first piece is read before the response starts, so that a source can still report an error.
     """
 
     def __init__(
@@ -182,15 +179,15 @@ class BlobResponse(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        except WireError as error:  # too late for a status; the cut connection tells the reader
-            log.warning("a blob was cut off", why=str(error))
+        except WireError as error:  # too late for a status; the closed connection signals it
+            log.warning("blob response aborted", error=str(error))
         finally:
             await self._blob.close()
 
     async def _pieces(self, start: int, end: int, piece: bytes) -> AsyncIterator[bytes]:
         while start < end:
             if not piece:
-                raise OSError(f"blob was cut off at byte {start} while it was being sent")
+                raise OSError(f"blob ended at byte {start} while it was being sent")
             self._sent.inc(len(piece))
             start += len(piece)
             yield piece
@@ -201,12 +198,14 @@ class BlobResponse(StreamingResponse):
 def _digest(call: Call) -> str:
     digest = call.path["digest"]
     if not is_digest(digest):
-        raise BadRequest(f"{digest[:80]!r} is no BLAKE3 digest in 64 lower-case hex digits")
+        raise BadRequest(f"{digest[:80]!r} is not a BLAKE3 digest (64 lowercase hex characters)")
     return digest
 
 
-def _unsatisfiable(asked: str, size: int) -> Response:
-    response = error_response(BadRequest(f"range {asked!r} lies outside this blob of {size} bytes"))
+def _unsatisfiable(range_header: str, size: int) -> Response:
+    response = error_response(
+        BadRequest(f"range {range_header!r} is outside this blob of {size} bytes")
+    )
     response.status_code = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
     response.headers["content-range"] = f"bytes */{size}"
     return response

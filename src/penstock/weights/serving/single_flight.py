@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work for many that is done once: answers shared by all who asked, bytes by all who wait for them.
+"""Shares one task among concurrent requests, and one arriving piece among its readers.
 
 Owns waiting and cancelling. Knows nothing of weights.
 """
@@ -15,25 +15,25 @@ V = TypeVar("V")
 
 
 class SingleFlight(Generic[K, V]):
-    """Equal questions in flight get one answer; who hangs up does not end it for the others."""
+    """Concurrent requests for one key share one task; cancelling a caller does not cancel it."""
 
     def __init__(self) -> None:
         self._running: dict[K, asyncio.Task[V]] = {}
 
-    async def get(self, key: K, ask: Callable[[], Coroutine[Any, Any, V]]) -> V:
-        return await asyncio.shield(self.begin(key, ask))
+    async def get(self, key: K, work: Callable[[], Coroutine[Any, Any, V]]) -> V:
+        return await asyncio.shield(self.start(key, work))
 
-    def begin(self, key: K, ask: Callable[[], Coroutine[Any, Any, V]]) -> asyncio.Task[V]:
+    def start(self, key: K, work: Callable[[], Coroutine[Any, Any, V]]) -> asyncio.Task[V]:
         task = self._running.get(key)
         if task is None:
-            task = self._running[key] = asyncio.create_task(ask())
+            task = self._running[key] = asyncio.create_task(work())
             task.add_done_callback(lambda done: self._on_done(key, done))
         return task
 
     def _on_done(self, key: K, task: asyncio.Task[V]) -> None:
         del self._running[key]
         if not task.cancelled():
-            task.exception()  # nobody may be left to hear of it
+            task.exception()  # mark as retrieved: there may be no caller left
 
     async def close(self) -> None:
         tasks = list(self._running.values())
@@ -43,7 +43,7 @@ class SingleFlight(Generic[K, V]):
 
 
 class PieceFetch:
-    """A piece on its way in; whoever waits for it is told when there is more."""
+    """An arriving piece; notifies its waiters of progress."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []

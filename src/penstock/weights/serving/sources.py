@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a weights front takes what it serves from: a store on this machine, object storage, or
-another front.
+"""Interface of a source behind a weight server: a local store, object storage, or another server.
 
-No source is trusted by whoever reads from it: a manifest and a blob are named by their own digest.
+Sources are not trusted: manifests and blobs are named by their digest, and readers verify them.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
+from penstock.errors import NotFound
 from penstock.weights.deltas.chain import DeltaEntry
 
 
@@ -20,16 +20,16 @@ class Blob(Protocol):
     def num_bytes(self) -> int: ...
 
     async def read(self, start: int, num_bytes: int) -> bytes:
-        """Some of these bytes, from the first on; empty only when the blob ends there."""
+        """A prefix of these bytes; empty only at the end of the blob."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Source(Protocol):
-    """Digests are valid when they come here. What is not there is NotFound; what will be soon is
-    Unreachable, with a hint when to ask again; what this source cannot get now is Unreachable
-    without one, and to be asked for elsewhere."""
+    """Digests passed in are well-formed. Raises NotFound if the item does not exist, Unreachable
+    with `retry_after_s` if it will be available soon, and Unreachable without it if the caller
+    should try another source."""
 
     async def manifest(self, digest: str) -> bytes: ...
 
@@ -38,8 +38,14 @@ class Source(Protocol):
     async def chain(
         self, target: str, num_bytes: int, have: Collection[str]
     ) -> tuple[DeltaEntry, ...]:
-        """Deltas from one of these blobs to the target, of so many bytes; none when they would not
-        be smaller."""
+        """Deltas from one of these blobs to the target of `num_bytes`; empty if they would not be
+        smaller."""
         ...
 
     async def close(self) -> None: ...
+
+
+def missing(kind: str, digest: str) -> NotFound:
+    return NotFound(
+        f"{kind} {digest} is not in this store; was the version published to another one?"
+    )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a relay asks for what it does not hold: fronts in order of preference.
+"""A relay's upstream weight servers, in order of preference.
 
-Owns the order, and whose turn it is after a failure. Trusts none of them: whoever asks checks the
-answer, and a front whose answer he refuses is asked last for a while.
+Owns the order and failover. Trusts none of them: the caller verifies each response, and an upstream
+whose response is rejected is demoted for a while.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from penstock.wire.client import AsyncServiceClient
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 DEMOTE_S = 60.0
-"""How long a front that failed is asked last."""
+"""How long a failed upstream is tried last."""
 IDLE_TIMEOUT_S = 8.0
-"""Without a byte from a front; less than readers grant a relay."""
+"""Timeout without data from an upstream; shorter than readers allow a relay."""
 CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 NO_COMPRESSION = {"accept-encoding": "identity"}
 
@@ -38,9 +38,14 @@ class Upstream:
     def url(self) -> str:
         return self.caller.base_url
 
-    def demote(self, why: object) -> None:
+    def demote(self, reason: object) -> None:
         if self.demoted_until < time.monotonic():
-            log.warning("upstream is of no use now", url=self.url, why=str(why), for_s=DEMOTE_S)
+            log.warning(
+                "upstream failed, trying others first",
+                url=self.url,
+                error=str(reason),
+                for_s=DEMOTE_S,
+            )
         self.demoted_until = time.monotonic() + DEMOTE_S
 
     async def get(self, path: str, max_bytes: int) -> bytes:
@@ -55,7 +60,7 @@ class Upstream:
         return answer.content
 
     async def head(self, blob: str, num_bytes: int) -> tuple[bytes, int]:
-        """The first so many bytes of a blob, and how many there are."""
+        """The first `num_bytes` of a blob, and its total size."""
         answer = await self.caller.request(
             "GET",
             f"/v1/blobs/{blob}",
@@ -70,37 +75,40 @@ class Upstream:
         return answer.content, size
 
     async def part(self, blob: str, start: int, end: int, num_bytes: int) -> AsyncGenerator[bytes]:
-        """These bytes of a blob of so many, as they come: all of them, or an error at the end."""
+        """Stream a range of a blob with `num_bytes` in total; raises at the end if bytes are
+        missing."""
         headers = {"range": f"bytes={start}-{end - 1}", **NO_COMPRESSION}
         path = f"/v1/blobs/{blob}"
         async with self.caller.stream(path, headers=headers, timeout_s=IDLE_TIMEOUT_S) as answer:
             size = _size(answer.headers.get("content-range", ""), start, end)
             if size != num_bytes:
-                raise SizeMismatch(f"{self.url}: {size} bytes where another said {num_bytes}")
+                raise SizeMismatch(
+                    f"{self.url}: blob has {size} bytes, another upstream said {num_bytes}"
+                )
             async for chunk in answer.aiter_raw():
                 start += len(chunk)
                 if start > end:
-                    raise WeightsError(f"{self.url} sent more than it was asked for")
+                    raise WeightsError(f"{self.url} sent more bytes than requested")
                 yield chunk
         if start < end:
-            raise WeightsError(f"{self.url} sent {end - start} bytes less than it was asked for")
+            raise WeightsError(f"{self.url} sent {end - start} bytes less than requested")
 
 
 class SizeMismatch(WeightsError):
-    """Two fronts disagree about the size of a blob."""
+    """Two upstreams disagree about the size of a blob."""
 
 
 class Upstreams:
     def __init__(self, callers: Sequence[AsyncServiceClient]) -> None:
-        assert callers, "a relay has at least one upstream"
+        assert callers, "a relay needs at least one upstream"
         self._all = [Upstream(caller) for caller in callers]
 
     def __len__(self) -> int:
         return len(self._all)
 
-    async def ask(self, get: Callable[[Upstream], Awaitable[T]]) -> T:
-        """From the first that can. Where none can, Unreachable has a hint when to ask again only if
-        one of them gave it: who gets none turns elsewhere."""
+    async def try_each(self, get: Callable[[Upstream], Awaitable[T]]) -> T:
+        """Result of the first upstream that succeeds. If all fail, Unreachable has `retry_after_s`
+        only if an upstream gave one; without it the caller should try another server."""
         errors: list[WireError] = []
         for upstream in self._in_order():
             try:
@@ -115,15 +123,15 @@ class Upstreams:
 
 
 def _classify(upstream: Upstream, error: WireError | WeightsError) -> WireError:
-    """A front that failed is shunned; one that lacks the thing, or will have it soon, is not."""
+    """Demote an upstream that failed, but not one that lacks the item or will have it soon."""
     if isinstance(error, (NotFound, BadRequest)):
         return error
-    # A caller that did not try again says only that; the reason is the front's own answer.
-    for told in (error, error.__cause__):
-        if isinstance(told, WireError) and told.retry_after_s is not None:
-            return told
+    # A client that did not retry reports only that; the upstream's answer is the cause.
+    for cause in (error, error.__cause__):
+        if isinstance(cause, WireError) and cause.retry_after_s is not None:
+            return cause
     upstream.demote(error)
-    return Unreachable(f"{upstream.url} is of no use now: {error}")
+    return Unreachable(f"upstream {upstream.url} failed: {error}")
 
 
 def _combine_errors(errors: Sequence[WireError]) -> WireError:
@@ -132,14 +140,17 @@ def _combine_errors(errors: Sequence[WireError]) -> WireError:
         return min(hinted, key=lambda error: error.retry_after_s or 0.0)
     if all(isinstance(error, (NotFound, BadRequest)) for error in errors):
         return errors[-1]
-    told = "; ".join(str(error) for error in errors)
-    return Unreachable(f"this relay does not hold it and cannot get it: {told}")
+    details = "; ".join(str(error) for error in errors)
+    return Unreachable(f"not in this relay's cache, and all upstreams failed: {details}")
 
 
 def _size(content_range: str, start: int, end: int) -> int:
-    """Of the whole blob, when the range is the one asked for or what the blob has of it."""
-    match = CONTENT_RANGE.fullmatch(content_range)
-    first, last, size = map(int, match.groups()) if match else (-1, -1, 0)
+    """Total size of the blob from a Content-Range header; raises if the range is not the requested
+    one."""
+    parsed = CONTENT_RANGE.fullmatch(content_range)
+    first, last, size = map(int, parsed.groups()) if parsed else (-1, -1, 0)
     if first != start or last != min(end, size) - 1 or size > MAX_FILE_BYTES:
-        raise WeightsError(f"asked for bytes {start}-{end - 1} it sent {content_range[:80]!r}")
+        raise WeightsError(
+            f"requested bytes {start}-{end - 1}, got Content-Range {content_range[:80]!r}"
+        )
     return size

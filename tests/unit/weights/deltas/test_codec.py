@@ -93,7 +93,7 @@ def test_all_bf16_patterns_change_by_any_difference(kernels: Kernels) -> None:
         assert changes.num_changed == len(base)
         target = base.copy()
         codes = numpy_kernels.unpack_2bit(changes.codes, changes.num_changed)
-        zigzags = kernels.zigzags(codes, changes.large_codes)
+        zigzags = kernels.decode_zigzags(codes, changes.large_codes)
         kernels.apply(target, np.arange(len(base)), zigzags)
         assert np.array_equal(target, new)
 

@@ -200,16 +200,16 @@ def with_header(**changed: object) -> bytes:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"", "cut off"),
-        (b"x" * 100, "no weight delta"),
+        (b"", "truncated"),
+        (b"x" * 100, "not a weight delta"),
         (MAGIC + b"\xff" * 8, "header of 4294967295"),
         (MAGIC + b"\x02\0\0\0[]", "damaged"),
         (with_header(format=2), "format 2"),
-        (with_header(base="../x"), "no valid digests"),
-        (with_header(target=""), "no valid digests"),
-        (with_header() + b"\0" * 8 + b"x", "after its end"),
-        (with_header() + struct.pack("<II", 1, 2), "frame head of 1"),
-        (with_header() + struct.pack("<II", 1 << 31, 2), "frame head of 2147483648"),
+        (with_header(base="../x"), "invalid digests"),
+        (with_header(target=""), "invalid digests"),
+        (with_header() + b"\0" * 8 + b"x", "after the end"),
+        (with_header() + struct.pack("<II", 1, 2), "frame head size 1 "),
+        (with_header() + struct.pack("<II", 1 << 31, 2), "frame head size 2147483648"),
         (with_header() + struct.pack("<II", 3, 3) + b"abc", "damaged"),
     ],
 )
@@ -229,14 +229,14 @@ def test_every_cut_is_noticed() -> None:
 def test_only_the_tensors_of_the_version_each_once() -> None:
     one, two = weights(9, 1), weights(9, 2)
     data = written({"a": (None, one), "b": (None, two)})
-    with pytest.raises(WeightsError, match="'b' comes twice or is not"):
+    with pytest.raises(WeightsError, match="'b' is repeated or not"):
         frames_of(data, {"a": (None, one)})
-    with pytest.raises(WeightsError, match="1 tensors are missing, c is one"):
+    with pytest.raises(WeightsError, match="1 tensors are missing, such as c"):
         frames_of(data, {"a": (None, one), "b": (None, two), "c": (None, two)})
     for base in (None, raw(one)):  # in frames of their own, and in one
         out = io.BytesIO()
         write_delta(out, BASE, TARGET, [("a", 2, base, raw(one))] * 2)
-        with pytest.raises(WeightsError, match="'a' comes twice"):
+        with pytest.raises(WeightsError, match="'a' is repeated"):
             frames_of(out.getvalue(), {"a": (None, one)})
 
 
@@ -253,5 +253,5 @@ def test_a_stream_longer_than_its_tensor_is_not_read() -> None:
 def test_impossible_sizes_are_not_read(streams: list[list[int]]) -> None:
     head = msgspec.msgpack.encode([["a"], 2, "full", 0, streams])
     data = with_header() + struct.pack("<II", len(head), len(head)) + head + bytes(100)
-    with pytest.raises(WeightsError, match="impossible sizes"):
+    with pytest.raises(WeightsError, match="invalid sizes"):
         frames_of(data, {"a": (None, weights(9, 1))})
