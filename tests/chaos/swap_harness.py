@@ -111,8 +111,8 @@ class Folders:
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
 
-    async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
-        return self._folders[wanted.number % NUM_MODELS]
+    async def __call__(self, weights_url: str, target: PublishedVersion) -> Path:
+        return self._folders[target.number % NUM_MODELS]
 
     def require_unchanged(self, folder: Path) -> None:
         return None
@@ -143,7 +143,7 @@ class SwapHarness:
     is_over: bool = False
 
     @property
-    def facts(self) -> PoolStats:
+    def stats(self) -> PoolStats:
         return self.engines.stats()[POLICY]
 
     async def want(self, number: int) -> None:
@@ -250,12 +250,12 @@ class SwapHarness:
         return float((expected - recorded).abs().max())
 
     def report(self) -> str:
-        facts = self.stats
+        stats = self.stats
         num_mixed = sum(len(turn.spans) > 1 for _, turn in self.turns())
         return (
             f"{self.num_answers:,} answers, {num_mixed:,} of several versions; "
-            f"{facts.num_continued} continued, {facts.num_restarted} begun again; answers held up "
-            f"{_ms(self.pauses_s)}; engine out of routing {_ms(facts.swap_s)}; "
+            f"{stats.num_continued} continued, {stats.num_restarted} restarted; answers paused for "
+            f"{_ms(self.pauses_s)}; engine out of routing {_ms(stats.swap_s)}; "
             f"longest silence {1000 * self.longest_silence_s:.0f} ms"
         )
 

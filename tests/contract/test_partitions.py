@@ -135,7 +135,7 @@ class RealNode:
         await self.membership.join()
         self.membership.announce(self.live, is_ready=True)
         loops = [
-            asyncio.create_task(self.membership.beat(0.2, lambda: 0)),
+            asyncio.create_task(self.membership.heartbeat_loop(0.2, lambda: 0)),
             asyncio.create_task(self.delivery_queue.deliver()),
         ]
         try:

@@ -43,10 +43,10 @@ class FolderFetch:
         self.damaged: set[int] = set()
         self.num_tries = 0
 
-    async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
+    async def __call__(self, weights_url: str, target: PublishedVersion) -> Path:
         self.num_tries += 1
-        if wanted.number in self.damaged:
-            raise WeightsError(f"number {wanted.number} is damaged")
+        if target.number in self.damaged:
+            raise WeightsError(f"number {target.number} is damaged")
         return self.folder
 
     def require_unchanged(self, folder: Path) -> None:

@@ -165,7 +165,7 @@ class AnyFolder:
         self._folder = folder
         self.is_damaged = False
 
-    async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
+    async def __call__(self, weights_url: str, target: PublishedVersion) -> Path:
         return self._folder
 
     def require_unchanged(self, folder: Path) -> None:

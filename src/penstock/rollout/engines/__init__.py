@@ -10,6 +10,7 @@ callable that takes `EngineSettings` and returns an `Engine`, or an `EngineType`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
@@ -36,4 +37,5 @@ def find_engine(name: str) -> EngineType:
         raise ConfigError(
             f"engine {name} is not callable; name a class or function that takes EngineSettings"
         )
-    return EngineType(build=found)
+    build: Callable[..., Any] = found
+    return EngineType(build=build)
