@@ -25,9 +25,9 @@ from benchmarks.gateway_service import POLICY
 from benchmarks.harness import MIN_PAIRS, Server, log_line, process, result
 from benchmarks.local_run import quiet
 from penstock.gateway.renderer import Renderer
-from penstock.rollout.engines.snapshot import read_snapshot
 from penstock.rollout.engines.vllm import ChildServer, default_environment
 from penstock.rollout.engines.vllm.generate_api import request_body
+from penstock.rollout.snapshot import read_snapshot
 from penstock.types import SamplingSpec
 
 RATE_PER_S = 550.0

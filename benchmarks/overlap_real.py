@@ -84,7 +84,7 @@ class _Folder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
+    async def __call__(self, weights_url: str, target: PublishedVersion) -> Path:
         return self._folder
 
     def require_unchanged(self, folder: Path) -> None:

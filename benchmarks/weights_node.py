@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.weights_messages import Arrival, Order, log_to_stderr
-from penstock.rollout.engines import HfEngine
+from penstock.rollout.engines.hf import HfEngine
 from penstock.types import PublishedVersion, SamplingSpec, Version
 from penstock.weights.client import Puller
 from penstock.wire.client import AsyncServiceClient

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A node's engines, loader and gateway in this process, and agents that stream from them over HTTP.
 
-The engine kind is a parameter: how its snapshots are written, how it is made and how it is lost."""
+The engine is a parameter: how to write its snapshots, build it and kill it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from penstock.dataflow.service.nodes.messages import NodeDirectives
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.session import Session
 from penstock.rollout.endpoint import Endpoint
+from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pool import PoolStats
 from penstock.rollout.engine_pools import EnginePools
-from penstock.rollout.engines import Engine, HfEngine
+from penstock.rollout.engines.hf import HfEngine
 from penstock.rollout.membership import Membership
 from penstock.rollout.orders import NodeOrders
 from penstock.rollout.weight_loader import Loader
@@ -47,7 +48,7 @@ from penstock.types import (
 )
 
 NUM_MODELS = 3
-"""Different weights; the number of a version picks one of them."""
+"""Different weights, selected by version number."""
 TOLERANCE = 1e-3
 ANSWER_TOKENS = 48
 START_S = 600.0
@@ -72,7 +73,7 @@ def _write_tiny(folder: Path, seed: int) -> Path:
 
 
 def _write_bytes(folder: Path, seed: int) -> Path:
-    """Larger, because vLLM takes no heads of 16; and without an end token."""
+    """Larger, because vLLM does not support heads of 16; without an end token."""
     byte_qwen3.write_snapshot(folder, seed=seed)
     for name, key in (("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
         settings = json.loads((folder / name).read_text())
@@ -83,7 +84,7 @@ def _write_bytes(folder: Path, seed: int) -> Path:
 
 
 class KillableVllm(Restartable):
-    """vLLM as a child; killed with SIGKILL, all its processes at once. It comes back by itself."""
+    """vLLM as a child process; SIGKILL ends all its processes. It restarts automatically."""
 
     def __init__(self, paused: Paused) -> None:
         from penstock.rollout.engines.vllm import ChildServer, VllmEngine, default_environment
@@ -105,13 +106,13 @@ VLLM = Kind("vllm", _write_bytes, KillableVllm)
 
 
 class Folders:
-    """In the place of a fetch: the weights of each number."""
+    """Replaces the fetcher: the weights of each version number."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
 
-    async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
-        return self._folders[wanted.number % NUM_MODELS]
+    async def __call__(self, weights_url: str, target: PublishedVersion) -> Path:
+        return self._folders[target.number % NUM_MODELS]
 
     def require_unchanged(self, folder: Path) -> None:
         return None
@@ -135,15 +136,15 @@ class SwapHarness:
     models: list[Any]
     sessions: list[Session] = field(default_factory=list[Session])
     errors: list[str] = field(default_factory=list[str])
-    """What agents saw and should not have seen."""
+    """Errors that agents saw."""
     num_answers: int = 0
     pauses_s: list[float] = field(default_factory=list[float])
     longest_silence_s: float = 0.0
     is_over: bool = False
 
     @property
-    def facts(self) -> PoolStats:
-        return self.engines.facts()[POLICY]
+    def stats(self) -> PoolStats:
+        return self.engines.stats()[POLICY]
 
     async def want(self, number: int) -> None:
         """Publish a version, and wait until every engine that is alive serves it."""
@@ -153,11 +154,11 @@ class SwapHarness:
         self.pauses_s += [engine.paused_s for engine in self.made if engine.paused_s]
 
     async def until_all_serve(self) -> None:
-        await eventually(lambda: self.facts.num_serving == len(self.made), START_S)
+        await eventually(lambda: self.stats.num_serving == len(self.made), START_S)
 
     @asynccontextmanager
     async def agents(self, num_sessions: int) -> AsyncGenerator[None]:
-        """They stream until the block ends; then each finishes its answer."""
+        """Agents stream until the block ends; each then finishes its answer."""
         async with asyncio.TaskGroup() as tasks:
             for number in range(num_sessions):
                 sampling = SamplingSpec(max_tokens=ANSWER_TOKENS)
@@ -208,7 +209,7 @@ class SwapHarness:
         assert (finish, last) == ("length", "[DONE]"), f"ended with {finish!r}, {last!r}"
 
     def turns(self) -> Iterator[tuple[list[int], Turn]]:
-        """Every turn with its whole context."""
+        """Every turn with its full context."""
         for session in self.sessions:
             turns = session.turns()
             for turn in turns:
@@ -225,7 +226,7 @@ class SwapHarness:
                 yield context, turn
 
     def wrong(self) -> Iterator[str]:
-        """Turns that are cut short, or whose log-probs are not those of the versions named."""
+        """Turns that are cut short, or whose log-probs do not match their versions."""
         for context, turn in self.turns():
             where = f"{turn.spans}"
             if turn.finish is not FinishReason.LENGTH or not turn.reached_agent:
@@ -249,12 +250,12 @@ class SwapHarness:
         return float((expected - recorded).abs().max())
 
     def report(self) -> str:
-        facts = self.facts
+        stats = self.stats
         num_mixed = sum(len(turn.spans) > 1 for _, turn in self.turns())
         return (
             f"{self.num_answers:,} answers, {num_mixed:,} of several versions; "
-            f"{facts.num_continued} continued, {facts.num_restarted} begun again; answers held up "
-            f"{_ms(self.pauses_s)}; engine out of routing {_ms(facts.swap_s)}; "
+            f"{stats.num_continued} continued, {stats.num_restarted} restarted; answers paused for "
+            f"{_ms(self.pauses_s)}; engine out of routing {_ms(stats.swap_s)}; "
             f"longest silence {1000 * self.longest_silence_s:.0f} ms"
         )
 
@@ -269,7 +270,7 @@ def _ms(times_s: Sequence[float]) -> str:
 async def world(
     kind: Kind, root: Path, *, num_engines: int, max_paused: float = 0.25
 ) -> AsyncGenerator[SwapHarness]:
-    """Number 0 is served when it begins."""
+    """Version 0 is live at the start."""
     folders = [kind.write(root / str(seed), seed) for seed in range(NUM_MODELS)]
     made: list[Killable] = []
     paused = Paused()

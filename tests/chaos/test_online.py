@@ -105,7 +105,7 @@ async def test_agents_from_outside_during_training(tmp_path: Path) -> None:
         idle_s=IDLE_S,
         reward_deadline_s=DEADLINE_S,
     )
-    async with world(tmp_path, config, stock=16) as made:
+    async with world(tmp_path, config, slot_pool_size=16) as made:
         training = asyncio.create_task(train(made, seen))
         until = time.monotonic() + DURATION_S
         await asyncio.gather(

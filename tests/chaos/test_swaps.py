@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights change and engines are lost under agents that stream: nobody sees an error or a short
-answer, and each token was sampled by the version that its span names.
+"""Weights are swapped and engines lost while agents stream: no agent sees an error or a short
+answer, and each token was sampled by the version in its span.
 
-10 swaps and 2 kills in CI; PENSTOCK_SWAPS and PENSTOCK_ENGINE_KILLS for more."""
+10 swaps and 2 kills in CI; set PENSTOCK_SWAPS and PENSTOCK_ENGINE_KILLS for more."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ kinds = pytest.mark.parametrize("kind", [HF, vllm], ids=lambda kind: kind.name)
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module, "RETRY_S", 0.1)
-    # By itself every vLLM binds its worker to the same first cores of the machine.
+    # By default, every vLLM binds its worker to the same first cores of the machine.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -60,7 +60,7 @@ def judge(figures: Figures, made: SwapHarness) -> None:
     if num_turns != made.num_answers:
         figures.lost.append(f"{made.num_answers} answers, {num_turns} turns")
     figures.require_clean()
-    assert made.facts.num_failed == 0
+    assert made.stats.num_failed == 0
 
 
 @kinds
@@ -73,7 +73,7 @@ async def test_swaps_that_nobody_notices(kind: Kind, tmp_path: Path) -> None:
                 figures.trials += 1
         judge(figures, made)
         assert any(len(turn.spans) > 1 for _, turn in made.turns())
-        assert made.paused.most == made.facts.peak_paused == 1
+        assert made.paused.peak == made.stats.peak_paused == 1
 
 
 @kinds
@@ -88,12 +88,12 @@ async def test_engines_killed_under_load(kind: Kind, tmp_path: Path) -> None:
                 await made.want(number)
             await made.until_all_serve()
         judge(figures, made)
-        assert made.facts.num_continued > 0
+        assert made.stats.num_continued > 0
 
 
 @pytest.mark.parametrize("kind", [HF, *([vllm] if SWAPS >= 100 else [])], ids=lambda k: k.name)
 async def test_four_engines_take_versions_in_turn(kind: Kind, tmp_path: Path) -> None:
-    """Against all at once, alternately on the same engines."""
+    """Compared with swapping all engines together, alternately on the same engines."""
     figures = begin(f"versions on 4 engines, {kind.name}")
     folders = Folders([kind.write(tmp_path / str(seed), seed) for seed in range(3)])
     paused = Paused()
@@ -112,13 +112,13 @@ async def test_four_engines_take_versions_in_turn(kind: Kind, tmp_path: Path) ->
         for _ in range(max(2, VERSIONS // 10)):
             for name, pool in pools.items():
                 await _load(pool, folders, next(numbers))
-                paused.most = 0
+                paused.peak = 0
                 began_at = time.monotonic()
                 tokens[name] += await _busy(
                     pool, folders, numbers, VERSIONS // max(2, VERSIONS // 10)
                 )
                 spent_s[name] += time.monotonic() - began_at
-                most[name] = max(most[name], paused.most)
+                most[name] = max(most[name], paused.peak)
     finally:
         await pools["in turn"].close()
     rates = {name: tokens[name] / spent_s[name] for name in pools}
@@ -128,7 +128,7 @@ async def test_four_engines_take_versions_in_turn(kind: Kind, tmp_path: Path) ->
         f"(ratio {rates['in turn'] / rates['at once']:.2f}); most paused {most}"
     )
     figures.require_clean()
-    assert most["in turn"] == pools["in turn"].facts.peak_paused == 1
+    assert most["in turn"] == pools["in turn"].stats.peak_paused == 1
     assert most["at once"] == 4
 
 
@@ -140,7 +140,7 @@ async def _load(pool: EnginePool, folders: Folders, number: int) -> None:
 async def _busy(
     pool: EnginePool, folders: Folders, numbers: itertools.count[int], num_versions: int
 ) -> int:
-    """Tokens sampled for a fixed number of sessions while versions come in steadily."""
+    """Tokens sampled for a fixed number of sessions while new versions keep arriving."""
     num_tokens, is_over = 0, False
 
     async def session(name: str) -> None:

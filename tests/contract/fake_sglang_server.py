@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that speaks the part of SGLang's HTTP protocol that penstock uses, without a model.
+"""A fake SGLang server: the part of its HTTP API that penstock uses, without a model.
 
-Token n of a context is a function of weights and n (the position in the whole context), so an
-answer continued from its own tokens is the same as one made in one go, but for the weights.
+Token n of a context is a function of weights and n (the position in the full context), so a
+continued answer equals an uninterrupted one, except for the weights.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class SglangDouble:
         self.bodies: list[dict[str, Any]] = []
         self.fail_loads = 0
         self.is_raw = False
-        """Log-probs do not know the temperature."""
+        """Log-probs ignore the temperature."""
         self.is_incremental = False
-        """Events hold new tokens only."""
+        """Events contain only new tokens."""
         self.keeps_ended = False
-        """Answers in the making are not given back at a pause."""
+        """A pause does not return the running answers."""
         self._lives = 0
         self._running = asyncio.Event()
         self._running.set()

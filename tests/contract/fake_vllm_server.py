@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that speaks the part of vLLM 0.32's HTTP protocol that penstock uses, without a model.
+"""A fake vLLM 0.32 server: the part of its HTTP API that penstock uses, without a model.
 
 Its weights are one number, read from the bytes of the loaded safetensors files; token n of an
-answer is a function of weights, context and n, so a test can compute which weights made a token.
-Faults are switches that a test turns while it runs.
+answer is a function of weights, context and n, so a test can compute which weights sampled a token.
+Tests switch faults on and off while it runs.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ class VllmDouble:
         self.token_s = 0.001
         self.num_tokens = 0
         self.num_cut_off = 0
-        """Requests whose caller went away."""
+        """Requests whose caller disconnected."""
         self.log: list[str] = []
         """Control calls, in order."""
         self.bodies: list[dict[str, Any]] = []
         self.answers: dict[str, tuple[int, str]] = {}
-        """Path to the status and text it answers with, a fault."""
+        """Injected faults: path to the status and text of its response."""
         self.fail_loads = 0
-        """So many loads fail half-way: the weights are then nobody's."""
+        """Number of loads that fail halfway and leave broken weights."""
         self.is_raw = False
-        """Log-probs are of the plain softmax, as without `--logprobs-mode`."""
+        """Return log-probs of the plain softmax, as without `--logprobs-mode`."""
         self.is_stalled = False
-        """Answers /health and makes no token."""
+        """Healthy according to /health, but generates no tokens."""
         self.is_cutting = False
         """Closes each stream after a few tokens."""
         self.ends_with = "length"
         self.adapters: dict[str, int] = {}
-        """What is loaded beside the model, by name, as one number like the weights."""
+        """Loaded adapters by name, each as one number like the weights."""
         self.num_lost_adapters = 0
-        """Unloaded while an answer was made with them."""
+        """Adapters unloaded while an answer was using them."""
         self._in_use: Counter[str] = Counter()
         self._running = asyncio.Event()
         self._running.set()
@@ -127,7 +127,7 @@ class VllmDouble:
         folder = Path(call["args"][0])
         self.log.append(call["method"].removeprefix("penstock_"))
         if self.root not in folder.parents:
-            return PlainTextResponse(f"PermissionError: {folder} is not under the root", 500)
+            return PlainTextResponse(f"PermissionError: {folder} is not inside the root", 500)
         if call["method"] == "penstock_load":
             assert not self._running.is_set(), "weights change only while nothing is sampled"
             if self.fail_loads:

@@ -31,7 +31,8 @@ from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.service.operators.messages import ForgetSessionAnswer
 from penstock.dataflow.service.trainers.messages import BatchRequest
 from penstock.rollout.delivery_queue import AckLog
-from penstock.rollout.engines import Engine, ScriptedEngine
+from penstock.rollout.engine import Engine
+from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.node import NodeDeps
 from penstock.rollout.online import OnlineNode, build_online
 from penstock.types import Manifest, NodeId, Trajectory
@@ -120,7 +121,7 @@ class OnlineHarness:
         return Agent(self.http, self.token, answer.json())
 
     async def wait_for_slots(self, num: int = 1) -> None:
-        await eventually(lambda: self.node.stock.num_free >= num)
+        await eventually(lambda: self.node.slot_pool.num_free >= num)
 
     async def delivered(self) -> None:
         await eventually(lambda: not len(self.node.delivery_queue))
@@ -171,7 +172,7 @@ async def gateway(
     folder: Path,
     *,
     name: str = "gateway",
-    stock: int = 4,
+    slot_pool_size: int = 4,
     make_engine: Callable[[], Engine] = ScriptedEngine,
 ) -> AsyncGenerator[OnlineNode]:
     """The gateway process, run in this event loop; stopped gracefully unless it was cancelled
@@ -193,7 +194,7 @@ async def gateway(
             verify,
             node_id=NodeId(name),
             listener=listener,
-            stock=stock,
+            slot_pool_size=slot_pool_size,
         ) as node:
             process = asyncio.create_task(node.run())
             try:
@@ -214,12 +215,14 @@ async def world(
     folder: Path,
     config: RunConfig,
     *,
-    stock: int = 4,
+    slot_pool_size: int = 4,
     make_engine: Callable[[], Engine] = ScriptedEngine,
 ) -> AsyncGenerator[OnlineHarness]:
     with dataflow(folder, config) as running:
         trainer = await asyncio.to_thread(FakeTrainer, running)
-        async with gateway(running, folder, stock=stock, make_engine=make_engine) as node:
+        async with gateway(
+            running, folder, slot_pool_size=slot_pool_size, make_engine=make_engine
+        ) as node:
             port = node.listener.getsockname()[1]
             async with httpx2.AsyncClient(
                 base_url=f"http://127.0.0.1:{port}", timeout=30.0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One contract over every engine, and over pools of them: spans, pieces, swaps, damaged snapshots,
-seeds, closing."""
+"""One contract for every engine and for pools: spans, chunks, swaps, damaged snapshots, seeds,
+closing, names."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import pytest
 
 from penstock.errors import ConfigError, EngineError, RequestRejected
 from penstock.gateway.generation import Completion, TokenChunk
+from penstock.plugins import builtin_names
+from penstock.rollout.engine import Engine, EngineSettings
 from penstock.rollout.engine_pool import EnginePool
-from penstock.rollout.engines import (
-    Engine,
-    HfEngine,
-    ScriptedEngine,
-    SimulatedEngine,
-    make_engine,
-)
-from penstock.rollout.engines.simulated import LoadProfile
+from penstock.rollout.engines import find_engine
+from penstock.rollout.engines.hf import HfEngine
+from penstock.rollout.engines.scripted import ScriptedEngine
+from penstock.rollout.engines.simulated import LoadProfile, SimulatedEngine
+from penstock.rollout.engines.vllm import VllmEngine
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -80,7 +79,7 @@ async def ask(
 
 
 async def pause(engine: Engine) -> None:
-    """Long enough for a few tokens; a script makes one per turn of the event loop."""
+    """Long enough for a few tokens; a script returns one per event-loop iteration."""
     if isinstance(engine, ScriptedEngine):
         for _ in range(5):
             await asyncio.sleep(0)
@@ -121,7 +120,7 @@ async def test_an_answer_is_covered_by_the_live_version(
 
 
 async def test_pieces_are_the_answer_as_it_is_sampled(engine: Engine, folders: list[Path]) -> None:
-    """Also while weights change: every piece is of one version, in order and without gap."""
+    """Also during swaps: every chunk has one version, in order and without gaps."""
     await engine.load(folders[0], version(0))
     heard: list[TokenChunk] = []
     spec = SamplingSpec(max_tokens=150, seed=3)
@@ -190,7 +189,7 @@ async def test_a_swap_in_mid_answer_gives_two_spans(engine: Engine, folders: lis
 async def test_versions_that_are_adapters_are_versions_like_any_other(
     engine: Engine, folders: list[Path], tmp_path: Path
 ) -> None:
-    """A base with an adapter on it; engines without a model have nothing to put it on."""
+    """A base with an adapter; engines without a model ignore it."""
     from tests.unit.rollout.engines.lora_snapshots import write_version
 
     adapted = [write_version(folders[0], tmp_path / str(seed), seed=seed) for seed in (0, 1)]
@@ -300,17 +299,51 @@ async def test_close_fails_what_is_running_and_what_comes(
     await engine.close()
 
 
-async def test_make_engine_knows_every_kind() -> None:
-    for kind, expected in (
+async def test_engines_are_found_by_the_names_of_their_modules() -> None:
+    assert builtin_names("penstock.rollout.engines") == (
+        *("hf", "scripted", "sglang", "simulated", "vllm"),
+    )
+    for name, expected in (
         ("hf", HfEngine),
         ("simulated", SimulatedEngine),
         ("scripted", ScriptedEngine),
+        ("vllm", VllmEngine),
     ):
-        engine = make_engine(kind, seed=0, torch_threads=1)
+        engine = find_engine(name).build(EngineSettings())
         assert isinstance(engine, expected)
         await engine.close()
-    with pytest.raises(ConfigError, match="one of: hf, vllm, sglang, simulated, scripted"):
-        make_engine("sgl", seed=0, torch_threads=1)
+    sglang = find_engine("sglang").build(EngineSettings(url="http://127.0.0.1:1"))
+    await sglang.close()
+    with pytest.raises(ConfigError, match="built in: hf, scripted, sglang, simulated, vllm"):
+        find_engine("sgl")
+    with pytest.raises(ConfigError, match="set sglang"):
+        find_engine("sglang").build(EngineSettings())
+
+
+class CustomEngine(ScriptedEngine):
+    """An engine as a user would write it, outside penstock."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__([[settings.seed]])
+
+
+async def test_a_custom_engine_is_named_by_module_and_class(folders: list[Path]) -> None:
+    engine = find_engine(f"{__name__}:CustomEngine").build(EngineSettings(seed=7))
+    await engine.load(folders[0], version(0))
+    assert list(view_ids((await ask(engine)).sampled_ids)) == [7]
+    with pytest.raises(ConfigError, match="not callable"):
+        find_engine(f"{__name__}:PROMPT")
+    with pytest.raises(ConfigError, match="missing_module"):
+        find_engine("missing_module:Engine")
+
+
+def test_an_engine_type_says_what_config_may_combine_it_with() -> None:
+    names = builtin_names("penstock.rollout.engines")
+    types = {name: find_engine(name) for name in names}
+    assert {name for name in names if types[name].serves_adapters} == {
+        *("hf", "scripted", "simulated", "vllm")
+    }
+    assert {name for name in names if types[name].is_reproducible} == {"hf", "scripted"}
 
 
 async def test_simulated_failures_and_lengths_follow_the_declared_load(

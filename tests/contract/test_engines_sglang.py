@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SGLang engine against a double of its protocol; no real server was ever asked."""
+"""The SGLang engine against a fake server; never tested with a real one."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_an_answer_that_is_not_given_back_is_taken_back(
     await engine.load(folders[0], version(0))
     call = asyncio.create_task(ask(engine, SamplingSpec(max_tokens=LONG), []))
     await asyncio.sleep(0.05)
-    for _ in range(20):  # the double needs a moment to notice that the caller is gone
+    for _ in range(20):  # the fake server needs a moment to notice the disconnect
         try:
             await engine.load(folders[1], version(1))
             break
@@ -127,13 +127,13 @@ async def test_what_its_log_probs_do_not_know_is_refused(
     engine: SglangEngine, double: SglangDouble, folders: list[Path]
 ) -> None:
     double.is_raw = True
-    with pytest.raises(EngineError, match="not under the sampling spec"):
+    with pytest.raises(EngineError, match="do not match the sampling distribution"):
         await engine.load(folders[0], version(0))
     assert engine.live is None
     double.is_raw = False
     await engine.load(folders[0], version(0))
     for spec in (SamplingSpec(top_p=0.9), SamplingSpec(top_k=5), SamplingSpec(min_p=0.1)):
-        with pytest.raises(RequestRejected, match="serve the policy with vllm"):
+        with pytest.raises(RequestRejected, match="set engine: vllm"):
             await ask(engine, spec)
 
 

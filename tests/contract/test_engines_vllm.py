@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM engine against a double of its protocol: swaps, spans, refusals, faults, recovery.
+"""The vLLM engine against a fake server: swaps, spans, rejections, faults, recovery.
 
-What only a real vLLM can show is in test_vllm_real.py.
+Tests that need a real vLLM are in test_vllm_real.py.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def numbers(completion: Completion) -> list[int]:
 
 
 def check_tokens(completion: Completion, folders: list[Path]) -> None:
-    """Each token is one that the weights of its version make."""
+    """Check that each token comes from the weights of its version."""
     expected = [
         token(weights_of(folders[number % len(folders)]), PROMPT, at)
         for at, number in enumerate(numbers(completion))
@@ -136,7 +136,7 @@ async def test_a_swap_pauses_loads_drops_the_cache_and_labels_in_this_order(
 async def test_answers_go_on_over_many_swaps_and_every_token_has_its_version(
     engine: VllmEngine, double: VllmDouble, folders: list[Path]
 ) -> None:
-    """Whole and streamed; pieces carry the same versions as the completion."""
+    """Full and streamed; chunks have the same versions as the completion."""
     double.token_s = 0.004
     await engine.load(folders[0], version(0))
     heard: list[list[TokenChunk]] = [[] for _ in range(4)]
@@ -186,7 +186,7 @@ async def test_what_vllm_would_do_otherwise_is_refused(
             await ask(engine, temperature=temperature)
     with pytest.raises(RequestRejected, match="vocabulary"):
         await engine([VOCAB], SamplingSpec(), policy=POLICY, session="s")
-    with pytest.raises(RequestRejected, match="shorten"):
+    with pytest.raises(RequestRejected, match="Shorten"):
         await engine([1] * 512, SamplingSpec(), policy=POLICY, session="s")
     double.answers["/inference/v1/generate"] = (400, "bad schema")
     with pytest.raises(RequestRejected, match="bad schema"):
@@ -217,10 +217,10 @@ async def test_a_folder_outside_the_root_or_of_another_model_leaves_the_old_vers
 ) -> None:
     await engine.load(folders[0], version(0))
     double.log.clear()
-    with pytest.raises(EngineError, match="not under the root"):
+    with pytest.raises(EngineError, match="not inside the root"):
         await engine.load(write_folder(tmp_path / "elsewhere", 9), version(1))
     other = write_folder(folders[0].parent / "other", 9, ("w", "more"))
-    with pytest.raises(EngineError, match="holds another model"):
+    with pytest.raises(EngineError, match="has a different model"):
         await engine.load(other, version(1))
     assert double.log == ["check"], "nothing was paused for it"
     assert engine.live == version(0)
@@ -266,7 +266,7 @@ async def test_a_server_that_makes_no_token_is_dead_whatever_it_says(
     await engine.load(folders[0], version(0))
     double.is_stalled = True
     began = time.monotonic()
-    with pytest.raises(EngineError, match="requests wait and no token came"):
+    with pytest.raises(EngineError, match="requests waiting, no token for"):
         await ask(engine)
     assert 0.3 < time.monotonic() - began < 30
     assert engine.live is None
@@ -278,7 +278,7 @@ async def test_a_server_that_makes_no_token_is_dead_whatever_it_says(
 async def test_slow_is_not_dead(
     engine: VllmEngine, double: VllmDouble, folders: list[Path]
 ) -> None:
-    """Answers longer than the limit, with a token now and then, and an idle server."""
+    """Answers that take longer than the limit but make progress, and an idle server."""
     await engine.load(folders[0], version(0))
     await asyncio.sleep(0.6)
     double.token_s = 0.15
@@ -292,7 +292,7 @@ async def test_a_broken_stream_is_an_error_at_once_and_the_engine_lives_on(
     await engine.load(folders[0], version(0))
     double.is_cutting = True
     heard: list[TokenChunk] = []
-    with pytest.raises(EngineError, match="broke off"):
+    with pytest.raises(EngineError, match="connection to vLLM lost"):
         await engine(PROMPT, SamplingSpec(), policy=POLICY, session="s", on_chunk=heard.append)
     assert len(heard) == 3
     double.is_cutting = False
@@ -367,7 +367,7 @@ uvicorn.run(double.app(), host="127.0.0.1", port=int(words[words.index("--port")
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """What looks like a virtual environment with vLLM in it."""
+    """A fake virtual environment with vLLM in it."""
     program = tmp_path / "environment" / "bin" / "vllm"
     program.parent.mkdir(parents=True)
     path = [p for p in sys.path if p] + [str(Path(__file__).parents[2])]
@@ -410,8 +410,8 @@ async def test_a_killed_child_comes_back_with_the_last_version(
         assert group is not None
         os.kill(group if victim == "the guardian" else before[0], signal.SIGKILL)
         [ending] = await asyncio.gather(running, return_exceptions=True)
-        if victim == "the server":  # without a guardian it goes on until that is noticed
-            assert isinstance(ending, EngineError) and "broke off" in str(ending)
+        if victim == "the server":  # without a guardian it runs until it notices
+            assert isinstance(ending, EngineError) and "connection to vLLM lost" in str(ending)
         await until(lambda: pids(tmp_path) != before and engine.live == version(1), 60)
         assert not any(map(is_alive, before)), "nothing of the old server is left"
         check_tokens(await ask(engine), folders)
@@ -466,6 +466,6 @@ async def test_a_child_that_cannot_start_says_what_to_do(
     program.write_text("#!/bin/sh\necho no memory left >&2\nexit 3\n")
     program.chmod(0o755)
     engine = VllmEngine(ChildServer(tmp_path / "broken"))
-    with pytest.raises(EngineError, match=r"(?s)ended while starting.*no memory left"):
+    with pytest.raises(EngineError, match=r"(?s)exited during startup.*no memory left"):
         await engine.load(folders[0], version(0))
     await engine.close()

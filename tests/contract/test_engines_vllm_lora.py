@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters on a vLLM engine, against a double of its protocol: names, uses, recovery, refusals.
+"""Adapters on a vLLM engine, against a fake server: names, uses, recovery, rejections.
 
-What only a real vLLM can show is in test_vllm_lora.py.
+Tests that need a real vLLM are in test_vllm_lora.py.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def write_version(base: Path, folder: Path, content: int, rank: int = 1) -> Path
 
 
 class Site:
-    """One double, started anew on each start, and engines of two policies on it."""
+    """A fake server, new at each start, and engines of two policies on it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -75,7 +75,7 @@ class Site:
         self.folders = [write_version(self.base, root / "versions" / str(n), n) for n in range(5)]
         self.doubles: list[VllmDouble] = []
         self.answers: dict[str, tuple[int, str]] = {}
-        """Faults of the doubles to come."""
+        """Faults of the next fake servers."""
         self.is_running = False
         self._stack = AsyncExitStack()
         self.solver = VllmEngine(self, stall_s=0.4)
@@ -119,7 +119,7 @@ async def ask(
 
 
 def check(answer: Completion, folder: Path, number: int) -> None:
-    """All tokens are made by this folder's adapter, under this version."""
+    """Check that all tokens come from this folder's adapter, under this version."""
     ids = list(view_ids(answer.sampled_ids))
     assert ids == [token(weights_of(folder), PROMPT, at) for at in range(len(ids))]
     assert [(span.start, span.end, span.number) for span in answer.spans] == [(0, len(ids), number)]
@@ -171,7 +171,7 @@ async def test_a_server_that_died_comes_back_with_all_adapters(site: Site) -> No
     await asyncio.sleep(0.05)
     site.is_running = False
     assert site.solver.live is None and site.judge.live is None
-    with pytest.raises(EngineError, match="broke off"):
+    with pytest.raises(EngineError, match="connection to vLLM lost"):
         await running
     await until(lambda: site.solver.live == version(0) and site.judge.live == version(7, JUDGE))
     assert len(site.doubles) == 2
@@ -183,15 +183,15 @@ async def test_what_does_not_fit_is_refused_and_the_old_version_serves(site: Sit
     await site.solver.load(site.folders[0], version(0))
     stranger = write_base(site.root / "stranger", 101)
     refusals = {
-        "another base": write_version(stranger, site.root / "versions" / "other", 9),
+        "different base model": write_version(stranger, site.root / "versions" / "other", 9),
         "rank 2 for 1 layers": write_version(site.base, site.root / "versions" / "rank", 9, rank=2),
         "policies share this vLLM": site.base,
     }
     for says, folder in refusals.items():
         with pytest.raises(EngineError, match=says):
             await site.solver.load(folder, version(1))
-    with pytest.raises(EngineError, match="another base"):
-        await site.judge.load(refusals["another base"], version(0, JUDGE))
+    with pytest.raises(EngineError, match="different base model"):
+        await site.judge.load(refusals["different base model"], version(0, JUDGE))
     site.double.answers["/v1/load_lora_adapter"] = (500, "LoRA rank 64 is greater than 16")
     with pytest.raises(EngineError, match="LoRA rank 64"):
         await site.solver.load(site.folders[1], version(1))
@@ -206,7 +206,7 @@ async def test_a_server_knows_its_base_also_when_no_adapter_came_on_it(site: Sit
     with pytest.raises(EngineError, match="LoRA rank 64"):
         await site.solver.load(site.folders[0], version(0))
     site.double.answers.clear()
-    with pytest.raises(EngineError, match="another base"):
+    with pytest.raises(EngineError, match="different base model"):
         await site.judge.load(other, version(0, JUDGE))
     assert (site.solver.live, site.judge.live) == (None, None)
     await site.solver.load(site.folders[0], version(0))
@@ -225,7 +225,7 @@ async def test_adapters_with_answers_under_way_fill_the_server(
     running = asyncio.create_task(ask(site.solver, num_tokens=300, heard=heard))
     await until(lambda: bool(heard))
     await site.solver.load(site.folders[1], version(1))
-    with pytest.raises(EngineError, match="tried again"):
+    with pytest.raises(EngineError, match="the load is retried"):
         await site.solver.load(site.folders[2], version(2))
     assert site.solver.live == version(1)
     await running
@@ -246,7 +246,7 @@ async def test_a_whole_model_and_an_adapter_do_not_follow_each_other(tmp_path: P
     site = Site(tmp_path)
     await site.judge.close()
     await site.solver.load(site.base, version(0))
-    with pytest.raises(EngineError, match="holds an adapter, unlike"):
+    with pytest.raises(EngineError, match="has an adapter, unlike"):
         await site.solver.load(site.folders[0], version(1))
     assert site.solver.live == version(0)
     await site.close()
@@ -255,7 +255,7 @@ async def test_a_whole_model_and_an_adapter_do_not_follow_each_other(tmp_path: P
 async def test_a_server_of_somebody_else_gets_no_adapters(site: Site) -> None:
     with serving(VllmDouble(site.base, root=site.root).app()) as url:
         engine = VllmEngine(RemoteServer(url, start_s=5))
-        with pytest.raises(EngineError, match=r"leave models\.NAME\.vllm\.url out"):
+        with pytest.raises(EngineError, match=r"remove models\.NAME\.vllm\.url"):
             await engine.load(site.folders[0], version(0))
         assert engine.live is None
         await engine.close()
@@ -275,7 +275,7 @@ sys.exit(1)
 async def test_a_child_is_started_on_the_base_with_room_for_adapters(
     site: Site, tmp_path: Path
 ) -> None:
-    """vLLM would take the adapter's file for a part of the model."""
+    """vLLM would read the adapter's file as part of the model."""
     program = tmp_path / "environment" / "bin" / "vllm"
     program.parent.mkdir(parents=True)
     said = tmp_path / "said.json"
@@ -285,7 +285,7 @@ async def test_a_child_is_started_on_the_base_with_room_for_adapters(
     engine = VllmEngine(
         ChildServer(program.parent.parent, ["--dtype", "float32"], lora_capacity=lora_capacity)
     )
-    with pytest.raises(EngineError, match="ended while starting"):
+    with pytest.raises(EngineError, match="exited during startup"):
         await engine.load(site.folders[0], version(0))
     await engine.close()
     heard = json.loads(said.read_text())

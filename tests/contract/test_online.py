@@ -224,7 +224,7 @@ async def session_at(made: OnlineHarness, partition: str) -> Agent:
 
 async def test_forgotten_at_a_partition_of_its_own(tmp_path: Path) -> None:
     config = session_config(groups_per_batch=1)
-    async with world(tmp_path, config, stock=1) as made:
+    async with world(tmp_path, config, slot_pool_size=1) as made:
         with partition(tmp_path / "p1", config, made.running, 1) as service:
             await made.node.membership.join()  # is notified immediately
             agent = await session_at(made, "p1-")
@@ -243,7 +243,7 @@ async def test_forgotten_at_a_partition_of_its_own(tmp_path: Path) -> None:
 
 async def test_nodes_and_gateways_never_get_each_others_slots(tmp_path: Path) -> None:
     config = session_config(groups_per_batch=4, tasks=(TASKS,))
-    async with world(tmp_path, config, stock=16) as made:
+    async with world(tmp_path, config, slot_pool_size=16) as made:
         node = SmallNode(made.running)
         await node.join()
         answer = await node.client.lease(node.request(64))
@@ -251,13 +251,13 @@ async def test_nodes_and_gateways_never_get_each_others_slots(tmp_path: Path) ->
         assert len(answer.grants) == 2 * len(slots) == 8  # half of the capacity, in groups of two
         assert {task.source for task in answer.tasks} == {"train"}
         await made.wait_for_slots(4)
-        assert made.node.stock.num_free == 4
+        assert made.node.slot_pool.num_free == 4
         await node.client.close()
 
 
 async def test_unused_slots_leave_capacity_for_tasks(tmp_path: Path) -> None:
     config = session_config(groups_per_batch=4, tasks=(TASKS,))
-    async with world(tmp_path, config, stock=16) as made:
+    async with world(tmp_path, config, slot_pool_size=16) as made:
         node = SmallNode(made.running)
         await node.join()
         for _ in range(4):
@@ -269,7 +269,7 @@ async def test_unused_slots_leave_capacity_for_tasks(tmp_path: Path) -> None:
                 DeliveryRequest(node_id=node.node_id, boot_id=node.boot_id, deliveries=done)
             )
             await asyncio.to_thread(made.trainer.step)
-        assert made.node.stock.num_free == 4
+        assert made.node.slot_pool.num_free == 4
         await node.client.close()
 
 
@@ -293,11 +293,11 @@ async def test_slots_of_a_lost_gateway_go_to_the_next(tmp_path: Path) -> None:
         lost_ids: set[str] = set()
         with suppress(_Killed):
             async with gateway(running, tmp_path, name="lost") as lost:
-                await eventually(lambda: lost.stock.num_free == 2)
+                await eventually(lambda: lost.slot_pool.num_free == 2)
                 lost_ids.add(lost.online.open_session("owner").id)
                 raise _Killed
         async with gateway(running, tmp_path, name="next") as following:
-            await eventually(lambda: following.stock.num_free == 2)
+            await eventually(lambda: following.slot_pool.num_free == 2)
             again = following.online.open_session("owner")
             assert again.has_slot and again.id not in lost_ids
             following.online.forget(again)

@@ -135,7 +135,7 @@ class RealNode:
         await self.membership.join()
         self.membership.announce(self.live, is_ready=True)
         loops = [
-            asyncio.create_task(self.membership.beat(0.2, lambda: 0)),
+            asyncio.create_task(self.membership.heartbeat_loop(0.2, lambda: 0)),
             asyncio.create_task(self.delivery_queue.deliver()),
         ]
         try:
@@ -150,7 +150,7 @@ class RealNode:
     def live(self) -> tuple[LiveVersion, ...]:
         return tuple(
             LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number)
-            for v in self.orders.wanted.values()
+            for v in self.orders.targets.values()
         )
 
     async def lease_from(self, *partitions: int, max_slots: int = CAPACITY) -> list[Grant]:

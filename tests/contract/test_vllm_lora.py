@@ -49,8 +49,8 @@ def model_of(folder: Path) -> Any:
 
 
 class Bench:
-    """Two engines on one server; a solver's version picks one of three adapters, the judge's is
-    the fourth, of another rank and for fewer layers."""
+    """Two engines on one server. The solver's version selects one of three adapters; the judge's is
+    the fourth, with another rank and fewer layers."""
 
     def __init__(self, root: Path) -> None:
         from tests.unit.rollout.engines.byte_qwen3 import write_snapshot
@@ -106,7 +106,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
 
 
 async def test_two_adapters_of_one_server_agree_with_merged_weights(bench: Bench) -> None:
-    """In one batch; an answer under the other's adapter would be wrong by tenths."""
+    """In one batch; log-probs under the wrong adapter would be off by tenths."""
     calls = [
         bench.ask(policy, num_tokens=24, seed=seed)
         for seed in range(4)
@@ -127,7 +127,7 @@ async def test_a_new_version_interrupts_nobody_and_answers_keep_theirs(bench: Be
         asyncio.create_task(bench.ask(SOLVER, num_tokens=200, seed=1, heard=heard)),
         asyncio.create_task(bench.ask(JUDGE, num_tokens=200, seed=1)),
     ]
-    while not heard:  # noqa: ASYNC110 (pieces have no event)
+    while not heard:  # noqa: ASYNC110 (chunks have no event)
         await asyncio.sleep(0.02)
     for number in (1, 2):
         await bench.solver.load(bench.folders[number], version(number))
@@ -148,7 +148,7 @@ async def test_what_does_not_fit_is_refused_and_the_old_version_serves(bench: Be
 
     stranger = write_snapshot(bench.root / "stranger", seed=5)
     folder = write_version(stranger, bench.root / "versions" / "stranger", seed=0)
-    with pytest.raises(EngineError, match="another base"):
+    with pytest.raises(EngineError, match="different base model"):
         await bench.solver.load(folder, version(3))
     with pytest.raises(EngineError, match="policies share this vLLM"):
         await bench.solver.load(bench.base, version(3))

@@ -28,7 +28,7 @@ from penstock.errors import EngineError
 from penstock.gateway.generation import Completion, TokenChunk
 from penstock.rollout.engines.vllm import ChildServer, VllmEngine
 from penstock.rollout.engines.vllm.control import Control
-from penstock.rollout.engines.vllm.http import HttpClient
+from penstock.rollout.http_client import HttpClient
 from penstock.types import PolicyName, SamplingSpec, Version, view_ids, view_log_probs
 
 POLICY = PolicyName("policy")
@@ -39,7 +39,7 @@ NUM_SWAPS = int(os.environ.get("PENSTOCK_VLLM_SWAPS", "10"))
 NUM_SESSIONS = int(os.environ.get("PENSTOCK_VLLM_SESSIONS", "8"))
 NUM_SCHEMAS = int(os.environ.get("PENSTOCK_VLLM_SCHEMAS", "20"))
 STARTED_AT = 19
-"""Place of the start's time among the words of /proc/PID/stat after the name."""
+"""Index of the start time in /proc/PID/stat, counted after the name."""
 NUM_KILLS = int(os.environ.get("PENSTOCK_VLLM_KILLS", "2"))
 START_S = 900.0
 
@@ -80,7 +80,7 @@ class Bench:
 
     def worst(self, answer: Completion, spec: SamplingSpec, number: int | None = None) -> float:
         """The largest difference between recorded log-probs and the trainer's, each token under
-        the version of its span, or all under that of `number`."""
+        the version of its span, or all under version `number`."""
         ids = list(view_ids(answer.sampled_ids))
         recorded = list(view_log_probs(answer.logprobs))
         differences: list[float] = []
@@ -100,7 +100,7 @@ def model_of(folder: Path) -> Any:
 
 
 def expected(folder: Path, ids: Sequence[int], spec: SamplingSpec) -> list[float]:
-    """What the trainer computes for these tokens of an answer."""
+    """The trainer's log-probs for these tokens of an answer."""
     torch: Any = importlib.import_module("torch")
     losses: Any = importlib.import_module("penstock.trainer.losses.logprobs")
     num = len(ids)
@@ -132,7 +132,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
 
 
 async def test_a_grid_of_sampling_specs_agrees_with_the_trainer(bench: Bench) -> None:
-    """All at once, so that greedy and random requests share batches."""
+    """Concurrently, so that greedy and random requests share batches."""
     grid = itertools.product((0.5, 1.0, 1.7), (1.0, 0.8), (0, 20), (0.0, 0.05))
     specs = [
         SamplingSpec(temperature=t, top_p=p, top_k=k, min_p=m, max_tokens=24, seed=at)
@@ -148,8 +148,8 @@ async def test_a_grid_of_sampling_specs_agrees_with_the_trainer(bench: Bench) ->
 
 
 async def test_answers_over_swaps_have_every_token_under_its_own_version(bench: Bench) -> None:
-    """Half of them streamed. The tied head must come along: its old packed copy is wrong by whole
-    units."""
+    """Half of them streamed. The tied head must be updated too: with its old packed copy,
+    log-probs are off by more than 1."""
     is_over = asyncio.Event()
     answers: list[tuple[Completion, SamplingSpec, list[TokenChunk] | None]] = []
 
@@ -207,9 +207,9 @@ async def test_part_of_a_fused_layer_is_refused_and_nothing_changes(bench: Bench
         folder.mkdir()
         safetensors.save_file({part: tensors[part] for part in names}, folder / "model.safetensors")
         for call in (control.check, control.load):
-            with pytest.raises(EngineError, match="as one layer"):
+            with pytest.raises(EngineError, match="vLLM fuses them"):
                 await call(folder)
-    with pytest.raises(EngineError, match="not under"):
+    with pytest.raises(EngineError, match="not inside"):
         await control.check(bench.root)
     spec = SamplingSpec(max_tokens=16, seed=1)
     assert bench.worst(await bench.ask(spec), spec) < TOLERANCE
@@ -225,7 +225,7 @@ async def test_prompts_that_are_read_in_parts_kill_nobody(bench: Bench) -> None:
 
 
 async def test_processes_that_wait_for_each_other_sleep(bench: Bench) -> None:
-    """vLLM's own way costs a core each for a second after every answer."""
+    """Without the patch, each process uses a full core for a second after every answer."""
     group = psutil.Process(bench.server.group)
 
     def spent_s() -> float:
@@ -296,8 +296,8 @@ async def test_a_killed_server_comes_back_by_itself(bench: Bench) -> None:
 
 
 def _processes(group: int | None) -> list[int]:
-    """Of the group, in the order of their start: the server itself, its engine core, and so on;
-    without the guardian. Pids say nothing of order: the system uses them again."""
+    """Processes of the group in start order: the server, its engine core, and so on, without the
+    guardian. Pids do not give the order, because the system reuses them."""
     found: list[tuple[int, int]] = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
 from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.dataflow import SurvivorsClosing
-from penstock.config.lora import ENGINES as LORA_ENGINES
+from penstock.config.engines import is_reproducible, serves_adapters
 from penstock.config.pipeline_cross_checks import (
     group_comparer,
     pipeline_cross_checks,
@@ -67,7 +67,7 @@ def _determinism(config: RunSections) -> Iterator[Contradiction]:
         return
     at: KeyPath = ("deterministic",)
     for name, model in config.models.items():
-        if model.engine not in ("hf", "scripted"):
+        if not is_reproducible(model.engine):
             text = f"engine {model.engine} of {name} promises no bits; use hf or scripted"
             yield Contradiction(text=text, keys=(("models", name, "engine"), at))
     if len(config.models) > 1 or config.dataflow.partitions > 1:
@@ -250,7 +250,7 @@ def _lora(config: RunSections) -> Iterator[Contradiction]:
         if model.lora is None:
             continue
         at: KeyPath = ("models", name, "lora")
-        if model.engine not in LORA_ENGINES:
+        if not serves_adapters(model.engine):
             yield Contradiction(
                 text=f"engine {model.engine} does not serve adapters yet; use hf or vllm, or leave "
                 "lora out",

@@ -16,8 +16,6 @@ _MODULE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _Target = Annotated[
     str, AfterValidator(matching(_MODULE, "write the last part of a module's name, like q_proj"))
 ]
-ENGINES = ("hf", "vllm", "scripted", "simulated")
-"""Engines that put an adapter on a model, and those that have none."""
 
 
 class LoraConfig(Section):

@@ -7,8 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from penstock.config.base import Section, non_blank, one_of, only_supported, unknown
+from penstock.config.base import Section, non_blank, only_supported, unknown
 from penstock.config.dataflow import PolicyDataflowConfig
+from penstock.config.engines import EngineName
 from penstock.config.lora import LoraConfig
 from penstock.config.trainer import AlgorithmConfig, TrainingConfig
 
@@ -47,10 +48,7 @@ class ModelConfig(Section):
     """Initial weights: `builtin:NAME`, or a folder in Hugging Face form."""
     lora: LoraConfig | None = None
     """Train an adapter on these weights, which stay as they are; null trains all of them."""
-    engine: Annotated[
-        Literal["hf", "vllm", "sglang", "scripted", "simulated"],
-        one_of("hf", "vllm", "sglang", "scripted", "simulated"),
-    ] = "hf"
+    engine: EngineName = "hf"
     """What generates: transformers in process, vLLM or SGLang in a process of its own, a table of
     answers, or a simulation of timing."""
     vllm: VllmConfig = VllmConfig()

@@ -75,7 +75,7 @@ class EndedSession:
 class SlotSource(Protocol):
     """Provides slots of the run and takes recorded sessions."""
 
-    def take(self) -> RowId | None:
+    def acquire_slot(self) -> RowId | None:
         """A slot for a new session, or None if none is free."""
         ...
 
@@ -182,7 +182,7 @@ class OnlineGateway(Gateway):
                 f"too many open sessions (limit {MAX_SESSIONS}); end some first",
                 retry_after_s=1.0,
             )
-        slot_id = self._slot_source.take()
+        slot_id = self._slot_source.acquire_slot()
         session = self.open(policies=self._policies, sampling=self._sampling, seed=_seed())
         session.id = slot_id or f"unrecorded-{session.id}"
         now = self._clock()
@@ -263,7 +263,7 @@ class OnlineGateway(Gateway):
                 self._slot_source.release_slot(RowId(entry.id))
             self._close(entry, State.FORGOTTEN)
 
-    def dropped(self, row_id: RowId) -> None:
+    def on_slot_dropped(self, row_id: RowId) -> None:
         """The run dropped the slot: its row was forgotten or can no longer be used. An open session
         continues unrecorded."""
         entry = self._entries.get(row_id)

@@ -1,3 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout node: lease, run the workflow, score, deliver. Imports nothing here, so workers start
-fast."""
+"""A rollout node: lease slots, run the workflow, score, deliver.
+
+This module imports nothing, so that worker processes start fast.
+"""

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attempt at one slot: run the workflow, score it, write the record. A bad rollout is data, not
-a crash.
+"""One attempt at one slot: run the workflow, score it, return the trajectory. A failed rollout is
+data, not a crash.
 
-How an attempt ends, in this order:
-- the engine refused or died              → failed(engine)
-- the workflow raised                     → failed(workflow), the user's own frames in `detail`
-  … because the window was full           → truncated(length) if some answer had reached it
-- the workflow made no model call         → failed(workflow)
-- its time was up                         → truncated(deadline) if some answer had reached it,
+Outcomes, in order of precedence:
+- the engine failed                       → failed(engine)
+- the workflow raised                     → failed(workflow), with the user's frames in `detail`
+  … because the context window was full   → truncated(length) if it had received an answer
+- the workflow received no model answer   → failed(workflow)
+- the time limit was reached              → truncated(deadline) if it had received an answer,
                                             else failed(deadline)
-- its last answer hit `max_tokens`        → truncated(length)
+- the last answer hit `max_tokens`        → truncated(length)
 - otherwise                               → completed
-Completed and truncated attempts are scored: `ctx.reward()` or a returned number stands, else the
-reward function judges the completion (at a deadline: the text of the last answer). What cannot be
-scored is failed(reward | reward_deadline).
+Completed and truncated attempts are scored. A reward from `ctx.reward()` or a returned number takes
+precedence; otherwise the reward function scores the completion (at the time limit: the text of the
+last answer). If scoring fails, the outcome is failed(reward | reward_deadline).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ OUT_OF_TIME = Outcome(kind=OutcomeKind.TRUNCATED, reason="deadline")
 OUT_OF_TOKENS = Outcome(kind=OutcomeKind.TRUNCATED, reason="length")
 NO_REWARD = Failed(
     kind=FailureKind.REWARD,
-    detail="nothing gave a reward: the run has no reward function, and the workflow neither "
-    "returned a number nor called ctx.reward(); set `reward: module:function` or do either",
+    detail="no reward: the run has no reward function, and the workflow neither returned a number "
+    "nor called ctx.reward(); set `reward: module:function` or do either",
 )
 
 
@@ -69,8 +69,8 @@ def row_id_of(grant: Grant) -> RowId:
 
 
 def workflow_timeout_s(start_to_close_s: float) -> float:
-    """Time for the workflow alone: the dataflow's own clock runs from the grant, and scoring needs
-    a share."""
+    """Time limit for the workflow. The slot's limit counts from the grant and includes scoring, so
+    some of it is reserved."""
     return start_to_close_s - min(5.0, 0.1 * start_to_close_s)
 
 
@@ -81,26 +81,26 @@ class AttemptRunner:
         endpoint: Endpoint,
         recorder: Recorder,
         scorer: RewardScorer | None,
-        facts: RunInfo,
+        run_info: RunInfo,
         node_id: NodeId,
     ) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
         self._recorder = recorder
         self._scorer = scorer
-        self._facts = facts
+        self._run_info = run_info
         self._node_id = node_id
-        self._limit_s = workflow_timeout_s(facts.start_to_close_s)
-        self._workflows: dict[str, Workflow] = {facts.workflow: find_workflow(facts.workflow)}
+        self._limit_s = workflow_timeout_s(run_info.start_to_close_s)
+        self._workflows: dict[str, Workflow] = {run_info.workflow: find_workflow(run_info.workflow)}
         self._num_failed = 0
 
     async def run(self, grant: Grant, task: Task) -> Trajectory:
-        """Always a record, whatever the workflow does; only cancellation passes through."""
+        """Run one attempt. Always returns a trajectory; only cancellation is raised."""
         started_at = time.time()
         async with self._recorder.track(row_id_of(grant), grant.num_recorded) as tracked:
             session = self._gateway.open(
-                policies=self._facts.policies,
-                sampling=self._facts.sampling,
+                policies=self._run_info.policies,
+                sampling=self._run_info.sampling,
                 seed=grant.seed,
                 salvaged_turns=tracked.salvaged_turns,
                 on_turn=tracked.on_turn,
@@ -112,7 +112,7 @@ class AttemptRunner:
                 turns = self._gateway.close(session)
         outcome = resolve_outcome(outcome, turns, is_window_full=session.has_overflowed)
         reward = None
-        if outcome.has_reward and self._facts.is_scored:
+        if outcome.has_reward and self._run_info.is_scored:
             if completion is None:
                 completion = last_answer_text(session, turns)
             reward, outcome = await self._score(completion, task, ctx, outcome)
@@ -133,10 +133,10 @@ class AttemptRunner:
         )
 
     async def _run_workflow(self, task: Task, ctx: Context) -> tuple[str | None, Outcome]:
-        """The completion, None for the last answer's text, and how the workflow ended."""
+        """The completion (None: use the last answer's text) and the workflow's outcome."""
         limit = asyncio.timeout(self._limit_s)
         try:
-            workflow = self._workflow(task.workflow or self._facts.workflow)
+            workflow = self._workflow(task.workflow or self._run_info.workflow)
             async with limit:
                 returned: Any = await workflow(task, ctx)
             return _completion(returned, ctx), COMPLETED
@@ -171,7 +171,7 @@ class AttemptRunner:
 
     def _report(self, outcome: Outcome, task: Task) -> None:
         self._num_failed += 1
-        if self._num_failed & (self._num_failed - 1) == 0:  # 1, 2, 4, 8, …: a storm stays readable
+        if self._num_failed & (self._num_failed - 1) == 0:  # log only 1, 2, 4, 8, …
             log.warning(
                 "rollout failed",
                 task=task.key,
@@ -182,7 +182,7 @@ class AttemptRunner:
 
 
 def _is_cancelled() -> bool:
-    """Somebody cancelled this attempt, and not only what its workflow was waiting for."""
+    """Whether this attempt was cancelled, and not just something its workflow awaits."""
     attempt = asyncio.current_task()
     return attempt is not None and attempt.cancelling() > 0
 
@@ -194,9 +194,9 @@ def failed(kind: FailureKind, detail: str) -> Outcome:
 def resolve_outcome(
     outcome: Outcome, turns: Sequence[Turn], *, is_window_full: bool = False
 ) -> Outcome:
-    """What the turns say about the end of an attempt. `is_window_full`: its last call had no room
-    for an answer, which is then why its workflow failed, whatever an SDK or a program made of
-    it."""
+    """The final outcome, given the turns. `is_window_full`: the last call left no room for an
+    answer; that counts as the cause of a workflow failure, whatever error the SDK or program
+    raised."""
     reached = [turn for turn in turns if turn.reached_agent]
     if is_window_full and reached and outcome.reason == FailureKind.WORKFLOW:
         return OUT_OF_TOKENS
@@ -204,15 +204,15 @@ def resolve_outcome(
         return outcome
     if not reached:
         if outcome is OUT_OF_TIME:
-            return failed(FailureKind.DEADLINE, "time was up before the first model answer")
-        return failed(FailureKind.WORKFLOW, "the workflow ended without any model answer")
+            return failed(FailureKind.DEADLINE, "time limit reached before the first model answer")
+        return failed(FailureKind.WORKFLOW, "the workflow ended without a model answer")
     if outcome is COMPLETED and reached[-1].finish is FinishReason.LENGTH:
         return OUT_OF_TOKENS
     return outcome
 
 
 def last_answer_text(session: Session, turns: Sequence[Turn]) -> str:
-    """What the workflow last heard from a model, however it called it."""
+    """Text of the last answer that the workflow received, through any API."""
     turn = next(turn for turn in reversed(turns) if turn.reached_agent)
     return session.renderer(turn.policy).decode_visible(view_ids(turn.sampled_ids).tolist())
 
@@ -221,7 +221,7 @@ def _completion(returned: Any, ctx: Context) -> str | None:
     if returned is None:
         return None
     if isinstance(returned, str):
-        return returned.encode(errors="replace").decode()  # lone surrogates cannot travel
+        return returned.encode(errors="replace").decode()  # lone surrogates cannot be encoded
     if isinstance(returned, SupportsFloat):
         ctx.reward(float(returned))
         return None

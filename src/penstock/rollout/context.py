@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a workflow gets: chat with the policies, an address for programs, a place for the reward.
+"""The context passed to a workflow: chat with policies, run programs, set the reward.
 
 Owns one attempt's view of the gateway. Knows nothing of leases, deliveries or other attempts.
 """
@@ -19,7 +19,7 @@ from penstock.types import MAX_ROLE_CHARS, JsonObject, PolicyName
 
 
 class BoundPolicy:
-    """Calls of one policy; each is recorded as a turn of this attempt."""
+    """Calls one policy; each call is recorded as a turn of this attempt."""
 
     __slots__ = ("_name", "_role", "_session")
 
@@ -29,50 +29,51 @@ class BoundPolicy:
         self._role = role
 
     async def chat(self, messages: Sequence[JsonObject], **overrides: Any) -> Answer:
-        """One model call. `overrides` are fields of the sampling spec: `temperature=0.7,
+        """Make one chat call. `overrides` are sampling fields, such as `temperature=0.7,
         max_tokens=64`."""
         return await self._session.chat(messages, policy=self._name, role=self._role, **overrides)
 
     async def complete(self, prompt: str, **overrides: Any) -> Answer:
-        """The same for a text that the model goes on with as it is, without a chat template."""
+        """Make one completion call: the model continues `prompt` without a chat template."""
         if self._role:
-            raise ValueError(f"a completion has no role such as {self._role!r}; ask with chat()")
+            raise ValueError(f"complete() does not take a role ({self._role!r}); use chat()")
         fields = read_overrides(overrides) if overrides else None
         return await self._session.complete(prompt, policy=self._name, overrides=fields)
 
 
 class Context:
-    """Lives as long as one attempt."""
+    """Valid for one attempt."""
 
     def __init__(self, session: Session, endpoint: Endpoint, *, seed: int) -> None:
         self.seed = seed
-        """Of this slot: the same for every attempt on every node."""
+        """Seed of this slot: the same for every attempt on every node."""
         self.explicit_reward: float | None = None
-        """What `reward()` was last told; None leaves the reward to the run's function."""
+        """The last value passed to `reward()`; None means the run's reward function scores."""
         self._session = session
         self._endpoint = endpoint
 
     def policy(self, name: str | None = None, *, role: str = "") -> BoundPolicy:
-        """The policy of that name; a run with one policy need not name it. `role` is what it acts
-        as, for `route` rules that go by it."""
+        """The policy `name`; optional in a run with one policy. `role` labels its turns for `route`
+        rules."""
         if len(role) > MAX_ROLE_CHARS:
-            raise ValueError(f"a role has at most {MAX_ROLE_CHARS} characters, not {len(role)}")
+            raise ValueError(f"role has {len(role)} characters; at most {MAX_ROLE_CHARS} allowed")
         return BoundPolicy(self._session, None if name is None else PolicyName(name), role)
 
     @property
     def base_url(self) -> str:
-        """For any OpenAI client in this or a child process; Anthropic's want it without `/v1`."""
+        """Base URL for OpenAI clients in this or a child process; for Anthropic clients, drop the
+        `/v1`."""
         return self._endpoint.url
 
     @property
     def api_key(self) -> str:
-        """Names this attempt's session: model calls made with it are recorded here."""
+        """API key of this attempt's session: calls made with it are recorded as its turns."""
         return self._session.api_key
 
     def reward(self, value: float) -> None:
-        """Set the reward; the run's reward function is then not asked. The last call counts."""
+        """Set the reward; the run's reward function is then skipped. The last call counts."""
         if not math.isfinite(value):
-            raise ValueError(f"a reward is a finite number, not {value}")
+            raise ValueError(f"reward must be a finite number, got {value}")
         self.explicit_reward = float(value)
 
     async def run_program(
@@ -83,11 +84,11 @@ class Context:
         stdin: bytes = b"",
         timeout_s: float | None = None,
     ) -> str:
-        """Run a program whose OpenAI or Anthropic client finds this attempt by itself; returns what
-        it printed.
+        """Run a program and return its standard output.
 
-        Raises WorkflowError when it does not end with 0. It dies, with all it started in its
-        process group, when the attempt ends in any way, and with the node.
+        Environment variables point its OpenAI or Anthropic client at this attempt. Raises
+        WorkflowError if the exit code is not 0. The program and its process group are killed when
+        the attempt ends for any reason, and when the node dies.
         """
         inherited = inherited_env()
         inherited.pop("ANTHROPIC_AUTH_TOKEN", None)  # some clients prefer it to the key

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finished trajectories on their way to the ledger, and the node's own record of what was
-acknowledged.
+"""Delivers finished trajectories to the dataflow and logs acknowledged row ids on disk.
 
-While one delivery is on its way the next one forms, so the number of calls follows the service, not
-the work.
+Trajectories collect while a delivery is in flight, so the call rate follows the service's latency,
+not the rollout rate.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class DeliveryApi(Protocol):
 
 
 class AckLog:
-    """One row id per line, written after the service's answer: what `penstock audit` holds the
-    ledger to."""
+    """Acknowledged row ids, one per line. `penstock audit` checks the ledger against it."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +55,7 @@ class AckLog:
 
 
 def _drop_torn_line(file: int) -> None:
-    """A node killed in mid-write leaves half an id, which no ledger would know."""
+    """Remove the partial id that a node killed mid-write leaves at the end of the file."""
     size = os.fstat(file).st_size
     start = max(0, size - 4096)
     tail = os.pread(file, 4096, start)
@@ -67,7 +65,7 @@ def _drop_torn_line(file: int) -> None:
 
 @dataclass(slots=True, eq=False)
 class _PartitionQueue:
-    """What is for one partition: waiting, and on its way."""
+    """Deliveries and released slots for one partition, waiting or in flight."""
 
     waiting: list[Delivery] = field(default_factory=list[Delivery])
     released: list[RowId] = field(default_factory=list[RowId])
@@ -79,7 +77,7 @@ class _PartitionQueue:
 
 
 class DeliveryQueue:
-    """One lane per partition: while one is away its rows wait here, and the others' go on."""
+    """One queue per partition, so an unreachable partition does not delay the others."""
 
     def __init__(self, api: DeliveryApi, membership: Membership, ack_log: AckLog) -> None:
         self._api = api
@@ -90,24 +88,24 @@ class DeliveryQueue:
         self._has_shrunk = asyncio.Event()
 
     def __len__(self) -> int:
-        """Rows not yet acknowledged, and slots not yet handed back."""
+        """Number of rows not yet acknowledged and slots not yet released."""
         return sum(map(len, self._queues.values()))
 
     def put(self, trajectory: Trajectory) -> None:
-        """As made by this life of the node."""
+        """Queue a trajectory, stamped with this process's `boot_id`."""
         stamped = replace(trajectory, boot_id=self._membership.boot_id)
         queue = self._queue_for(stamped.row_id)
         queue.waiting.append(Delivery(row_id=stamped.row_id, payload=memoryview(encode(stamped))))
         queue.filled.set()
 
     def release(self, row_id: RowId) -> None:
-        """Hand the slot back without a result."""
+        """Queue the release of a slot without a result."""
         queue = self._queue_for(row_id)
         queue.released.append(row_id)
         queue.filled.set()
 
     def _queue_for(self, row_id: RowId) -> _PartitionQueue:
-        """A row's name begins with its partition."""
+        """The queue of the row's partition, which is the prefix of its row id."""
         partition = row_id.partition("-")[0]
         queue = self._queues.get(partition)
         if queue is None:
@@ -116,13 +114,13 @@ class DeliveryQueue:
         return queue
 
     async def wait_until_at_most(self, num_rows: int) -> None:
-        """Wait until no more than so many are here."""
+        """Wait until at most `num_rows` entries are left."""
         while len(self) > num_rows:
             self._has_shrunk.clear()
             await self._has_shrunk.wait()
 
     async def deliver(self) -> None:
-        """consumes: the first row of a partition · produces: a loop that delivers there
+        """consumes: the first row of a partition · produces: a delivery loop for that partition
         waits for: a new partition · woken by: `put()`, `release()`"""
         async with asyncio.TaskGroup() as loops:
             while True:
@@ -130,10 +128,10 @@ class DeliveryQueue:
 
     async def _deliver(self, queue: _PartitionQueue) -> None:
         """consumes: trajectories and released slots · produces: acknowledged ids on disk
-        waits for: something to send, then the service's fsync · woken by: `put()`, `release()`"""
+        waits for: entries to send, then the service's fsync · woken by: `put()`, `release()`"""
         while True:
             await queue.filled.wait()
-            await asyncio.sleep(0)  # those that finish in the same turn of the loop come along
+            await asyncio.sleep(0)  # include results that finish in the same event-loop iteration
             request = self._next_request(queue)
             answer = await self._membership.with_rejoin(partial(self._api.deliver, request))
             self._record_results(request, answer.results)
@@ -154,7 +152,7 @@ class DeliveryQueue:
         )
 
     def _record_results(self, request: DeliveryRequest, results: Iterable[DeliveryResult]) -> None:
-        # A released slot has a result too, but no row stands behind it.
+        # A released slot also gets a result, but it has no row.
         delivered = {delivery.row_id for delivery in request.deliveries}
         acknowledged: list[RowId] = []
         num_late = 0
@@ -164,15 +162,20 @@ class DeliveryQueue:
                     acknowledged.append(result.row_id)
             elif result.status is DeliveryStatus.FENCED:
                 num_late += 1
-            else:  # ours: the record breaks the contract, and no retry will mend it
-                log.error("refused", row=result.row_id, status=result.status, detail=result.detail)
+            else:  # our bug: the record violates the contract, so a retry cannot help
+                log.error(
+                    "trajectory rejected",
+                    row=result.row_id,
+                    status=result.status,
+                    detail=result.detail,
+                )
         self._ack_log.append(acknowledged)
         if num_late:
-            log.info("leases had ended before their results came", num_rows=num_late)
+            log.info("late results dropped: leases had expired", num_rows=num_late)
 
 
 def split(deliveries: list[Delivery]) -> tuple[list[Delivery], list[Delivery]]:
-    """What fits into one call, and the rest; one delivery always fits."""
+    """Split into the deliveries for one call and the rest; a call has at least one."""
     num_bytes = 0
     for index, delivery in enumerate(deliveries[:MAX_ROWS]):
         num_bytes += len(delivery.payload)

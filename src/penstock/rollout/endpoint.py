@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded gateway over HTTP on loopback, for programs that only know a base URL."""
+"""Serves the embedded gateway over HTTP on loopback, for programs that take a base URL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BACKLOG = 1024
 
 
 class Endpoint:
-    """Serves from the first time somebody asks for its address; until then it costs nothing."""
+    """Starts serving when `url` is first read; costs nothing before that."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -23,14 +23,14 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """An OpenAI client's `base_url`; callers queue at the socket until `run()` serves."""
+        """The `base_url` for an OpenAI client; calls queue at the socket until `run()` serves."""
         if self._listener is None:
             self._listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
             self._requested.set()
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
 
     async def run(self) -> None:
-        """consumes: HTTP calls of agents · produces: turns of their sessions
+        """consumes: HTTP calls from agents · produces: turns of their sessions
         waits for: an agent that needs HTTP · woken by: `url`"""
         await self._requested.wait()
         assert self._listener is not None

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of one policy as one engine: requests outlive the engine that answers them, and
-weights change under them a few engines at a time.
+"""Makes the engines of one policy look like one: requests survive the loss of an engine, and
+weights are swapped a few engines at a time.
 
-Owns who is asked and what becomes of an answer whose engine is lost; the order of swaps is that of
-`swaps`. Does not start or restart engines: an engine that cannot answer says so (`live` is None),
-and the loader brings it up to date when it is back. The rules:
+Owns routing and the retry of lost answers; `rolling_swap` owns the order of swaps. Does not start
+or restart engines: an engine that cannot answer has `live` None, and the loader updates it when it
+is back. The rules:
 
-- A lost answer continues elsewhere (see `continuing`). What the request itself is to blame for
-  (`RequestRejected`) is not tried again, and neither is what failed MAX_FAILURES times without a
-  token.
-- With no engine left a request is held for `hold_s`, then it fails.
-- `live` is the oldest version that an engine serves: the least a new answer is sampled from.
+- A lost answer continues on another engine (see `partial_completion`). A rejected request
+  (`RequestRejected`) is not retried, nor one that failed MAX_FAILURES times without a new token.
+- With no engine available, a request waits for `hold_s`, then fails.
+- `live` is the oldest version that any engine serves: a new answer is at least this recent.
 """
 
 from __future__ import annotations
@@ -26,47 +25,47 @@ import structlog
 
 from penstock.errors import EngineError, RequestRejected, wrap_errors
 from penstock.gateway.generation import ChunkCallback, Completion
-from penstock.rollout.engines.base import CLOSED, Engine, live_for
-from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
+from penstock.rollout.engine import CLOSED, Engine, live_for
 from penstock.rollout.partial_completion import DetachableCallback, PartialCompletion
 from penstock.rollout.rolling_swap import Replica, RollingSwap, VerifyEngine
 from penstock.rollout.routing import choose
+from penstock.rollout.snapshot import Snapshot, read_snapshot
 from penstock.types import FinishReason, PolicyName, SamplingSpec, Version
 
 MAX_PAUSED = 0.25
 HOLD_S = 120.0
 MAX_FAILURES = 5
-"""Of one request in a row, without a token between them."""
+"""Most consecutive failures of one request without a new token."""
 BACKOFF_S = 0.25
-"""How long a request avoids an engine that failed it, at first; twice as long each time."""
+"""How long a request avoids an engine after a failure; doubles with each failure."""
 POLL_S = 0.05
-"""An engine that comes back by itself tells nobody, so held requests look."""
+"""Recovered engines send no notification, so waiting requests poll."""
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
-    """What happened in a pool so far."""
+    """Counters of a pool since its start."""
 
     num_engines: int
     num_serving: int
     in_flight: tuple[int, ...]
-    """Requests of each engine."""
+    """Requests in flight, per engine."""
     num_swaps: int
-    """Of engines that were serving; the first load of an engine interrupts nobody."""
+    """Swaps of serving engines; the first load of an engine is not counted."""
     peak_paused: int
-    """Most engines that were ever out of routing at once for a swap."""
+    """Most engines out of routing for a swap at the same time."""
     swap_s: tuple[float, ...]
-    """How long each of the newest swaps kept its engine out of routing, from the first look at the
-    weights to the proof; the engine is silent for a part of it."""
+    """How long each of the newest swaps kept its engine out of routing, including load and
+    verification; the engine pauses for only a part of it."""
     num_continued: int
-    """Answers that went on from their own tokens on another engine."""
+    """Answers that continued from their tokens on another engine."""
     num_restarted: int
-    """Answers that were begun again."""
+    """Answers that restarted from their first token."""
     num_tokens_kept: int
-    """Sampled by engines that were lost, and not sampled again."""
+    """Tokens from lost engines that did not have to be sampled again."""
     num_failed: int
-    """Requests that ended in an error the request was not to blame for."""
+    """Requests that failed for reasons other than the request itself."""
 
 
 class EnginePool:
@@ -103,7 +102,7 @@ class EnginePool:
         return min(served, key=lambda version: (version.incarnation, version.number), default=None)
 
     @property
-    def facts(self) -> PoolStats:
+    def stats(self) -> PoolStats:
         return PoolStats(
             num_engines=len(self._replicas),
             num_serving=sum(replica.serving_version is not None for replica in self._replicas),
@@ -151,23 +150,23 @@ class EnginePool:
     ) -> Completion:
         avoided_until: dict[Replica, float] = {}
         num_failures = 0
-        why = EngineError("none was ever asked")
+        why = EngineError("no engine was tried")
         while True:
             replica = await self._choose(session, avoided_until, why)
             before = answer.num_sampled
             try:
-                completion = await _ask(replica, answer, policy, session)
+                completion = await _generate(replica, answer, policy, session)
                 if completion.finish is not FinishReason.ABORT:
-                    return answer.join(completion)
-                answer.take(completion)
-                why = EngineError(f"the engine gave up after {answer.num_sampled} tokens")
+                    return answer.append_last(completion)
+                answer.add_aborted(completion)
+                why = EngineError(f"the engine aborted after {answer.num_sampled} tokens")
             except RequestRejected:
                 raise
             except EngineError as error:
                 why = error
             assert self._model is not None
-            if (finish := answer.ended(self._model)) is not None:
-                return answer.complete(finish)
+            if (finish := answer.finish_reason(self._model)) is not None:
+                return answer.to_completion(finish)
             num_new = answer.num_sampled - before if answer.is_stateless else 0
             num_failures = 1 if num_new else num_failures + 1
             if num_failures == MAX_FAILURES or self._is_closed:
@@ -181,19 +180,19 @@ class EnginePool:
             self._num_continued += 1
             self._num_tokens_kept += num_new
         else:
-            answer.forget()
+            answer.restart()
             self._num_restarted += 1
 
     def _report(self, answer: PartialCompletion, why: EngineError) -> None:
         num_lost = self._num_continued + self._num_restarted
-        if num_lost & (num_lost - 1) == 0:  # 1, 2, 4, 8, …: a storm stays readable
+        if num_lost & (num_lost - 1) == 0:  # log only 1, 2, 4, 8, … to limit the volume
             kept = answer.num_sampled
-            log.warning("engine lost an answer", kept=kept, num_lost=num_lost, error=str(why))
+            log.warning("answer lost", num_tokens_kept=kept, num_lost=num_lost, error=str(why))
 
     async def _choose(
         self, session: str, avoided_until: dict[Replica, float], why: EngineError
     ) -> Replica:
-        """An engine that serves and has not just failed this request; waits for one."""
+        """Pick a serving engine that has not just failed this request; wait if there is none."""
         give_up_at = time.monotonic() + self._hold_s
         while not self._is_closed:
             changed, now = self._changed, time.monotonic()
@@ -203,7 +202,7 @@ class EnginePool:
                 if replica.serving_version is not None and avoided_until.get(replica, now) <= now
             }
             if able:
-                # A swap empties an engine's cache, so there is nothing to wait for on that one.
+                # A swap empties an engine's cache, so waiting for that engine gains nothing.
                 steady = {
                     i: replica for i, replica in able.items() if not replica.is_swapping
                 } or able
@@ -211,8 +210,8 @@ class EnginePool:
                 return self._replicas[choose(session, loads)]
             if now >= give_up_at:
                 raise EngineError(
-                    f"none of {len(self._replicas)} engines came back within {self._hold_s:g} s; "
-                    f"the last one failed with: {why}"
+                    f"all {len(self._replicas)} engines were unavailable for {self._hold_s:g} s; "
+                    f"last error: {why}"
                 )
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
@@ -226,7 +225,7 @@ class EnginePool:
     # --- weights --------------------------------------------------------------------------------
 
     def needs_load(self, version: Version) -> bool:
-        """Some engine does not serve this version, and is not on its way."""
+        """Whether some engine neither serves this version nor is loading it."""
         return any(
             replica.serving_version != version and replica.starting is None
             for replica in self._replicas
@@ -235,22 +234,22 @@ class EnginePool:
     async def load(
         self, folder: Path, version: Version, *, verify: VerifyEngine | None = None
     ) -> None:
-        """Raises EngineError unless all engines that serve have the version; what is up to date is
-        left alone by the next try."""
+        """Load the version. Raises EngineError unless all serving engines have it; a retry skips
+        the engines that are up to date."""
         with wrap_errors(EngineError, f"snapshot of {version} in {folder}"):
             self._model = await asyncio.to_thread(read_snapshot, folder)
         errors = await self._rolling_swap.load(folder, version, verify)
         if self.live != version:
             reasons = "; ".join(map(str, errors)) or "no engine is alive"
             raise EngineError(
-                f"{len(errors)} of {len(self._replicas)} engines not loaded: {reasons}"
+                f"load failed on {len(errors)} of {len(self._replicas)} engines: {reasons}"
             )
 
 
-async def _ask(
+async def _generate(
     replica: Replica, answer: PartialCompletion, policy: PolicyName, session: str
 ) -> Completion:
-    prompt_ids, sampling = answer.begin()
+    prompt_ids, sampling = answer.next_request()
     callback = DetachableCallback(answer.feed)
     replica.num_in_flight += 1
     try:

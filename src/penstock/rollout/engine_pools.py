@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of this node, a pool per policy, as the gateway sees them: a single `Generate`.
+"""The node's engines, one pool per policy, behind a single `Generate` for the gateway.
 
-Policies that are adapters of one model share their engines: the pool of each has views of the same
-processes, with live versions of its own.
+Policies that are adapters of one model share engines: each policy's pool holds views of the same
+processes, with separate live versions.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from penstock.dataflow.core.leasing import LiveVersion
 from penstock.errors import EngineError, wrap_errors
 from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.rollout.engine import Engine, Shareable
 from penstock.rollout.engine_pool import MAX_PAUSED, EnginePool, PoolStats, VerifyEngine
-from penstock.rollout.engines.base import Engine, Shareable
 from penstock.types import PolicyName, SamplingSpec, Version
 
 
 class EnginePools:
-    """Nothing is live until the first `load()`, which also waits for an engine's slow imports."""
+    """No version is live until the first `load()`, which also waits for an engine's imports."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class EnginePools:
         max_paused: float = MAX_PAUSED,
         sharing: Sequence[Sequence[PolicyName]] = (),
     ) -> None:
-        """`sharing` are sets of policies with one base; each other policy has its own engines."""
+        """`sharing`: sets of policies with a common base. Other policies get separate engines."""
         unshared = set(policies).difference(*sharing)
         self._by_policy: dict[PolicyName, EnginePool] = {}
         for shared in (*sharing, *((policy,) for policy in policies if policy in unshared)):
@@ -60,7 +60,7 @@ class EnginePools:
     async def load(
         self, folder: Path, version: Version, *, verify: VerifyEngine | None = None
     ) -> None:
-        """As `EnginePool.load`."""
+        """See `EnginePool.load`."""
         with wrap_errors(EngineError, f"engine of policy {version.policy}, load of {version}"):
             await self._by_policy[version.policy].load(folder, version, verify=verify)
 
@@ -68,7 +68,7 @@ class EnginePools:
         return self._by_policy[version.policy].needs_load(version)
 
     def live(self) -> tuple[LiveVersion, ...]:
-        """Of each policy the oldest version that one of its engines serves."""
+        """The oldest version that is served, for each policy."""
         served = (pool.live for pool in self._by_policy.values())
         return tuple(
             LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number)
@@ -76,8 +76,8 @@ class EnginePools:
             if v is not None
         )
 
-    def facts(self) -> dict[PolicyName, PoolStats]:
-        return {policy: pool.facts for policy, pool in self._by_policy.items()}
+    def stats(self) -> dict[PolicyName, PoolStats]:
+        return {policy: pool.stats for policy, pool in self._by_policy.items()}
 
     async def close(self) -> None:
         for pool in self._by_policy.values():
@@ -85,7 +85,9 @@ class EnginePools:
 
 
 def _engine_views(make: Callable[[], Engine], num_policies: int) -> list[Engine]:
-    """One engine, seen by each policy on it. A kind that holds no weights has nothing to share."""
+    """One engine as seen by each of its policies; engines that cannot share are built separately.
+
+    Only engines that hold weights are `Shareable`."""
     first = make()
     others = range(num_policies - 1)
     if isinstance(first, Shareable):

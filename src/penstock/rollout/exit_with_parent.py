@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ties a process to the one that started it: when the parent dies, however it dies, so does the
-child.
+"""Kills a process when its parent dies, for any reason.
 
-Run as a file, `python tether.py PARENT_PID PROGRAM ARG…` ties itself and then becomes the program.
-Nothing runs between fork and exec in the parent, which is full of threads. Standard library only.
+As a script, `python exit_with_parent.py PARENT_PID PROGRAM ARG…` sets this up for itself and then
+execs the program. So no code runs between fork and exec in the parent, which has many threads.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL at the parent's death; ends at once if that was already missed."""
+    """Request SIGKILL from the kernel on the parent's death; die now if the parent is dead."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -27,14 +27,14 @@ def die_with(parent_pid: int) -> None:
 
 def main() -> None:
     die_with(int(sys.argv[1]))
-    words = sys.argv[2:]
-    # Python ignores these at its start, and an ignored signal stays ignored across exec.
+    argv = sys.argv[2:]
+    # Python ignores these signals by default, and an ignored signal stays ignored across exec.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:
-        os.execvp(words[0], words)
+        os.execvp(argv[0], argv)
     except OSError as error:
-        print(f"cannot start {words[0]!r}: {error.strerror}", file=sys.stderr)
+        print(f"cannot start {argv[0]!r}: {error.strerror}", file=sys.stderr)
         sys.exit(127)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This node as the dataflow knows it: who it is, that it lives, what it serves. Holds no work."""
+"""Registration and heartbeats of this node: its id, its state, its live versions. Holds no work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MembershipApi(Protocol):
 
 
 class Membership:
-    """One life of one node: a session that no other process shares."""
+    """Registration of one node process, identified by its `boot_id`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Membership:
         self._tags = tags
         self._live: tuple[LiveVersion, ...] = ()
         self.ready = asyncio.Event()
-        """Set once every policy has a live version; from then on the node may lease."""
+        """Set once every policy has a live version; the node may then lease."""
         self._announced = asyncio.Event()
 
     @property
@@ -60,7 +60,7 @@ class Membership:
         return self._live
 
     def announce(self, live: tuple[LiveVersion, ...], *, is_ready: bool) -> None:
-        """Tell the dataflow at once what is live; `is_ready` when every policy has a version."""
+        """Report live versions with an immediate heartbeat; `is_ready` if every policy has one."""
         self._live = live
         if is_ready:
             self.ready.set()
@@ -77,27 +77,27 @@ class Membership:
             )
         )
         self._orders.apply(registered.orders, registered.weights_url)
-        log.info("joined", node=self.node_id, run=registered.facts.run, capacity=self._capacity)
+        log.info("joined run", node=self.node_id, run=registered.facts.run, capacity=self._capacity)
         return registered
 
     async def with_rejoin(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The call's answer; a service that does not know this node is told again who it is."""
+        """Make a call; register again if the service no longer knows this node."""
         while True:
             try:
                 return await call()
             except NotFound:
-                log.warning("unknown to the dataflow, joining again", node=self.node_id)
+                log.warning("node unknown to the dataflow: rejoining", node=self.node_id)
                 await asyncio.sleep(REJOIN_S)
                 await self.join()
             except Fenced as error:
                 raise Fenced(
-                    f"another process took the place of node {self.node_id}: {error}; "
-                    "this one stops. Give each process a node id of its own"
+                    f"node {self.node_id} was registered by another process: {error}; "
+                    "this one stops. Use a unique node id per process"
                 ) from error
 
-    async def beat(self, interval_s: float, num_held: Callable[[], int]) -> None:
-        """consumes: what is live and held · produces: renewed leases, orders
-        waits for: the next beat · woken by: `announce()`"""
+    async def heartbeat_loop(self, interval_s: float, num_held: Callable[[], int]) -> None:
+        """consumes: live versions, number of held slots · produces: renewed leases, orders
+        waits for: the next heartbeat · woken by: `announce()`"""
         while True:
             self._announced.clear()
             answer = await self.with_rejoin(
@@ -109,11 +109,11 @@ class Membership:
                     await self._announced.wait()
 
     async def leave(self) -> None:
-        """Say goodbye; a service that is away or forgot us loses nothing by not hearing it."""
+        """Deregister. Errors are only logged: the service also notices a missing node by itself."""
         try:
             await self._api.leave(self.node_id, self.boot_id)
         except WireError as error:
-            log.warning("left without an answer", node=self.node_id, error=str(error))
+            log.warning("deregistration failed", node=self.node_id, error=str(error))
 
     def _heartbeat(self, num_held: int) -> Heartbeat:
         state = NodeState.LIVE if self.ready.is_set() else NodeState.STARTING

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout node: lease → run workflow → score → deliver, hundreds at a time in one process.
 
-    dataflow ──orders──► StandingOrders ──wanted──► Loader ──live──► Membership ──beat──► dataflow
-    dataflow ──grants──► Slots ──► Attempts (workflow ► gateway ► engine, Scorer) ──► Outbox
+    dataflow ──orders──► NodeOrders ──targets──► Loader ──live──► Membership ──heartbeat──► dataflow
+    dataflow ──grants──► SlotRunner ──► AttemptRunner (workflow ► gateway ► engine, Scorer)
+        ──trajectories──► DeliveryQueue ──► dataflow
 
-Owns the wiring, the signals and the order of leaving. All it must know of a run comes from the
-dataflow's answer to its registration, so a URL and a token are enough to join.
+Owns the wiring, the signals and the shutdown order. The response to its registration contains all
+settings of the run, so a URL and a token are enough to join.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from penstock.gateway.gateway import Gateway
 from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.delivery_queue import AckLog, DeliveryApi, DeliveryQueue
 from penstock.rollout.endpoint import Endpoint
+from penstock.rollout.engine import Engine, EngineSettings
 from penstock.rollout.engine_pool import MAX_PAUSED
 from penstock.rollout.engine_pools import EnginePools
-from penstock.rollout.engines import EngineSettings, make_engine
-from penstock.rollout.engines.base import Engine
+from penstock.rollout.engines import find_engine
 from penstock.rollout.membership import Membership, MembershipApi
 from penstock.rollout.orders import NodeOrders
 from penstock.rollout.peer_relay import PeerRelayConfig, PeerRelayFetcher
@@ -44,7 +45,7 @@ from penstock.types import NodeId
 CAPACITY = 256
 GRACE_S = 5.0
 FLUSH_S = 10.0
-"""How long a leaving node tries to deliver what it finished; the rest is done again elsewhere."""
+"""How long a leaving node tries to deliver finished work; the rest is redone on other nodes."""
 log = structlog.get_logger(__name__)
 
 
@@ -62,14 +63,14 @@ class Node:
     grace_s: float = GRACE_S
 
     async def run(self) -> None:
-        """Until drained. A loop that dies takes the node with it, and its error is the node's."""
+        """Run until drained. An error in any loop ends the node and is raised here."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 leasing = tasks.create_task(self.slots.lease(tasks), name="lease")
                 serving = self._serve(tasks)
                 await self.orders.drained.wait()
                 leasing.cancel()
-                # Nobody wants the late results of a run that is over.
+                # A finished run does not accept late results.
                 await self.slots.finish(0.0 if self.orders.is_finished else self.grace_s)
                 await self._flush()
                 for loop in serving:
@@ -79,9 +80,9 @@ class Node:
         await self.membership.leave()
 
     def _serve(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        beat = self.membership.beat(self.heartbeat_s, self.slots.num_held)
+        heartbeats = self.membership.heartbeat_loop(self.heartbeat_s, self.slots.num_held)
         loops = {
-            "beat": beat,
+            "heartbeat": heartbeats,
             "load": self.loader.run(),
             "deliver": self.delivery_queue.deliver(),
             "gateway": self.endpoint.run(),
@@ -96,11 +97,11 @@ class Node:
             async with asyncio.timeout(FLUSH_S):
                 await self.delivery_queue.wait_until_at_most(0)
         except TimeoutError:
-            log.warning("leaving without delivering all", num_undelivered=len(self.delivery_queue))
+            log.warning("flush timed out", num_undelivered=len(self.delivery_queue))
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """The error inside nested groups that came first; the others are its consequences."""
+    """The first error inside nested groups; the others are its consequences."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     group = cast("BaseExceptionGroup[BaseException]", error)
@@ -108,27 +109,27 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 class DataflowApi(MembershipApi, LeaseApi, DeliveryApi, TurnApi, Protocol):
-    """All that a node asks of the dataflow."""
+    """All calls that a node makes to the dataflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDeps:
-    """What lies beyond the node; tests bring their own."""
+    """External dependencies of a node; tests pass fakes."""
 
     dataflow: DataflowApi
     make_fetcher: Callable[[RunInfo], WeightFetcher]
     make_engine: Callable[[RunInfo], Engine]
     num_engines: int = 1
-    """Of each policy."""
+    """Engines per policy."""
     max_paused: float = MAX_PAUSED
 
-    def engines(self, facts: RunInfo) -> EnginePools:
+    def engines(self, run_info: RunInfo) -> EnginePools:
         return EnginePools(
-            facts.policies,
-            lambda: self.make_engine(facts),
+            run_info.policies,
+            lambda: self.make_engine(run_info),
             num_engines=self.num_engines,
             max_paused=self.max_paused,
-            sharing=[shared.policies for shared in facts.adapters],
+            sharing=[shared.policies for shared in run_info.adapters],
         )
 
 
@@ -140,24 +141,22 @@ def engine_maker(
     url: str = "",
     vllm_environment: str = "",
 ) -> Callable[[RunInfo], Engine]:
-    """Makes engines of the run's kind, or of `kind`, each with a seed of its own."""
+    """A factory for engines of `kind`, by default the run's, each with a different seed."""
     seeds = itertools.count(zlib.crc32(node_id.encode()))
 
-    def make(facts: RunInfo) -> Engine:
-        return make_engine(
-            kind or facts.engine,
+    def make(run_info: RunInfo) -> Engine:
+        settings = EngineSettings(
             seed=next(seeds),
-            torch_threads=facts.torch_threads,
-            is_deterministic=facts.is_deterministic,
-            settings=EngineSettings(
-                url=url,
-                environment=vllm_environment,
-                options=facts.engine_options,
-                state_dir=state_dir,
-                num_policies=max((len(s.policies) for s in facts.adapters), default=1),
-                adapter_rank=max((s.rank for s in facts.adapters), default=1),
-            ),
+            torch_threads=run_info.torch_threads,
+            is_deterministic=run_info.is_deterministic,
+            url=url,
+            environment=vllm_environment,
+            options=run_info.engine_options,
+            state_dir=state_dir,
+            num_policies=max((len(s.policies) for s in run_info.adapters), default=1),
+            adapter_rank=max((s.rank for s in run_info.adapters), default=1),
         )
+        return find_engine(kind or run_info.engine).build(settings)
 
     return make
 
@@ -171,18 +170,18 @@ async def build(
     capacity: int = CAPACITY,
     grace_s: float = GRACE_S,
 ) -> AsyncGenerator[Node]:
-    """Register, and wire the node that the run's facts ask for."""
+    """Register, and build the node from the run's settings."""
     orders = NodeOrders()
     membership = Membership(deps.dataflow, orders, node_id=node_id, capacity=capacity)
     registered = await membership.join()
-    facts = registered.facts
-    fetch = deps.make_fetcher(facts)
-    engines = deps.engines(facts)
+    run_info = registered.facts
+    fetch = deps.make_fetcher(run_info)
+    engines = deps.engines(run_info)
     gateway = Gateway(engines)
     endpoint = Endpoint(gateway)
-    scorer = Scorer(facts.reward) if facts.reward else None
+    scorer = Scorer(run_info.reward) if run_info.reward else None
     recorder = Recorder(deps.dataflow, node_id)
-    attempt_runner = AttemptRunner(gateway, endpoint, recorder, scorer, facts, node_id)
+    attempt_runner = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, node_id)
     delivery_queue = DeliveryQueue(deps.dataflow, membership, ack_log)
     try:
         yield Node(
@@ -220,21 +219,26 @@ async def run_node(
     relay: tuple[str, str] | None = None,
     sharing: PeerRelayConfig | None = None,
 ) -> None:
-    """Join the run at `url` and work until it ends, the node is drained, or SIGTERM or SIGINT
-    comes.
+    """Join the run at `url` and work until the run ends, the node is drained, or SIGTERM or SIGINT
+    arrives.
 
-    `acks` takes the acknowledged row ids, by default `state_dir/acks.txt`; `engine` overrides the
-    run's engine kind, whose server is at `engine_url` or in `vllm_environment`; each policy gets
-    `num_engines`, of which at most `max_paused` take new weights at once; `relay`, a URL and the
-    token shown there, is asked for weights before the run's own front, and with `sharing` the node
-    is a relay to others. Returns after an orderly leave; raises what ended the node otherwise.
+    - `acks`: file for acknowledged row ids; default `state_dir/acks.txt`.
+    - `engine`: overrides the run's engine; its server is at `engine_url` or in `vllm_environment`.
+    - `num_engines`: engines per policy; at most the share `max_paused` of them swaps weights at the
+      same time.
+    - `relay`: URL and token of a relay to try before the run's weight server.
+    - `sharing`: makes this node a relay for others.
+
+    Returns after a graceful leave; otherwise raises the error that ended the node.
     """
 
-    def fetch(facts: RunInfo) -> WeightFetcher:
+    def fetch(run_info: RunInfo) -> WeightFetcher:
         if sharing is not None:
-            return PeerRelayFetcher(token, state_dir, sharing, relay=relay, transfer=facts.transfer)
+            return PeerRelayFetcher(
+                token, state_dir, sharing, relay=relay, transfer=run_info.transfer
+            )
         return WeightServerFetcher(
-            token, state_dir / "weights", relay=relay, transfer=facts.transfer
+            token, state_dir / "weights", relay=relay, transfer=run_info.transfer
         )
 
     client = PartitionedNodeClient(url, token)
@@ -263,7 +267,7 @@ async def run_node(
 
 @contextmanager
 def on_stop_signals(drain: Callable[[], None]) -> Generator[None]:
-    """The first SIGTERM or SIGINT drains; a second one finds the default handler and kills."""
+    """The first SIGTERM or SIGINT drains; a second one reaches the default handler and kills."""
     loop = asyncio.get_running_loop()
     kinds = (signal.SIGTERM, signal.SIGINT)
 

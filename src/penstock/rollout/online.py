@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gateway for agents outside the run, as a process: it serves them over HTTP, and keeps a small
-stock of leased places for sessions that begin.
+"""Gateway process for external agents: serves them over HTTP and keeps a small pool of leased slots
+for new sessions.
 
-    dataflow ──places──► Stock ──one each──► Online (sessions ► engines) ──ended──► Outbox
-    dataflow ──orders──► StandingOrders ──wanted──► Loader ──live──► Membership ──beat──► dataflow
+    dataflow ──slots──► SlotPool ──one each──► OnlineGateway (sessions ► engines) ──► DeliveryQueue
+    dataflow ──orders──► NodeOrders ──targets──► Loader ──live──► Membership ──heartbeat──► dataflow
 
-The run holds back places, never answers: without one a session is served unrecorded. A run that is
-over takes nothing more, and its agents are served on. What has no reward when this process ends is
-lost, and its place is another's.
+Pacing limits slots, never answers: a session without a slot is served but not recorded. After the
+run has ended nothing is recorded, but agents are still served. A session that has no reward when
+this process ends is lost, and its slot is issued again.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from penstock.wire.auth import Credential
 from penstock.wire.serving import Tls, serve_on_socket
 
 CAPACITY = 1024
-"""Sessions recorded at once."""
+"""Most sessions recorded at the same time."""
 SLOT_POOL_SIZE = 32
-"""Places kept for sessions that begin."""
+"""Free slots kept for new sessions."""
 SWEEP_S = 1.0
-NO_REWARD = "no reward came before its deadline"
+NO_REWARD = "no reward arrived before its deadline"
 log = structlog.get_logger(__name__)
 
 
@@ -59,7 +59,7 @@ class _LeasedSlot:
 
 
 class SlotPool:
-    """Leased places: free ones for sessions that begin, taken ones until these end."""
+    """Leased slots: free ones for new sessions, and those in use by running sessions."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class SlotPool:
         size: int,
         keep_s: float,
     ) -> None:
-        """`keep_s`: a place that nobody took for so long is exchanged for a fresh one, or its
-        lease would end under its session."""
+        """A slot unused for `keep_s` is exchanged for a new one, so that its lease does not expire
+        during a session."""
         self._api = api
         self._membership = membership
         self._orders = orders
@@ -80,22 +80,23 @@ class SlotPool:
         self._size = size
         self._keep_s = keep_s
         self._free: deque[_LeasedSlot] = deque()
-        self._drain: dict[RowId, Grant] = {}
+        self._in_use: dict[RowId, Grant] = {}
         self._freed = asyncio.Event()
         self.on_slot_lost: Callable[[RowId], None] = lambda row_id: None
-        """Called for a session whose place was given up by the run."""
+        """Called for a session whose lease the dataflow has ended."""
         orders.on_stop = self._stop
 
     def num_held(self) -> int:
-        return len(self._free) + len(self._drain) + len(self._delivery_queue)
+        return len(self._free) + len(self._in_use) + len(self._delivery_queue)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     async def lease(self) -> None:
-        """consumes: room of the run · produces: free places
-        waits for: a live version, a quarter of the stock used, room · woken by: `take()`"""
+        """consumes: capacity of the run · produces: free slots
+        waits for: a live version, a quarter of the pool used, capacity
+        woken by: `acquire_slot()`"""
         await self._membership.ready.wait()
         while True:
             while self._size - len(self._free) < max(1, self._size // 4):
@@ -117,38 +118,38 @@ class SlotPool:
                 await asyncio.sleep(PAUSE_S)
 
     def recycle_old(self) -> None:
-        """Hand back places that lay here for too long."""
+        """Release free slots that are older than `keep_s`."""
         while self._free and time.monotonic() >= self._free[0].leased_at + self._keep_s:
             self._delivery_queue.release(row_id_of(self._free.popleft().grant))
             self._freed.set()
 
     def release_free(self) -> None:
-        """All free ones."""
+        """Release all free slots."""
         while self._free:
             self._delivery_queue.release(row_id_of(self._free.popleft().grant))
 
-    def drop_taken(self) -> None:
-        """The run is over, and has no use for sessions that still run."""
-        for row_id in [*self._drain]:
+    def drop_in_use(self) -> None:
+        """Stop recording the running sessions; the run has ended."""
+        for row_id in [*self._in_use]:
             self._stop(row_id)
 
-    # --- the gateway's keeper -----------------------------------------------------------------
+    # --- slot source of the gateway -----------------------------------------------------------
 
-    def take(self) -> RowId | None:
+    def acquire_slot(self) -> RowId | None:
         self.recycle_old()
         if not self._free or self._orders.drained.is_set():
             return None
         grant = self._free.popleft().grant
-        self._drain[row_id_of(grant)] = grant
+        self._in_use[row_id_of(grant)] = grant
         self._freed.set()
         return row_id_of(grant)
 
     def release_slot(self, row_id: RowId) -> None:
-        if self._drain.pop(row_id, None) is not None:
+        if self._in_use.pop(row_id, None) is not None:
             self._delivery_queue.release(row_id)
 
     def deliver(self, ended: EndedSession) -> None:
-        grant = self._drain.pop(ended.row_id, None)
+        grant = self._in_use.pop(ended.row_id, None)
         if grant is None:
             return
         outcome = resolve_outcome(COMPLETED, ended.turns)
@@ -175,7 +176,7 @@ class SlotPool:
     def _stop(self, row_id: RowId) -> None:
         self._free = deque(leased for leased in self._free if row_id_of(leased.grant) != row_id)
         self._freed.set()
-        if self._drain.pop(row_id, None) is not None:
+        if self._in_use.pop(row_id, None) is not None:
             self.on_slot_lost(row_id)
 
 
@@ -185,27 +186,27 @@ class OnlineNode:
     membership: Membership
     loader: Loader
     online: OnlineGateway
-    stock: SlotPool
+    slot_pool: SlotPool
     delivery_queue: DeliveryQueue
     listener: socket.socket
     tls: Tls | None
     heartbeat_s: float
     stopping: asyncio.Event
-    """Set by whoever wants this process to end; the end of the run does not end it."""
+    """Set to stop this process. The end of the run does not stop it."""
 
     async def run(self) -> None:
-        """consumes: calls of agents, places · produces: recorded sessions
-        waits for: `stopping` · ends: in order; a loop that dies takes the process with it"""
+        """consumes: calls from agents, slots · produces: recorded sessions
+        waits for: `stopping` · ends: gracefully; an error in any loop ends the process"""
         async with asyncio.TaskGroup() as tasks:
             app = build_online_app(self.online)
             serving = tasks.create_task(serve_on_socket(app, self.listener, self.tls), name="serve")
             sweeping = tasks.create_task(self._sweep(), name="sweep")
-            beat = self.membership.beat(self.heartbeat_s, self.stock.num_held)
+            heartbeats = self.membership.heartbeat_loop(self.heartbeat_s, self.slot_pool.num_held)
             loops = [
                 tasks.create_task(loop)
                 for loop in (
-                    self.stock.lease(),
-                    beat,
+                    self.slot_pool.lease(),
+                    heartbeats,
                     self.loader.run(),
                     self.delivery_queue.deliver(),
                 )
@@ -214,7 +215,7 @@ class OnlineNode:
             drained = tasks.create_task(self.orders.drained.wait())
             await asyncio.wait({stopping, drained}, return_when=asyncio.FIRST_COMPLETED)
             if not self.stopping.is_set():
-                log.info("the run takes no more sessions; agents are served on, unrecorded")
+                log.info("run drained: agents are still served, sessions are not recorded")
                 await self._leave_run(loops)
             await self.stopping.wait()
             serving.cancel()
@@ -225,34 +226,34 @@ class OnlineNode:
                 task.cancel()
 
     async def _leave_run(self, loops: list[asyncio.Task[None]]) -> None:
-        """From the run: give back what is not used, deliver what is finished, leave."""
+        """Release free slots, deliver finished sessions, then leave the run."""
         loops[0].cancel()
-        self.stock.release_free()
+        self.slot_pool.release_free()
         if self.stopping.is_set():
             self.online.close_all()
         else:
-            self.stock.drop_taken()
+            self.slot_pool.drop_in_use()
         try:
             async with asyncio.timeout(FLUSH_S):
                 await self.delivery_queue.wait_until_at_most(0)
         except TimeoutError:
-            log.warning("leaving without delivering all", num_undelivered=len(self.delivery_queue))
+            log.warning("flush timed out", num_undelivered=len(self.delivery_queue))
         for loop in loops[1:]:
             loop.cancel()
         await self.membership.leave()
 
     async def _sweep(self) -> None:
-        """consumes: time · produces: ends of sessions, fresh places · waits for: the next look"""
+        """consumes: time · produces: ended sessions, renewed slots · waits for: the next sweep"""
         pause_s = min(SWEEP_S, self.online.terms.idle_s / 4)
         while True:
             slept_at = time.monotonic()
             await asyncio.sleep(pause_s)
             late_s = time.monotonic() - slept_at - pause_s
             if late_s > pause_s:
-                log.warning("the gateway stood still; sessions are prolonged", seconds=late_s)
+                log.warning("gateway stalled: session deadlines extended", seconds=late_s)
                 self.online.extend_deadlines(late_s)
             self.online.sweep()
-            self.stock.recycle_old()
+            self.slot_pool.recycle_old()
 
 
 @asynccontextmanager
@@ -265,49 +266,48 @@ async def build_online(
     listener: socket.socket,
     tls: Tls | None = None,
     capacity: int = CAPACITY,
-    stock: int = SLOT_POOL_SIZE,
+    slot_pool_size: int = SLOT_POOL_SIZE,
 ) -> AsyncGenerator[OnlineNode]:
-    """Register as a node that serves sessions, and wire the gateway that the run's facts ask
-    for."""
+    """Register as a node that serves sessions, and build the gateway from the run's settings."""
     orders = NodeOrders()
     membership = Membership(
         deps.dataflow, orders, node_id=node_id, capacity=capacity, tags=(SESSION_TAG,)
     )
     registered = await membership.join()
-    facts = registered.facts
-    if facts.session is None:
+    run_info = registered.facts
+    if run_info.session is None:
         await membership.leave()
         raise ConfigError(
-            f"run {facts.run} has no source of sessions; add `- {{name: live, session: {{}}}}` to "
+            f"run {run_info.run} has no session source; add `- {{name: live, session: {{}}}}` to "
             "its sources"
         )
     terms = SessionTerms(
-        reward_deadline_s=facts.session.reward_deadline_s,
-        idle_s=facts.session.idle_s,
-        default_reward=facts.session.default_reward,
+        reward_deadline_s=run_info.session.reward_deadline_s,
+        idle_s=run_info.session.idle_s,
+        default_reward=run_info.session.default_reward,
     )
-    fetch = deps.make_fetcher(facts)
-    engines = deps.engines(facts)
+    fetch = deps.make_fetcher(run_info)
+    engines = deps.engines(run_info)
     delivery_queue = DeliveryQueue(deps.dataflow, membership, ack_log)
     slot_pool = SlotPool(
         deps.dataflow,
         membership,
         orders,
         delivery_queue,
-        size=min(stock, capacity),
+        size=min(slot_pool_size, capacity),
         keep_s=terms.idle_s / 2,
     )
     online = OnlineGateway(
-        engines, slot_pool, terms, verify, policies=facts.policies, sampling=facts.sampling
+        engines, slot_pool, terms, verify, policies=run_info.policies, sampling=run_info.sampling
     )
-    slot_pool.on_slot_lost = online.dropped
+    slot_pool.on_slot_lost = online.on_slot_dropped
     try:
         yield OnlineNode(
             orders=orders,
             membership=membership,
             loader=Loader(orders, membership, engines, online, fetch),
             online=online,
-            stock=slot_pool,
+            slot_pool=slot_pool,
             delivery_queue=delivery_queue,
             listener=listener,
             tls=tls,
@@ -336,13 +336,13 @@ async def run_online(
     num_engines: int = 1,
     max_paused: float = MAX_PAUSED,
 ) -> None:
-    """Serve agents of the run at `url` until SIGTERM or SIGINT; arguments as of `run_node`."""
+    """Serve agents of the run at `url` until SIGTERM or SIGINT; arguments as in `run_node`."""
     client = PartitionedNodeClient(url, token)
     ack_log = AckLog(acks or state_dir / "acks.txt")
     deps = NodeDeps(
         dataflow=client,
-        make_fetcher=lambda facts: WeightServerFetcher(
-            token, state_dir / "weights", transfer=facts.transfer
+        make_fetcher=lambda run_info: WeightServerFetcher(
+            token, state_dir / "weights", transfer=run_info.transfer
         ),
         make_engine=engine_maker(
             node_id,

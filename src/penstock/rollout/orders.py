@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dataflow's standing orders to this node. They ride on every answer and all end up here."""
+"""The dataflow's orders to this node. Every response carries them; this module merges them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from penstock.types import PolicyName, PublishedVersion, RowId
 
 
 class NodeOrders:
-    """What the node was last told. Answers may overtake each other, so orders only ever move
-    forward."""
+    """The newest orders. Responses may arrive out of order, so orders never move backwards."""
 
     def __init__(self) -> None:
-        self.wanted: dict[PolicyName, PublishedVersion] = {}
+        self.targets: dict[PolicyName, PublishedVersion] = {}
         self.weights_url = ""
         self.changed = asyncio.Event()
-        """Set when there is something new to load; its one reader clears it."""
+        """Set when a target version changes; the loader clears it."""
         self.drained = asyncio.Event()
         self.is_finished = False
         self.on_stop: Callable[[RowId], None] = lambda row_id: None
-        """Called for each lease of this node that was ended: its work is of use to nobody."""
+        """Called for each lease of this node that has ended; its work can no longer be used."""
 
     def apply(self, orders: NodeDirectives, weights_url: str = "") -> None:
         for version in orders.wanted:
-            known = self.wanted.get(version.policy)
+            known = self.targets.get(version.policy)
             if known is None or _age(known) < _age(version):
-                self.wanted[version.policy] = version
+                self.targets[version.policy] = version
                 self.changed.set()
         self.weights_url = weights_url or self.weights_url
         self.is_finished = self.is_finished or orders.finished

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One answer in the making, whichever engines make it: what was sampled so far, and how another
-engine goes on from there.
+"""A partly generated answer: the tokens sampled so far, and how another engine continues them.
 
-Under a stateless spec each token depends on the tokens before it and on nothing else, so another
-engine continues from prompt and heard tokens; it draws with a seed of its own, because the one that
-died may already have used the next numbers of the old one. Stop strings may lie across the seam,
-and a grammar is in some state there: such an answer is made again from its start, unless its agent
-has heard a part of it, which must not be contradicted.
+With a stateless sampling spec, each token depends only on the tokens before it, so another engine
+continues from the prompt and the received tokens. It uses a new seed, because the lost engine may
+already have used the next random numbers of the old one. Stop strings may cross the boundary, and a
+grammar has state there: such an answer restarts, unless a part of it was already streamed to the
+agent, which must not be contradicted.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from dataclasses import replace
 from penstock.errors import EngineError
 from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
 from penstock.gateway.seeds import derive
-from penstock.rollout.engines.base import SpanLog
-from penstock.rollout.engines.snapshot import Snapshot
+from penstock.rollout.engine import SpanLog
+from penstock.rollout.snapshot import Snapshot
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -43,12 +42,12 @@ class PartialCompletion:
         self._prompt_ids = prompt_ids
         self._sampling = sampling
         self._policy = policy
-        self._listen = on_chunk
+        self._on_chunk = on_chunk
         self._sampled: list[int] = []
         self._logprobs: list[float] = []
         self._spans: SpanLog | None = None
         self._segment_start = 0
-        """Index of the first token of the engine at work."""
+        """Index of the first token from the current engine."""
 
     @property
     def num_sampled(self) -> int:
@@ -58,8 +57,8 @@ class PartialCompletion:
     def is_stateless(self) -> bool:
         return not self._sampling.stop and not self._sampling.json_schema
 
-    def begin(self) -> tuple[Sequence[int], SamplingSpec]:
-        """What to ask the next engine for."""
+    def next_request(self) -> tuple[Sequence[int], SamplingSpec]:
+        """Prompt and sampling spec for the next engine."""
         self._segment_start = len(self._sampled)
         if not self._sampled:
             return self._prompt_ids, self._sampling
@@ -78,11 +77,11 @@ class PartialCompletion:
         self._spans.switch(len(self._sampled), chunk.version)
         self._sampled.extend(chunk.sampled_ids)
         self._logprobs.extend(chunk.logprobs)
-        if self._listen is not None:
-            self._listen(chunk)
+        if self._on_chunk is not None:
+            self._on_chunk(chunk)
 
-    def take(self, aborted: Completion) -> None:
-        """The tokens of an answer that its engine gave up: those that were not told, too."""
+    def add_aborted(self, aborted: Completion) -> None:
+        """Add the tokens of an aborted answer, including those that were not streamed."""
         ids = view_ids(aborted.sampled_ids).tolist()
         logprobs = view_log_probs(aborted.logprobs).tolist()
         for span in aborted.spans:
@@ -91,28 +90,28 @@ class PartialCompletion:
             part = slice(start, max(start, span.end))
             self.feed(TokenChunk(sampled_ids=ids[part], logprobs=logprobs[part], version=version))
 
-    def forget(self) -> None:
-        """Back to the start. Raises EngineError when its agent has heard some of it."""
-        if self._sampled and self._listen is not None:
+    def restart(self) -> None:
+        """Discard all tokens. Raises EngineError if some were already streamed to the agent."""
+        if self._sampled and self._on_chunk is not None:
             raise EngineError(
-                f"the engine was lost after {len(self._sampled)} streamed tokens of an answer with "
-                "stop strings or a schema, which no other engine can continue; ask again"
+                f"the engine was lost after {len(self._sampled)} streamed tokens; an answer with "
+                "stop strings or a schema cannot continue on another engine; send the request again"
             )
         self._sampled.clear()
         self._logprobs.clear()
         self._spans = None
 
-    def ended(self, model: Snapshot) -> FinishReason | None:
-        """Why nothing is left to sample, if so: the engine may die between its last token and its
-        last word."""
+    def finish_reason(self, model: Snapshot) -> FinishReason | None:
+        """Why the answer is already complete; None if it is not. An engine may die after its last
+        token but before its final event."""
         if self._sampled and self._sampled[-1] in model.stop_ids:
             return FinishReason.STOP
         room = model.window - len(self._prompt_ids)
         is_full = len(self._sampled) >= min(self._sampling.max_tokens, room)
         return FinishReason.LENGTH if self._sampled and is_full else None
 
-    def complete(self, finish: FinishReason) -> Completion:
-        """Of all that was heard."""
+    def to_completion(self, finish: FinishReason) -> Completion:
+        """The completion of all tokens received so far."""
         return Completion(
             sampled_ids=token_ids(self._sampled),
             logprobs=log_probs(self._logprobs),
@@ -120,8 +119,8 @@ class PartialCompletion:
             finish=finish,
         )
 
-    def join(self, last: Completion) -> Completion:
-        """The whole answer, of which `last` is what the engine at work made."""
+    def append_last(self, last: Completion) -> Completion:
+        """The full answer; `last` is the part from the current engine."""
         if not self._segment_start:
             return last
         at = self._segment_start
@@ -146,7 +145,7 @@ class PartialCompletion:
 
 
 class DetachableCallback:
-    """What one engine tells of an answer; deaf once that engine is given up."""
+    """Receives the chunks of one engine; ignores them once that engine is abandoned."""
 
     __slots__ = ("_feed", "is_detached")
 

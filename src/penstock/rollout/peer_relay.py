@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights for the neighbours: a relay inside the node, through which the node itself pulls, so that
-all of them together cost the origin one copy.
+"""Serves weights to peer nodes: a relay inside the node, which the node itself also pulls through,
+so the weight server sends one copy for all of them.
 
-Owns the relay, its two listeners and its folder. Neighbours verify what they get, and show a token
-that is worth nothing elsewhere; when this node is gone they go on with the origin.
+Owns the relay, its two listeners and its folder. Peers verify what they download, and use a token
+that is valid only for relays. If this node dies, they fall back to the weight server.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRelayConfig:
-    """How a node serves its neighbours."""
+    """How a node serves weights to its peers."""
 
     host: str
     port: int
     tls: Tls | None
     public_key: str
-    """The run's, to tell its nodes from strangers."""
+    """The run's public key, to verify the tokens of peers."""
     max_bytes: int
-    """Of blobs kept for them, beside the node's own."""
+    """Disk limit for relayed blobs, in addition to the node's own cache."""
 
 
 class PeerRelayFetcher:
-    """Fetches through the node's own relay; serves from the first version on."""
+    """Fetches through the node's own relay; starts serving peers with the first fetch."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class PeerRelayFetcher:
         self._serving: list[asyncio.Task[None]] = []
         self._fetch: WeightServerFetcher | None = None
 
-    async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
+    async def __call__(self, weights_url: str, target: PublishedVersion) -> Path:
         if self._fetch is None or weights_url != self._origin:
             await self.close()
             self._fetch = self._open(weights_url)
         for task in self._serving:
             if task.done():
-                raise WeightsError("the relay inside this node ended") from task.exception()
-        return await self._fetch(weights_url, wanted)
+                raise WeightsError("this node's weight relay has stopped") from task.exception()
+        return await self._fetch(weights_url, target)
 
     def require_unchanged(self, folder: Path) -> None:
         if self._fetch is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""External programs of a workflow: started in a process group of their own, never outliving who
-asked for them.
+"""Runs the external programs of a workflow, each in a separate process group that dies with the
+attempt.
 
-Input and output are files, not pipes: a grandchild that keeps a pipe open cannot hold anybody up.
+Input and output are files, not pipes, so a grandchild that keeps a pipe open cannot block us.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ async def run_program(
     stdin: bytes = b"",
     timeout_s: float | None = None,
 ) -> str:
-    """Its standard output (the last MiB). WorkflowError when it does not start, or end in time, or
-    end with code 0.
+    """Run a program and return its standard output (the last MiB).
 
-    The program dies with this node, and its whole group at the end, at cancellation and at the
-    deadline.
+    Raises WorkflowError if it cannot start, exceeds `timeout_s` or exits with a code other than 0.
+    The program is killed when this node dies. Its process group is killed when the program ends, at
+    the timeout and on cancellation.
     """
     with (
         tempfile.TemporaryFile() as source,
@@ -74,7 +74,7 @@ async def run_program(
             await process.wait()
         if code != 0:
             raise WorkflowError(
-                shorten(f"`{shlex.join(argv)}` ended with code {code}: {_tail(err, 1500)}")
+                shorten(f"`{shlex.join(argv)}` exited with code {code}: {_tail(err, 1500)}")
             )
         return _tail(out, MAX_OUTPUT_BYTES)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finished turns of running attempts, told to the dataflow in case this node is lost.
+"""Sends finished turns of running attempts to the dataflow, in case this node is lost.
 
-Told a few times a second and never waited for; an attempt that ends sooner is only delivered. What
-does not arrive is generated again by the next holder of the slot.
+Sends a few times a second; attempts never wait for it. Turns of an attempt that ends first are only
+delivered. Turns that were not sent are generated again by the next holder of the slot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.types import NodeId, RowId, Turn
 
 RECORD_S = 0.2
 MAX_BYTES = 4 << 20
-"""Of one call, about; the rest waits for the next."""
+"""Approximate limit per call; the rest waits for the next one."""
 
 
 class TurnApi(Protocol):
@@ -28,12 +28,12 @@ class TurnApi(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedAttempt:
-    """One attempt that is followed."""
+    """One attempt whose turns are recorded."""
 
     salvaged_turns: tuple[Turn, ...]
-    """What attempts before it left."""
+    """Turns recorded by earlier attempts at the slot."""
     on_turn: Callable[[int, Turn, bool], None]
-    """Takes its turns as they end: index, turn, and whether it was salvaged."""
+    """Called with each finished turn: index, turn, and whether it was salvaged."""
 
 
 class Recorder:
@@ -58,8 +58,8 @@ class Recorder:
             self._running.discard(row_id)
 
     async def run(self) -> None:
-        """consumes: turns that ended · produces: copies at the dataflow
-        waits for: the next fifth of a second · woken by: nobody, nothing waits for it"""
+        """consumes: finished turns · produces: copies at the dataflow
+        waits for: the next interval (`RECORD_S`) · woken by: the timer only"""
         while True:
             await asyncio.sleep(RECORD_S)
             if batch := self._next():

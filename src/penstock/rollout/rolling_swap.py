@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New weights for the engines of a pool, one after another.
+"""Rolling weight swap: loads a new version into the engines of a pool, a few at a time.
 
-An engine serves while it is alive and has proved the version that is live on it. A swap takes
-serving engines out of routing, at most so many at once. One that cannot load keeps serving its old
-version, as the spans of its answers say, until a later load succeeds. One whose version fails its
-proof serves nobody, and such a version goes no further until some engine has proved it. An engine
-that serves nobody is loaded beside the others, which do not wait for it.
+An engine serves while it is alive and its live version has passed verification. A swap takes at
+most `max_paused` serving engines out of routing at the same time.
+
+- Load fails: the engine keeps serving its old version, as its spans show, until a later load
+  succeeds.
+- Verification fails: the engine stops serving, and the version is not loaded into further engines
+  until one engine has verified it.
+- Idle engines load in the background; the others do not wait for them.
 """
 
 from __future__ import annotations
@@ -20,31 +23,31 @@ from pathlib import Path
 import structlog
 
 from penstock.errors import EngineError, wrap_errors
-from penstock.rollout.engines.base import Engine
+from penstock.rollout.engine import Engine
 from penstock.types import Version
 
 MAX_SWAP_S = 1000
-"""Durations kept, of the newest swaps."""
+"""How many of the newest swap durations are kept."""
 log = structlog.get_logger(__name__)
 
 VerifyEngine = Callable[[Engine, Version], Awaitable[None]]
-"""Raises EngineError unless the engine answers with this version."""
+"""Raises EngineError if the engine does not generate with this version."""
 
 
 class VerificationFailed(EngineError):
-    """The version was loaded, and did not answer as it should."""
+    """The version was loaded but failed verification."""
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine and what its pool knows of it."""
+    """One engine and its state in the pool."""
 
     engine: Engine
     verified: Version | None = None
     num_in_flight: int = 0
     is_swapping: bool = False
     starting: asyncio.Task[EngineError | None] | None = None
-    """The load of an engine that serves nobody."""
+    """Background load of an idle engine."""
 
     @property
     def serving_version(self) -> Version | None:
@@ -58,7 +61,7 @@ class _SwapJob:
     version: Version
     verify: VerifyEngine | None
 
-    async def do(self, replica: Replica) -> None:
+    async def run(self, replica: Replica) -> None:
         with wrap_errors(EngineError, f"load of {self.version}"):
             await replica.engine.load(self.folder, self.version)
         if self.verify is not None:
@@ -74,7 +77,7 @@ class RollingSwap:
     def __init__(
         self, replicas: Sequence[Replica], *, max_paused: int, changed: Callable[[], None]
     ) -> None:
-        """`changed` is called whenever an engine may have become able to answer."""
+        """`changed` is called when an engine may have become available."""
         self.num_swaps = 0
         self.peak_paused = 0
         self.swap_s: deque[float] = deque(maxlen=MAX_SWAP_S)
@@ -86,8 +89,11 @@ class RollingSwap:
     async def load(
         self, folder: Path, version: Version, verify: VerifyEngine | None
     ) -> list[EngineError]:
-        """What went wrong. Engines that serve nobody are waited for only when none serves, or when
-        one of them failed the proof of this version before."""
+        """Load the version into all engines that lack it; return the errors.
+
+        Waits for idle engines only when no engine serves, or when one of them failed verification
+        of this version before.
+        """
         job = _SwapJob(folder, version, verify)
         async with self._lock:
             behind = [
@@ -135,23 +141,23 @@ class RollingSwap:
         return any(replica.serving_version == version for replica in self._replicas)
 
     async def _swap(self, replica: Replica, job: _SwapJob) -> None:
-        begun_at = time.monotonic()
+        started_at = time.monotonic()
         replica.is_swapping = True
         self.peak_paused = max(self.peak_paused, sum(s.is_swapping for s in self._replicas))
         try:
-            await job.do(replica)
+            await job.run(replica)
         finally:
             replica.is_swapping = False
             self.num_swaps += 1
-            self.swap_s.append(time.monotonic() - begun_at)
+            self.swap_s.append(time.monotonic() - started_at)
             self._changed()
 
     def _start(self, replica: Replica, job: _SwapJob) -> asyncio.Task[EngineError | None]:
         async def start() -> EngineError | None:
             try:
-                await job.do(replica)
+                await job.run(replica)
             except EngineError as error:
-                log.error("engine not started", version=str(job.version), error=str(error))
+                log.error("engine load failed", version=str(job.version), error=str(error))
                 return error
             finally:
                 replica.starting = None

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine of a pool answers a session: pure functions of the session and the engines' loads.
+"""Routes a session to an engine of the pool: a pure function of session and engine loads.
 
-A session's calls share ever longer prefixes, and only the engine that answered the last call has
-them in its cache. So each session has its own order of the engines (rendezvous hashing: the engines
-by a hash of session and engine), and takes the first that is well and not crowded. Nothing is
-stored, every node agrees, and when an engine leaves only its own sessions move.
+Calls of one session share a growing prefix, which is cached only on the engine that served the last
+call. Rendezvous hashing therefore gives each session a fixed order of engines, and the first one
+that is available and below the load limit is chosen. This needs no state, all nodes agree, and when
+an engine leaves, only its own sessions move.
 
-Hashing alone is uneven: with few sessions one engine may get twice its share, and the slowest
-engine decides when a batch is full. So no engine is given more than 1.25 times the mean of all, and
-a session whose engine is full goes to the next of its order, the same one each time.
+Hashing alone is uneven: with few sessions, one engine may get twice its share, and the slowest
+engine decides when a batch is full. The load limit is 1.25 times the mean. A session whose engine
+is full always falls back to the same next engine.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hashlib import blake2b
 from math import ceil
 
 MAX_LOAD_FACTOR = 1.25
-"""Most requests of one engine, as a multiple of the mean over those that may be chosen."""
+"""Most requests per engine, as a multiple of the mean over the available engines."""
 
 
 def choose(session: str, loads: Mapping[int, int]) -> int:
-    """The engine for one more request, among those whose requests in flight are given."""
+    """Pick the engine for one more request; `loads` are the requests in flight per engine."""
     if len(loads) == 1:
         return next(iter(loads))
     most = ceil(MAX_LOAD_FACTOR * (sum(loads.values()) + 1) / len(loads))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leased slots and the tasks that fill them. Asks for as many as are free, few large leases instead
-of many small."""
+"""Leases slots and runs an attempt in each.
+
+A lease request covers all free slots: a few large requests instead of many small ones.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ from penstock.types import RowId, Task, Trajectory
 
 WAIT_S = 10.0
 COALESCE_S = 0.05
-"""Longest that a free slot waits for others to share a request with; idle slots cost more."""
+"""How long a free slot may wait for others to share one lease request."""
 PAUSE_S = 0.05
-"""After an answer without work: it came early because orders changed, so give them a moment."""
+"""Pause after a response without grants. It came early because the orders changed."""
 
 
 class LeaseApi(Protocol):
@@ -58,9 +60,9 @@ class SlotRunner:
         return len(self._running) + len(self._delivery_queue)
 
     async def lease(self, tasks: asyncio.TaskGroup) -> None:
-        """consumes: free slots · produces: one task per grant
-        waits for: a live version, a free slot and briefly for a quarter of them, work
-        woken by: `Membership.announce()`, the end of a slot"""
+        """consumes: free slots · produces: one asyncio task per grant
+        waits for: a live version; a free slot (briefly, a quarter of all slots); work
+        woken by: `Membership.announce()`, an attempt that ends"""
         await self._membership.ready.wait()
         while True:
             await self._wait_for_room()
@@ -81,7 +83,7 @@ class SlotRunner:
                 await asyncio.sleep(PAUSE_S)
 
     async def finish(self, grace_s: float) -> None:
-        """Let running slots end within the grace period; hand back the rest."""
+        """Wait `grace_s` for running attempts; cancel the others and release their slots."""
         held = dict(self._running)
         if held:
             await asyncio.wait(held.values(), timeout=grace_s)
@@ -105,7 +107,7 @@ class SlotRunner:
             await self._freed.wait()
 
     def _stop(self, row_id: RowId) -> None:
-        """Its lease was ended: every further token would be wasted."""
+        """Cancel an attempt whose lease has ended; further tokens would be wasted."""
         running = self._running.get(row_id)
         if running is not None:
             running.cancel()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of other people's functions, told from ours."""
+"""Tracebacks of user functions, without penstock's own frames."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ _OURS = (str(Path(__file__).parent), str(Path(__file__).parent.parent / "gateway
 
 
 def user_traceback(error: BaseException) -> str:
-    """The error as its author wants to read it: only frames of their own code, at most 2,000
-    characters."""
+    """The traceback with only the user's frames, at most 2,000 characters."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     lines = traceback.format_list(theirs[-8:])
@@ -21,7 +20,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def shorten(text: str) -> str:
-    """At most 2,000 encodable characters, keeping the end, where the error itself stands."""
+    """Cut to 2,000 encodable characters; keeps the end, where the error itself is."""
     text = text.encode(errors="replace").decode()
     if len(text) <= MAX_DETAIL_CHARS:
         return text

@@ -79,7 +79,7 @@ class Desk:
     def _refuse(self, token: str) -> Credential:
         raise Unauthorized("not here")
 
-    def take(self) -> RowId | None:
+    def acquire_slot(self) -> RowId | None:
         if self.num_taken == self.num_places:
             return None
         self.num_taken += 1
@@ -208,8 +208,8 @@ async def test_forgotten_or_dropped_sessions_are_not_delivered(desk: Desk) -> No
     forgotten, dropped, open_still = [await desk.open_session() for _ in range(3)]
     desk.online.forget(forgotten)
     desk.online.end(dropped)
-    desk.online.dropped(RowId(dropped.id))
-    desk.online.dropped(RowId(open_still.id))
+    desk.online.on_slot_dropped(RowId(dropped.id))
+    desk.online.on_slot_dropped(RowId(open_still.id))
     for entry in (forgotten, dropped):
         with pytest.raises(Conflict):
             desk.online.reward(entry, 1.0)

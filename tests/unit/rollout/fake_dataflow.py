@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A double of the dataflow that speaks docs/protocol.md over real HTTP, with faults on demand."""
+"""A fake dataflow that implements docs/protocol.md over real HTTP, with faults on demand."""
 
 from __future__ import annotations
 
@@ -79,16 +79,16 @@ def wanted(number: int, incarnation: int = 1) -> PublishedVersion:
 
 
 class FakeDataflow:
-    """Hands out `num_slots` slots one by one, in groups of four, and remembers everything."""
+    """Grants `num_slots` slots one by one, in groups of four, and records all calls."""
 
     def __init__(self, keys: Path, *, num_slots: int, run_info: RunInfo | None = None) -> None:
         self.facts = run_info or facts()
         self.orders = NodeDirectives(wanted=(wanted(0),))
         self.waiting: list[tuple[int, int]] = [(slot, 1) for slot in range(num_slots)]
-        """(slot number, epoch) of those not leased."""
+        """(slot number, epoch) of the slots that are not leased."""
         self.stored: dict[RowId, bytes] = {}
         self.fenced_rows: set[RowId] = set()
-        """Slots whose lease somebody took away."""
+        """Slots whose lease was revoked."""
         self.released: list[RowId] = []
         self.beats: list[Heartbeat] = []
         self.leases: list[LeaseRequest] = []
@@ -108,7 +108,7 @@ class FakeDataflow:
         self._listener: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
 
-    # --- what tests do ---------------------------------------------------------------------------
+    # --- actions of tests ------------------------------------------------------------------------
 
     @asynccontextmanager
     async def served(self) -> AsyncGenerator[FakeDataflow]:

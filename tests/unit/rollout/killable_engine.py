@@ -10,21 +10,20 @@ from pathlib import Path
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
-from penstock.rollout.engines import Engine
-from penstock.rollout.engines.base import SpanLog
+from penstock.rollout.engine import Engine, SpanLog
 from penstock.types import FinishReason, PolicyName, SamplingSpec, Version, log_probs, token_ids
 
 
 @dataclass(slots=True)
 class Paused:
-    """How many engines of a pool are inside `load`, as they see it."""
+    """How many engines of a pool are in `load`: now, and at most."""
 
     now: int = 0
-    most: int = 0
+    peak: int = 0
 
 
 class KillableEngine:
-    """Samples token (length of its context) % 97. Does as its fields say."""
+    """Samples token (length of its context) % 97. Its fields control its faults."""
 
     def __init__(self, paused: Paused | None = None, *, token_s: float = 0.0) -> None:
         self.live: Version | None = None
@@ -34,21 +33,21 @@ class KillableEngine:
         self.loads: list[Version] = []
         self.num_cancelled = 0
         self.dies_after: int | None = None
-        """Tokens told of the next answer before the engine is gone."""
+        """Tokens streamed of the next answer before the engine dies."""
         self.fails_with: EngineError | None = None
-        """Every answer, while the engine stays alive."""
+        """Error of every answer; the engine stays alive."""
         self.gives_up_after: int | None = None
-        """Tokens of an aborted answer, of which the last one is not told."""
+        """Tokens of an aborted answer; the last one is not streamed."""
         self.load_fails = False
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.streams_nothing = False
-        """Tells nothing of an answer in the making."""
+        """Returns answers without streaming chunks."""
         self.chunk_callbacks: list[ChunkCallback] = []
 
     async def load(self, folder: Path, version: Version) -> None:
         self.paused.now += 1
-        self.paused.most = max(self.paused.most, self.paused.now)
+        self.paused.peak = max(self.paused.peak, self.paused.now)
         try:
             await asyncio.sleep(0.001)
             await self.may_load.wait()
@@ -111,7 +110,7 @@ class KillableEngine:
 
 
 class Restartable:
-    """A real engine that is lost at once when killed; the next load starts another."""
+    """A real engine that can be killed; the next load starts a new one."""
 
     def __init__(self, make: Callable[[], Engine], paused: Paused | None = None) -> None:
         self._make = make
@@ -135,7 +134,7 @@ class Restartable:
         engine = self._engine = self._engine or self._make()
         is_pausing = engine.live is not None
         self._paused.now += is_pausing
-        self._paused.most = max(self._paused.most, self._paused.now)
+        self._paused.peak = max(self._paused.peak, self._paused.now)
         try:
             await engine.load(folder, version)
         finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for what other processes do: nobody there can set an event of ours."""
+"""Polling for effects of other processes, which cannot set an event of ours."""
 
 from __future__ import annotations
 

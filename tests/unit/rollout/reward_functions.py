@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions that behave well and badly; what each completion does is what it says."""
+"""Good and bad reward functions; the text of a completion selects the behavior."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def one(text: str) -> Any:
 
 
 async def awaited(completions: list[str], answer: list[str]) -> list[float]:
-    """Async, and without **kwargs: it gets only the columns it names."""
+    """Async, without **kwargs: gets only the columns it names."""
     await asyncio.sleep(0)
     return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
 

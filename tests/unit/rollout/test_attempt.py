@@ -20,7 +20,7 @@ from penstock.gateway.generation import Generate
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.endpoint import Endpoint
-from penstock.rollout.engines import ScriptedEngine
+from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.recorder import Recorder
 from penstock.rollout.rewards.scorer import Failed, Scored
 from penstock.rollout.workflows import find_workflow
@@ -45,7 +45,7 @@ GRANT = Grant(group_id=GroupId("p0-7"), slot=2, epoch=3, attempt=1, task=0, seed
 
 
 class DirectScorer:
-    """The reverse reward in this process; remembers what it judged."""
+    """The reverse reward in this process; records what it scored."""
 
     def __init__(self, failure: Failed | None = None) -> None:
         self.seen: list[str] = []
@@ -117,7 +117,7 @@ async def test_an_answer_that_ends_by_itself_is_completed(snapshot: Path) -> Non
 
 
 async def test_a_text_is_gone_on_with_as_it_is(snapshot: Path) -> None:
-    """Whatever the chat template would add to it."""
+    """Without anything the chat template would add."""
     template = {"chat_template": "jj{% for m in messages %}{{ m.content }}{% endfor %}"}
     (snapshot / "tokenizer_config.json").write_text(json.dumps(template))
     row = await attempt(snapshot, "completes", scorer=DirectScorer())
@@ -151,9 +151,9 @@ async def test_a_workflow_may_score_itself(snapshot: Path, name: str, reward: fl
     ("name", "says"),
     [
         ("raises", "my own mistake"),
-        ("completes_in_a_role", "a completion has no role"),
+        ("completes_in_a_role", "does not take a role"),
         ("exits", "SystemExit: goodbye"),
-        ("calls_nobody", "without any model answer"),
+        ("calls_nobody", "without a model answer"),
         ("own_timeout", "of the user's own client"),
         ("returns_nonsense", "returned a dict"),
         ("bad_reward", "finite number"),
@@ -175,7 +175,7 @@ async def test_what_goes_wrong_in_the_workflow_is_its_failure(
 async def test_the_users_traceback_stands_in_the_record(snapshot: Path) -> None:
     row = await attempt(snapshot, "raises", scorer=DirectScorer())
     assert "user_workflows.py" in row.outcome.detail and "in raises" in row.outcome.detail
-    assert len(row.turns) == 1  # what was sampled stays on the record
+    assert len(row.turns) == 1  # sampled tokens stay in the record
 
 
 @pytest.mark.parametrize(
@@ -237,12 +237,12 @@ async def test_a_reward_that_failed_is_no_reward(snapshot: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("single-turn", "there is single_turn"),
+        ("single-turn", "built in: single_turn"),
         ("no_such_module:run", "cannot import"),
         (f"{WORKFLOWS}:nothing", "has no function"),
-        (f"{WORKFLOWS}:not_async", "no async function"),
-        ("[1, 2]", "list of words"),
-        ("[oops", "no valid JSON"),
+        (f"{WORKFLOWS}:not_async", "not an async function"),
+        ("[1, 2]", "list of strings"),
+        ("[oops", "not a valid JSON"),
     ],
 )
 def test_a_workflow_that_cannot_be_found_is_refused_with_its_cure(name: str, says: str) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An answer outlives its engine: it continues from its own tokens, or begins again where it must,
-and whoever hears it is never contradicted."""
+"""An answer survives the loss of its engine: it continues from its tokens, or restarts where it
+must, and never contradicts chunks that were already streamed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 async def loaded(
     snapshot: Path, numbers: tuple[int, ...] = (0, 0), hold_s: float = 5.0
 ) -> tuple[EnginePool, list[KillableEngine]]:
-    """A pool whose engines serve these numbers, ordered as session "s" likes them."""
+    """A pool whose engines serve these numbers, in the routing order of session "s"."""
     engines = [KillableEngine() for _ in numbers]
     pool = EnginePool(engines, hold_s=hold_s)
     await pool.load(snapshot, version(0))
@@ -82,7 +82,7 @@ async def test_an_answer_continues_from_its_own_tokens(snapshot: Path) -> None:
     assert answer.spans == (span(0, 5, 0), span(5, 12, 1))
     assert answer.finish is FinishReason.LENGTH
     assert [token for chunk in heard for token in chunk.sampled_ids] == ids(answer)
-    facts = pool.facts
+    facts = pool.stats
     assert (facts.num_continued, facts.num_restarted, facts.num_tokens_kept) == (1, 0, 5)
     assert (facts.num_failed, facts.num_serving, facts.in_flight) == (0, 1, (0, 0))
 
@@ -98,7 +98,7 @@ async def test_an_answer_outlives_all_its_engines(snapshot: Path) -> None:
     asked = sorted((engine.asked[0] for engine in engines), key=lambda asked: len(asked[0]))
     assert [spec.max_tokens for _, spec in asked] == [12, 9, 6, 3]
     assert len({spec.seed for _, spec in asked}) == 4
-    assert (pool.facts.num_continued, pool.facts.num_tokens_kept) == (3, 9)
+    assert (pool.stats.num_continued, pool.stats.num_tokens_kept) == (3, 9)
 
 
 @pytest.mark.parametrize("streams_nothing", [False, True])
@@ -109,7 +109,7 @@ async def test_what_was_not_heard_is_generated_again(snapshot: Path, streams_not
     answer = await pool(PROMPT, SPEC, policy=POLICY, session="s")
     assert second.asked == [(PROMPT, SPEC)]
     assert ids(answer) == list(range(3, 15))
-    assert (pool.facts.num_continued, pool.facts.num_restarted) == (0, 1)
+    assert (pool.stats.num_continued, pool.stats.num_restarted) == (0, 1)
 
 
 STATEFUL = [replace(SPEC, stop=("end",)), replace(SPEC, json_schema="{}")]
@@ -134,7 +134,7 @@ async def test_what_an_agent_has_heard_is_not_contradicted(
     heard: list[TokenChunk] = []
     with pytest.raises(EngineError, match="5 streamed tokens"):
         await pool(PROMPT, spec, policy=POLICY, session="s", on_chunk=heard.append)
-    assert (len(heard), second.asked, pool.facts.num_failed) == (5, [], 1)
+    assert (len(heard), second.asked, pool.stats.num_failed) == (5, [], 1)
     await first.load(snapshot, version(0))
     first.dies_after = 0
     await pool(PROMPT, spec, policy=POLICY, session="s", on_chunk=heard.append)
@@ -180,7 +180,7 @@ async def test_a_given_up_engine_is_not_heard_any_more(snapshot: Path) -> None:
 
     def feed(chunk: TokenChunk) -> None:
         heard.extend(chunk.sampled_ids)
-        if len(heard) == 8:  # the second engine is at work
+        if len(heard) == 8:  # the second engine is generating
             first.chunk_callbacks[-1](
                 TokenChunk(sampled_ids=[96], logprobs=[0.0], version=version(0))
             )
@@ -194,7 +194,7 @@ async def test_a_refusal_is_not_tried_again(snapshot: Path) -> None:
     first.fails_with = RequestRejected("prompt too long")
     with pytest.raises(RequestRejected):
         await pool(PROMPT, SPEC, policy=POLICY, session="s")
-    assert (len(first.asked), len(second.asked), pool.facts.num_failed) == (1, 0, 0)
+    assert (len(first.asked), len(second.asked), pool.stats.num_failed) == (1, 0, 0)
 
 
 async def test_a_request_that_every_engine_fails_is_given_up(snapshot: Path) -> None:
@@ -212,7 +212,7 @@ async def test_a_dead_pool_holds_and_then_fails(snapshot: Path) -> None:
     only.dies_after = 5
     loop = asyncio.get_running_loop()
     began_at = loop.time()
-    with pytest.raises(EngineError, match=r"none of 1 engines came back within 0\.2 s.*reset"):
+    with pytest.raises(EngineError, match=r"all 1 engines were unavailable for 0\.2 s.*reset"):
         await pool(PROMPT, SPEC, policy=POLICY, session="s")
     assert loop.time() - began_at >= 0.2
     assert pool.live is None
@@ -247,15 +247,15 @@ async def test_cancelling_passes_through(snapshot: Path) -> None:
     long = replace(SPEC, max_tokens=10**6)
     call = asyncio.create_task(pool(PROMPT, long, policy=POLICY, session="s"))
     await eventually(lambda: first.asked)
-    assert pool.facts.in_flight.count(1) == 1
+    assert pool.stats.in_flight.count(1) == 1
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert (first.num_cancelled, second.asked, pool.facts.in_flight) == (1, [], (0, 0))
+    assert (first.num_cancelled, second.asked, pool.stats.in_flight) == (1, [], (0, 0))
 
 
 async def test_nobody_sees_an_error_while_another_engine_lives(snapshot: Path) -> None:
-    """Forty sessions, engines lost and brought back in turn: every answer whole and right."""
+    """Forty sessions, engines lost and restored in turn: every answer complete and right."""
     engines = [KillableEngine(token_s=0.002) for _ in range(3)]
     pool = EnginePool(engines)
     await pool.load(snapshot, version(0))
@@ -277,6 +277,6 @@ async def test_nobody_sees_an_error_while_another_engine_lives(snapshot: Path) -
     for n, answer in enumerate(await asyncio.gather(*calls)):
         assert ids(answer) == [at % 97 for at in range(1 + n, 61 + n)]
         assert answer.spans == (span(0, 60, 0),)
-    assert pool.facts.num_failed == 0
-    assert pool.facts.num_continued > 10
+    assert pool.stats.num_failed == 0
+    assert pool.stats.num_continued > 10
     assert num_kills > 2

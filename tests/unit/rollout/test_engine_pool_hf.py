@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that change engine and weights on the way, against a plain forward pass of the versions
-their spans name."""
+"""Answers that change engine and weights midway, against a plain forward pass of the versions in
+their spans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.rollout.polling import eventually
 
 from penstock.gateway.generation import Completion, TokenChunk
 from penstock.rollout.engine_pool import EnginePool
-from penstock.rollout.engines import HfEngine
+from penstock.rollout.engines.hf import HfEngine
 from penstock.types import SamplingSpec, view_ids
 
 __all__ = ["folders", "models"]
@@ -58,6 +58,6 @@ async def test_every_token_is_of_the_version_it_names(
         told = [token for chunk in heard[number] for token in chunk.sampled_ids]
         assert told == list(view_ids(answer.sampled_ids))
         assert len({span.number for span in answer.spans}) >= 2
-    assert pool.facts.num_continued >= 4
-    assert pool.facts.num_failed == 0
+    assert pool.stats.num_continued >= 4
+    assert pool.stats.num_failed == 0
     await pool.close()

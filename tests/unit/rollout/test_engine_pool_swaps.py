@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New weights reach the engines of a pool a few at a time; each must prove them before it serves,
-and whatever goes wrong on one engine stays there."""
+"""Rolling swaps: new weights are loaded a few engines at a time, each must verify them before it
+serves, and a failure stays on its engine."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from penstock.dataflow.service.nodes.messages import NodeDirectives
 from penstock.errors import EngineError
 from penstock.gateway.gateway import Gateway
 from penstock.rollout import weight_loader as loader_module
+from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pool import EnginePool
 from penstock.rollout.engine_pools import EnginePools
-from penstock.rollout.engines import Engine
 from penstock.rollout.membership import Membership
 from penstock.rollout.orders import NodeOrders
 from penstock.rollout.weight_loader import PROBE_TOKENS, Loader
@@ -29,7 +29,7 @@ from penstock.types import Version
 
 
 async def served(pool: EnginePool, num_sessions: int = 20) -> set[int]:
-    """The numbers that sample answers now."""
+    """The version numbers that answers are sampled from now."""
     answers = await asyncio.gather(
         *(pool(PROMPT, SPEC, policy=POLICY, session=f"s{n}") for n in range(num_sessions))
     )
@@ -47,15 +47,15 @@ async def test_so_many_engines_are_paused_at_once(
     engines = [KillableEngine(paused) for _ in range(num_engines)]
     pool = EnginePool(engines, max_paused=max_paused)
     await pool.load(snapshot, version(0))
-    assert paused.most == num_engines, "nobody waits for engines that serve nobody"
-    assert (pool.facts.peak_paused, pool.facts.num_swaps) == (0, 0)
-    paused.most = 0
+    assert paused.peak == num_engines, "nobody waits for engines that serve nobody"
+    assert (pool.stats.peak_paused, pool.stats.num_swaps) == (0, 0)
+    paused.peak = 0
     for number in range(1, 6):
         await pool.load(snapshot, version(number))
         assert pool.live == version(number)
-    assert paused.most == pool.facts.peak_paused == most
-    assert pool.facts.num_swaps == len(pool.facts.swap_s) == 5 * num_engines
-    assert all(swap_s > 0 for swap_s in pool.facts.swap_s)
+    assert paused.peak == pool.stats.peak_paused == most
+    assert pool.stats.num_swaps == len(pool.stats.swap_s) == 5 * num_engines
+    assert all(swap_s > 0 for swap_s in pool.stats.swap_s)
 
 
 async def test_new_requests_avoid_the_engine_that_is_swapped(snapshot: Path) -> None:
@@ -82,7 +82,7 @@ async def test_an_engine_that_cannot_load_serves_its_old_version(snapshot: Path)
     pool = EnginePool(engines)
     await pool.load(snapshot, version(0))
     engines[1].load_fails = True
-    with pytest.raises(EngineError, match="1 of 4 engines not loaded: no memory"):
+    with pytest.raises(EngineError, match="failed on 1 of 4 engines: no memory"):
         await pool.load(snapshot, version(1))
     assert pool.live == version(0), "the oldest that is served"
     assert pool.needs_load(version(1))
@@ -96,7 +96,7 @@ async def test_an_engine_that_cannot_load_serves_its_old_version(snapshot: Path)
 
 
 class Proof:
-    """Fails for the engines it doubts, and keeps count."""
+    """Fails for the engines it doubts, and counts calls."""
 
     def __init__(self) -> None:
         self.unverified: list[Engine] = []
@@ -114,14 +114,14 @@ async def test_a_version_that_fails_its_proof_goes_no_further(snapshot: Path) ->
     pool, proof = EnginePool(engines), Proof()
     await pool.load(snapshot, version(0), verify=proof)
     proof.unverified = [*engines]
-    for _ in range(4):  # nor does it when it is tried again
+    for _ in range(4):  # nor after retries
         with pytest.raises(EngineError, match="not what it should be"):
             await pool.load(snapshot, version(1), verify=proof)
     assert [engine.live for engine in engines].count(version(1)) == 1
-    assert pool.facts.num_serving == 3
+    assert pool.stats.num_serving == 3
     assert await served(pool) == {0}
     await pool.load(snapshot, version(2), verify=Proof())
-    await eventually(lambda: pool.facts.num_serving == 4)
+    await eventually(lambda: pool.stats.num_serving == 4)
     assert await served(pool) == {2}
 
 
@@ -137,7 +137,7 @@ async def test_a_version_that_others_proved_is_not_held_up_by_one_engine(snapsho
     assert not engines[1].asked
     proof.unverified = []
     await pool.load(snapshot, version(1), verify=proof)
-    assert pool.facts.num_serving == 4
+    assert pool.stats.num_serving == 4
 
 
 async def test_the_only_engine_serves_nobody_until_it_proves_its_version(snapshot: Path) -> None:
@@ -176,7 +176,7 @@ async def test_nobody_waits_for_an_engine_that_starts(snapshot: Path) -> None:
     assert pool.needs_load(version(2))
     await pool.load(snapshot, version(2))
     assert await served(pool) == {2}
-    assert pool.facts.num_serving == 3
+    assert pool.stats.num_serving == 3
 
 
 async def test_closing_ends_a_start(snapshot: Path) -> None:
@@ -215,7 +215,7 @@ async def test_the_loader_probes_every_engine_and_brings_back_the_lost(
     assert [len(engine.asked) for engine in made] == [2, 2, 2]
     made[1].live = None
     await eventually(lambda: made[1].live == Version(policy=POLICY, incarnation=1, number=1))
-    await eventually(lambda: engines.facts()[POLICY].num_serving == 3)
+    await eventually(lambda: engines.stats()[POLICY].num_serving == 3)
     assert [len(engine.asked) for engine in made] == [2, 3, 2], "the others are left alone"
     assert {live[POLICY] for live in announced.live} == {0, 1}
     running.cancel()

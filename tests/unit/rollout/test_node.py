@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node against a double of the dataflow over real HTTP, with the scripted engine."""
+"""The node against a fake dataflow over real HTTP, with the scripted engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from penstock.dataflow.core.leasing import NodeState
 from penstock.dataflow.service.nodes.messages import NodeDirectives, RunInfo
 from penstock.errors import Fenced, RewardError, WeightsError
 from penstock.rollout.delivery_queue import AckLog
-from penstock.rollout.engines import Engine, ScriptedEngine
+from penstock.rollout.engine import Engine
+from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.node import Node, NodeDeps, build
 from penstock.types import (
     FailureKind,
@@ -35,17 +36,17 @@ WORKFLOWS = "tests.unit.rollout.user_workflows"
 
 
 class FolderFetch:
-    """Every version is the same folder; the damaged ones cannot be had."""
+    """Every version is the same folder; damaged ones cannot be fetched."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.damaged: set[int] = set()
         self.num_tries = 0
 
-    async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
+    async def __call__(self, weights_url: str, target: PublishedVersion) -> Path:
         self.num_tries += 1
-        if wanted.number in self.damaged:
-            raise WeightsError(f"number {wanted.number} is damaged")
+        if target.number in self.damaged:
+            raise WeightsError(f"number {target.number} is damaged")
         return self.folder
 
     def require_unchanged(self, folder: Path) -> None:
@@ -59,7 +60,7 @@ class FolderFetch:
 
 
 class Bench:
-    """One node at work, its double and its files."""
+    """A running node, its fake dataflow and its files."""
 
     def __init__(self, dataflow: FakeDataflow, fetch: FolderFetch, node: Node, acks: Path) -> None:
         self.dataflow = dataflow
@@ -148,7 +149,7 @@ async def test_leases_ask_for_free_slots_only_and_not_one_by_one(
 async def test_a_free_slot_does_not_wait_for_long_answers_beside_it(
     tmp_path: Path, snapshot: Path
 ) -> None:
-    """14 of 16 slots hang: what is left is less than a quarter, and all other work goes there."""
+    """14 of 16 slots hang: less than a quarter is left, and all other work runs there."""
     mostly = facts(workflow=f"{WORKFLOWS}:hangs_at_first")
     async with bench(tmp_path, snapshot, num_slots=40, run_info=mostly, grace_s=0.1) as desk:
         await asyncio.wait_for(desk.dataflow.until_stored(26), 60)
@@ -206,7 +207,7 @@ async def test_a_refused_row_is_an_error_in_the_log(tmp_path: Path, snapshot: Pa
             desk.dataflow.waiting.extend((slot, 1) for slot in range(4))
             await eventually(lambda: len(desk.acknowledged()) == 3)
             assert refused not in desk.acknowledged()
-    (line,) = [line for line in lines if line["event"] == "refused"]
+    (line,) = [line for line in lines if line["event"] == "trajectory rejected"]
     assert (line["log_level"], line["row"]) == ("error", refused)
 
 
@@ -235,7 +236,7 @@ async def test_a_node_whose_place_was_taken_stops_with_an_error(
 ) -> None:
     async with bench(tmp_path, snapshot) as desk:
         desk.dataflow.boot_ids[NODE] = "somebody newer"
-        with pytest.raises(Fenced, match="took the place of node node-1"):
+        with pytest.raises(Fenced, match="node node-1 was registered by another process"):
             await asyncio.wait_for(desk.running, 60)
 
 

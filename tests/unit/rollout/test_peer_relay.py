@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two nodes as processes, one a relay to the other: one copy leaves the origin, and who loses his
-neighbour goes on with the origin."""
+"""Two node processes, one a relay for the other: the weight server sends one copy, and a node that
+loses its peer falls back to the weight server."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def process(env: Mapping[str, str], *words: str) -> AsyncGenerator[Process
 
 
 def run_folder(path: Path, dataflow: FakeDataflow) -> None:
-    """What `penstock rollout` must find of a run that was started."""
+    """The files of a started run that `penstock rollout` needs."""
     config = demo(0)
     models = {"policy": config.models["policy"].model_copy(update={"engine": "scripted"})}
     RunFolder(path).write_config(config.model_copy(update={"name": RUN, "models": models}))
@@ -76,8 +76,8 @@ async def test_a_node_serves_its_neighbour_until_it_is_killed(
         sharing.append(f"--public-key={tmp_path / 'keys' / 'public.key'}")
 
     def live(number: int) -> int:
-        """Of the sessions that beat, how many have this version."""
-        last = {beat.session: beat for beat in dataflow.beats}
+        """How many node processes report this version."""
+        last = {beat.boot_id: beat for beat in dataflow.beats}
         return sum(any(v.number == number for v in beat.live) for beat in last.values())
 
     app = build(source, dataflow.signer.verifier(Audience.WEIGHTS))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_node` as a process of its own: real weights front, real signals, files that stay."""
+"""`run_node` in a separate process: real weight server, real signals, files that persist."""
 
 from __future__ import annotations
 

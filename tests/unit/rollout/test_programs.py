@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs as workflows: they find their session by environment, and never outlive it."""
+"""Programs as workflows: they find their session in the environment, and never outlive it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_a_program_that_fails_is_a_failed_workflow(tmp_path: Path, snapsho
     )
     row = await attempt(snapshot, words, scorer=DirectScorer())
     assert row.outcome.reason == FailureKind.WORKFLOW
-    assert "ended with code 3: why" in row.outcome.detail
+    assert "exited with code 3: why" in row.outcome.detail
 
 
 async def test_output_is_what_it_printed_and_a_lingering_child_holds_nobody_up(
@@ -153,7 +153,7 @@ async def test_a_program_dies_with_its_node(tmp_path: Path) -> None:
 
 
 async def test_a_program_gets_ordinary_signals() -> None:
-    """Python ignores SIGPIPE, and exec would hand that down: `yes | head` should still end."""
+    """Python ignores SIGPIPE, and exec would inherit that: `yes | head` must still end."""
     printed = await run_program(["grep", "SigIgn", "/proc/self/status"], env=dict(os.environ))
     ignored = int(printed.split()[1], 16)
     assert ignored & (1 << (signal.SIGPIPE - 1)) == 0

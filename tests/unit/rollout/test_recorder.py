@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A retried attempt goes on from the turns that the lost one recorded."""
+"""A retried attempt continues from the turns that the lost one recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.gateway.renderer import Renderer
 from penstock.rollout import recorder as module
 from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.endpoint import Endpoint
-from penstock.rollout.engines import ScriptedEngine
+from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.recorder import Recorder
 from penstock.types import (
     GroupId,
@@ -57,7 +57,7 @@ class Kept:
 
 
 class Counting:
-    """Draws other tokens at each call, and hangs from the call on that it is told."""
+    """Samples different tokens at each call, and hangs from a given call on."""
 
     def __init__(self, hangs_at: int = 1000) -> None:
         self.num_calls = 0
@@ -85,7 +85,7 @@ class Counting:
 async def attempt(
     snapshot: Path, kept: Kept, engine: Counting, grant: Grant, *, until: int | None = None
 ) -> Trajectory | None:
-    """One attempt by a node; `until`: the node is lost once so many turns were told."""
+    """One attempt by a node; the node is lost once `until` turns were recorded."""
     await engine.load(snapshot)
     gateway = Gateway(engine)
     gateway.set_renderer(POLICY, Renderer.load(snapshot))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions that hang, raise, abort and babble: typed failures, for the culprits alone."""
+"""Reward functions that hang, raise, abort and print: typed failures, only for the culprits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def score_all(scores: Scorer, completions: list[str]) -> list[Scored | Fai
 
 
 def children() -> list[psutil.Process]:
-    """Of this process, but for a database server that other tests of this worker keep."""
+    """Children of this process, except a database server that other tests keep running."""
     found = psutil.Process().children(recursive=True)
     return [child for child in found if child.name() != "postgres"]
 
@@ -119,7 +119,7 @@ async def test_the_deadline_kills_the_whole_group(
     async with scorer("leaves_a_child", deadline_s=0.5) as scores:
         result = await scores.score("hang", task())
         assert isinstance(result, Failed) and result.kind is FailureKind.REWARD_DEADLINE
-        assert "took longer than 0.5 s" in result.detail
+        assert "exceeded its deadline of 0.5 s" in result.detail
         await eventually_dead(await pid_in(tmp_path / "pid"))
 
 

@@ -21,9 +21,11 @@ from penstock.errors import EngineError, WeightsError
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import ChunkCallback, Completion
 from penstock.rollout import weight_loader as module
+from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pools import EnginePools
-from penstock.rollout.engines import Engine, HfEngine, ScriptedEngine, SimulatedEngine
-from penstock.rollout.engines.simulated import LoadProfile
+from penstock.rollout.engines.hf import HfEngine
+from penstock.rollout.engines.scripted import ScriptedEngine
+from penstock.rollout.engines.simulated import LoadProfile, SimulatedEngine
 from penstock.rollout.membership import Membership
 from penstock.rollout.orders import NodeOrders
 from penstock.rollout.weight_loader import Loader, probe_error
@@ -44,7 +46,7 @@ VERSION = Version(policy=POLICY, incarnation=1, number=3)
 
 
 class SpoiltEngine(ScriptedEngine):
-    """Its answers under number 1 are spoilt until it is mended."""
+    """Its answers under version 1 are wrong until it is repaired."""
 
     def __init__(self, spoil: Spoil) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ async def test_a_version_that_fails_its_probe_is_announced_when_it_passes(
             assert desk.dataflow.beats[-1].live[0].number == 0
             engine.spoil = None
             await eventually(lambda: desk.dataflow.beats[-1].live[0].number == 1)
-    assert len([line for line in lines if line["event"] == "version not loaded"]) >= 3
+    assert len([line for line in lines if line["event"] == "load failed"]) >= 3
     assert {tuple(prompt_ids) for prompt_ids, _ in engine.asked} == {tuple(engine.asked[0][0])}
     assert engine.asked[0][0] and all(0 <= token < 11 for token in engine.asked[0][0])
     assert {spec.temperature for _, spec in engine.asked} == {0.0}
@@ -116,8 +118,8 @@ def test_what_is_wrong_with_an_answer() -> None:
     assert probe_error(answer(-1.0, 0.0), VERSION) is None
     assert "log-probs are" in (probe_error(answer(-1.0, float("-inf")), VERSION) or "")
     assert "log-probs are" in (probe_error(answer(float("nan")), VERSION) or "")
-    assert "from [(1, 2)]" in (probe_error(answer(-1.0, number=2), VERSION) or "")
-    assert "from []" in (probe_error(answer(), VERSION) or "")
+    assert "sampled by [(1, 2)]" in (probe_error(answer(-1.0, number=2), VERSION) or "")
+    assert "sampled by []" in (probe_error(answer(), VERSION) or "")
     short = replace(answer(-1.0, -1.0), logprobs=log_probs([-1.0]))
     assert "2 tokens have 1" in (probe_error(short, VERSION) or "")
 
@@ -132,9 +134,7 @@ async def test_an_engine_that_never_answers_is_not_waited_for(
         async with bench(tmp_path, snapshot, make_engine=lambda: slow) as desk:
             await eventually(lambda: desk.fetch.num_tries >= 2)
             assert not any(beat.live for beat in desk.dataflow.beats)
-    assert (
-        "probe of" in next(line for line in lines if line["event"] == "version not loaded")["error"]
-    )
+    assert "probe of" in next(line for line in lines if line["event"] == "load failed")["error"]
 
 
 @pytest.mark.parametrize("make", [ScriptedEngine, SimulatedEngine, HfEngine])
@@ -151,7 +151,7 @@ async def test_every_engine_passes(
 
 
 class Announced:
-    """In the place of the membership: what was announced, in order."""
+    """Replaces the membership: records announcements in order."""
 
     def __init__(self) -> None:
         self.live: list[dict[PolicyName, int]] = []
@@ -165,7 +165,7 @@ class AnyFolder:
         self._folder = folder
         self.is_damaged = False
 
-    async def __call__(self, weights_url: str, wanted: PublishedVersion) -> Path:
+    async def __call__(self, weights_url: str, target: PublishedVersion) -> Path:
         return self._folder
 
     def require_unchanged(self, folder: Path) -> None:

@@ -141,7 +141,7 @@ async def gives_way_then_fails(task: Task, ctx: Context) -> None:
 
 
 async def ten_turns(task: Task, ctx: Context) -> float:
-    """A conversation of eight turns, and between them two calls that look the same."""
+    """A conversation of eight turns, with two identical calls between them."""
     messages = [{"role": "user", "content": "abc>"}]
     for turn in range(8):
         if turn == 3:

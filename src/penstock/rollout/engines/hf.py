@@ -1,346 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformers causal language model as a decoder: float32, CPU, in process.
+"""The `hf` engine: a transformers model in the node's process.
 
-Owns the live model, the key-value cache of the rows and their left padding. Equal contexts
-(members of one group) are prefilled once. Refuses a snapshot whose tensors are not exactly the
-model's, by name and shape. Decoders `share` one another share one model: its weights are the base
-that all of them were loaded with, and each brings its adapter to its own passes. Importing this
-module loads torch and transformers, which takes seconds: the decoding thread does it.
+This module does not import torch; the decoding thread does, in the background.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from safetensors.torch import load_file
-from torch import Tensor
-from torch.nn.functional import linear, pad
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
-
-from penstock.errors import EngineError
-from penstock.rollout.engines.adapter_info import AdapterInfo, BaseDigests, check_same_layers
-from penstock.rollout.engines.snapshot import Snapshot, read_snapshot, tensor_files
-from penstock.weights.lora import A, B
-from penstock.weights.manifest import ADAPTER_PREFIX, ADAPTER_WEIGHTS
-
-# B = rows, T = padded length, V = vocabulary, H = key-value heads, D = head size
-MAX_PREFILL_TOKENS = 16_384
-"""Padded tokens of one prefill; more contexts are worked off in several."""
-Logits = NDArray[np.float32]
+from penstock.rollout.decoding.batch import Decoder
+from penstock.rollout.decoding.continuous import MAX_ROWS, ContinuousEngine
+from penstock.rollout.decoding.decoding_thread import DecodingThread
+from penstock.rollout.engine import EngineSettings, EngineType
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Cache tensors are BHTD; the mask is 0 where a row is padded on the left."""
+class HfEngine(ContinuousEngine):
+    """In-process transformers model. The constructor returns immediately; `load` waits for the
+    imports."""
 
-    cache: Any
-    """A DynamicCache; typed loosely, because its layers may be of kinds without keys."""
-    mask_BT: Tensor
+    def __init__(self, *, torch_threads: int = 1, max_rows: int = MAX_ROWS) -> None:
+        def open_decoder() -> Decoder:
+            from penstock.rollout.decoding.hf_decoder import HfDecoder
 
-    def select(self, rows: Tensor) -> None:
-        for layer in self.cache.layers:
-            layer.keys = layer.keys.index_select(0, rows)
-            layer.values = layer.values.index_select(0, rows)
-        self.mask_BT = self.mask_BT.index_select(0, rows)
+            return HfDecoder(torch_threads=torch_threads)
 
-    def trim(self) -> None:
-        """Drop the columns that are padding in every row."""
-        num_padding = int(self.mask_BT.any(dim=0).to(torch.uint8).argmax())
-        if num_padding:
-            for layer in self.cache.layers:
-                layer.keys = layer.keys[:, :, num_padding:]
-                layer.values = layer.values[:, :, num_padding:]
-            self.mask_BT = self.mask_BT[:, num_padding:]
+        thread = DecodingThread(open_decoder, name="hf")
+        super().__init__(thread, max_rows=max_rows)
+        thread.start()
 
 
-Layers = dict[str, tuple[Tensor, Tensor]]
-"""A and B of each linear layer, by its path."""
+def _build(settings: EngineSettings) -> HfEngine:
+    # Sums over a batch depend on its size, so a deterministic engine decodes one answer at a time.
+    max_rows = 1 if settings.is_deterministic else MAX_ROWS
+    return HfEngine(torch_threads=settings.torch_threads, max_rows=max_rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Adapter:
-    facts: AdapterInfo
-    layers: Layers
-
-
-class _Weights:
-    """One model in memory for all decoders on it. `module` is set while no pass runs."""
-
-    def __init__(self) -> None:
-        self.module: Any = None
-        self.base: str | None = None
-        """Digest of the base's files, where adapters lie on them."""
-        self.num_decoders = 0
-        self._files = BaseDigests()
-        self._hooked: set[str] = set()
-        self._active: _Adapter | None = None
-
-    def prepare(self, folder: Path) -> None:
-        """The base in memory; from the second adapter on it is there already."""
-        digest = self._files.digest(folder)
-        if self.module is None:
-            module = _build(folder)
-            _copy(module, _read_tensors(module, folder))
-            self.module, self.base = module, digest
-        elif self.base != digest:
-            raise EngineError(
-                f"{folder} holds an adapter of another base than the engine has in memory; "
-                "policies that share an engine start from one `init`, and keep it for the run"
-            )
-
-    def check_linear(self, facts: AdapterInfo, folder: Path) -> None:
-        kinds = {name: type(self.module.get_submodule(name)) for name in facts.modules}
-        others = sorted(name for name, kind in kinds.items() if kind is not torch.nn.Linear)
-        if others:
-            raise EngineError(
-                f"{folder} holds an adapter for {others[:3]}, which are no linear layers; "
-                "leave them out of lora.targets"
-            )
-
-    def register_hooks(self, adapter: _Adapter) -> None:
-        """Let its layers ask for the active adapter; called while no pass runs."""
-        for name in adapter.facts.modules:
-            if name not in self._hooked:
-                self._hooked.add(name)
-                self.module.get_submodule(name).register_forward_hook(partial(self._add, name))
-
-    @contextmanager
-    def using(self, adapter: _Adapter | None) -> Generator[Any]:
-        self._active = adapter
-        try:
-            yield self.module
-        finally:
-            self._active = None
-
-    def _add(self, name: str, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        if self._active is None or name not in self._active.layers:
-            return output
-        a, b = self._active.layers[name]
-        return output + self._active.facts.scale * linear(linear(inputs[0], a), b)
-
-
-@dataclass(frozen=True, slots=True)
-class HfStaged:
-    decoder: HfDecoder
-    model: Any
-    tensors: dict[str, Tensor]
-    snapshot: Snapshot
-
-    def apply(self) -> None:
-        _copy(self.model, self.tensors)
-        self.decoder.weights.module = self.model
-
-
-@dataclass(frozen=True, slots=True)
-class HfStagedAdapter:
-    decoder: HfDecoder
-    adapter: _Adapter
-    snapshot: Snapshot
-
-    def apply(self) -> None:
-        self.decoder.weights.register_hooks(self.adapter)
-        self.decoder.adapter = self.adapter
-
-
-class HfDecoder:
-    def __init__(self, *, torch_threads: int, weights: _Weights | None = None) -> None:
-        """`weights` are those of another decoder, to be shared."""
-        torch.set_num_threads(torch_threads)
-        self._torch_threads = torch_threads
-        self.weights = weights or _Weights()
-        self.weights.num_decoders += 1
-        self.adapter: _Adapter | None = None
-        self._rows: _Rows | None = None
-
-    def share(self) -> HfDecoder:
-        return HfDecoder(torch_threads=self._torch_threads, weights=self.weights)
-
-    def stage(self, folder: Path) -> HfStaged | HfStagedAdapter:
-        torch.set_num_threads(self._torch_threads)  # OpenMP counts per calling thread
-        snapshot = read_snapshot(folder)
-        weights = self.weights
-        if snapshot.adapter is not None:
-            return self._stage_adapter(folder, snapshot, snapshot.adapter)
-        if weights.num_decoders > 1:
-            raise EngineError(
-                f"{folder} holds no adapter, and {weights.num_decoders} policies share this "
-                "engine's weights; give a policy that trains all weights an engine of its own"
-            )
-        if weights.base is not None:
-            check_same_layers(self.adapter and self.adapter.facts, None, folder)
-        model = _build(folder) if weights.module is None else weights.module
-        return HfStaged(self, model, _read_tensors(model, folder), snapshot)
-
-    def _stage_adapter(
-        self, folder: Path, snapshot: Snapshot, facts: AdapterInfo
-    ) -> HfStagedAdapter:
-        has_whole_model = self.weights.module is not None and self.weights.base is None
-        if self.adapter is not None or has_whole_model:
-            check_same_layers(self.adapter and self.adapter.facts, facts, folder)
-        self.weights.prepare(folder)
-        self.weights.check_linear(facts, folder)
-        tensors = load_file(folder / ADAPTER_WEIGHTS)
-        layers: Layers = {}
-        for name in facts.modules:
-            a, b = (tensors[f"{ADAPTER_PREFIX}{name}{part}"] for part in (A, B))
-            layers[name] = (a.to(torch.float32, copy=True), b.to(torch.float32, copy=True))
-        return HfStagedAdapter(self, _Adapter(facts, layers), snapshot)
-
-    def join(self, contexts: Sequence[Sequence[int]]) -> Logits:
-        distinct: dict[tuple[int, ...], int] = {}
-        row_of = [distinct.setdefault(tuple(ids), len(distinct)) for ids in contexts]
-        ordered = list(distinct)
-        by_length = sorted(range(len(ordered)), key=lambda index: len(ordered[index]))
-        parts: list[_Rows] = []
-        logits: list[Tensor] = []
-        with torch.inference_mode():
-            for block in _blocks(by_length, ordered):
-                rows, logits_BV = self._prefill([ordered[index] for index in block])
-                parts.append(rows)
-                logits.append(logits_BV)
-            place = {index: at for at, index in enumerate(by_length)}
-            selection = torch.tensor([place[row] for row in row_of])
-            joined = _stack(parts)
-            joined.select(selection)
-            self._rows = joined if self._rows is None else _stack([self._rows, joined])
-            return torch.cat(logits).index_select(0, selection).numpy()
-
-    def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> Logits:
-        assert self._rows is not None
-        with torch.inference_mode():
-            if len(rows) < len(self._rows.mask_BT):
-                self._rows.select(torch.from_numpy(rows))
-                self._rows.trim()
-            position_B1 = self._rows.mask_BT.sum(dim=1, keepdim=True)
-            self._rows.mask_BT = pad(self._rows.mask_BT, (0, 1), value=1)
-            return self._forward(torch.from_numpy(tokens)[:, None], self._rows, position_B1).numpy()
-
-    def clear(self) -> None:
-        self._rows = None
-
-    def _prefill(self, contexts: Sequence[Sequence[int]]) -> tuple[_Rows, Tensor]:
-        length = max(len(ids) for ids in contexts)
-        ids_BT = np.zeros((len(contexts), length), np.int64)
-        mask_BT = np.zeros((len(contexts), length), np.int64)
-        for row, ids in enumerate(contexts):
-            ids_BT[row, length - len(ids) :] = ids
-            mask_BT[row, length - len(ids) :] = 1
-        # Without a config every layer keeps all keys, and a sliding window is the mask's business.
-        rows = _Rows(DynamicCache(), torch.from_numpy(mask_BT))
-        position_BT = (rows.mask_BT.cumsum(dim=1) - 1).clamp_(min=0)
-        return rows, self._forward(torch.from_numpy(ids_BT), rows, position_BT)
-
-    def _forward(self, ids_BT: Tensor, rows: _Rows, position_BT: Tensor) -> Tensor:
-        with self.weights.using(self.adapter) as model:
-            output = model(
-                input_ids=ids_BT,
-                attention_mask=rows.mask_BT,
-                position_ids=position_BT,
-                past_key_values=rows.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        return output.logits[:, -1]
-
-
-def _blocks(order: list[int], contexts: list[tuple[int, ...]]) -> Iterator[list[int]]:
-    """Runs of similar length whose padded size stays within one prefill; `order` ascends in
-    length."""
-    block: list[int] = []
-    for index in order:
-        if block and (len(block) + 1) * len(contexts[index]) > MAX_PREFILL_TOKENS:
-            yield block
-            block = []
-        block.append(index)
-    yield block
-
-
-def _stack(parts: Sequence[_Rows]) -> _Rows:
-    """One batch of all rows, padded on the left to the longest."""
-    if len(parts) == 1:
-        return parts[0]
-    length = max(part.mask_BT.shape[1] for part in parts)
-    gaps = [length - part.mask_BT.shape[1] for part in parts]
-    cache = parts[0].cache
-    for at, layer in enumerate(cache.layers):
-        others = [part.cache.layers[at] for part in parts]
-        layer.keys, layer.values = (
-            torch.cat([pad(tensor, (0, 0, gap, 0)) for tensor, gap in zip(kind, gaps, strict=True)])
-            for kind in ([other.keys for other in others], [other.values for other in others])
-        )
-    masks = [pad(part.mask_BT, (gap, 0)) for part, gap in zip(parts, gaps, strict=True)]
-    return _Rows(cache, torch.cat(masks))
-
-
-# --- weights ------------------------------------------------------------------------------------
-
-
-def _build(folder: Path) -> Any:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    model: Any = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    # The imported libraries are millions of objects for ever: a full collection over them would
-    # stop all answers for 200 ms, again and again.
-    gc.collect()
-    gc.freeze()
-    return model.eval().requires_grad_(False)
-
-
-def _read_tensors(model: Any, folder: Path) -> dict[str, Tensor]:
-    """Those of the folder's model; raises EngineError unless they are all that `model` has."""
-    tensors: dict[str, Tensor] = {}
-    for path in tensor_files(folder):
-        tensors.update(load_file(path))
-    tensors = _with_canonical_names(model, tensors)
-    _check_fit(model, tensors, folder)
-    return tensors
-
-
-def _copy(model: Any, tensors: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, target in _targets(model).items():
-            target.copy_(tensors[name])
-
-
-def _targets(model: Any) -> dict[str, Tensor]:
-    """Every tensor a snapshot carries; tied ones once, under their first name."""
-    names: set[str] = set(model.state_dict())
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor for name, tensor in tensors if name in names}
-
-
-def _with_canonical_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A snapshot may carry a tied tensor under any of its names."""
-    first = {tensor.data_ptr(): name for name, tensor in _targets(model).items()}
-    known: dict[str, Tensor] = model.state_dict()
-    same = {name: first.get(tensor.data_ptr(), name) for name, tensor in known.items()}
-    given = {same.get(name, name): tensor for name, tensor in tensors.items()}
-    return given | {name: tensor for name, tensor in tensors.items() if name in given}
-
-
-def _check_fit(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
-    wanted = {name: tuple(tensor.shape) for name, tensor in _targets(model).items()}
-    aliases: set[str] = set(model.state_dict()) - set(wanted)
-    missing = sorted(set(wanted) - set(tensors))
-    unknown = sorted(set(tensors) - set(wanted) - aliases)
-    wrong = sorted(
-        f"{name} {tuple(tensors[name].shape)} for {shape}"
-        for name, shape in wanted.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    )
-    if missing or unknown or wrong:
-        raise EngineError(
-            f"{folder} holds another model: {len(missing)} tensors missing {missing[:3]}, "
-            f"{len(unknown)} unknown {unknown[:3]}, {len(wrong)} of other shape {wrong[:3]}; "
-            "a policy keeps its architecture for the whole run"
-        )
+ENGINE = EngineType(build=_build, serves_adapters=True, is_reproducible=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that answers from a script: for unit tests and dry runs. It samples nothing, so
-every log-prob is 0.
+"""The `scripted` engine: returns scripted answers, for unit tests and dry runs.
+
+It does not sample, so every log-prob is 0.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from pathlib import Path
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
-from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
-from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
+from penstock.rollout.engine import CLOSED, EngineSettings, EngineType, SpanLog, live_for
+from penstock.rollout.snapshot import Snapshot, read_snapshot
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -26,12 +27,12 @@ Script = Callable[[Sequence[int], SamplingSpec], Sequence[int]]
 
 
 def echo(prompt_ids: Sequence[int], sampling: SamplingSpec) -> Sequence[int]:
-    """The first tokens of the prompt, backwards."""
+    """The first `max_tokens` tokens of the prompt, reversed."""
     return list(prompt_ids[: sampling.max_tokens])[::-1]
 
 
 class ScriptedEngine:
-    """Answers by a function of prompt and spec, or from a list, one entry per request in order."""
+    """Answers from a function of prompt and spec, or from a list with one entry per request."""
 
     def __init__(self, script: Script | Sequence[Sequence[int]] = echo) -> None:
         self._answers = None if callable(script) else iter(script)
@@ -63,7 +64,7 @@ class ScriptedEngine:
         answer = self._next(prompt_ids, sampling)[: sampling.max_tokens]
         spans = SpanLog(version)
         for index in range(len(answer)):
-            await asyncio.sleep(0)  # a decoding step: others run, a swap may happen
+            await asyncio.sleep(0)  # one decoding step: other tasks run, weights may be swapped
             if self._is_closed:
                 break
             if self._live != version:
@@ -91,5 +92,12 @@ class ScriptedEngine:
         assert self._answers is not None
         answer = next(self._answers, None)
         if answer is None:
-            raise EngineError("the script has no answer left; give ScriptedEngine a longer list")
+            raise EngineError("the script has no answer left; pass a longer list to ScriptedEngine")
         return answer
+
+
+def _build(settings: EngineSettings) -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+ENGINE = EngineType(build=_build, serves_adapters=True, is_reproducible=True)

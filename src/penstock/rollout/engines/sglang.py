@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang server as an engine, by its documented HTTP API. **Untested on a real server**: the
-contract tests run against a double of the protocol.
+"""The `sglang` engine: an SGLang server, through its documented HTTP API. **Untested on a real
+server**: the contract tests use a fake server.
 
-SGLang says no version per token, and drops its prefix cache only when nothing waits. So a swap
-ends every answer in the making (`pause_generation`, abort), loads, drops the cache and continues;
-each answer is then asked for again with its own tokens as context. A part is sampled by one
-version, the one that was live when it was sent, and spans are exact. An answer with a stop string
-or a schema begins anew: the server would not see what came before.
+SGLang does not report a version per token, and drops its prefix cache only when no request waits.
+So a swap aborts all running answers (`pause_generation`), loads, drops the cache and continues;
+each answer is then requested again with its tokens as context. Each such part is sampled by one
+version, the one that was live when it was requested, so spans are exact. An answer with stop
+strings or a schema restarts instead, because the server would not see its earlier tokens.
 
-Its log-probs are of the softmax at the temperature, before any cut of the vocabulary. That is
-examined at the first load; top_p, top_k and min_p are refused.
+SGLang's log-probs come from the softmax at the given temperature, before top_p, top_k and min_p.
+The first load checks this; requests with top_p, top_k or min_p are rejected.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 import msgspec
 import structlog
 
-from penstock.errors import EngineError, RequestRejected
+from penstock.errors import ConfigError, EngineError, RequestRejected
 from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
-from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
-from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
-from penstock.rollout.engines.vllm.http import HttpClient
+from penstock.rollout.engine import CLOSED, EngineSettings, EngineType, SpanLog, live_for
+from penstock.rollout.http_client import HttpClient
+from penstock.rollout.snapshot import Snapshot, prompt_problem, read_snapshot
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -41,14 +41,14 @@ from penstock.types import (
 CALL_S = 60.0
 LOAD_S = 1800.0
 ABORT_S = 5.0
-"""How long an ended answer may take to come back before its connection is cut."""
+"""How long an aborted answer may take to return before its connection is closed."""
 FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 log = structlog.get_logger(__name__)
 
 
 class _Meta(msgspec.Struct, gc=False):
     output_token_logprobs: list[tuple[float, int, Any]] | None = None
-    """Log-prob, id and text of each token: of all so far, or of the new ones, as it is started."""
+    """Log-prob, id and text of all tokens so far, or of the new ones, depending on the server."""
     completion_tokens: int | None = None
     finish_reason: dict[str, Any] | None = None
     weight_version: str | None = None
@@ -60,7 +60,7 @@ class _Event(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class _Part:
-    """What one request of an answer brought."""
+    """The tokens from one request; an answer may need several."""
 
     version: Version
     on_chunk: ChunkCallback | None
@@ -73,15 +73,15 @@ class _Part:
         *lines, self.rest = (self.rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data: {"):
-                self.take(line[6:])
+                self.feed_event(line[6:])
 
-    def take(self, text: bytes) -> None:
+    def feed_event(self, text: bytes) -> None:
         try:
             meta = msgspec.json.decode(text, type=_Event).meta_info
         except msgspec.DecodeError as error:
-            raise EngineError(f"SGLang's answer cannot be read: {error}") from None
+            raise EngineError(f"cannot parse SGLang's response: {error}") from None
         if meta is None:
-            raise EngineError(f"SGLang gave up an answer: {text.decode(errors='replace')[:500]}")
+            raise EngineError(f"SGLang aborted an answer: {text.decode(errors='replace')[:500]}")
         entries = meta.output_token_logprobs or []
         is_cumulative = meta.completion_tokens in (None, len(entries))
         new = entries[len(self.ids) :] if is_cumulative else entries
@@ -103,9 +103,9 @@ class SglangEngine:
         self._snapshot: Snapshot | None = None
         self._lock = asyncio.Lock()
         self._is_open = asyncio.Event()
-        """Parts may be sent."""
+        """Set while requests may be sent."""
         self._is_idle = asyncio.Event()
-        """No part is on its way."""
+        """Set while no request is in flight."""
         self._is_idle.set()
         self._num_parts = 0
         self._is_closed = False
@@ -134,8 +134,8 @@ class SglangEngine:
         must_restart = bool(sampling.stop or sampling.json_schema)
         while True:
             left = replace(sampling, max_tokens=limit - len(ids), seed=sampling.seed + len(ids))
-            callback = None if must_restart else on_chunk  # what is thrown away was never told
-            part = await self._ask([*prompt_ids, *ids], left, callback)
+            callback = None if must_restart else on_chunk  # tokens may be discarded: do not stream
+            part = await self._generate([*prompt_ids, *ids], left, callback)
             finish = FINISHES.get(part.finish)
             if finish is None and must_restart:
                 continue
@@ -160,11 +160,13 @@ class SglangEngine:
             snapshot = await asyncio.to_thread(read_snapshot, folder)
             if snapshot.adapter is not None:
                 raise EngineError(
-                    f"{folder} holds an adapter, which this engine cannot serve; set engine: hf or "
-                    "vllm, or leave models.NAME.lora out"
+                    f"{folder} has an adapter, which this engine does not support; set engine: hf "
+                    "or vllm, or remove models.NAME.lora"
                 )
             if self._snapshot is not None and snapshot.tensors != self._snapshot.tensors:
-                raise EngineError(f"{folder} holds another model; a policy keeps its architecture")
+                raise EngineError(
+                    f"{folder} has a different model; a policy cannot change its architecture"
+                )
             self._is_open.clear()
             try:
                 await self._end_parts()
@@ -185,13 +187,13 @@ class SglangEngine:
 
     # --- answers ----------------------------------------------------------------------------------
 
-    async def _ask(
+    async def _generate(
         self, context: Sequence[int], spec: SamplingSpec, on_chunk: ChunkCallback | None
     ) -> _Part:
-        """A part that a swap ended has the finish "abort", however the swap ended it."""
+        """Request one part. If a swap ends it in any way, its finish is "abort"."""
         await self._is_open.wait()
         if self._live is None:
-            raise EngineError(CLOSED if self._is_closed else "the engine lost its weights")
+            raise EngineError(CLOSED if self._is_closed else "no version is live: a swap failed")
         assert self._snapshot is not None
         part = _Part(self._live, on_chunk)
         body = _body(context, spec, self._snapshot, is_streamed=on_chunk is not None)
@@ -202,7 +204,7 @@ class SglangEngine:
             reply = await self._client.request("POST", "/generate", body, on_body=on_body)
         except OSError as error:
             if self._is_open.is_set():
-                raise EngineError(f"SGLang broke off: {error}") from None
+                raise EngineError(f"connection to SGLang lost: {error}") from None
             part.finish = "abort"
             return part
         finally:
@@ -212,12 +214,12 @@ class SglangEngine:
         if reply.status != 200:
             kind = RequestRejected if reply.status == 400 else EngineError
             raise kind(
-                f"SGLang answers {reply.status}: {reply.body.decode(errors='replace')[:500]}"
+                f"SGLang returned {reply.status}: {reply.body.decode(errors='replace')[:500]}"
             )
         if on_chunk is None:
-            part.take(reply.body)
+            part.feed_event(reply.body)
         if part.finish not in FINISHES and (part.finish != "abort" or self._is_open.is_set()):
-            raise EngineError(f"SGLang ended an answer with {part.finish or 'nothing'!r}")
+            raise EngineError(f"SGLang returned finish reason {part.finish or 'none'!r}")
         return part
 
     # --- versions ---------------------------------------------------------------------------------
@@ -227,17 +229,17 @@ class SglangEngine:
         with suppress(TimeoutError):
             async with asyncio.timeout(ABORT_S):
                 await self._is_idle.wait()
-        self._client.abort("taken back for new weights")
+        self._client.abort("aborted for new weights")
         await self._is_idle.wait()
 
     async def _update_weights(self, folder: Path, version: Version) -> None:
         call = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
         response = await self._call("/update_weights_from_disk", call, timeout_s=LOAD_S)
         if not response.get("success"):
-            raise EngineError(f"SGLang does not load {folder}: {response.get('message')}")
+            raise EngineError(f"SGLang failed to load {folder}: {response.get('message')}")
 
     async def _roll_back(self) -> None:
-        """The old weights serve on, or nothing does."""
+        """Restore the old weights; if that fails, no version is live."""
         before, self._live = self._live, None
         if before is not None and self._folder is not None:
             with suppress(EngineError):
@@ -247,7 +249,7 @@ class SglangEngine:
         self._is_open.set()
 
     async def _check_logprobs(self) -> None:
-        """Twice the temperature must halve the distances between log-probs."""
+        """Check that doubling the temperature halves the differences between log-probs."""
         distances: list[float] = []
         for temperature in (1.0, 2.0):
             params = {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True}
@@ -257,11 +259,11 @@ class SglangEngine:
                 first, second = response["meta_info"]["output_top_logprobs"][0][:2]
                 distances.append(float(first[0]) - float(second[0]))
             except (KeyError, IndexError, TypeError, ValueError) as error:
-                raise EngineError(f"SGLang gives no log-probs: {error!r}") from None
+                raise EngineError(f"SGLang returned no log-probs: {error!r}") from None
         if abs(distances[0] - 2 * distances[1]) > 0.01 * abs(distances[0]) + 1e-4:
             raise EngineError(
-                "SGLang's log-probs are not under the sampling spec: the temperature does not "
-                "change them; start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
+                "SGLang's log-probs ignore the temperature, so they do not match the sampling "
+                "distribution; start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
             )
 
     async def _call(
@@ -273,27 +275,22 @@ class SglangEngine:
             )
         except OSError as error:
             why = str(error) or type(error).__name__
-            raise EngineError(f"SGLang does not answer {path}: {why}") from None
+            raise EngineError(f"no response from SGLang to {path}: {why}") from None
         text = reply.body.decode(errors="replace")
         if reply.status != 200:
-            raise EngineError(f"SGLang answers {reply.status} to {path}: {text[:500]}")
+            raise EngineError(f"SGLang returned {reply.status} to {path}: {text[:500]}")
         with suppress(msgspec.DecodeError):
             return msgspec.json.decode(reply.body, type=dict[str, Any])
         return {}
 
 
 def _check_fit(prompt_ids: Sequence[int], spec: SamplingSpec, snapshot: Snapshot) -> None:
-    if not 0 < len(prompt_ids) < snapshot.window:
-        raise RequestRejected(
-            f"prompt of {len(prompt_ids)} tokens; the model takes 1 to {snapshot.window - 1}, so "
-            "that its answer has room: shorten the context"
-        )
-    if min(prompt_ids) < 0 or max(prompt_ids) >= snapshot.vocab_size:
-        raise RequestRejected(f"prompt holds ids outside the vocabulary of {snapshot.vocab_size}")
+    if (why := prompt_problem(prompt_ids, snapshot)) is not None:
+        raise RequestRejected(why)
     if spec.temperature and (spec.top_p < 1 or spec.top_k or spec.min_p):
         raise RequestRejected(
-            "SGLang's log-probs know no top_p, top_k or min_p, so nothing sampled with them can be "
-            "trained; leave them out, or serve the policy with vllm"
+            "SGLang's log-probs ignore top_p, top_k and min_p, so such samples cannot be trained; "
+            "remove these settings, or set engine: vllm"
         )
 
 
@@ -315,3 +312,12 @@ def _body(
         params["json_schema"] = spec.json_schema
     call = {"input_ids": list(context), "sampling_params": params, "return_logprob": True}
     return msgspec.json.encode({**call, "stream": is_streamed})
+
+
+def _build(settings: EngineSettings) -> SglangEngine:
+    if not settings.url:
+        raise ConfigError("engine sglang needs a running server; set sglang: {url: ...}")
+    return SglangEngine(settings.url)
+
+
+ENGINE = EngineType(build=_build)

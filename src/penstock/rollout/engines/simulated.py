@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine without a model: latencies, lengths and failures from declared distributions, for load
-and scheduling tests.
+"""The `simulated` engine: no model; latencies, lengths and failures follow given distributions.
+For load and scheduling tests.
 
-Everything drawn is a hash of (engine seed, request seed), so a run repeats exactly; only the
-clock is real. Tokens are uniform over the vocabulary. A token belongs to the version that was
-live at the moment it would have been sampled.
+All random draws are hashes of (engine seed, request seed), so a run is repeatable except for its
+timing. Tokens are uniform over the vocabulary. A token belongs to the version that was live when it
+would have been sampled.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from statistics import NormalDist
 from penstock.errors import EngineError
 from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
 from penstock.gateway.seeds import derive
-from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
-from penstock.rollout.engines.snapshot import Snapshot, read_snapshot
+from penstock.rollout.engine import CLOSED, EngineSettings, EngineType, SpanLog, live_for
+from penstock.rollout.snapshot import Snapshot, read_snapshot
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -33,19 +33,19 @@ from penstock.types import (
 
 _NORMAL = NormalDist()
 CHUNK_INTERVAL_S = 0.02
-"""Shortest time between two pieces of one answer."""
+"""Shortest time between two chunks of one answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProfile:
-    """How the simulated model behaves."""
+    """Behavior of the simulated model."""
 
     first_token_s: float = 0.0
     """Median time to the first token."""
     token_s: float = 0.0
     """Time between two tokens."""
     median_tokens: float | None = None
-    """Median length of an answer; None always uses all of `max_tokens`."""
+    """Median answer length; None always uses all of `max_tokens`."""
     spread: float = 0.5
     """Sigma of the log-normal around both medians; 0 makes them exact."""
     failure_probability: float = 0.0
@@ -94,7 +94,7 @@ class SimulatedEngine:
         else:
             spans = await self._stream(on_chunk, ids, first_at, policy)
         if _unit(derive(seed, 2)) < self._load.failure_probability:
-            raise EngineError("simulated failure, as the declared probability demands")
+            raise EngineError("simulated failure, from the configured failure_probability")
         return Completion(
             sampled_ids=token_ids(ids),
             logprobs=log_probs([-math.log(vocab_size)] * num_tokens),
@@ -111,8 +111,8 @@ class SimulatedEngine:
     async def _stream(
         self, on_chunk: ChunkCallback, ids: Sequence[int], first_at: float, policy: PolicyName
     ) -> SpanLog:
-        """Tokens as their time comes, several in one piece when they come fast; the versions they
-        were told with are those of the answer."""
+        """Stream tokens when they are due, several per chunk if they are fast; return their spans,
+        which are also the answer's."""
         num_sent, spans, when = 0, SpanLog(live_for(policy, self.live)), first_at
         logprob = -math.log(self._snapshot.vocab_size) if self._snapshot else 0.0
         while num_sent < len(ids):
@@ -138,7 +138,7 @@ class SimulatedEngine:
         return num_tokens if not token_s else min(num_tokens, int(elapsed_s / token_s) + 1)
 
     async def _sleep_until(self, when: float) -> None:
-        """One timer per request, not per token: thousands run at once."""
+        """Sleep with one timer per request, not per token: thousands run concurrently."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         timer = loop.call_at(when, _finish, future)
@@ -177,5 +177,12 @@ def _finish(future: asyncio.Future[None]) -> None:
 
 
 def _unit(seed: int) -> float:
-    """A 63-bit seed as a number in [0, 1)."""
+    """Map a 63-bit seed to [0, 1)."""
     return (seed >> 10) * 2.0**-53
+
+
+def _build(settings: EngineSettings) -> SimulatedEngine:
+    return SimulatedEngine(seed=settings.seed)
+
+
+ENGINE = EngineType(build=_build, serves_adapters=True)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scoring of completions by plain functions, in processes that can be killed."""
+"""Scores completions with user functions, in worker processes that can be killed."""

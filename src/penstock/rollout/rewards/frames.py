@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node and its reward worker say to each other: length-prefixed msgpack frames over two
-pipes."""
+"""Messages between a node and its reward worker: length-prefixed msgpack frames over two pipes."""
 
 from __future__ import annotations
 
@@ -18,18 +17,17 @@ MAX_FRAME_BYTES = 1 << 28
 class ScoreRequest:
     completions: list[str]
     payloads: list[JsonObject]
-    """The task's payload of each completion; its keys become columns."""
+    """The task payload of each completion; its keys become columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreAnswer:
-    """Also the worker's first word after its import: no values, and the error if there was one."""
+    """Also the worker's first message after the import: no values, and the error if it failed."""
 
     values: list[float | str] = field(default_factory=list[float | str])
     """One per completion: its reward, or a description of what the function returned instead."""
     error: str = ""
-    """The user's traceback when the function raised, or what is wrong with its result as a whole.
-    """
+    """The user's traceback if the function raised, or the problem with its return value."""
 
 
 def pack(message: ScoreRequest | ScoreAnswer) -> bytes:

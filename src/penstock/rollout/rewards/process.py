@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node's handle on one reward worker: start, ask, kill. Owns the process; knows nothing of
-batches."""
+"""The node's handle on one reward worker: start, score, kill. Owns the process; knows nothing of
+batching."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from penstock.rollout.rewards.frames import (
 )
 
 START_S = 120.0
-"""How long the user's module may take to import; some bring a whole computer algebra system."""
+"""How long the user's module may take to import; some load a computer algebra system."""
 
 
 class WorkerProcess:
-    """At most one living process; its whole process group dies with it."""
+    """At most one running process; `kill()` also kills its process group."""
 
     def __init__(self, function: str) -> None:
         self._function = function
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Spawn and wait until the function is imported; RewardError when it cannot be."""
-        # What the node can import, the worker can too.
+        """Start the worker and wait until it has imported the function; raises RewardError if it
+        cannot."""
+        # The worker can import whatever the node can.
         env = {**inherited_env(), "PYTHONPATH": os.pathsep.join(sys.path)}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -61,9 +62,9 @@ class WorkerProcess:
             await self.kill()
             raise RewardError(f"reward {self._function}: {ready.error}")
 
-    async def ask(self, request: ScoreRequest, deadline_s: float) -> ScoreAnswer:
-        """One batch. After TimeoutError or RewardError the process is dead; the next call spawns
-        another."""
+    async def score(self, request: ScoreRequest, deadline_s: float) -> ScoreAnswer:
+        """Score one batch. After TimeoutError or RewardError the process is dead; the next call
+        starts a new one."""
         if self._process is None:
             await self.start()
         assert self._process is not None and self._process.stdin is not None
@@ -74,7 +75,7 @@ class WorkerProcess:
                 return await self._read()
         except ConnectionError as error:  # it died between two batches
             await self.kill()
-            raise RewardError(f"reward {self._function} lost its process: {error}") from None
+            raise RewardError(f"reward {self._function}: worker process died: {error}") from None
         except BaseException:
             await self.kill()
             raise
@@ -92,11 +93,11 @@ class WorkerProcess:
         try:
             num_bytes = frame_bytes(await self._process.stdout.readexactly(PREFIX_BYTES))
             if num_bytes > MAX_FRAME_BYTES:
-                raise RewardError(f"reward {self._function} wrote into its worker's channel")
+                raise RewardError(f"reward {self._function} corrupted its worker's pipe")
             return unpack_answer(await self._process.stdout.readexactly(num_bytes))
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self._process.wait()
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise RewardError(f"reward {self._function} ended its process ({how})") from None
+            raise RewardError(f"reward {self._function}: worker process ended ({how})") from None
         except msgspec.MsgspecError:
-            raise RewardError(f"reward {self._function} wrote into its worker's channel") from None
+            raise RewardError(f"reward {self._function} corrupted its worker's pipe") from None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completions in, `Scored | Failed` out: batches for a reward function that may hang, raise, crash
-or babble.
+"""Scores completions in batches: `Scored | Failed` for each. The reward function may hang, raise,
+crash or print.
 
-A batch has a deadline, kept by killing its process. A batch of several that fails in any way is
-tried again one completion at a time, once, so only the culprits fail. Failure is never a number.
+A batch has a deadline, enforced by killing its process. If a batch of several fails, each of its
+completions is retried alone, once, so only the culprits fail. A failure never becomes a number.
 """
 
 from __future__ import annotations
@@ -46,13 +46,12 @@ class _Item:
 class _Queue:
     fresh: deque[_Item] = field(default_factory=deque["_Item"])
     suspects: deque[_Item] = field(default_factory=deque["_Item"])
-    """Members of a batch that failed; each is tried alone."""
+    """Members of a failed batch; each is retried alone."""
     is_suspects_turn: bool = False
     filled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self) -> list[_Item]:
-        """A batch of fresh completions and single suspects in turn, so neither waits for the
-        other's end."""
+        """The next batch: fresh completions and single suspects alternate, so neither starves."""
         use_suspect = bool(self.suspects) and (self.is_suspects_turn or not self.fresh)
         self.is_suspects_turn = not use_suspect
         if use_suspect:
@@ -78,8 +77,7 @@ class Scorer:
         return await result
 
     async def run(self) -> None:
-        """Serve until cancelled. A function that cannot even be imported ends this, and with it the
-        node."""
+        """Serve until cancelled. Raises if the function cannot be imported, which ends the node."""
         async with asyncio.TaskGroup() as workers:
             for number in range(self._num_workers):
                 workers.create_task(self._worker_loop(), name=f"reward-{number}")
@@ -92,7 +90,7 @@ class Scorer:
         try:
             while True:
                 await self._queue.filled.wait()
-                await asyncio.sleep(0)  # those that finish in the same turn of the loop come along
+                await asyncio.sleep(0)  # include completions of the same event-loop iteration
                 items = [item for item in self._queue.take() if not item.result.done()]
                 if not (self._queue.fresh or self._queue.suspects):
                     self._queue.filled.clear()
@@ -107,9 +105,9 @@ class Scorer:
             payloads=[item.task.payload for item in items],
         )
         try:
-            answer = await worker.ask(request, self._deadline_s)
+            answer = await worker.score(request, self._deadline_s)
         except TimeoutError:
-            detail = f"took longer than {self._deadline_s:g} s and was killed"
+            detail = f"exceeded its deadline of {self._deadline_s:g} s and was killed"
             self._fail(items, FailureKind.REWARD_DEADLINE, detail)
         except RewardError as error:
             self._fail(items, FailureKind.REWARD, str(error))
@@ -118,7 +116,9 @@ class Scorer:
 
     def _accept(self, items: list[_Item], answer: ScoreAnswer) -> None:
         if answer.error or len(answer.values) != len(items):
-            self._fail(items, FailureKind.REWARD, answer.error or "answered another batch")
+            self._fail(
+                items, FailureKind.REWARD, answer.error or "returned results of another batch"
+            )
             return
         for item, value in zip(items, answer.values, strict=True):
             if isinstance(value, float) and math.isfinite(value):
@@ -140,5 +140,5 @@ class Scorer:
 
 
 def _resolve(item: _Item, result: Scored | Failed) -> None:
-    if not item.result.done():  # the rollout may have been cancelled meanwhile
+    if not item.result.done():  # the rollout may have been cancelled in the meantime
         item.result.set_result(result)

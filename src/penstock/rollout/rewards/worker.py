@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One reward function in a process of its own: `python -m penstock.rollout.rewards.worker
+"""Worker process for one reward function: `python -m penstock.rollout.rewards.worker
 MODULE:FUNCTION PARENT_PID`.
 
 Owns the calling convention (TRL's): `reward(completions, **columns) -> list of numbers`, sync or
-async. Columns are lists taken from the task payloads, plus `prompts` when payloads have a `prompt`.
-A function without `**kwargs` gets only the columns it names. Judges nothing: the node does.
+async. Columns are lists taken from the task payloads, plus `prompts` if payloads have a `prompt`.
+A function without `**kwargs` gets only the columns it names. The node decides about failures.
 
-Imports no more than it needs: a killed worker must be back within a tenth of a second.
+Keeps imports minimal: a killed worker must restart within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock.types import JsonObject
 
 
 def columns_of(payloads: Sequence[JsonObject]) -> dict[str, list[Any]]:
-    """Payloads turned on their side; a key that some lack is None there."""
+    """Transpose payloads into columns; missing keys become None."""
     names = dict.fromkeys(name for payload in payloads for name in payload)
     columns = {name: [payload.get(name) for payload in payloads] for name in names}
     if "prompt" in columns:
@@ -44,7 +44,7 @@ def columns_of(payloads: Sequence[JsonObject]) -> dict[str, list[Any]]:
     return columns
 
 
-def wanted_columns(function: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
+def select_columns(function: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return columns
@@ -53,7 +53,7 @@ def wanted_columns(function: Callable[..., Any], columns: dict[str, Any]) -> dic
 
 def score(function: Callable[..., Any], request: ScoreRequest) -> ScoreAnswer:
     try:
-        columns = wanted_columns(function, columns_of(request.payloads))
+        columns = select_columns(function, columns_of(request.payloads))
         returned: Any = function(completions=request.completions, **columns)
         if inspect.isawaitable(returned):
             returned = _finish(returned)
@@ -63,8 +63,8 @@ def score(function: Callable[..., Any], request: ScoreRequest) -> ScoreAnswer:
 
 
 def _finish(awaitable: Awaitable[Any]) -> Any:
-    """Run an async function's answer in the one loop of this process, which clients it keeps may
-    hold on to."""
+    """Run an awaitable in this process's single event loop, to which the function's clients may be
+    bound."""
     return _runner().run(_awaited(awaitable))
 
 
@@ -74,7 +74,7 @@ async def _awaited(awaitable: Awaitable[Any]) -> Any:
 
 @cache
 def _runner() -> Any:
-    import asyncio  # a third of the start-up time, and most functions are not async
+    import asyncio  # lazy: a third of the start-up time, and most functions are not async
 
     return asyncio.Runner()
 
@@ -107,8 +107,8 @@ def _describe(value: Any) -> str:
 
 
 def take_channel() -> tuple[BinaryIO, BinaryIO]:
-    """Move the frames to private descriptors; from here on `print` goes to the log and `input` ends
-    at once."""
+    """Move the frames to private descriptors, so that `print` goes to the log and `input` gets
+    EOF."""
     requests, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -118,7 +118,7 @@ def take_channel() -> tuple[BinaryIO, BinaryIO]:
 
 
 def read_request(requests: BinaryIO) -> ScoreRequest | None:
-    """The next batch; None when the node closed the pipe."""
+    """The next batch; None if the node has closed the pipe."""
     prefix = requests.read(PREFIX_BYTES)
     if len(prefix) < PREFIX_BYTES:
         return None
@@ -129,18 +129,18 @@ def main() -> None:
     die_with(int(sys.argv[2]))
     requests, answers = take_channel()
 
-    def say(answer: ScoreAnswer) -> None:
+    def send(answer: ScoreAnswer) -> None:
         answers.write(pack(answer))
         answers.flush()
 
     try:
         function = load_function(sys.argv[1])
     except ConfigError as error:
-        say(ScoreAnswer(error=str(error)))
+        send(ScoreAnswer(error=str(error)))
         return
-    say(ScoreAnswer())
+    send(ScoreAnswer())
     while (request := read_request(requests)) is not None:
-        say(score(function, request))
+        send(score(function, request))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 """Workflows: programs that attempt a task by calling a model.
 
 `async def run(task, ctx)` returns
-- a `str`: the completion, handed to the run's reward function;
+- a `str`: the completion, passed to the run's reward function;
 - a number: the reward itself, the same as `ctx.reward(number)`;
 - `None`: the completion is the text of the last model answer.
-It raises to say that the attempt broke: the record is `failed(workflow)`, without a reward.
+If it raises, the attempt is recorded as `failed(workflow)`, without a reward.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ BUILT_IN: dict[str, Workflow] = {"single_turn": single_turn.run}
 
 
 def find_workflow(name: str) -> Workflow:
-    """By name, `module:function`, or a JSON list of words for an external program."""
+    """Find a built-in workflow by name, load `module:function`, or wrap a program given as a JSON
+    list of arguments."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if name.startswith("["):
         return command(_parse_argv(name))
     if ":" not in name:
         raise ConfigError(
-            f"no workflow {name!r}: there is {', '.join(BUILT_IN)}; your own is module:function, "
-            "a program is a JSON list of words"
+            f"unknown workflow {name!r}; built in: {', '.join(BUILT_IN)}. Name a custom one as "
+            "module:function, or a program as a JSON list of arguments"
         )
     function = load_function(name)
     if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"workflow {name} is no async function; write `async def run(task, ctx)`")
+        raise ConfigError(
+            f"workflow {name} is not an async function; write `async def run(task, ctx)`"
+        )
     return function
 
 
@@ -47,7 +50,7 @@ def _parse_argv(text: str) -> list[str]:
     try:
         argv: Any = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"workflow {text!r} is no valid JSON list of words: {error}") from None
-    if not argv or not all(isinstance(word, str) for word in argv):
-        raise ConfigError(f"workflow {text!r} must be a list of words, the program first")
+        raise ConfigError(f"workflow {text!r} is not a valid JSON list: {error}") from None
+    if not argv or not all(isinstance(argument, str) for argument in argv):
+        raise ConfigError(f"workflow {text!r} must be a list of strings, the program first")
     return cast("list[str]", argv)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program as the workflow: it gets the task, calls the model over HTTP, and prints its
+"""Runs a program as the workflow: it reads the task, calls the model over HTTP, and prints its
 completion.
 
-The task's payload stands as JSON in PENSTOCK_TASK and on standard input, the slot's seed in
-PENSTOCK_SEED; OPENAI_BASE_URL and OPENAI_API_KEY lead to the model, as do ANTHROPIC_BASE_URL and
-ANTHROPIC_API_KEY. The last line it prints is the completion that the reward sees; when it prints
-nothing, the text of its last model answer is.
+The task payload is passed as JSON in PENSTOCK_TASK and on standard input, the slot's seed in
+PENSTOCK_SEED. OPENAI_BASE_URL and OPENAI_API_KEY point to the model, as do ANTHROPIC_BASE_URL and
+ANTHROPIC_API_KEY. The last printed line is the completion for the reward function; if the program
+prints nothing, it is the text of the last model answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.types import Task
 from penstock.wire.codec import encode_json
 
 MAX_ENV_BYTES = 100_000
-"""Linux takes at most 128 KiB per variable; a larger task is only on standard input."""
+"""Linux allows at most 128 KiB per variable; a larger task is only on standard input."""
 
 
 def command(argv: Sequence[str]) -> Callable[[Task, Context], Awaitable[str | None]]:

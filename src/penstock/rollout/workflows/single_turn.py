@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One question, one answer: the task's `prompt` as the only user message."""
+"""One model call: the task's `prompt` as the only user message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ async def run(task: Task, ctx: Context) -> str:
     if not isinstance(prompt, str):
         raise WorkflowError(
             f"task {task.key} of source {task.source!r} has no text under 'prompt', which workflow "
-            "single_turn asks; add it to the tasks or choose another workflow"
+            "single_turn needs; add it to the tasks or choose another workflow"
         )
     answer = await ctx.policy().chat([{"role": "user", "content": prompt}])
     return answer.text

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of a policy that trains an adapter: a base's own files and PEFT's two, and what model
-they make when the adapter is merged, in float64."""
+"""Writes versions of a policy that trains an adapter (the base's files and PEFT's two), and merges
+them in float64."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def write_version(
     targets: Sequence[str] = TARGETS,
     spread: float = 0.2,
 ) -> Path:
-    """Random A and B of this spread; 0 makes B zero, as training begins. The base's files are hard
-    links, as in a node's cache."""
+    """Random A and B with this spread; 0 makes B zero, as at the start of training. The base's
+    files are hard links, as in a node's cache."""
     folder.mkdir(parents=True)
     for path in base.iterdir():
         os.link(path, folder / path.name)
@@ -65,7 +65,7 @@ def write_version(
 
 
 def merged(folder: Path) -> Any:
-    """W + alpha / r · B A as one plain model, computed in float64 without penstock's code."""
+    """W + alpha / r · B A as one full model, computed in float64 without penstock's code."""
     config = json.loads((folder / CONFIG).read_text())
     scale = config["lora_alpha"] / config["r"]
     adapter = {
@@ -93,7 +93,7 @@ def merged(folder: Path) -> Any:
 
 
 def logprobs_under(model: Any, prompt: Sequence[int], sampled: Sequence[int]) -> list[float]:
-    """Of the sampled tokens, at temperature 1."""
+    """Log-probs of the sampled tokens at temperature 1."""
     ids = torch.tensor([[*prompt, *sampled]])
     with torch.inference_mode():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]

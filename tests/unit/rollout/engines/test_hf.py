@@ -29,10 +29,10 @@ from transformers import (
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import Completion
-from penstock.rollout.engines import HfEngine
-from penstock.rollout.engines.base import SpanLog
-from penstock.rollout.engines.batch import Batch, Row
-from penstock.rollout.engines.hf import HfDecoder
+from penstock.rollout.decoding.batch import Batch, Row
+from penstock.rollout.decoding.hf_decoder import HfDecoder
+from penstock.rollout.engine import SpanLog
+from penstock.rollout.engines.hf import HfEngine
 from penstock.types import (
     FinishReason,
     PolicyName,
@@ -52,7 +52,7 @@ def version(number: int) -> Version:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two different models; the number of a version picks one of them. No id ends an answer."""
+    """Two different models, selected by version number, without an end token."""
     root = tmp_path_factory.mktemp("snapshots")
     return [write_snapshot(root / str(seed), seed=seed, end_id=VOCAB_SIZE) for seed in (0, 1)]
 
@@ -70,7 +70,7 @@ def models(folders: list[Path]) -> list[Any]:
 def expected_logprobs(
     models: list[Any], prompt: list[int], completion: Completion, spec: SamplingSpec
 ) -> Iterator[float]:
-    """Of each sampled token, under the model its span names and transformers' own warpers."""
+    """Log-prob of each sampled token, under its span's model and transformers' own warpers."""
     sampled = list(view_ids(completion.sampled_ids))
     ids: Any = torch.tensor([[*prompt, *sampled]])
     with torch.inference_mode():
@@ -111,7 +111,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 def make_rows(loop: asyncio.AbstractEventLoop, length: int, num_tokens: int) -> list[Row]:
-    """One row per spec of the grid, with ragged prompts from one token on."""
+    """One row per spec of the grid, with prompts of different lengths."""
     rows: list[Row] = []
     for number, spec in enumerate(GRID):
         sampling = SamplingSpec(
@@ -228,7 +228,7 @@ async def test_a_snapshot_of_another_model_is_refused(folders: list[Path], tmp_p
     await engine.load(folders[0], version(0))
     before = await engine([1, 2], SamplingSpec(), policy=POLICY, session="s")
     wider = write_snapshot(tmp_path / "wider", seed=0, hidden_size=64)
-    with pytest.raises(EngineError, match="of other shape"):
+    with pytest.raises(EngineError, match="with a wrong shape"):
         await engine.load(wider, version(1))
     less = write_snapshot(tmp_path / "less", seed=1)
     tensors = load_file(less / "model.safetensors")
@@ -269,7 +269,7 @@ async def test_broken_weights_fail_requests_and_the_next_version_heals(
     save_file(tensors, broken / "model.safetensors")
     engine = HfEngine()
     await engine.load(broken, version(0))
-    with pytest.raises(EngineError, match="no distribution"):
+    with pytest.raises(EngineError, match="NaN or infinite"):
         await engine([1], SamplingSpec(), policy=POLICY, session="s")
     await engine.load(folders[0], version(1))
     answer = await engine([1], SamplingSpec(), policy=POLICY, session="s")

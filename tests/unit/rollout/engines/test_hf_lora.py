@@ -29,9 +29,10 @@ from tests.unit.rollout.engines.tiny_qwen3 import VOCAB_SIZE, write_snapshot
 from penstock.config import LoraConfig
 from penstock.errors import EngineError
 from penstock.gateway.generation import Completion
+from penstock.rollout.decoding import hf_decoder
+from penstock.rollout.engine import Engine, Shareable
 from penstock.rollout.engine_pools import EnginePools
-from penstock.rollout.engines import Engine, HfEngine, hf
-from penstock.rollout.engines.base import Shareable
+from penstock.rollout.engines.hf import HfEngine
 from penstock.trainer.lora import attach_adapter, init_adapter
 from penstock.trainer.model_folders import init_model, load_model
 from penstock.types import PolicyName, SamplingSpec, Version, view_ids, view_log_probs
@@ -52,7 +53,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Four adapters of one base; the last is of another rank, for other layers."""
+    """Four adapters of one base; the last has another rank and other layers."""
     root = tmp_path_factory.mktemp("versions")
     alike = [write_version(base, root / str(seed), seed=seed) for seed in range(3)]
     other = write_version(base, root / "3", seed=3, rank=2, targets=("v_proj", "down_proj"))
@@ -81,7 +82,7 @@ async def ask(
 
 
 def worst(answer: Completion, model_of: Callable[[int], Any]) -> float:
-    """Largest difference to the merged model of each span's version."""
+    """Largest difference from the merged model of each span's version."""
     sampled, recorded = list(view_ids(answer.sampled_ids)), list(view_log_probs(answer.logprobs))
     models = {span.number: model_of(span.number) for span in answer.spans}
     right = {id(model): logprobs_under(model, PROMPT, sampled) for model in models.values()}
@@ -126,7 +127,7 @@ async def test_a_new_adapter_answers_as_the_base_bit_for_bit(base: Path, tmp_pat
 
 
 async def test_logprobs_are_the_trainers_own(tmp_path: Path) -> None:
-    """On a folder as the trainer begins it, with B moved away from zero."""
+    """With a folder as the trainer initializes it, but with a nonzero B."""
     folder = tmp_path / "0"
     init_model("builtin:tiny-qwen3", folder, 0)
     lora = LoraConfig(rank=3, alpha=7)
@@ -150,15 +151,15 @@ async def test_logprobs_are_the_trainers_own(tmp_path: Path) -> None:
 async def test_the_base_is_read_once(
     folders: list[Path], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Versions move only their adapter's bytes into memory; the file is the same by its inode."""
+    """A new version reads only its adapter; the base file has the same inode."""
     read: list[str] = []
-    load_file_before = hf.load_file
+    load_file_before = hf_decoder.load_file
 
     def counting(path: Path) -> Any:
         read.append(Path(path).name)
         return load_file_before(path)
 
-    monkeypatch.setattr(hf, "load_file", counting)
+    monkeypatch.setattr(hf_decoder, "load_file", counting)
     async with engine_of() as engine:
         for number in range(3):
             await engine.load(folders[number], version(number))
@@ -178,7 +179,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Any]], None]) -> None
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "rank of the config": (lambda at: edit_config(at, r=3), "of other shape"),
+    "rank of the config": (lambda at: edit_config(at, r=3), "with a wrong shape"),
     "a layer less": (lambda at: edit_tensors(at, lambda t: t.pop(FIRST)), "1 tensors missing"),
     "an unknown layer": (
         lambda at: edit_tensors(
@@ -221,21 +222,21 @@ async def test_another_base_other_layers_and_whole_models_are_refused(
     async with engine_of() as engine:
         await engine.load(folders[0], version(0))
         before = await ask(engine)
-        with pytest.raises(EngineError, match="of another base"):
+        with pytest.raises(EngineError, match="different base model"):
             await engine.load(write_version(stranger, tmp_path / "1", seed=0), version(1))
         with pytest.raises(EngineError, match=r"rank 2 for 4 layers.* rank 4 for 14"):
             await engine.load(folders[3], version(1))
-        with pytest.raises(EngineError, match="holds no adapter, unlike"):
+        with pytest.raises(EngineError, match="has no adapter, unlike"):
             await engine.load(base, version(1))
         assert engine.live == version(0)
         assert await ask(engine) == before
     async with engine_of() as engine:
         await engine.load(base, version(0))
-        with pytest.raises(EngineError, match="holds an adapter, unlike"):
+        with pytest.raises(EngineError, match="has an adapter, unlike"):
             await engine.load(folders[0], version(1))
     embedding = write_version(base, tmp_path / "2", seed=0, targets=("embed_tokens",))
     async with engine_of() as engine:
-        with pytest.raises(EngineError, match=r"embed_tokens.* no linear layers"):
+        with pytest.raises(EngineError, match=r"embed_tokens.* not linear layers"):
             await engine.load(embedding, version(0))
 
 
@@ -245,15 +246,15 @@ async def test_another_base_other_layers_and_whole_models_are_refused(
 async def test_two_policies_answer_at_once_from_one_base(
     folders: list[Path], models: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of other rank and layers, too. Swaps of one leave the answers of the other whole."""
+    """Also with different ranks and layers. Swaps of one do not affect answers of the other."""
     built: list[Path] = []
-    build_before: Any = hf._build  # pyright: ignore[reportPrivateUsage]
+    build_before: Any = hf_decoder._build  # pyright: ignore[reportPrivateUsage]
 
     def counting(folder: Path) -> Any:
         built.append(folder)
         return build_before(folder)
 
-    monkeypatch.setattr(hf, "_build", counting)
+    monkeypatch.setattr(hf_decoder, "_build", counting)
     async with engine_of() as solver:
         judge = solver.share()
         assert isinstance(solver, Shareable)
@@ -321,6 +322,6 @@ async def test_pools_of_a_node_share_their_engines(folders: list[Path]) -> None:
 
 
 def test_default_layers_are_all_that_the_model_has(folders: list[Path]) -> None:
-    """Else the tests above would look at less than they say."""
+    """Otherwise the tests above would check less than they claim."""
     names = {name.split(".")[-3] for name in load_file(folders[0] / WEIGHTS)}
     assert names == set(TARGETS)

@@ -10,14 +10,14 @@ import pytest
 
 from penstock.errors import EngineError
 from penstock.gateway.seeds import GAMMA, MASK_64, derive, splitmix
-from penstock.rollout.engines.sampling import SpecColumns, sample, uniform
+from penstock.rollout.decoding.sampling import SpecColumns, sample, uniform
 from penstock.types import SamplingSpec
 
 RANDOM = np.random.default_rng(0)
 
 
 def distribution(logits: list[float], spec: SamplingSpec) -> dict[int, float]:
-    """The definition, spelled out slowly."""
+    """The definition, computed naively."""
     weights = {token: math.exp(value / spec.temperature) for token, value in enumerate(logits)}
     ranked = sorted(weights, key=lambda token: -weights[token])
     ranked = [token for token in ranked if weights[token] >= spec.min_p * weights[ranked[0]]]
@@ -112,7 +112,7 @@ def test_uniform_numbers_are_uniform() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_distribution_are_refused(bad: float) -> None:
-    with pytest.raises(EngineError, match="no distribution"):
+    with pytest.raises(EngineError, match="NaN or infinite"):
         draw([0.0, bad, 1.0], SamplingSpec(), 1)
 
 

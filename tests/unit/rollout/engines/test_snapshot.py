@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts of a snapshot folder, and folders that are none."""
+"""Metadata of snapshot folders, valid and damaged."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import EngineError
-from penstock.rollout.engines import adapter_info
-from penstock.rollout.engines.snapshot import read_snapshot
+from penstock.rollout import adapter_info
+from penstock.rollout.snapshot import read_snapshot
 
 
 def write(folder: Path, config: object) -> Path:

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM as an engine, in its own environment: nothing here imports it."""
+"""The `vllm` engine. vLLM runs in a separate environment and process; nothing here imports it."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.rollout.engine import EngineSettings, EngineType
 from penstock.rollout.engines.vllm.engine import VllmEngine
 from penstock.rollout.engines.vllm.server import (
     ChildServer,
@@ -11,6 +16,7 @@ from penstock.rollout.engines.vllm.server import (
 )
 
 __all__ = [
+    "ENGINE",
     "ChildServer",
     "LoraCapacity",
     "RemoteServer",
@@ -18,3 +24,19 @@ __all__ = [
     "VllmEngine",
     "default_environment",
 ]
+
+
+def _build(settings: EngineSettings) -> VllmEngine:
+    if settings.url:
+        return VllmEngine(RemoteServer(settings.url))
+    environment = Path(settings.environment).expanduser() if settings.environment else None
+    server = ChildServer(
+        environment or default_environment(),
+        settings.options,
+        state_dir=settings.state_dir,
+        lora_capacity=LoraCapacity(num_policies=settings.num_policies, rank=settings.adapter_rank),
+    )
+    return VllmEngine(server)
+
+
+ENGINE = EngineType(build=_build, serves_adapters=True)

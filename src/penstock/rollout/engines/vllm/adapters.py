@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM server that holds one base and adapters of one or more policies on it.
+"""A vLLM server with one base model and the adapters of one or more policies.
 
-Each version is an adapter under a name of its own, loaded beside those that serve: nothing is
-paused, and no other answer is touched. New requests of its policy name the newest; an answer keeps
-its adapter to its end, so all of it is of one version, and an adapter that is not the newest is
-unloaded when its last answer has ended. vLLM keeps so many adapters in memory and forgets the one
-used least recently; prefixes are cached by adapter.
+Each version is an adapter with a unique name, loaded in addition to the live ones, so nothing is
+paused. New requests of a policy use its newest adapter. An answer keeps its adapter to the end, so
+it has a single version; an older adapter is unloaded when its last answer has ended. vLLM keeps a
+limited number of adapters in memory and evicts the least recently used; prefixes are cached per
+adapter.
 
-Owns names, uses and the check of bases. vLLM's own label of weights never changes here.
+Owns adapter names, their reference counts and the check of the base. vLLM's weight label never
+changes here.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ import structlog
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import ChunkCallback, Completion
-from penstock.rollout.engines.adapter_info import BaseDigests, check_same_layers
-from penstock.rollout.engines.snapshot import Snapshot
+from penstock.rollout.adapter_info import BaseDigests, check_same_layers
 from penstock.rollout.engines.vllm.full_model import LoadedVersion, cache_salt
 from penstock.rollout.engines.vllm.generate_api import CompletionParser, request_body
 from penstock.rollout.engines.vllm.server import MAX_ADAPTERS, Server
 from penstock.rollout.engines.vllm.supervisor import Supervisor
+from penstock.rollout.snapshot import Snapshot
 from penstock.types import PolicyName, SamplingSpec, Version
 
 BASE = "base"
-"""Label of the only weights that such a server has."""
+"""Weight label of the server; it never changes."""
 log = structlog.get_logger(__name__)
 
 
@@ -43,13 +44,13 @@ class AdapterSet:
     def __init__(self, server: Server, *, stall_s: float) -> None:
         self.supervisor = Supervisor(server, self, stall_s=stall_s)
         self.paused_s = 0.0
-        """Nobody waits for an adapter."""
+        """Always 0: loading an adapter pauses nothing."""
         self._is_lost = True
         self._base = ""
         self._files = BaseDigests()
         self._newest: dict[PolicyName, _Adapter] = {}
         self._names: set[str] = set()
-        """On the server."""
+        """Names of the adapters on the server."""
         self._uses: Counter[str] = Counter()
         self._num_loads = 0
 
@@ -69,7 +70,7 @@ class AdapterSet:
         version: Version,
         on_chunk: ChunkCallback | None,
     ) -> tuple[Completion, bool]:
-        """And whether its pieces were told with the right versions."""
+        """The completion, and whether its chunks were streamed with the right versions."""
         is_streamed, name = on_chunk is not None, self._newest[version.policy].name
         body = request_body(
             prompt_ids,
@@ -82,27 +83,27 @@ class AdapterSet:
         parser = CompletionParser(lambda: version, on_chunk)
         self._uses[name] += 1
         try:
-            await self.supervisor.ask(body, parser, is_streamed=is_streamed)
+            await self.supervisor.generate(body, parser, is_streamed=is_streamed)
         finally:
             self._uses[name] -= 1
         return parser.completion({BASE: version}), parser.spans_matched
 
-    async def load(self, wanted: LoadedVersion) -> None:
-        policy = wanted.version.policy
+    async def load(self, target: LoadedVersion) -> None:
+        policy = target.version.policy
         before = self._newest.get(policy)
-        if before is not None and self.live(policy) is not None and before.loaded == wanted:
-            return  # brought back with it by the keeper
-        base = self._files.digest(wanted.folder)
-        self._check(before, wanted, base)
+        if before is not None and self.live(policy) is not None and before.loaded == target:
+            return  # already restored by the supervisor
+        base = self._files.digest(target.folder)
+        self._check(before, target, base)
         if self._is_lost:
-            await self._start_serving(wanted)
+            await self._start_serving(target)
             self._base = base
-        await self._load_adapter(wanted)
+        await self._load_adapter(target)
         await self.unload_unused()
 
-    def leave(self, policy: PolicyName | None) -> None:
-        """An engine of this policy is no more. Its answers end by themselves, and its adapter with
-        the last of them."""
+    def remove_policy(self, policy: PolicyName | None) -> None:
+        """Forget a policy whose engine was closed; its adapter is unloaded after its last
+        answer."""
         if policy is not None:
             self._newest.pop(policy, None)
 
@@ -118,39 +119,39 @@ class AdapterSet:
         return True
 
     async def unload_unused(self) -> None:
-        """Unload what nobody needs; a later try follows where that fails."""
+        """Unload unused adapters; failures are retried later."""
         needed = {adapter.name for adapter in self._newest.values()}
         for name in sorted(self._names - needed):
             if not self._uses[name]:
                 try:
                     await self.supervisor.control.unload_adapter(name)
                 except EngineError as error:
-                    log.warning("an old adapter stays on the server", name=name, why=str(error))
+                    log.warning("adapter not unloaded", name=name, error=str(error))
                     continue
                 self._names.discard(name)
                 del self._uses[name]
 
-    async def _load_adapter(self, wanted: LoadedVersion) -> None:
+    async def _load_adapter(self, target: LoadedVersion) -> None:
         if len(self._names) >= MAX_ADAPTERS:
             await self.unload_unused()
         if len(self._names) >= MAX_ADAPTERS:
             raise EngineError(
-                f"{len(self._names)} adapters have answers under way, and vLLM has room for "
-                f"{MAX_ADAPTERS}; {wanted.version} is tried again"
+                f"no room for {target.version}: all {MAX_ADAPTERS} adapters on vLLM have running "
+                "answers; the load is retried"
             )
-        self._num_loads += 1  # names are never used twice, nor are prefixes cached under them
-        name = f"{wanted.version}-{self._num_loads}"
-        await self.supervisor.control.load_adapter(name, wanted.folder)
+        self._num_loads += 1  # names are never reused, so neither are prefixes cached under them
+        name = f"{target.version}-{self._num_loads}"
+        await self.supervisor.control.load_adapter(name, target.folder)
         self._names.add(name)
-        self._newest[wanted.version.policy] = _Adapter(name, wanted)
+        self._newest[target.version.policy] = _Adapter(name, target)
 
-    async def _start_serving(self, wanted: LoadedVersion) -> None:
-        """A server with the base, and on it what was live before."""
+    async def _start_serving(self, target: LoadedVersion) -> None:
+        """Start the server with the base model, and reload the adapters that were live."""
         self._names.clear()
-        if not await self.supervisor.start(wanted.folder):
+        if not await self.supervisor.start(target.folder):
             raise EngineError(
-                "adapters need a vLLM that the node starts by itself on their base; leave "
-                "models.NAME.vllm.url out"
+                "adapters need a vLLM that the node starts itself, with their base model; remove "
+                "models.NAME.vllm.url"
             )
         control = self.supervisor.control
         await control.label(BASE)
@@ -160,12 +161,12 @@ class AdapterSet:
         self._is_lost = False
         self.supervisor.mark_up()
 
-    def _check(self, before: _Adapter | None, wanted: LoadedVersion, base: str) -> None:
-        if before is not None or wanted.snapshot.adapter is None:
-            facts = None if before is None else before.loaded.snapshot.adapter
-            check_same_layers(facts, wanted.snapshot.adapter, wanted.folder)
+    def _check(self, before: _Adapter | None, target: LoadedVersion, base: str) -> None:
+        if before is not None or target.snapshot.adapter is None:
+            info = None if before is None else before.loaded.snapshot.adapter
+            check_same_layers(info, target.snapshot.adapter, target.folder)
         if self._base not in ("", base):
             raise EngineError(
-                f"{wanted.folder} holds an adapter of another base than vLLM serves; policies that "
-                "share an engine start from one `init`, and keep it for the run"
+                f"the adapter in {target.folder} has a different base model than vLLM; policies "
+                "that share an engine must use the same `init`"
             )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that steer a vLLM server: pause, load, label, resume, and is it the server we need.
+"""Control calls to a vLLM server: pause, load, label, resume, and checks of its options.
 
-Each raises EngineError that says what to set where the server lacks something. Owns no state and
-no order: the engine decides what is called when.
+Each raises EngineError, which names the option to set if the server lacks one. Stateless: the
+engine decides the order of calls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import quote
 import msgspec
 
 from penstock.errors import EngineError
-from penstock.rollout.engines.vllm.http import HttpClient, HttpReply
+from penstock.rollout.http_client import HttpClient, HttpReply
 
 CALL_S = 60.0
 PAUSE_S = 120.0
@@ -29,12 +29,12 @@ REQUIRED_OPTIONS = (
     "--worker-extension-cls",
     EXTENSION,
 )
-"""Options without which a server cannot serve a run; VLLM_SERVER_DEV_MODE=1 besides."""
+"""Options a server must be started with, in addition to VLLM_SERVER_DEV_MODE=1."""
 COUNTERS = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total")
 _FIX_HINT = (
     f"start it with VLLM_SERVER_DEV_MODE=1 and `{' '.join(REQUIRED_OPTIONS)}`, "
     "penstock_worker.py on its "
-    "PYTHONPATH and PENSTOCK_WEIGHTS_ROOT set to the folder that snapshots lie in"
+    "PYTHONPATH and PENSTOCK_WEIGHTS_ROOT set to the folder that contains the snapshots"
 )
 
 
@@ -49,13 +49,13 @@ class Control:
             return False
 
     async def num_tokens(self) -> float:
-        """Made and read since its start; grows while it makes progress."""
+        """Tokens generated and read since the start; grows while the server makes progress."""
         body = (await self._call("GET", "/metrics")).body
         lines = (line for line in body.splitlines() if line.startswith(COUNTERS))
         return sum(float(line.rpartition(b" ")[2]) for line in lines)
 
     async def pause(self) -> None:
-        """Answers in the making stand still; their cache is dropped and made anew on resume."""
+        """Pause running answers; their cache is dropped and recomputed on resume."""
         await self._call("POST", "/pause?mode=keep&clear_cache=true", timeout_s=PAUSE_S)
 
     async def check(self, folder: Path) -> None:
@@ -67,10 +67,10 @@ class Control:
     async def reset_prefix_cache(self) -> None:
         path = "/reset_prefix_cache?reset_running_requests=true"
         if not _read(await self._call("POST", path)).get("success"):
-            raise EngineError("vLLM does not drop its prefix cache, which holds the old weights'")
+            raise EngineError("vLLM failed to drop its prefix cache of the old weights")
 
     async def label(self, name: str) -> None:
-        """Tokens sampled from now on are by these weights."""
+        """Set the version label of tokens sampled from now on."""
         await self._call("POST", "/update_weight_version", {"new_version": name})
 
     async def load_adapter(self, name: str, folder: Path) -> None:
@@ -84,8 +84,8 @@ class Control:
         await self._call("POST", "/resume", timeout_s=PAUSE_S)
 
     async def check_logprobs(self) -> None:
-        """Refuse a server whose log-probs are not those of the distribution it samples from: of
-        one kept token the log-prob is 0, which no plain softmax says four times."""
+        """Raise EngineError if the log-probs do not match the sampling distribution. With top_k 1,
+        each sampled token must have log-prob 0, unlike under a plain softmax."""
         params = {"top_k": 1, "temperature": 2.0, "max_tokens": 4, "logprobs": 0}
         call = {
             "token_ids": [1],
@@ -98,14 +98,14 @@ class Control:
             has_spans = bool(choice["weight_versions"])
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
-                f"vLLM's token route answers oddly ({error!r}); {_FIX_HINT}"
+                f"unexpected response from vLLM's generate route ({error!r}); {_FIX_HINT}"
             ) from None
         if not has_spans:
-            raise EngineError("vLLM does not say which weights made a token; use vLLM 0.32")
+            raise EngineError("vLLM does not report the weight version of tokens; use vLLM 0.32")
         if len(logprobs) != 4 or any(abs(logprob) > 1e-6 for logprob in logprobs):
             raise EngineError(
-                f"vLLM's log-probs are not under the sampling spec (top_k 1 gave {logprobs}, not "
-                "0): start it with `--logprobs-mode processed_logprobs`"
+                f"vLLM's log-probs do not match the sampling distribution (top_k 1 gave "
+                f"{logprobs}, not 0); start it with `--logprobs-mode processed_logprobs`"
             )
 
     async def _worker(self, method: str, folder: Path) -> None:
@@ -121,11 +121,11 @@ class Control:
             reply = await self._client.request(method, where, data, timeout_s=timeout_s)
         except OSError as error:
             why = str(error) or type(error).__name__
-            raise EngineError(f"vLLM does not answer {method} {path}: {why}") from None
+            raise EngineError(f"no response from vLLM to {method} {path}: {why}") from None
         if reply.status != 200:
             response = reply.body.decode(errors="replace")[:1000]
             fix = f"; {_FIX_HINT}" if reply.status in (403, 404, 405) else ""
-            raise EngineError(f"vLLM answers {reply.status} to {method} {path}: {response}{fix}")
+            raise EngineError(f"vLLM returned {reply.status} to {method} {path}: {response}{fix}")
         return reply
 
 
@@ -133,4 +133,4 @@ def _read(reply: HttpReply) -> dict[str, Any]:
     try:
         return msgspec.json.decode(reply.body, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise EngineError(f"vLLM's answer cannot be read: {error}; use vLLM 0.32") from None
+        raise EngineError(f"cannot parse vLLM's response: {error}; use vLLM 0.32") from None

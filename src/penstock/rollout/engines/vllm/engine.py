@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM server as an engine: token ids in and out, versions swapped under running answers.
+"""A vLLM server as an engine: token ids in and out, weights swapped during running answers.
 
-Route: `POST /inference/v1/generate`, whose last event or whole answer carries vLLM's own version
-spans, counted where the tokens are sampled. With a listener the answer is streamed. What a server
-holds is decided by the first folder: a whole model that is swapped (`whole`), or a base with the
-adapters of one or more policies (`adapters`), each of which has an engine `share` the others.
+Uses `POST /inference/v1/generate`. Its last event, or its full response, has vLLM's version spans,
+counted where tokens are sampled. With a chunk callback the answer is streamed. The first folder
+decides the mode: a full model that is swapped (`full_model`), or a base model with the adapters of
+one or more policies (`adapters`), whose engines `share` the server.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import structlog
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import ChunkCallback, Completion
-from penstock.rollout.engines.base import CLOSED, live_for
-from penstock.rollout.engines.snapshot import read_snapshot
+from penstock.rollout.engine import CLOSED, live_for
 from penstock.rollout.engines.vllm.adapters import AdapterSet
 from penstock.rollout.engines.vllm.full_model import FullModel, LoadedVersion
 from penstock.rollout.engines.vllm.generate_api import check_fit
 from penstock.rollout.engines.vllm.server import Server
+from penstock.rollout.snapshot import read_snapshot
 from penstock.types import PolicyName, SamplingSpec, Version
 
 STALL_S = 120.0
-"""A prefill of a long context on a slow machine makes no token for a while."""
+"""Without a token for this long, a server counts as dead; a long prefill on a slow machine takes
+a while."""
 log = structlog.get_logger(__name__)
 
 
@@ -42,8 +43,8 @@ class _SharedServer:
     def serve(self, first: LoadedVersion) -> FullModel | AdapterSet:
         if first.snapshot.adapter is None and self.num_open > 1:
             raise EngineError(
-                f"{first.folder} holds no adapter, and {self.num_open} policies share this vLLM; "
-                "give a policy that trains all weights an engine of its own"
+                f"{first.folder} has no adapter, but {self.num_open} policies share this vLLM; "
+                "a policy that trains all weights needs a separate engine"
             )
         if self.serving is None:
             kind = FullModel if first.snapshot.adapter is None else AdapterSet
@@ -55,14 +56,14 @@ class VllmEngine:
     def __init__(
         self, server: Server, *, stall_s: float = STALL_S, shared: _SharedServer | None = None
     ) -> None:
-        """`shared` is that of another engine, to be shared."""
+        """`shared`: the server of another engine, to share it."""
         self._shared = shared or _SharedServer(server, stall_s)
         self._shared.num_open += 1
         self._policy: PolicyName | None = None
         self._is_closed = False
 
     def share(self) -> VllmEngine:
-        """Serves adapters of another policy on the same server."""
+        """An engine for another policy's adapters on the same server."""
         return VllmEngine(self._shared.server, shared=self._shared)
 
     @property
@@ -73,13 +74,13 @@ class VllmEngine:
 
     @property
     def url(self) -> str | None:
-        """Where its server listens."""
+        """Address of its server."""
         serving = self._shared.serving
         return None if serving is None else serving.supervisor.url
 
     @property
     def paused_s(self) -> float:
-        """How long the last swap held answers up."""
+        """How long the last swap paused decoding."""
         return 0.0 if self._shared.serving is None else self._shared.serving.paused_s
 
     async def __call__(
@@ -99,18 +100,18 @@ class VllmEngine:
         check_fit(prompt_ids, sampling, serving.snapshot(version))
         completion, spans_matched = await serving.answer(prompt_ids, sampling, version, on_chunk)
         if not spans_matched:
-            log.warning("pieces were told of another version", session=session)
+            log.warning("streamed versions differ from final spans", session=session)
         return completion
 
     async def load(self, folder: Path, version: Version) -> None:
         if self._is_closed:
             raise EngineError(CLOSED)
-        wanted = LoadedVersion(folder, version, await asyncio.to_thread(read_snapshot, folder))
-        serving = self._shared.serve(wanted)
+        target = LoadedVersion(folder, version, await asyncio.to_thread(read_snapshot, folder))
+        serving = self._shared.serve(target)
         async with serving.supervisor.lock:
             if self._is_closed:
                 raise EngineError(CLOSED)
-            await serving.load(wanted)
+            await serving.load(target)
         self._policy = version.policy
 
     async def close(self) -> None:
@@ -122,6 +123,6 @@ class VllmEngine:
         if serving is None:
             await self._shared.server.stop()
         elif self._shared.num_open:
-            serving.leave(self._policy)
+            serving.remove_policy(self._policy)
         else:
             await serving.supervisor.close()

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM server that holds one policy's model, whose weights are swapped under running answers.
+"""A vLLM server with one policy's full model, whose weights are swapped during running answers.
 
-vLLM names no version in the pieces before the last, so a piece takes the version whose label was
-set last when its bytes are read. That is exact: while vLLM is paused it samples nothing and sends
-all it had sampled, and the label changes only then, at least three round trips after the pause. A
-completion whose spans differ from the pieces told is reported.
+vLLM reports versions only with the last chunk, so each earlier chunk gets the version that was
+labeled last when its bytes are read. This is exact: while paused, vLLM samples nothing and sends
+all sampled tokens, and the label changes only then, at least three round trips after the pause. A
+completion whose spans differ from its streamed chunks is logged.
 
 A swap: check the folder → pause (keep) → load in the workers → drop the prefix cache → label →
-resume. Requests carry the version as cache salt besides. What fails before the load leaves the old
-version serving; what fails later puts the old weights back; when that fails too, nothing is live
-and the server is brought up anew with the last folder that was loaded whole.
+resume. Requests also carry the version as cache salt. If a step before the load fails, the old
+version stays live. If a later step fails, the old weights are restored. If that also fails, no
+version is live, and the server is restarted with the last folder that was loaded completely.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import structlog
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import ChunkCallback, Completion
-from penstock.rollout.engines.adapter_info import check_same_layers
-from penstock.rollout.engines.snapshot import Snapshot
+from penstock.rollout.adapter_info import check_same_layers
 from penstock.rollout.engines.vllm.control import Control
 from penstock.rollout.engines.vllm.generate_api import CompletionParser, request_body
 from penstock.rollout.engines.vllm.server import Server
 from penstock.rollout.engines.vllm.supervisor import Supervisor
+from penstock.rollout.snapshot import Snapshot
 from penstock.types import PolicyName, SamplingSpec, Version
 
 log = structlog.get_logger(__name__)
@@ -47,7 +47,7 @@ class FullModel:
         self.paused_s = 0.0
         self._live: Version | None = None
         self._loaded: LoadedVersion | None = None
-        """The last that was loaded whole; not live while the server is down."""
+        """The last version that was loaded completely; not live while the server is down."""
         self._versions: dict[str, Version] = {}
 
     def live(self, policy: PolicyName) -> Version | None:
@@ -64,7 +64,7 @@ class FullModel:
         version: Version,
         on_chunk: ChunkCallback | None,
     ) -> tuple[Completion, bool]:
-        """And whether its pieces were told with the right versions."""
+        """The completion, and whether its chunks were streamed with the right versions."""
         is_streamed = on_chunk is not None
         body = request_body(
             prompt_ids,
@@ -74,20 +74,20 @@ class FullModel:
             is_streamed=is_streamed,
         )
         parser = CompletionParser(self._serving, on_chunk)
-        await self.supervisor.ask(body, parser, is_streamed=is_streamed)
+        await self.supervisor.generate(body, parser, is_streamed=is_streamed)
         return parser.completion(self._versions), parser.spans_matched
 
-    async def load(self, wanted: LoadedVersion) -> None:
-        if self._live is not None and wanted == self._loaded:
-            return  # brought back with it by the keeper
-        _check_same_model(self._loaded, wanted)
+    async def load(self, target: LoadedVersion) -> None:
+        if self._live is not None and target == self._loaded:
+            return  # already restored by the supervisor
+        _check_same_model(self._loaded, target)
         if self._live is None:
-            await self._start_serving(wanted)
+            await self._start_serving(target)
         else:
-            await self._swap(wanted)
+            await self._swap(target)
 
-    def leave(self, policy: PolicyName | None) -> None:
-        """There is no other engine that could stay."""
+    def remove_policy(self, policy: PolicyName | None) -> None:
+        """Nothing to do: a full model serves a single policy."""
 
     def on_server_lost(self) -> None:
         self._live = None
@@ -102,43 +102,43 @@ class FullModel:
         pass
 
     def _serving(self) -> Version:
-        """What tokens that arrive now were sampled by."""
+        """The version that sampled the tokens arriving now."""
         assert self._loaded is not None
         return self._loaded.version
 
-    async def _start_serving(self, wanted: LoadedVersion) -> None:
-        """A server that serves this, from whatever state it was in."""
-        has_weights = await self.supervisor.start(wanted.folder)
+    async def _start_serving(self, target: LoadedVersion) -> None:
+        """Start the server, from any state, and make the version live."""
+        has_weights = await self.supervisor.start(target.folder)
         control = self.supervisor.control
         if not has_weights:
-            await control.check(wanted.folder)
+            await control.check(target.folder)
             await control.pause()
-            await control.load(wanted.folder)
-        await self._label(control, wanted)
+            await control.load(target.folder)
+        await self._label(control, target)
         await control.resume()
         await control.check_logprobs()
-        self._loaded, self._live = wanted, wanted.version
+        self._loaded, self._live = target, target.version
         self.supervisor.mark_up()
 
-    async def _swap(self, wanted: LoadedVersion) -> None:
+    async def _swap(self, target: LoadedVersion) -> None:
         assert self._loaded is not None
         before, control = self._loaded, self.supervisor.control
-        await control.check(wanted.folder)
-        began = time.monotonic()
+        await control.check(target.folder)
+        started_at = time.monotonic()
         try:
             await control.pause()
-            await control.load(wanted.folder)
-            await self._label(control, wanted)
-            self._loaded = wanted
+            await control.load(target.folder)
+            await self._label(control, target)
+            self._loaded = target
             await control.resume()
         except BaseException as error:
             self._loaded = before
             if not await self._roll_back(control, before):
-                self.supervisor.mark_lost(f"swap to {wanted.version} failed half-way: {error}")
+                self.supervisor.mark_lost(f"swap to {target.version} failed: {error}")
             raise
-        self._live = wanted.version
+        self._live = target.version
         self.supervisor.mark_up()
-        self.paused_s = time.monotonic() - began
+        self.paused_s = time.monotonic() - started_at
 
     async def _roll_back(self, control: Control, before: LoadedVersion) -> bool:
         try:
@@ -147,32 +147,33 @@ class FullModel:
             await self._label(control, before)
             await control.resume()
         except EngineError as error:
-            log.error("the old weights do not go back", version=str(before.version), why=str(error))
+            log.error("rollback failed", version=str(before.version), error=str(error))
             return False
         return True
 
-    async def _label(self, control: Control, wanted: LoadedVersion) -> None:
-        """The weights are in; from here on tokens are theirs, and nothing older is reused."""
-        self._versions[str(wanted.version)] = wanted.version
+    async def _label(self, control: Control, target: LoadedVersion) -> None:
+        """Label the loaded weights and drop cached prefixes of older ones."""
+        self._versions[str(target.version)] = target.version
         await control.reset_prefix_cache()
-        await control.label(str(wanted.version))
+        await control.label(str(target.version))
 
 
 def cache_salt(version: Version) -> str:
-    """vLLM takes no @ there."""
+    """The version as a cache salt, in which vLLM does not allow `@`."""
     return f"{version.policy}.{version.incarnation}.{version.number}"
 
 
-def _check_same_model(before: LoadedVersion | None, wanted: LoadedVersion) -> None:
-    """A swap with a tensor less would leave the old one in place under the new name."""
-    if wanted.snapshot.adapter is not None:
-        check_same_layers(None, wanted.snapshot.adapter, wanted.folder)
+def _check_same_model(before: LoadedVersion | None, target: LoadedVersion) -> None:
+    """Raise EngineError if the tensors differ; a missing one would silently keep its old value."""
+    if target.snapshot.adapter is not None:
+        check_same_layers(None, target.snapshot.adapter, target.folder)
     if before is None:
         return
-    old, new = set(before.snapshot.tensors), set(wanted.snapshot.tensors)
+    old, new = set(before.snapshot.tensors), set(target.snapshot.tensors)
     if old != new:
         missing, unknown = sorted(old - new), sorted(new - old)
         raise EngineError(
-            f"{wanted.folder} holds another model: {len(missing)} tensors missing {missing[:3]}, "
-            f"{len(unknown)} unknown {unknown[:3]}; a policy keeps its architecture for the run"
+            f"{target.folder} has a different model: {len(missing)} tensors missing "
+            f"{missing[:3]}, {len(unknown)} unknown {unknown[:3]}; a policy cannot change its "
+            "architecture during a run"
         )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The body of a call to vLLM's token route, and what comes back, whole or as events.
+"""Builds request bodies for vLLM's generate route, and parses its full or streamed responses.
 
-Pure: no connection, no clock. vLLM names the versions of an answer only with its last token, so a
-piece told before takes the version the engine serves when the piece is read; the completion has
-vLLM's own spans.
+Pure: no connection, no clock. vLLM reports the versions of an answer only with its last token, so
+an earlier chunk gets the version that is live when the chunk is read. The completion has vLLM's own
+spans.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import msgspec
 
 from penstock.errors import EngineError, RequestRejected
 from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
-from penstock.rollout.engines.base import SpanLog
-from penstock.rollout.engines.snapshot import Snapshot
+from penstock.rollout.engine import SpanLog
+from penstock.rollout.snapshot import Snapshot, prompt_problem
 from penstock.types import (
     FinishReason,
     SamplingSpec,
@@ -27,9 +27,9 @@ from penstock.types import (
 )
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""vLLM raises what is below to this, silently, and refuses what is above."""
+"""vLLM silently raises lower temperatures to the minimum, and rejects higher ones."""
 NO_LOGPROB = -9999.0
-"""What vLLM writes for a log-prob that is NaN or infinite."""
+"""vLLM's value for a log-prob that is NaN or infinite."""
 FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -64,22 +64,14 @@ _DECODER = msgspec.json.Decoder(_Chunk)
 
 
 def check_fit(prompt_ids: Sequence[int], sampling: SamplingSpec, snapshot: Snapshot) -> None:
-    """Refused: what vLLM would refuse, or do otherwise than asked."""
-    if not 0 < len(prompt_ids) < snapshot.window:
-        raise RequestRejected(
-            f"prompt of {len(prompt_ids)} tokens; the model takes 1 to {snapshot.window - 1}, so "
-            "that its answer has room: shorten the context"
-        )
-    if min(prompt_ids) < 0 or max(prompt_ids) >= snapshot.vocab_size:
-        raise RequestRejected(
-            f"prompt holds ids outside the model's vocabulary of {snapshot.vocab_size}; "
-            "tokenizer and model of this snapshot do not belong together"
-        )
+    """Reject requests that vLLM would reject, or change silently."""
+    if (why := prompt_problem(prompt_ids, snapshot)) is not None:
+        raise RequestRejected(why)
     temperature = sampling.temperature
     if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise RequestRejected(
-            f"temperature {temperature:g}: vLLM samples at 0, or from {MIN_TEMPERATURE:g} to "
-            f"{MAX_TEMPERATURE:g}; set one of these"
+            f"temperature {temperature:g} is not supported by vLLM; set 0, or a value from "
+            f"{MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
         )
 
 
@@ -92,8 +84,8 @@ def request_body(
     is_streamed: bool,
     model: str = "",
 ) -> bytes:
-    """`salt` keeps the prefix caches of versions apart; `model` names an adapter. Every stop rule
-    is ours: the snapshot's end ids and the spec's strings, whose tokens all stay in the answer."""
+    """`salt` separates the prefix caches of versions; `model` names an adapter. The only stop
+    conditions are the end ids of the snapshot and the spec's strings, kept in the answer."""
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -123,12 +115,12 @@ def request_body(
 
 
 class CompletionParser:
-    """One answer, put together from what the server sends."""
+    """Assembles one answer from the server's response."""
 
     def __init__(self, serving: Callable[[], Version], on_chunk: ChunkCallback | None) -> None:
-        """`serving` is asked for the version of each piece, when the piece is read."""
+        """`serving` returns the version of a chunk; it is called when the chunk is read."""
         self._serving = serving
-        self._listen = on_chunk
+        self._on_chunk = on_chunk
         self._rest = b""
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -137,24 +129,24 @@ class CompletionParser:
         self._streamed_spans = SpanLog(serving())
 
     def feed(self, data: bytes) -> None:
-        """Some bytes of an event stream."""
+        """Add bytes of an event stream."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data: {"):
-                self.take(line[6:])
+                self.feed_event(line[6:])
 
-    def take(self, text: bytes) -> None:
-        """One event, or the body of a whole answer."""
+    def feed_event(self, text: bytes) -> None:
+        """Add one event, or the body of a full response."""
         try:
             chunk = _DECODER.decode(text)
         except msgspec.DecodeError as error:
-            raise EngineError(f"vLLM's answer cannot be read: {error}; use vLLM 0.32") from None
+            raise EngineError(f"cannot parse vLLM's response: {error}; use vLLM 0.32") from None
         if bytes(chunk.error) not in (b"", b"null"):
-            raise EngineError(f"vLLM gave up an answer: {bytes(chunk.error).decode()[:500]}")
+            raise EngineError(f"vLLM aborted an answer: {bytes(chunk.error).decode()[:500]}")
         for choice in chunk.choices:
-            self._take(choice)
+            self._add_choice(choice)
 
-    def _take(self, choice: _Choice) -> None:
+    def _add_choice(self, choice: _Choice) -> None:
         ids = choice.token_ids or []
         entries = choice.logprobs.content if choice.logprobs is not None else []
         logprobs = [entry.logprob for entry in entries]
@@ -162,35 +154,35 @@ class CompletionParser:
             logprobs = [min(logprob, 0.0) for logprob in logprobs]
         if [entry.token_id for entry in entries] != ids or min(logprobs, default=0) <= NO_LOGPROB:
             raise EngineError(
-                "vLLM's log-probs are no numbers for its tokens, so the snapshot is broken; "
-                "look at the trainer's loss before this version"
+                "vLLM's log-probs are NaN or do not match its tokens, so the snapshot is broken; "
+                "check the trainer's loss before this version"
             )
         if choice.finish_reason is not None:
             self._finish, self._spans = choice.finish_reason, choice.weight_versions
-        if ids and self._listen is not None:
+        if ids and self._on_chunk is not None:
             version = self._serving()
             self._streamed_spans.switch(len(self._ids), version)
-            self._listen(TokenChunk(sampled_ids=ids, logprobs=logprobs, version=version))
+            self._on_chunk(TokenChunk(sampled_ids=ids, logprobs=logprobs, version=version))
         self._ids += ids
         self._logprobs += logprobs
 
     @property
     def spans_matched(self) -> bool:
-        """Whether the pieces had the versions of the completion."""
+        """Whether the streamed chunks had the same versions as the completion."""
         streamed = [(span.start, span.end) for span in self._streamed_spans.spans(len(self._ids))]
-        return self._listen is None or streamed == [(s.start, s.end) for s in self._spans or ()]
+        return self._on_chunk is None or streamed == [(s.start, s.end) for s in self._spans or ()]
 
     def completion(self, versions: Mapping[str, Version]) -> Completion:
-        """`versions` are all that the server was ever told to serve, by label."""
+        """The completion; `versions` maps labels to all versions the server has ever served."""
         finish = FINISHES.get(self._finish or "")
         if finish is None:
-            raise EngineError(f"vLLM ended an answer with {self._finish or 'nothing'!r}")
+            raise EngineError(f"vLLM returned finish reason {self._finish or 'none'!r}")
         spans = [_span(span, versions) for span in self._spans or ()]
         starts = [0, *(span.end for span in spans)]
         if [*(span.start for span in spans), len(self._ids)] != starts:
             raise EngineError(
-                f"vLLM's versions {spans} do not cover an answer of {len(self._ids)} tokens; "
-                "use vLLM 0.32 or later"
+                f"vLLM's version spans {spans} do not cover the {len(self._ids)} tokens of the "
+                "answer; use vLLM 0.32 or later"
             )
         return Completion(
             sampled_ids=token_ids(self._ids),
@@ -204,8 +196,8 @@ def _span(span: _Span, versions: Mapping[str, Version]) -> VersionSpan:
     version = versions.get(span.version)
     if version is None:
         raise EngineError(
-            f"vLLM sampled tokens with weights called {span.version!r}, which this node never "
-            "loaded; give each node an engine of its own"
+            f"vLLM sampled tokens with weights {span.version!r}, which this node never loaded; "
+            "nodes cannot share a vLLM server"
         )
     return VersionSpan(
         start=span.start, end=span.end, incarnation=version.incarnation, number=version.number

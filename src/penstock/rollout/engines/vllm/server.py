@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a vLLM server comes from: a child process of this node, or an address.
+"""vLLM servers: a child process of this node, or a server at a given address.
 
-The child runs in vLLM's own virtual environment, in a process group of its own that ends with the
-node, listens on loopback only and gets none of the node's credentials. It is started with the
-first snapshot as its model, and its options decide dtype and lengths; ours come first, so that
-later ones win.
+The child runs in vLLM's virtual environment, in a separate process group that dies with the node.
+It listens only on loopback and gets none of the node's credentials. It starts with the first
+snapshot as its model. The user's options follow ours on the command line, so they take precedence.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import structlog
 
 from penstock.errors import EngineError
 from penstock.rollout.engines.vllm.control import REQUIRED_OPTIONS, Control
-from penstock.rollout.engines.vllm.http import HttpClient
+from penstock.rollout.http_client import HttpClient
 from penstock.rollout.programs import inherited_env
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
@@ -36,50 +35,51 @@ START_S = 1800.0
 STOP_S = 15.0
 POLL_S = 0.5
 LOG_INTERVAL_S = 15.0
-"""Between two lines about a server that is still starting."""
+"""Time between log lines while a server is starting."""
 COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
-"""Under a schema, a model that likes blanks would otherwise never end."""
-PLUGIN_DIR = Path(__file__).parent / "inside"
+"""Without this, a model under a schema may generate whitespace forever."""
+PLUGIN_DIR = Path(__file__).parent / "plugin"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
-"""Where it is set, vLLM loads those alone; ours is in INSIDE."""
+"""If set, vLLM loads only the plugins it lists; ours is in PLUGIN_DIR."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM makes room for."""
+"""The LoRA ranks vLLM supports."""
 MAX_ADAPTERS = 16
-"""In memory at once, of all policies."""
+"""Most adapters in memory, over all policies."""
 log = structlog.get_logger(__name__)
 
 
 def default_environment() -> Path:
-    """Where `make setup-engine` puts vLLM."""
+    """The environment that `make setup-engine` creates."""
     return Path(os.environ.get("PENSTOCK_CACHE", "~/.cache/penstock")).expanduser() / "vllm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraCapacity:
-    """What a server must have room for, where its folders hold adapters."""
+    """The adapters a server must have room for."""
 
     num_policies: int = 1
     rank: int = 16
-    """The largest that will come."""
+    """The largest rank of any adapter."""
 
 
 class Server(Protocol):
-    """Something that runs vLLM."""
+    """A vLLM server that can be started and stopped."""
 
     @property
     def is_running(self) -> bool:
-        """False only when it is known to have ended."""
+        """False only if the server is known to have exited."""
         ...
 
     async def start(self, folder: Path) -> tuple[str, bool]:
-        """Its address, and whether it serves the folder's weights already. Ends one that runs."""
+        """Start the server, after stopping a running one. Returns its address, and whether it has
+        loaded the folder's weights."""
         ...
 
     async def stop(self) -> None: ...
 
 
 class RemoteServer:
-    """Started by somebody else."""
+    """A server that is already running."""
 
     def __init__(self, url: str, *, start_s: float = START_S) -> None:
         self._url = url
@@ -95,7 +95,8 @@ class RemoteServer:
         while not await control.is_healthy():
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"no vLLM answers at {self._url} after {self._start_s:g} s; is it running?"
+                    f"no response from vLLM at {self._url} after {self._start_s:g} s; "
+                    "check that it is running"
                 )
             await asyncio.sleep(POLL_S)
         return self._url, False
@@ -114,7 +115,7 @@ class ChildServer:
         start_s: float = START_S,
         lora_capacity: LoraCapacity | None = None,
     ) -> None:
-        """The server's log goes to `state_dir`, else to a temporary folder."""
+        """The server's log goes to `state_dir`, by default to a temporary folder."""
         self._program = environment / "bin" / "vllm"
         self._options = tuple(options)
         self._state_dir = state_dir
@@ -129,15 +130,15 @@ class ChildServer:
 
     @property
     def group(self) -> int | None:
-        """Its process group, once started."""
+        """Process group of the running server."""
         return None if self._process is None else self._process.pid
 
     async def start(self, folder: Path) -> tuple[str, bool]:
         await self.stop()
         if not os.access(self._program, os.X_OK):
             raise EngineError(
-                f"no vLLM at {self._program}; `penstock doctor` tells how to get an environment, "
-                "or say where yours is: models.NAME.vllm.environment"
+                f"vLLM not found at {self._program}; see `penstock doctor` for how to install it, "
+                "or set models.NAME.vllm.environment"
             )
         self._scratch = Path(tempfile.mkdtemp(prefix="penstock-vllm-"))
         port = _free_port()
@@ -149,11 +150,11 @@ class ChildServer:
                 _base_of(folder, self._scratch / "base"),
                 _for_adapters(self._lora_capacity),
             )
-        words = [str(self._program), *_arguments(model, port), *more, *self._options]
-        log.info("starting vLLM", command=shlex.join(words), log=str(log_path))
+        argv = [str(self._program), *_arguments(model, port), *more, *self._options]
+        log.info("starting vLLM", command=shlex.join(argv), log=str(log_path))
         with log_path.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(PLUGIN_DIR / "guardian.py"), *words),
+                *(sys.executable, "-I", "-S", str(PLUGIN_DIR / "guardian.py"), *argv),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=out,
                 stderr=out,
@@ -187,21 +188,26 @@ class ChildServer:
         self, process: asyncio.subprocess.Process, url: str, log_path: Path
     ) -> None:
         control = Control(HttpClient(url))
-        began = logged_at = time.monotonic()
+        started_at = logged_at = time.monotonic()
         while process.returncode is None:
             if await control.is_healthy():
-                log.info("vLLM is up", url=url, seconds=round(time.monotonic() - began, 1))
+                log.info("vLLM ready", url=url, seconds=round(time.monotonic() - started_at, 1))
                 return
             now = time.monotonic()
-            if now - began > self._start_s:
+            if now - started_at > self._start_s:
                 raise EngineError(
-                    f"vLLM is not up after {self._start_s:g} s; see {log_path}: {_end(log_path)}"
+                    f"vLLM did not start within {self._start_s:g} s; see {log_path}: "
+                    f"{_end(log_path)}"
                 )
             if now - logged_at >= LOG_INTERVAL_S:
                 logged_at = now
-                log.info("vLLM starts", seconds=round(now - began), says=_end(log_path, 1)[-200:])
+                log.info(
+                    "vLLM still starting",
+                    seconds=round(now - started_at),
+                    last_line=_end(log_path, 1)[-200:],
+                )
             await asyncio.sleep(POLL_S)
-        raise EngineError(f"vLLM ended while starting; see {log_path}: {_end(log_path)}")
+        raise EngineError(f"vLLM exited during startup; see {log_path}: {_end(log_path)}")
 
 
 def _arguments(folder: Path, port: int) -> list[str]:
@@ -214,13 +220,13 @@ def _arguments(folder: Path, port: int) -> list[str]:
     ]
 
 
-def _base_of(folder: Path, place: Path) -> Path:
-    """The folder without its adapter, which vLLM would take for a part of the model."""
-    place.mkdir()
+def _base_of(folder: Path, copy: Path) -> Path:
+    """A copy of the folder without the adapter, which vLLM would read as part of the model."""
+    copy.mkdir()
     for path in folder.resolve().iterdir():
         if path.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            (place / path.name).symlink_to(path)
-    return place
+            (copy / path.name).symlink_to(path)
+    return copy
 
 
 def _for_adapters(lora_capacity: LoraCapacity) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One vLLM server and its life: the connection, requests under way, and starting it again.
+"""Supervises one vLLM server: its connection, running requests, health and restarts.
 
-Health is progress: a server whose requests wait while its token counters stand still for `stall_s`
-is dead, whatever it answers to /health. A dead server's requests fail at once, and it is started
-again without being asked. What it serves then is its `ServedModel`'s business.
+Health means progress: a server with waiting requests whose token counters do not change for
+`stall_s` is dead, even if /health succeeds. Requests of a dead server fail immediately, and it is
+restarted automatically. Its `ServedModel` decides which weights it then serves.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Protocol
 import structlog
 
 from penstock.errors import EngineError, RequestRejected
-from penstock.rollout.engines.base import CLOSED
+from penstock.rollout.engine import CLOSED
 from penstock.rollout.engines.vllm.control import Control
 from penstock.rollout.engines.vllm.generate_api import CompletionParser
-from penstock.rollout.engines.vllm.http import HttpClient
 from penstock.rollout.engines.vllm.server import Server
+from penstock.rollout.http_client import HttpClient
 
 WATCH_S = 1.0
 MAX_RETRY_S = 60.0
@@ -29,32 +29,32 @@ log = structlog.get_logger(__name__)
 
 
 class ServedModel(Protocol):
-    """Who decides what a server serves; each call is made with the keeper's lock held."""
+    """Decides what a server serves. All methods are called with the supervisor's lock held."""
 
     def on_server_lost(self) -> None:
-        """Nothing is live any more."""
+        """The server is lost: no version is live."""
         ...
 
     async def restore(self) -> bool:
-        """Bring up what was live; False if nothing ever was."""
+        """Reload the versions that were live; False if there were none."""
         ...
 
     async def unload_unused(self) -> None:
-        """Called now and then while the server is well."""
+        """Unload unused adapters; called periodically while the server is healthy."""
         ...
 
 
 class Supervisor:
     def __init__(self, server: Server, served: ServedModel, *, stall_s: float) -> None:
         self.lock = asyncio.Lock()
-        """Held while what is served changes."""
+        """Held while the served versions change."""
         self.client: HttpClient | None = None
         self.is_closed = False
         self._server = server
         self._served = served
         self._stall_s = stall_s
         self._lost_reason: str | None = None
-        """Why the server must be brought up anew."""
+        """Why the server must be restarted; None while it is healthy."""
         self._watcher: asyncio.Task[None] | None = None
         self._suspected = asyncio.Event()
         self._num_waiting = 0
@@ -75,26 +75,26 @@ class Supervisor:
         return Control(self.client)
 
     async def start(self, folder: Path) -> bool:
-        """A new server, from whatever state it was in; whether it has the folder's weights."""
+        """Start a new server, from any state; returns whether it has loaded the folder."""
         if self.client is not None:
-            self.client.abort("the engine starts anew")
+            self.client.abort("the engine is restarting")
         url, has_weights = await self._server.start(folder)
         self.client = HttpClient(url)
         return has_weights
 
     def mark_up(self) -> None:
-        """It serves what it should."""
+        """Mark the server healthy, and start watching it."""
         self._lost_reason = None
         self._last_progress_at = time.monotonic()
         if self._watcher is None:
             self._watcher = asyncio.create_task(self._watch(), name="vllm-watch")
 
     def mark_lost(self, why: str) -> None:
-        log.error("vLLM is lost", why=why, num_waiting=self._num_waiting)
+        log.error("vLLM lost", reason=why, num_waiting=self._num_waiting)
         self._lost_reason = why
         self._served.on_server_lost()
         if self.client is not None:
-            self.client.abort(f"the engine is lost: {why}")
+            self.client.abort(f"vLLM was lost: {why}")
 
     async def close(self) -> None:
         if self.is_closed:
@@ -110,18 +110,18 @@ class Supervisor:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    async def ask(self, body: bytes, parser: CompletionParser, *, is_streamed: bool) -> None:
+    async def generate(self, body: bytes, parser: CompletionParser, *, is_streamed: bool) -> None:
         assert self.client is not None
         if self._num_waiting == 0:
             self._last_progress_at = time.monotonic()
         self._num_waiting += 1
         try:
-            await self._ask(self.client, body, parser, is_streamed=is_streamed)
+            await self._generate(self.client, body, parser, is_streamed=is_streamed)
         finally:
             self._num_waiting -= 1
             self._last_progress_at = time.monotonic()
 
-    async def _ask(
+    async def _generate(
         self, client: HttpClient, body: bytes, parser: CompletionParser, *, is_streamed: bool
     ) -> None:
         def on_data(data: bytes) -> None:
@@ -133,21 +133,22 @@ class Supervisor:
             reply = await client.request("POST", "/inference/v1/generate", body, on_body=on_body)
         except OSError as error:
             self._suspected.set()
-            raise EngineError(f"vLLM broke off: {str(error) or type(error).__name__}") from None
+            why = str(error) or type(error).__name__
+            raise EngineError(f"connection to vLLM lost: {why}") from None
         if reply.status != 200:
             response = reply.body.decode(errors="replace")[:1000]
             kind = RequestRejected if reply.status in (400, 422) else EngineError
             if kind is EngineError:
                 self._suspected.set()
-            raise kind(f"vLLM answers {reply.status} to a request: {response}")
+            raise kind(f"vLLM returned {reply.status} to a generate request: {response}")
         if not is_streamed:
-            parser.take(reply.body)
+            parser.feed_event(reply.body)
 
     # --- health -----------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """consumes: signs of life · produces: a server that is alive
-        waits for: the next look · woken by: time, a request that broke off"""
+        """consumes: health of the server · produces: restarts
+        waits for: the next check · woken by: the timer, a request whose connection was lost"""
         retry_s = WATCH_S
         while True:
             with suppress(TimeoutError):
@@ -164,19 +165,19 @@ class Supervisor:
                     continue
                 try:
                     if await self._served.restore():
-                        log.info("vLLM is back")
+                        log.info("vLLM restarted")
                     retry_s = WATCH_S
                 except EngineError as error:
-                    log.error("vLLM does not come back", error=str(error), retry_s=retry_s)
+                    log.error("vLLM restart failed", error=str(error), retry_s=retry_s)
                     retry_s = min(2 * retry_s, MAX_RETRY_S)
 
     async def _fault(self) -> str | None:
         is_suspected = self._suspected.is_set()
         self._suspected.clear()
         if not self._server.is_running:
-            return "its process ended"
+            return "process exited"
         if is_suspected and self.client and not await self.control.is_healthy():
-            return "it does not answer"
+            return "health check failed"
         quiet_s = time.monotonic() - self._last_progress_at
         if self._num_waiting == 0 or quiet_s < self._stall_s / 2 or self.client is None:
             return None
@@ -184,9 +185,9 @@ class Supervisor:
             async with asyncio.timeout(self._stall_s):
                 num_tokens = await self.control.num_tokens()
         except (EngineError, TimeoutError) as error:
-            return f"it does not count its tokens: {error or 'no answer'}"
+            return f"cannot read its token counters: {error or 'no response'}"
         if num_tokens != self._num_tokens:
             self._num_tokens, self._last_progress_at = num_tokens, time.monotonic()
         elif quiet_s >= self._stall_s:
-            return f"{self._num_waiting} requests wait and no token came for {quiet_s:.0f} s"
+            return f"stalled: {self._num_waiting} requests waiting, no token for {quiet_s:.0f} s"
         return None

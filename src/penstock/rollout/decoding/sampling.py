@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to tokens, for a whole batch at once and without state.
+"""Samples tokens from logits, batched and stateless.
 
-The distribution under a spec is: softmax of logits / temperature, then only the tokens at least
-`min_p` times as likely as the likeliest, then only the `top_k` likeliest, then of those
-(renormalised) the fewest whose probability reaches `top_p`, renormalised again: vLLM's order.
-The recorded log-prob is that of the token under this distribution. Temperature 0 takes the
-likeliest token (the lowest id on a tie), whose log-prob is that of the plain softmax at
-temperature 1: the spec's own distribution has no density to speak of.
+The distribution under a spec, in vLLM's order: softmax of logits / temperature; keep tokens at
+least `min_p` times as likely as the likeliest; keep the `top_k` likeliest; renormalize; keep the
+fewest tokens whose probability reaches `top_p`; renormalize. The recorded log-prob is the token's
+log-prob under this distribution. Temperature 0 takes the likeliest token (the lowest id on a tie)
+and records its log-prob under the plain softmax at temperature 1, because a greedy choice has no
+useful density.
 
-The uniform number of a token is a hash of (seed, index in the answer), so a draw depends
-neither on batch mates nor on the order of requests, and an answer resumed at token n continues
-the same stream.
+The random number of a token is a hash of (seed, index in the answer). So a draw depends neither on
+other rows of the batch nor on the order of requests, and an answer resumed at token n continues the
+same random stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.types import SamplingSpec
 
 # B = rows of the batch, V = vocabulary
 MAX_CELLS = 1 << 21
-"""Rows are worked off in blocks of about so many logits, which keeps temporaries in the cache."""
+"""Rows are processed in blocks of about this many logits, so that temporaries fit in the cache."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -63,7 +63,7 @@ class SpecColumns:
 
 def uniform(seed_B: NDArray[np.uint64], position_B: Ints) -> Floats:
     """Numbers in [0, 1) from splitmix64 over (seed, position)."""
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is intended
         counter = _mix(seed_B) + (position_B.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA)
         bits = _mix(counter) >> np.uint64(12)
     return bits.astype(np.float64) * 2.0**-52
@@ -78,13 +78,13 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def sample(
     logits_BV: NDArray[np.float32], specs: SpecColumns, position_B: Ints
 ) -> tuple[Ints, NDArray[np.float32]]:
-    """One token per row and its log-prob; `position_B` is each token's index in its answer."""
+    """Sample one token per row, with its log-prob; `position_B` is its index in the answer."""
     num_rows, vocab_size = logits_BV.shape
     block = max(1, MAX_CELLS // vocab_size)
     token_B = np.empty(num_rows, np.int64)
     logprob_B = np.empty(num_rows, np.float32)
     uniform_B = uniform(specs.seed_B, position_B)
-    with np.errstate(invalid="ignore"):  # NaN is looked for below
+    with np.errstate(invalid="ignore"):  # NaN is checked below
         for start in range(0, num_rows, block):
             rows = slice(start, start + block)
             token_B[rows], logprob_B[rows] = _sample_block(
@@ -92,8 +92,8 @@ def sample(
             )
     if not np.isfinite(logprob_B).all():
         raise EngineError(
-            "the model's logits are no distribution (NaN or infinite), so the snapshot is broken; "
-            "look at the trainer's loss before this version"
+            "the model's logits are NaN or infinite, so the snapshot is broken; "
+            "check the trainer's loss before this version"
         )
     return token_B, logprob_B
 
@@ -110,7 +110,7 @@ def _sample_block(logits_BV: Floats, specs: SpecColumns, uniform_B: Floats) -> t
     token_B: Ints = (cdf_BV <= (uniform_B * cdf_BV[:, -1])[:, None]).sum(axis=1)
     if is_greedy_B.any():
         token_B = np.where(is_greedy_B, logprob_BV.argmax(axis=1), token_B)
-    token_B = np.minimum(token_B, logits_BV.shape[1] - 1)  # only NaN rows, refused by the caller
+    token_B = np.minimum(token_B, logits_BV.shape[1] - 1)  # only NaN rows; the caller raises
     logprob_B = logprob_BV[np.arange(len(token_B)), token_B]
     return token_B, np.minimum(logprob_B, 0.0)
 
@@ -127,7 +127,7 @@ def _truncate(logprob_BV: Floats, specs: SpecColumns) -> Floats:
     sorted_BV = np.take_along_axis(logprob_BV, order_BV, axis=1)
     kept_k_B = np.where(top_k_B > 0, np.minimum(top_k_B, vocab_size), vocab_size)
     rank_V = np.arange(vocab_size, dtype=np.int64)
-    with np.errstate(divide="ignore"):  # a min_p of 0 keeps all, and its logarithm says so
+    with np.errstate(divide="ignore"):  # log(0) = -inf: a min_p of 0 keeps all tokens
         floor_B = sorted_BV[:, 0] + np.log(specs.min_p_B)
     is_kept_BV = np.less(rank_V, kept_k_B[:, None]) & np.greater_equal(sorted_BV, floor_B[:, None])
     sorted_BV = _log_softmax(np.where(is_kept_BV, sorted_BV, -np.inf))

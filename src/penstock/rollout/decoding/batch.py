@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows being decoded together: admission, one sampling step for all, retirement, resumption.
+"""The rows that are decoded together: admission, one sampling step for all, removal, resumption.
 
-Owns spans and stop conditions. Knows no thread, no queue and no model: a decoder turns contexts
+Owns spans and stop conditions. Independent of threads, queues and models: a decoder turns contexts
 into logits.
 
-Stop strings are looked for in the decoded tail of the answer after each token. The tokens of the
-stop string stay in the answer: they were sampled, so they are trained; hiding them from the agent
-is the gateway's business.
+After each token, the decoded tail of the answer is searched for stop strings. The tokens of a stop
+string stay in the answer: they were sampled, so they are trained. The gateway hides them from the
+agent.
 """
 
 from __future__ import annotations
@@ -15,69 +15,70 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from penstock.errors import EngineError, RequestRejected
 from penstock.gateway.generation import ChunkCallback, Completion
-from penstock.rollout.engines.base import SpanLog
-from penstock.rollout.engines.sampling import SpecColumns, sample
-from penstock.rollout.engines.snapshot import Snapshot
+from penstock.rollout.decoding.sampling import SpecColumns, sample
+from penstock.rollout.engine import SpanLog
+from penstock.rollout.snapshot import Snapshot, prompt_problem
 from penstock.types import FinishReason, SamplingSpec, Version, log_probs, token_ids
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Logits = NDArray[np.float32]
 
 
 class Staged(Protocol):
-    """Weights beside the live ones, checked and ready to swap in."""
+    """Weights in memory, checked and ready to replace the live ones."""
 
     @property
     def snapshot(self) -> Snapshot: ...
 
     def apply(self) -> None:
-        """Make them live; called by the decoding thread while no step runs."""
+        """Make them live; called by the decoding thread between steps."""
         ...
 
 
 class Decoder(Protocol):
-    """The model with its rows, in order. Only `stage` is called by other threads than the
-    decoding one."""
+    """A model with the cached state of its rows, in order. Other threads call only `stage`."""
 
     def stage(self, folder: Path) -> Staged:
-        """Raises EngineError and changes nothing if the folder does not fit."""
+        """Read and check the weights; raises EngineError without changes if they do not fit."""
         ...
 
     def join(self, contexts: Sequence[Sequence[int]]) -> Logits:
-        """Append one row per context; the logits that follow each of them."""
+        """Append one row per context; return the next-token logits of each."""
         ...
 
     def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> Logits:
-        """Keep only `rows`, give each its next token; the logits that follow."""
+        """Keep only `rows` and append a token to each; return the next-token logits."""
         ...
 
     def clear(self) -> None: ...
 
     def share(self) -> Decoder:
-        """One with rows of its own, for adapters of another policy on the same weights."""
+        """A decoder with separate rows, for another policy's adapters on the same weights."""
         ...
 
 
 @dataclass(slots=True)
 class Row:
-    """One answer in the making."""
+    """One answer that is being generated."""
 
     prompt_ids: Sequence[int]
     sampling: SamplingSpec
     future: asyncio.Future[Completion]
-    """Only read here (is the caller gone?); the engine resolves it in the caller's event loop."""
+    """Read here only to detect cancellation; the engine resolves it in the caller's event loop."""
     spans: SpanLog
     on_chunk: ChunkCallback | None = None
     """Called by the engine, in the caller's event loop."""
     limit: int = 0
-    """Most tokens it may have, set on admission."""
+    """Most tokens of the answer; set on admission."""
     sampled: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
 
@@ -101,36 +102,25 @@ class Batch:
         self._decoder = decoder
         self._specs = SpecColumns.of(())
         self._logits: Logits | None = None
-        """Of each row's next token."""
+        """Next-token logits of each row."""
 
     def admit(self, row: Row, version: Version) -> RequestRejected | None:
-        """Prepare a row for `step`, or say why it cannot be decoded."""
+        """Prepare a row for `step`, or return why it cannot be decoded."""
         assert self.snapshot is not None
-        window, vocab_size = self.snapshot.window, self.snapshot.vocab_size
-        room = window - len(row.prompt_ids)
-        if not row.prompt_ids or room < 1:
-            return RequestRejected(
-                f"prompt of {len(row.prompt_ids)} tokens; the model takes 1 to {window - 1}, so "
-                "that its answer has room: shorten the context"
-            )
-        if min(row.prompt_ids) < 0 or max(row.prompt_ids) >= vocab_size:
-            return RequestRejected(
-                f"prompt holds ids outside the model's vocabulary of {vocab_size}; "
-                "tokenizer and model of this snapshot do not belong together"
-            )
+        if (why := prompt_problem(row.prompt_ids, self.snapshot)) is not None:
+            return RequestRejected(why)
         if row.sampling.stop and self.tokenizer is None:
-            return RequestRejected("stop strings need tokenizer.json in the snapshot; it has none")
+            return RequestRejected("stop strings need tokenizer.json, which the snapshot lacks")
         if row.sampling.json_schema:
             return RequestRejected(
-                "this engine cannot hold an answer to a JSON schema; serve the policy with vllm, "
-                "or leave the schema out"
+                "this engine does not support JSON schemas; set engine: vllm, or remove the schema"
             )
-        row.limit = min(row.sampling.max_tokens, room)
+        row.limit = min(row.sampling.max_tokens, self.snapshot.window - len(row.prompt_ids))
         row.spans.switch(0, version)
         return None
 
     def step(self, admitted: list[Row]) -> list[Result]:
-        """Prefill new rows, sample a token for every row, decode once for those that go on."""
+        """Prefill new rows, sample a token for every row, decode once for unfinished rows."""
         self._join(admitted)
         assert self._logits is not None
         position = np.array([len(row.sampled) for row in self.rows], np.int64)
@@ -150,7 +140,7 @@ class Batch:
         return finished
 
     def resume(self, version: Version) -> None:
-        """After a swap: compute all rows again from their own tokens."""
+        """After a swap: prefill all rows again from their tokens."""
         self._decoder.clear()
         self._logits = None
         if self.rows:
@@ -160,7 +150,7 @@ class Batch:
                 row.spans.switch(len(row.sampled), version)
 
     def drop_all(self) -> list[Row]:
-        """Give up every row and say which they were."""
+        """Remove and return all rows."""
         rows, self.rows = self.rows, []
         self._specs = SpecColumns.of(())
         self._logits = None
@@ -195,7 +185,7 @@ class Batch:
 
     def _has_stop_string(self, row: Row) -> bool:
         assert self.tokenizer is not None
-        # A character is at most four tokens, so this tail holds any stop string that just ended.
+        # A character is at most four tokens, so this tail contains any stop string that just ended.
         tail = 4 * max(len(text) for text in row.sampling.stop) + 8
         text = self.tokenizer.decode(row.sampled[-tail:], skip_special_tokens=True)
         return any(stop in text for stop in row.sampling.stop)

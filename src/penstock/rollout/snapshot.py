@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts of a snapshot folder that every engine needs, read without torch.
+"""Reads the metadata of a snapshot folder that every engine needs, without torch.
 
-Refuses a folder whose tensor files are cut off or whose config is unreadable; the content of
-tensors was verified by digest before it came here.
+Rejects a folder with truncated tensor files or an unreadable config. Tensor contents were verified
+by digest before.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from penstock.errors import EngineError
-from penstock.rollout.engines.adapter_info import AdapterInfo, is_base, read_adapter_info
+from penstock.rollout.adapter_info import AdapterInfo, is_base, read_adapter_info
 from penstock.types import JsonObject
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
@@ -28,12 +29,12 @@ class Snapshot:
     stop_ids: frozenset[int]
     """Ids that end an answer, from generation_config.json, else config.json."""
     window: int
-    """Most tokens a context may have."""
+    """Context length: most tokens of prompt and answer together."""
     vocab_size: int
     tensors: tuple[str, ...]
-    """Names of all tensors of the model, sorted; an adapter's are not among them."""
+    """Names of all tensors of the model, sorted, without the adapter's."""
     adapter: AdapterInfo | None = None
-    """What lies on top of the model in this version, if its policy trains an adapter."""
+    """The adapter of this version, if its policy trains one."""
 
 
 def read_snapshot(folder: Path) -> Snapshot:
@@ -53,8 +54,23 @@ def read_snapshot(folder: Path) -> Snapshot:
     )
 
 
+def prompt_problem(prompt_ids: Sequence[int], snapshot: Snapshot) -> str | None:
+    """Why the model cannot answer this prompt; None if it can."""
+    if not 0 < len(prompt_ids) < snapshot.window:
+        return (
+            f"prompt has {len(prompt_ids)} tokens; the model accepts 1 to {snapshot.window - 1}, "
+            "which leaves room for an answer. Shorten the context"
+        )
+    if min(prompt_ids) < 0 or max(prompt_ids) >= snapshot.vocab_size:
+        return (
+            f"prompt has ids outside the model's vocabulary of {snapshot.vocab_size}; "
+            "tokenizer and model of this snapshot do not match"
+        )
+    return None
+
+
 def tensor_files(folder: Path) -> list[Path]:
-    """Of the model; an adapter's own file is not among them."""
+    """The model's tensor files, without the adapter's."""
     return [path for path in sorted(folder.glob("*.safetensors")) if is_base(path)]
 
 
@@ -71,13 +87,12 @@ def _read_object(path: Path) -> JsonObject:
     except (OSError, ValueError) as error:
         raise EngineError(f"cannot read {path}: {error}; fetch the snapshot again") from None
     if not isinstance(value, dict):
-        raise EngineError(f"{path} holds no JSON object; fetch the snapshot again")
+        raise EngineError(f"{path} is not a JSON object; fetch the snapshot again")
     return cast(JsonObject, value)
 
 
 def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Of the tensors in a safetensors header, after checking that the file holds all bytes it
-    speaks of."""
+    """Tensor shapes from a safetensors header; checks that the file has the declared size."""
     try:
         with path.open("rb") as file:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
@@ -90,7 +105,7 @@ def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         expected = 8 + header_bytes + max(ends, default=0)
         found = path.stat().st_size
         if found != expected:
-            raise ValueError(f"{found} bytes, its header speaks of {expected}")
+            raise ValueError(f"{found} bytes, but its header declares {expected}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise EngineError(f"{path} is damaged: {error}; fetch the snapshot again") from None
     return shapes
@@ -105,5 +120,5 @@ def _ids(value: Any) -> frozenset[int]:
 def _positive(config: JsonObject, name: str, default: int) -> int:
     value = config.get(name, default)
     if not isinstance(value, int) or value < 1:
-        raise EngineError(f"config.json: {name} is {value!r}, not a positive number")
+        raise EngineError(f"config.json: {name} must be a positive integer, got {value!r}")
     return value

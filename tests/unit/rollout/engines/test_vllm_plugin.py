@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What penstock brings into vLLM's processes, where no vLLM is needed to see it."""
+"""The plugin for vLLM's processes, as far as it can be tested without vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAITING = "vllm.distributed.device_communicators.shm_broadcast"
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's module, as far as it is changed; what `apply_cpu_patches` does to torch is undone."""
+    """A stub of the patched vLLM module; undoes the patches of torch."""
     module = ModuleType(WAITING)
     monkeypatch.setitem(sys.modules, WAITING, module)
     monkeypatch.setattr(torch, "Generator", torch.Generator)
@@ -28,7 +28,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def apply_cpu_patches() -> None:
-    """As vLLM finds and calls it."""
+    """Find and call the plugin as vLLM does."""
     (found,) = distributions(path=[str(PLUGIN_DIR)])
     (plugin,) = found.entry_points.select(group="vllm.general_plugins")
     plugin.load()()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lean HTTP/1.1 client for one server: pooled connections, whole bodies or pieces as they come.
+"""A minimal HTTP/1.1 client for an engine server: pooled connections, full or streamed bodies.
 
-Owns connections and their timeouts. Pieces of a body are handed over from the very call that read
-them off the socket, so what a caller notes then has the order of arrival over all connections.
-Cancelling a request closes its connection, which the server takes as a wish to stop. Knows no TLS
-and no redirects: an engine is on this machine or in its own network.
+Owns connections and their timeouts. Streamed chunks are passed on in the same call that reads them
+from the socket, so callbacks run in order of arrival across all connections. Cancelling a request
+closes its connection, so the server stops generating. No TLS and no redirects: the engine is on
+this machine or in its private network.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ OnBody = Callable[[bytes], None]
 class HttpReply:
     status: int
     body: bytes
-    """Empty where pieces were handed over."""
+    """Empty if the body was streamed."""
 
 
 class HttpClient:
-    """Requests raise OSError (TimeoutError among them) when no whole reply came."""
+    """Requests raise OSError (including TimeoutError) if no complete reply arrives."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise ConfigError(f"engine address {url!r} is not http://HOST:PORT")
+            raise ConfigError(f"engine URL {url!r} is not valid; write it as http://HOST:PORT")
         self._host, self._port = parts.hostname, parts.port or 80
         self._prefix = parts.path.rstrip("/")
         self._idle: list[_Connection] = []
@@ -53,7 +53,7 @@ class HttpClient:
         timeout_s: float | None = None,
         on_body: OnBody | None = None,
     ) -> HttpReply:
-        """`on_body` hears the pieces of a reply with status 200; what it raises is raised here."""
+        """`on_body` receives the chunks of a reply with status 200; its errors are raised here."""
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -64,13 +64,13 @@ class HttpClient:
                 connection = self._idle.pop()
                 if connection.is_usable:
                     try:
-                        return await self._ask(connection, data, on_body)
-                    except _Stale:  # closed by the server while the request was on its way
+                        return await self._send(connection, data, on_body)
+                    except _Stale:  # closed by the server while the request was in flight
                         break
-            return await self._ask(await self._connect(), data, on_body)
+            return await self._send(await self._connect(), data, on_body)
 
     def abort(self, why: str) -> None:
-        """Close every connection; all that wait for a reply get a ConnectionError."""
+        """Close all connections; waiting requests raise ConnectionError."""
         for connection in list(self._open):
             connection.abort(ConnectionAbortedError(why))
 
@@ -83,11 +83,13 @@ class HttpClient:
         self._open.add(connection)
         return connection
 
-    async def _ask(self, connection: _Connection, data: bytes, on_body: OnBody | None) -> HttpReply:
+    async def _send(
+        self, connection: _Connection, data: bytes, on_body: OnBody | None
+    ) -> HttpReply:
         try:
-            reply = await connection.ask(data, on_body)
+            reply = await connection.send(data, on_body)
         except BaseException:
-            connection.abort(ConnectionAbortedError("the request was given up"))
+            connection.abort(ConnectionAbortedError("the request was cancelled"))
             raise
         if connection.is_usable and len(self._idle) < MAX_IDLE:
             self._idle.append(connection)
@@ -97,7 +99,7 @@ class HttpClient:
 
 
 class _Stale(ConnectionError):
-    """A connection used before ended without a byte of this reply."""
+    """A reused connection closed before the first byte of this reply."""
 
 
 class _Connection(asyncio.Protocol):
@@ -109,9 +111,9 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[HttpReply] | None = None
         self._on_body: OnBody | None = None
-        self._pieces: list[bytes] = []
+        self._chunks: list[bytes] = []
         self._num_replies = 0
-        self._has_begun = False
+        self._has_started = False
         self._must_close = False
 
     @property
@@ -119,10 +121,10 @@ class _Connection(asyncio.Protocol):
         is_open = self._transport is not None and not self._transport.is_closing()
         return is_open and not self._must_close and self._waiter is None
 
-    async def ask(self, data: bytes, on_body: OnBody | None) -> HttpReply:
+    async def send(self, data: bytes, on_body: OnBody | None) -> HttpReply:
         assert self._transport is not None
         self._waiter = asyncio.get_running_loop().create_future()
-        self._on_body, self._pieces, self._has_begun = on_body, [], False
+        self._on_body, self._chunks, self._has_started = on_body, [], False
         self._transport.write(data)
         return await self._waiter
 
@@ -137,18 +139,18 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._has_begun = True
+        self._has_started = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
             self.abort(cause if isinstance(cause, Exception) else error)
         except httptools.HttpParserError as error:
-            self.abort(ConnectionError(f"the server's reply is no HTTP: {error}"))
+            self.abort(ConnectionError(f"the server's reply is not valid HTTP: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_lost(self)
-        kind = ConnectionError if self._has_begun or not self._num_replies else _Stale
+        kind = ConnectionError if self._has_started or not self._num_replies else _Stale
         self._fail(kind(f"the server closed the connection{f' ({exc})' if exc else ''}"))
 
     def _fail(self, error: Exception) -> None:
@@ -163,11 +165,11 @@ class _Connection(asyncio.Protocol):
             if self._waiter is not None and not self._waiter.done():
                 self._on_body(body)
         else:
-            self._pieces.append(body)
+            self._chunks.append(body)
 
     def on_message_complete(self) -> None:
         self._num_replies += 1
         self._must_close = not self._parser.should_keep_alive()
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
-            waiter.set_result(HttpReply(self._parser.get_status_code(), b"".join(self._pieces)))
+            waiter.set_result(HttpReply(self._parser.get_status_code(), b"".join(self._chunks)))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching around any decoder, as an engine of one policy.
+"""Continuous batching around any decoder, as an engine for one policy.
 
-Requests and swaps go to a decoding thread; rows keep their tokens over a swap and are prefilled
-again under the new weights, so nothing is lost and each span says what sampled it. `share` gives
-an engine for another policy on the same thread and the same base weights. Owns what happens in the
-event loop; the rest is that of `decoding`. Imports no torch.
+Requests and swaps go to a decoding thread. Rows keep their tokens across a swap and are prefilled
+again under the new weights, so no token is lost and each span names the version that sampled it.
+`share` returns an engine for another policy on the same thread and base weights. Owns the
+event-loop side; `decoding_thread` owns the rest. Does not import torch.
 """
 
 from __future__ import annotations
@@ -14,28 +14,26 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from penstock.errors import EngineError, wrap_errors
 from penstock.gateway.generation import ChunkCallback, Completion
-from penstock.rollout.engines.base import CLOSED, SpanLog, live_for
-from penstock.rollout.engines.batch import Decoder, Row, Staged
-from penstock.rollout.engines.decoding_thread import (
+from penstock.rollout.decoding.batch import Decoder, Row, Staged
+from penstock.rollout.decoding.decoding_thread import (
     IMPORT_LOCK,
     DecodingThread,
     Lane,
     Swap,
-    refused,
+    closed_results,
     resolve,
 )
+from penstock.rollout.engine import CLOSED, SpanLog, live_for
 from penstock.types import PolicyName, SamplingSpec, Version
 
 MAX_ROWS = 1024
-"""Answers of a policy decoded together; more wait their turn."""
+"""Most answers of a policy decoded together; further requests wait."""
 
 
 class ContinuousEngine:
-    """Requests of one policy, from one event loop."""
+    """Serves requests of one policy from one event loop."""
 
     def __init__(self, thread: DecodingThread, *, max_rows: int = MAX_ROWS) -> None:
         self._thread = thread
@@ -46,7 +44,7 @@ class ContinuousEngine:
         thread.add(self._lane)
 
     def share(self) -> ContinuousEngine:
-        """Serves adapters of another policy on the base that this one loads, or has loaded."""
+        """An engine for another policy's adapters on the same base model."""
         return ContinuousEngine(self._thread, max_rows=self._max_rows)
 
     @property
@@ -55,7 +53,7 @@ class ContinuousEngine:
 
     @property
     def paused_s(self) -> float:
-        """How long the last swap held answers up."""
+        """How long the last swap paused decoding."""
         return self._lane.paused_s
 
     async def __call__(
@@ -76,7 +74,7 @@ class ContinuousEngine:
         future: asyncio.Future[Completion] = loop.create_future()
         self._unsent.append(Row(prompt_ids, sampling, future, SpanLog(version), on_chunk))
         if len(self._unsent) == 1:
-            # One turn of the event loop later, so a burst of requests wakes the thread once.
+            # In the next event-loop iteration, so that a burst of requests wakes the thread once.
             loop.call_soon(self._flush)
         return await future
 
@@ -104,7 +102,7 @@ class ContinuousEngine:
     def _flush(self) -> None:
         rows, self._unsent = self._unsent, []
         if self._lane.is_closed:
-            resolve(refused(rows))
+            resolve(closed_results(rows))
         elif rows:
             self._thread.put(self._lane, rows)
 
@@ -113,6 +111,8 @@ class ContinuousEngine:
             staged = decoder.stage(folder)
         path = folder / "tokenizer.json"
         if self._lane.tokenizer is None and path.exists():
-            # Once: the vocabulary of a policy never changes, and reading a large one takes long.
+            from tokenizers import Tokenizer  # an optional dependency
+
+            # Only once: a policy's vocabulary never changes, and reading a large one is slow.
             self._lane.tokenizer = Tokenizer.from_file(str(path))
         return staged

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that decodes: one lane for each policy on it, one step of each in turn.
+"""The decoding thread: one lane per policy; the lanes take turns, one step each.
 
-Every turn takes requests and version swaps from the inbox. Each lane that has work admits all that
-wait (one prefill), samples one token for every row, retires the rows that ended, and runs its
-decoder once for the rest. A swap falls between two turns and concerns its own lane: its rows keep
-their tokens and are prefilled again, and the other lanes only wait for that. Lanes have batches of
-their own, because the rows of one batch have one adapter. Owns the thread, its inbox and the way
-back to the event loop; imports no torch.
+Each round takes requests and version swaps from the inbox. Each lane that has work admits the
+waiting rows (one prefill), samples one token for every row, removes finished rows, and runs its
+decoder once for the others. A swap runs between two rounds and affects only its lane: its rows keep
+their tokens and are prefilled again. Lanes have separate batches, because all rows of a batch use
+the same adapter. Owns the thread, its inbox and the callbacks into the event loop. Does not import
+torch.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import structlog
-from tokenizers import Tokenizer
 
 from penstock.errors import EngineError, PenstockError
 from penstock.gateway.generation import Completion, TokenChunk
-from penstock.rollout.engines.base import CLOSED
-from penstock.rollout.engines.batch import Batch, Decoder, Result, Row, Staged
+from penstock.rollout.decoding.batch import Batch, Decoder, Result, Row, Staged
+from penstock.rollout.engine import CLOSED
 from penstock.types import Version
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 log = structlog.get_logger(__name__)
 
 IMPORT_LOCK = threading.Lock()
-"""Engines of one pool start at once, and libraries as large as torch do not bear being imported by
-several threads."""
+"""Engines of a pool start concurrently, but libraries such as torch cannot be imported by several
+threads at the same time."""
 
 RowChunk = tuple[Row, TokenChunk]
 
@@ -46,7 +49,7 @@ class Swap:
 
 
 class Lane:
-    """The rows of one policy. Fields are set by the decoding thread and read by the event loop."""
+    """The rows of one policy. The decoding thread sets the fields; the event loop reads them."""
 
     def __init__(self, max_rows: int) -> None:
         self.live: Version | None = None
@@ -68,36 +71,36 @@ class Lane:
         self._batch = Batch(decoder)
         self.opened.set_result(decoder)
 
-    def wait(self, rows: Iterable[Row]) -> None:
+    def enqueue(self, rows: Iterable[Row]) -> None:
         self._waiting.extend(rows)
 
     def swap(self, swap: Swap) -> None:
         if not swap.done.set_running_or_notify_cancel():
             return
         assert self._batch is not None
-        begun_at = time.monotonic()
+        started_at = time.monotonic()
         try:
             swap.staged.apply()
             self._batch.snapshot = swap.staged.snapshot
             self._batch.tokenizer = self.tokenizer
             self._batch.resume(swap.version)
         except Exception as error:
-            self.live = None  # half-swapped weights must not answer anybody
+            self.live = None  # partly swapped weights must not be sampled from
             failure = _engine_error(error, f"swap to {swap.version} failed")
             self._settle(_failed([*self._batch.drop_all(), *self._waiting], failure))
             self._waiting.clear()
             swap.done.set_exception(failure)
         else:
             self.live = swap.version
-            self.paused_s = time.monotonic() - begun_at
+            self.paused_s = time.monotonic() - started_at
             swap.done.set_result(None)
 
-    def turn(self) -> None:
+    def run_step(self) -> None:
         chunks, results = self._step()
         self._settle(results, chunks)
 
     def end(self, rest: Iterable[Row] = ()) -> None:
-        """Whatever is left fails, and nothing more is taken."""
+        """Close the lane: fail all remaining rows and accept no more."""
         self.is_closed = True
         rows = [] if self._batch is None else self._batch.drop_all()
         self._settle(_failed([*rows, *self._waiting, *rest], EngineError(CLOSED)))
@@ -108,10 +111,12 @@ class Lane:
         results: list[Result] = []
         admitted: list[Row] = []
         batch, live = self._batch, self.live
-        assert batch is not None, "rows come to an open lane only"
+        assert batch is not None, "only an open lane has rows"
         if live is None:
             left, self._waiting = self._waiting, deque()
-            return [], _failed(left, EngineError("no version is live: the last swap failed"))
+            return [], _failed(
+                left, EngineError("no version is live, because the last swap failed")
+            )
         while self._waiting and len(batch.rows) + len(admitted) < self._max_rows:
             row = self._waiting.popleft()
             refusal = batch.admit(row, live)
@@ -130,20 +135,20 @@ class Lane:
         return [(row, _last(row, live)) for row in streaming], results
 
     def _settle(self, results: list[Result], chunks: Sequence[RowChunk] = ()) -> None:
-        """Hand pieces and results to the event loop, all in one call."""
+        """Pass chunks and results to the event loop in one call."""
         if not (results or chunks) or self.loop is None:
             return
         try:
             self.loop.call_soon_threadsafe(_dispatch, chunks, results)
         except RuntimeError:
-            log.warning("event loop ended before its answers", num_answers=len(results))
+            log.warning("answers dropped: event loop closed", num_answers=len(results))
 
 
 _Item = tuple[Lane, list[Row] | Swap | None]
 
 
 class DecodingThread:
-    """Ends with its last lane."""
+    """Ends when its last lane closes."""
 
     def __init__(self, open_decoder: Callable[[], Decoder], *, name: str) -> None:
         self.name = name
@@ -151,14 +156,14 @@ class DecodingThread:
         self._opened: Future[Decoder] = Future()
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._lanes: list[Lane] = []
-        # A daemon, because importing torch cannot be interrupted and must not hold up an exit.
+        # A daemon, because importing torch cannot be interrupted and must not delay the exit.
         self._thread = threading.Thread(target=self._run, name=f"{name}-decode", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def add(self, lane: Lane) -> None:
-        """While a lane is open; the first one before the start."""
+        """Add a lane: the first before `start()`, others while a lane is open."""
         is_first = not self._lanes
         self._lanes.append(lane)
 
@@ -171,7 +176,7 @@ class DecodingThread:
         self._opened.add_done_callback(open_lane)
 
     def put(self, lane: Lane, item: list[Row] | Swap | None) -> None:
-        """None closes the lane."""
+        """Send rows or a swap to a lane; None closes it."""
         self._inbox.put((lane, item))
 
     def _run(self) -> None:
@@ -190,14 +195,14 @@ class DecodingThread:
             while self._receive():
                 for lane in self._lanes:
                     if lane.has_work:
-                        lane.turn()
+                        lane.run_step()
         except Exception:
             log.exception("decoding thread died", engine=self.name)
         finally:
             self._fail_remaining()
 
     def _receive(self) -> bool:
-        """Everything in the inbox; blocks only while there is nothing to decode. False to end."""
+        """Process the inbox; block only while there is nothing to decode. False ends the thread."""
         is_idle = not any(lane.has_work for lane in self._lanes)
         while is_idle or not self._inbox.empty():
             lane, item = self._inbox.get()
@@ -210,7 +215,7 @@ class DecodingThread:
             elif isinstance(item, Swap):
                 lane.swap(item)
             else:
-                lane.wait(item)
+                lane.enqueue(item)
                 is_idle = False
         return True
 
@@ -236,7 +241,7 @@ def resolve(results: list[Result]) -> None:
             row.future.set_exception(result)
 
 
-def refused(rows: Iterable[Row]) -> list[Result]:
+def closed_results(rows: Iterable[Row]) -> list[Result]:
     return _failed(rows, EngineError(CLOSED))
 
 
@@ -250,13 +255,13 @@ def _dispatch(chunks: Sequence[RowChunk], results: list[Result]) -> None:
             continue
         try:
             row.on_chunk(chunk)
-        except Exception as error:  # the caller's own, and not its neighbours'
+        except Exception as error:  # fails only this caller's request
             row.future.set_exception(error)
     resolve(results)
 
 
 def _failed(rows: Iterable[Row], error: EngineError) -> list[Result]:
-    """Each row gets an error of its own: a shared one would collect every waiter's traceback."""
+    """Fail each row with a separate error: a shared one would collect all their tracebacks."""
     return [(row, EngineError(str(error))) for row in rows]
 
 

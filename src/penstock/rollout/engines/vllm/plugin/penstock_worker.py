@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's workers learn from penstock: weights of a folder, put into the running model.
+"""vLLM worker extension: loads the weights of a folder into the running model.
 
 vLLM imports this file in its own environment (`--worker-extension-cls penstock_worker.Extension`),
-where there is no penstock; the folder it lies in is no part of that package. Two traps of vLLM's
-own reload are closed here. A checkpoint with a tied head has no tensor for it, so on a CPU the
-head would go on with its old packed copy: heads are tied and packed anew. q, k and v are one layer
-inside vLLM, gate and up another: an update with a part of one is refused before anything changes.
-The route that calls this asks for no credentials, so folders outside `$PENSTOCK_WEIGHTS_ROOT` are
-refused too. Two more traps, of engines on a CPU, are closed by `apply_cpu_patches`, which vLLM
-calls in each of its processes: the folder beside this file names it as a plugin.
+where penstock is not installed, so it cannot import penstock. It works around two problems of
+vLLM's own reload:
+
+- A checkpoint with a tied output head has no tensor for the head, so on a CPU the head would keep
+  its old packed copy. Heads are tied and packed again after each load.
+- vLLM fuses q, k and v into one layer, and gate and up into another. A folder with only a part of
+  a fused layer is rejected before anything changes.
+
+The route that calls this requires no credentials, so folders outside `$PENSTOCK_WEIGHTS_ROOT` are
+rejected. Two problems of engines on a CPU are fixed by `apply_cpu_patches`, which vLLM calls in
+each of its processes, as a plugin declared by the `.dist-info` folder next to this file.
 """
 
 from __future__ import annotations
@@ -26,12 +30,12 @@ NAP_S = 0.0001
 
 
 class Extension:
-    """vLLM mixes these methods into its worker."""
+    """Methods that vLLM adds to its worker class."""
 
     model_runner: Any
 
     def penstock_check(self, folder: str) -> dict[str, int]:
-        """Whether `penstock_load` would take this folder; changes nothing."""
+        """Check that `penstock_load` would accept the folder; changes nothing."""
         files = weight_files(folder)
         names = [name for path in files for name in _names(path)]
         if (why := missing_fused_part(names)) is not None:
@@ -39,7 +43,7 @@ class Extension:
         return {"num_files": len(files), "num_tensors": len(names)}
 
     def penstock_load(self, folder: str) -> dict[str, int]:
-        """Put the folder's weights into the model; vLLM must be paused."""
+        """Load the folder's weights into the model; vLLM must be paused."""
         found = self.penstock_check(folder)
         torch = importlib.import_module("torch")
         with torch.no_grad():
@@ -51,10 +55,10 @@ class Extension:
 def weight_files(folder: str) -> list[Path]:
     root = os.environ.get(ROOT, "")
     if not root:
-        raise PermissionError(f"{ROOT} is not set, so no folder may be loaded")
+        raise PermissionError(f"{ROOT} is not set, so no folder can be loaded; set it")
     path = Path(folder).resolve(strict=True)
     if not path.is_relative_to(Path(root).resolve(strict=True)):
-        raise PermissionError(f"{folder} is not under {root}, which {ROOT} allows")
+        raise PermissionError(f"{folder} is not inside {root}, the only folder {ROOT} allows")
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no safetensors file in {folder}")
@@ -62,23 +66,23 @@ def weight_files(folder: str) -> list[Path]:
 
 
 def missing_fused_part(names: list[str]) -> str | None:
-    """Which part of a fused layer is missing, if any."""
+    """Which part of a fused layer is missing; None if all are complete."""
     known = set(names)
     for name in names:
-        words = name.split(".")
+        components = name.split(".")
         for group in FUSED:
-            for at, word in enumerate(words):
-                if word not in group:
+            for at, component in enumerate(components):
+                if component not in group:
                     continue
                 for part in group:
-                    other = ".".join([*words[:at], part, *words[at + 1 :]])
+                    other = ".".join([*components[:at], part, *components[at + 1 :]])
                     if other not in known:
-                        return f"{name} without {other}; vLLM keeps them as one layer, send both"
+                        return f"{name} without {other}; vLLM fuses them, so send both"
     return None
 
 
 def repack_heads(model: Any) -> int:
-    """Tie output heads to the new embedding and pack both anew."""
+    """Tie output heads to the new embedding, and pack both again."""
     layers = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
     tables = [part for part in model.modules() if isinstance(part, layers.VocabParallelEmbedding)]
     heads = [table for table in tables if isinstance(table, layers.ParallelLMHead)]
@@ -92,16 +96,19 @@ def repack_heads(model: Any) -> int:
 
 
 def apply_cpu_patches() -> None:
-    """Where vLLM computes on a CPU, two habits that suit a GPU harm it."""
+    """Apply both patches if vLLM runs on a CPU."""
     if not importlib.import_module("torch").accelerator.is_available():
         stub_generator_offset()
         sleep_while_waiting()
 
 
 def stub_generator_offset() -> None:
-    """vLLM takes back the draw of a token that it throws away (a prompt read in parts) through its
-    generator's offset. Generators of a CPU have none, and the engine dies of it. There the draw
-    stays used: the one after it is as fair."""
+    """Add offset methods to CPU generators.
+
+    When vLLM discards a token (chunked prefill), it rewinds the generator by its offset. CPU
+    generators have no offset, which crashes the engine. With the stub the discarded draw stays
+    consumed; the next one is equally random.
+    """
     torch: Any = importlib.import_module("torch")
 
     class Generator(torch.Generator):
@@ -115,8 +122,11 @@ def stub_generator_offset() -> None:
 
 
 def sleep_while_waiting() -> None:
-    """vLLM's processes wait for each other by yielding in a loop. On cores that compute as well
-    they then lose their turns: a pause waited up to 18 s behind the answers of another engine."""
+    """Make vLLM's processes sleep while they wait for each other, instead of yielding in a loop.
+
+    On cores that also compute, busy waiting starves them: a pause took up to 18 s while another
+    engine was generating.
+    """
     waiting: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
     waiting.sched_yield = lambda: time.sleep(NAP_S)
 
@@ -129,5 +139,5 @@ def _names(path: Path) -> list[str]:
 def _tensors(paths: list[Path]) -> Iterator[tuple[str, Any]]:
     for path in paths:
         with importlib.import_module("safetensors").safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (the file itself is no mapping)
+            for name in file.keys():  # noqa: SIM118 (the file itself is not a mapping)
                 yield name, file.get_tensor(name)

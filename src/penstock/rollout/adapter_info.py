@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA adapter that lies beside its base in a snapshot folder, as facts read without torch.
+"""Metadata of a LoRA adapter in a snapshot folder, read without torch.
 
-A version of a policy that trains an adapter is one folder: the base's own files, the same in every
-version, and PEFT's `adapter_config.json` and `adapter_model.safetensors`. Owns the check that both
-belong together, by name and shape, and that the base is the one before. Refuses every kind of
-adapter but plain LoRA: y = base(x) + alpha / r * B(A(x)). Does not look at the values of tensors.
+A version of a policy that trains an adapter is one folder: the files of the base model, the same in
+every version, and PEFT's `adapter_config.json` and `adapter_model.safetensors`. Checks that adapter
+and base match by tensor names and shapes, and that the base has not changed. Supports only plain
+LoRA: y = base(x) + alpha / r * B(A(x)). Does not read tensor values.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ class AdapterInfo:
     rank: int
     scale: float
     modules: tuple[str, ...]
-    """Paths of the linear layers that it changes, as the base's tensors call them, sorted."""
+    """Names of the adapted linear layers in the base model, sorted."""
 
 
 def read_adapter_info(
     config: JsonObject, adapter: Shapes, base: Shapes, where: Path
 ) -> AdapterInfo:
-    """Raises EngineError unless the adapter's tensors are those of its config, for this base."""
+    """Read the adapter; raises EngineError if its tensors do not match its config and base."""
     if why := unsupported_setting(config):
-        raise EngineError(f"{where}: {why}; engines serve no other kind")
+        raise EngineError(f"{where}: {why}; engines support only plain LoRA")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise EngineError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}, not two numbers")
+        raise EngineError(f"{where}: r ({rank!r}) and lora_alpha ({alpha!r}) must be numbers")
     targets = config.get("target_modules")
     if not isinstance(targets, list) or not targets:
-        raise EngineError(f"{where}: target_modules is {targets!r}, not a list of layer names")
+        raise EngineError(f"{where}: target_modules must be a list of layer names, got {targets!r}")
     modules = _modules(base, cast(list[str], targets))
-    wanted = {
+    expected = {
         ADAPTER_PREFIX + name + part: shape
         for name, (num_out, num_in) in modules.items()
         for part, shape in ((A, (rank, num_in)), (B, (num_out, rank)))
     }
-    _check_tensors(wanted, adapter, where)
+    _check_tensors(expected, adapter, where)
     return AdapterInfo(rank=rank, scale=alpha / rank, modules=tuple(sorted(modules)))
 
 
 def _modules(base: Shapes, targets: list[str]) -> dict[str, tuple[int, int]]:
-    """The base's linear layers with one of these names, or with a path that ends in one."""
+    """The base's linear layers whose name is, or ends in, one of the targets."""
     found: dict[str, tuple[int, int]] = {}
     for tensor, shape in base.items():
         name = tensor.removesuffix(".weight")
@@ -66,34 +66,34 @@ def _modules(base: Shapes, targets: list[str]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _check_tensors(wanted: Shapes, found: Shapes, where: Path) -> None:
-    missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+def _check_tensors(expected: Shapes, found: Shapes, where: Path) -> None:
+    missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     wrong = sorted(
         f"{name} {found[name]} for {shape}"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name in found and found[name] != shape
     )
-    if missing or unknown or wrong or not wanted:
+    if missing or unknown or wrong or not expected:
         raise EngineError(
-            f"{where.parent} holds an adapter of another model: {len(missing)} tensors missing "
-            f"{missing[:3]}, {len(unknown)} unknown {unknown[:3]}, {len(wrong)} of other shape "
-            f"{wrong[:3]}; an adapter is loaded with the base that it was trained on"
+            f"the adapter in {where.parent} does not match its base: {len(missing)} tensors "
+            f"missing {missing[:3]}, {len(unknown)} unknown {unknown[:3]}, {len(wrong)} with a "
+            f"wrong shape {wrong[:3]}; load an adapter with the base it was trained on"
         )
 
 
-def check_same_layers(before: AdapterInfo | None, wanted: AdapterInfo | None, folder: Path) -> None:
-    """A policy keeps its rank and its layers; `before` is of the version that it serves."""
-    if before is None or wanted is None:
-        is_adapter = "an adapter" if wanted is not None else "no adapter"
+def check_same_layers(before: AdapterInfo | None, new: AdapterInfo | None, folder: Path) -> None:
+    """Raise EngineError if rank or layers differ from `before`, the live version's adapter."""
+    if before is None or new is None:
+        has_adapter = "has an adapter" if new is not None else "has no adapter"
         raise EngineError(
-            f"{folder} holds {is_adapter}, unlike the version before; a policy trains either an "
-            "adapter or all weights for the whole run"
+            f"{folder} {has_adapter}, unlike the previous version; a policy trains either an "
+            "adapter or all weights throughout the run"
         )
-    if (before.rank, before.modules) != (wanted.rank, wanted.modules):
+    if (before.rank, before.modules) != (new.rank, new.modules):
         raise EngineError(
-            f"{folder} holds an adapter of rank {wanted.rank} for {len(wanted.modules)} layers, "
-            f"and the version before has rank {before.rank} for {len(before.modules)}; a policy "
-            "keeps its architecture for the whole run"
+            f"{folder} has an adapter of rank {new.rank} for {len(new.modules)} layers; the "
+            f"previous version has rank {before.rank} for {len(before.modules)}. A policy cannot "
+            "change its architecture during a run"
         )
 
 
@@ -102,13 +102,13 @@ _FileIdentity = tuple[int, int, int, int]
 
 @dataclass(slots=True)
 class BaseDigests:
-    """Tells bases apart by their bytes. Folders of a cache hold hard links of one file, which is
-    read for the first of them only."""
+    """Digests of base models. Cached folders hold hard links to the same files, so each file is
+    read only once."""
 
     _digests: dict[_FileIdentity, str] = field(default_factory=dict[_FileIdentity, str])
 
     def digest(self, folder: Path) -> str:
-        """Of all tensor files but the adapter's."""
+        """Digest of all tensor files except the adapter's."""
         try:
             files = [path for path in sorted(folder.glob("*.safetensors")) if is_base(path)]
             return blake3("\n".join(map(self._digest, files)).encode()).hexdigest()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a program and all that it started together: they end with it, and with whoever asked.
+"""Runs a program and kills its process group when the program or the node ends.
 
-Run as a file, `python guardian.py PROGRAM ARG…`, as the leader of a process group. Its standard
-input is a pipe from the node: when that closes, however the node ended, the whole group is killed.
-SIGTERM is passed on. Standard library only.
+As a script, `python guardian.py PROGRAM ARG…`, it is the leader of the process group. Its standard
+input is a pipe from the node: when the pipe closes, however the node ended, it kills the group. It
+forwards SIGTERM to the program. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, pass_on)
     threading.Thread(target=_kill_when_orphaned, daemon=True).start()
-    print(f"guardian: {sys.argv[1]} ended with {program.wait()}", file=sys.stderr, flush=True)
+    print(f"guardian: {sys.argv[1]} exited with {program.wait()}", file=sys.stderr, flush=True)
     _kill_group()
 
 

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of an engine: generate, load a version between two decoding steps, close.
+
+Also the settings an engine is built from, and the record that declares an engine (`EngineType`).
+The engines themselves are in `rollout.engines`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from penstock.errors import EngineError, RequestRejected
+from penstock.gateway.generation import Generate
+from penstock.types import PolicyName, Version, VersionSpan
+
+CLOSED = "the engine is closed; its node is shutting down, and another node takes over the work"
+
+
+class Loadable(Protocol):
+    @property
+    def live(self) -> Version | None:
+        """The version that new requests are sampled from; None while the engine cannot answer:
+        before the first load, after a failed swap, closed or dead."""
+        ...
+
+    async def load(self, folder: Path, version: Version) -> None:
+        """Serve the snapshot in `folder` from the next decoding step. Running answers continue
+        from their tokens under the new weights. If it raises EngineError, the old version stays
+        live."""
+        ...
+
+
+class Engine(Generate, Loadable, Protocol):
+    async def close(self) -> None:
+        """Fail running requests with EngineError and accept no more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Settings an engine is built from; each engine reads those it needs."""
+
+    seed: int = 0
+    """Seeds the random draws of a simulated engine; real sampling is seeded per request."""
+    torch_threads: int = 1
+    is_deterministic: bool = False
+    """Whether the same requests must give the same bits."""
+    url: str = ""
+    """Address of a running engine server; if empty, the engine starts its own where it can."""
+    environment: str = ""
+    """Virtual environment of the engine server; empty: the one from `make setup-engine`."""
+    options: Sequence[str] = ()
+    """Additional arguments of the engine server."""
+    state_dir: Path | None = None
+    """Folder for the log of the engine server."""
+    num_policies: int = 1
+    """Most policies that share the engine, as adapters of one model."""
+    adapter_rank: int = 16
+    """The largest rank of their adapters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineType:
+    """Declares an engine: how to build it, and what config may combine it with."""
+
+    build: Callable[[EngineSettings], Engine]
+    serves_adapters: bool = False
+    """Whether it loads LoRA adapters, or needs no weights at all."""
+    is_reproducible: bool = False
+    """Whether it honors `EngineSettings.is_deterministic`."""
+
+
+@runtime_checkable
+class Shareable(Protocol):
+    """An engine that can serve several policies as adapters of one model."""
+
+    def share(self) -> Engine:
+        """An engine for one more policy, with a separate `live`. Process and base model are
+        shared; a load on one does not interrupt answers of the other."""
+        ...
+
+
+class SpanLog:
+    """Records which version sampled which tokens of one answer."""
+
+    __slots__ = ("_starts",)
+
+    def __init__(self, version: Version) -> None:
+        self._starts = [(0, version)]
+
+    def switch(self, at: int, version: Version) -> None:
+        """Tokens from index `at` are sampled by `version`."""
+        if self._starts[-1][0] == at:
+            self._starts.pop()
+        if not self._starts or self._starts[-1][1] != version:
+            self._starts.append((at, version))
+
+    def spans(self, num_tokens: int) -> tuple[VersionSpan, ...]:
+        ends = [start for start, _ in self._starts[1:]] + [num_tokens]
+        return tuple(
+            VersionSpan(
+                start=start, end=end, incarnation=version.incarnation, number=version.number
+            )
+            for (start, version), end in zip(self._starts, ends, strict=True)
+            if start < end
+        )
+
+
+def live_for(policy: PolicyName, live: Version | None) -> Version:
+    """The live version; raises if there is none, or if it belongs to another policy."""
+    if live is None:
+        raise EngineError(
+            f"no version of {policy!r} is live on this engine; load a snapshot before generating"
+        )
+    if live.policy != policy:
+        raise RequestRejected(f"this engine serves {live.policy!r}, not {policy!r}")
+    return live
