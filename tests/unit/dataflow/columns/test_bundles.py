@@ -62,17 +62,17 @@ def test_rows_come_apart_as_they_were_put(
     found: list[tuple[RowId, dict[str, float | bytes]]] = []
     for draft in drafts(rows, no_blobs):
         bundle, payload = stored(draft)
-        cut = bundle.cut([*names])
-        one_by_one = [cut.values(n, payload) for n in range(len(bundle.keys))]
-        assert cut.all_values(len(bundle.keys), payload) == one_by_one
+        columns = bundle.select([*names])
+        one_by_one = [columns.values(n, payload) for n in range(len(bundle.keys))]
+        assert columns.all_values(len(bundle.keys), payload) == one_by_one
         found += zip(bundle.keys, one_by_one, strict=True)
-    wanted = names or {*"xyz"}
-    assert found == [(key, {n: v for n, v in row.items() if n in wanted}) for key, row in rows]
+    selected = names or {*"xyz"}
+    assert found == [(key, {n: v for n, v in row.items() if n in selected}) for key, row in rows]
 
 
 @settings(deadline=None)
 @given(values=ROWS)
-def test_each_column_has_the_digest_it_would_have_alone(
+def test_a_bundled_column_has_the_digest_of_a_single_one(
     values: list[dict[str, bytes | float]],
 ) -> None:
     for draft in drafts(rows_of(values), no_blobs):
@@ -105,7 +105,7 @@ def test_short_values_stand_in_the_record(size: int, is_here: bool) -> None:
     assert len(bundle.record.payload) == (size if is_here else 0)
 
 
-def test_blobs_are_stored_alone() -> None:
+def test_blobs_are_stored_as_single_columns() -> None:
     def make_cell(name: str, blob: BlobLike) -> Cell:
         return blob_cell(name, blob.digest, blob.size)
 
@@ -118,7 +118,7 @@ def test_blobs_are_stored_alone() -> None:
     assert rest.keys == ["b"] and rest.single_cells == {"b": draft.single_cells[RowId("b")]}
 
 
-def test_what_nobody_can_store_is_refused_by_name() -> None:
+def test_an_invalid_column_is_rejected_by_name() -> None:
     with pytest.raises(BadRequest, match="'y' has 1048577 bytes"):
         list(drafts(rows_of([{"x": b"", "y": bytes(MAX_INLINE_BYTES + 1)}]), no_blobs))
     with pytest.raises(BadRequest, match="finite"):

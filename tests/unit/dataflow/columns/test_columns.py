@@ -47,7 +47,7 @@ def test_only_the_same_again_is_a_duplicate(first: Cell, second: Cell) -> None:
     assert is_same or "written by w" in detail
 
 
-def test_what_is_decided_stands_before_it_is_on_disk() -> None:
+def test_a_write_is_visible_before_it_is_on_disk() -> None:
     world = ReaderWorld()
     world.columns.complete("eval", ROW, number_cell("x", 1.0), "w", 1.0)
     assert (ROW, "x") in world.columns.existing("eval", [ROW], ["x", "y"])
@@ -59,9 +59,9 @@ def test_what_is_decided_stands_before_it_is_on_disk() -> None:
 def test_a_flush_releases_only_what_it_made_durable() -> None:
     recent: UnflushedWrites[str, int] = UnflushedWrites()
     recent["before"] = 1
-    recent.cut()
+    recent.begin_flush()
     recent["during"] = 2
-    recent.release()
+    recent.end_flush()
     assert (recent.get("before"), recent.get("during")) == (None, 2)
 
 

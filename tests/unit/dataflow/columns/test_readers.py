@@ -119,7 +119,7 @@ def test_a_scorer_that_never_existed_closes_by_deadline(world: ReaderWorld) -> N
     assert world.row_window.pop_completed() == []
     world.tick(0.2)
     events = {(event.name, event.failed) for event in world.row_window.pop_completed()}
-    assert events == {("reward", "overdue"), ("reference", "input")}, "nobody waits for ever"
+    assert events == {("reward", "overdue"), ("reference", "input")}, "nothing waits for ever"
 
 
 def test_a_deadline_on_admission_counts_from_there() -> None:
@@ -199,7 +199,7 @@ def test_restart_gives_workers_time_before_deadlines(world: ReaderWorld) -> None
     assert [event.failed for event in world.row_window.pop_completed()] == ["overdue"]
 
 
-def test_freed_rows_are_handed_to_nobody(world: ReaderWorld) -> None:
+def test_freed_rows_are_not_leased(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     world.arrive("p0-2.0.1")
     (first,) = lease(world, "score", 1)
@@ -359,7 +359,7 @@ def test_a_row_in_the_window_costs_200_bytes() -> None:
         tracemalloc.stop()
 
 
-# --- the service stands still -----------------------------------------------------------------
+# --- the service stalls -----------------------------------------------------------------------
 
 
 def stand_still(world: ReaderWorld, seconds: float) -> None:
@@ -369,11 +369,11 @@ def stand_still(world: ReaderWorld, seconds: float) -> None:
     world.tick()
 
 
-def test_a_stall_is_nobodys_silence_and_nobodys_delay(world: ReaderWorld) -> None:
+def test_a_stall_expires_neither_leases_nor_deadlines(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     (grant,) = lease(world, "score")
     stand_still(world, 700)
-    assert world.row_window.pop_completed() == [], "a deadline stood still with the service"
+    assert world.row_window.pop_completed() == [], "the deadline is extended by the stall"
     assert world.readers.has_worker("score", world.now)
     score(world, grant)
 
@@ -387,7 +387,7 @@ def test_what_began_after_a_stall_gets_its_own_time_and_no_more(world: ReaderWor
     world.tick()
     assert world.readers.has_worker("score", world.now)
     world.tick(SCORE.ttl_s + 0.1)
-    (again,) = lease(world, "score")  # its worker fell silent, stall or not
+    (again,) = lease(world, "score")  # its worker was silent apart from the stall
     world.readers.release("score", claim(again), world.now)
     world.tick(60 - SCORE.ttl_s)
     assert [event.failed for event in world.row_window.pop_completed()] == ["overdue"]
@@ -409,7 +409,7 @@ def test_a_deadline_that_had_passed_stays_passed(world: ReaderWorld) -> None:
     assert [event.failed for event in world.row_window.pop_completed()] == ["overdue"]
 
 
-def test_rows_on_disk_stood_still_too() -> None:
+def test_a_stall_extends_deadlines_of_rows_on_disk() -> None:
     world = ReaderWorld(window=1)
     world.readers.declare(SCORE, world.now)
     for n in range(3):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spaces are bounded, cleared alone, and never the rollouts' own."""
+"""Spaces have quotas, are cleared separately, and never include the rollouts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_clearing_touches_no_other_space_and_readers_go_on() -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "é", "x" * 129])
 def test_names_are_plain(name: str) -> None:
-    with pytest.raises(BadRequest, match="is no name"):
+    with pytest.raises(BadRequest, match="invalid name"):
         put(ReaderWorld(), name, "a", x=1.0)
 
 
