@@ -89,7 +89,7 @@ async def test_bad_values_are_refused_whole(tmp_path: Path) -> None:
             body = PutRequest(rows=(PutRow(key=RowId("a"), columns=columns),))
             with pytest.raises(BadRequest, match="first"):
                 await client.call("POST", "/v1/spaces/eval/rows", body, PutAnswer)
-            with pytest.raises(Forbidden, match="another name"):
+            with pytest.raises(Forbidden, match="another space"):
                 await client.put("train", {"a": {"x": 1.0}})
             assert await client.get("eval", ["a", "b"]) == {}
 

@@ -301,7 +301,7 @@ def test_the_life_cycle_is_a_table() -> None:
     row_lease = RowLease(
         row_id=RowId("r"), arrival=1, deadline_start=0.0, missing_inputs=0, pending_outputs=0
     )
-    with pytest.raises(AssertionError, match="cannot go from pending to leased"):
+    with pytest.raises(AssertionError, match="cannot move from pending to leased"):
         row_lease.move(RowLeaseState.LEASED)
     ended = [state for state, following in LEASE_TRANSITIONS.items() if not following]
     assert ended == [RowLeaseState.DONE, RowLeaseState.DEAD, RowLeaseState.FREED]

@@ -94,13 +94,13 @@ def test_names_are_plain(name: str) -> None:
 
 def test_train_belongs_to_the_rollouts() -> None:
     world = ReaderWorld()
-    with pytest.raises(Forbidden, match="another name"):
+    with pytest.raises(Forbidden, match="another space"):
         put(world, "train", "a", x=1.0)
     with pytest.raises(Forbidden):
         world.spaces.clear("train")
     with pytest.raises(NotFound):
         world.spaces.clear("nowhere")
-    with pytest.raises(BadRequest, match="service's own"):
+    with pytest.raises(BadRequest, match="reserved"):
         put(world, "eval", "a", turns=1.0)
 
 

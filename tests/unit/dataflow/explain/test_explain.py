@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind of id is explained from the ledger alone, and every figure is the ledger's own."""
+"""Every kind of id is explained from the ledger alone, with the ledger's figures."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedRun]:
     recorded.close()
 
 
-def told(explanation: Explanation, what: str) -> list[str]:
+def texts_of(explanation: Explanation, what: str) -> list[str]:
     return [step.text for step in explanation.steps if step.what == what]
 
 
@@ -64,8 +64,8 @@ def test_a_skipped_task_names_the_rule_and_its_draw(picky: RecordedRun) -> None:
     assert found.kind == "task"
     assert f"skipped {len(times)} time" in found.summary and "greso" in found.summary
     draw = json.loads(times[0].detail)["draws"][0]
-    assert f"it drew {draw:.4f}" in told(found, "skipped")[0]
-    assert told(found, "remembered"), "what GRESO remembers of this task is part of the answer"
+    assert f"it drew {draw:.4f}" in texts_of(found, "skipped")[0]
+    assert texts_of(found, "remembered"), "what GRESO remembers of this task is part of the answer"
     assert explain(picky, key[:12]) == found, "the beginning of a key is enough"
 
 
@@ -74,7 +74,7 @@ def test_the_next_group_says_what_was_skipped_before_it(picky: RecordedRun) -> N
         one for one in picky.coordinator.read(IssuedRecord) if json.loads(one.why)["skipped"] > 0
     ]
     one = after_skips[0]
-    [text] = told(explain(picky, one.group_id), "issued")
+    [text] = texts_of(explain(picky, one.group_id), "issued")
     num = json.loads(one.why)["skipped"]
     assert f"{num} task" in text and "skipped by greso" in text
 
@@ -82,7 +82,7 @@ def test_the_next_group_says_what_was_skipped_before_it(picky: RecordedRun) -> N
 def test_a_refused_group_names_rule_reason_and_rewards(picky: RecordedRun) -> None:
     fate = picky.coordinator.read(FateRecord, "reason = 'uniform_reward'")[0]
     found = explain(picky, fate.group_id)
-    [text] = told(found, "dropped")
+    [text] = texts_of(found, "dropped")
     assert "by rule reward-spread: uniform_reward, all members earned the same" in text
     rewards = picky.coordinator.rows("SELECT reward FROM rows WHERE group_id = :g", g=fate.group_id)
     assert f"rewards {', '.join(f'{r:g}' for (r,) in rewards)}" in text
@@ -110,13 +110,13 @@ def test_a_batch_says_who_chose_its_groups(picky: RecordedRun) -> None:
     groups = decode(batch.manifest, Manifest).groups
     assert [one["group"] for one in step.facts["groups"]] == [g.group_id for g in groups]
     assert max(one["staleness"] for one in step.facts["groups"]) == batch.staleness_max
-    assert told(found, "trained") == [
-        f"batch policy.{batch.seq} trained; that made version policy@1.{batch.seq}"
+    assert texts_of(found, "trained") == [
+        f"batch policy.{batch.seq} trained, producing version policy@1.{batch.seq}"
     ]
 
 
 def test_the_select_rule_is_named_and_what_it_left_behind(eventful: RecordedRun) -> None:
-    texts = [told(explain(eventful, f"policy.{seq}"), "sealed")[0] for seq in range(1, 6)]
+    texts = [texts_of(explain(eventful, f"policy.{seq}"), "sealed")[0] for seq in range(1, 6)]
     assert all("select rule edf took 3 groups" in text for text in texts)
 
 
@@ -133,13 +133,13 @@ def test_failed_attempts_and_dead_slots_are_told(eventful: RecordedRun) -> None:
     assert "failed_slots" in found.summary
     leases = [step for step in found.steps if step.what == "leased" and step.facts["slot"] == 1]
     assert [step.facts["ended"] for step in leases] == ["failed"] * 3
-    assert told(found, "given up") and "3 of 4 members" in told(found, "dropped")[0]
+    assert texts_of(found, "given up") and "3 of 4 members" in texts_of(found, "dropped")[0]
 
 
 def test_a_row_of_a_lost_attempt_has_no_part_in_the_batch(eventful: RecordedRun) -> None:
     lost, kept = explain(eventful, "p0-3.0.1"), explain(eventful, "p0-3.0.2")
-    assert "holds no result" in lost.summary and not told(lost, "sealed")
-    assert "went into batch policy.1" in kept.summary and told(kept, "published")
+    assert "has no result" in lost.summary and not texts_of(lost, "sealed")
+    assert "went into batch policy.1" in kept.summary and texts_of(kept, "published")
 
 
 def test_a_batch_trained_and_then_skipped_by_its_successor(eventful: RecordedRun) -> None:
@@ -224,6 +224,8 @@ async def test_a_running_ledger_is_read_beside_its_writer(tmp_path: Path) -> Non
     assert "initial model" in explain(recorded, "policy@1.0").summary
     assert "closed" in {step.what for step in explain(recorded, "p0-1").steps}
     await node.work(max_slots=4)
-    assert told(explain(recorded, "p0-3"), "leased"), "what came after it was opened is seen too"
+    assert texts_of(explain(recorded, "p0-3"), "leased"), (
+        "what came after it was opened is seen too"
+    )
     recorded.close()
     service.close()
