@@ -124,8 +124,7 @@ class SamplingSpec:
     top_k: int = 0
     """0 keeps the full vocabulary."""
     min_p: float = 0.0
-    """Drops tokens whose probability is below `min_p` times that of the most likely token; 0 drops
-    none."""
+    """Drops tokens less likely than `min_p` times the highest probability; 0 drops none."""
     max_tokens: int = 16
     seed: int = 0
     stop: tuple[str, ...] = ()
@@ -253,7 +252,7 @@ class DropReason(StrEnum):
     ABSENT = "absent"
     """The group has no trainable turn of this policy: only other policies acted."""
     UNIFORM_REWARD = "uniform_reward"
-    """Every member earned the same reward, so there is no advantage."""
+    """Every member earned the same reward, so no advantage exists."""
     OUTPACED = "outpaced"
     """The policy already has as many groups as its staleness bound allows."""
     REMAINDER = "remainder"
@@ -369,8 +368,8 @@ class Manifest:
     """Number of the version that this batch trains from, as of sealing."""
     groups: tuple[SealedGroup, ...]
     visible_roles: tuple[tuple[PolicyName, str], ...] | None = None
-    """The (policy, role) pairs whose turns the consumer trains; None for all turns of its own
-    policy."""
+    """The (policy, role) pairs whose turns the consumer trains; None for all turns of the
+    consumer's policy."""
 
     @property
     def rows(self) -> Iterable[RowSummary]:

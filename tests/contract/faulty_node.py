@@ -70,7 +70,7 @@ class OtherBytesOnRetry(Node):
 class BeatsBeforeRegister(Node):
     def register(self) -> None:
         with suppress(HTTPError):
-            body: Record = {"session": self.boot_id, "state": "starting", "live": []}
+            body: Record = {"boot_id": self.boot_id, "state": "starting", "live": []}
             self.dataflow.call("PUT", f"/v1/nodes/{self.node_id}", body)
         super().register()
 
@@ -79,7 +79,7 @@ class LeasesBeforeLive(Node):
     def register(self) -> None:
         super().register()
         if not self.live:
-            request = {"request_id": "early", "node_id": self.node_id, "session": self.boot_id}
+            request = {"request_id": "early", "node_id": self.node_id, "boot_id": self.boot_id}
             more: Record = {"max_slots": 1, "wait_s": 0.0, "live": []}
             self.dataflow.call("POST", "/v1/leases", {**request, **more})
 
@@ -99,7 +99,7 @@ class IgnoresUnknown(Node):
         """Repeats a call that got 404 instead of registering."""
         while True:
             with suppress(HTTPError):
-                return self.dataflow.call(method, path, {**body, "session": self.boot_id})
+                return self.dataflow.call(method, path, {**body, "boot_id": self.boot_id})
 
 
 class Unverified(Node):

@@ -176,7 +176,7 @@ async def test_nobody_joins_and_nothing_passes() -> None:
     assert lines[0].startswith("url    http://127.0.0.1:")
     assert lines[1].startswith("token  penstock1.")
     assert [line for line in lines[3:-2] if not line.startswith("none ")] == []
-    assert lines[-2] == f"0 ok, 0 failed, {len(ROLLOUT_RULES)} never seen, of 18 rules"
+    assert lines[-2] == f"0 ok, 0 failed, {len(ROLLOUT_RULES)} not tested, of 18 rules"
     assert json.loads(lines[-1])["untested"] == len(ROLLOUT_RULES)
 
 
@@ -212,7 +212,7 @@ async def test_foreign_node_hands_back_and_leaves_on_sigterm() -> None:
         trainer = SimulatedTrainer(double.service, double.store, SimulatedNode(double.service))
         async with double.serve(examiner):
             incarnation = await trainer.claim_incarnation()
-            stored = trainer.put()
+            stored = trainer.store_version()
             examiner.expect(incarnation, 0, stored)
             await trainer.publish(stored)
             peer.on_ready(double.join_info(Role.ROLLOUT))

@@ -257,7 +257,7 @@ def test_a_scorer_dead_for_ever_closes_its_groups_by_deadline(tmp_path: Path) ->
         asyncio.run(scenario(running))
         give_up_at = time.monotonic() + 60
         wasted: dict[str, int] = {}
-        while "column_failed" not in wasted:
+        while wasted.get("column_failed", 0) < 8:
             assert time.monotonic() < give_up_at, f"groups are still open; wasted so far {wasted}"
             wasted = running.reader().status().wasted_tokens
             time.sleep(0.1)

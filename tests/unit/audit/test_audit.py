@@ -191,7 +191,7 @@ def test_a_ledger_of_format_1_is_read(run_dir: Path) -> None:
     running_lease(run_dir)
     with ledger(run_dir) as connection:
         connection.execute(
-            "INSERT INTO leases SELECT group_id, slot, epoch, attempt, node_id, session, "
+            "INSERT INTO leases SELECT group_id, slot, epoch, attempt, node_id, boot_id, "
             f"request_id, granted_at, '', 0.0, '', 0 FROM grants WHERE {LEASE_IS_RUNNING}"
         )
         connection.execute("DROP TABLE grants")

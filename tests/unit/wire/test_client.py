@@ -79,7 +79,7 @@ def test_a_verdict_is_not_repeated(tmp_path: Path) -> None:
 async def test_nobody_there_is_told_after_the_deadline(tmp_path: Path) -> None:
     caller = AsyncServiceClient("http://127.0.0.1:9", "token")
     started = time.monotonic()
-    with pytest.raises(Unreachable, match="is the service running"):
+    with pytest.raises(Unreachable, match="check that the service is running"):
         await caller.call("POST", "/v1/echo", Echo(text="hi"), Echo, deadline_s=0.5)
     assert time.monotonic() - started < 30
     await caller.close()

@@ -198,7 +198,7 @@ class RowWindow:
                 return
 
     def _load_page(self, reader: Reader, now: float) -> bool:
-        """Load one page; returns False if there are no more rows on disk."""
+        """Load one page; returns False if it was the last one on disk."""
         terms = reader.terms
         rows = self._load_page_rows(terms.name, terms.space, reader.loaded_through, PAGE_ROWS)
         is_last = len(rows) < PAGE_ROWS

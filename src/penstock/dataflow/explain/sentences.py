@@ -40,7 +40,7 @@ _DROP_REASON_TEXT: Mapping[str, str] = {
     DropReason.STALE: "its oldest token exceeds max_staleness for every remaining batch",
     DropReason.FAILED_SLOTS: "too few members had a result after all attempts",
     DropReason.ABSENT: "the group has no trainable turn of this policy",
-    DropReason.UNIFORM_REWARD: "all members earned the same reward, so there is no advantage",
+    DropReason.UNIFORM_REWARD: "all members earned the same reward, so no advantage exists",
     DropReason.OUTPACED: "the policy already has as many groups as its staleness bound allows",
     DropReason.REMAINDER: "the run ended before a batch could use it",
     DropReason.COLUMN_FAILED: "a required column failed or missed its deadline",

@@ -2,7 +2,7 @@
 """Warns when groups keep being dropped and no batch fills: the main reason and a remedy.
 
 The only source of this text, for both status and log. Trainers report batches without a learning
-signal themselves, but cannot report that there are no batches.
+signal themselves, but cannot report missing batches.
 """
 
 from __future__ import annotations

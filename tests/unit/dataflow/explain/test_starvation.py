@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy that gets no batch raises an alarm with the cause: planted causes, on the real service."""
+"""A policy that gets no batch raises an alarm with the cause: planted faults, real service."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_a_successor_tells_since_when_nobody_was_there() -> None:
     clock.incarnated(0.0)
     clock.batch_requested(1, 0.0)
     clock.served(1, 5.0)
-    assert clock.account(1000.0)["training"] == 995.0, "a long step looks just like this"
+    assert clock.account(1000.0)["training"] == 995.0, "a long step observations just like this"
     clock.incarnated(1000.0)
     assert clock.account(1000.0) == {"waiting": 5.0, "offline": 995.0}
     clock.batch_requested(1, 1001.0)
@@ -154,28 +154,30 @@ def test_the_account_of_a_trainer_that_is_done_ends() -> None:
 
 def test_a_node_is_booked_up_to_its_last_word() -> None:
     clock = NodeClock(0.0)
-    assert clock.look(NodeActivity.STARTING, 0.0, 0.0) is None
-    assert clock.look(NodeActivity.STARTING, 10.0, 10.0) is None
-    assert clock.look(NodeActivity.WAITING, 12.0, 12.0) == 12.0, "what its start took"
-    clock.look(NodeActivity.ROLLING_OUT, 20.0, 20.0)
-    clock.look(NodeActivity.ROLLING_OUT, 21.0, 30.0)
+    assert clock.observe(NodeActivity.STARTING, 0.0, 0.0) is None
+    assert clock.observe(NodeActivity.STARTING, 10.0, 10.0) is None
+    assert clock.observe(NodeActivity.WAITING, 12.0, 12.0) == 12.0, "what its start took"
+    clock.observe(NodeActivity.ROLLING_OUT, 20.0, 20.0)
+    clock.observe(NodeActivity.ROLLING_OUT, 21.0, 30.0)
     assert clock.account(32.0)["rolling_out"] == 20.0, "not silent yet: it may still work"
-    clock.look(NodeActivity.SILENT, 21.0, 34.0)
+    clock.observe(NodeActivity.SILENT, 21.0, 34.0)
     expected = {"starting": 10.0, "waiting": 2.0, "rolling_out": 9.0, "silent": 13.0}
     assert clock.account(34.0) == expected
-    clock.look(NodeActivity.ROLLING_OUT, 40.0, 41.0)
+    clock.observe(NodeActivity.ROLLING_OUT, 40.0, 41.0)
     assert clock.account(41.0)["rolling_out"] == 16.0
     assert sum(clock.account(41.0).values()) == pytest.approx(41.0)
 
 
 def test_a_node_that_was_there_before_us_tells_nothing_of_its_start() -> None:
     clock = NodeClock(100.0)
-    assert clock.look(NodeActivity.WAITING, 100.0, 100.5) is None
+    assert clock.observe(NodeActivity.WAITING, 100.0, 100.5) is None
 
 
 CALLS = st.lists(
     st.tuples(
-        st.sampled_from(["incarnated", "asked", "served", "committed", "published", "eval"]),
+        st.sampled_from(
+            ["incarnated", "batch_requested", "served", "committed", "published", "eval"]
+        ),
         st.integers(0, 4),
         st.floats(0, 100),
     ),
@@ -190,7 +192,7 @@ def test_no_second_of_a_trainer_is_lost_or_counted_twice(
     clock, now, seq = TrainerClock(0.0), 0.0, 1
     for what, ahead, gap in calls:
         now += gap
-        if what in ("asked", "served"):
+        if what in ("batch_requested", "served"):
             seq += ahead == 4
             getattr(clock, what)(max(1, seq - ahead // 3), now)
         elif what == "eval":
@@ -210,12 +212,12 @@ def test_no_second_of_a_trainer_is_lost_or_counted_twice(
     )
 )
 def test_no_second_of_a_node_is_lost_or_counted_twice(
-    looks: list[tuple[NodeActivity, float, float]],
+    observations: list[tuple[NodeActivity, float, float]],
 ) -> None:
     clock, now = NodeClock(0.0), 0.0
-    for activity, gap, silent_s in looks:
+    for activity, gap, silent_s in observations:
         now += gap
-        clock.look(activity, now - silent_s, now)
+        clock.observe(activity, now - silent_s, now)
         assert sum(clock.account(now).values()) == pytest.approx(now)
 
 

@@ -165,7 +165,7 @@ def test_the_dead_and_the_suspect_are_no_capacity() -> None:
     assert (made.pool.nodes_healthy, made.pool.nodes_pending, made.pool.nodes_draining) == (3, 1, 1)
     statuses = [node.status for node in made.nodes]
     assert statuses == ["healthy", "suspect", "gone", "healthy", "healthy", "gone"]
-    assert made.decision.branch == "hold" and "GPUs are starting (4)" in made.decision.reason
+    assert made.decision.branch == "hold" and "4 GPUs are already starting" in made.decision.reason
     alone = report(figures(nodes=nodes[:1]))
     assert alone.decision.target_gpus == 5, "w = 0.15 of one serving node of 4 GPUs"
 
@@ -265,5 +265,5 @@ def test_a_window_is_judged_once() -> None:
     first = report(figures())
     assert first.decision.branch == "scale_up"
     given = figures(memory=rule_memory(first))
-    assert make_report(given, TERMS, NOW + 50, standing=first.decision).decision == first.decision
+    assert make_report(given, TERMS, NOW + 50, decision=first.decision).decision == first.decision
     assert make_report(given, TERMS, NOW + 50).decision.branch == "hold", "cooling down"

@@ -111,7 +111,7 @@ def test_shrinking_needs_two_low_windows_in_a_row() -> None:
     memory = decide(fine, memory, TERMS, now=100.0).memory
     assert memory.low_windows == 0, "one window between them starts the count again"
     first = decide(low, memory, TERMS, now=200.0)
-    assert first.branch is HOLD and "1 of 2" in first.reason
+    assert first.branch is HOLD and "needs 2 such windows in a row, 1 so far" in first.reason
     second = decide(low, first.memory, TERMS, now=300.0)
     assert (second.branch, second.target_gpus, second.delta_gpus) == (DOWN, 6, -4)
     assert second.memory.low_windows == 0
@@ -134,7 +134,7 @@ def test_pending_joins_are_capacity() -> None:
     verdict = decide(pool(wait=0.3, pending=3), RuleMemory(), TERMS, now=0.0)
     assert (verdict.target_gpus, verdict.delta_gpus) == (15, 2), "five wanted, three on their way"
     covered = decide(pool(wait=0.3, pending=5), RuleMemory(), TERMS, now=0.0)
-    assert covered.branch is HOLD and "GPUs are starting (5)" in covered.reason
+    assert covered.branch is HOLD and "5 GPUs are already starting" in covered.reason
     assert covered.memory.last_action is None, "no action, no cool-down"
     resting = decide(pool(pending=4), RuleMemory(), TERMS, now=0.0)
     assert (resting.branch, resting.delta_gpus) == (HOLD, 0)
@@ -149,7 +149,10 @@ def test_the_pool_keeps_its_declared_size() -> None:
     least = decide(pool(4, 0.0, 0.1), RuleMemory(low_windows=1), terms, now=0.0)
     assert least.branch is HOLD and "min_gpus" in least.reason
     few = decide(pool(1, None, None), RuleMemory(), terms, now=0.0)
-    assert (few.branch, few.target_gpus) == (UP, 4) and "declared" in few.reason
+    assert (few.branch, few.target_gpus) == (
+        UP,
+        4,
+    ) and "outside its bounds (min_gpus 4, max_gpus 12)" in few.reason
     many = decide(pool(14, 0.07), RuleMemory(), terms, now=0.0)
     assert (many.branch, many.target_gpus) == (DOWN, 12)
     waiting = decide(pool(14, 0.5), RuleMemory(), terms, now=0.0)
