@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns, readers, spaces and blobs over real HTTP: durable before the answer, nothing lost by
+"""Columns, readers, spaces and blobs over real HTTP: durable before the response, nothing lost by
 crashed workers or a restarted service, nothing done twice."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def test_rows_by_key(tmp_path: Path) -> None:
             assert (await client.get("other", ["k1"]))["k1"].columns == {"text": b"mine"}
 
 
-async def test_a_quota_stops_puts_and_says_the_cure(tmp_path: Path) -> None:
+async def test_a_quota_stops_puts_and_names_the_fix(tmp_path: Path) -> None:
     with running_row_service(tmp_path) as running:
         async with running.client(patience_s=1.5) as client:
             await client.set_quota("eval", 1000)
@@ -80,7 +80,7 @@ async def test_a_quota_stops_puts_and_says_the_cure(tmp_path: Path) -> None:
             await client.put("eval", {"b": {"x": bytes(900)}})
 
 
-async def test_bad_values_are_refused_whole(tmp_path: Path) -> None:
+async def test_a_call_with_a_bad_value_stores_nothing(tmp_path: Path) -> None:
     with running_row_service(tmp_path) as running:
         async with running.client() as client:
             with pytest.raises(BadRequest, match="finite"):
@@ -127,7 +127,9 @@ async def test_stages_stream_rollout_rows_and_overlap(tmp_path: Path) -> None:
             assert row.columns == {"turns": b"turns 3", "reward": 7.0, "reference": b"log-probs"}
 
 
-async def test_a_crashed_worker_s_rows_come_again_each_is_done_once(tmp_path: Path) -> None:
+async def test_rows_of_a_crashed_worker_are_redelivered_and_each_is_done_once(
+    tmp_path: Path,
+) -> None:
     with running_row_service(tmp_path) as running:
         async with running.client() as client:
             rows = {f"k{n:02}": {"text": b"t"} for n in range(20)}
@@ -154,7 +156,7 @@ async def test_a_crashed_worker_s_rows_come_again_each_is_done_once(tmp_path: Pa
                 await stream.aclose()
 
 
-async def test_readers_go_on_over_a_restart_of_the_service(tmp_path: Path) -> None:
+async def test_readers_continue_across_a_restart_of_the_service(tmp_path: Path) -> None:
     port = free_port()
     with running_row_service(tmp_path, port) as running:
         client = running.client()
@@ -183,7 +185,7 @@ async def test_long_work_keeps_its_row(tmp_path: Path) -> None:
             assert mark.columns == {"mark": 1.0}
 
 
-async def test_a_row_that_breaks_its_workers_is_given_up(tmp_path: Path) -> None:
+async def test_a_row_that_crashes_its_workers_fails_after_max_attempts(tmp_path: Path) -> None:
     with running_row_service(tmp_path) as running:
         async with running.client() as client:
             await client.put("eval", {"a": {"text": b"t"}})
@@ -207,7 +209,7 @@ async def test_leaving_a_row_without_its_columns_is_an_error(tmp_path: Path) -> 
                     pass
 
 
-async def test_long_values_go_by_claim_check(tmp_path: Path) -> None:
+async def test_long_values_are_uploaded_as_blobs(tmp_path: Path) -> None:
     data = random.Random(0).randbytes(5_000_000)
     with running_row_service(tmp_path) as running:
         async with running.client() as client:
@@ -279,7 +281,7 @@ async def test_damage_is_contained_to_the_rows_put_together(tmp_path: Path) -> N
             assert "its position in the bundle holds another row" in found["d"].failed["y"].detail
 
 
-async def test_what_is_answered_is_on_disk(tmp_path: Path) -> None:
+async def test_acknowledged_writes_are_on_disk(tmp_path: Path) -> None:
     host = RowServiceHost(tmp_path)
     body = PutRequest(rows=(PutRow(key=RowId("a"), columns={"x": 1.0}),))
     for n in range(20):
@@ -291,7 +293,7 @@ async def test_what_is_answered_is_on_disk(tmp_path: Path) -> None:
 
 
 async def test_a_put_after_a_clear_stays(tmp_path: Path) -> None:
-    """A commit erases after it has written: both must not meet in one."""
+    """A group commit runs deletions after writes, so both must not be in the same one."""
     host = RowServiceHost(tmp_path)
     first = PutRequest(rows=(PutRow(key=RowId("a"), columns={"x": 1.0}),))
     second = PutRequest(rows=(PutRow(key=RowId("a"), columns={"y": 2.0}),))
@@ -309,7 +311,7 @@ async def test_a_put_after_a_clear_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_against_a_dictionary_with_restarts(tmp_path: Path, seed: int) -> None:
-    """Any order of puts, gets, clears and restarts answers as a dictionary would."""
+    """Any order of puts, gets, clears and restarts behaves like a dictionary."""
     rng = random.Random(seed)
     port = free_port()
     truth: dict[tuple[str, str], dict[str, float]] = {}
