@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that are stored together come apart as they were put, each column with its own digest."""
+"""Bundled rows are read as they were put, and each column has its digest."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rows_of(values: Sequence[Mapping[str, bytes | float]]) -> list[NewRow]:
 
 
 def stored(draft: BundleDraft, arrival: int = 1) -> tuple[Bundle, bytes]:
-    """As a reader finds it, with its values wherever they are."""
+    """The bundle as stored, and its payload."""
     record = bundle_record(
         draft, lambda payload: PLACE, space="eval", arrival=arrival, writer="w", now=1.0
     )
@@ -55,7 +55,7 @@ def stored(draft: BundleDraft, arrival: int = 1) -> tuple[Bundle, bytes]:
 
 @settings(deadline=None)
 @given(values=ROWS, names=st.sets(st.sampled_from("xyz")))
-def test_rows_come_apart_as_they_were_put(
+def test_rows_are_read_as_they_were_put(
     values: list[dict[str, bytes | float]], names: set[str]
 ) -> None:
     rows = rows_of(values)
@@ -89,7 +89,7 @@ def test_a_bundled_column_has_the_digest_of_a_single_one(
             assert bundle.column(position, "other") is None
 
 
-def test_no_bundle_is_much_longer_than_one_may_read_for_a_row() -> None:
+def test_bundles_have_a_limited_size() -> None:
     rows = rows_of([{"x": bytes(100_000)}] * 8 + [{"y": bytes(10)}] * 8)
     made = [*drafts(rows, no_blobs)]
     assert [key for draft in made for key in draft.keys] == [key for key, _ in rows]
@@ -98,7 +98,7 @@ def test_no_bundle_is_much_longer_than_one_may_read_for_a_row() -> None:
 
 
 @pytest.mark.parametrize(("size", "is_here"), [(INLINE_BYTES, True), (INLINE_BYTES + 1, False)])
-def test_short_values_stand_in_the_record(size: int, is_here: bool) -> None:
+def test_short_values_are_stored_in_the_record(size: int, is_here: bool) -> None:
     (draft,) = drafts(rows_of([{"x": bytes(size)}]), no_blobs)
     bundle, _ = stored(draft)
     assert bundle.where == (None if is_here else PLACE)
@@ -127,7 +127,7 @@ def test_an_invalid_column_is_rejected_by_name() -> None:
         list(drafts(rows_of([{"": b""}]), no_blobs))
 
 
-def test_cells_of_a_row_are_those_of_its_values() -> None:
+def test_cells_of_a_row_match_its_values() -> None:
     (draft,) = drafts(rows_of([{"x": b"1", "n": 2.0}]), no_blobs)
     ((key, row),) = draft.rows
     assert draft.cells(key, row) == [bytes_cell("x", b"1"), number_cell("n", 2.0)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns are written once, also between two commits, and every value tells itself apart."""
+"""Columns are write-once, even before a commit, and different values have different digests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CELLS = st.one_of(
 
 @settings(deadline=None)
 @given(first=CELLS, second=CELLS)
-def test_only_the_same_again_is_a_duplicate(first: Cell, second: Cell) -> None:
+def test_only_an_equal_write_is_a_duplicate(first: Cell, second: Cell) -> None:
     world = ReaderWorld(tables=TABLES)
     world.columns.complete("eval", ROW, first, "w", 1.0)
     existing = world.columns.existing("eval", [ROW], ["x"])[ROW, "x"]
@@ -65,7 +65,7 @@ def test_a_flush_releases_only_what_it_made_durable() -> None:
     assert (recent.get("before"), recent.get("during")) == (None, 2)
 
 
-def test_bytes_go_to_the_payload_store_and_long_ones_are_refused() -> None:
+def test_bytes_go_to_the_payload_store_and_long_ones_are_rejected() -> None:
     world = ReaderWorld()
     record = world.columns.complete("eval", ROW, bytes_cell("x", b"abc"), "w", 1.0)
     assert record.length == 3 and record.segment == 1

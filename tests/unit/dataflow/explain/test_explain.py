@@ -34,7 +34,7 @@ from penstock.wire.codec import decode
 
 @pytest.fixture(scope="module")
 def picky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedRun]:
-    """Tasks skipped by GRESO, groups refused by reward-spread, groups served again."""
+    """Tasks skipped by GRESO, groups rejected by reward-spread, replayed groups."""
     folder = tmp_path_factory.mktemp("picky")
     asyncio.run(record(folder, PICKY))
     recorded = open_recorded_run(folder / "ledger")
@@ -44,7 +44,7 @@ def picky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedRun]:
 
 @pytest.fixture(scope="module")
 def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedRun]:
-    """Failures, hand-backs, a replaced node, a restart, a skipped batch and a rewind."""
+    """Failures, releases, a replaced node, a restart, a skipped batch and a rewind."""
     folder = tmp_path_factory.mktemp("eventful")
     asyncio.run(eventful_run(folder))
     recorded = open_recorded_run(folder / "ledger")
@@ -79,7 +79,7 @@ def test_the_next_group_says_what_was_skipped_before_it(picky: RecordedRun) -> N
     assert f"{num} task" in text and "skipped by greso" in text
 
 
-def test_a_refused_group_names_rule_reason_and_rewards(picky: RecordedRun) -> None:
+def test_a_rejected_group_names_rule_reason_and_rewards(picky: RecordedRun) -> None:
     fate = picky.coordinator.read(FateRecord, "reason = 'uniform_reward'")[0]
     found = explain(picky, fate.group_id)
     [text] = texts_of(found, "dropped")
@@ -89,7 +89,7 @@ def test_a_refused_group_names_rule_reason_and_rewards(picky: RecordedRun) -> No
     assert f"{fate.tokens} tokens wasted" in text
 
 
-def test_a_group_served_again_lists_every_batch(picky: RecordedRun) -> None:
+def test_a_replayed_group_lists_every_batch(picky: RecordedRun) -> None:
     fate = max(picky.coordinator.read(FateRecord, "uses > 1"), key=lambda one: one.uses)
     batches = [
         f"policy.{batch.seq}"
@@ -115,20 +115,20 @@ def test_a_batch_says_who_chose_its_groups(picky: RecordedRun) -> None:
     ]
 
 
-def test_the_select_rule_is_named_and_what_it_left_behind(eventful: RecordedRun) -> None:
+def test_the_select_rule_is_named(eventful: RecordedRun) -> None:
     texts = [texts_of(explain(eventful, f"policy.{seq}"), "sealed")[0] for seq in range(1, 6)]
     assert all("select rule edf took 3 groups" in text for text in texts)
 
 
-def test_staleness_is_told_as_it_was_judged(eventful: RecordedRun) -> None:
-    """A fork after sealing makes tokens older; that is not what the batch was judged by."""
+def test_staleness_is_as_of_sealing(eventful: RecordedRun) -> None:
+    """A later incarnation makes tokens older, but does not change sealed batches."""
     for batch in eventful.coordinator.read(BatchRecord):
         [step] = [s for s in explain(eventful, f"policy.{batch.seq}").steps if s.what == "sealed"]
         ages = [group["staleness"] for group in step.facts["groups"]]
         assert max(ages) == batch.staleness_max, batch.seq
 
 
-def test_failed_attempts_and_dead_slots_are_told(eventful: RecordedRun) -> None:
+def test_failed_attempts_and_failed_slots_are_listed(eventful: RecordedRun) -> None:
     found = explain(eventful, "p0-2")
     assert "failed_slots" in found.summary
     leases = [step for step in found.steps if step.what == "leased" and step.facts["slot"] == 1]
@@ -158,15 +158,15 @@ def test_versions_know_their_batch_or_fork(eventful: RecordedRun) -> None:
 @pytest.mark.parametrize(
     "id", ["p0-9999", "p0-1.7.1", "policy.99", "other.1", "policy@1.99", "ffff", "", "%", "a b'--"]
 )
-def test_what_is_not_there_is_said_with_what_there_is(eventful: RecordedRun, id: str) -> None:
+def test_an_unknown_id_is_an_error_that_names_known_ones(eventful: RecordedRun, id: str) -> None:
     with pytest.raises(NotFound, match="no such"):
         explain(eventful, id)
 
 
-def test_reading_disturbs_nothing(eventful: RecordedRun, tmp_path: Path) -> None:
+def test_reading_changes_nothing(eventful: RecordedRun, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no ledger"):
         open_recorded_run(tmp_path)
-    assert not [*tmp_path.iterdir()], "looking for a ledger makes none"
+    assert not [*tmp_path.iterdir()], "a missing ledger is not created"
 
 
 @pytest.mark.parametrize("is_running", [False, True])
@@ -192,12 +192,12 @@ async def test_a_ledger_of_an_older_format_is_read_in_a_copy(
             found = recorded.coordinator.read(RowRecord)
             assert explain(recorded, "p0-1") == story
         assert [*scratch.iterdir()] == []
-        before.pop("ledger.db-shm", None)  # where readers say what they look at
+        before.pop("ledger.db-shm", None)  # readers write their marks there
         assert {name: (ledger / name).read_bytes() for name in before} == before
     assert [replace(row, compute_cost="") for row in rows] == found != []
 
 
-async def test_where_there_is_no_room_for_the_copy_it_says_so(
+async def test_a_copy_that_cannot_be_made_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await record(tmp_path, PICKY)
@@ -214,7 +214,7 @@ async def test_where_there_is_no_room_for_the_copy_it_says_so(
         open_recorded_run(tmp_path / "ledger")
 
 
-async def test_a_running_ledger_is_read_beside_its_writer(tmp_path: Path) -> None:
+async def test_a_ledger_can_be_read_while_it_is_written(tmp_path: Path) -> None:
     service = build(config(tmp_path, PICKY), tmp_path / "ledger")
     trainer, node = LocalTrainer(service, POLICY), LocalNode(service, reward)
     await trainer.take_over()
