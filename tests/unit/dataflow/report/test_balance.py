@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows open and close by versions; what stands in a report belongs to the window it names."""
+"""Windows open and close by versions; the figures of a report belong to its window."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def judged(group: str) -> IssuedRecord:
     )
 
 
-def test_a_window_closes_at_a_look_after_so_many_versions() -> None:
+def test_a_window_closes_on_the_tick_after_its_last_version() -> None:
     watched = balance()
     watched.on_records([commit(A, 1, 10.0)])
     watched.look(observed(node()), 11.0)
@@ -142,7 +142,7 @@ def test_a_window_closes_at_a_look_after_so_many_versions() -> None:
 
 
 def test_the_first_policy_to_train_enough_closes_the_window_for_all() -> None:
-    """One that stopped for ever holds up no decision."""
+    """A policy that stopped does not delay decisions."""
     watched = balance(A, B)
     watched.on_records([commit(A, 1, 10.0), commit(A, 2, 20.0)])
     both = observed(node(), policies=(A, B))
@@ -188,16 +188,16 @@ def test_two_policies_count_their_own_tokens() -> None:
     flows = {policy: passed.flow for policy, passed in watched.flow_counter.policies.items()}
     assert flows[A].produced == Counts(sequences=2, tokens=9)
     assert flows[A].wasted == {"uniform_reward": Counts(sequences=2, tokens=9)}
-    assert flows[A].entered == Counts(), "a rule refused it"
+    assert flows[A].entered == Counts(), "a rule rejected it"
     assert flows[B].produced == Counts(sequences=2, tokens=12)
-    assert flows[B].entered == Counts(sequences=1, tokens=3), "it entered, and then grew old"
+    assert flows[B].entered == Counts(sequences=1, tokens=3), "it entered, then became stale"
     assert flows[B].wasted["stale"] == Counts(sequences=1, tokens=3)
     assert flows[B].wasted["failed"] == Counts(sequences=1, tokens=9)
     assert watched.flow_counter.nodes[N0].accepted.counts == Counts(sequences=1, tokens=3)
     assert watched.flow_counter.nodes[N1].accepted.counts == Counts()
 
 
-def test_a_group_that_lost_rows_to_a_column_entered_with_those_left() -> None:
+def test_a_group_that_lost_rows_to_a_failed_column_enters_with_the_rest() -> None:
     watched = balance()
     made = [row("g1", N0, '{"a":5}', OutcomeKind.COMPLETED) for _ in range(2)]
     both = fate(A, "g1", FateState.ADMITTED, 10)
@@ -207,7 +207,7 @@ def test_a_group_that_lost_rows_to_a_column_entered_with_those_left() -> None:
     assert flow.entered.tokens == flow.consumed.tokens == 5
 
 
-def test_served_again_is_not_consumed_again() -> None:
+def test_a_replay_is_not_consumed_again() -> None:
     watched = balance()
     watched.on_records(
         [fate(A, "g1", FateState.ADMITTED, 5), fate(A, "g1", FateState.SEALED, 5, uses=1)]
@@ -247,7 +247,7 @@ def test_trainer_calls_become_waits() -> None:
     assert seconds == {"waiting": 10.0, "training": 30.0, "publishing": 5.0, "other": 5.0}
 
 
-def test_evaluation_is_told_in_a_commit() -> None:
+def test_evaluation_is_reported_in_a_commit() -> None:
     watched = balance()
     watched.on_records([commit(A, 1, 10.0)])
     watched.batch_requested(A, 2, 10.0)
@@ -257,7 +257,7 @@ def test_evaluation_is_told_in_a_commit() -> None:
     assert watched.report(observed(node()), 21.0).policies[0].window.eval_time_s == 4.5
 
 
-def test_who_left_is_shown_for_a_window_and_kept_in_the_account() -> None:
+def test_a_node_that_left_is_shown_for_one_window_and_kept_in_the_account() -> None:
     watched = balance()
     present = (node(last_seen=0.0), node(N1, last_seen=0.0))
     watched.look(observed(*present), 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three-zone rule as a table, with its edges, and the brakes on it one by one."""
+"""The three-zone rule as a table with its edges, and each damping rule."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pool(
         (0.50, 100, 100, 1, UP, 2),
         (0.95, 100, 100, 4, UP, 80),
         (1.00, 100, 100, 4, UP, 80),
-        # the edges belong to nobody: hold
+        # at the edges: hold
         (0.10, 10, 100, 10, HOLD, 10),
         (0.05, 10, 100, 10, HOLD, 10),
         (0.07, 10, 100, 10, HOLD, 10),
@@ -96,11 +96,14 @@ def test_an_action_is_remembered_and_cooled_down() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen_s", "told_s", "until"), [(300.0, 0.0, 450.0), (0.0, 600.0, 900.0), (10.0, 20.0, 200.0)]
+    ("measured_s", "configured_s", "until"),
+    [(300.0, 0.0, 450.0), (0.0, 600.0, 900.0), (10.0, 20.0, 200.0)],
 )
-def test_slow_starts_prolong_the_cool_down(seen_s: float, told_s: float, until: float) -> None:
-    terms = replace(TERMS, node_start_s=told_s)
-    verdict = decide(replace(pool(wait=0.3), start_s=seen_s), RuleMemory(), terms, now=0.0)
+def test_slow_starts_extend_the_cooldown(
+    measured_s: float, configured_s: float, until: float
+) -> None:
+    terms = replace(TERMS, node_start_s=configured_s)
+    verdict = decide(replace(pool(wait=0.3), start_s=measured_s), RuleMemory(), terms, now=0.0)
     assert verdict.memory.cooldown_until == until
 
 
@@ -132,7 +135,7 @@ def test_shrinking_is_at_most_half_of_the_pool_at_once(gpus: int, target: int) -
 
 def test_pending_joins_are_capacity() -> None:
     verdict = decide(pool(wait=0.3, pending=3), RuleMemory(), TERMS, now=0.0)
-    assert (verdict.target_gpus, verdict.delta_gpus) == (15, 2), "five wanted, three on their way"
+    assert (verdict.target_gpus, verdict.delta_gpus) == (15, 2), "five needed, three pending"
     covered = decide(pool(wait=0.3, pending=5), RuleMemory(), TERMS, now=0.0)
     assert covered.branch is HOLD and "5 GPUs are already starting" in covered.reason
     assert covered.memory.last_action is None, "no action, no cool-down"
@@ -140,7 +143,7 @@ def test_pending_joins_are_capacity() -> None:
     assert (resting.branch, resting.delta_gpus) == (HOLD, 0)
 
 
-def test_the_pool_keeps_its_declared_size() -> None:
+def test_the_pool_stays_within_its_bounds() -> None:
     terms = replace(TERMS, min_gpus=4, max_gpus=12)
     assert decide(pool(10, 0.5), RuleMemory(), terms, now=0.0).target_gpus == 12
     full = decide(pool(12, 0.5), RuleMemory(), terms, now=0.0)
@@ -159,7 +162,7 @@ def test_the_pool_keeps_its_declared_size() -> None:
     assert (waiting.branch, waiting.target_gpus) == (DOWN, 12)
 
 
-def test_loading_weights_and_half_windows_decide_nothing() -> None:
+def test_loading_weights_and_incomplete_windows_hold() -> None:
     loading = decide(replace(pool(wait=0.5), is_loading_weights=True), RuleMemory(), TERMS, now=0.0)
     assert loading.branch is HOLD and "loading weights" in loading.reason
     first = decide(replace(pool(wait=0.5), complete=False), RuleMemory(), TERMS, now=0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record as a supply of tasks: it ends where the record does, and that ends no run."""
+"""Recorded tasks end with the record, which does not end a run."""
 
 from __future__ import annotations
 
