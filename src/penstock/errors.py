@@ -51,8 +51,8 @@ class BadRequest(WireError):
 
 
 class ContextOverflow(BadRequest):
-    """The prompt alone fills the model's context window. Not in WIRE_ERRORS: clients of the gateway
-    read its code from the error body."""
+    """The prompt alone fills the model's context window. Only the gateway raises it, and translates
+    it for each dialect, so it is not in WIRE_ERRORS."""
 
     code = "context_length_exceeded"
 

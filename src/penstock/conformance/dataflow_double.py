@@ -158,12 +158,12 @@ async def open_double(host: str, port: int) -> AsyncGenerator[DataflowDouble]:
 
 def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
-        raise ConfigError(f"--port {port} is out of range; use 0 to 65535 (0 picks a free port)")
+        raise ConfigError(f"--port {port}: ports are 0 to 65535")
     try:
         return socket.create_server((host, port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            why = f"port {port} is in use; choose another with --port, or 0 for a free one"
+            why = f"port {port} is taken; choose another with --port, or 0 for a free one"
         else:
             why = f"cannot listen on {host} port {port}: {error.strerror}"
         raise ConfigError(why) from None

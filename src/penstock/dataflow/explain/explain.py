@@ -365,7 +365,7 @@ class _Explainer:
         found = self._tables.read(IssuedRecord, "group_id = :id", id=group_id)
         if not found:
             last = self._tables.scalar("SELECT max(issue) FROM issued")
-            known = f"{last} groups have been issued" if last else "no group has been issued yet"
+            known = f"{last} groups were issued" if last else "no group was issued yet"
             raise _missing(group_id, "group", known)
         return found[0]
 
