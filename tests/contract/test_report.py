@@ -24,9 +24,9 @@ from penstock.config import RuleConfig
 from penstock.config.report import ReportConfig
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.report.figures import ZERO, Counts, Flow, Window
-from penstock.dataflow.report.recount import count_from_ledger, produced_by_node
+from penstock.dataflow.report.flow_counter import KEY, TOTALS
+from penstock.dataflow.report.ledger_counts import count_from_ledger, produced_by_node
 from penstock.dataflow.report.shape import BalanceReport
-from penstock.dataflow.report.tally import KEY, TOTALS
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (

@@ -21,13 +21,6 @@ from penstock.dataflow.records import (
     MetaRecord,
     VersionRecord,
 )
-from penstock.dataflow.report.accounts import (
-    NodeClock,
-    TrainerClock,
-    p90,
-    subtract_accounts,
-    sum_accounts,
-)
 from penstock.dataflow.report.build import make_report, rule_memory
 from penstock.dataflow.report.figures import (
     ZERO,
@@ -42,8 +35,15 @@ from penstock.dataflow.report.figures import (
     RuleMemory,
     Window,
 )
+from penstock.dataflow.report.flow_counter import EffectiveNumber, FlowCounter
 from penstock.dataflow.report.shape import BalanceReport, Decision
-from penstock.dataflow.report.tally import EffectiveNumber, FlowCounter
+from penstock.dataflow.report.time_accounts import (
+    NodeClock,
+    TrainerClock,
+    p90,
+    subtract_accounts,
+    sum_accounts,
+)
 from penstock.types import NodeId, PolicyName
 
 EVAL_STAT = "seconds/eval"

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.dataflow.report import zones
-from penstock.dataflow.report.accounts import shares, sum_accounts
+from penstock.dataflow.report import scaling_rule
 from penstock.dataflow.report.figures import (
     ZERO,
     Account,
@@ -38,6 +37,7 @@ from penstock.dataflow.report.shape import (
     TimeAccount,
     WindowReport,
 )
+from penstock.dataflow.report.time_accounts import shares, sum_accounts
 from penstock.types import NodeId
 
 HEALTHY: StatusName = "healthy"
@@ -111,7 +111,7 @@ def _policy(policy: PolicyFigures, figures: Figures, gpus: int) -> PolicyReport:
             training_time_s=max(1.0, window.wall_s - policy.eval_s),
             avg_step_time_s=_ratio(sum(s.step_s for s in samples), len(samples)),
             avg_batch_wait_s=_ratio(sum(s.wait_s for s in samples), len(samples)),
-            rollout_wait_fraction=zones.wait_fraction(samples),
+            rollout_wait_fraction=scaling_rule.wait_fraction(samples),
             num_samples=len(samples),
             production=_production(policy.window),
             throughput_per_gpu=_ratio(entered, gpus),
@@ -205,9 +205,9 @@ def _pool(figures: Figures, terms: BalanceSettings) -> PoolReport:
 
 def _decision(figures: Figures, pool: PoolReport, terms: BalanceSettings, now: float) -> Decision:
     active = [policy for policy in figures.policies if not policy.done]
-    waits = [zones.wait_fraction(policy.samples) for policy in active]
+    waits = [scaling_rule.wait_fraction(policy.samples) for policy in active]
     measured = [wait for wait in waits if wait is not None]
-    judged = zones.PoolWindow(
+    judged = scaling_rule.PoolWindow(
         gpus=pool.total_gpus,
         pending_gpus=pool.pending_gpus,
         wait_fraction=max(measured, default=None),
@@ -217,7 +217,7 @@ def _decision(figures: Figures, pool: PoolReport, terms: BalanceSettings, now: f
         start_s=figures.start_s_p90,
         complete=figures.window.complete,
     )
-    verdict = zones.decide(judged, figures.memory, terms, now)
+    verdict = scaling_rule.decide(judged, figures.memory, terms, now)
     action = verdict.memory.last_action
     return Decision(
         branch=verdict.branch,

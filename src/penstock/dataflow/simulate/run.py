@@ -26,14 +26,14 @@ from penstock.dataflow.ledger.assemble import CoreSpec
 from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import CommandJournal, GroupRecord
-from penstock.dataflow.simulate.script import ActionKind, Timeline, TrainerAction, read_timeline
-from penstock.dataflow.simulate.stream import (
+from penstock.dataflow.simulate.recorded_tasks import (
     RecordedGroup,
     RecordedSource,
     RecordedSupply,
     RecordedTasks,
     read_recorded_tasks,
 )
+from penstock.dataflow.simulate.timeline import ActionKind, Timeline, TrainerAction, read_timeline
 from penstock.errors import Conflict
 from penstock.types import DropReason, GroupId, PolicyName, RowSummary
 

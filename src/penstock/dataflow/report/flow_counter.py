@@ -23,7 +23,7 @@ from penstock.dataflow.records import (
     RowRecord,
 )
 from penstock.dataflow.report.figures import REFUSAL_REASONS, ZERO, Counts, Flow
-from penstock.dataflow.report.recount import SqlReader, count_from_ledger
+from penstock.dataflow.report.ledger_counts import SqlReader, count_from_ledger
 from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName
 
 KEY = "report"

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.dataflow.core.rulebook import RuleRunner, RuleSpec
 from penstock.dataflow.records import CommandJournal
-from penstock.dataflow.simulate.stream import RecordedSource, RecordedSupply
+from penstock.dataflow.simulate.recorded_tasks import RecordedSource, RecordedSupply
 from penstock.types import Task
 
 

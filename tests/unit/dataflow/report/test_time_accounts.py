@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataflow.report.accounts import (
+from penstock.dataflow.report.figures import NodeActivity, StepTiming
+from penstock.dataflow.report.time_accounts import (
     NodeClock,
     TrainerClock,
     p90,
@@ -15,7 +16,6 @@ from penstock.dataflow.report.accounts import (
     subtract_accounts,
     sum_accounts,
 )
-from penstock.dataflow.report.figures import NodeActivity, StepTiming
 
 
 def step(clock: TrainerClock, seq: int, at: float, *, wait: float, train: float) -> float:

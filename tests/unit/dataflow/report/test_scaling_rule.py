@@ -14,7 +14,7 @@ from penstock.dataflow.report.figures import (
     ScalingBranch,
     StepTiming,
 )
-from penstock.dataflow.report.zones import PoolWindow, decide, wait_fraction, zone
+from penstock.dataflow.report.scaling_rule import PoolWindow, decide, wait_fraction, zone
 
 TERMS = BalanceSettings()
 UP, HOLD, DOWN = ScalingBranch.SCALE_UP, ScalingBranch.HOLD, ScalingBranch.SCALE_DOWN
